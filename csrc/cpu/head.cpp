@@ -1,0 +1,313 @@
+// Head kernels. Compiled once per instruction set (PYFLATNESS_ISA names it), so nothing here may have external linkage
+// but the table at the end.
+#include "../kernels.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int64_t kDepth = 256;         // features added in T before the sum is folded: cache and rounding
+constexpr int64_t kSerialWork = 32768;  // multiply-adds below which threads cost more than they bring
+
+int team(int threads, int64_t work) { return work < kSerialWork || threads < 1 ? 1 : threads; }
+
+int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// sum_j a_j b_j: vectors of T over kDepth elements, double beyond.
+template <typename T>
+double dot(const T* a, const T* b, int64_t length) {
+  using S = Simd<T>;
+  double total = 0;
+  for (int64_t start = 0; start < length; start += kDepth) {
+    const int64_t stop = minimum(length, start + kDepth);
+    typename S::Vec sums[2] = {};
+    int64_t j = start;
+    for (; j + 2 * S::kLanes <= stop; j += 2 * S::kLanes) {
+      sums[0] += S::load(a + j) * S::load(b + j);
+      sums[1] += S::load(a + j + S::kLanes) * S::load(b + j + S::kLanes);
+    }
+    for (; j + S::kLanes <= stop; j += S::kLanes) sums[0] += S::load(a + j) * S::load(b + j);
+    if (j < stop) sums[1] += S::load_tail(a + stop, stop - j, stop) * S::load_tail(b + stop, stop - j, stop);
+    total += S::sum(sums[0] + sums[1]);
+  }
+  return total;
+}
+
+template <typename T>
+void row_dots(const T* a, int64_t stride_a, const T* b, int64_t stride_b, int64_t n, int64_t k, double* out,
+              int threads) {
+#pragma omp parallel for num_threads(team(threads, n* k)) schedule(static)
+  for (int64_t i = 0; i < n; ++i) out[i] = dot(a + i * stride_a, b + i * stride_b, k);
+}
+
+// Squared distances of Rows x Columns pairs of rows of w, accumulated over one slice of features.
+template <typename T, int Rows, int Columns>
+PYFLATNESS_INLINE void distance_tile(const T* const* left, const T* const* right, int64_t start, int64_t stop,
+                                     double (*total)[Columns]) {
+  using S = Simd<T>;
+  typename S::Vec sums[Rows][Columns] = {};
+  int64_t j = start;
+  for (; j + S::kLanes <= stop; j += S::kLanes)
+    for (int r = 0; r < Rows; ++r)
+      for (int c = 0; c < Columns; ++c) {
+        const typename S::Vec difference = S::load(left[r] + j) - S::load(right[c] + j);
+        sums[r][c] += difference * difference;
+      }
+  if (j < stop)
+    for (int r = 0; r < Rows; ++r)
+      for (int c = 0; c < Columns; ++c) {
+        const typename S::Vec difference =
+            S::load_tail(left[r] + stop, stop - j, stop) - S::load_tail(right[c] + stop, stop - j, stop);
+        sums[r][c] += difference * difference;
+      }
+  for (int r = 0; r < Rows; ++r)
+    for (int c = 0; c < Columns; ++c) total[r][c] += S::sum(sums[r][c]);
+}
+
+template <typename T>
+void pair_distances(const T* weight, int64_t d, int64_t m, T* out, int threads) {
+  constexpr int kTile = 4;
+  const int64_t tiles = (d + kTile - 1) / kTile;
+#pragma omp parallel for num_threads(team(threads, d * d * m)) schedule(dynamic)
+  for (int64_t row = 0; row < tiles; ++row) {
+    for (int64_t column = 0; column <= row; ++column) {
+      const T *left[kTile], *right[kTile];
+      for (int k = 0; k < kTile; ++k) {  // beyond the last row: that row again, not written
+        left[k] = weight + minimum(row * kTile + k, d - 1) * m;
+        right[k] = weight + minimum(column * kTile + k, d - 1) * m;
+      }
+      double total[kTile][kTile] = {};
+      for (int64_t start = 0; start < m; start += kDepth)
+        distance_tile<T, kTile, kTile>(left, right, start, minimum(m, start + kDepth), total);
+      for (int64_t s = row * kTile; s < minimum(d, row * kTile + kTile); ++s)
+        for (int64_t t = column * kTile; t < minimum(d, column * kTile + kTile); ++t)
+          out[s * d + t] = out[t * d + s] = static_cast<T>(total[s - row * kTile][t - column * kTile]);
+    }
+  }
+}
+
+// One tile of softmax_variance: two vectors of rows, so that a vector holds one feature or output of many rows and
+// nothing is summed across lanes. A tile of outputs keeps its sums, and the rows' squared norms, in registers.
+template <typename T>
+constexpr int64_t kBlockRows = 2 * Simd<T>::kLanes;
+constexpr int64_t kSlice = 128;                                       // most features transposed at a time
+constexpr int kTileOutputs = PYFLATNESS_VECTOR_BYTES == 64 ? 10 : 4;  // 32 vector registers or 16
+
+// by_feature[j, r] = rows[r][start + j], and the same columns of the next block brought nearer.
+template <typename T>
+PYFLATNESS_INLINE void transpose_slice(const T* const* rows, int64_t start, int64_t length, int64_t next_block,
+                                       T* by_feature) {
+  using S = Simd<T>;
+  for (int64_t r = 0; r < kBlockRows<T>; r += S::kLanes)
+    for (int64_t done = 0; done < length; done += S::kLanes) {
+      // The last tile ends at the slice's end and does some columns again: whole vectors everywhere.
+      const int64_t column = done + S::kLanes <= length ? done : length - S::kLanes;
+      typename S::Vec tile[S::kLanes];
+      for (int64_t l = 0; l < S::kLanes; ++l) {
+        const T* place = rows[r + l] + start;
+        tile[l] = column < 0 ? S::load_partial(place, length, 0) : S::load(place + column);
+        __builtin_prefetch(place + done + next_block);
+      }
+      S::transpose(tile);
+      const int64_t first = column < 0 ? 0 : column;
+      for (int64_t l = 0; l < minimum(S::kLanes, length); ++l)
+        S::store(by_feature + (first + l) * kBlockRows<T> + r, tile[l]);
+    }
+}
+
+// logits[s, r] += sum_j weight[j, s] by_feature[j, r] for `Outputs` outputs; the first tile adds up the norms too.
+template <typename T, int Outputs, bool First>
+PYFLATNESS_INLINE void product_tile(const T* by_feature, const T* weight, int64_t length, int64_t d, T* logits,
+                                    T* norms) {
+  using S = Simd<T>;
+  typename S::Vec sums[Outputs][2] = {}, squares[2] = {};
+  for (int64_t j = 0; j < length; ++j) {
+    const typename S::Vec x[2] = {S::load(by_feature + j * kBlockRows<T>),
+                                  S::load(by_feature + j * kBlockRows<T> + S::kLanes)};
+    for (int s = 0; s < Outputs; ++s)
+      for (int v = 0; v < 2; ++v) sums[s][v] += x[v] * weight[j * d + s];
+    if (First)
+      for (int v = 0; v < 2; ++v) squares[v] += x[v] * x[v];
+  }
+  for (int v = 0; v < 2; ++v) {
+    for (int s = 0; s < Outputs; ++s) {
+      T* place = logits + s * kBlockRows<T> + v * S::kLanes;
+      S::store(place, S::load(place) + sums[s][v]);
+    }
+    if (First) S::store(norms + v * S::kLanes, S::load(norms + v * S::kLanes) + squares[v]);
+  }
+}
+
+template <typename T, bool First, int Outputs = kTileOutputs>
+PYFLATNESS_INLINE void product_tile(const T* by_feature, const T* weight, int64_t length, int64_t d, int64_t outputs,
+                                    T* logits, T* norms) {
+  if constexpr (Outputs > 1) {
+    if (outputs < Outputs)
+      return product_tile<T, First, Outputs - 1>(by_feature, weight, length, d, outputs, logits, norms);
+  }
+  product_tile<T, Outputs, First>(by_feature, weight, length, d, logits, norms);
+}
+
+// Logits and squared norms of a block of rows.
+template <typename T>
+void block_products(const T* const* rows, int64_t next_block, const T* weight, int64_t m, int64_t d, T* logits,
+                    T* norms) {
+  alignas(64) T by_feature[kSlice * kBlockRows<T>];
+  std::memset(logits, 0, static_cast<size_t>(d * kBlockRows<T>) * sizeof(T));
+  std::memset(norms, 0, kBlockRows<T> * sizeof(T));
+  const int64_t slices = (m + kSlice - 1) / kSlice, slice = slices ? (m + slices - 1) / slices : 0;
+  for (int64_t start = 0; start < m; start += slice) {
+    const int64_t length = minimum(slice, m - start);
+    const T* part = weight + start * d;
+    transpose_slice(rows, start, length, next_block, by_feature);
+    product_tile<T, true>(by_feature, part, length, d, minimum(d, kTileOutputs), logits, norms);
+    for (int64_t s = kTileOutputs; s < d; s += kTileOutputs)
+      product_tile<T, false>(by_feature, part + s, length, d, minimum(d - s, kTileOutputs), logits + s * kBlockRows<T>,
+                             norms);
+  }
+}
+
+// sum_{s<t} p_s p_t D_st for as many rows as a vector has lanes. Every term is >= 0, so nothing cancels, however
+// close to one the largest probability is.
+template <typename T>
+PYFLATNESS_INLINE typename Simd<T>::Vec pair_variance(T* logits,  // [d, kBlockRows], from the row wanted
+                                                      const T* bias, const T* distances, int64_t d) {
+  using S = Simd<T>;
+  typename S::Vec top = S::load(logits) + bias[0];
+  for (int64_t s = 1; s < d; ++s) {
+    const typename S::Vec z = S::load(logits + s * kBlockRows<T>) + bias[s];
+    top = z > top ? z : top;
+  }
+  typename S::Vec normaliser = {}, pairs = {};
+  for (int64_t s = 0; s < d; ++s) {
+    T* place = logits + s * kBlockRows<T>;
+    const typename S::Vec e = S::exp_nonpositive(S::load(place) + bias[s] - top);
+    S::store(place, e);
+    normaliser += e;
+    typename S::Vec inner = {};
+    for (int64_t t = 0; t < s; ++t) inner += S::load(logits + t * kBlockRows<T>) * distances[s * d + t];
+    pairs += e * inner;
+  }
+  return pairs / (normaliser * normaliser);
+}
+
+template <typename T>
+void softmax_variance(const T* features, int64_t stride, const T* weight, const T* bias, const T* distances, int64_t n,
+                      int64_t m, int64_t d, double* out, int threads) {
+  constexpr int64_t kRows = kBlockRows<T>;
+  const int64_t blocks = (n + kRows - 1) / kRows;
+#pragma omp parallel for num_threads(team(threads, n * m * d)) schedule(static)
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t first = block * kRows, count = minimum(kRows, n - first);
+    const T* rows[kRows];  // beyond the last row: that row again, not written
+    for (int64_t r = 0; r < kRows; ++r) rows[r] = features + (first + minimum(r, count - 1)) * stride;
+    alignas(64) T logits[pyflatness::kMaxFusedOutputs * kRows];
+    alignas(64) T norms[kRows], variance[kRows];
+    block_products(rows, count == kRows ? kRows * stride : 0, weight, m, d, logits, norms);
+    for (int64_t r = 0; r < kRows; r += Simd<T>::kLanes)
+      Simd<T>::store(variance + r, pair_variance(logits + r, bias, distances, d));
+    for (int64_t r = 0; r < count; ++r)
+      out[first + r] = static_cast<double>(norms[r]) * static_cast<double>(variance[r]);
+  }
+}
+
+// The maximum of a row and its first place. A NaN is never the maximum; it shows in the sums instead.
+template <typename T>
+T row_maximum(const T* z, int64_t d, int64_t* place) {
+  using S = Simd<T>;
+  const T lowest = -__builtin_huge_val();
+  typename S::Vec best = S::splat(lowest);
+  typename S::Ints where = {};
+  int64_t s = 0;
+  for (; s < d; s += S::kLanes) {
+    const typename S::Vec v = s + S::kLanes <= d ? S::load(z + s) : S::load_partial(z + s, d - s, lowest);
+    where = v > best ? static_cast<typename Format<T>::Int>(s) - typename S::Ints{} : where;
+    best = v > best ? v : best;
+  }
+  T top = lowest;
+  *place = 0;
+  for (int64_t l = 0; l < S::kLanes; ++l) {
+    const int64_t candidate = static_cast<int64_t>(where[l]) + l;
+    if (candidate < d && (best[l] > top || (best[l] == top && candidate < *place))) {
+      top = best[l];
+      *place = candidate;
+    }
+  }
+  return top;
+}
+
+template <typename T>
+void exponentiate_row(T* z, const T* row_norms, T top_value, int64_t d, double* rest, double* moment, int64_t* place) {
+  using S = Simd<T>;
+  const T top = row_maximum(z, d, place);
+  z[*place] = z[*place] - z[*place] == 0 ? -__builtin_huge_val() : z[*place];  // out of the sums, unless not finite
+  *rest = 0;
+  double weighted = 0;
+  for (int64_t start = 0; start < d; start += kDepth) {
+    const int64_t stop = minimum(d, start + kDepth);
+    typename S::Vec sum = {}, weighted_sum = {};
+    int64_t s = start;
+    for (; s + S::kLanes <= stop; s += S::kLanes) {
+      const typename S::Vec e = S::exp_nonpositive(S::load(z + s) - top);
+      S::store(z + s, e);
+      sum += e;
+      if (row_norms) weighted_sum += e * S::load(row_norms + s);
+    }
+    if (s < stop) {
+      const typename S::Vec e = S::exp_nonpositive(S::load_partial(z + s, stop - s, -__builtin_huge_val()) - top);
+      S::store_partial(z + s, e, stop - s);
+      sum += e;
+      if (row_norms) weighted_sum += e * S::load_partial(row_norms + s, stop - s, 0);
+    }
+    *rest += S::sum(sum);
+    weighted += S::sum(weighted_sum);
+  }
+  if (row_norms) *moment = weighted;
+  z[*place] = top_value;
+}
+
+template <typename T>
+void exponentiate(T* logits, const T* row_norms, T top_value, int64_t n, int64_t d, double* rest, double* moment,
+                  int64_t* top, int threads) {
+#pragma omp parallel for num_threads(team(threads, n* d)) schedule(static)
+  for (int64_t i = 0; i < n; ++i)
+    exponentiate_row(logits + i * d, row_norms, top_value, d, rest + i, moment + i, top + i);
+}
+
+template <typename T>
+double sigmoid_row(const T* z, const T* coefficients, const T* row_norms, int64_t d) {
+  using S = Simd<T>;
+  double total = 0;
+  for (int64_t s = 0; s < d; s += S::kLanes) {
+    const bool whole = s + S::kLanes <= d;
+    const typename S::Vec v = whole ? S::load(z + s) : S::load_partial(z + s, d - s, 0);
+    const typename S::Vec c = whole ? S::load(coefficients + s) : S::load_partial(coefficients + s, d - s, 0);
+    const typename S::Vec w = whole ? S::load(row_norms + s) : S::load_partial(row_norms + s, d - s, 0);
+    const typename S::Vec e = S::exp_nonpositive(v > T(0) ? -v : v);
+    total += S::sum(c * w * e / ((e + T(1)) * (e + T(1))));
+  }
+  return total;
+}
+
+template <typename T>
+void sigmoid_curvature(const T* logits, const T* coefficients, const T* row_norms, int64_t n, int64_t d, double* out,
+                       int threads) {
+#pragma omp parallel for num_threads(team(threads, n* d)) schedule(static)
+  for (int64_t i = 0; i < n; ++i) out[i] = sigmoid_row(logits + i * d, coefficients + i * d, row_norms, d);
+}
+
+template <typename T>
+constexpr pyflatness::HeadKernels<T> kTable = {pair_distances<T>, softmax_variance<T>, exponentiate<T>, row_dots<T>,
+                                               sigmoid_curvature<T>};
+
+}  // namespace
+
+#define PYFLATNESS_JOIN_(a, b) a##b
+#define PYFLATNESS_JOIN(a, b) PYFLATNESS_JOIN_(a, b)
+#define PYFLATNESS_TEXT_(a) #a
+#define PYFLATNESS_TEXT(a) PYFLATNESS_TEXT_(a)
+
+namespace pyflatness {
+extern const Kernels PYFLATNESS_JOIN(kernels_, PYFLATNESS_ISA);
+const Kernels PYFLATNESS_JOIN(kernels_, PYFLATNESS_ISA) = {PYFLATNESS_TEXT(PYFLATNESS_ISA), kTable<float>,
+                                                           kTable<double>};
+}  // namespace pyflatness

@@ -1,0 +1,162 @@
+"""Running the user's model so that nothing of it changes, and seeing what goes through its layers.
+
+What is left as found, also after an exception or Ctrl-C: hooks, modes, ``requires_grad``, ``.grad``, buffers, the random
+state. The model is a function of one sample: a BatchNorm or Dropout in training mode is refused, not switched.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from . import layers
+from .errors import InputError
+
+Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
+"""(model, batch) -> (outputs, targets)."""
+
+
+@contextlib.contextmanager
+def observing(model: nn.Module) -> Iterator[nn.Module]:
+    """The user's own module, ready to be run without gradients, and everything as it was afterwards.
+
+    Raises:
+        InputError: not a module, or in a mode in which samples are not independent.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: a torch.nn.Module is wanted, got {type(model).__name__}")
+    compiled = any(hasattr(module, "_orig_mod") or module._compiled_call_impl for module in model.modules())
+    model = layers.unwrap(model)
+    _check_mode(model)
+    cuda = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=cuda))
+        if compiled:  # compiled code ignores hooks that are added later
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(nn.utils.parametrize.cached())
+        stack.enter_context(_kept_buffers(model))
+        yield model
+
+
+def device(model: nn.Module) -> torch.device:
+    """Where the model's parameters are, and its batches go."""
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        raise InputError(f"model: this {type(model).__name__} has no parameters")
+    return parameter.device
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer; the tensors as they went in and came out, and their versions at that time."""
+
+    inputs: Tensor
+    output: Tensor
+    versions: tuple[int, int]
+
+    def changed(self) -> bool:
+        """Whether either tensor was modified in place since."""
+        return (_version(self.inputs), _version(self.output)) != self.versions
+
+
+def _version(tensor: Tensor) -> int:
+    """Counts in-place changes; an inference tensor has no count and cannot be changed outside inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Calls:
+    """Forward hooks on some layers that keep each layer's last call, and how many there were."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._handles: list[Any] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all calls and the tensors they hold."""
+        self.last: dict[str, Call] = {}  # in the order of the layers' last calls
+        self.count: dict[str, int] = {}
+
+    def __enter__(self) -> "Calls":
+        for name, module in self._modules.items():
+            self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.clear()
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            inputs = args[0] if args else kwargs.get("input")
+            if isinstance(inputs, Tensor) and isinstance(output, Tensor):
+                self.last.pop(name, None)
+                self.last[name] = Call(inputs, output, (_version(inputs), _version(output)))
+                self.count[name] = self.count.get(name, 0) + 1
+
+        return keep
+
+
+def run(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Tensor, Any]:
+    """Outputs and targets of a batch: by ``forward``, or ``model(inputs)`` of an (inputs, targets) pair.
+
+    Raises:
+        InputError: a batch that is no pair, or outputs that are not a tensor, a tuple that begins with one, or an
+            object with ``logits``.
+    """
+    if forward is not None:
+        result = forward(model, batch)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise InputError(f"forward: a pair (outputs, targets) is wanted, got {type(result).__name__}")
+        outputs, targets = result
+    else:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+            raise InputError(
+                f"data: batches are (inputs, targets) pairs, got a {kind}; pass forward=, a function (model, batch) -> "
+                "(outputs, targets)"
+            )
+        inputs, targets = batch
+        outputs = model(inputs)
+    if not isinstance(outputs, Tensor):
+        first = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else None
+        outputs = getattr(outputs, "logits", first)
+    if not isinstance(outputs, Tensor):
+        raise InputError("model: no tensor, tuple or object with `logits` came out; pass forward=")
+    return outputs, targets
+
+
+def _check_mode(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _NormBase) and (module.training or module.running_mean is None):
+            if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+                continue  # normalises each sample by itself
+            if module.training:
+                raise InputError(f"{name!r} ({type(module).__name__}) is in training mode: call model.eval() first")
+            raise InputError(
+                f"{name!r} ({type(module).__name__}) has no running statistics, so its output for a sample depends on "
+                "the batch; a value over the data set does not exist"
+            )
+        if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+            raise InputError(f"{name!r} ({type(module).__name__}) is in training mode: call model.eval() first")
+
+
+@contextlib.contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    owners: Iterable[nn.Module] = list(model.modules())
+    kept = [(m, name, b, b._version, b.clone()) for m in owners for name, b in m._buffers.items() if b is not None]
+    try:
+        yield
+    finally:
+        for module, name, buffer, version, value in kept:
+            module._buffers[name] = buffer
+            if buffer._version != version:
+                buffer.copy_(value)

@@ -1,0 +1,9 @@
+"""The operations that measures are made of, on the backend that was chosen for them.
+
+``kernels in C++ (compiled) or torch (reference)  ->  contractions (here)  ->  losses  ->  measures``
+"""
+
+from .backends import check, choose, describe
+from .softmax import SoftmaxVariance
+
+__all__ = ["SoftmaxVariance", "check", "choose", "describe"]

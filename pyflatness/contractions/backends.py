@@ -1,0 +1,36 @@
+"""Choosing a backend: a module with the functions of :mod:`.reference`, by its name."""
+
+from types import ModuleType
+
+import torch
+
+from ..errors import BackendError
+from . import compiled, reference
+
+NAMES = ("auto", "compiled", "reference")
+
+
+def check(name: str) -> None:
+    """Raise if there is no backend of that name."""
+    if name not in NAMES:
+        raise BackendError(f"backend={name!r} does not exist; choose one of {', '.join(NAMES)}")
+
+
+def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
+    """The backend for tensors of a device and dtype; ``"auto"`` takes the compiled one wherever it can run.
+
+    Raises:
+        BackendError: no such backend, or ``"compiled"`` asked for and unable to run.
+    """
+    check(name)
+    if name == "reference":
+        return reference
+    reason = compiled.unavailable(device, dtype)
+    if reason and name == "compiled":
+        raise BackendError(reason)
+    return reference if reason else compiled
+
+
+def describe(backend: ModuleType) -> str:
+    """The name that results carry: ``"compiled"`` or ``"reference"``."""
+    return backend.__name__.rpartition(".")[2]

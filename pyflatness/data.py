@@ -1,0 +1,89 @@
+"""Data as batches: a tuple of tensors or an iterable of batches, moved to the model's device."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import progress
+from .errors import InputError
+
+_BATCH_SIZE = 256  # samples of a tuple of tensors that go through the model together
+
+
+class Batches:
+    """The user's data, iterated as often as a measure needs.
+
+    Args:
+        data: a tuple of tensors with the samples in dimension 0, or an iterable of batches.
+        device: where batches go.
+        passes: how often the data will be read; a one-shot iterator is refused for more than one.
+        shown: whether reading shows a progress bar; see :func:`.progress.track`.
+
+    Raises:
+        InputError: no data, tensors of different lengths, or something that cannot be iterated (as often as needed).
+    """
+
+    def __init__(self, data: Any, device: torch.device, *, passes: int = 1, shown: bool | None = None) -> None:
+        self._device, self._shown = device, shown
+        self._tensors: tuple[Tensor, ...] = ()
+        if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
+            if len({len(part) for part in data}) > 1:
+                raise InputError(f"data: tensors of different lengths: {[len(part) for part in data]}")
+            self._tensors = data
+        elif isinstance(data, torch.utils.data.Dataset):
+            raise InputError("data: a Dataset yields single samples; wrap it, DataLoader(dataset, batch_size=256)")
+        elif isinstance(data, (Tensor, Mapping, str)) or not hasattr(data, "__iter__"):
+            raise InputError(f"data: a tuple of tensors or an iterable of batches is wanted, got {type(data).__name__}")
+        elif hasattr(data, "__next__") and passes > 1:
+            raise InputError(
+                f"data: {type(data).__name__} can be read once, and {passes} passes are needed (normalize takes one "
+                "for the features' deviations); pass a list of batches or a DataLoader"
+            )
+        self._data = data
+
+    def __len__(self) -> int:
+        """Number of batches; 0 if the data cannot tell."""
+        if self._tensors:
+            return -(-len(self._tensors[0]) // _BATCH_SIZE)
+        try:
+            return len(self._data)
+        except TypeError:
+            return 0
+
+    def __iter__(self) -> Iterator[Any]:
+        empty = True
+        cut = zip(*(part.split(_BATCH_SIZE) for part in self._tensors), strict=True) if self._tensors else self._data
+        for batch in progress.track(cut, len(self), "batches", self._shown):
+            if size(batch) > 0:
+                empty = False
+                yield to_device(batch, self._device)
+        if empty:
+            raise InputError("data: there are no samples in it")
+
+
+def size(batch: Any) -> int:
+    """Samples of a batch: entries of dimension 0 of its first tensor (-1 if it holds none)."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.ndim else -1
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    return next((found for found in map(size, parts) if found >= 0), -1)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor in it on ``device``."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """``change`` applied to every tensor of a batch; tuples, lists and dicts keep their type."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(change, part) for part in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(map_tensors(change, part) for part in batch)
+    if isinstance(batch, dict):
+        return {key: map_tensors(change, part) for key, part in batch.items()}
+    return batch

@@ -1,0 +1,261 @@
+"""When a layer is the model's head, and the rows (features, loss terms) that it then gives.
+
+At a head the layer's output z = W φ + b *is* the model's output, one loss term per position, so relative flatness
+(Petzka et al. 2021, Definition 3) needs no derivative of the model:
+
+    κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(H_ss') = Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ / Σ_i mass_i
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import capture, layers, losses
+from .data import Batches, size
+from .errors import InputError, NotYetError
+
+
+@dataclass
+class HeadBatch:
+    """A batch's rows at a head.
+
+    Attributes:
+        features: (rows, m), the layer's inputs, one row per loss term.
+        terms: what the loss says of the rows.
+        samples: entries of dimension 0 of the batch.
+        per_sample: consecutive rows that belong to one sample; 0 where rows cannot be told apart by sample.
+        number: place of the batch in the data.
+    """
+
+    features: Tensor
+    terms: losses.Terms
+    samples: int
+    per_sample: int
+    number: int
+
+
+class Head:
+    """One layer of a model, observed batch by batch while it is established to be the head.
+
+    Args:
+        model: inside :func:`.capture.observing`.
+        layer: a selector, or None for the last Linear that ran.
+        loss: from :func:`.losses.resolve`.
+        data: what the model runs over.
+        forward: see :func:`.capture.run`.
+
+    Raises:
+        InputError: no such layer, or bad batches, targets or dtypes (while iterating).
+        NotYetError: the layer is not the head.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layer: str | nn.Module | None,
+        loss: losses.Loss,
+        data: Batches,
+        forward: capture.Forward | None = None,
+    ) -> None:
+        self._model, self._loss, self._data, self._forward = model, loss, data, forward
+        self.name = ""  # known once a batch went through
+        if layer is not None:
+            name, module = layers.select(model, layer)
+            self._candidates = {name: module}
+            return
+        self._candidates = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and layers.is_supported(module)
+        }
+        if not self._candidates:
+            raise InputError("layer: the model has no Linear layer; name the layer to measure")
+
+    def matrix(self) -> tuple[Tensor, Tensor | None]:
+        """Weight (d, m) and bias (d,) of the layer."""
+        return layers.matrix(self._candidates[self.name])
+
+    def expected_rows(self, first: HeadBatch) -> int:
+        """Rows of the whole data, going by its first batch."""
+        return len(first.features) * max(1, len(self._data))
+
+    def notes(self) -> tuple[str, ...]:
+        """Says so if the weight is used elsewhere too."""
+        others = layers.ties(self._model, self._candidates[self.name])
+        return (f"weight tied with {', '.join(others)}: derivative through this use only",) if others else ()
+
+    def batches(self) -> Iterator[HeadBatch]:
+        """Runs the model over the data and yields the layer's rows."""
+        observed = {self.name: self._candidates[self.name]} if self.name else self._candidates
+        with capture.Calls(observed) as calls:
+            for number, batch in enumerate(self._data):
+                outputs, targets = capture.run(self._model, batch, self._forward)
+                call = self._head_call(calls, outputs)
+                yield self._rows(call, outputs, targets, size(batch), number)
+                del outputs, call
+                calls.clear()
+
+    def _head_call(self, calls: capture.Calls, outputs: Tensor) -> capture.Call:
+        if not calls.last:
+            names = ", ".join(map(repr, self._candidates))
+            raise InputError(f"layer: {names} did not run in the model's forward pass")
+        name = list(calls.last)[-1]
+        if not self.name:
+            self.name = name
+            layers.check_measurable(name, self._candidates[name])
+        if name != self.name:
+            raise InputError(f"layer: the last Linear that ran is {name!r} in this batch, it was {self.name!r} before")
+        call = calls.last[name]
+        reason = ""
+        if calls.count[name] > 1:
+            reason = f"it ran {calls.count[name]} times in one forward pass"
+        elif outputs.untyped_storage().data_ptr() != call.output.untyped_storage().data_ptr():
+            reason = "its output is not the model's output"
+        elif call.changed():
+            reason = "its output (or input) is modified in place afterwards"
+        elif not _computes(self._candidates[name], call):
+            reason = "its output is not W φ + b of its weight and input (a hook or an adapter changes it)"
+        if reason:
+            raise NotYetError(
+                f"layer {name!r} is not the model's head: {reason}. This version measures layers whose output is what "
+                "the model returns (views and permutations included)"
+            )
+        return call
+
+    def _rows(self, call: capture.Call, outputs: Tensor, targets: Any, samples: int, number: int) -> HeadBatch:
+        module = self._candidates[self.name]
+        layers.check_dtype(f"layer {self.name!r}: input", call.inputs.dtype)
+        layers.check_dtype(f"layer {self.name!r}: output", call.output.dtype)
+        if not isinstance(targets, Tensor):
+            raise InputError(f"targets of batch {number}: a tensor is wanted, got {type(targets).__name__}")
+        output = call.output.detach().movedim(layers.class_dim(module), -1)
+        outputs = outputs.detach()
+        if outputs.ndim and output.shape[-1] == 1 and outputs.shape == targets.shape and 1 not in outputs.shape[1:]:
+            outputs, targets = outputs.unsqueeze(-1), targets.unsqueeze(-1)  # z.squeeze(-1), one output
+        dim = _class_dim(outputs, output, self._loss)
+        places = _places(outputs.movedim(dim, -1)) if dim is not None else None
+        order = _order(places, _places(output)) if places is not None else None
+        if dim is None or order is None:
+            raise NotYetError(
+                f"layer {self.name!r} is not the model's head: the model's output {tuple(outputs.shape)} is not a set of "
+                f"whole rows of the layer's {tuple(call.output.shape)}"
+            )
+        features = layers.input_rows(module, call.inputs)
+        try:
+            terms = self._loss.terms(outputs, targets.detach(), dim)
+        except (InputError, NotYetError) as error:
+            raise type(error)(f"batch {number}: {error}") from None
+        features = features if order.numel() == 0 else features[order.to(features.device)]
+        told_apart = len(outputs) == samples and dim != 0
+        return HeadBatch(features, terms, samples, len(features) // samples if told_apart else 0, number)
+
+
+def _class_dim(outputs: Tensor, output: Tensor, loss: losses.Loss) -> int | None:
+    """The dimension of the model's output that is the layer's last, by size and stride."""
+    same = [
+        dim
+        for dim in range(outputs.ndim)
+        if outputs.shape[dim] == output.shape[-1] and (outputs.shape[dim] == 1 or outputs.stride(dim) == output.stride(-1))
+    ]
+    if isinstance(loss, losses.CrossEntropy):
+        return 1 if 1 in same else None
+    return same[-1] if same else None
+
+
+def _places(rows: Tensor) -> Tensor:
+    """Where in memory the rows (all but the last dimension) begin, in row-major order."""
+    places = torch.tensor([rows.storage_offset()])
+    for size, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
+        places = (places.unsqueeze(1) + torch.arange(size) * stride).flatten()
+    return places
+
+
+def _order(wanted: Tensor, present: Tensor) -> Tensor | None:
+    """Indices of the wanted places among those present (empty: they are the same); None unless each is there once."""
+    if wanted.equal(present):
+        return torch.empty(0, dtype=torch.int64)
+    sorted_places, index = present.sort()
+    found = torch.searchsorted(sorted_places, wanted).clamp_max(len(present) - 1)
+    if not sorted_places[found].equal(wanted) or len(wanted.unique()) < len(wanted):
+        return None
+    return index[found]
+
+
+def _computes(module: nn.Module, call: capture.Call) -> bool:
+    """Whether the call's output is W φ + b, looked at in its first and last row."""
+    weight, bias = layers.matrix(module)
+    inputs = layers.input_rows(module, call.inputs)[[0, -1]]
+    dim = layers.class_dim(module)
+    output = call.output.detach().movedim(dim, -1)
+    output = output.reshape(-1, output.shape[-1])[[0, -1]]
+    if inputs.dtype != weight.dtype or output.dtype != weight.dtype:
+        return True  # the dtype is the trouble, and is named as such
+    expected = inputs @ weight.t() + (0 if bias is None else bias)
+    close = torch.isclose(output, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().amax().nan_to_num(0, 0, 0)))
+    return bool((close | ~expected.isfinite()).all())
+
+
+@dataclass
+class TensorHead:
+    """A head given as tensors: one batch of rows."""
+
+    weight: Tensor
+    bias: Tensor | None
+    batch: HeadBatch
+    name: str = ""
+
+    def matrix(self) -> tuple[Tensor, Tensor | None]:
+        """Weight (d, m) and bias (d,)."""
+        return self.weight, self.bias
+
+    def expected_rows(self, first: HeadBatch) -> int:
+        """All of them."""
+        return len(first.features)
+
+    def notes(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def batches(self) -> list[HeadBatch]:
+        """The one batch."""
+        return [self.batch]
+
+
+def from_tensors(
+    features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None, loss: losses.Loss
+) -> TensorHead:
+    """Checks the tensors of a head (features (n, …, m), weight (d, m), bias (d,)) and makes rows of them."""
+    for what, tensor, ndim in (("features", features, 2), ("weight", weight, 2), ("bias", bias, 1)):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{what}: a tensor is wanted, got {type(tensor).__name__}")
+        layers.check_dtype(what, tensor.dtype)
+        if tensor.ndim < ndim or (tensor.ndim > ndim and what != "features"):
+            raise InputError(f"{what}: {ndim} dimensions are wanted, got shape {tuple(tensor.shape)}")
+        if (tensor.dtype, tensor.device) != (features.dtype, features.device):
+            raise InputError(
+                f"{what} is {tensor.dtype} on {tensor.device}, features are {features.dtype} on {features.device}; they "
+                "must be of one kind"
+            )
+    d, m = weight.shape
+    if features.shape[-1] != m or d == 0:
+        raise InputError(f"features {tuple(features.shape)} do not fit weight {tuple(weight.shape)}: (n, m) and (d, m)")
+    if bias is not None and len(bias) != d:
+        raise InputError(f"bias has {len(bias)} entries for {d} rows of weight")
+    if features.numel() == 0:
+        raise InputError(f"features: there are no samples in {tuple(features.shape)}")
+    shape = (*features.shape[:-1], d)
+    rows = features.detach().reshape(-1, m)
+    if isinstance(loss, losses.CustomLoss):  # the only one that looks at the outputs' values
+        outputs = (rows @ weight.t() + (0 if bias is None else bias)).reshape(shape)
+    else:
+        outputs = features.new_zeros(()).expand(shape)
+    if targets is not None and not isinstance(targets, Tensor):
+        raise InputError(f"targets: a tensor is wanted, got {type(targets).__name__}")
+    terms = loss.terms(outputs, None if targets is None else targets.detach().to(features.device), len(shape) - 1)
+    batch = HeadBatch(rows, terms, len(features), len(rows) // len(features), 0)
+    return TensorHead(weight.detach(), None if bias is None else bias.detach(), batch)

@@ -1,0 +1,313 @@
+"""Losses at a head: the curvature that each puts on a row of outputs, and the user's own reduction.
+
+A row is one loss term: a sample's d outputs, or those of one of its positions. The empirical risk is
+
+    E = Σ_i scale_i ℓ_i / Σ_i mass_i   (reduction "mean")        E = Σ_i scale_i ℓ_i   (reduction "sum")
+
+over *all* rows of the data set, whatever the batches, and a loss says for its rows what scale and mass are, and what
+⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ |φ_i|² is (spec, section 2: relative flatness of a head; section 3: output factors).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .contractions import SoftmaxVariance
+from .errors import InputError, NotYetError
+
+Reduction = str
+
+
+@dataclass
+class Terms:
+    """Rows of a batch as the loss sees them.
+
+    Attributes:
+        scale: (rows,) float64; 0 for a row that the loss ignores.
+        mass: (rows,) float64, the row's part of the divisor of a mean.
+        extra: what the curvature needs besides the features: coefficients or targets, rows first.
+    """
+
+    scale: Tensor
+    mass: Tensor
+    extra: Tensor | None = None
+
+
+Curvature = Callable[[Tensor, Terms], Tensor]
+"""(features (rows, m), terms) -> (rows,) float64: |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩."""
+
+
+class Loss(Protocol):
+    """What the measures ask of a loss."""
+
+    reduction: Reduction
+
+    def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
+        """Rows of ``outputs`` (classes in ``class_dim``) and their targets, checked; rows in row-major order."""
+
+    def curvature(
+        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int
+    ) -> Curvature:
+        """The curvature for one weight matrix, prepared once; about ``rows`` rows will come."""
+
+
+def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:
+    """The loss behind an ``nn`` module, an ``F`` function (or a ``functools.partial`` of one), a name or a callable.
+
+    A callable is a mean over samples unless ``reduction="sum"``.
+
+    Raises:
+        InputError: not a loss, or a reduction that is neither mean nor sum.
+    """
+    if isinstance(loss, str):
+        if loss not in _NAMES:
+            raise InputError(f"loss={loss!r} is not known; choose {', '.join(_NAMES)}, or pass a loss object")
+        loss = _NAMES[loss]
+    arguments: dict[str, Any] = {}
+    if isinstance(loss, functools.partial) and loss.func in _FUNCTIONS and not loss.args:
+        arguments, loss = loss.keywords, loss.func
+    if not isinstance(loss, nn.Module) and loss in _FUNCTIONS:
+        loss = _FUNCTIONS[loss](**arguments)
+    if not callable(loss):
+        raise InputError(f"loss: an nn loss module, an F function, a name or a callable is wanted, got {loss!r}")
+    how = reduction or getattr(loss, "reduction", "mean")
+    if how not in ("mean", "sum"):
+        raise InputError(f"loss: reduction {how!r} gives no number to differentiate; pass reduction='mean' or 'sum'")
+    if type(loss) is nn.CrossEntropyLoss:
+        return CrossEntropy(loss.weight, loss.ignore_index, loss.label_smoothing, how)
+    if type(loss) is nn.MSELoss:
+        return SquaredError(how)
+    if type(loss) is nn.BCEWithLogitsLoss:
+        return BinaryCrossEntropy(loss.weight, loss.pos_weight, how)
+    return CustomLoss(loss, how)
+
+
+@dataclass
+class CrossEntropy:
+    """Cross-entropy on logits: ∂²ℓ/∂z² = a (diag(p) - p pᵀ) with a = Σ_c t_c ω_c for (smoothed) targets t."""
+
+    weight: Tensor | None
+    ignore_index: int
+    label_smoothing: float
+    reduction: Reduction
+
+    def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
+        classes = outputs.shape[class_dim]
+        weight = self._class_weights(classes, outputs.device)
+        if targets is None:
+            if self.weight is not None:
+                raise InputError("targets: cross-entropy with class weights cannot do without them")
+            ones = outputs.new_ones(outputs.numel() // classes, dtype=torch.float64)
+            return Terms(ones, ones)
+        expected = _without(outputs.shape, class_dim)
+        if targets.is_floating_point() and tuple(targets.shape) == expected and targets.shape != outputs.shape:
+            raise InputError(f"targets: class indices must be int64, got {targets.dtype}; convert with .long()")
+        if targets.is_floating_point():
+            return self._probability_terms(outputs, targets, class_dim, weight)
+        if targets.dtype in (torch.bool, torch.complex64, torch.complex128):
+            raise InputError(f"targets: class indices (int64) or probabilities (float) are wanted, got {targets.dtype}")
+        if tuple(targets.shape) != expected:
+            raise InputError(
+                f"targets: class indices of shape {expected} are wanted for outputs {tuple(outputs.shape)} with classes "
+                f"in dimension {class_dim % outputs.ndim}, got {tuple(targets.shape)}; for token outputs (n, T, C), have "
+                "`forward` return outputs.transpose(1, 2)"
+            )
+        labels = targets.reshape(-1).long()
+        kept = labels != self.ignore_index
+        wrong = kept & ((labels < 0) | (labels >= classes))
+        if wrong.any():
+            raise InputError(
+                f"targets: class {int(labels[wrong][0])} does not exist among {classes} classes "
+                f"(ignore_index is {self.ignore_index})"
+            )
+        mass = torch.where(kept, weight[labels.clamp(0, classes - 1)], 0.0)
+        smooth = torch.where(kept, self.label_smoothing * weight.mean(), 0.0)
+        return Terms((1 - self.label_smoothing) * mass + smooth, mass)
+
+    def _probability_terms(self, outputs: Tensor, targets: Tensor, class_dim: int, weight: Tensor) -> Terms:
+        rows = _rows_like("target probabilities", targets, outputs, class_dim).double()
+        rows = (1 - self.label_smoothing) * rows + self.label_smoothing / rows.shape[1]
+        return Terms(rows @ weight, rows.new_ones(len(rows)))
+
+    def _class_weights(self, classes: int, device: torch.device) -> Tensor:
+        if self.weight is None:
+            return torch.ones(classes, dtype=torch.float64, device=device)
+        if tuple(self.weight.shape) != (classes,):
+            raise InputError(f"loss: {len(self.weight)} class weights for {classes} classes")
+        return self.weight.to(device, torch.float64)
+
+    def curvature(
+        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int
+    ) -> Curvature:
+        variance = SoftmaxVariance(weight, bias, backend, rows=rows, memory=memory)
+        return lambda features, terms: variance(features)
+
+
+@dataclass
+class SquaredError:
+    """Squared error: ∂²ℓ/∂z² = 2 I, the mean over samples, positions and outputs."""
+
+    reduction: Reduction
+
+    def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
+        if targets is not None:
+            _rows_like("targets", targets, outputs, class_dim)
+        d = outputs.shape[class_dim]
+        rows = outputs.new_ones(outputs.numel() // d, dtype=torch.float64)
+        return Terms(2 * rows, d * rows)
+
+    def curvature(
+        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int
+    ) -> Curvature:
+        norm = weight.double().square().sum()
+        return lambda features, terms: norm * backend.row_dots(features, features)
+
+
+@dataclass
+class BinaryCrossEntropy:
+    """Binary cross-entropy on logits: ∂²ℓ/∂z_s² = ω_s (1 + (π_s - 1) y_s) σ'(z_s), π = ``pos_weight``."""
+
+    weight: Tensor | None
+    pos_weight: Tensor | None
+    reduction: Reduction
+
+    def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
+        if targets is None:
+            if self.pos_weight is not None:
+                raise InputError("targets: binary cross-entropy with pos_weight cannot do without them")
+            targets = torch.zeros_like(outputs)
+        if not targets.is_floating_point():
+            raise InputError(f"targets: floating-point labels in [0, 1] are wanted, got {targets.dtype}")
+        coefficients = torch.ones_like(outputs)
+        if self.pos_weight is not None:
+            coefficients = 1 + (self._spread("pos_weight", self.pos_weight, outputs) - 1) * targets
+        if self.weight is not None:
+            coefficients = coefficients * self._spread("weight", self.weight, outputs)
+        _rows_like("targets", targets, outputs, class_dim)
+        rows = _rows_like("coefficients", coefficients, outputs, class_dim).to(outputs.dtype)
+        ones = rows.new_ones(len(rows), dtype=torch.float64)
+        return Terms(ones, rows.shape[1] * ones, rows)
+
+    def _spread(self, name: str, value: Tensor, outputs: Tensor) -> Tensor:
+        if value.ndim == outputs.ndim and value.shape[0] > 1:
+            raise InputError(f"loss: {name} of shape {tuple(value.shape)} holds one entry per sample of a batch; only a "
+                             "weight that is the same for every sample has a value over the data set")  # fmt: skip
+        try:
+            return value.to(outputs).expand_as(outputs)
+        except RuntimeError:
+            raise InputError(
+                f"loss: {name} of shape {tuple(value.shape)} does not fit outputs {tuple(outputs.shape)}"
+            ) from None
+
+    def curvature(
+        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int
+    ) -> Curvature:
+        norms = backend.row_dots(weight, weight).to(weight.dtype)
+        chunk = max(1, memory // (weight.element_size() * 3 * len(weight)))
+
+        def values(features: Tensor, terms: Terms) -> Tensor:
+            assert terms.extra is not None
+            parts = []
+            for rows, coefficients in zip(features.split(chunk), terms.extra.split(chunk), strict=True):
+                logits = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+                parts.append(backend.sigmoid_curvature(logits, coefficients, norms))
+            return torch.cat(parts) * backend.row_dots(features, features)
+
+        return values
+
+
+@dataclass
+class CustomLoss:
+    """Any twice differentiable callable (outputs, targets) -> scalar, one loss term per sample.
+
+    ⟨w wᵀ, H_i⟩ = Σ_r u_rᵀ H_i u_r over the rank(w) columns of U with U Uᵀ = w wᵀ: second derivatives of the loss alone,
+    in float64, all samples at once.
+    """
+
+    loss: Callable[[Tensor, Tensor], Tensor]
+    reduction: Reduction
+    _checked: bool = False
+
+    def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
+        if outputs.ndim != 2 or class_dim % 2 != 1:
+            raise NotYetError(
+                f"loss: a custom loss on outputs of shape {tuple(outputs.shape)}; this version takes (n, C), one loss "
+                "term per sample"
+            )
+        if targets is None or len(targets) != len(outputs):
+            got = "none" if targets is None else tuple(targets.shape)
+            raise InputError(f"targets: a custom loss wants one per sample ({len(outputs)}), got {got}")
+        self._check_separable(outputs, targets)
+        ones = outputs.new_ones(len(outputs), dtype=torch.float64)
+        return Terms(ones, ones, targets)
+
+    def _check_separable(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise if the loss of the first batch is not that of its parts: samples are coupled, or not so reduced."""
+        if self._checked or len(outputs) < 2:
+            return
+        self._checked = True
+        cut = (len(outputs) + 1) // 2
+        whole = self._sum(outputs.double(), targets)
+        parts = self._sum(outputs[:cut].double(), targets[:cut]) + self._sum(outputs[cut:].double(), targets[cut:])
+        if not torch.isclose(whole, parts, rtol=1e-6, atol=1e-9):
+            raise InputError(
+                f"loss: over the first batch it is not the {self.reduction} of its samples' losses ({float(whole):.6g} for "
+                f"the batch, {float(parts):.6g} for its halves, both as sums): it couples samples, or its reduction is "
+                "not that; pass reduction='sum' or 'mean'"
+            )
+
+    def _sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        targets = targets.double() if targets.is_floating_point() else targets
+        value = self.loss(outputs, targets)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise InputError(f"loss: a scalar tensor is wanted from a custom loss, got {value!r:.80}")
+        return value.reshape(()) * (len(outputs) if self.reduction == "mean" else 1)
+
+    def curvature(
+        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int
+    ) -> Curvature:
+        directions = torch.linalg.qr(weight.double().t()).R
+
+        def values(features: Tensor, terms: Terms) -> Tensor:
+            assert terms.extra is not None
+            logits = (features @ weight.t()).double() + (0 if bias is None else bias.double())
+            with torch.enable_grad():
+                logits.requires_grad_()
+                loss = self._sum(logits, terms.extra)
+                (slope,) = torch.autograd.grad(loss, logits, create_graph=True)
+                total = logits.new_zeros(len(logits))
+                if slope.requires_grad:  # a loss that is linear in its input has no curvature
+                    for u in directions:
+                        (turn,) = torch.autograd.grad(slope, logits, u.expand_as(slope), retain_graph=True)
+                        total = total + turn @ u
+            return total.detach() * backend.row_dots(features, features)
+
+        return values
+
+
+_FUNCTIONS: dict[Any, Callable[..., nn.Module]] = {
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.mse_loss: nn.MSELoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+}
+_NAMES: dict[str, Any] = {function.__name__: function for function in _FUNCTIONS}
+
+
+def _without(shape: torch.Size, dim: int) -> tuple[int, ...]:
+    sizes = list(shape)
+    del sizes[dim]
+    return tuple(sizes)
+
+
+def _rows_like(what: str, values: Tensor, outputs: Tensor, class_dim: int) -> Tensor:
+    """``values``, of the outputs' shape, as (rows, classes)."""
+    if values.shape != outputs.shape:
+        raise InputError(f"{what}: the outputs' shape {tuple(outputs.shape)} is wanted, got {tuple(values.shape)}")
+    values = values.movedim(class_dim, -1)
+    return values.reshape(-1, values.shape[-1])

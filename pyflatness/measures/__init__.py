@@ -1,0 +1,1 @@
+"""Measures, one file per family: formula, source and code together."""

@@ -1,0 +1,171 @@
+"""Relative flatness (Petzka et al. 2021, Definition 3) of a head.
+
+    κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')
+         = Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ / Σ_i mass_i                       at a head, z_i = w φ_i + b
+
+Invariant to layer-wise rescalings of ReLU networks; with features divided and columns multiplied by the features'
+deviation (Theorem 4) also to neuron-wise ones. Never negative for a convex loss.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .. import contractions, losses, normalize
+from ..errors import InputError, NonFiniteError
+from ..head import HeadBatch
+from ..report import Estimate
+
+NAN_POLICIES = ("raise", "propagate", "omit")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked of a measurement at a head; see :func:`pyflatness.relative_flatness`."""
+
+    normalize: str | None
+    per_sample: bool
+    nan_policy: str
+    backend: str
+    memory: int
+
+    def __post_init__(self) -> None:
+        if self.normalize not in (None, "std"):
+            raise InputError(f"normalize={self.normalize!r} does not exist; choose 'std' or None")
+        if self.nan_policy not in NAN_POLICIES:
+            raise InputError(f"nan_policy={self.nan_policy!r} does not exist; choose one of {', '.join(NAN_POLICIES)}")
+        if self.memory < 1:
+            raise InputError(f"memory={self.memory}: a number of bytes is wanted")
+        contractions.check(self.backend)
+
+
+class Source(Protocol):
+    """A head and its data: rows of features and loss terms, batch by batch."""
+
+    name: str
+
+    def batches(self) -> Iterable[HeadBatch]:
+        """Read the data once."""
+
+    def matrix(self) -> tuple[Tensor, Tensor | None]:
+        """Weight (d, m) and bias (d,); known once the first batch was read."""
+
+    def expected_rows(self, first: HeadBatch) -> int:
+        """About how many rows there will be."""
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the value should know."""
+
+
+def at_head(source: Source, loss: losses.Loss, options: Options) -> Estimate:
+    """κ of a head by one pass over its data; two with ``normalize``."""
+    scale = _feature_scale(source, options) if options.normalize else None
+    total: _Sum | None = None
+    for batch in source.batches():
+        if total is None:
+            total = _Sum(source, loss, options, scale, source.expected_rows(batch))
+        total.add(batch)
+    assert total is not None, "data without samples is refused where it is read"
+    return total.estimate()
+
+
+class _Sum:
+    """The running sums behind κ."""
+
+    def __init__(
+        self, source: Source, loss: losses.Loss, options: Options, scale: Tensor | None, rows: int
+    ) -> None:
+        self._source, self._options, self._scale, self._reduction = source, options, scale, loss.reduction
+        weight, bias = source.matrix()
+        if options.nan_policy != "propagate":
+            _check_finite_weights(source.name, weight, bias)
+        if scale is not None:
+            weight = normalize.apply(scale, weight)
+        self._backend = contractions.choose(options.backend, weight.device, weight.dtype)
+        self._curvature = loss.curvature(weight, bias, self._backend, rows, options.memory)
+        self._value = self._mass = torch.zeros((), dtype=torch.float64, device=weight.device)
+        self._shares: list[Tensor] = []
+        self._samples = self._omitted = 0
+
+    def add(self, batch: HeadBatch) -> None:
+        features = batch.features if self._scale is None else normalize.apply(self._scale, batch.features, inverse=True)
+        used = batch.terms.scale != 0
+        rows = torch.where(used, batch.terms.scale * self._curvature(features, batch.terms), 0.0)
+        mass, kept = batch.terms.mass, None
+        bad = ~rows.isfinite()
+        if bad.any() and self._options.nan_policy == "raise":
+            raise _non_finite(batch, bad, self._source.name)
+        if bad.any() and self._options.nan_policy == "omit":
+            kept = ~_by_sample(batch, bad).any(dim=1)
+            gone = ~kept.repeat_interleave(batch.per_sample)
+            rows, mass = rows.masked_fill(gone, 0.0), mass.masked_fill(gone, 0.0)
+            self._omitted += int((~kept).sum())
+        self._samples += batch.samples if kept is None else int(kept.sum())
+        self._value, self._mass = self._value + rows.sum(), self._mass + mass.sum()
+        if self._options.per_sample:
+            shares = _by_sample(batch, rows).sum(dim=1)
+            self._shares.append(shares if kept is None else shares.masked_fill(~kept, torch.nan))
+
+    def estimate(self) -> Estimate:
+        if self._samples == 0:
+            raise NonFiniteError(f"nan_policy='omit': all {self._omitted} samples have NaN or infinity")
+        if self._mass == 0:
+            raise InputError("targets: every one is ignored (or has class weight 0), so the loss has no terms")
+        divisor = float(self._mass) if self._reduction == "mean" else 1.0
+        return Estimate(
+            value=float(self._value) / divisor,
+            stderr=None,
+            samples=self._samples,
+            method="head",
+            exact=True,
+            backend=contractions.describe(self._backend),
+            per_sample=torch.cat(self._shares) * (self._samples / divisor) if self._options.per_sample else None,
+            layer=self._source.name,
+            omitted=self._omitted,
+            notes=(*self._source.notes(), *self._scale_note()),
+        )
+
+    def _scale_note(self) -> tuple[str, ...]:
+        dropped = 0 if self._scale is None else int((self._scale == 0).sum())
+        return (f"{dropped} features that are zero throughout dropped",) if dropped else ()
+
+
+def _feature_scale(source: Source, options: Options) -> Tensor:
+    deviations = normalize.FeatureScale()
+    for batch in source.batches():
+        used = batch.terms.scale != 0
+        bad = used & ~batch.features.isfinite().all(dim=1)
+        if bad.any() and options.nan_policy == "raise":
+            raise _non_finite(batch, bad, source.name)
+        kept = used & ~bad
+        deviations.add(batch.features if bool(kept.all()) else batch.features[kept])
+    return deviations.scale()
+
+
+def _by_sample(batch: HeadBatch, rows: Tensor) -> Tensor:
+    if batch.per_sample == 0:
+        raise InputError(
+            f"batch {batch.number}: its {len(rows)} loss terms cannot be told apart by sample ({batch.samples} samples); "
+            "have the model (or forward=) return outputs with the samples in dimension 0"
+        )
+    return rows.view(batch.samples, batch.per_sample)
+
+
+def _check_finite_weights(name: str, weight: Tensor, bias: Tensor | None) -> None:
+    for what, values in (("weight", weight), ("bias", bias)):
+        if values is not None and not bool(values.isfinite().all()):
+            where = f"layer {name!r}" if name else "the head"
+            raise NonFiniteError(f"{where}: its {what} has {int((~values.isfinite()).sum())} entries of NaN or infinity")
+
+
+def _non_finite(batch: HeadBatch, bad: Tensor, name: str) -> NonFiniteError:
+    first = int(bad.nonzero()[0])
+    what = "logits" if bool(batch.features[first].isfinite().all()) else "features"
+    where = f" of layer {name!r}" if name else ""
+    return NonFiniteError(
+        f"batch {batch.number}: {int(bad.sum())} of {len(bad)} rows have NaN or infinity in the {what}{where} (the first "
+        f"is row {first}); pass nan_policy='omit' or 'propagate' to go on"
+    )

@@ -1,0 +1,44 @@
+"""Engines: every backend and instruction set that this machine can run."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import settings
+
+from pyflatness.contractions import compiled, reference
+
+settings.register_profile("default", deadline=None, derandomize=True, max_examples=40)
+settings.load_profile("default")
+
+ENGINES = ["reference", *(f"compiled-{name}" for name in ("base", "avx2", "avx512"))]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A backend, with its instruction set in force while a test runs."""
+
+    backend: str
+    isa: str
+
+    @property
+    def module(self):
+        return reference if self.backend == "reference" else compiled
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    backend, _, isa = request.param.partition("-")
+    with contextlib.ExitStack() as stack:
+        if isa:
+            if isa not in compiled.instruction_sets():
+                pytest.skip(f"this build and processor do not have {isa}")
+            stack.enter_context(compiled.forced_instruction_set(isa))
+        yield Engine(backend, isa)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,257 @@
+"""Bad input: one clear error each, that says what was received."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import pyflatness as pf
+
+X, Y = torch.randn(10, 4, generator=torch.Generator().manual_seed(4)), torch.arange(10) % 3
+LOSS = nn.CrossEntropyLoss()
+
+
+def net(*extra):
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), *extra, nn.Linear(8, 3)).eval()
+
+
+def refused(error, match, model=None, loss=LOSS, data=(X, Y), layer=None, **options):
+    with pytest.raises(error, match=match):
+        pf.relative_flatness(model or net(), loss, data, layer, **options)
+
+
+class Encoder(nn.Module):
+    def __init__(self, last=lambda z: z):
+        super().__init__()
+        self.fc1, self.fc2, self.head, self.last = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3), last
+
+    def forward(self, x):
+        return self.last(self.head(self.fc2(self.fc1(x))))
+
+
+def test_layers_that_are_not_there():
+    refused(pf.InputError, r"nothing in the model matches 'haed'; did you mean head", Encoder(), layer="haed")
+    refused(pf.InputError, r"nothing in the model matches 'zzz'; did you mean fc1, fc2, head", Encoder(), layer="zzz")
+    refused(pf.InputError, r"'fc\*' matches 2 layers, one is wanted: fc1, fc2", Encoder(), layer="fc*")
+    refused(pf.InputError, r"'type:Linear' matches 3 layers", Encoder(), layer="type:Linear")
+    refused(pf.InputError, r"'re:\(' is not a regular expression", Encoder(), layer="re:(")
+    refused(pf.InputError, r"this Linear is not a part of the model", Encoder(), layer=nn.Linear(2, 2))
+    refused(pf.InputError, r"a name, glob, .* is wanted, got int", Encoder(), layer=3)
+    refused(pf.InputError, r"the model has no Linear layer", nn.Conv1d(4, 3, 1), data=(X[..., None], Y[:, None]))
+    refused(pf.NotYetError, r"layer '1' is a ReLU", layer="1")
+
+
+class Unused(Encoder):
+    def forward(self, x):
+        return self.head(self.fc1(x))
+
+
+def test_a_named_layer_that_did_not_run():
+    refused(pf.InputError, r"'fc2' did not run in the model's forward pass", Unused(), layer="fc2")
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        (lambda z: z / 2, "not the model's output"),
+        (lambda z: z.log_softmax(1), "not the model's output"),
+        (lambda z: z.clone(), "not the model's output"),
+        (lambda z: z.div_(2), "modified in place"),
+        (lambda z: z[:, :2], "not a set of whole rows"),
+        (lambda z: z[:1].expand(10, 3), "not a set of whole rows"),
+        (lambda z: z.t(), "not a set of whole rows"),
+    ],
+)
+def test_layers_that_are_not_heads(last, reason):
+    refused(pf.NotYetError, reason, Encoder(last))
+
+
+class Twice(Encoder):
+    def forward(self, x):
+        return self.head(torch.relu(self.fc1(x)) + self.head(self.fc1(x)).sum())
+
+
+def test_other_layers_that_are_not_heads():
+    refused(pf.NotYetError, "layer 'fc1' is not the model's head: its output is not", Encoder(), layer="fc1")
+    refused(pf.NotYetError, "ran 2 times in one forward pass", Twice())
+    hooked = Encoder()
+    hooked.head.register_forward_hook(lambda module, args, output: output + 1)
+    refused(pf.NotYetError, "a hook or an adapter changes it", hooked)
+    wide = nn.Sequential(nn.Conv1d(1, 3, 2))
+    refused(pf.NotYetError, "1×1 convolutions", wide, data=(X[:, None], Y[:, None].expand(10, 3)), layer="0")
+
+
+def test_modes_in_which_samples_are_not_independent():
+    refused(pf.InputError, r"'2' \(BatchNorm1d\) is in training mode: call model.eval\(\)", net(nn.BatchNorm1d(8)).train())
+    refused(pf.InputError, r"'2' \(Dropout\) is in training mode", net(nn.Dropout(0.1)).train())
+    refused(pf.InputError, r"has no running statistics", net(nn.BatchNorm1d(8, track_running_stats=False)))
+    pf.relative_flatness(net(nn.Dropout(0.0)).train(), LOSS, (X, Y))
+
+
+def test_data():
+    refused(pf.InputError, "no samples", data=(X[:0], Y[:0]))
+    refused(pf.InputError, "no samples", data=[])
+    refused(pf.InputError, r"different lengths: \[10, 9\]", data=(X, Y[:9]))
+    refused(pf.InputError, "wrap it, DataLoader", data=torch.utils.data.TensorDataset(X, Y))
+    refused(pf.InputError, "an iterable of batches is wanted, got Tensor", data=X)
+    refused(pf.InputError, r"pairs, got a tuple of 3", data=(X, Y, Y))
+    refused(pf.InputError, r"pairs, got a Tensor", data=[X])
+    refused(pf.InputError, r"can be read once, and 2 passes", data=iter([(X, Y)]), normalize="std")
+    pf.relative_flatness(net(), LOSS, iter([(X, Y)]))
+    refused(pf.InputError, r"a pair \(outputs, targets\) is wanted", forward=lambda model, batch: model(batch[0]))
+    refused(pf.InputError, "a tensor is wanted, got list", data=[(X, Y.tolist())])
+
+
+def test_data_on_the_wrong_device_is_moved():
+    model = net().to("meta")
+    refused(pf.InputError, "meta device", model)
+
+
+def test_targets():
+    refused(pf.InputError, r"batch 0: targets: class 3 does not exist among 3 classes", data=(X, Y + 1))
+    refused(pf.InputError, r"class -1 does not exist .*ignore_index is -100", data=(X, Y - 1))
+    refused(pf.InputError, r"batch 1: targets", data=[(X, Y), (X, Y + 1)])
+    refused(pf.InputError, r"must be int64, got torch.float32", data=(X, Y.float()))
+    refused(pf.InputError, r"are wanted, got torch.bool", data=(X, Y > 1))
+    refused(pf.InputError, r"shape \(10,\) are wanted .* got \(10, 2\)", data=(X, Y[:, None].expand(10, 2)))
+    refused(pf.InputError, r"shape \(10, 3\) is wanted, got \(10, 2\)", data=(X, torch.rand(10, 2)))
+    refused(pf.InputError, "every one is ignored", data=(X, torch.full((10,), -100)))
+    refused(pf.InputError, r"shape \(10, 3\) is wanted, got \(10,\)", loss=nn.MSELoss(), data=(X, Y.float()))
+    refused(pf.InputError, "floating-point labels", loss=nn.BCEWithLogitsLoss(), data=(X, torch.ones(10, 3).long()))
+    refused(pf.InputError, "one per sample", loss=lambda f, y: f.sum(1).mean(), data=[(X, Y[:4])])
+
+
+def test_losses():
+    refused(pf.InputError, r"loss='hinge' is not known; choose cross_entropy", loss="hinge")
+    refused(pf.InputError, "an nn loss module, an F function", loss=3)
+    refused(pf.InputError, "reduction 'none' gives no number", loss=nn.CrossEntropyLoss(reduction="none"))
+    refused(pf.InputError, "reduction 'median'", reduction="median")
+    refused(pf.InputError, "2 class weights for 3 classes", loss=nn.CrossEntropyLoss(weight=torch.ones(2)))
+    labels = torch.ones(10, 3)
+    per_sample = nn.BCEWithLogitsLoss(weight=torch.ones(10, 1))
+    refused(pf.InputError, "one entry per sample", loss=per_sample, data=(X, labels))
+    wrong = nn.BCEWithLogitsLoss(pos_weight=torch.ones(5))
+    refused(pf.InputError, r"pos_weight of shape \(5,\) does not fit", loss=wrong, data=(X, labels))
+    refused(pf.InputError, "couples samples", loss=lambda f, y: f.std(0).sum())
+    refused(pf.InputError, "a scalar tensor is wanted", loss=lambda f, y: f)
+    refused(pf.NotYetError, "one loss term per sample", nn.Sequential(nn.Linear(4, 3)), loss=lambda f, y: f.mean(),
+            data=(X[:, None], Y[:, None]))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    refused(pf.NotYetError, f"{dtype}; this version measures", net().to(dtype), data=(X.to(dtype), Y))
+    with torch.autocast("cpu", torch.bfloat16):
+        refused(pf.NotYetError, "torch.bfloat16; this version measures")
+
+
+@pytest.mark.parametrize(
+    ("option", "match"),
+    [
+        ({"normalize": "variance"}, "normalize='variance' does not exist"),
+        ({"nan_policy": "ignore"}, "choose one of raise, propagate, omit"),
+        ({"backend": "fast"}, "backend='fast' does not exist"),
+        ({"curvature": "fisher"}, "curvature='fisher' does not exist"),
+        ({"conv": "both"}, "conv='both' does not exist"),
+        ({"conv": "affine"}, "not there yet"),
+        ({"memory": 0}, "memory=0"),
+    ],
+)
+def test_options(option, match):
+    refused(pf.FlatnessError, match, **option)
+
+
+def test_models():
+    refused(pf.InputError, "a torch.nn.Module is wanted, got function", lambda x: x)
+    refused(pf.InputError, "has no parameters", nn.ReLU())
+
+
+# --- NaN and infinity -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_weights_are_named(bad):
+    model = net()
+    with torch.no_grad():
+        model[2].weight[1, 2] = bad
+    refused(pf.NonFiniteError, "layer '2': its weight has 1 entries", model)
+    refused(pf.NonFiniteError, "layer '2': its weight has 1 entries", model, nan_policy="omit")
+    assert math.isnan(float(pf.relative_flatness(model, LOSS, (X, Y), nan_policy="propagate")))
+
+
+@pytest.mark.parametrize("normalize", [None, "std"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_features(bad, normalize):
+    x = X.clone()
+    x[6, 0] = bad
+    model = nn.Sequential(nn.Linear(4, 3))
+    batches = [(x[:5], Y[:5]), (x[5:], Y[5:])]
+    options = {"per_sample": True, "normalize": normalize}
+    refused(pf.NonFiniteError, r"batch 1: 1 of 5 rows .* features of layer '0' \(the first is row 1\)", model, data=batches)
+    kept = torch.arange(10) != 6
+    expected = pf.relative_flatness(model, LOSS, (X[kept], Y[kept]), **options)
+    omitted = pf.relative_flatness(model, LOSS, batches, nan_policy="omit", **options)
+    assert omitted.value == pytest.approx(expected.value, rel=1e-6)
+    assert (omitted.samples, omitted.omitted) == (9, 1)
+    assert omitted.per_sample.isnan().tolist() == (~kept).tolist()
+    assert float(omitted.per_sample.nanmean()) == pytest.approx(omitted.value, rel=1e-12)
+    passed = pf.relative_flatness(model, LOSS, batches, nan_policy="propagate", **options)
+    assert math.isnan(passed.value)
+    assert passed.per_sample.isfinite().tolist() == kept.tolist()
+
+
+def test_overflowing_logits_are_named():
+    model = nn.Sequential(nn.Linear(4, 3))
+    refused(pf.NonFiniteError, "batch 0: 10 of 10 rows have NaN or infinity in the", model, data=(X * 1e38, Y))
+
+
+def test_everything_omitted():
+    refused(pf.NonFiniteError, "all 10 samples", nn.Sequential(nn.Linear(4, 3)), data=(X * math.nan, Y), nan_policy="omit")
+
+
+def test_padding_that_the_loss_ignores_may_hold_anything():
+    x, y = X.clone(), Y.clone()
+    x[3], y[3] = math.nan, -100
+    kept = torch.arange(10) != 3
+    model = nn.Sequential(nn.Linear(4, 3))
+    for options in ({}, {"normalize": "std"}):
+        value = pf.relative_flatness(model, LOSS, (x, y), **options)
+        assert value.value == pytest.approx(float(pf.relative_flatness(model, LOSS, (X[kept], Y[kept]), **options)), rel=1e-6)
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((X, torch.ones(3, 5)), r"features \(10, 4\) do not fit weight \(3, 5\)"),
+        ((X, torch.ones(0, 4)), r"do not fit weight \(0, 4\)"),
+        ((X[:0], torch.ones(3, 4)), "no samples"),
+        ((X[0], torch.ones(3, 4)), r"features: 2 dimensions are wanted, got shape \(4,\)"),
+        ((X, torch.ones(3, 4, 1)), r"weight: 2 dimensions are wanted"),
+        ((X, torch.ones(3, 4), torch.ones(2)), "bias has 2 entries for 3 rows"),
+        ((X, torch.ones(3, 4).double()), r"weight is torch.float64 on cpu, features are torch.float32 on cpu"),
+        ((X.long(), torch.ones(3, 4).long()), "features is torch.int64; float32 or float64 is wanted"),
+        ((X.half(), torch.ones(3, 4).half()), "torch.float16; this version measures"),
+        ((X.tolist(), torch.ones(3, 4)), "features: a tensor is wanted, got list"),
+        ((X, torch.ones(3, 4), None, Y.tolist()), "targets: a tensor is wanted, got list"),
+        ((X, torch.ones(3, 4), None, Y + 1), "class 3 does not exist"),
+    ],
+)
+def test_head_tensors(arguments, match):
+    with pytest.raises(pf.FlatnessError, match=match):
+        pf.head_flatness(*arguments)
+
+
+def test_losses_that_need_targets():
+    w = torch.ones(3, 4)
+    with pytest.raises(pf.InputError, match="class weights cannot do without"):
+        pf.head_flatness(X, w, loss=nn.CrossEntropyLoss(weight=torch.ones(3)))
+    with pytest.raises(pf.InputError, match="pos_weight cannot do without"):
+        pf.head_flatness(X, w, loss=nn.BCEWithLogitsLoss(pos_weight=torch.ones(3)))
+    with pytest.raises(pf.InputError, match="got none"):
+        pf.head_flatness(X, w, loss=lambda f, y: f.sum(1).mean())
+    assert float(pf.head_flatness(X, w, loss="mse_loss")) > 0
+    assert float(pf.head_flatness(X, w, loss="binary_cross_entropy_with_logits")) > 0
