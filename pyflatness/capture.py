@@ -1,13 +1,13 @@
 """Running the user's model so that nothing of it changes, and seeing what goes through its layers.
 
-What is left as found, also after an exception or Ctrl-C: hooks, modes, ``requires_grad``, ``.grad``, buffers, the random
-state. The model is a function of one sample: a BatchNorm or Dropout in training mode is refused, not switched.
+What is left as found, also after an exception or Ctrl-C: hooks, modes, ``requires_grad``, ``.grad``, buffers, the
+random state. The model is a function of one sample: a BatchNorm or Dropout in training mode is refused, not switched.
 """
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,15 @@ from .errors import InputError
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 """(model, batch) -> (outputs, targets)."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def eager(function: Callable[P, R]) -> Callable[P, R]:
+    """Keeps ``torch.compile`` from tracing a public function; its types stay visible."""
+    return cast(Callable[P, R], torch.compiler.disable(function))
 
 
 @contextlib.contextmanager
@@ -119,7 +128,9 @@ def run(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Tensor, 
         outputs, targets = result
     else:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+            kind = (
+                f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+            )
             raise InputError(
                 f"data: batches are (inputs, targets) pairs, got a {kind}; pass forward=, a function (model, batch) -> "
                 "(outputs, targets)"

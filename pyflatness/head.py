@@ -140,8 +140,8 @@ class Head:
         order = _order(places, _places(output)) if places is not None else None
         if dim is None or order is None:
             raise NotYetError(
-                f"layer {self.name!r} is not the model's head: the model's output {tuple(outputs.shape)} is not a set of "
-                f"whole rows of the layer's {tuple(call.output.shape)}"
+                f"layer {self.name!r} is not the model's head: the model's output {tuple(outputs.shape)} is not a set "
+                f"of whole rows of the layer's {tuple(call.output.shape)}"
             )
         features = layers.input_rows(module, call.inputs)
         try:
@@ -158,7 +158,8 @@ def _class_dim(outputs: Tensor, output: Tensor, loss: losses.Loss) -> int | None
     same = [
         dim
         for dim in range(outputs.ndim)
-        if outputs.shape[dim] == output.shape[-1] and (outputs.shape[dim] == 1 or outputs.stride(dim) == output.stride(-1))
+        if outputs.shape[dim] == output.shape[-1]
+        and (outputs.shape[dim] == 1 or outputs.stride(dim) == output.stride(-1))
     ]
     if isinstance(loss, losses.CrossEntropy):
         return 1 if 1 in same else None
@@ -168,8 +169,8 @@ def _class_dim(outputs: Tensor, output: Tensor, loss: losses.Loss) -> int | None
 def _places(rows: Tensor) -> Tensor:
     """Where in memory the rows (all but the last dimension) begin, in row-major order."""
     places = torch.tensor([rows.storage_offset()])
-    for size, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
-        places = (places.unsqueeze(1) + torch.arange(size) * stride).flatten()
+    for count, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
+        places = (places.unsqueeze(1) + torch.arange(count) * stride).flatten()
     return places
 
 
@@ -238,8 +239,8 @@ def from_tensors(
             raise InputError(f"{what}: {ndim} dimensions are wanted, got shape {tuple(tensor.shape)}")
         if (tensor.dtype, tensor.device) != (features.dtype, features.device):
             raise InputError(
-                f"{what} is {tensor.dtype} on {tensor.device}, features are {features.dtype} on {features.device}; they "
-                "must be of one kind"
+                f"{what} is {tensor.dtype} on {tensor.device}, features are {features.dtype} on {features.device}; "
+                "they must be of one kind"
             )
     d, m = weight.shape
     if features.shape[-1] != m or d == 0:

@@ -51,9 +51,7 @@ class Loss(Protocol):
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
         """Rows of ``outputs`` (classes in ``class_dim``) and their targets, checked; rows in row-major order."""
 
-    def curvature(
-        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int
-    ) -> Curvature:
+    def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
         """The curvature for one weight matrix, prepared once; about ``rows`` rows will come."""
 
 
@@ -98,6 +96,7 @@ class CrossEntropy:
     reduction: Reduction
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
+        """See :class:`Loss`."""
         classes = outputs.shape[class_dim]
         weight = self._class_weights(classes, outputs.device)
         if targets is None:
@@ -114,18 +113,21 @@ class CrossEntropy:
             raise InputError(f"targets: class indices (int64) or probabilities (float) are wanted, got {targets.dtype}")
         if tuple(targets.shape) != expected:
             raise InputError(
-                f"targets: class indices of shape {expected} are wanted for outputs {tuple(outputs.shape)} with classes "
-                f"in dimension {class_dim % outputs.ndim}, got {tuple(targets.shape)}; for token outputs (n, T, C), have "
-                "`forward` return outputs.transpose(1, 2)"
+                f"targets: class indices of shape {expected} are wanted for outputs {tuple(outputs.shape)} with "
+                f"classes in dimension {class_dim % outputs.ndim}, got {tuple(targets.shape)}; for token outputs "
+                "(n, T, C), have `forward` return outputs.transpose(1, 2)"
             )
         labels = targets.reshape(-1).long()
         kept = labels != self.ignore_index
-        wrong = kept & ((labels < 0) | (labels >= classes))
-        if wrong.any():
+        low, high = (int(bound) for bound in torch.where(kept, labels, 0).aminmax())
+        if low < 0 or high >= classes:
             raise InputError(
-                f"targets: class {int(labels[wrong][0])} does not exist among {classes} classes "
+                f"targets: class {low if low < 0 else high} does not exist among {classes} classes "
                 f"(ignore_index is {self.ignore_index})"
             )
+        if self.weight is None:  # then smoothing moves weight 1 about between classes of weight 1
+            mass = kept.double()
+            return Terms(mass, mass)
         mass = torch.where(kept, weight[labels.clamp(0, classes - 1)], 0.0)
         smooth = torch.where(kept, self.label_smoothing * weight.mean(), 0.0)
         return Terms((1 - self.label_smoothing) * mass + smooth, mass)
@@ -142,9 +144,8 @@ class CrossEntropy:
             raise InputError(f"loss: {len(self.weight)} class weights for {classes} classes")
         return self.weight.to(device, torch.float64)
 
-    def curvature(
-        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int
-    ) -> Curvature:
+    def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
+        """See :class:`Loss`."""
         variance = SoftmaxVariance(weight, bias, backend, rows=rows, memory=memory)
         return lambda features, terms: variance(features)
 
@@ -156,15 +157,15 @@ class SquaredError:
     reduction: Reduction
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
+        """See :class:`Loss`."""
         if targets is not None:
             _rows_like("targets", targets, outputs, class_dim)
         d = outputs.shape[class_dim]
         rows = outputs.new_ones(outputs.numel() // d, dtype=torch.float64)
         return Terms(2 * rows, d * rows)
 
-    def curvature(
-        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int
-    ) -> Curvature:
+    def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
+        """See :class:`Loss`."""
         norm = weight.double().square().sum()
         return lambda features, terms: norm * backend.row_dots(features, features)
 
@@ -178,6 +179,7 @@ class BinaryCrossEntropy:
     reduction: Reduction
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
+        """See :class:`Loss`."""
         if targets is None:
             if self.pos_weight is not None:
                 raise InputError("targets: binary cross-entropy with pos_weight cannot do without them")
@@ -196,8 +198,10 @@ class BinaryCrossEntropy:
 
     def _spread(self, name: str, value: Tensor, outputs: Tensor) -> Tensor:
         if value.ndim == outputs.ndim and value.shape[0] > 1:
-            raise InputError(f"loss: {name} of shape {tuple(value.shape)} holds one entry per sample of a batch; only a "
-                             "weight that is the same for every sample has a value over the data set")  # fmt: skip
+            raise InputError(
+                f"loss: {name} of shape {tuple(value.shape)} holds one entry per sample of a batch; only a weight "
+                "that is the same for every sample has a value over the data set"
+            )
         try:
             return value.to(outputs).expand_as(outputs)
         except RuntimeError:
@@ -205,9 +209,8 @@ class BinaryCrossEntropy:
                 f"loss: {name} of shape {tuple(value.shape)} does not fit outputs {tuple(outputs.shape)}"
             ) from None
 
-    def curvature(
-        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int
-    ) -> Curvature:
+    def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
+        """See :class:`Loss`."""
         norms = backend.row_dots(weight, weight).to(weight.dtype)
         chunk = max(1, memory // (weight.element_size() * 3 * len(weight)))
 
@@ -217,7 +220,8 @@ class BinaryCrossEntropy:
             for rows, coefficients in zip(features.split(chunk), terms.extra.split(chunk), strict=True):
                 logits = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
                 parts.append(backend.sigmoid_curvature(logits, coefficients, norms))
-            return torch.cat(parts) * backend.row_dots(features, features)
+            curvatures: Tensor = torch.cat(parts) * backend.row_dots(features, features)
+            return curvatures
 
         return values
 
@@ -235,6 +239,7 @@ class CustomLoss:
     _checked: bool = False
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
+        """See :class:`Loss`."""
         if outputs.ndim != 2 or class_dim % 2 != 1:
             raise NotYetError(
                 f"loss: a custom loss on outputs of shape {tuple(outputs.shape)}; this version takes (n, C), one loss "
@@ -257,9 +262,9 @@ class CustomLoss:
         parts = self._sum(outputs[:cut].double(), targets[:cut]) + self._sum(outputs[cut:].double(), targets[cut:])
         if not torch.isclose(whole, parts, rtol=1e-6, atol=1e-9):
             raise InputError(
-                f"loss: over the first batch it is not the {self.reduction} of its samples' losses ({float(whole):.6g} for "
-                f"the batch, {float(parts):.6g} for its halves, both as sums): it couples samples, or its reduction is "
-                "not that; pass reduction='sum' or 'mean'"
+                f"loss: over the first batch it is not the {self.reduction} of its samples' losses ({float(whole):.6g} "
+                f"for the batch, {float(parts):.6g} for its halves, both as sums): it couples samples, or its "
+                "reduction is not that; pass reduction='sum' or 'mean'"
             )
 
     def _sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -269,9 +274,8 @@ class CustomLoss:
             raise InputError(f"loss: a scalar tensor is wanted from a custom loss, got {value!r:.80}")
         return value.reshape(()) * (len(outputs) if self.reduction == "mean" else 1)
 
-    def curvature(
-        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int
-    ) -> Curvature:
+    def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
+        """See :class:`Loss`."""
         directions = torch.linalg.qr(weight.double().t()).R
 
         def values(features: Tensor, terms: Terms) -> Tensor:
@@ -286,7 +290,8 @@ class CustomLoss:
                     for u in directions:
                         (turn,) = torch.autograd.grad(slope, logits, u.expand_as(slope), retain_graph=True)
                         total = total + turn @ u
-            return total.detach() * backend.row_dots(features, features)
+            curvatures: Tensor = total.detach() * backend.row_dots(features, features)
+            return curvatures
 
         return values
 

@@ -13,7 +13,7 @@ from .measures import relative_flatness as measure
 from .report import Estimate
 
 
-@torch.compiler.disable
+@capture.eager
 def head_flatness(
     features: Tensor,
     weight: Tensor,
@@ -68,7 +68,7 @@ def head_flatness(
         return measure.at_head(head.from_tensors(features, weight, bias, targets, resolved), resolved, options)
 
 
-@torch.compiler.disable
+@capture.eager
 def relative_flatness(
     model: nn.Module,
     loss: Any,
@@ -91,8 +91,8 @@ def relative_flatness(
 ) -> Estimate:
     """Relative flatness κ of one layer of a model, with the loss over all of ``data`` as one batch.
 
-    κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')   (Petzka et al. 2021, Definition 3), for w the (d, m) weight matrix of
-    ``layer``. In this version the layer must be the model's head: a Linear or 1×1 convolution whose output is the
+    κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')   (Petzka et al. 2021, Definition 3), for w the (d, m) weight matrix
+    of ``layer``. In this version the layer must be the model's head: a Linear or 1×1 convolution whose output is the
     model's output, established on every batch. There the value costs one forward pass and is exact.
 
     Args:
@@ -140,9 +140,7 @@ def relative_flatness(
         raise InputError(f"conv={conv!r} does not exist; choose 'filter' or 'affine'")
     if conv == "affine":
         raise NotYetError("conv='affine' is not there yet; conv='filter' is")
-    options = measure.Options(
-        normalize, per_sample, nan_policy, backend, DEFAULT_MEMORY if memory is None else memory
-    )
+    options = measure.Options(normalize, per_sample, nan_policy, backend, DEFAULT_MEMORY if memory is None else memory)
     resolved = losses.resolve(loss, reduction)
     with capture.observing(model) as module:
         batches = Batches(data, capture.device(module), passes=1 if normalize is None else 2, shown=progress)

@@ -33,6 +33,11 @@ class Check:
         """Whether the relative error is within tolerance."""
         return self.error <= self.tolerance
 
+    @property
+    def verdict(self) -> str:
+        """The same in a word."""
+        return "within" if self.ok else "ABOVE"
+
 
 @dataclass(frozen=True, repr=False)
 class Verification:
@@ -57,7 +62,7 @@ class Verification:
             f"relative flatness of {self.layer!r} on {self.samples} samples",
             f"  {self.method:<22} {self.truth:<14.9g} (truth)",
             *(
-                f"  {c.path:<22} {c.value:<14.9g} off by {c.error:.1e}, {'within' if c.ok else 'ABOVE'} {c.tolerance:.0e}"
+                f"  {c.path:<22} {c.value:<14.9g} off by {c.error:.1e}, {c.verdict} {c.tolerance:.0e}"
                 for c in self.checks
             ),
             "verdict: " + ("all paths agree" if self.ok else "THE PATHS DISAGREE; please report this"),
@@ -65,7 +70,7 @@ class Verification:
         return "\n".join(lines)
 
 
-@torch.compiler.disable
+@capture.eager
 def verify(
     model: nn.Module,
     loss: Any,
@@ -83,8 +88,13 @@ def verify(
     Σ_i |φ_i|² Δ_φ ℓ_i, the same number at a head.
 
     Args:
-        model, loss, data, layer, reduction, forward: as for :func:`pyflatness.relative_flatness`.
+        model: as for :func:`pyflatness.relative_flatness`, like all that follow but one.
+        loss: its options count.
+        data: only its first batch is used.
+        layer: None takes the last Linear that ran.
         samples: how many samples to take from the first batch.
+        reduction: ``"mean"`` or ``"sum"``, if the loss does not say.
+        forward: ``(model, batch) -> (outputs, targets)``.
 
     Returns:
         The values and a verdict; ``bool()`` of it says whether all paths agree.
@@ -113,19 +123,19 @@ def verify(
         small = layers.matrix(module.get_submodule(name))[0].numel() <= _DEFINITION_ENTRIES
         with torch.enable_grad():
             truth = (_definition if small else _laplacian)(double.get_submodule(name), risk)
+    dtype = layers.matrix(module.get_submodule(name))[0].dtype
+    measured = {dtype: (model, loss, batch), torch.float64: (double, _double_loss(loss, None), batch64)}
     checks = []
-    for dtype, net, part in ((layers.matrix(module.get_submodule(name))[0].dtype, model, batch), (torch.float64, double, batch64)):
+    for dtype, (net, criterion, part) in measured.items():
         for backend in ("compiled", "reference"):
             if backend == "compiled" and compiled.unavailable(capture.device(double), dtype):
                 continue
-            value = float(
-                relative_flatness(net, _double_loss(loss, None) if net is double else loss, [part], name, backend=backend,
-                                  reduction=reduction, forward=forward)
-            )  # fmt: skip
-            error = abs(value - truth) / abs(truth) if truth else abs(value)
+            estimate = relative_flatness(
+                net, criterion, [part], name, backend=backend, reduction=reduction, forward=forward, progress=False
+            )
+            error = abs(estimate.value - truth) / abs(truth) if truth else abs(estimate.value)
             path = f"{backend}, {str(dtype).removeprefix('torch.')}"
-            if path not in {check.path for check in checks}:
-                checks.append(Check(path, value, error, _TOLERANCE[dtype]))
+            checks.append(Check(path, estimate.value, error, _TOLERANCE[dtype]))
     return Verification(name, count, truth, "definition" if small else "laplacian in the input", tuple(checks))
 
 
@@ -187,8 +197,6 @@ def _laplacian(layer: nn.Module, risk: Any) -> float:
     total = torch.zeros(len(rows), dtype=rows.dtype, device=rows.device)
     for direction in torch.linalg.qr(layers.matrix(layer)[0].t()).Q.t():
         step = direction.expand_as(rows).reshape(slope.movedim(layers.class_dim(layer), -1).shape)
-        (turn,) = torch.autograd.grad(
-            slope, inputs[0], step.movedim(-1, layers.class_dim(layer)), retain_graph=True
-        )
+        (turn,) = torch.autograd.grad(slope, inputs[0], step.movedim(-1, layers.class_dim(layer)), retain_graph=True)
         total = total + layers.input_rows(layer, turn) @ direction
     return float(rows.square().sum(dim=1) @ total)

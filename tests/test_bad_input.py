@@ -83,7 +83,9 @@ def test_other_layers_that_are_not_heads():
 
 
 def test_modes_in_which_samples_are_not_independent():
-    refused(pf.InputError, r"'2' \(BatchNorm1d\) is in training mode: call model.eval\(\)", net(nn.BatchNorm1d(8)).train())
+    refused(
+        pf.InputError, r"'2' \(BatchNorm1d\) is in training mode: call model.eval\(\)", net(nn.BatchNorm1d(8)).train()
+    )
     refused(pf.InputError, r"'2' \(Dropout\) is in training mode", net(nn.Dropout(0.1)).train())
     refused(pf.InputError, r"has no running statistics", net(nn.BatchNorm1d(8, track_running_stats=False)))
     pf.relative_flatness(net(nn.Dropout(0.0)).train(), LOSS, (X, Y))
@@ -188,7 +190,9 @@ def test_non_finite_features(bad, normalize):
     model = nn.Sequential(nn.Linear(4, 3))
     batches = [(x[:5], Y[:5]), (x[5:], Y[5:])]
     options = {"per_sample": True, "normalize": normalize}
-    refused(pf.NonFiniteError, r"batch 1: 1 of 5 rows .* features of layer '0' \(the first is row 1\)", model, data=batches)
+    refused(
+        pf.NonFiniteError, r"batch 1: 1 of 5 rows .* features of layer '0' \(the first is row 1\)", model, data=batches
+    )
     kept = torch.arange(10) != 6
     expected = pf.relative_flatness(model, LOSS, (X[kept], Y[kept]), **options)
     omitted = pf.relative_flatness(model, LOSS, batches, nan_policy="omit", **options)
@@ -207,7 +211,9 @@ def test_overflowing_logits_are_named():
 
 
 def test_everything_omitted():
-    refused(pf.NonFiniteError, "all 10 samples", nn.Sequential(nn.Linear(4, 3)), data=(X * math.nan, Y), nan_policy="omit")
+    refused(
+        pf.NonFiniteError, "all 10 samples", nn.Sequential(nn.Linear(4, 3)), data=(X * math.nan, Y), nan_policy="omit"
+    )
 
 
 def test_padding_that_the_loss_ignores_may_hold_anything():
@@ -217,7 +223,9 @@ def test_padding_that_the_loss_ignores_may_hold_anything():
     model = nn.Sequential(nn.Linear(4, 3))
     for options in ({}, {"normalize": "std"}):
         value = pf.relative_flatness(model, LOSS, (x, y), **options)
-        assert value.value == pytest.approx(float(pf.relative_flatness(model, LOSS, (X[kept], Y[kept]), **options)), rel=1e-6)
+        assert value.value == pytest.approx(
+            float(pf.relative_flatness(model, LOSS, (X[kept], Y[kept]), **options)), rel=1e-6
+        )
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------

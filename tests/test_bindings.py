@@ -16,7 +16,11 @@ _C = pytest.importorskip("pyflatness._C", reason="the compiled kernels are not b
 def arguments(name, dtype):
     """A correct call of a kernel: (tensor or scalar) arguments with sizes n=4, d=3, m=5."""
     x, w, z, b = (torch.ones(*shape, dtype=dtype) for shape in ((4, 5), (3, 5), (4, 3), (3,)))
-    square, out, place = torch.ones(3, 3, dtype=dtype), torch.ones(4, dtype=torch.float64), torch.ones(4, dtype=torch.int64)
+    square, out, place = (
+        torch.ones(3, 3, dtype=dtype),
+        torch.ones(4, dtype=torch.float64),
+        torch.ones(4, dtype=torch.int64),
+    )
     return {
         "pair_distances": [w, 3, 5, square, 1],
         "softmax_variance": [x, 5, w, b, square, 4, 5, 3, out, 1],
@@ -33,7 +37,9 @@ def call(name, dtype, values):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["pair_distances", "softmax_variance", "exponentiate", "row_dots", "sigmoid_curvature"])
+@pytest.mark.parametrize(
+    "name", ["pair_distances", "softmax_variance", "exponentiate", "row_dots", "sigmoid_curvature"]
+)
 def test_wrong_element_counts_are_refused(name, dtype):
     values = arguments(name, dtype)
     call(name, dtype, values)
@@ -112,4 +118,4 @@ except pf.BackendError as error:
 """
     result = run_python(code)
     assert result.stdout.startswith("reference reference\nthe compiled kernels are not here"), result.stderr
-    assert 'pip install .' in result.stdout
+    assert "pip install ." in result.stdout

@@ -53,7 +53,11 @@ def test_softmax_variance(engine, dtype, route, shape):
 @pytest.mark.parametrize("route", ["pairs", "rows"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_softmax_variance_of_many_classes(engine, dtype, route):
-    features, weight, bias = torch.randn(50, 40).to(dtype), torch.randn(700, 40).to(dtype) / 6, torch.randn(700).to(dtype)
+    features, weight, bias = (
+        torch.randn(50, 40).to(dtype),
+        torch.randn(700, 40).to(dtype) / 6,
+        torch.randn(700).to(dtype),
+    )
     expected = truth.softmax_variance(features, weight, bias)
     assert relative_error(softmax_variance(engine, features, weight, bias, route), expected) < tolerance(dtype)
 
@@ -112,7 +116,10 @@ def test_tied_maxima_in_equal_rows(engine, dtype, route, rest):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1e4, -1e4])
 def test_huge_logits(engine, dtype, route, scale):
-    features, weight = torch.tensor([[1.0], [1e-4], [2e-4]], dtype=dtype), torch.tensor([[1.0], [0.5]], dtype=dtype) * scale
+    features, weight = (
+        torch.tensor([[1.0], [1e-4], [2e-4]], dtype=dtype),
+        torch.tensor([[1.0], [0.5]], dtype=dtype) * scale,
+    )
     expected = truth.softmax_variance(features, weight, None)
     assert expected[0] == 0
     assert expected[1] > 0

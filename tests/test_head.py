@@ -38,7 +38,10 @@ LOSSES = {
     "ignored sum": (nn.CrossEntropyLoss(reduction="sum"), IGNORED),
     "probabilities": (nn.CrossEntropyLoss(), PROBABILITIES),
     "unnormalised targets": (nn.CrossEntropyLoss(), 3 * PROBABILITIES),
-    "probabilities, weights, smoothing": (nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.2), PROBABILITIES),
+    "probabilities, weights, smoothing": (
+        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.2),
+        PROBABILITIES,
+    ),
     "squared error": (nn.MSELoss(), PROBABILITIES),
     "squared error sum": (nn.MSELoss(reduction="sum"), PROBABILITIES),
     "squared error F": (F.mse_loss, PROBABILITIES),
@@ -89,9 +92,7 @@ def test_every_loss(engine, name, dtype):
         return to(torch.float64, loss)(features.double() @ w.t() + bias.double(), to(torch.float64, targets))
 
     expected = truth.relative_flatness(risk, weight.double())
-    estimate = pf.head_flatness(
-        features, weight, bias, targets, loss=loss, per_sample=True, backend=engine.backend
-    )
+    estimate = pf.head_flatness(features, weight, bias, targets, loss=loss, per_sample=True, backend=engine.backend)
     limit = 1e-5 if dtype == torch.float32 else 1e-12
     assert estimate.value == pytest.approx(expected, rel=limit, abs=limit)
     assert (expected != 0) == (name not in ("custom, linear", "nll of a head"))
@@ -125,9 +126,7 @@ def test_per_sample_is_each_samples_share():
 
 def test_reduction_can_be_said():
     features, weight, bias = head(torch.float64)
-    mean, total = (
-        float(pf.head_flatness(features, weight, bias, INDICES, reduction=how)) for how in ("mean", "sum")
-    )
+    mean, total = (float(pf.head_flatness(features, weight, bias, INDICES, reduction=how)) for how in ("mean", "sum"))
     assert total == pytest.approx(N * mean, rel=1e-13)
     none = nn.CrossEntropyLoss(reduction="none")
     assert float(pf.head_flatness(features, weight, bias, INDICES, loss=none, reduction="sum")) == total
@@ -301,7 +300,9 @@ def test_normalised_dead_and_constant_features(dtype):
     scale = features.double().std(dim=0, correction=0)
     scale[3] = 2.5
     kept = [0, 2, 3, 4]
-    expected = pf.head_flatness(features.double()[:, kept] / scale[kept], weight.double()[:, kept] * scale[kept], bias.double())
+    expected = pf.head_flatness(
+        features.double()[:, kept] / scale[kept], weight.double()[:, kept] * scale[kept], bias.double()
+    )
     value = pf.head_flatness(features, weight, bias, normalize="std")
     assert value.value == pytest.approx(expected.value, rel=1e-5 if dtype == torch.float32 else 1e-12)
     assert value.notes == ("1 features that are zero throughout dropped",)
@@ -346,7 +347,9 @@ def test_verify_by_the_laplacian_on_positions(name, monkeypatch):
     if name == "tokens":
         result = pf.verify(Tokens(), nn.CrossEntropyLoss(), (TOKENS, TOKEN_TARGETS), "head")
     else:
-        result = pf.verify(Pixels(), nn.CrossEntropyLoss(), (torch.randn(2, 2, 3, 2), torch.randint(C, (2, 3, 2))), "head")
+        result = pf.verify(
+            Pixels(), nn.CrossEntropyLoss(), (torch.randn(2, 2, 3, 2), torch.randint(C, (2, 3, 2))), "head"
+        )
     assert result, result
 
 

@@ -102,7 +102,9 @@ def test_layer_wise_reparameterisation_changes_nothing(factor, normalize):
         model[0].weight *= factor
         model[0].bias *= factor
         model[2].weight /= factor
-    assert pf.relative_flatness(model, nn.CrossEntropyLoss(), DATA, normalize=normalize).value == pytest.approx(before, rel=1e-10)
+    assert pf.relative_flatness(model, nn.CrossEntropyLoss(), DATA, normalize=normalize).value == pytest.approx(
+        before, rel=1e-10
+    )
 
 
 def test_neuron_wise_reparameterisation_moves_only_the_plain_measure():

@@ -92,9 +92,9 @@ constexpr int64_t kBlockRows = 2 * Simd<T>::kLanes;
 constexpr int64_t kSlice = 128;                                       // most features transposed at a time
 constexpr int kTileOutputs = PYFLATNESS_VECTOR_BYTES == 64 ? 10 : 4;  // 32 vector registers or 16
 
-// by_feature[j, r] = rows[r][start + j], and the same columns of the next block brought nearer.
+// by_feature[j, r] = rows[r][start + j], and the same columns of a block to come (`ahead` elements on) brought nearer.
 template <typename T>
-PYFLATNESS_INLINE void transpose_slice(const T* const* rows, int64_t start, int64_t length, int64_t next_block,
+PYFLATNESS_INLINE void transpose_slice(const T* const* rows, int64_t start, int64_t length, int64_t ahead,
                                        T* by_feature) {
   using S = Simd<T>;
   for (int64_t r = 0; r < kBlockRows<T>; r += S::kLanes)
@@ -105,7 +105,7 @@ PYFLATNESS_INLINE void transpose_slice(const T* const* rows, int64_t start, int6
       for (int64_t l = 0; l < S::kLanes; ++l) {
         const T* place = rows[r + l] + start;
         tile[l] = column < 0 ? S::load_partial(place, length, 0) : S::load(place + column);
-        __builtin_prefetch(place + done + next_block);
+        __builtin_prefetch(place + done + ahead, 0, 2);  // into the second cache: the first is full of this block
       }
       S::transpose(tile);
       const int64_t first = column < 0 ? 0 : column;
@@ -149,8 +149,7 @@ PYFLATNESS_INLINE void product_tile(const T* by_feature, const T* weight, int64_
 
 // Logits and squared norms of a block of rows.
 template <typename T>
-void block_products(const T* const* rows, int64_t next_block, const T* weight, int64_t m, int64_t d, T* logits,
-                    T* norms) {
+void block_products(const T* const* rows, int64_t ahead, const T* weight, int64_t m, int64_t d, T* logits, T* norms) {
   alignas(64) T by_feature[kSlice * kBlockRows<T>];
   std::memset(logits, 0, static_cast<size_t>(d * kBlockRows<T>) * sizeof(T));
   std::memset(norms, 0, kBlockRows<T> * sizeof(T));
@@ -158,7 +157,7 @@ void block_products(const T* const* rows, int64_t next_block, const T* weight, i
   for (int64_t start = 0; start < m; start += slice) {
     const int64_t length = minimum(slice, m - start);
     const T* part = weight + start * d;
-    transpose_slice(rows, start, length, next_block, by_feature);
+    transpose_slice(rows, start, length, ahead, by_feature);
     product_tile<T, true>(by_feature, part, length, d, minimum(d, kTileOutputs), logits, norms);
     for (int64_t s = kTileOutputs; s < d; s += kTileOutputs)
       product_tile<T, false>(by_feature, part + s, length, d, minimum(d - s, kTileOutputs), logits + s * kBlockRows<T>,
@@ -202,7 +201,7 @@ void softmax_variance(const T* features, int64_t stride, const T* weight, const 
     for (int64_t r = 0; r < kRows; ++r) rows[r] = features + (first + minimum(r, count - 1)) * stride;
     alignas(64) T logits[pyflatness::kMaxFusedOutputs * kRows];
     alignas(64) T norms[kRows], variance[kRows];
-    block_products(rows, count == kRows ? kRows * stride : 0, weight, m, d, logits, norms);
+    block_products(rows, count == kRows ? 2 * kRows * stride : 0, weight, m, d, logits, norms);
     for (int64_t r = 0; r < kRows; r += Simd<T>::kLanes)
       Simd<T>::store(variance + r, pair_variance(logits + r, bias, distances, d));
     for (int64_t r = 0; r < count; ++r)

@@ -113,6 +113,12 @@ struct Simd {
     }
   }
 
+  static constexpr T inverse_factorial(int k) {
+    double product = 1;
+    for (int factor = 2; factor <= k; ++factor) product *= factor;
+    return static_cast<T>(1 / product);
+  }
+
   // exp(x) for x <= 0, to about one unit in the last place; exact 0 below the smallest normal number; NaN stays NaN.
   // x = k ln 2 + r with |r| <= ln 2 / 2, and the Taylor series of exp(r) by Horner's rule.
   static PYFLATNESS_INLINE Vec exp_nonpositive(Vec x) {
@@ -120,8 +126,8 @@ struct Simd {
     const Vec shifted = x * static_cast<T>(1.44269504088896340736) + F::kMagic;
     const Vec k = shifted - F::kMagic;
     const Vec r = (x - k * F::kLn2High) - k * F::kLn2Low;
-    Vec series = splat(1);
-    for (int term = F::kTaylorTerms; term > 0; --term) series = series * r * (T(1) / static_cast<T>(term)) + T(1);
+    Vec series = splat(inverse_factorial(F::kTaylorTerms));
+    for (int term = F::kTaylorTerms - 1; term >= 0; --term) series = series * r + inverse_factorial(term);
     Ints exponent;
     std::memcpy(&exponent, &shifted, sizeof exponent);
     exponent = (exponent + F::kBias) << F::kMantissaBits;  // the low bits of `shifted` are k; the rest is shifted out

@@ -2,17 +2,17 @@
 
 For a row of features φ with p = softmax(W φ + b), the Hessian of the loss in the logits is diag(p) - p pᵀ, and
 
-    |φ|² ⟨W Wᵀ, diag(p) - p pᵀ⟩ = |φ|² (E_s |w_s|² - |E_s w_s|²) = |φ|² var_p(w)            (spec: relative flatness, head)
+    |φ|² ⟨W Wᵀ, diag(p) - p pᵀ⟩ = |φ|² (E_s |w_s|² - |E_s w_s|²) = |φ|² var_p(w).
 
 The difference cancels where one probability is close to 1, as it is at every trained minimum. Three routes avoid it:
 
 - ``fused`` and ``pairs``: var_p(w) = Σ_{s<t} p_s p_t |w_s - w_t|². Every term is >= 0 and the distances come from the
   differences of rows, so the relative error is that of the probabilities, for any p. One kernel does it for up to 64
   outputs; for more, two matrix products (n d m + n d² multiply-adds).
-- ``rows`` (2 n d m multiply-adds, for d large against m): the split by the most probable row t. With q = 1 - p_t, summed
-  directly, and r the probabilities of the others, var_p(w) = q var_r(w) + q p_t |E_r w - w_t|². Both parts are >= 0. The
-  first is E - |E|² again, so rows in which that cancels too (the others pile up far from the centre) are found by
-  their condition number and take Σ_s p_s |w_s - μ|² from the differences.
+- ``rows`` (2 n d m multiply-adds, for d large against m): the split by the most probable row t. With q = 1 - p_t,
+  summed directly, and r the probabilities of the others, var_p(w) = q var_r(w) + q p_t |E_r w - w_t|². Both parts are
+  >= 0. The first is E - |E|² again, so rows in which that cancels too (the others pile up far from the centre) are
+  found by their condition number and take Σ_s p_s |w_s - μ|² from the differences.
 
 The weight is centred first: a row common to all classes moves no probability, but its size would drown the logits'
 last digits. The centre is the median of some rows: a mean would follow an outlier row.

@@ -75,9 +75,7 @@ def at_head(source: Source, loss: losses.Loss, options: Options) -> Estimate:
 class _Sum:
     """The running sums behind κ."""
 
-    def __init__(
-        self, source: Source, loss: losses.Loss, options: Options, scale: Tensor | None, rows: int
-    ) -> None:
+    def __init__(self, source: Source, loss: losses.Loss, options: Options, scale: Tensor | None, rows: int) -> None:
         self._source, self._options, self._scale, self._reduction = source, options, scale, loss.reduction
         weight, bias = source.matrix()
         if options.nan_policy != "propagate":
@@ -92,22 +90,28 @@ class _Sum:
 
     def add(self, batch: HeadBatch) -> None:
         features = batch.features if self._scale is None else normalize.apply(self._scale, batch.features, inverse=True)
-        used = batch.terms.scale != 0
-        rows = torch.where(used, batch.terms.scale * self._curvature(features, batch.terms), 0.0)
+        rows = batch.terms.scale * self._curvature(features, batch.terms)
         mass, kept = batch.terms.mass, None
-        bad = ~rows.isfinite()
-        if bad.any() and self._options.nan_policy == "raise":
-            raise _non_finite(batch, bad, self._source.name)
-        if bad.any() and self._options.nan_policy == "omit":
-            kept = ~_by_sample(batch, bad).any(dim=1)
-            gone = ~kept.repeat_interleave(batch.per_sample)
-            rows, mass = rows.masked_fill(gone, 0.0), mass.masked_fill(gone, 0.0)
-            self._omitted += int((~kept).sum())
+        if not bool(rows.sum().isfinite()):
+            rows = torch.where(batch.terms.scale != 0, rows, 0.0)
+            rows, mass, kept = self._without_bad_rows(batch, rows)
         self._samples += batch.samples if kept is None else int(kept.sum())
         self._value, self._mass = self._value + rows.sum(), self._mass + mass.sum()
         if self._options.per_sample:
             shares = _by_sample(batch, rows).sum(dim=1)
             self._shares.append(shares if kept is None else shares.masked_fill(~kept, torch.nan))
+
+    def _without_bad_rows(self, batch: HeadBatch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Rows and masses by the policy for NaN, and which samples are left (None: all)."""
+        bad = ~rows.isfinite()
+        if not bad.any() or self._options.nan_policy == "propagate":
+            return rows, batch.terms.mass, None
+        if self._options.nan_policy == "raise":
+            raise _non_finite(batch, bad, self._source.name)
+        kept = ~_by_sample(batch, bad).any(dim=1)
+        gone = ~kept.repeat_interleave(batch.per_sample)
+        self._omitted += int((~kept).sum())
+        return rows.masked_fill(gone, 0.0), batch.terms.mass.masked_fill(gone, 0.0), kept
 
     def estimate(self) -> Estimate:
         if self._samples == 0:
@@ -148,8 +152,8 @@ def _feature_scale(source: Source, options: Options) -> Tensor:
 def _by_sample(batch: HeadBatch, rows: Tensor) -> Tensor:
     if batch.per_sample == 0:
         raise InputError(
-            f"batch {batch.number}: its {len(rows)} loss terms cannot be told apart by sample ({batch.samples} samples); "
-            "have the model (or forward=) return outputs with the samples in dimension 0"
+            f"batch {batch.number}: its {len(rows)} loss terms cannot be told apart by sample ({batch.samples} "
+            "samples); have the model (or forward=) return outputs with the samples in dimension 0"
         )
     return rows.view(batch.samples, batch.per_sample)
 
@@ -158,7 +162,9 @@ def _check_finite_weights(name: str, weight: Tensor, bias: Tensor | None) -> Non
     for what, values in (("weight", weight), ("bias", bias)):
         if values is not None and not bool(values.isfinite().all()):
             where = f"layer {name!r}" if name else "the head"
-            raise NonFiniteError(f"{where}: its {what} has {int((~values.isfinite()).sum())} entries of NaN or infinity")
+            raise NonFiniteError(
+                f"{where}: its {what} has {int((~values.isfinite()).sum())} entries of NaN or infinity"
+            )
 
 
 def _non_finite(batch: HeadBatch, bad: Tensor, name: str) -> NonFiniteError:
@@ -166,6 +172,6 @@ def _non_finite(batch: HeadBatch, bad: Tensor, name: str) -> NonFiniteError:
     what = "logits" if bool(batch.features[first].isfinite().all()) else "features"
     where = f" of layer {name!r}" if name else ""
     return NonFiniteError(
-        f"batch {batch.number}: {int(bad.sum())} of {len(bad)} rows have NaN or infinity in the {what}{where} (the first "
-        f"is row {first}); pass nan_policy='omit' or 'propagate' to go on"
+        f"batch {batch.number}: {int(bad.sum())} of {len(bad)} rows have NaN or infinity in the {what}{where} (the "
+        f"first is row {first}); pass nan_policy='omit' or 'propagate' to go on"
     )

@@ -1,0 +1,43 @@
+# Two commands matter: `make demo` and `make test`. Each sets up .venv by itself, from python3 and a C++ compiler.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: setup demo test lint kernels-check bench clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/pyflatness demo --out demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.* csrc/*/*.* tests/*.cpp)
+
+# The kernels without Python: run under the sanitizers, and no symbol that two instruction sets could share.
+kernels-check: setup
+	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPYFLATNESS_SANITIZE=ON
+	$(BIN)/cmake --build build/sanitize
+	build/sanitize/kernels_check
+	$(BIN)/cmake -S . -B build/plain -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPYFLATNESS_KERNELS_ONLY=ON
+	$(BIN)/cmake --build build/plain
+	.ci/nm build/plain
+
+bench: setup
+	$(BIN)/python benchmarks/head.py
+
+clean:
+	rm -rf $(VENV) build demo

@@ -1,0 +1,35 @@
+"""Timing that holds on a noisy machine: alternatives in turn, medians, and ratios taken round by round."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each round, in the order of the rounds."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The median round."""
+        return statistics.median(self.seconds)
+
+    def ratio(self, other: "Timing") -> float:
+        """The median over the rounds of this over ``other`` in the same round."""
+        return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
+
+
+def in_turn(alternatives: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Timing]:
+    """Times every alternative once a round, after one uncounted round."""
+    seconds: dict[str, list[float]] = {name: [] for name in alternatives}
+    for number in range(rounds + 1):
+        for name, function in alternatives.items():
+            start = time.perf_counter()
+            function()
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}

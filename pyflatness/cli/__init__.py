@@ -1,0 +1,35 @@
+"""The command line, ``pyflatness``: one subcommand per file.
+
+Only click and rich are needed to start; what a subcommand needs beyond them it imports when it runs.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+
+from .. import __version__
+from ..errors import FlatnessError
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit.
+
+    Args:
+        arguments: what follows the program's name; None takes the process's own.
+
+    Raises:
+        SystemExit: always; with a status of 0 if all went well.
+    """
+    missing = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SystemExit(f"Error: the command line needs {' and '.join(missing)}: pip install 'pyflatness[cli]'")
+    import click
+
+    from .demo import demo
+    from .doctor import doctor
+
+    group = click.Group("pyflatness", help="How flat is the loss around a trained network.", commands=[demo, doctor])
+    group = click.version_option(__version__, prog_name="pyflatness")(group)
+    try:
+        group.main(arguments, prog_name="pyflatness")
+    except FlatnessError as error:
+        raise SystemExit(f"Error: {error}") from None

@@ -1,0 +1,262 @@
+"""``pyflatness demo``: does relative flatness go along with generalisation? Two dozen small networks, in a minute.
+
+Each network is trained on handwritten digits until its training loss is small; then relative flatness κ of its head on
+the training set, plain and normalised (Petzka et al. 2021, Definition 3 and Theorem 4), is held against its
+generalisation gap, the mean test loss minus the mean training loss. Every network is in the table, the plot and the
+correlations, and the correlations are shown as they come out.
+"""
+
+import csv
+import itertools
+import json
+import math
+import platform
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .. import __version__
+from ..errors import InputError, MissingExtraError
+from . import demo_networks
+from .demo_networks import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Vector = NDArray[np.float64]
+
+MEASURES = {"kappa": "κ", "normalised_kappa": "κ normalised"}
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """How two quantities go together over the networks, and the 95 % bootstrap interval; NaN where undefined."""
+
+    measure: str
+    statistic: str
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.statistic} {self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+@click.command()
+@click.option(
+    "--out", type=click.Path(path_type=Path), default="demo", show_default=True, help="Folder for the results."
+)
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of data and networks.")
+def demo(out: Path, seed: int) -> None:
+    """Relative flatness and generalisation of 24 small networks.
+
+    Trains them on handwritten digits (about a minute), prints a table and the correlations, and writes scatter.png,
+    results.json and results.csv. One seed gives one set of numbers.
+    """
+    _require_extras()
+    prepare_folder(out)
+    rows = demo_networks.run(demo_networks.recipes(seed), demo_networks.load_digits(seed))
+    correlations = correlate(rows, seed)
+    write(out, rows, correlations, seed)
+    _print(rows, correlations)
+    click.echo(f"scatter.png, results.json and results.csv are in {out}")
+
+
+def prepare_folder(path: Path) -> None:
+    """Make the folder and try that files can be written there, before any work is done for them.
+
+    Raises:
+        InputError: it cannot be made, or not be written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise InputError(f"--out {path}: no folder to write to ({error.strerror})") from None
+
+
+def correlate(rows: list[Row], seed: int) -> list[Correlation]:
+    """Each kappa against the gap, by each statistic."""
+    gaps = np.array([row.gap for row in rows])
+    return [
+        Correlation(
+            measure, statistic, *correlation(np.array([getattr(row, measure) for row in rows]), gaps, statistic, seed)
+        )
+        for measure in MEASURES
+        for statistic in STATISTICS
+    ]
+
+
+def correlation(x: Vector, y: Vector, statistic: str, seed: int) -> tuple[float, float, float]:
+    """Correlation of two samples, with the 95 % percentile interval of the paired bootstrap.
+
+    Args:
+        x: (n,) values.
+        y: (n,) values.
+        statistic: ``"Pearson"``, ``"Spearman"`` or ``"Kendall"`` (τ_b).
+        seed: of the resampling.
+
+    Returns:
+        The value and the ends of its interval; all NaN if x or y is constant or has an entry that is not finite.
+    """
+    aspect = STATISTICS[statistic]
+    value = _cosine(x, y, aspect)
+    if np.isnan(value):
+        return value, value, value
+    draws = np.random.default_rng(seed).integers(len(x), size=(_RESAMPLES, len(x)))
+    resampled = np.array([_cosine(x[draw], y[draw], aspect) for draw in draws])
+    low, high = np.percentile(resampled[np.isfinite(resampled)], [2.5, 97.5])
+    return value, float(low), float(high)
+
+
+def write(folder: Path, rows: list[Row], correlations: list[Correlation], seed: int) -> None:
+    """Write the plot, and all numbers in full precision as JSON and CSV."""
+    _plot(folder / "scatter.png", rows, correlations)
+    results = {
+        "seed": seed,
+        "versions": _versions(),
+        "correlations": [_plain(item) for item in correlations],
+        "networks": [_plain(row) for row in rows],
+    }
+    (folder / "results.json").write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
+    with (folder / "results.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(asdict, rows))
+
+
+def _require_extras() -> None:
+    try:
+        import matplotlib  # noqa: F401
+        import sklearn  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(f"the demo needs {error.name}: pip install 'pyflatness[demo]'") from None
+
+
+def _signs(values: Vector) -> Vector:
+    """The order of every pair, (n, n)."""
+    return np.sign(values[:, None] - values)
+
+
+# Each statistic is the cosine of the angle between one aspect of x and the same of y.
+STATISTICS: dict[str, Callable[[Vector], Vector]] = {
+    "Pearson": lambda values: (values - values.mean()) / np.ptp(values),
+    "Spearman": lambda values: _signs(values).sum(axis=1),  # ranks (of ties, the mean rank), centred and doubled
+    "Kendall": lambda values: _signs(values).ravel(),  # τ_b
+}
+
+
+def _cosine(x: Vector, y: Vector, aspect: Callable[[Vector], Vector]) -> float:
+    for values in (x, y):
+        if not np.isfinite(values).all() or np.ptp(values) == 0:
+            return math.nan
+    a, b = aspect(x), aspect(y)
+    return float(a @ b / np.sqrt((a @ a) * (b @ b)))
+
+
+def _print(rows: list[Row], correlations: list[Correlation]) -> None:
+    console = Console()
+    console.print(_networks_table(rows))
+    if not all(row.converged for row in rows):
+        console.print(f"* still above a training loss of {demo_networks.TARGET_LOSS} after the most epochs allowed")
+    table = Table("", "", "correlation with the gap", "95 % interval", box=box.SIMPLE_HEAD)
+    for item in correlations:
+        interval = f"{item.low:.2f} to {item.high:.2f}"
+        table.add_row(MEASURES[item.measure], item.statistic, f"{item.value:.2f}", interval)
+    console.print(table)
+
+
+def _networks_table(rows: list[Row]) -> Table:
+    """Narrow enough for 80 columns."""
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    for header in ("network", "optimiser"):
+        table.add_column(header)
+    for header in (
+        "batch size",
+        "rate",
+        "seed",
+        "epochs",
+        "train loss",
+        "test loss",
+        "test acc.",
+        "gap",
+        "κ",
+        "κ norm.",
+    ):
+        table.add_column(header.replace(" ", "\n"), justify="right")
+    for row in rows:
+        table.add_row(
+            *(row.network, row.optimiser, str(row.batch_size), f"{row.learning_rate:g}", str(row.seed)),
+            f"{row.epochs}{'' if row.converged else '*'}",
+            *(f"{value:.3f}" for value in (row.train_loss, row.test_loss, row.test_accuracy, row.gap)),
+            *(f"{value:.3g}" for value in (row.kappa, row.normalised_kappa)),
+        )
+    return table
+
+
+def _plot(path: Path, rows: list[Row], correlations: list[Correlation]) -> None:
+    from matplotlib.figure import Figure  # without pyplot: no window, no global state
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    panels = figure.subplots(1, len(MEASURES), sharey=True)
+    for panel, (measure, label) in zip(panels, MEASURES.items(), strict=True):
+        for network, converged in itertools.product(demo_networks.NETWORKS, (True, False)):
+            group = [row for row in rows if (row.network, row.converged) == (network, converged)]
+            if group:
+                x, y = [getattr(row, measure) for row in group], [row.gap for row in group]
+                panel.plot(x, y, **_style(network, converged))
+        panel.set_title("\n".join(str(item) for item in correlations if item.measure == measure), fontsize=10)
+        _log_scale(panel, [getattr(row, measure) for row in rows])
+        panel.set_xlabel(f"relative flatness {label}")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("generalisation gap (test loss − training loss)")
+    panels[0].legend()
+    figure.savefig(path, dpi=150)
+
+
+def _log_scale(panel: "Axes", values: list[float]) -> None:
+    """Logarithmic, with a place for zero if there is one: a network whose features died has κ = 0."""
+    if 0 in values:
+        panel.set_xscale("symlog", linthresh=min((value for value in values if value > 0), default=1.0))
+    else:
+        panel.set_xscale("log")
+
+
+def _style(network: str, converged: bool) -> dict[str, Any]:
+    number = list(demo_networks.NETWORKS).index(network)
+    return {
+        "linestyle": "none",
+        "marker": "os^"[number],
+        "color": f"C{number}",
+        "fillstyle": "full" if converged else "none",
+        "label": network if converged else f"{network}, training loss above {demo_networks.TARGET_LOSS}",
+    }
+
+
+def _plain(item: Row | Correlation) -> dict[str, Any]:
+    """Its fields for JSON, which knows no NaN."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(item).items()}
+
+
+def _versions() -> dict[str, str]:
+    import sklearn
+
+    return {
+        "pyflatness": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "scikit-learn": sklearn.__version__,
+    }

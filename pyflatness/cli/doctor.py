@@ -1,0 +1,200 @@
+"""``pyflatness doctor``: what is installed, what this machine can run, and whether it computes the right numbers.
+
+The self-check measures small random heads on every route, in both precisions, with every instruction set of this
+processor, and holds the results against the formula written out in float64:
+
+    |φ|² var_p(w) = |φ|² Σ_{s<t} p_s p_t |w_s - w_t|²,   p = softmax(w φ + b)
+
+Heads come flat (p spread over the classes) and peaked (1 - p_max down to 1e-6, as at a trained minimum, where the
+difference E|w|² - |E w|² would have lost every digit in float32).
+"""
+
+import contextlib
+import os
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import click
+import numpy
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from .. import __version__
+from ..contractions import SoftmaxVariance, compiled, reference
+
+BUDGETS = {torch.float32: 1e-5, torch.float64: 1e-12}
+ROUTES = ("fused", "pairs", "rows")
+_SHAPES = ((5, 2, 3), (37, 10, 19), (21, 61, 50))  # rows, outputs, features: none a multiple of a vector's length
+
+
+@dataclass(frozen=True)
+class Check:
+    """The largest relative error of one engine in one precision, over all heads and routes.
+
+    Attributes:
+        engine: an instruction set of the compiled kernels, or ``"reference"``.
+        dtype: of features and weights.
+        error: the largest relative error of a row; infinite if a value is not a number.
+        route: where it occurred.
+        budget: what it may be.
+    """
+
+    engine: str
+    dtype: torch.dtype
+    error: float
+    route: str
+    budget: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is within the budget."""
+        return self.error <= self.budget
+
+
+@click.command()
+def doctor() -> None:
+    """Show versions and engines, and check that they compute the right numbers.
+
+    Exits with status 1 if the check fails.
+    """
+    console = Console()
+    console.print(_environment())
+    if not compiled.instruction_sets():
+        console.print("[yellow]Warning:[/] there are no compiled kernels; everything runs, slower, on the reference")
+    checks = self_check()
+    console.print(_table(checks))
+    if not all(check.ok for check in checks):
+        console.print("[red]Self-check FAILED[/]: this machine computes wrong numbers; please report this table")
+        raise SystemExit(1)
+    console.print("Self-check: all OK")
+
+
+def self_check(seed: int = 0) -> list[Check]:
+    """Hold every engine of this machine, in float32 and float64, against the formula in float64.
+
+    Args:
+        seed: of the random heads.
+
+    Returns:
+        One entry per engine and dtype: the compiled kernels by instruction set, then the reference.
+    """
+    checks = []
+    for engine in (*compiled.instruction_sets(), "reference"):
+        with _forced(engine) as backend:
+            checks += [_check(engine, backend, dtype, seed) for dtype in BUDGETS]
+    return checks
+
+
+@contextlib.contextmanager
+def _forced(engine: str) -> Iterator[ModuleType]:
+    if engine == "reference":
+        yield reference
+        return
+    with compiled.forced_instruction_set(engine):
+        yield compiled
+
+
+def _check(engine: str, backend: ModuleType, dtype: torch.dtype, seed: int) -> Check:
+    generator = torch.Generator().manual_seed(seed)
+    errors = []
+    for n, d, m in _SHAPES:
+        for peak in (0.0, 14.0):
+            features, weight, bias = _head(n, d, m, peak, dtype, generator)
+            truth = _truth(features.double(), weight.double(), bias.double())
+            for route in ROUTES:
+                values = SoftmaxVariance(weight, bias, backend, rows=n, route=route)(features)
+                errors.append((_largest_error(values, truth), route))
+    error, route = max(errors)
+    return Check(engine, dtype, error, route, BUDGETS[dtype])
+
+
+def _head(
+    n: int, d: int, m: int, peak: float, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Features, weight and bias whose logits have unit deviation, class 0 ahead by ``peak``.
+
+    The lead is in the bias: logits that are large sums would round by more than the float32 budget before any kernel
+    sees them.
+    """
+    features = torch.randn(n, m, generator=generator, dtype=torch.float64)
+    weight = torch.randn(d, m, generator=generator, dtype=torch.float64) / m**0.5
+    bias = torch.zeros(d, dtype=torch.float64)
+    bias[0] = peak
+    return features.to(dtype), weight.to(dtype), bias.to(dtype)
+
+
+def _truth(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The formula at the top of this file, for all pairs at once."""
+    probabilities = (features @ weight.t() + bias).softmax(dim=1)
+    distances = (weight.unsqueeze(1) - weight).square().sum(dim=2)
+    pairs = torch.einsum("ns,nt,st->n", probabilities, probabilities, distances) / 2
+    return features.square().sum(dim=1) * pairs
+
+
+def _largest_error(values: Tensor, truth: Tensor) -> float:
+    return float(((values - truth) / truth).abs().nan_to_num(nan=torch.inf).max())
+
+
+def _environment() -> Table:
+    table = Table("what", "found", title="pyflatness doctor", title_justify="left")
+    for name, value in _facts().items():
+        table.add_row(name, Text(value))  # no markup: messages have brackets of their own
+    return table
+
+
+def _facts() -> dict[str, str]:
+    return {
+        "pyflatness": __version__,
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "platform": platform.platform(),
+        "compiled kernels": _kernels(),
+        "CUDA kernels": "not in this version",
+        "CUDA in torch": _cuda(),
+        "NVIDIA driver": _driver(),
+        "threads": f"{torch.get_num_threads()} (torch) of {os.cpu_count()} processors",
+    }
+
+
+def _kernels() -> str:
+    available = compiled.instruction_sets()
+    if not available:
+        return compiled.unavailable(torch.device("cpu"), torch.float32)
+    return f"{', '.join(available)}; in use: {compiled.instruction_set()} (force one: PYFLATNESS_ISA={available[-1]})"
+
+
+def _cuda() -> str:
+    if torch.version.cuda is None:
+        return "torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return f"{torch.version.cuda}, not available"
+    return f"{torch.version.cuda}, {', '.join(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))}"
+
+
+def _driver() -> str:
+    """The version of the loaded kernel module, which also a torch without CUDA can see (on Linux)."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "none found"
+    version = re.search(r"\s(\d+\.[\d.]+)\s", text)
+    return version[1] if version else "found, of unknown version"
+
+
+def _table(checks: list[Check]) -> Table:
+    table = Table(
+        "engine", "dtype", "relative error", "on route", "budget", "", title="self-check", title_justify="left"
+    )
+    for check in checks:
+        verdict = "[green]OK[/]" if check.ok else "[red]FAILED[/]"
+        dtype = str(check.dtype).removeprefix("torch.")
+        table.add_row(check.engine, dtype, f"{check.error:.1e}", check.route, f"{check.budget:.0e}", verdict)
+    return table
