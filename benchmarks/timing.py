@@ -24,12 +24,15 @@ class Timing:
 
 
 def in_turn(alternatives: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Timing]:
-    """Times every alternative once a round, after one uncounted round."""
+    """Times every alternative once a round, each right after an uncounted call of its own.
+
+    Without that call an alternative would find its data in a cache, or not, by what ran before it.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in alternatives}
-    for number in range(rounds + 1):
+    for _ in range(rounds):
         for name, function in alternatives.items():
+            function()
             start = time.perf_counter()
             function()
-            if number:
-                seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time.perf_counter() - start)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}

@@ -9,8 +9,8 @@ over *all* rows of the data set, whatever the batches, and a loss says for its r
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -67,11 +67,10 @@ def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:
         if loss not in _NAMES:
             raise InputError(f"loss={loss!r} is not known; choose {', '.join(_NAMES)}, or pass a loss object")
         loss = _NAMES[loss]
-    arguments: dict[str, Any] = {}
-    if isinstance(loss, functools.partial) and loss.func in _FUNCTIONS and not loss.args:
-        arguments, loss = loss.keywords, loss.func
-    if not isinstance(loss, nn.Module) and loss in _FUNCTIONS:
-        loss = _FUNCTIONS[loss](**arguments)
+    if isinstance(loss, functools.partial) and isinstance(loss.func, Hashable) and loss.func in _FUNCTIONS:
+        loss = _FUNCTIONS[loss.func](*loss.args, **loss.keywords)
+    elif isinstance(loss, Hashable) and not isinstance(loss, nn.Module) and loss in _FUNCTIONS:
+        loss = _default(loss)
     if not callable(loss):
         raise InputError(f"loss: an nn loss module, an F function, a name or a callable is wanted, got {loss!r}")
     how = reduction or getattr(loss, "reduction", "mean")
@@ -102,8 +101,7 @@ class CrossEntropy:
         if targets is None:
             if self.weight is not None:
                 raise InputError("targets: cross-entropy with class weights cannot do without them")
-            ones = outputs.new_ones(outputs.numel() // classes, dtype=torch.float64)
-            return Terms(ones, ones)
+            return _uniform(outputs.numel() // classes, 1.0, 1.0, outputs.device)
         expected = _without(outputs.shape, class_dim)
         if targets.is_floating_point() and tuple(targets.shape) == expected and targets.shape != outputs.shape:
             raise InputError(f"targets: class indices must be int64, got {targets.dtype}; convert with .long()")
@@ -118,11 +116,14 @@ class CrossEntropy:
                 "(n, T, C), have `forward` return outputs.transpose(1, 2)"
             )
         labels = targets.reshape(-1).long()
+        low, high = (int(bound) for bound in labels.aminmax())
+        if self.weight is None and 0 <= low <= high < classes and not low <= self.ignore_index <= high:
+            return _uniform(len(labels), 1.0, 1.0, labels.device)
         kept = labels != self.ignore_index
-        low, high = (int(bound) for bound in torch.where(kept, labels, 0).aminmax())
-        if low < 0 or high >= classes:
+        wrong = labels[kept & ((labels < 0) | (labels >= classes))]
+        if len(wrong):
             raise InputError(
-                f"targets: class {low if low < 0 else high} does not exist among {classes} classes "
+                f"targets: class {int(wrong[0])} does not exist among {classes} classes "
                 f"(ignore_index is {self.ignore_index})"
             )
         if self.weight is None:  # then smoothing moves weight 1 about between classes of weight 1
@@ -161,8 +162,7 @@ class SquaredError:
         if targets is not None:
             _rows_like("targets", targets, outputs, class_dim)
         d = outputs.shape[class_dim]
-        rows = outputs.new_ones(outputs.numel() // d, dtype=torch.float64)
-        return Terms(2 * rows, d * rows)
+        return _uniform(outputs.numel() // d, 2.0, float(d), outputs.device)
 
     def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
         """See :class:`Loss`."""
@@ -193,8 +193,8 @@ class BinaryCrossEntropy:
             coefficients = coefficients * self._spread("weight", self.weight, outputs)
         _rows_like("targets", targets, outputs, class_dim)
         rows = _rows_like("coefficients", coefficients, outputs, class_dim).to(outputs.dtype)
-        ones = rows.new_ones(len(rows), dtype=torch.float64)
-        return Terms(ones, rows.shape[1] * ones, rows)
+        terms = _uniform(len(rows), 1.0, float(rows.shape[1]), rows.device)
+        return replace(terms, extra=rows)
 
     def _spread(self, name: str, value: Tensor, outputs: Tensor) -> Tensor:
         if value.ndim == outputs.ndim and value.shape[0] > 1:
@@ -249,8 +249,7 @@ class CustomLoss:
             got = "none" if targets is None else tuple(targets.shape)
             raise InputError(f"targets: a custom loss wants one per sample ({len(outputs)}), got {got}")
         self._check_separable(outputs, targets)
-        ones = outputs.new_ones(len(outputs), dtype=torch.float64)
-        return Terms(ones, ones, targets)
+        return replace(_uniform(len(outputs), 1.0, 1.0, outputs.device), extra=targets)
 
     def _check_separable(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise if the loss of the first batch is not that of its parts: samples are coupled, or not so reduced."""
@@ -302,6 +301,17 @@ _FUNCTIONS: dict[Any, Callable[..., nn.Module]] = {
     F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
 }
 _NAMES: dict[str, Any] = {function.__name__: function for function in _FUNCTIONS}
+
+
+@functools.cache
+def _default(function: Any) -> nn.Module:
+    return _FUNCTIONS[function]()
+
+
+def _uniform(rows: int, scale: float, mass: float, device: torch.device) -> Terms:
+    """The same scale and mass for all rows, in no memory."""
+    numbers = torch.tensor([scale, mass], dtype=torch.float64, device=device)
+    return Terms(numbers[:1].expand(rows), numbers[1:].expand(rows))
 
 
 def _without(shape: torch.Size, dim: int) -> tuple[int, ...]:

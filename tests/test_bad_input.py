@@ -127,6 +127,7 @@ def test_targets():
 def test_losses():
     refused(pf.InputError, r"loss='hinge' is not known; choose cross_entropy", loss="hinge")
     refused(pf.InputError, "an nn loss module, an F function", loss=3)
+    refused(pf.InputError, "an nn loss module, an F function", loss=[1])
     refused(pf.InputError, "reduction 'none' gives no number", loss=nn.CrossEntropyLoss(reduction="none"))
     refused(pf.InputError, "reduction 'median'", reduction="median")
     refused(pf.InputError, "2 class weights for 3 classes", loss=nn.CrossEntropyLoss(weight=torch.ones(2)))

@@ -5,8 +5,9 @@
 
 namespace {
 
-constexpr int64_t kDepth = 256;         // features added in T before the sum is folded: cache and rounding
-constexpr int64_t kSerialWork = 32768;  // multiply-adds below which threads cost more than they bring
+constexpr int64_t kDepth = 256;           // features added in T before the sum is folded: cache and rounding
+constexpr int64_t kDistanceDepth = 1024;  // the same for distances, whose tiles have sixteen sums to fold
+constexpr int64_t kSerialWork = 32768;    // multiply-adds below which threads cost more than they bring
 
 int team(int threads, int64_t work) { return work < kSerialWork || threads < 1 ? 1 : threads; }
 
@@ -76,8 +77,8 @@ void pair_distances(const T* weight, int64_t d, int64_t m, T* out, int threads) 
         right[k] = weight + minimum(column * kTile + k, d - 1) * m;
       }
       double total[kTile][kTile] = {};
-      for (int64_t start = 0; start < m; start += kDepth)
-        distance_tile<T, kTile, kTile>(left, right, start, minimum(m, start + kDepth), total);
+      for (int64_t start = 0; start < m; start += kDistanceDepth)
+        distance_tile<T, kTile, kTile>(left, right, start, minimum(m, start + kDistanceDepth), total);
       for (int64_t s = row * kTile; s < minimum(d, row * kTile + kTile); ++s)
         for (int64_t t = column * kTile; t < minimum(d, column * kTile + kTile); ++t)
           out[s * d + t] = out[t * d + s] = static_cast<T>(total[s - row * kTile][t - column * kTile]);

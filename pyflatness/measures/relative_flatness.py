@@ -78,8 +78,6 @@ class _Sum:
     def __init__(self, source: Source, loss: losses.Loss, options: Options, scale: Tensor | None, rows: int) -> None:
         self._source, self._options, self._scale, self._reduction = source, options, scale, loss.reduction
         weight, bias = source.matrix()
-        if options.nan_policy != "propagate":
-            _check_finite_weights(source.name, weight, bias)
         if scale is not None:
             weight = normalize.apply(scale, weight)
         self._backend = contractions.choose(options.backend, weight.device, weight.dtype)
@@ -90,7 +88,7 @@ class _Sum:
 
     def add(self, batch: HeadBatch) -> None:
         features = batch.features if self._scale is None else normalize.apply(self._scale, batch.features, inverse=True)
-        rows = batch.terms.scale * self._curvature(features, batch.terms)
+        rows = self._curvature(features, batch.terms).mul_(batch.terms.scale)
         mass, kept = batch.terms.mass, None
         if not bool(rows.sum().isfinite()):
             rows = torch.where(batch.terms.scale != 0, rows, 0.0)
@@ -106,6 +104,7 @@ class _Sum:
         bad = ~rows.isfinite()
         if not bad.any() or self._options.nan_policy == "propagate":
             return rows, batch.terms.mass, None
+        _check_finite_weights(self._source)
         if self._options.nan_policy == "raise":
             raise _non_finite(batch, bad, self._source.name)
         kept = ~_by_sample(batch, bad).any(dim=1)
@@ -158,13 +157,11 @@ def _by_sample(batch: HeadBatch, rows: Tensor) -> Tensor:
     return rows.view(batch.samples, batch.per_sample)
 
 
-def _check_finite_weights(name: str, weight: Tensor, bias: Tensor | None) -> None:
-    for what, values in (("weight", weight), ("bias", bias)):
+def _check_finite_weights(source: Source) -> None:
+    for what, values in zip(("weight", "bias"), source.matrix(), strict=True):
         if values is not None and not bool(values.isfinite().all()):
-            where = f"layer {name!r}" if name else "the head"
-            raise NonFiniteError(
-                f"{where}: its {what} has {int((~values.isfinite()).sum())} entries of NaN or infinity"
-            )
+            where = f"layer {source.name!r}" if source.name else "the head"
+            raise NonFiniteError(f"{where}: its {what} has {int((~values.isfinite()).sum())} entries of NaN or infinity")
 
 
 def _non_finite(batch: HeadBatch, bad: Tensor, name: str) -> NonFiniteError:
