@@ -56,7 +56,7 @@ int64_t product(int64_t a, int64_t b) {
 int64_t strided(int64_t n, int64_t m, int64_t stride) {
   if (stride < m)
     throw std::invalid_argument("row stride " + std::to_string(stride) + " < row length " + std::to_string(m));
-  return n == 0 ? 0 : product(n - 1, stride) + m;
+  return n == 0 || m == 0 ? 0 : product(n - 1, stride) + m;
 }
 
 template <typename T>
@@ -92,17 +92,19 @@ void softmax_variance(Array features, int64_t stride, Array weight, Array bias, 
 }
 
 template <typename T>
-void exponentiate(Array logits, Array row_norms, T top_value, int64_t n, int64_t d, Array rest, Array moment, Array top,
-                  int threads) {
+void exponentiate(Array logits, Array row_norms, T top_value, int64_t n, int64_t d, Array maximum, Array rest,
+                  Array moment, Array top, int threads) {
   if (d < 1) throw std::invalid_argument("exponentiate: rows of " + std::to_string(d) + " logits");
   const bool weighted = row_norms.second != 0;
   T* z = pointer<T>("logits", logits, product(n, d));
   const T* norms = pointer<const T>("row_norms", row_norms, weighted ? d : 0);
+  T* largest = pointer<T>("maximum", maximum, n);
   double* r = pointer<double>("rest", rest, n);
   double* mo = pointer<double>("moment", moment, weighted ? n : 0);
   int64_t* t = pointer<int64_t>("top", top, n);
   py::gil_scoped_release release;
-  pyflatness::head<T>(*selected).exponentiate(z, weighted ? norms : nullptr, top_value, n, d, r, mo, t, threads);
+  pyflatness::head<T>(*selected).exponentiate(z, weighted ? norms : nullptr, top_value, n, d, largest, r, mo, t,
+                                              threads);
 }
 
 template <typename T>

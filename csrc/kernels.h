@@ -30,11 +30,14 @@ struct HeadKernels {
                            double* out,  // [n]
                            int threads);
 
-  // Row by row, in place: z_s -> exp(z_s - max z), but `top_value` at the place t of the (first) maximum.
-  // rest[i] = sum_{s != t} exp(z_s - max z); moment[i] = the same sum weighted by row_norms (skipped where null).
+  // A block of each row's logits, in place: z_s -> exp(z_s - maximum), where `maximum` (that of the blocks before,
+  // -infinity for the first) is raised to this block's own largest logit first. If that raises it, the place t of that
+  // logit takes `top_value`, and stays out of the sums; else t = -1.
+  // rest[i] = sum_{s != t} exp(z_s - maximum); moment[i] = the same sum weighted by row_norms (skipped where null).
   void (*exponentiate)(T* logits,           // [n, d]
                        const T* row_norms,  // [d] or null
                        T top_value, int64_t n, int64_t d,
+                       T* maximum,      // [n]
                        double* rest,    // [n]
                        double* moment,  // [n], written where row_norms is given
                        int64_t* top,    // [n]

@@ -13,10 +13,13 @@ _ULPS = 16  # a deviation below so many units in the last place of the largest e
 
 
 class FeatureScale:
-    """Running mean, deviation and largest magnitude of each feature, in float64 (Chan's update)."""
+    """Running mean, deviation and largest magnitude of each feature, in float64 (Chan's update).
+
+    ``rows`` says how many rows were taken in; without any there is no scale.
+    """
 
     def __init__(self) -> None:
-        self._count = 0
+        self.rows = 0
         self._mean = self._squares = self._largest = torch.zeros(())
         self._eps = 0.0
 
@@ -29,19 +32,19 @@ class FeatureScale:
         mean = rows.mean(dim=0)
         squares = (rows - mean).square().sum(dim=0)
         largest = rows.abs().amax(dim=0)
-        if self._count == 0:
-            self._count, self._mean, self._squares, self._largest = len(rows), mean, squares, largest
+        if self.rows == 0:
+            self.rows, self._mean, self._squares, self._largest = len(rows), mean, squares, largest
             return
-        total = self._count + len(rows)
+        total = self.rows + len(rows)
         shift = mean - self._mean
-        self._squares = self._squares + squares + shift.square() * (self._count * len(rows) / total)
+        self._squares = self._squares + squares + shift.square() * (self.rows * len(rows) / total)
         self._mean = self._mean + shift * (len(rows) / total)
         self._largest = torch.maximum(self._largest, largest)
-        self._count = total
+        self.rows = total
 
     def scale(self) -> Tensor:
         """(m,) float64: σ_j, |c| for a constant feature, 0 for one that is zero throughout (and drops out)."""
-        deviation = (self._squares / max(self._count, 1)).sqrt()
+        deviation = (self._squares / self.rows).sqrt()
         constant = deviation <= _ULPS * self._eps * self._largest
         return torch.where(constant, self._largest, deviation)
 

@@ -98,7 +98,9 @@ void check(const pyflatness::Kernels& kernels, int64_t n, int64_t d, int64_t m, 
 
   std::vector<double> rest(static_cast<size_t>(n)), moment(static_cast<size_t>(n));
   std::vector<int64_t> top(static_cast<size_t>(n));
-  k.exponentiate(flat.data(), bias.data(), T(0.5), n, d, rest.data(), moment.data(), top.data(), threads);
+  std::vector<T> maximum(static_cast<size_t>(n), -std::numeric_limits<T>::infinity());
+  k.exponentiate(flat.data(), bias.data(), T(0.5), n, d, maximum.data(), rest.data(), moment.data(), top.data(),
+                 threads);
   for (int64_t i = 0; i < n; ++i) {
     const auto& z = logits[size_t(i)];
     int64_t place = 0;
@@ -119,7 +121,9 @@ void check_not_finite(const pyflatness::Kernels& kernels) {
     z[37 + 5] = bad;
     std::vector<double> rest(3);
     std::vector<int64_t> top(3);
-    pyflatness::head<T>(kernels).exponentiate(z.data(), nullptr, T(1), 3, 37, rest.data(), nullptr, top.data(), 1);
+    std::vector<T> maximum(3, -std::numeric_limits<T>::infinity());
+    pyflatness::head<T>(kernels).exponentiate(z.data(), nullptr, T(1), 3, 37, maximum.data(), rest.data(), nullptr,
+                                              top.data(), 1);
     ++checks;
     const bool hidden = std::isfinite(rest[1]) && bad != -std::numeric_limits<T>::infinity();
     if (hidden || !std::isfinite(rest[0]) || !std::isfinite(rest[2]))

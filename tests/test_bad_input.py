@@ -217,6 +217,17 @@ def test_everything_omitted():
     )
 
 
+@pytest.mark.parametrize("backend", ["compiled", "reference"])
+def test_nothing_left_to_normalise(backend):
+    """All features zero, or no finite sample: no columns, no rows."""
+    flat = pf.head_flatness(torch.zeros(20, 4), torch.randn(3, 4), normalize="std", backend=backend)
+    assert flat.value == 0
+    options = {"normalize": "std", "backend": backend}
+    assert math.isnan(pf.head_flatness(X * math.nan, torch.randn(3, 4), nan_policy="propagate", **options).value)
+    with pytest.raises(pf.NonFiniteError, match="all 10 samples"):
+        pf.head_flatness(X * math.nan, torch.randn(3, 4), nan_policy="omit", **options)
+
+
 def test_padding_that_the_loss_ignores_may_hold_anything():
     x, y = X.clone(), Y.clone()
     x[3], y[3] = math.nan, -100

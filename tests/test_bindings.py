@@ -24,7 +24,7 @@ def arguments(name, dtype):
     return {
         "pair_distances": [w, 3, 5, square, 1],
         "softmax_variance": [x, 5, w, b, square, 4, 5, 3, out, 1],
-        "exponentiate": [z, b, 1.0, 4, 3, out, out.clone(), place, 1],
+        "exponentiate": [z, b, 1.0, 4, 3, torch.zeros(4, dtype=dtype), out, out.clone(), place, 1],
         "row_dots": [x, 5, x, 5, 4, 5, out, 1],
         "sigmoid_curvature": [z, z, b, 4, 3, out, 1],
     }[name]
@@ -79,7 +79,7 @@ def test_tensors_of_the_wrong_kind_are_refused():
     with pytest.raises(BackendError, match=r"row_dots: .* got torch\.float32 on cpu, torch\.float64 on cpu"):
         compiled.row_dots(torch.ones(2, 2), torch.ones(2, 2).double())
     with pytest.raises(BackendError, match="contiguous"):
-        compiled.exponentiate(torch.ones(3, 2).t(), None, 1.0)
+        compiled.exponentiate(torch.ones(3, 2).t(), None, 1.0, torch.zeros(2))
 
 
 def test_instruction_sets():
@@ -101,6 +101,7 @@ def run_python(code, **environment):
 def test_instruction_set_from_the_environment():
     code = "from pyflatness.contractions import compiled; print(compiled.instruction_set())"
     assert run_python(code, PYFLATNESS_ISA="base").stdout.strip() == "base"
+    assert "BackendError: PYFLATNESS_ISA: instruction set 'sse9'" in run_python(code, PYFLATNESS_ISA="sse9").stderr
 
 
 def test_without_the_compiled_module():

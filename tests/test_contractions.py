@@ -226,9 +226,15 @@ def test_kernels_agree_with_their_twins(n, d, m, seed, double):
                 torch.testing.assert_close(values, expected, rtol=limit, atol=limit)
             for row_norms in (None, norms):
                 ours, theirs = logits.clone(), logits.clone()
-                results = compiled.exponentiate(ours, row_norms, 0.5), reference.exponentiate(theirs, row_norms, 0.5)
+                maxima = [normal(n).sub_(1) for _ in range(2)]
+                maxima[1].copy_(maxima[0])
+                results = [
+                    module.exponentiate(z, row_norms, 0.5, maximum)
+                    for module, z, maximum in zip((compiled, reference), (ours, theirs), maxima, strict=True)
+                ]
                 torch.testing.assert_close(results[0], results[1], rtol=limit, atol=limit)
                 torch.testing.assert_close(ours, theirs, rtol=limit, atol=limit)
+                torch.testing.assert_close(*maxima, rtol=0, atol=0)
 
 
 def test_backends_have_the_same_operations():

@@ -236,10 +236,19 @@ T row_maximum(const T* z, int64_t d, int64_t* place) {
 }
 
 template <typename T>
-void exponentiate_row(T* z, const T* row_norms, T top_value, int64_t d, double* rest, double* moment, int64_t* place) {
+void exponentiate_row(T* z, const T* row_norms, T top_value, int64_t d, T* maximum, double* rest, double* moment,
+                      int64_t* top) {
   using S = Simd<T>;
-  const T top = row_maximum(z, d, place);
-  z[*place] = z[*place] - z[*place] == 0 ? -__builtin_huge_val() : z[*place];  // out of the sums, unless not finite
+  const T lowest = -__builtin_huge_val();
+  int64_t place;
+  const T largest = row_maximum(z, d, &place);
+  const bool raised = largest > *maximum;
+  if (raised) {
+    *maximum = largest;
+    if (largest - largest == 0) z[place] = lowest;  // out of the sums; infinity stays, and makes them NaN
+  }
+  *top = raised ? place : -1;
+  const T reference = *maximum > lowest ? *maximum : 0;  // only logits of -infinity so far: exp(-infinity) is 0
   *rest = 0;
   double weighted = 0;
   for (int64_t start = 0; start < d; start += kDepth) {
@@ -247,13 +256,13 @@ void exponentiate_row(T* z, const T* row_norms, T top_value, int64_t d, double* 
     typename S::Vec sum = {}, weighted_sum = {};
     int64_t s = start;
     for (; s + S::kLanes <= stop; s += S::kLanes) {
-      const typename S::Vec e = S::exp_nonpositive(S::load(z + s) - top);
+      const typename S::Vec e = S::exp_nonpositive(S::load(z + s) - reference);
       S::store(z + s, e);
       sum += e;
       if (row_norms) weighted_sum += e * S::load(row_norms + s);
     }
     if (s < stop) {
-      const typename S::Vec e = S::exp_nonpositive(S::load_partial(z + s, stop - s, -__builtin_huge_val()) - top);
+      const typename S::Vec e = S::exp_nonpositive(S::load_partial(z + s, stop - s, lowest) - reference);
       S::store_partial(z + s, e, stop - s);
       sum += e;
       if (row_norms) weighted_sum += e * S::load_partial(row_norms + s, stop - s, 0);
@@ -262,15 +271,15 @@ void exponentiate_row(T* z, const T* row_norms, T top_value, int64_t d, double* 
     weighted += S::sum(weighted_sum);
   }
   if (row_norms) *moment = weighted;
-  z[*place] = top_value;
+  if (raised) z[place] = top_value;
 }
 
 template <typename T>
-void exponentiate(T* logits, const T* row_norms, T top_value, int64_t n, int64_t d, double* rest, double* moment,
-                  int64_t* top, int threads) {
+void exponentiate(T* logits, const T* row_norms, T top_value, int64_t n, int64_t d, T* maximum, double* rest,
+                  double* moment, int64_t* top, int threads) {
 #pragma omp parallel for num_threads(team(threads, n* d)) schedule(static)
   for (int64_t i = 0; i < n; ++i)
-    exponentiate_row(logits + i * d, row_norms, top_value, d, rest + i, moment + i, top + i);
+    exponentiate_row(logits + i * d, row_norms, top_value, d, maximum + i, rest + i, moment + i, top + i);
 }
 
 template <typename T>

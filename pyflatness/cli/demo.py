@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Vector = NDArray[np.float64]
 
+# By their field, the labels in the plot.
 MEASURES = {"kappa": "κ", "normalised_kappa": "κ normalised"}
 _RESAMPLES = 2000
 
@@ -61,7 +62,7 @@ class Correlation:
 def demo(out: Path, seed: int) -> None:
     """Relative flatness and generalisation of 24 small networks.
 
-    Trains them on handwritten digits (about a minute), prints a table and the correlations, and writes scatter.png,
+    Trains them on handwritten digits (less than a minute), prints a table and the correlations, and writes scatter.png,
     results.json and results.csv. One seed gives one set of numbers.
     """
     _require_extras()
@@ -174,34 +175,24 @@ def _print(rows: list[Row], correlations: list[Correlation]) -> None:
     table = Table("", "", "correlation with the gap", "95 % interval", box=box.SIMPLE_HEAD)
     for item in correlations:
         interval = f"{item.low:.2f} to {item.high:.2f}"
-        table.add_row(MEASURES[item.measure], item.statistic, f"{item.value:.2f}", interval)
+        table.add_row(item.measure.replace("_", " "), item.statistic, f"{item.value:.2f}", interval)
     console.print(table)
 
 
 def _networks_table(rows: list[Row]) -> Table:
-    """Narrow enough for 80 columns."""
+    """Narrow enough for 80 columns; like all that is printed, without Greek, which not every terminal can show."""
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     for header in ("network", "optimiser"):
-        table.add_column(header)
-    for header in (
-        "batch size",
-        "rate",
-        "seed",
-        "epochs",
-        "train loss",
-        "test loss",
-        "test acc.",
-        "gap",
-        "κ",
-        "κ norm.",
-    ):
-        table.add_column(header.replace(" ", "\n"), justify="right")
+        table.add_column(header, overflow="fold")
+    numbers = "batch size,rate,seed,epochs,train loss,test loss,test acc.,gap,kappa,norm. kappa"
+    for header in numbers.split(","):
+        table.add_column(header.replace(" ", "\n"), justify="right", overflow="fold")
     for row in rows:
         table.add_row(
             *(row.network, row.optimiser, str(row.batch_size), f"{row.learning_rate:g}", str(row.seed)),
             f"{row.epochs}{'' if row.converged else '*'}",
             *(f"{value:.3f}" for value in (row.train_loss, row.test_loss, row.test_accuracy, row.gap)),
-            *(f"{value:.3g}" for value in (row.kappa, row.normalised_kappa)),
+            *(f"{value:.4g}" for value in (row.kappa, row.normalised_kappa)),
         )
     return table
 
@@ -230,8 +221,12 @@ def _log_scale(panel: "Axes", values: list[float]) -> None:
     """Logarithmic, with a place for zero if there is one: a network whose features died has κ = 0."""
     if 0 in values:
         panel.set_xscale("symlog", linthresh=min((value for value in values if value > 0), default=1.0))
-    else:
-        panel.set_xscale("log")
+        return
+    from matplotlib.ticker import LogFormatter
+
+    panel.set_xscale("log")
+    for set_formatter in (panel.xaxis.set_major_formatter, panel.xaxis.set_minor_formatter):
+        set_formatter(LogFormatter())  # 20, not 2 × 10¹
 
 
 def _style(network: str, converged: bool) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The kernels in C++: the names and signatures of :mod:`.reference`. The only module that imports ``_C``."""
 
+import functools
 import importlib
 import os
 from collections.abc import Iterator
@@ -24,15 +25,13 @@ except ImportError as error:
         f"the compiled kernels are not here ({error}): install pyflatness with `pip install .` (or `pip install -e .`) "
         'from its root, which needs a C++ compiler, or pass backend="reference"'
     )
-else:
-    if "PYFLATNESS_ISA" in os.environ:
-        _C.select_instruction_set(os.environ["PYFLATNESS_ISA"])
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str:
     """Why tensors of this kind cannot be served; empty if they can."""
     if _MISSING:
         return _MISSING
+    _require()
     if device.type != "cpu":
         return f"the compiled kernels run on the CPU, the tensors are on {device}"
     if dtype not in _SUFFIX:
@@ -83,15 +82,17 @@ def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor, distances: 
     return out
 
 
-def exponentiate(logits: Tensor, row_norms: Tensor | None, top_value: float) -> tuple[Tensor, Tensor | None, Tensor]:
-    """See :func:`.reference.exponentiate`; ``logits`` must be contiguous, as it changes in place."""
+def exponentiate(
+    logits: Tensor, row_norms: Tensor | None, top_value: float, maximum: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """See :func:`.reference.exponentiate`; ``logits`` and ``maximum`` must be contiguous, as they change in place."""
     n, d = logits.shape
     norms = logits.new_empty(0) if row_norms is None else row_norms.contiguous()
     rest = logits.new_empty(n, dtype=torch.float64)
     moment = rest.new_empty(0 if row_norms is None else n)
     top = logits.new_empty(n, dtype=torch.int64)
-    _kernel("exponentiate", logits, norms)(
-        _array(logits), _array(norms), top_value, n, d, _array(rest), _array(moment), _array(top),
+    _kernel("exponentiate", logits, norms, maximum)(
+        _array(logits), _array(norms), top_value, n, d, _array(maximum), _array(rest), _array(moment), _array(top),
         torch.get_num_threads(),
     )  # fmt: skip
     return rest, (None if row_norms is None else moment), top
@@ -119,9 +120,17 @@ def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -
     return out
 
 
+@functools.cache
 def _require() -> None:
+    """Raise without the compiled module; the first time, take the instruction set that the environment names."""
     if _MISSING:
         raise BackendError(_MISSING)
+    name = os.environ.get("PYFLATNESS_ISA")
+    try:
+        if name:
+            _C.select_instruction_set(name)
+    except ValueError as error:
+        raise BackendError(f"PYFLATNESS_ISA: {error}") from None
 
 
 def _kernel(name: str, *tensors: Tensor) -> Any:
@@ -147,4 +156,4 @@ def _array(tensor: Tensor) -> tuple[int, int]:
 
 def _strided(matrix: Tensor) -> tuple[int, int]:
     n, m = matrix.shape
-    return matrix.data_ptr(), (n - 1) * matrix.stride(0) + m if n else 0
+    return matrix.data_ptr(), (n - 1) * matrix.stride(0) + m if n and m else 0

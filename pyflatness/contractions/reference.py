@@ -19,27 +19,34 @@ def pair_distances(weight: Tensor) -> Tensor:
 def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor, distances: Tensor) -> Tensor:
     """``|φ_i|² Σ_{s<t} p_s p_t distances[s, t]`` with p = softmax(W φ_i + b), as (n,)."""
     logits = torch.addmm(bias, features, weight.t())
-    rest, _, _ = exponentiate(logits, None, top_value=1.0)
+    maximum = logits.new_full((len(logits),), -torch.inf)
+    rest, _, _ = exponentiate(logits, None, 1.0, maximum)
     pairs = row_dots(logits, logits @ distances) / 2
     return row_dots(features, features) * pairs / (1 + rest).square()
 
 
-def exponentiate(logits: Tensor, row_norms: Tensor | None, top_value: float) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Replace ``logits`` (n, d) by ``exp(z - max z)``, with ``top_value`` at each row's (first) maximum.
+def exponentiate(
+    logits: Tensor, row_norms: Tensor | None, top_value: float, maximum: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """A block of each row's logits (n, d), in place: ``exp(z - maximum)``.
+
+    ``maximum`` (n,), the largest of the blocks before (-inf for the first), is raised to this block's largest logit
+    first, in place. Where that raises it, the place of that logit takes ``top_value`` and stays out of the sums.
 
     Returns:
-        ``rest`` (n,), the row sums without the maximum; the same sums weighted by ``row_norms`` (d,), or None; the
-        places of the maxima (n,).
+        ``rest`` (n,), the row sums; the same sums weighted by ``row_norms`` (d,), or None; the places of the maxima
+        (n,), -1 where an earlier block has it.
     """
-    top = logits.argmax(dim=1, keepdim=True)
-    maximum = logits.gather(1, top)
-    logits.sub_(maximum).exp_()
-    finite = logits.gather(1, top).isfinite()
-    logits.scatter_(1, top, torch.where(finite, 0.0, torch.nan).to(logits.dtype))
+    largest, top = logits.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf).max(dim=1)
+    raised = largest > maximum
+    maximum.copy_(torch.where(raised, largest, maximum))
+    logits.sub_(torch.where(maximum > -torch.inf, maximum, 0.0).unsqueeze(1)).exp_()
+    top, hidden = top.unsqueeze(1), (raised & largest.isfinite()).unsqueeze(1)
+    logits.scatter_(1, top, torch.where(hidden, 0.0, logits.gather(1, top)))
     rest = logits.sum(dim=1, dtype=torch.float64)
     moment = None if row_norms is None else row_dots(logits, row_norms.expand_as(logits))
-    logits.scatter_(1, top, top_value)
-    return rest, moment, top.squeeze(1)
+    logits.scatter_(1, top, torch.where(raised.unsqueeze(1), top_value, logits.gather(1, top)))
+    return rest, moment, torch.where(raised, top.squeeze(1), -1)
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:

@@ -145,7 +145,8 @@ def _feature_scale(source: Source, options: Options) -> Tensor:
             raise _non_finite(batch, bad, source.name)
         kept = used & ~bad
         deviations.add(batch.features if bool(kept.all()) else batch.features[kept])
-    return deviations.scale()
+        none = batch.features.new_ones(batch.features.shape[1], dtype=torch.float64)
+    return deviations.scale() if deviations.rows else none
 
 
 def _by_sample(batch: HeadBatch, rows: Tensor) -> Tensor:
@@ -161,7 +162,9 @@ def _check_finite_weights(source: Source) -> None:
     for what, values in zip(("weight", "bias"), source.matrix(), strict=True):
         if values is not None and not bool(values.isfinite().all()):
             where = f"layer {source.name!r}" if source.name else "the head"
-            raise NonFiniteError(f"{where}: its {what} has {int((~values.isfinite()).sum())} entries of NaN or infinity")
+            raise NonFiniteError(
+                f"{where}: its {what} has {int((~values.isfinite()).sum())} entries of NaN or infinity"
+            )
 
 
 def _non_finite(batch: HeadBatch, bad: Tensor, name: str) -> NonFiniteError:
