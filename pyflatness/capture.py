@@ -114,6 +114,24 @@ class Calls:
         return keep
 
 
+@contextlib.contextmanager
+def without_product(module: nn.Module, outputs: int) -> Iterator[None]:
+    """Inside, a linear layer gives outputs of the right shape and layout, and of no memory (on the meta device)."""
+
+    def shape_only(input: Tensor) -> Tensor:  # noqa: A002, the name that callers of a Linear may use
+        return torch.empty(*input.shape[:-1], outputs, dtype=input.dtype, device="meta")
+
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = shape_only
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = before
+
+
 def run(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Tensor, Any]:
     """Outputs and targets of a batch: by ``forward``, or ``model(inputs)`` of an (inputs, targets) pair.
 

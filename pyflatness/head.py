@@ -6,6 +6,7 @@ At a head the layer's output z = W φ + b *is* the model's output, one loss term
     κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(H_ss') = Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ / Σ_i mass_i
 """
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from . import capture, layers, losses
-from .data import Batches, size
+from .contractions import promoted, promoted_dtype
+from .data import Batches, map_tensors, size
 from .errors import InputError, NotYetError
+
+_WIDE_OUTPUTS = 1024  # outputs from which the model is spared its own logits
 
 
 @dataclass
@@ -90,13 +94,41 @@ class Head:
     def batches(self) -> Iterator[HeadBatch]:
         """Runs the model over the data and yields the layer's rows."""
         observed = {self.name: self._candidates[self.name]} if self.name else self._candidates
-        with capture.Calls(observed) as calls:
+        with capture.Calls(observed) as calls, contextlib.ExitStack() as product:
             for number, batch in enumerate(self._data):
+                if number == 0 and self._may_be_wide():
+                    self._skip_product(batch, calls, product)
                 outputs, targets = capture.run(self._model, batch, self._forward)
                 call = self._head_call(calls, outputs)
                 yield self._rows(call, outputs, targets, size(batch), number)
                 del outputs, call
                 calls.clear()
+
+    def _may_be_wide(self) -> bool:
+        """Whether the logits of a batch could be what fills the memory, and only the loss's shape needs them."""
+        wide = any(
+            isinstance(layer, nn.Linear) and layer.out_features > _WIDE_OUTPUTS for layer in self._candidates.values()
+        )
+        return wide and isinstance(self._loss, (losses.CrossEntropy, losses.SquaredError))
+
+    def _skip_product(self, batch: Any, calls: capture.Calls, product: contextlib.ExitStack) -> None:
+        """Establish the head on one sample; if it is wide, let the model do without its product from there on."""
+        count = size(batch)
+        sample = map_tensors(lambda part: part[:1] if part.ndim and len(part) == count else part, batch)
+        self._head_call(calls, capture.run(self._model, sample, self._forward)[0])
+        calls.clear()
+        module = self._candidates[self.name]
+        outputs = len(layers.matrix(module)[0])
+        if outputs <= _WIDE_OUTPUTS:
+            return
+        try:
+            with capture.without_product(module, outputs):
+                capture.run(self._model, sample, self._forward)
+        except (RuntimeError, NotImplementedError):
+            return  # the model looks at its logits: let it have them
+        finally:
+            calls.clear()
+        product.enter_context(capture.without_product(module, outputs))
 
     def _head_call(self, calls: capture.Calls, outputs: Tensor) -> capture.Call:
         if not calls.last:
@@ -112,7 +144,7 @@ class Head:
         reason = ""
         if calls.count[name] > 1:
             reason = f"it ran {calls.count[name]} times in one forward pass"
-        elif outputs.untyped_storage().data_ptr() != call.output.untyped_storage().data_ptr():
+        elif outputs.untyped_storage()._cdata != call.output.untyped_storage()._cdata:
             reason = "its output is not the model's output"
         elif call.changed():
             reason = "its output (or input) is modified in place afterwards"
@@ -188,14 +220,16 @@ def _order(wanted: Tensor, present: Tensor) -> Tensor | None:
 def _computes(module: nn.Module, call: capture.Call) -> bool:
     """Whether the call's output is W φ + b, looked at in its first and last row."""
     weight, bias = layers.matrix(module)
-    inputs = layers.input_rows(module, call.inputs)[[0, -1]]
+    if call.output.is_meta:  # the product is skipped, once it was seen to be one
+        return True
     dim = layers.class_dim(module)
     output = call.output.detach().movedim(dim, -1)
     output = output.reshape(-1, output.shape[-1])[[0, -1]]
-    if inputs.dtype != weight.dtype or output.dtype != weight.dtype:
-        return True  # the dtype is the trouble, and is named as such
-    expected = inputs @ weight.t() + (0 if bias is None else bias)
-    close = torch.isclose(output, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().amax().nan_to_num(0, 0, 0)))
+    inputs = layers.input_rows(module, call.inputs)[[0, -1]].to(weight.dtype)
+    expected = promoted(inputs) @ promoted(weight).t() + (0 if bias is None else promoted(bias))
+    tolerance = max(1e-3, 8 * torch.finfo(output.dtype).eps)
+    size = float(expected.abs().amax().nan_to_num(0, 0, 0))
+    close = torch.isclose(output.to(expected.dtype), expected, rtol=tolerance, atol=tolerance * size)
     return bool((close | ~expected.isfinite()).all())
 
 
@@ -237,7 +271,7 @@ def from_tensors(
         layers.check_dtype(what, tensor.dtype)
         if tensor.ndim < ndim or (tensor.ndim > ndim and what != "features"):
             raise InputError(f"{what}: {ndim} dimensions are wanted, got shape {tuple(tensor.shape)}")
-        if (tensor.dtype, tensor.device) != (features.dtype, features.device):
+        if (promoted_dtype(tensor.dtype), tensor.device) != (promoted_dtype(features.dtype), features.device):
             raise InputError(
                 f"{what} is {tensor.dtype} on {tensor.device}, features are {features.dtype} on {features.device}; "
                 "they must be of one kind"
@@ -252,7 +286,7 @@ def from_tensors(
     shape = (*features.shape[:-1], d)
     rows = features.detach().reshape(-1, m)
     if isinstance(loss, losses.CustomLoss):  # the only one that looks at the outputs' values
-        outputs = (rows @ weight.t() + (0 if bias is None else bias)).reshape(shape)
+        outputs = (promoted(rows) @ promoted(weight).t() + (0 if bias is None else bias)).reshape(shape)
     else:
         outputs = features.new_zeros(()).expand(shape)
     if targets is not None and not isinstance(targets, Tensor):

@@ -97,10 +97,8 @@ def check_measurable(name: str, module: nn.Module) -> None:
 
 def check_dtype(what: str, dtype: torch.dtype) -> None:
     """Raise unless ``dtype`` is one that the contractions can take."""
-    if dtype in (torch.float16, torch.bfloat16):
-        raise NotYetError(f"{what} is {dtype}; this version measures float32 and float64 (convert with .float())")
-    if dtype not in (torch.float32, torch.float64):
-        raise InputError(f"{what} is {dtype}; float32 or float64 is wanted")
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise InputError(f"{what} is {dtype}; float16, bfloat16, float32 or float64 is wanted")
 
 
 def ties(model: nn.Module, layer: nn.Module) -> list[str]:

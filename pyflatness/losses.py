@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .contractions import SoftmaxVariance
+from .contractions import SoftmaxVariance, promoted, squared_norms
 from .errors import InputError, NotYetError
 
 Reduction = str
@@ -97,7 +97,6 @@ class CrossEntropy:
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
         """See :class:`Loss`."""
         classes = outputs.shape[class_dim]
-        weight = self._class_weights(classes, outputs.device)
         if targets is None:
             if self.weight is not None:
                 raise InputError("targets: cross-entropy with class weights cannot do without them")
@@ -106,7 +105,7 @@ class CrossEntropy:
         if targets.is_floating_point() and tuple(targets.shape) == expected and targets.shape != outputs.shape:
             raise InputError(f"targets: class indices must be int64, got {targets.dtype}; convert with .long()")
         if targets.is_floating_point():
-            return self._probability_terms(outputs, targets, class_dim, weight)
+            return self._probability_terms(outputs, targets, class_dim)
         if targets.dtype in (torch.bool, torch.complex64, torch.complex128):
             raise InputError(f"targets: class indices (int64) or probabilities (float) are wanted, got {targets.dtype}")
         if tuple(targets.shape) != expected:
@@ -129,14 +128,15 @@ class CrossEntropy:
         if self.weight is None:  # then smoothing moves weight 1 about between classes of weight 1
             mass = kept.double()
             return Terms(mass, mass)
+        weight = self._class_weights(classes, labels.device)
         mass = torch.where(kept, weight[labels.clamp(0, classes - 1)], 0.0)
         smooth = torch.where(kept, self.label_smoothing * weight.mean(), 0.0)
         return Terms((1 - self.label_smoothing) * mass + smooth, mass)
 
-    def _probability_terms(self, outputs: Tensor, targets: Tensor, class_dim: int, weight: Tensor) -> Terms:
+    def _probability_terms(self, outputs: Tensor, targets: Tensor, class_dim: int) -> Terms:
         rows = _rows_like("target probabilities", targets, outputs, class_dim).double()
         rows = (1 - self.label_smoothing) * rows + self.label_smoothing / rows.shape[1]
-        return Terms(rows @ weight, rows.new_ones(len(rows)))
+        return Terms(rows @ self._class_weights(rows.shape[1], rows.device), rows.new_ones(len(rows)))
 
     def _class_weights(self, classes: int, device: torch.device) -> Tensor:
         if self.weight is None:
@@ -162,12 +162,12 @@ class SquaredError:
         if targets is not None:
             _rows_like("targets", targets, outputs, class_dim)
         d = outputs.shape[class_dim]
-        return _uniform(outputs.numel() // d, 2.0, float(d), outputs.device)
+        return _uniform(outputs.numel() // d, 2.0, float(d), outputs.device if targets is None else targets.device)
 
     def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
         """See :class:`Loss`."""
-        norm = weight.double().square().sum()
-        return lambda features, terms: norm * backend.row_dots(features, features)
+        norm = squared_norms(weight, backend, memory).sum()
+        return lambda features, terms: norm * squared_norms(features, backend, memory)
 
 
 @dataclass
@@ -192,7 +192,7 @@ class BinaryCrossEntropy:
         if self.weight is not None:
             coefficients = coefficients * self._spread("weight", self.weight, outputs)
         _rows_like("targets", targets, outputs, class_dim)
-        rows = _rows_like("coefficients", coefficients, outputs, class_dim).to(outputs.dtype)
+        rows = promoted(_rows_like("coefficients", coefficients, outputs, class_dim).to(outputs.dtype))
         terms = _uniform(len(rows), 1.0, float(rows.shape[1]), rows.device)
         return replace(terms, extra=rows)
 
@@ -211,6 +211,7 @@ class BinaryCrossEntropy:
 
     def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
         """See :class:`Loss`."""
+        weight, bias = promoted(weight), None if bias is None else promoted(bias)
         norms = backend.row_dots(weight, weight).to(weight.dtype)
         chunk = max(1, memory // (weight.element_size() * 3 * len(weight)))
 
@@ -218,10 +219,10 @@ class BinaryCrossEntropy:
             assert terms.extra is not None
             parts = []
             for rows, coefficients in zip(features.split(chunk), terms.extra.split(chunk), strict=True):
+                rows = promoted(rows)
                 logits = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
                 parts.append(backend.sigmoid_curvature(logits, coefficients, norms))
-            curvatures: Tensor = torch.cat(parts) * backend.row_dots(features, features)
-            return curvatures
+            return torch.cat(parts) * squared_norms(features, backend, memory)
 
         return values
 
@@ -279,7 +280,7 @@ class CustomLoss:
 
         def values(features: Tensor, terms: Terms) -> Tensor:
             assert terms.extra is not None
-            logits = (features @ weight.t()).double() + (0 if bias is None else bias.double())
+            logits = (promoted(features) @ promoted(weight).t()).double() + (0 if bias is None else bias.double())
             with torch.enable_grad():
                 logits.requires_grad_()
                 loss = self._sum(logits, terms.extra)
@@ -289,8 +290,7 @@ class CustomLoss:
                     for u in directions:
                         (turn,) = torch.autograd.grad(slope, logits, u.expand_as(slope), retain_graph=True)
                         total = total + turn @ u
-            curvatures: Tensor = total.detach() * backend.row_dots(features, features)
-            return curvatures
+            return total.detach() * squared_norms(features, backend, memory)
 
         return values
 

@@ -9,6 +9,8 @@ throughout drops out; a constant c ≠ 0 takes |c|. Only so does no rescaling of
 import torch
 from torch import Tensor
 
+from .contractions import promoted
+
 _ULPS = 16  # a deviation below so many units in the last place of the largest entry is none
 
 
@@ -51,7 +53,7 @@ class FeatureScale:
 
 def apply(scale: Tensor, matrix: Tensor, *, inverse: bool = False) -> Tensor:
     """Columns of ``matrix`` times ``scale``, or divided by it; those of scale 0 dropped."""
-    kept = scale > 0
+    matrix, kept = promoted(matrix), scale > 0
     factors = scale[kept]
     columns = matrix if bool(kept.all()) else matrix[:, kept]
     return columns * (1 / factors if inverse else factors).to(matrix.dtype)

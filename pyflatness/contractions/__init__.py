@@ -4,6 +4,7 @@
 """
 
 from .backends import check, choose, describe
+from .precision import promoted, promoted_dtype, squared_norms
 from .softmax import SoftmaxVariance
 
-__all__ = ["SoftmaxVariance", "check", "choose", "describe"]
+__all__ = ["SoftmaxVariance", "check", "choose", "describe", "promoted", "promoted_dtype", "squared_norms"]

@@ -24,15 +24,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from .precision import promoted
+
 DEFAULT_MEMORY = 32 * 2**20  # bytes that working buffers may take
 _FUSED_OUTPUTS = 64
 _CENTRE_ROWS = 31
 _CONDITION = 30.0  # amplification of rounding above which a row of the `rows` route is done by differences
-
-
-def promoted(tensor: Tensor) -> Tensor:
-    """Half precision as float32, in which it is computed and accumulated."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 class SoftmaxVariance:
@@ -61,7 +58,8 @@ class SoftmaxVariance:
         d, m = weight.shape
         self._backend, self._weight = backend, weight
         self._centre = promoted(weight[:: -(-d // _CENTRE_ROWS)]).median(dim=0).values
-        self._bias = self._centre.new_zeros(d) if bias is None else promoted(bias) - promoted(bias).median()
+        bias = self._centre.new_zeros(d) if bias is None else promoted(bias)
+        self._bias = bias - bias.median().nan_to_num(0.0, 0.0, 0.0)  # -inf where most classes are masked
         entries = memory // self._centre.element_size()
         self.route = route or _cheapest_route(rows, d, m, entries)
         if self.route == "rows":

@@ -80,7 +80,7 @@ class _Sum:
         weight, bias = source.matrix()
         if scale is not None:
             weight = normalize.apply(scale, weight)
-        self._backend = contractions.choose(options.backend, weight.device, weight.dtype)
+        self._backend = contractions.choose(options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
         self._curvature = loss.curvature(weight, bias, self._backend, rows, options.memory)
         self._value = self._mass = torch.zeros((), dtype=torch.float64, device=weight.device)
         self._shares: list[Tensor] = []
