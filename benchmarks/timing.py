@@ -23,8 +23,8 @@ class Timing:
         return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
 
 
-def in_turn(alternatives: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Timing]:
-    """Times every alternative once a round, each right after an uncounted call of its own.
+def in_turn(alternatives: Mapping[str, Callable[[], Any]], rounds: int, repeats: int = 3) -> dict[str, Timing]:
+    """Times every alternative once a round: the mean of some calls in a row, after an uncounted one.
 
     Without that call an alternative would find its data in a cache, or not, by what ran before it.
     """
@@ -33,6 +33,7 @@ def in_turn(alternatives: Mapping[str, Callable[[], Any]], rounds: int) -> dict[
         for name, function in alternatives.items():
             function()
             start = time.perf_counter()
-            function()
-            seconds[name].append(time.perf_counter() - start)
+            for _ in range(repeats):
+                function()
+            seconds[name].append((time.perf_counter() - start) / repeats)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}

@@ -33,7 +33,8 @@ def head_flatness(
     κ = mean_i |φ_i|² var_{p_i}(w), the variance of the rows of w under the softmax p_i of row i.
 
     Args:
-        features: φ, (n, m) or (n, …, m), float32 or float64; dimension 0 counts samples, those between are positions.
+        features: φ, (n, m) or (n, …, m), of any floating-point dtype; dimension 0 counts samples, those between are
+            positions. Half precision is computed in float32.
         weight: w, (d, m), of the features' dtype and device.
         bias: (d,) or None.
         targets: what ``loss`` takes, with classes last: class indices (n, …), or values (n, …, d). None where the
@@ -122,7 +123,7 @@ def relative_flatness(
 
     Raises:
         InputError: a layer, batch, target, loss, mode or option that does not fit; the message names it.
-        NotYetError: a layer that is not the head, half precision, or ``conv="affine"``.
+        NotYetError: a layer that is not the head, or ``conv="affine"``.
         NonFiniteError: NaN or infinity, under ``nan_policy="raise"``.
         BackendError: a backend that does not exist or cannot run here.
 
