@@ -7,7 +7,7 @@ At a head the layer's output z = W φ + b *is* the model's output, one loss term
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,8 +91,8 @@ class Head:
         others = layers.ties(self._model, self._candidates[self.name])
         return (f"weight tied with {', '.join(others)}: derivative through this use only",) if others else ()
 
-    def batches(self) -> Iterator[HeadBatch]:
-        """Runs the model over the data and yields the layer's rows."""
+    def batches(self) -> Generator[HeadBatch, None, None]:
+        """Runs the model over the data and yields the layer's rows; hooks are there until it ends or is closed."""
         observed = {self.name: self._candidates[self.name]} if self.name else self._candidates
         with capture.Calls(observed) as calls, contextlib.ExitStack() as product:
             for number, batch in enumerate(self._data):
@@ -144,7 +144,10 @@ class Head:
         reason = ""
         if calls.count[name] > 1:
             reason = f"it ran {calls.count[name]} times in one forward pass"
-        elif outputs.untyped_storage()._cdata != call.output.untyped_storage()._cdata:
+        elif (
+            outputs.untyped_storage()._cdata != call.output.untyped_storage()._cdata
+            or outputs.dtype != call.output.dtype
+        ):
             reason = "its output is not the model's output"
         elif call.changed():
             reason = "its output (or input) is modified in place afterwards"
@@ -254,9 +257,9 @@ class TensorHead:
         """None."""
         return ()
 
-    def batches(self) -> list[HeadBatch]:
+    def batches(self) -> Generator[HeadBatch, None, None]:
         """The one batch."""
-        return [self.batch]
+        yield self.batch
 
 
 def from_tensors(

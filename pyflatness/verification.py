@@ -114,8 +114,7 @@ def verify(
         batch = next(iter(Batches(data, capture.device(module))))
         batch = map_tensors(lambda tensor: tensor[:samples] if tensor.ndim else tensor, batch)
         head = Head(module, layer, losses.resolve(loss, reduction), Batches([batch], capture.device(module)), forward)
-        for rows in head.batches():
-            count = rows.samples
+        count = sum(rows.samples for rows in head.batches())
         double = copy.deepcopy(module).double()
         batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
         risk = functools.partial(_risk, double, _double_loss(loss, reduction), batch64, forward)

@@ -90,6 +90,20 @@ def test_an_exception_leaves_no_trace(model, error):
     assert_unchanged(model, before)
 
 
+@pytest.mark.parametrize("options", [{}, {"normalize": "std"}])
+def test_an_error_leaves_no_trace_while_it_is_handled(model, options):
+    """Hooks are gone in the handler already, not when the error is forgotten."""
+    before = snapshot(model)
+    x = X.clone()
+    x[3] = torch.nan
+    try:
+        pf.relative_flatness(model, LOSS, (x, Y), **options)
+    except pf.NonFiniteError:
+        assert_unchanged(model, before)
+    else:
+        pytest.fail("NaN was not noticed")
+
+
 def test_a_refusal_leaves_no_trace(model):
     before = snapshot(model)
     for layer in ("body", "nothing", "norm"):

@@ -7,7 +7,8 @@ Invariant to layer-wise rescalings of ReLU networks; with features divided and c
 deviation (Theorem 4) also to neuron-wise ones. Never negative for a convex loss.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,7 +48,7 @@ class Source(Protocol):
 
     name: str
 
-    def batches(self) -> Iterable[HeadBatch]:
+    def batches(self) -> Generator[HeadBatch, None, None]:
         """Read the data once."""
 
     def matrix(self) -> tuple[Tensor, Tensor | None]:
@@ -64,10 +65,11 @@ def at_head(source: Source, loss: losses.Loss, options: Options) -> Estimate:
     """κ of a head by one pass over its data; two with ``normalize``."""
     scale = _feature_scale(source, options) if options.normalize else None
     total: _Sum | None = None
-    for batch in source.batches():
-        if total is None:
-            total = _Sum(source, loss, options, scale, source.expected_rows(batch))
-        total.add(batch)
+    with contextlib.closing(source.batches()) as batches:  # hooks go with an error, not at some later time
+        for batch in batches:
+            if total is None:
+                total = _Sum(source, loss, options, scale, source.expected_rows(batch))
+            total.add(batch)
     assert total is not None, "data without samples is refused where it is read"
     return total.estimate()
 
@@ -138,14 +140,15 @@ class _Sum:
 
 def _feature_scale(source: Source, options: Options) -> Tensor:
     deviations = normalize.FeatureScale()
-    for batch in source.batches():
-        used = batch.terms.scale != 0
-        bad = used & ~batch.features.isfinite().all(dim=1)
-        if bad.any() and options.nan_policy == "raise":
-            raise _non_finite(batch, bad, source.name)
-        kept = used & ~bad
-        deviations.add(batch.features if bool(kept.all()) else batch.features[kept])
-        none = batch.features.new_ones(batch.features.shape[1], dtype=torch.float64)
+    with contextlib.closing(source.batches()) as batches:
+        for batch in batches:
+            used = batch.terms.scale != 0
+            bad = used & ~batch.features.isfinite().all(dim=1)
+            if bad.any() and options.nan_policy == "raise":
+                raise _non_finite(batch, bad, source.name)
+            kept = used & ~bad
+            deviations.add(batch.features if bool(kept.all()) else batch.features[kept])
+            none = batch.features.new_ones(batch.features.shape[1], dtype=torch.float64)
     return deviations.scale() if deviations.rows else none
 
 
