@@ -26,8 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from .demo import demo
     from .doctor import doctor
+    from .layers import layers
+    from .measures import measures
+    from .score import score
 
-    group = click.Group("pyflatness", help="How flat is the loss around a trained network.", commands=[demo, doctor])
+    commands = [demo, doctor, layers, measures, score]
+    group = click.Group("pyflatness", help="How flat is the loss around a trained network.", commands=commands)
     group = click.version_option(__version__, prog_name="pyflatness")(group)
     try:
         group.main(arguments, prog_name="pyflatness")

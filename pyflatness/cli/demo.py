@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import platform
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -26,9 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
-from ..errors import InputError, MissingExtraError
+from ..errors import MissingExtraError
 from . import demo_networks
 from .demo_networks import Row
+from .paths import prepare_folder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,20 +72,6 @@ def demo(out: Path, seed: int) -> None:
     write(out, rows, correlations, seed)
     _print(rows, correlations)
     click.echo(f"scatter.png, results.json and results.csv are in {out}")
-
-
-def prepare_folder(path: Path) -> None:
-    """Make the folder and try that files can be written there, before any work is done for them.
-
-    Raises:
-        InputError: it cannot be made, or not be written to.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise InputError(f"--out {path}: no folder to write to ({error.strerror})") from None
 
 
 def correlate(rows: list[Row], seed: int) -> list[Correlation]:

@@ -1,0 +1,162 @@
+"""``pyflatness score``: many checkpoints of one network, measured on one data set, as a table.
+
+A checkpoint that cannot be measured is a row with its error, and the others go on. Rows reach the file as they come.
+"""
+
+import csv
+import os
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from .. import capture, layers, losses
+from ..data import Batches
+from ..errors import InputError
+from ..measures import MEASURES, Measure
+from . import checkpoints, specs
+from .paths import prepare_file
+from .scoring import Row, Scoring
+
+_NAMED = {measure.name: measure for measure in MEASURES}
+
+
+@click.command()
+@specs.option("model", "the model")
+@specs.option("data", "batches: a DataLoader, a list or a tuple of tensors")
+@click.option("--loss", metavar="NAME", required=True, help="The loss it was trained with: cross_entropy, mse_loss, …")
+@click.option(
+    "--layers",
+    "selectors",
+    metavar="SELECTOR",
+    multiple=True,
+    help="A layer: name, glob, re:… or type:…; may be repeated.  [default: the last Linear that ran]",
+)
+@click.option(
+    "--measures",
+    type=click.Choice([*_NAMED]),
+    multiple=True,
+    default=[MEASURES[0].name],
+    show_default=True,
+    help="May be repeated.",
+)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="CSV file for the rows.")
+@click.option(checkpoints.PICKLE_FLAG, "allow_pickle", is_flag=True, help="Read the tensors of .pt and .pth files too.")
+@click.argument("paths", metavar="CHECKPOINT...", nargs=-1, required=True, type=click.Path(path_type=Path))
+def score(
+    model: specs.Function,
+    model_args: dict[str, Any],
+    data: specs.Function,
+    data_args: dict[str, Any],
+    loss: str,
+    selectors: tuple[str, ...],
+    measures: tuple[str, ...],
+    out: Path,
+    allow_pickle: bool,
+    paths: tuple[Path, ...],
+) -> None:
+    """Measure the network of each CHECKPOINT, with its loss and accuracy from the same pass.
+
+    Exits with status 1 if there is an error in a row.
+    """
+    build, load = specs.bind(model, model_args, "model"), specs.bind(data, data_args, "data")
+    _check_loss(loss)
+    if out.resolve() in {path.resolve() for path in paths}:
+        raise click.BadParameter(f"{out} is one of the checkpoints", param_hint="--out")
+    checkpoints.check_readers(paths)
+    prepare_file(out)
+    network = specs.build_model(build)
+    names = tuple(dict.fromkeys(layers.select(layers.unwrap(network), selector)[0] for selector in selectors))
+    chosen = tuple(_NAMED[name] for name in dict.fromkeys(measures))
+    scoring = Scoring(network, load(), loss, names or (None,), chosen, allow_pickle)
+    rows: list[Row] = []
+    interrupted = False
+    try:
+        _score(scoring, paths, out, rows)
+    except KeyboardInterrupt:
+        interrupted = True
+    except OSError as error:  # all others end up in rows
+        raise InputError(f"--out {out}: cannot be written ({error.strerror}); {len(rows)} rows were") from None
+    _print(rows)
+    errors = sum(bool(row.error) for row in rows)
+    click.echo(f"{'interrupted; ' if interrupted else ''}wrote {out}: {len(rows)} rows, {errors} errors")
+    if interrupted or errors:
+        raise SystemExit(130 if interrupted else 1)
+
+
+def _check_loss(name: str) -> None:
+    try:
+        losses.resolve(name)
+    except InputError as error:
+        raise click.BadParameter(str(error), param_hint="--loss") from None
+
+
+def _score(scoring: Scoring, paths: tuple[Path, ...], out: Path, rows: list[Row]) -> None:
+    """Appends each row to the list and to the file, at once."""
+    if hasattr(scoring.data, "__next__"):
+        raise InputError("--data: an iterator can be read once; have the callable return a list or a DataLoader")
+    batches = len(Batches(scoring.data, capture.device(scoring.model)))
+
+    def step(measure: Measure) -> None:
+        if batches:
+            progress.advance(task, 1 / (measure.passes * batches))
+
+    with out.open("w", newline="", encoding="utf-8") as file, _progress() as progress:
+        task = progress.add_task("scoring", total=len(paths) * len(scoring.layers) * len(scoring.measures))
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        for path in paths:
+            for row in scoring.rows(path, step):
+                writer.writerow(asdict(row))
+                file.flush()
+                rows.append(row)
+                progress.update(task, completed=len(rows))
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        """Rows per minute."""
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{60 * speed:.3g} rows/min")
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    count = TextColumn("{task.completed:.1f} of {task.total} rows")
+    columns = (TextColumn("{task.description}"), BarColumn(), count, _Rate(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _print(rows: list[Row]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for header in ("checkpoint", "layer", "measure"):
+        table.add_column(header, overflow="fold")
+    for header in ("value", "loss", "accuracy", "seconds"):
+        table.add_column(header, justify="right", no_wrap=True)
+    names = _short([row.checkpoint for row in rows])
+    for name, row in zip(names, rows, strict=True):
+        numbers = ("" if x is None else f"{x:.5g}" for x in (row.loss, row.accuracy, row.seconds))
+        table.add_row(name, row.layer, row.measure, "error" if row.value is None else f"{row.value:.5g}", *numbers)
+    # A file or pipe has no width that lines would have to be folded at.
+    width = None if sys.stdout.isatty() else 200
+    console = Console(markup=False, highlight=False, emoji=False, width=width)
+    console.print(table)
+    for name, row in zip(names, rows, strict=True):
+        if row.error:
+            console.print(f"{name}: {row.error}", soft_wrap=True)
+
+
+def _short(paths: list[str]) -> list[str]:
+    """Paths without the folder that all of them share."""
+    try:
+        shared = os.path.commonpath([Path(path).parent for path in paths])
+    except ValueError:  # nothing in common, or no paths
+        return paths
+    return [os.path.relpath(path, shared) for path in paths]

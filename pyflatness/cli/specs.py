@@ -1,0 +1,165 @@
+"""``file.py:callable`` and ``package.module:callable``: the user's own model and data, named on the command line."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+from torch import nn
+
+from ..errors import FlatnessError, InputError
+
+Function = Callable[..., Any]
+
+
+def option(name: str, what: str) -> Callable[[Function], Function]:
+    """Two click options: ``--name SPEC``, which arrives as a callable, and ``--name-args JSON``, as a dict."""
+
+    def add(command: Function) -> Function:
+        arguments = click.option(
+            f"--{name}-args",
+            metavar="JSON",
+            default="{}",
+            callback=lambda context, parameter, text: _usage(_arguments, text),
+            help="Keyword arguments of that callable.",
+        )
+        spec = click.option(
+            f"--{name}",
+            metavar="SPEC",
+            required=True,
+            callback=lambda context, parameter, text: _usage(resolve, text),
+            help=f"file.py:callable or package.module:callable that returns {what}.",
+        )
+        return spec(arguments(command))
+
+    return add
+
+
+def resolve(spec: str) -> Function:
+    """The callable that a SPEC names; its file or module is imported.
+
+    A file is imported as Python would run it: its own folder is where it finds its neighbours.
+
+    Raises:
+        InputError: no such file, module or attribute, not a callable, or an exception in the import.
+    """
+    source, _, name = spec.rpartition(":")
+    if not source or not name:
+        raise InputError(f"{spec!r}: file.py:callable or package.module:callable is wanted")
+    try:
+        module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{spec!r}: importing {source} failed: {reason(error)}") from None
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+            near = ", ".join((difflib.get_close_matches(part, own) or own)[:5]) or "another file"
+            raise InputError(f"{spec!r}: there is no {part!r} in {source}; did you mean {near}?")
+        found = getattr(found, part)
+    if not callable(found) or isinstance(found, nn.Module):  # a module can be called, but that runs it
+        raise InputError(f"{spec!r} is a {type(found).__name__}; a callable that returns the model or data is wanted")
+    function: Function = found
+    return function
+
+
+def bind(function: Function, arguments: dict[str, Any], name: str) -> Callable[[], Any]:
+    """The callable of ``--name`` with its arguments, which are held against its signature now.
+
+    Returns:
+        What calls it, and raises an InputError for any exception in it.
+
+    Raises:
+        click.BadParameter: the arguments do not fit.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # built-in callables need not have one
+        signature = None
+    try:
+        if signature is not None:
+            signature.bind(**arguments)
+    except TypeError as error:
+        raise click.BadParameter(f"{error}; the callable takes {signature}", param_hint=f"--{name}-args") from None
+
+    def call() -> Any:
+        try:
+            return function(**arguments)
+        except Exception as error:
+            raise InputError(f"--{name}: the callable failed: {reason(error)}") from error
+
+    return call
+
+
+def build_model(call: Callable[[], Any]) -> nn.Module:
+    """The user's model, in eval mode.
+
+    Raises:
+        InputError: the callable fails or returns something else.
+    """
+    model = call()
+    if not isinstance(model, nn.Module):
+        raise InputError(f"--model: a torch.nn.Module is wanted, the callable returned a {type(model).__name__}")
+    return model.eval()
+
+
+def reason(error: BaseException) -> str:
+    """An exception as one line that is safe to print: its type, unless it is of the family, and its message."""
+    text = str(error) if isinstance(error, FlatnessError) else f"{type(error).__name__}: {error}"
+    line = "".join(character if character.isprintable() else "?" for character in " ".join(text.split()))
+    return line if len(line) <= 500 else line[:499] + "…"
+
+
+def _usage(convert: Callable[[str], Any], text: str) -> Any:
+    try:
+        return convert(text)
+    except InputError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{text!r} is not JSON ({error})") from None
+    if not isinstance(arguments, dict):
+        raise InputError(f"{text!r}: a JSON object of keyword arguments is wanted")
+    return arguments
+
+
+def _import_module(name: str) -> ModuleType:
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:  # as with `python -m`, also for the installed script
+        sys.path.insert(0, str(Path.cwd()))
+    return importlib.import_module(name)
+
+
+def _import_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise FileNotFoundError("there is no such file")
+    # Under its bare name the worker processes of a DataLoader can import it too. A name that is taken stays taken.
+    for name in (path.stem, str(path)):
+        module = sys.modules.get(name)
+        if module is None:
+            break
+        if getattr(module, "__file__", None) == str(path):
+            return module
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "the ending .py has a loader"
+    assert spec.loader is not None
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,459 @@
+"""``pyflatness score``, ``layers`` and ``measures``: right numbers, and bad checkpoints that stop nothing."""
+
+import csv
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional as F
+
+import pyflatness as pf
+from pyflatness import cli
+from pyflatness.cli import checkpoints, paths, scoring, specs
+from pyflatness.measures import MEASURES
+
+ZOO = Path(__file__).resolve().parents[2] / "shared" / "zoo"
+CHOICES = ("relative_flatness", "relative_flatness_std")
+
+NETWORK = '''
+from pathlib import Path
+import torch
+
+class Tiny(torch.nn.Module):
+    def __init__(self, width=5):
+        super().__init__()
+        Path(__file__).with_name("built").touch()
+        self.body, self.drop, self.head = torch.nn.Linear(4, width), torch.nn.Dropout(), torch.nn.Linear(width, 3)
+
+    def forward(self, x):
+        if self.head.bias[0] == 1234:
+            raise KeyboardInterrupt
+        return self.head(self.drop(self.body(x).relu()))
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+def data(kind="indices", count=37):
+    """Batches of different sizes; one of the indices is ignored."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, labels = (torch.randn(count, size, generator=generator) for size in (4, 3))
+    targets = {"indices": labels.argmax(dim=1).int(), "values": labels, "chances": labels.softmax(dim=1).double()}[kind]
+    if kind == "indices":
+        targets[3] = -100
+    return list(zip(inputs.split(10), targets.split(10)))
+
+def pair(count=37):
+    return tuple(map(torch.cat, zip(*data(count=count))))
+
+def once():
+    return iter(data())
+
+def failing():
+    raise OSError("no such\\ndisk")
+
+loaded = torch.nn.Linear(1, 1)
+'''
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Path of a file with a network and its data; what importing it leaves behind is undone."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    (tmp_path / "tiny.py").write_text(NETWORK)
+    yield str(tmp_path / "tiny.py")
+    for name in set(sys.modules) - before:
+        if name in ("tiny", "lenet5", "broken", "package", "package.inner") or name.endswith(".py"):
+            del sys.modules[name]
+
+
+def _network(tiny: str, seed: int) -> torch.nn.Module:
+    network = specs.resolve(f"{tiny}:Tiny")
+    torch.manual_seed(seed)
+    return network().eval()
+
+
+def _built(tiny: str) -> Path:
+    return Path(tiny).with_name("built")
+
+
+def _arguments(tiny: str, *rest: object, data: str = "data", loss: str = "cross_entropy") -> list[str]:
+    out = str(Path(tiny).with_name("out") / "scores.csv")
+    spec = ["--model", f"{tiny}:Tiny", "--data", f"{tiny}:{data}"]
+    return ["score", *spec, "--loss", loss, "--out", out, *map(str, rest)]
+
+
+def _rows(tiny: str) -> list[dict[str, str]]:
+    with (Path(tiny).with_name("out") / "scores.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _status(*arguments: str) -> object:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    return exit_.value.code or 0
+
+
+def _save(tiny: str, seed: int, name: str) -> Path:
+    path = Path(tiny).with_name(name)
+    save_file(_network(tiny, seed).state_dict(), path)
+    return path
+
+
+def _bad_safetensors(tiny: str) -> dict[str, list[str]]:
+    """Files that cannot be scored, and words of the errors that say why."""
+    folder, good = Path(tiny).parent, _network(tiny, 0).state_dict()
+    whole = _save(tiny, 0, "whole.safetensors").read_bytes()
+    (folder / "truncated.safetensors").write_bytes(whole[:-20])
+    (folder / "garbage.safetensors").write_bytes(b"x" * 100)
+    (folder / "empty.safetensors").touch()
+    (folder / "folder.safetensors").mkdir()
+    (folder / "weights.ckpt").write_bytes(whole)
+    save_file({f"net.{k}": v for k, v in good.items()}, folder / "foreign.safetensors")
+    save_file({"odd\x1b[31m\nname": torch.ones(1), **good}, folder / "odd.safetensors")
+    save_file(specs.resolve(f"{tiny}:Tiny")(width=6).state_dict(), folder / "shapes.safetensors")
+    save_file({**good, "head.weight": good["head.weight"].to(torch.int8)}, folder / "integer.safetensors")
+    save_file({**good, "body.bias": good["body.bias"] * torch.nan}, folder / "nan.safetensors")
+    torch.save(good, folder / "plain.pt")
+    return {
+        "truncated.safetensors": ["damaged", "not fully covered"],
+        "garbage.safetensors": ["damaged", "header"],
+        "empty.safetensors": ["damaged", "header"],
+        "folder.safetensors": ["it is a folder"],
+        "weights.ckpt": ["'.ckpt' is no known ending"],
+        "foreign.safetensors": ["does not fit", "Missing", '"head.weight"', "Unexpected", '"net.head.weight"'],
+        "odd.safetensors": ["Unexpected", "odd?[31m"],
+        "shapes.safetensors": ["body.weight", "[6, 4]", "[5, 4]"],
+        "integer.safetensors": ["head.weight is torch.int8, in the model torch.float32"],
+        "nan.safetensors": ["NaN or infinity in the features"],
+        "plain.pt": [checkpoints.PICKLE_FLAG],
+        "missing.safetensors": ["no such file"],
+    }
+
+
+def test_bad_checkpoints_between_good_ones(tiny: str) -> None:
+    folder, bad = Path(tiny).parent, _bad_safetensors(tiny)
+    first, last = _save(tiny, 1, "first.safetensors"), _save(tiny, 2, "last.safetensors")
+    every = [first, *(folder / name for name in bad), last]
+    arguments = _arguments(tiny, *every, *(f"--measures={name}" for name in CHOICES))
+    done = subprocess.run(
+        [sys.executable, "-m", "pyflatness", *arguments], capture_output=True, text=True, encoding="utf-8", check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr == ""  # no bar outside a terminal, no traceback, no warning
+    assert done.stdout.endswith(f"scores.csv: {2 * len(every)} rows, {2 * len(bad)} errors\n")
+    assert "\x1b" not in done.stdout
+
+    rows = _rows(tiny)
+    assert [(row["checkpoint"], row["measure"]) for row in rows] == [(str(p), m) for p in every for m in CHOICES]
+    for row in rows[2:-2]:
+        name = Path(row["checkpoint"]).name
+        for word in bad[name]:
+            assert word in row["error"], row
+        assert "\n" not in row["error"]
+        assert not any(row[key] for key in ("value", "method", "exact", "samples", "loss", "accuracy", "seconds"))
+        assert f"{name}: {row['error']}" in done.stdout.splitlines()
+    inputs, targets = (torch.cat(parts) for parts in zip(*specs.resolve(f"{tiny}:data")(), strict=True))
+    for row, seed, normalize in zip(rows[:2] + rows[-2:], (1, 1, 2, 2), (None, "std") * 2, strict=True):
+        network = _network(tiny, seed)
+        truth = pf.relative_flatness(network, "cross_entropy", (inputs, targets), normalize=normalize)
+        logits = network(inputs).detach().double()
+        kept = targets != -100
+        assert float(row["value"]) == pytest.approx(truth.value, rel=1e-6)
+        assert float(row["loss"]) == pytest.approx(float(F.cross_entropy(logits, targets.long())), rel=1e-6)
+        assert float(row["accuracy"]) == float((logits.argmax(dim=1) == targets)[kept].double().mean())
+        assert (row["layer"], row["method"], row["exact"], row["samples"]) == ("head", "head", "True", "37")
+        assert float(row["seconds"]) > 0
+        assert row["error"] == ""
+        assert f"{truth.value:.5g}" in done.stdout
+
+
+class _Malicious:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_pickles_give_tensors_and_run_nothing(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    folder, network, marker = Path(tiny).parent, _network(tiny, 1), Path(tiny).with_name("marker")
+    state = network.state_dict()
+    contents = {
+        "malicious.pt": _Malicious(marker),
+        "hidden.pt": {"state_dict": state, "extra": _Malicious(marker)},
+        "whole_model.pt": network,
+        "nothing.pt": {"epoch": 3, "model": {}},
+        "plain.pt": state,
+        "lightning.pth": {"epoch": 3, "state_dict": state},
+        "trainer.pt": {"model": state, "args": {"lr": 0.1}},
+    }
+    for name, content in contents.items():
+        torch.save(content, folder / name)
+    (folder / "truncated.pt").write_bytes((folder / "plain.pt").read_bytes()[:200])
+    (folder / "empty.pt").touch()
+    names = [*contents, "truncated.pt", "empty.pt"]
+    assert _status(*_arguments(tiny, checkpoints.PICKLE_FLAG, *(folder / name for name in names))) == 1
+    assert not marker.exists()
+    rows = {Path(row["checkpoint"]).name: row for row in _rows(tiny)}
+    assert list(rows) == names
+    truth = pf.relative_flatness(network, "cross_entropy", specs.resolve(f"{tiny}:data")())
+    for name in ("plain.pt", "lightning.pth", "trainer.pt"):
+        assert float(rows[name]["value"]) == truth.value
+    for name in ("malicious.pt", "hidden.pt"):
+        assert f"{os.mkdir.__module__}.mkdir" in rows[name]["error"]
+    assert "tiny.Tiny" in rows["whole_model.pt"]["error"]
+    assert "no state dict" in rows["nothing.pt"]["error"]
+    for name in ("malicious.pt", "hidden.pt", "whole_model.pt", "nothing.pt", "truncated.pt", "empty.pt"):
+        assert rows[name]["value"] == ""
+        assert "False" not in rows[name]["error"]  # torch's advice to load it unsafely
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "loss"),
+    [
+        ("data", "chances", "cross_entropy"),
+        ("data", "values", "mse_loss"),
+        ("data", "chances", "binary_cross_entropy_with_logits"),
+        ("pair", None, "cross_entropy"),
+    ],
+)
+def test_losses_and_kinds_of_data(data: str, kind: str | None, loss: str, tiny: str) -> None:
+    arguments = {"count": 29, **({"kind": kind} if kind else {})}
+    network, checkpoint = _network(tiny, 1), _save(tiny, 1, "a.safetensors")
+    batches = specs.resolve(f"{tiny}:{data}")(**arguments)
+    options = ("--data-args", json.dumps(arguments), "--layers", "h*")
+    assert _status(*_arguments(tiny, *options, checkpoint, data=data, loss=loss)) == 0
+    (row,) = _rows(tiny)
+    inputs, targets = batches if data == "pair" else (torch.cat(parts) for parts in zip(*batches, strict=True))
+    outputs = network.double()(inputs.double()).detach()
+    targets = targets.double() if kind else targets.long()
+    assert float(row["loss"]) == pytest.approx(float(getattr(F, loss)(outputs, targets)), rel=1e-6)
+    assert bool(row["accuracy"]) == (kind is None)
+    assert row["layer"] == "head"
+
+
+def test_the_models_are_run_once_per_pass(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [_save(tiny, seed, f"{seed}.safetensors") for seed in (1, 2)]
+    calls = []
+    network = specs.resolve(f"{tiny}:Tiny")
+    forward = network.forward
+    monkeypatch.setattr(network, "forward", lambda self, x: calls.append(len(x)) or forward(self, x))
+    counted = []
+    cross_entropy = F.cross_entropy
+    monkeypatch.setattr(
+        F,
+        "cross_entropy",
+        lambda outputs, *rest, **how: counted.append(len(outputs)) or cross_entropy(outputs, *rest, **how),
+    )
+    assert _status(*_arguments(tiny, *files, *(f"--measures={name}" for name in CHOICES))) == 0
+    assert calls == [10, 10, 10, 7] * 3 * len(files)  # one pass, and two for the normalised measure
+    assert counted == [10, 10, 10, 7] * len(files)
+    assert len({(row["loss"], row["accuracy"]) for row in _rows(tiny)}) == len(files)
+
+
+def test_outputs_without_values_have_no_loss() -> None:
+    recorder = scoring.Recorder("cross_entropy", lambda: None, active=True)
+    recorder(lambda inputs: inputs.to("meta"), (torch.ones(2, 3), torch.tensor([0, 1])))
+    assert recorder.fit() == scoring.Fit(None, None)
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_an_unwritable_out_is_refused_before_work(existing: bool, tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path if existing else tmp_path / "file" / "scores.csv"
+    checkpoint = _save(tiny, 0, "a.safetensors")
+    _built(tiny).unlink()
+    message = _status(*_arguments(tiny, checkpoint, "--out", out))
+    assert str(message).startswith(f"Error: --out {out}: ")
+    assert not _built(tiny).exists()
+
+
+def test_an_older_result_is_kept_until_there_is_a_new_one(tiny: str, tmp_path: Path) -> None:
+    paths.prepare_file(tmp_path / "deep" / "new.csv")
+    assert list((tmp_path / "deep").iterdir()) == []
+    (tmp_path / "old.csv").write_text("old")
+    assert "no such disk" in str(_status(*_arguments(tiny, "a.pt", "--out", tmp_path / "old.csv", data="failing")))
+    assert (tmp_path / "old.csv").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model", "nothing.py:Tiny"], ["'--model'", "nothing.py", "no such file"]),
+        (["--model", "no.such.module:Tiny"], ["'--model'", "No module named 'no'"]),
+        (["--model", "tiny.py"], ["'--model'", "file.py:callable"]),
+        (["--model", "{tiny}:Tony"], ["'--model'", "there is no 'Tony'", "did you mean Tiny"]),
+        (["--model", "{tiny}:__name__"], ["'--model'", "is a str"]),
+        (["--model", "{tiny}:loaded"], ["'--model'", "is a Linear"]),
+        (["--data", "{folder}/broken.py:data"], ["'--data'", "ZeroDivisionError: division by zero"]),
+        (["--model-args", "{{width: 3}}"], ["'--model-args'", "is not JSON"]),
+        (["--data-args", "[3]"], ["'--data-args'", "JSON object"]),
+        (["--model-args", '{{"wide": 3}}'], ["--model-args", "'wide'", "width=5"]),
+        (["--loss", "hinge"], ["--loss", "'hinge'", "mse_loss"]),
+        (["--measures", "sharpness"], ["'--measures'", "'sharpness'", *CHOICES]),
+        (["--out", "{folder}/a.safetensors"], ["--out", "one of the checkpoints"]),
+    ],
+)
+def test_usage_errors(options: list[str], words: list[str], tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = _save(tiny, 0, "a.safetensors")
+    folder = checkpoint.parent
+    (folder / "broken.py").write_text("1 / 0")
+    filled = [option.format(tiny=tiny, folder=folder) for option in options]
+    assert _status(*_arguments(tiny, checkpoint, *filled)) == 2
+    out, err = capsys.readouterr()
+    for word in words:
+        assert word in " ".join(err.split())
+    assert [line for line in err.splitlines() if line.startswith("Error: ")] == err.splitlines()[-1:]
+    assert "Traceback" not in out + err
+    assert not (folder / "out").exists()
+    assert checkpoint.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--layers", "heads"], ["'heads'", "did you mean head"]),
+        (["--layers", "*"], ["matches 2 layers"]),
+        (["--data", "{tiny}:once"], ["--data", "read once"]),
+        (["--data", "{tiny}:failing"], ["--data", "OSError: no such disk"]),
+        (["--data", "{tiny}:Tiny"], ["data", "got Tiny"]),
+        (["--model", "{tiny}:data"], ["--model", "returned a list"]),
+    ],
+)
+def test_errors_that_concern_every_checkpoint_are_one(options: list[str], words: list[str], tiny: str) -> None:
+    message = str(_status(*_arguments(tiny, "a.pt", *(option.format(tiny=tiny) for option in options))))
+    assert message.startswith("Error: ")
+    for word in words:
+        assert word in message
+    assert not Path(tiny).with_name("out").joinpath("scores.csv").exists()
+
+
+def test_a_hidden_layer_is_a_row_with_an_error(tiny: str) -> None:
+    checkpoint = _save(tiny, 1, "a.safetensors")
+    assert _status(*_arguments(tiny, checkpoint, "--layers", "body", "--layers", "head")) == 1
+    hidden, head = _rows(tiny)
+    assert (hidden["layer"], hidden["value"]) == ("body", "")
+    assert "not the model's head" in hidden["error"]
+    assert head["value"]
+    assert head["loss"]
+
+
+def test_an_interrupt_keeps_the_rows_so_far(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    first, last = _save(tiny, 1, "first.safetensors"), _save(tiny, 2, "last.safetensors")
+    state = _network(tiny, 3).state_dict()
+    state["head.bias"][0] = 1234
+    save_file(state, Path(tiny).with_name("stop.safetensors"))
+    assert _status(*_arguments(tiny, first, Path(tiny).with_name("stop.safetensors"), last)) == 130
+    assert [row["checkpoint"] for row in _rows(tiny)] == [str(first)]
+    assert "interrupted; wrote" in capsys.readouterr().out
+
+
+def test_progress_on_a_terminal(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    files = [_save(tiny, seed, f"{seed}.safetensors") for seed in (1, 2)]
+    assert _status(*_arguments(tiny, *files)) == 0
+    err = capsys.readouterr().err
+    for word in ("scoring", "2.0 of 2 rows", "rows/min", "0:00:00"):
+        assert word in err
+
+
+def test_tied_weights_may_be_stored_once(tiny: str) -> None:
+    tied = specs.resolve(f"{tiny}:Tied")()
+    state = {name: torch.full_like(tensor, 2.0) for name, tensor in tied.state_dict().items()}
+    checkpoints.fit(tied, {name: tensor for name, tensor in state.items() if name != "a.weight"})
+    assert (tied.a.weight == 2).all()
+    with pytest.raises(pf.InputError, match=r"a\.weight and b\.weight, one weight in the model, differ"):
+        checkpoints.fit(tied, {**state, "a.weight": state["a.weight"] + 1})
+
+
+def test_many_differences_are_shortened() -> None:
+    network = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(50)))
+    state = {("other." if n < 56 else "") + name: torch.ones(3) for n, name in enumerate(network.state_dict())}
+    with pytest.raises(pf.InputError, match=r"Missing key.* … Unexpected key.* … .* And 42 more\.") as caught:
+        checkpoints.fit(network, state)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_model_in_a_package_of_the_working_directory(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "inner.py").write_text(
+        "import functools, torch\n"
+        "class Nets:\n"
+        "    convolution = functools.partial(torch.nn.Conv2d, 3, 7)\n"
+        "def lazy():\n"
+        "    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.LazyLinear(2), torch.nn.Conv2d(3, 6, 1))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    layers = functools.partial(_status, "layers", "--model")
+    assert layers("package.inner:Nets.convolution", "--model-args", '{"kernel_size": 1}') == 0
+    out = capsys.readouterr().out
+    assert "(the model)" in out
+    assert "Conv2d" in out
+    assert "7 × 3" in out
+    assert layers("package.inner:lazy") == 0
+    out = capsys.readouterr().out
+    assert "6 × 3" in out
+    assert "LazyLinear" in out
+    assert "4 × 3" not in out
+    assert layers("package.inner:Nets.convolution", "--model-args", '{"kernel_size": 3}') == 0
+    assert "no layer that can be measured" in capsys.readouterr().out
+
+
+def test_files_of_one_name_do_not_mix(tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tiny.py").write_text("def data():\n    return 1\n")
+    first, second = specs.resolve(f"{tiny}:data"), specs.resolve(f"{tmp_path}/other/tiny.py:data")
+    assert second() == 1
+    assert specs.resolve(f"{tiny}:data") is first
+    assert specs.resolve(f"{tmp_path}/other/tiny.py:data") is second
+
+
+def test_measures_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _status("measures") == 0
+    out = capsys.readouterr().out
+    for measure in MEASURES:
+        assert measure.name in out
+    assert "Theorem 4" in out
+
+
+def test_without_safetensors(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    message = _status(*_arguments(tiny, "a.safetensors"))
+    assert message == "Error: safetensors files need safetensors: pip install 'pyflatness[cli]'"
+    assert not _built(tiny).exists()
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.skipif(not ZOO.is_dir(), reason="the zoo of trained networks is not beside the repository")
+def test_zoo(tmp_path: Path) -> None:
+    pytest.importorskip("PIL", reason="the zoo's images are JPEG files")
+    files = [str(path) for path in sorted(ZOO.glob("*.safetensors"))[:2]]
+    data = {"split": "train", "count": 200}
+    arguments = ["--model", f"{ZOO}/lenet5.py:LeNet5", "--data", f"{ZOO}/lenet5.py:images", "--loss", "cross_entropy"]
+    arguments += ["--data-args", json.dumps(data), "--out", str(tmp_path / "zoo.csv")]
+    assert _status("score", *arguments, *files) == 0
+    with (tmp_path / "zoo.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["checkpoint"] for row in rows] == files
+    network = specs.resolve(f"{ZOO}/lenet5.py:LeNet5")().eval()
+    checkpoints.fit(network, checkpoints.load(Path(files[0]), allow_pickle=False))
+    truth = pf.relative_flatness(network, "cross_entropy", specs.resolve(f"{ZOO}/lenet5.py:images")(**data))
+    assert float(rows[0]["value"]) == pytest.approx(truth.value, rel=1e-6)
+    assert all(row["layer"] == "fc3" and float(row["accuracy"]) > 0.9 for row in rows)
