@@ -7,10 +7,12 @@ Floors: ``read`` is one pass over the features, ``product`` one bare product φ 
 the cheaper route (n d m + d² m + n d² multiply-adds by w wᵀ), ``forward`` the model over the data without gradients.
 
 Notes, experiments that lost:
-- Logits with lanes along the classes (broadcast features, padded weight panel) instead of along the rows: 1.45 × the
-  time at (50000, 10, 84), 1.2 × at (50000, 10, 512); ten classes waste six lanes of sixteen, norms and softmax need
+- Logits with lanes along the classes (broadcast features, padded weight panel) instead of along the features: 1.45 ×
+  the time at (50000, 10, 84), 1.6 × at (50000, 10, 512); ten classes waste six lanes of sixteen, norms and softmax need
   sums across lanes.
-- Without prefetching the next block of rows: 1.3 × the time at (50000, 10, 512).
+- Features transposed a slice at a time, lanes along the rows from the start: 1.0 × at (50000, 10, 84), 1.25 × at
+  (50000, 10, 512), with AVX2 1.2 × and 1.5 ×.
+- Without prefetching the rows of a later block: 1.3 × the time at (50000, 10, 512).
 - E|w|² - |Ew|² after a shift by the most probable row: as fast as pairwise distances, wrong where p is flat.
 """
 

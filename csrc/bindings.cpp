@@ -83,7 +83,7 @@ void softmax_variance(Array features, int64_t stride, Array weight, Array bias, 
     throw std::invalid_argument("softmax_variance: takes 1 to " + std::to_string(pyflatness::kMaxFusedOutputs) +
                                 " outputs, got " + std::to_string(d));
   const T* x = pointer<const T>("features", features, strided(n, m, stride));
-  const T* w = pointer<const T>("weight", weight, product(m, d));
+  const T* w = pointer<const T>("weight", weight, product(d, m));
   const T* b = pointer<const T>("bias", bias, d);
   const T* g = pointer<const T>("distances", distances, product(d, d));
   double* o = pointer<double>("out", out, n);

@@ -23,7 +23,7 @@ struct HeadKernels {
   // out[i] = |phi_i|^2 sum_{s<t} p_s p_t |w_s - w_t|^2 with p = softmax(W phi_i + b): one pass over phi.
   void (*softmax_variance)(const T* features,  // [n, m], row i at features + i * stride
                            int64_t stride,
-                           const T* weight,     // [m, d]: W transposed
+                           const T* weight,     // [d, m]
                            const T* bias,       // [d]
                            const T* distances,  // [d, d]
                            int64_t n, int64_t m, int64_t d,

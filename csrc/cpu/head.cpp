@@ -86,84 +86,78 @@ void pair_distances(const T* weight, int64_t d, int64_t m, T* out, int threads) 
   }
 }
 
-// One tile of softmax_variance: two vectors of rows, so that a vector holds one feature or output of many rows and
-// nothing is summed across lanes. A tile of outputs keeps its sums, and the rows' squared norms, in registers.
+// softmax_variance goes by blocks of two vectors of rows. Products of a tile of rows and outputs are summed in
+// registers, lanes along the features; then the sums are folded into vectors with lanes along the rows.
 template <typename T>
 constexpr int64_t kBlockRows = 2 * Simd<T>::kLanes;
-constexpr int64_t kSlice = 128;                                       // most features transposed at a time
-constexpr int kTileOutputs = PYFLATNESS_VECTOR_BYTES == 64 ? 10 : 4;  // 32 vector registers or 16
-
-// by_feature[j, r] = rows[r][start + j], and the same columns of a block to come (`ahead` elements on) brought nearer.
+constexpr int64_t kTileRows = PYFLATNESS_VECTOR_BYTES == 64 ? 4 : 2;  // with the outputs, 32 vector registers or 16
+constexpr int kTileOutputs = 5;
 template <typename T>
-PYFLATNESS_INLINE void transpose_slice(const T* const* rows, int64_t start, int64_t length, int64_t ahead,
-                                       T* by_feature) {
-  using S = Simd<T>;
-  for (int64_t r = 0; r < kBlockRows<T>; r += S::kLanes)
-    for (int64_t done = 0; done < length; done += S::kLanes) {
-      // The last tile ends at the slice's end and does some columns again: whole vectors everywhere.
-      const int64_t column = done + S::kLanes <= length ? done : length - S::kLanes;
-      typename S::Vec tile[S::kLanes];
-      for (int64_t l = 0; l < S::kLanes; ++l) {
-        const T* place = rows[r + l] + start;
-        tile[l] = column < 0 ? S::load_partial(place, length, 0) : S::load(place + column);
-        __builtin_prefetch(place + done + ahead, 0, 2);  // into the second cache: the first is full of this block
-      }
-      S::transpose(tile);
-      const int64_t first = column < 0 ? 0 : column;
-      for (int64_t l = 0; l < minimum(S::kLanes, length); ++l)
-        S::store(by_feature + (first + l) * kBlockRows<T> + r, tile[l]);
-    }
-}
+constexpr int64_t kTileStep = Simd<T>::kLanes / kTileRows;  // a tile's rows lie so far apart, as folding wants them
 
-// logits[s, r] += sum_j weight[j, s] by_feature[j, r] for `Outputs` outputs; the first tile adds up the norms too.
+// sums[s, 0] = sum_j weight[s, j] rows[0, kTileStep, ...][j], folded as far as a tile's rows go. The first tile adds
+// rows[r][j]^2 behind them, and brings the rows of a block to come (`ahead` elements on) into the second cache: the
+// first is full of this block.
 template <typename T, int Outputs, bool First>
-PYFLATNESS_INLINE void product_tile(const T* by_feature, const T* weight, int64_t length, int64_t d, T* logits,
-                                    T* norms) {
+PYFLATNESS_INLINE void product_tile(const T* const* rows, int64_t ahead, const T* weight, int64_t m,
+                                    typename Simd<T>::Vec* sums) {  // [Outputs + First, 2 kTileStep]
   using S = Simd<T>;
-  typename S::Vec sums[Outputs][2] = {}, squares[2] = {};
-  for (int64_t j = 0; j < length; ++j) {
-    const typename S::Vec x[2] = {S::load(by_feature + j * kBlockRows<T>),
-                                  S::load(by_feature + j * kBlockRows<T> + S::kLanes)};
-    for (int s = 0; s < Outputs; ++s)
-      for (int v = 0; v < 2; ++v) sums[s][v] += x[v] * weight[j * d + s];
-    if (First)
-      for (int v = 0; v < 2; ++v) squares[v] += x[v] * x[v];
-  }
-  for (int v = 0; v < 2; ++v) {
+  typename S::Vec tile[Outputs + First][kTileRows] = {}, x[kTileRows];
+  const auto add = [&](const auto& weight_at) __attribute__((always_inline)) {
     for (int s = 0; s < Outputs; ++s) {
-      T* place = logits + s * kBlockRows<T> + v * S::kLanes;
-      S::store(place, S::load(place) + sums[s][v]);
+      const typename S::Vec w = weight_at(weight + s * m);
+      for (int64_t r = 0; r < kTileRows; ++r) tile[s][r] += w * x[r];
     }
-    if (First) S::store(norms + v * S::kLanes, S::load(norms + v * S::kLanes) + squares[v]);
+    if (First)
+      for (int64_t r = 0; r < kTileRows; ++r) tile[Outputs + First - 1][r] += x[r] * x[r];
+  };
+  int64_t j = 0;
+  for (; j + S::kLanes <= m; j += S::kLanes) {
+    for (int64_t r = 0; r < kTileRows; ++r) {
+      x[r] = S::load(rows[r * kTileStep<T>] + j);
+      if (First) __builtin_prefetch(rows[r * kTileStep<T>] + j + ahead, 0, 2);
+    }
+    add([j](const T* w) { return S::load(w + j); });
+  }
+  if (j < m) {  // x holds the last features where the weight has them, and zeros in the lanes that were added already
+    for (int64_t r = 0; r < kTileRows; ++r) x[r] = S::load_tail(rows[r * kTileStep<T>] + m, m - j, m);
+    add([m](const T* w) { return m < S::kLanes ? S::load_partial(w, m, 0) : S::load(w + m - S::kLanes); });
+  }
+  for (int s = 0; s < Outputs + First; ++s) {
+    sums[s * 2 * kTileStep<T>] = S::fold(tile[s]);
   }
 }
 
 template <typename T, bool First, int Outputs = kTileOutputs>
-PYFLATNESS_INLINE void product_tile(const T* by_feature, const T* weight, int64_t length, int64_t d, int64_t outputs,
-                                    T* logits, T* norms) {
+PYFLATNESS_INLINE void product_tile(const T* const* rows, int64_t ahead, const T* weight, int64_t m, int64_t outputs,
+                                    typename Simd<T>::Vec* sums) {
   if constexpr (Outputs > 1) {
-    if (outputs < Outputs)
-      return product_tile<T, First, Outputs - 1>(by_feature, weight, length, d, outputs, logits, norms);
+    if (outputs < Outputs) return product_tile<T, First, Outputs - 1>(rows, ahead, weight, m, outputs, sums);
   }
-  product_tile<T, Outputs, First>(by_feature, weight, length, d, logits, norms);
+  product_tile<T, Outputs, First>(rows, ahead, weight, m, sums);
 }
 
-// Logits and squared norms of a block of rows.
+// logits[s, r] for a tile of outputs and the block's rows; the first tile writes the squared norms too.
+template <typename T, bool First>
+PYFLATNESS_INLINE void block_tile(const T* const* rows, int64_t ahead, const T* weight, int64_t m, int64_t outputs,
+                                  T* logits, T* norms) {
+  using S = Simd<T>;
+  typename S::Vec sums[kTileOutputs + 1][2][kTileStep<T>];
+  for (int64_t vector = 0; vector < 2; ++vector)
+    for (int64_t r = 0; r < kTileStep<T>; ++r)
+      product_tile<T, First>(rows + vector * S::kLanes + r, ahead, weight, m, outputs, &sums[0][vector][r]);
+  for (int64_t s = 0; s < outputs + First; ++s)
+    for (int64_t vector = 0; vector < 2; ++vector)
+      S::store((s < outputs ? logits + s * kBlockRows<T> : norms) + vector * S::kLanes, S::fold(sums[s][vector]));
+}
+
+// Logits (by outputs: one vector holds one output of many rows) and squared norms of a block of rows.
 template <typename T>
 void block_products(const T* const* rows, int64_t ahead, const T* weight, int64_t m, int64_t d, T* logits, T* norms) {
-  alignas(64) T by_feature[kSlice * kBlockRows<T>];
-  std::memset(logits, 0, static_cast<size_t>(d * kBlockRows<T>) * sizeof(T));
-  std::memset(norms, 0, kBlockRows<T> * sizeof(T));
-  const int64_t slices = (m + kSlice - 1) / kSlice, slice = slices ? (m + slices - 1) / slices : 0;
-  for (int64_t start = 0; start < m; start += slice) {
-    const int64_t length = minimum(slice, m - start);
-    const T* part = weight + start * d;
-    transpose_slice(rows, start, length, ahead, by_feature);
-    product_tile<T, true>(by_feature, part, length, d, minimum(d, kTileOutputs), logits, norms);
-    for (int64_t s = kTileOutputs; s < d; s += kTileOutputs)
-      product_tile<T, false>(by_feature, part + s, length, d, minimum(d - s, kTileOutputs), logits + s * kBlockRows<T>,
-                             norms);
-  }
+  block_tile<T, true>(rows, ahead, weight, m, minimum(d, kTileOutputs), logits, norms);
+  for (int64_t s = kTileOutputs; s < d; s += kTileOutputs)
+    block_tile<T, false>(rows, ahead, weight + s * m, m, minimum(d - s, kTileOutputs), logits + s * kBlockRows<T>,
+                         norms);
 }
 
 // sum_{s<t} p_s p_t D_st for as many rows as a vector has lanes. Every term is >= 0, so nothing cancels, however

@@ -100,17 +100,18 @@ struct Simd {
 #endif
   }
 
-  // Transposes kLanes vectors, by log2(kLanes) rounds of interleaving.
-  static PYFLATNESS_INLINE void transpose(Vec (&v)[kLanes]) {
+  // Folds vectors into one whose lane i is the sum over the lanes of v[i]: all kLanes of them, or v[i], v[i + s],
+  // v[i + 2 s] ... as the first `Count`, and then the `s` results.
+  template <int64_t Count>
+  static PYFLATNESS_INLINE Vec fold(const Vec (&v)[Count]) {
     constexpr auto lanes = std::make_index_sequence<static_cast<size_t>(kLanes)>{};
-    for (int64_t round = 1; round < kLanes; round *= 2) {
-      Vec mixed[kLanes];
-      for (int64_t i = 0; i < kLanes / 2; ++i) {
-        mixed[2 * i] = interleave<false>(v[i], v[i + kLanes / 2], lanes);
-        mixed[2 * i + 1] = interleave<true>(v[i], v[i + kLanes / 2], lanes);
-      }
-      std::memcpy(v, mixed, sizeof mixed);
+    if constexpr (Count > 1) {
+      Vec halves[Count / 2];
+      for (int64_t i = 0; i < Count / 2; ++i)
+        halves[i] = interleave<false>(v[i], v[i + Count / 2], lanes) + interleave<true>(v[i], v[i + Count / 2], lanes);
+      return fold(halves);
     }
+    return v[0];
   }
 
   static constexpr T inverse_factorial(int k) {

@@ -72,11 +72,11 @@ def pair_distances(weight: Tensor) -> Tensor:
 
 def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor, distances: Tensor) -> Tensor:
     """See :func:`.reference.softmax_variance`; at most ``_C.MAX_FUSED_OUTPUTS`` outputs."""
-    features, by_feature, bias, distances = _rows(features), weight.t().contiguous(), bias.contiguous(), distances
+    features, weight, bias = _rows(features), weight.contiguous(), bias.contiguous()
     (n, m), d = features.shape, weight.shape[0]
     out = features.new_empty(n, dtype=torch.float64)
-    _kernel("softmax_variance", features, by_feature, bias, distances)(
-        _strided(features), features.stride(0), _array(by_feature), _array(bias), _array(distances), n, m, d,
+    _kernel("softmax_variance", features, weight, bias, distances)(
+        _strided(features), features.stride(0), _array(weight), _array(bias), _array(distances), n, m, d,
         _array(out), torch.get_num_threads(),
     )  # fmt: skip
     return out

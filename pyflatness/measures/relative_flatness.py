@@ -91,12 +91,13 @@ class _Sum:
     def add(self, batch: HeadBatch) -> None:
         features = batch.features if self._scale is None else normalize.apply(self._scale, batch.features, inverse=True)
         rows = self._curvature(features, batch.terms).mul_(batch.terms.scale)
-        mass, kept = batch.terms.mass, None
-        if not bool(rows.sum().isfinite()):
+        total, mass, kept = rows.sum(), batch.terms.mass, None
+        if not bool(total.isfinite()):
             rows = torch.where(batch.terms.scale != 0, rows, 0.0)
             rows, mass, kept = self._without_bad_rows(batch, rows)
+            total = rows.sum()
         self._samples += batch.samples if kept is None else int(kept.sum())
-        self._value, self._mass = self._value + rows.sum(), self._mass + mass.sum()
+        self._value, self._mass = self._value + total, self._mass + mass.sum()
         if self._options.per_sample:
             shares = _by_sample(batch, rows).sum(dim=1)
             self._shares.append(shares if kept is None else shares.masked_fill(~kept, torch.nan))
