@@ -160,28 +160,35 @@ void block_products(const T* const* rows, int64_t ahead, const T* weight, int64_
                          norms);
 }
 
-// sum_{s<t} p_s p_t D_st for as many rows as a vector has lanes. Every term is >= 0, so nothing cancels, however
-// close to one the largest probability is.
+// variance[r] = sum_{s<t} p_s p_t D_st for a block of rows. Every term is >= 0, so nothing cancels, however close to
+// one the largest probability is. Two vectors go side by side, as every sum waits for its last addition.
 template <typename T>
-PYFLATNESS_INLINE typename Simd<T>::Vec pair_variance(T* logits,  // [d, kBlockRows], from the row wanted
-                                                      const T* bias, const T* distances, int64_t d) {
+PYFLATNESS_INLINE void pair_variance(T* logits,  // [d, kBlockRows]
+                                     const T* bias, const T* distances, int64_t d, T* variance) {
   using S = Simd<T>;
-  typename S::Vec top = S::load(logits) + bias[0];
-  for (int64_t s = 1; s < d; ++s) {
-    const typename S::Vec z = S::load(logits + s * kBlockRows<T>) + bias[s];
-    top = z > top ? z : top;
-  }
-  typename S::Vec normaliser = {}, pairs = {};
+  using Vec = typename S::Vec;
+  const auto at = [&](int64_t s, int v)
+                      __attribute__((always_inline)) { return logits + s * kBlockRows<T> + v * S::kLanes; };
+  Vec top[2];
+  for (int v = 0; v < 2; ++v) top[v] = S::load(at(0, v)) + bias[0];
+  for (int64_t s = 1; s < d; ++s)
+    for (int v = 0; v < 2; ++v) {
+      const Vec z = S::load(at(s, v)) + bias[s];
+      top[v] = z > top[v] ? z : top[v];
+    }
+  Vec normaliser[2] = {}, pairs[2] = {};
   for (int64_t s = 0; s < d; ++s) {
-    T* place = logits + s * kBlockRows<T>;
-    const typename S::Vec e = S::exp_nonpositive(S::load(place) + bias[s] - top);
-    S::store(place, e);
-    normaliser += e;
-    typename S::Vec inner = {};
-    for (int64_t t = 0; t < s; ++t) inner += S::load(logits + t * kBlockRows<T>) * distances[s * d + t];
-    pairs += e * inner;
+    Vec e[2], inner[2] = {};
+    for (int v = 0; v < 2; ++v) {
+      e[v] = S::exp_nonpositive(S::load(at(s, v)) + bias[s] - top[v]);
+      S::store(at(s, v), e[v]);
+      normaliser[v] += e[v];
+    }
+    for (int64_t t = 0; t < s; ++t)
+      for (int v = 0; v < 2; ++v) inner[v] += S::load(at(t, v)) * distances[s * d + t];
+    for (int v = 0; v < 2; ++v) pairs[v] += e[v] * inner[v];
   }
-  return pairs / (normaliser * normaliser);
+  for (int v = 0; v < 2; ++v) S::store(variance + v * S::kLanes, pairs[v] / (normaliser[v] * normaliser[v]));
 }
 
 template <typename T>
@@ -197,8 +204,7 @@ void softmax_variance(const T* features, int64_t stride, const T* weight, const 
     alignas(64) T logits[pyflatness::kMaxFusedOutputs * kRows];
     alignas(64) T norms[kRows], variance[kRows];
     block_products(rows, count == kRows ? 2 * kRows * stride : 0, weight, m, d, logits, norms);
-    for (int64_t r = 0; r < kRows; r += Simd<T>::kLanes)
-      Simd<T>::store(variance + r, pair_variance(logits + r, bias, distances, d));
+    pair_variance(logits, bias, distances, d, variance);
     for (int64_t r = 0; r < count; ++r)
       out[first + r] = static_cast<double>(norms[r]) * static_cast<double>(variance[r]);
   }
