@@ -114,7 +114,7 @@ def relative_flatness(
             (its own value, and so the mean, becomes NaN) or ``"omit"`` (left out of the data set, and counted).
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)`` for models and batches that are called otherwise.
-        memory: bytes for the working buffers of the contraction; 32 MiB unless given.
+        memory: bytes for the working buffers of the contraction; 24 MiB unless given.
         seed: of sampled values; a head draws nothing.
         progress: show a bar; None: on a terminal.
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .precision import promoted
 
-DEFAULT_MEMORY = 32 * 2**20  # bytes that working buffers may take
+DEFAULT_MEMORY = 24 * 2**20  # bytes that working buffers may take
 _FUSED_OUTPUTS = 64
 _CENTRE_ROWS = 31
 _CONDITION = 30.0  # amplification of rounding above which a row of the `rows` route is done by differences
