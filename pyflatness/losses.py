@@ -5,7 +5,7 @@ A row is one loss term: a sample's d outputs, or those of one of its positions. 
     E = Σ_i scale_i ℓ_i / Σ_i mass_i   (reduction "mean")        E = Σ_i scale_i ℓ_i   (reduction "sum")
 
 over *all* rows of the data set, whatever the batches, and a loss says for its rows what scale and mass are, and what
-⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ |φ_i|² is (spec, section 2: relative flatness of a head; section 3: output factors).
+⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ |φ_i|² is, its part of relative flatness (Petzka et al. 2021, Definition 3) at a head.
 """
 
 import functools

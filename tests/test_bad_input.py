@@ -1,12 +1,14 @@
 """Bad input: one clear error each, that says what was received."""
 
 import math
+from collections import namedtuple
 
 import pytest
 import torch
 from torch import nn
 
 import pyflatness as pf
+from pyflatness.data import Batches
 
 X, Y = torch.randn(10, 4, generator=torch.Generator().manual_seed(4)), torch.arange(10) % 3
 LOSS = nn.CrossEntropyLoss()
@@ -105,9 +107,18 @@ def test_data():
     refused(pf.InputError, "a tensor is wanted, got list", data=[(X, Y.tolist())])
 
 
-def test_data_on_the_wrong_device_is_moved():
-    model = net().to("meta")
-    refused(pf.InputError, "meta device", model)
+def test_a_model_without_numbers():
+    refused(pf.InputError, "meta device", net().to("meta"))
+
+
+def test_data_goes_to_the_models_device():
+    """Every tensor of a batch, whatever holds it; the meta device stands for another one."""
+    pair = namedtuple("pair", "x y")
+    for batch in ((X, Y), [X, {"y": Y, "name": "a"}], pair(X, Y)):
+        (moved,) = Batches([batch], torch.device("meta"))
+        assert type(moved) is type(batch)
+        flat = [*moved] if not isinstance(moved[1], dict) else [moved[0], moved[1]["y"]]
+        assert [part.device.type for part in flat] == ["meta", "meta"]
 
 
 def test_targets():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyflatness import BackendError
-from pyflatness.contractions import compiled
+from pyflatness.contractions import compiled, softmax
 
 _C = pytest.importorskip("pyflatness._C", reason="the compiled kernels are not built")
 
@@ -80,6 +80,10 @@ def test_tensors_of_the_wrong_kind_are_refused():
         compiled.row_dots(torch.ones(2, 2), torch.ones(2, 2).double())
     with pytest.raises(BackendError, match="contiguous"):
         compiled.exponentiate(torch.ones(3, 2).t(), None, 1.0, torch.zeros(2))
+
+
+def test_the_widest_fused_head_fits_the_kernel():
+    assert softmax._FUSED_OUTPUTS <= _C.MAX_FUSED_OUTPUTS
 
 
 def test_instruction_sets():

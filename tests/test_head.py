@@ -103,7 +103,7 @@ def test_every_loss(engine, name, dtype):
     assert estimate.samples == N
 
 
-def test_example_of_the_specification(engine):
+def test_example_by_hand(engine):
     weight, features = torch.tensor([[1.0, 0.0], [0.0, 2.0]]).double(), torch.tensor([[1.0, 0.0], [1.0, 1.0]]).double()
     estimate = pf.head_flatness(features, weight, per_sample=True, backend=engine.backend)
     assert float(estimate) == pytest.approx(1.474589, abs=1e-6)
