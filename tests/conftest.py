@@ -1,8 +1,11 @@
 """Engines: every backend and instruction set that this machine can run."""
 
 import contextlib
+import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,3 +45,15 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Path of a file with a network and its data; what importing it leaves behind is undone."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    shutil.copy(Path(__file__).with_name("tiny_network.py"), tmp_path / "tiny.py")
+    yield str(tmp_path / "tiny.py")
+    for name in set(sys.modules) - before:
+        if name in ("tiny", "lenet5", "broken", "package", "package.inner") or name.endswith(".py"):
+            del sys.modules[name]

@@ -1,12 +1,10 @@
 """``pyflatness score``, ``layers`` and ``measures``: right numbers, and bad checkpoints that stop nothing."""
 
 import csv
-import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,63 +19,6 @@ from pyflatness.measures import MEASURES
 
 ZOO = Path(__file__).resolve().parents[2] / "shared" / "zoo"
 CHOICES = ("relative_flatness", "relative_flatness_std")
-
-NETWORK = '''
-from pathlib import Path
-import torch
-
-class Tiny(torch.nn.Module):
-    def __init__(self, width=5):
-        super().__init__()
-        Path(__file__).with_name("built").touch()
-        self.body, self.drop, self.head = torch.nn.Linear(4, width), torch.nn.Dropout(), torch.nn.Linear(width, 3)
-
-    def forward(self, x):
-        if self.head.bias[0] == 1234:
-            raise KeyboardInterrupt
-        return self.head(self.drop(self.body(x).relu()))
-
-class Tied(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(self.a(x))
-
-def data(kind="indices", count=37):
-    """Batches of different sizes; one of the indices is ignored."""
-    generator = torch.Generator().manual_seed(0)
-    inputs, labels = (torch.randn(count, size, generator=generator) for size in (4, 3))
-    targets = {"indices": labels.argmax(dim=1).int(), "values": labels, "chances": labels.softmax(dim=1).double()}[kind]
-    if kind == "indices":
-        targets[3] = -100
-    return list(zip(inputs.split(10), targets.split(10)))
-
-def pair(count=37):
-    return tuple(map(torch.cat, zip(*data(count=count))))
-
-def once():
-    return iter(data())
-
-def failing():
-    raise OSError("no such\\ndisk")
-
-loaded = torch.nn.Linear(1, 1)
-'''
-
-
-@pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Path of a file with a network and its data; what importing it leaves behind is undone."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    before = set(sys.modules)
-    (tmp_path / "tiny.py").write_text(NETWORK)
-    yield str(tmp_path / "tiny.py")
-    for name in set(sys.modules) - before:
-        if name in ("tiny", "lenet5", "broken", "package", "package.inner") or name.endswith(".py"):
-            del sys.modules[name]
 
 
 def _network(tiny: str, seed: int) -> torch.nn.Module:
@@ -387,42 +328,6 @@ def test_many_differences_are_shortened() -> None:
     with pytest.raises(pf.InputError, match=r"Missing key.* … Unexpected key.* … .* And 42 more\.") as caught:
         checkpoints.fit(network, state)
     assert len(str(caught.value)) < 1000
-
-
-def test_a_model_in_a_package_of_the_working_directory(
-    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "inner.py").write_text(
-        "import functools, torch\n"
-        "class Nets:\n"
-        "    convolution = functools.partial(torch.nn.Conv2d, 3, 7)\n"
-        "def lazy():\n"
-        "    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.LazyLinear(2), torch.nn.Conv2d(3, 6, 1))\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    layers = functools.partial(_status, "layers", "--model")
-    assert layers("package.inner:Nets.convolution", "--model-args", '{"kernel_size": 1}') == 0
-    out = capsys.readouterr().out
-    assert "(the model)" in out
-    assert "Conv2d" in out
-    assert "7 × 3" in out
-    assert layers("package.inner:lazy") == 0
-    out = capsys.readouterr().out
-    assert "6 × 3" in out
-    assert "LazyLinear" in out
-    assert "4 × 3" not in out
-    assert layers("package.inner:Nets.convolution", "--model-args", '{"kernel_size": 3}') == 0
-    assert "no layer that can be measured" in capsys.readouterr().out
-
-
-def test_files_of_one_name_do_not_mix(tiny: str, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "tiny.py").write_text("def data():\n    return 1\n")
-    first, second = specs.resolve(f"{tiny}:data"), specs.resolve(f"{tmp_path}/other/tiny.py:data")
-    assert second() == 1
-    assert specs.resolve(f"{tiny}:data") is first
-    assert specs.resolve(f"{tmp_path}/other/tiny.py:data") is second
 
 
 def test_measures_table(capsys: pytest.CaptureFixture[str]) -> None:
