@@ -72,8 +72,9 @@ template <typename T>
 void pair_distances(Array weight, int64_t d, int64_t m, Array out, int threads) {
   const T* w = pointer<const T>("weight", weight, product(d, m));
   T* o = pointer<T>("out", out, product(d, d));
+  const auto& kernels = pyflatness::head<T>(*selected);  // while the GIL is held
   py::gil_scoped_release release;
-  pyflatness::head<T>(*selected).pair_distances(w, d, m, o, threads);
+  kernels.pair_distances(w, d, m, o, threads);
 }
 
 template <typename T>
@@ -87,8 +88,9 @@ void softmax_variance(Array features, int64_t stride, Array weight, Array bias, 
   const T* b = pointer<const T>("bias", bias, d);
   const T* g = pointer<const T>("distances", distances, product(d, d));
   double* o = pointer<double>("out", out, n);
+  const auto& kernels = pyflatness::head<T>(*selected);  // while the GIL is held
   py::gil_scoped_release release;
-  pyflatness::head<T>(*selected).softmax_variance(x, stride, w, b, g, n, m, d, o, threads);
+  kernels.softmax_variance(x, stride, w, b, g, n, m, d, o, threads);
 }
 
 template <typename T>
@@ -102,9 +104,9 @@ void exponentiate(Array logits, Array row_norms, T top_value, int64_t n, int64_t
   double* r = pointer<double>("rest", rest, n);
   double* mo = pointer<double>("moment", moment, weighted ? n : 0);
   int64_t* t = pointer<int64_t>("top", top, n);
+  const auto& kernels = pyflatness::head<T>(*selected);  // while the GIL is held
   py::gil_scoped_release release;
-  pyflatness::head<T>(*selected).exponentiate(z, weighted ? norms : nullptr, top_value, n, d, largest, r, mo, t,
-                                              threads);
+  kernels.exponentiate(z, weighted ? norms : nullptr, top_value, n, d, largest, r, mo, t, threads);
 }
 
 template <typename T>
@@ -112,8 +114,9 @@ void row_dots(Array a, int64_t stride_a, Array b, int64_t stride_b, int64_t n, i
   const T* x = pointer<const T>("a", a, strided(n, k, stride_a));
   const T* y = pointer<const T>("b", b, strided(n, k, stride_b));
   double* o = pointer<double>("out", out, n);
+  const auto& kernels = pyflatness::head<T>(*selected);  // while the GIL is held
   py::gil_scoped_release release;
-  pyflatness::head<T>(*selected).row_dots(x, stride_a, y, stride_b, n, k, o, threads);
+  kernels.row_dots(x, stride_a, y, stride_b, n, k, o, threads);
 }
 
 template <typename T>
@@ -123,8 +126,9 @@ void sigmoid_curvature(Array logits, Array coefficients, Array row_norms, int64_
   const T* c = pointer<const T>("coefficients", coefficients, product(n, d));
   const T* w = pointer<const T>("row_norms", row_norms, d);
   double* o = pointer<double>("out", out, n);
+  const auto& kernels = pyflatness::head<T>(*selected);  // while the GIL is held
   py::gil_scoped_release release;
-  pyflatness::head<T>(*selected).sigmoid_curvature(z, c, w, n, d, o, threads);
+  kernels.sigmoid_curvature(z, c, w, n, d, o, threads);
 }
 
 template <typename T>

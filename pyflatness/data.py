@@ -1,6 +1,7 @@
 """Data as batches: a tuple of tensors or an iterable of batches, moved to the model's device."""
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -77,13 +78,16 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """``change`` applied to every tensor of a batch; tuples, lists and dicts keep their type."""
+    """``change`` applied to every tensor of a batch; tuples, lists and mappings keep their type."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(change, part) for part in batch))
     if isinstance(batch, (tuple, list)):
         return type(batch)(map_tensors(change, part) for part in batch)
-    if isinstance(batch, dict):
-        return {key: map_tensors(change, part) for key, part in batch.items()}
+    if isinstance(batch, MutableMapping):
+        mapped = copy.copy(batch)
+        for key, part in batch.items():
+            mapped[key] = map_tensors(change, part)
+        return mapped
     return batch

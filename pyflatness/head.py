@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from . import capture, layers, losses
-from .contractions import promoted, promoted_dtype
+from .contractions import full_precision, promoted, promoted_dtype
 from .data import Batches, map_tensors, size
-from .errors import InputError, NotYetError
+from .errors import FlatnessError, InputError, NotYetError
 
 _WIDE_OUTPUTS = 1024  # outputs from which the model is spared its own logits
 
@@ -115,20 +115,27 @@ class Head:
         """Establish the head on one sample; if it is wide, let the model do without its product from there on."""
         count = size(batch)
         sample = map_tensors(lambda part: part[:1] if part.ndim and len(part) == count else part, batch)
-        self._head_call(calls, capture.run(self._model, sample, self._forward)[0])
+        try:
+            outputs, _ = capture.run(self._model, sample, self._forward)
+        except FlatnessError:
+            raise
+        except Exception:  # not a batch that one sample can be cut from; an error of the model's own comes again
+            calls.clear()
+            return
+        self._head_call(calls, outputs)
         calls.clear()
         module = self._candidates[self.name]
-        outputs = len(layers.matrix(module)[0])
-        if outputs <= _WIDE_OUTPUTS:
+        width = len(layers.matrix(module)[0])
+        if width <= _WIDE_OUTPUTS:
             return
         try:
-            with capture.without_product(module, outputs):
+            with capture.without_product(module, width):
                 capture.run(self._model, sample, self._forward)
         except (RuntimeError, NotImplementedError):
             return  # the model looks at its logits: let it have them
         finally:
             calls.clear()
-        product.enter_context(capture.without_product(module, outputs))
+        product.enter_context(capture.without_product(module, width))
 
     def _head_call(self, calls: capture.Calls, outputs: Tensor) -> capture.Call:
         if not calls.last:
@@ -203,16 +210,16 @@ def _class_dim(outputs: Tensor, output: Tensor, loss: losses.Loss) -> int | None
 
 def _places(rows: Tensor) -> Tensor:
     """Where in memory the rows (all but the last dimension) begin, in row-major order."""
-    places = torch.tensor([rows.storage_offset()])
+    places = torch.tensor([rows.storage_offset()], device="cpu")
     for count, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
-        places = (places.unsqueeze(1) + torch.arange(count) * stride).flatten()
+        places = (places.unsqueeze(1) + torch.arange(count, device="cpu") * stride).flatten()
     return places
 
 
 def _order(wanted: Tensor, present: Tensor) -> Tensor | None:
     """Indices of the wanted places among those present (empty: they are the same); None unless each is there once."""
     if wanted.equal(present):
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     sorted_places, index = present.sort()
     found = torch.searchsorted(sorted_places, wanted).clamp_max(len(present) - 1)
     if not sorted_places[found].equal(wanted) or len(wanted.unique()) < len(wanted):
@@ -223,13 +230,14 @@ def _order(wanted: Tensor, present: Tensor) -> Tensor | None:
 def _computes(module: nn.Module, call: capture.Call) -> bool:
     """Whether the call's output is W φ + b, looked at in its first and last row."""
     weight, bias = layers.matrix(module)
-    if call.output.is_meta:  # the product is skipped, once it was seen to be one
+    if call.output.is_meta or call.output.numel() == 0:  # the product is skipped, once it was seen to be one
         return True
     dim = layers.class_dim(module)
     output = call.output.detach().movedim(dim, -1)
     output = output.reshape(-1, output.shape[-1])[[0, -1]]
     inputs = layers.input_rows(module, call.inputs)[[0, -1]].to(weight.dtype)
-    expected = promoted(inputs) @ promoted(weight).t() + (0 if bias is None else promoted(bias))
+    with full_precision(inputs):
+        expected = promoted(inputs) @ promoted(weight).t() + (0 if bias is None else promoted(bias))
     tolerance = max(1e-3, 8 * torch.finfo(output.dtype).eps)
     size = float(expected.abs().amax().nan_to_num(0, 0, 0))
     close = torch.isclose(output.to(expected.dtype), expected, rtol=tolerance, atol=tolerance * size)

@@ -10,7 +10,7 @@ over *all* rows of the data set, whatever the batches, and a loss says for its r
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -29,14 +29,16 @@ class Terms:
     """Rows of a batch as the loss sees them.
 
     Attributes:
-        scale: (rows,) float64; 0 for a row that the loss ignores.
+        scale: (rows,) float64; 0 for a row that adds nothing.
         mass: (rows,) float64, the row's part of the divisor of a mean.
         extra: what the curvature needs besides the features: coefficients or targets, rows first.
+        used: (rows,), False for a row that the loss ignores (one of class weight 0 is used); None where all are.
     """
 
     scale: Tensor
     mass: Tensor
     extra: Tensor | None = None
+    used: Tensor | None = None
 
 
 Curvature = Callable[[Tensor, Terms], Tensor]
@@ -115,6 +117,8 @@ class CrossEntropy:
                 "(n, T, C), have `forward` return outputs.transpose(1, 2)"
             )
         labels = targets.reshape(-1).long()
+        if len(labels) == 0:
+            return _uniform(0, 1.0, 1.0, labels.device)
         low, high = (int(bound) for bound in labels.aminmax())
         if self.weight is None and 0 <= low <= high < classes and not low <= self.ignore_index <= high:
             return _uniform(len(labels), 1.0, 1.0, labels.device)
@@ -127,11 +131,11 @@ class CrossEntropy:
             )
         if self.weight is None:  # then smoothing moves weight 1 about between classes of weight 1
             mass = kept.double()
-            return Terms(mass, mass)
+            return Terms(mass, mass, used=kept)
         weight = self._class_weights(classes, labels.device)
         mass = torch.where(kept, weight[labels.clamp(0, classes - 1)], 0.0)
         smooth = torch.where(kept, self.label_smoothing * weight.mean(), 0.0)
-        return Terms((1 - self.label_smoothing) * mass + smooth, mass)
+        return Terms((1 - self.label_smoothing) * mass + smooth, mass, used=kept)
 
     def _probability_terms(self, outputs: Tensor, targets: Tensor, class_dim: int) -> Terms:
         rows = _rows_like("target probabilities", targets, outputs, class_dim).double()
@@ -203,7 +207,9 @@ class BinaryCrossEntropy:
                 "that is the same for every sample has a value over the data set"
             )
         try:
-            return value.to(outputs).expand_as(outputs)
+            value = value.to(outputs)
+            squeezed = outputs.shape[-1] == 1 and value.ndim and value.shape[-1] > 1  # the user's outputs had no last 1
+            return (value.unsqueeze(-1) if squeezed else value).expand_as(outputs)
         except RuntimeError:
             raise InputError(
                 f"loss: {name} of shape {tuple(value.shape)} does not fit outputs {tuple(outputs.shape)}"
@@ -237,7 +243,7 @@ class CustomLoss:
 
     loss: Callable[[Tensor, Tensor], Tensor]
     reduction: Reduction
-    _checked: bool = False
+    _first: list[tuple[Tensor, Tensor]] | None = field(default_factory=list)  # until there are two samples; then None
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
         """See :class:`Loss`."""
@@ -253,19 +259,23 @@ class CustomLoss:
         return replace(_uniform(len(outputs), 1.0, 1.0, outputs.device), extra=targets)
 
     def _check_separable(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise if the loss of the first batch is not that of its parts: samples are coupled, or not so reduced."""
-        if self._checked or len(outputs) < 2:
+        """Raise if the loss of the first samples is not that of its parts: they are coupled, or not so reduced."""
+        if self._first is None:
             return
-        self._checked = True
-        cut = (len(outputs) + 1) // 2
+        self._first.append((outputs, targets))
+        outputs, targets = (torch.cat(parts) for parts in zip(*self._first, strict=True))
+        if len(outputs) < 2:
+            return
+        self._first = None
         whole = self._sum(outputs.double(), targets)
-        parts = self._sum(outputs[:cut].double(), targets[:cut]) + self._sum(outputs[cut:].double(), targets[cut:])
-        if not torch.isclose(whole, parts, rtol=1e-6, atol=1e-9):
-            raise InputError(
-                f"loss: over the first batch it is not the {self.reduction} of its samples' losses ({float(whole):.6g} "
-                f"for the batch, {float(parts):.6g} for its halves, both as sums): it couples samples, or its "
-                "reduction is not that; pass reduction='sum' or 'mean'"
-            )
+        for cut in {1, (len(outputs) + 1) // 2}:
+            parts = self._sum(outputs[:cut].double(), targets[:cut]) + self._sum(outputs[cut:].double(), targets[cut:])
+            if not torch.isclose(whole, parts, rtol=1e-6, atol=1e-9):
+                raise InputError(
+                    f"loss: over the first samples it is not the {self.reduction} of their losses ({float(whole):.6g} "
+                    f"together, {float(parts):.6g} in two parts, both as sums): it couples samples, or its reduction "
+                    "is not that; pass reduction='sum' or 'mean'"
+                )
 
     def _sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         targets = targets.double() if targets.is_floating_point() else targets

@@ -35,7 +35,7 @@ def head_flatness(
     Args:
         features: φ, (n, m) or (n, …, m), of any floating-point dtype; dimension 0 counts samples, those between are
             positions. Half precision is computed in float32.
-        weight: w, (d, m), of the features' dtype and device.
+        weight: w, (d, m), of the features' dtype and device (half precision may stand beside float32).
         bias: (d,) or None.
         targets: what ``loss`` takes, with classes last: class indices (n, …), or values (n, …, d). None where the
             curvature does not depend on them (cross-entropy without class weights, squared error, binary
@@ -97,7 +97,7 @@ def relative_flatness(
     model's output, established on every batch. There the value costs one forward pass and is exact.
 
     Args:
-        model: called as ``model(inputs)``, in eval mode; left as it was found.
+        model: called as ``model(inputs)``, in eval mode; left as it was found. Not for use by several threads at once.
         loss: the loss the model was trained with: an ``nn`` module, ``F`` function, name or callable
             (outputs, targets) -> scalar. Options (class weights, smoothing, ``ignore_index``, …) and reduction count.
         data: a tuple of tensors (inputs, targets), or an iterable of batches such as a DataLoader. How it is cut into

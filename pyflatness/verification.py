@@ -16,7 +16,8 @@ from .head import Head
 from .pipeline import relative_flatness
 
 _DEFINITION_ENTRIES = 4096  # weights up to which the definition's one backward pass per weight is affordable
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}  # float32: the forward pass's own rounding is in it
+# The forward pass's own rounding is in these.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def verify(
         risk = functools.partial(_risk, double, _double_loss(loss, reduction), batch64, forward)
         name = head.name
         small = layers.matrix(module.get_submodule(name))[0].numel() <= _DEFINITION_ENTRIES
+        _untie(double.get_submodule(name))
         with torch.enable_grad():
             truth = (_definition if small else _laplacian)(double.get_submodule(name), risk)
     dtype = layers.matrix(module.get_submodule(name))[0].dtype
@@ -156,6 +158,13 @@ def _double_loss(loss: Any, reduction: str | None) -> Any:
         if reduction and hasattr(loss, "reduction"):
             loss.reduction = reduction
     return loss
+
+
+def _untie(layer: nn.Module) -> None:
+    """Give the layer a weight of its own: derivatives are through this use only."""
+    weight = layer._parameters.get("weight")
+    if weight is not None:
+        layer._parameters["weight"] = nn.Parameter(weight.detach().clone())
 
 
 def _definition(layer: nn.Module, risk: Any) -> float:

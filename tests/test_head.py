@@ -361,3 +361,80 @@ def test_verify_notices_a_wrong_value(monkeypatch):
     result = pf.verify(classifier(6, 7, C), nn.CrossEntropyLoss(), (torch.randn(9, 6), torch.randint(C, (9,))))
     assert not result
     assert "THE PATHS DISAGREE" in repr(result)
+
+
+def test_verify_takes_this_use_of_a_tied_weight():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.head.weight = self.body.weight
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.body(x)))
+
+    assert pf.verify(Tied(), nn.CrossEntropyLoss(), (torch.randn(9, 4), torch.randint(4, (9,))), "head")
+
+
+def test_coupled_samples_are_noticed_one_sample_at_a_time():
+    model, x, y = nn.Sequential(nn.Linear(5, 3)), torch.randn(6, 5), torch.tensor([0, 1, 2, 0, 1, 2])
+
+    def weighted(f, t):
+        return F.cross_entropy(f, t, weight=torch.tensor([1.0, 2, 5]).to(f))
+
+    for size in (1, 6):
+        with pytest.raises(pf.InputError, match="couples samples"):
+            pf.relative_flatness(model, weighted, list(zip(x.split(size), y.split(size), strict=True)))
+
+
+def test_omitted_samples_leave_the_deviations_too():
+    model = Tokens().double()
+    features = torch.randn(4, 3, 6).double()
+    targets, kept = torch.randint(C, (4, 3)), [0, 2, 3]
+    features[1, 2, 0] = torch.nan
+    weight, bias = model.head.weight, model.head.bias
+    value = pf.head_flatness(features, weight, bias, targets, normalize="std", nan_policy="omit")
+    expected = pf.head_flatness(features[kept], weight, bias, targets[kept], normalize="std")
+    assert value.value == pytest.approx(expected.value, rel=1e-12)
+
+
+def test_rows_of_class_weight_zero_count_for_the_deviations():
+    """The deviation is unweighted; only ignored targets are left out."""
+    features, weight, bias = head(torch.float64)
+    values = [
+        pf.head_flatness(
+            features, weight, bias, INDICES, normalize="std",
+            loss=nn.CrossEntropyLoss(weight=torch.tensor([zero, 1.0, 1.0, 1.0]).double()),
+        ).value
+        for zero in (0.0, 1e-300)
+    ]  # fmt: skip
+    assert values[0] == pytest.approx(values[1], rel=1e-12)
+
+
+def test_batches_without_positions_add_nothing():
+    model = Tokens().double()
+    empty = torch.zeros(2, 0, dtype=torch.int64)
+    whole = pf.relative_flatness(model, nn.CrossEntropyLoss(), [(TOKENS, TOKEN_TARGETS)], "head")
+    head_alone = [(model.embed(TOKENS), TOKEN_TARGETS), (model.embed(empty), empty)]
+    values = [
+        pf.relative_flatness(
+            model, nn.CrossEntropyLoss(), batches, "head", forward=lambda net, b: (net.head(b[0]).transpose(1, 2), b[1])
+        ).value
+        for batches in (head_alone, head_alone[:1])
+    ]
+    assert values[0] == values[1]
+    assert whole.value > 0
+
+
+def test_pos_weight_of_a_squeezed_output():
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(5, 1)
+
+        def forward(self, x):
+            return self.head(x).squeeze(-1)
+
+    model, x, y = Steps().double(), torch.randn(4, 7, 5).double(), torch.rand(4, 7).double()
+    loss = nn.BCEWithLogitsLoss(pos_weight=torch.rand(7).double())
+    assert pf.relative_flatness(model, loss, (x, y)).value == pytest.approx(truth.of_model(model, loss, x, y, "head"))

@@ -252,3 +252,36 @@ def test_pairs_are_not_taken_beyond_the_memory():
     weight = torch.zeros(3000, 4000)
     assert SoftmaxVariance(weight, None, compiled, rows=10**6, memory=2**25).route == "rows"
     assert SoftmaxVariance(weight[:1000, :2000], None, compiled, rows=10**6, memory=2**25).route == "pairs"
+
+
+# --- around the contractions -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", HALF_LOSSES)
+@pytest.mark.parametrize("d", [10, 100])
+def test_autocast_does_not_reach_the_contractions(engine, d, loss):
+    criterion, make = HALF_LOSSES[loss]
+    features, weight, targets = 2 * torch.randn(60, 40), torch.randn(d, 40), make(60, d)
+    expected = pf.head_flatness(features, weight, None, targets, loss=criterion, backend=engine.backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = pf.head_flatness(features, weight, None, targets, loss=criterion, backend=engine.backend)
+    assert value.value == expected.value
+
+
+def test_wide_heads_behind_forwards_that_take_whole_batches_only():
+    model, table = nn.Linear(5, 2000), torch.randn(4, 5)
+    x, y = torch.randn(4, 3, 5), torch.randint(2000, (4, 3))
+    expected = pf.head_flatness(x + table[:3], model.weight, model.bias, y).value
+
+    def forward(net, batch):
+        assert len(batch["x"]) == 4
+        return net(batch["x"] + batch["table"][torch.arange(3)]).transpose(1, 2), batch["y"]
+
+    value = pf.relative_flatness(model, nn.CrossEntropyLoss(), [{"x": x, "y": y, "table": table}], forward=forward)
+    assert value.value == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_verify_in_half_precision(dtype):
+    data = torch.randn(6, 5).to(dtype), torch.randint(3, (6,))
+    assert pf.verify(nn.Linear(5, 3).to(dtype), nn.CrossEntropyLoss(), data)

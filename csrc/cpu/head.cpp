@@ -95,6 +95,13 @@ constexpr int kTileOutputs = 5;
 template <typename T>
 constexpr int64_t kTileStep = Simd<T>::kLanes / kTileRows;  // a tile's rows lie so far apart, as folding wants them
 
+// The address may lie behind the array: a prefetch never faults, but a pointer there must not be formed.
+template <typename T>
+PYFLATNESS_INLINE void prefetch(const T* place, int64_t ahead) {
+  const uintptr_t bytes = static_cast<uintptr_t>(ahead) * sizeof(T);
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(place) + bytes), 0, 2);
+}
+
 // sums[s, 0] = sum_j weight[s, j] rows[0, kTileStep, ...][j], folded as far as a tile's rows go. The first tile adds
 // rows[r][j]^2 behind them, and brings the rows of a block to come (`ahead` elements on) into the second cache: the
 // first is full of this block.
@@ -115,7 +122,7 @@ PYFLATNESS_INLINE void product_tile(const T* const* rows, int64_t ahead, const T
   for (; j + S::kLanes <= m; j += S::kLanes) {
     for (int64_t r = 0; r < kTileRows; ++r) {
       x[r] = S::load(rows[r * kTileStep<T>] + j);
-      if (First) __builtin_prefetch(rows[r * kTileStep<T>] + j + ahead, 0, 2);
+      if (First) prefetch(rows[r * kTileStep<T>] + j, ahead);
     }
     add([j](const T* w) { return S::load(w + j); });
   }

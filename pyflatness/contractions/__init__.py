@@ -4,7 +4,16 @@
 """
 
 from .backends import check, choose, describe
-from .precision import promoted, promoted_dtype, squared_norms
+from .precision import full_precision, promoted, promoted_dtype, squared_norms
 from .softmax import SoftmaxVariance
 
-__all__ = ["SoftmaxVariance", "check", "choose", "describe", "promoted", "promoted_dtype", "squared_norms"]
+__all__ = [
+    "SoftmaxVariance",
+    "check",
+    "choose",
+    "describe",
+    "full_precision",
+    "promoted",
+    "promoted_dtype",
+    "squared_norms",
+]

@@ -16,6 +16,11 @@ def promoted_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def full_precision(tensor: Tensor) -> torch.autocast:
+    """A context without autocast on the tensor's device: the user's is for the model, not for the contractions."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
 def squared_norms(matrix: Tensor, backend: ModuleType, memory: int) -> Tensor:
     """``|row|²`` of an (n, m) matrix, (n,) float64; of half precision ``memory`` bytes at a time."""
     if promoted_dtype(matrix.dtype) == matrix.dtype:

@@ -67,9 +67,10 @@ def at_head(source: Source, loss: losses.Loss, options: Options) -> Estimate:
     total: _Sum | None = None
     with contextlib.closing(source.batches()) as batches:  # hooks go with an error, not at some later time
         for batch in batches:
-            if total is None:
-                total = _Sum(source, loss, options, scale, source.expected_rows(batch))
-            total.add(batch)
+            with contractions.full_precision(batch.features):
+                if total is None:
+                    total = _Sum(source, loss, options, scale, source.expected_rows(batch))
+                total.add(batch)
     assert total is not None, "data without samples is refused where it is read"
     return total.estimate()
 
@@ -143,10 +144,14 @@ def _feature_scale(source: Source, options: Options) -> Tensor:
     deviations = normalize.FeatureScale()
     with contextlib.closing(source.batches()) as batches:
         for batch in batches:
-            used = batch.terms.scale != 0
+            used = (
+                torch.ones_like(batch.terms.scale, dtype=torch.bool) if batch.terms.used is None else batch.terms.used
+            )
             bad = used & ~batch.features.isfinite().all(dim=1)
             if bad.any() and options.nan_policy == "raise":
                 raise _non_finite(batch, bad, source.name)
+            if bad.any() and options.nan_policy == "omit":
+                bad = _by_sample(batch, bad).any(dim=1).repeat_interleave(batch.per_sample)
             kept = used & ~bad
             deviations.add(batch.features if bool(kept.all()) else batch.features[kept])
             none = batch.features.new_ones(batch.features.shape[1], dtype=torch.float64)
@@ -154,6 +159,8 @@ def _feature_scale(source: Source, options: Options) -> Tensor:
 
 
 def _by_sample(batch: HeadBatch, rows: Tensor) -> Tensor:
+    if len(rows) == 0:
+        return rows.view(batch.samples, 0)
     if batch.per_sample == 0:
         raise InputError(
             f"batch {batch.number}: its {len(rows)} loss terms cannot be told apart by sample ({batch.samples} "
@@ -173,7 +180,11 @@ def _check_finite_weights(source: Source) -> None:
 
 def _non_finite(batch: HeadBatch, bad: Tensor, name: str) -> NonFiniteError:
     first = int(bad.nonzero()[0])
-    what = "logits" if bool(batch.features[first].isfinite().all()) else "features"
+    what = (
+        "logits, or in squares beyond the dtype's range,"
+        if bool(batch.features[first].isfinite().all())
+        else "features"
+    )
     where = f" of layer {name!r}" if name else ""
     return NonFiniteError(
         f"batch {batch.number}: {int(bad.sum())} of {len(bad)} rows have NaN or infinity in the {what}{where} (the "
