@@ -254,7 +254,7 @@ def test_pairs_are_not_taken_beyond_the_memory():
     assert SoftmaxVariance(weight[:1000, :2000], None, compiled, rows=10**6, memory=2**25).route == "pairs"
 
 
-# --- around the contractions -------------------------------------------------------------------------------------------
+# --- around the contractions ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", HALF_LOSSES)

@@ -8,6 +8,7 @@ deviation (Theorem 4) also to neuron-wise ones. Never negative for a convex loss
 """
 
 import contextlib
+import math
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Protocol
@@ -85,20 +86,20 @@ class _Sum:
             weight = normalize.apply(scale, weight)
         self._backend = contractions.choose(options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
         self._curvature = loss.curvature(weight, bias, self._backend, rows, options.memory)
-        self._value = self._mass = torch.zeros((), dtype=torch.float64, device=weight.device)
+        self._value = self._mass = 0.0
         self._shares: list[Tensor] = []
         self._samples = self._omitted = 0
 
     def add(self, batch: HeadBatch) -> None:
         features = batch.features if self._scale is None else normalize.apply(self._scale, batch.features, inverse=True)
         rows = self._curvature(features, batch.terms).mul_(batch.terms.scale)
-        total, mass, kept = rows.sum(), batch.terms.mass, None
-        if not bool(total.isfinite()):
+        total, mass, kept = float(rows.sum()), batch.terms.mass, None
+        if not math.isfinite(total):
             rows = torch.where(batch.terms.scale != 0, rows, 0.0)
             rows, mass, kept = self._without_bad_rows(batch, rows)
-            total = rows.sum()
+            total = float(rows.sum())
         self._samples += batch.samples if kept is None else int(kept.sum())
-        self._value, self._mass = self._value + total, self._mass + mass.sum()
+        self._value, self._mass = self._value + total, self._mass + float(mass.sum())
         if self._options.per_sample:
             shares = _by_sample(batch, rows).sum(dim=1)
             self._shares.append(shares if kept is None else shares.masked_fill(~kept, torch.nan))
@@ -121,9 +122,9 @@ class _Sum:
             raise NonFiniteError(f"nan_policy='omit': all {self._omitted} samples have NaN or infinity")
         if self._mass == 0:
             raise InputError("targets: every one is ignored (or has class weight 0), so the loss has no terms")
-        divisor = float(self._mass) if self._reduction == "mean" else 1.0
+        divisor = self._mass if self._reduction == "mean" else 1.0
         return Estimate(
-            value=float(self._value) / divisor,
+            value=self._value / divisor,
             stderr=None,
             samples=self._samples,
             method="head",
