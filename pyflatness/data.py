@@ -91,3 +91,9 @@ def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
             mapped[key] = map_tensors(change, part)
         return mapped
     return batch
+
+
+def first(batch: Any, count: int) -> Any:
+    """The first ``count`` samples of a batch; tensors that do not hold its samples stay whole."""
+    samples = size(batch)
+    return map_tensors(lambda part: part[:count] if part.ndim and len(part) == samples else part, batch)

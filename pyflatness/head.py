@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import capture, layers, losses
 from .contractions import full_precision, promoted, promoted_dtype
-from .data import Batches, map_tensors, size
+from .data import Batches, first, size
 from .errors import FlatnessError, InputError, NotYetError
 
 _WIDE_OUTPUTS = 1024  # outputs from which the model is spared its own logits
@@ -113,8 +113,7 @@ class Head:
 
     def _skip_product(self, batch: Any, calls: capture.Calls, product: contextlib.ExitStack) -> None:
         """Establish the head on one sample; if it is wide, let the model do without its product from there on."""
-        count = size(batch)
-        sample = map_tensors(lambda part: part[:1] if part.ndim and len(part) == count else part, batch)
+        sample = first(batch, 1)
         try:
             outputs, _ = capture.run(self._model, sample, self._forward)
         except FlatnessError:

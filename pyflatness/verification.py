@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import capture, layers, losses
 from .contractions import compiled
-from .data import Batches, map_tensors
+from .data import Batches, first, map_tensors
 from .errors import InputError
 from .head import Head
 from .pipeline import relative_flatness
@@ -113,7 +113,7 @@ def verify(
         raise InputError(f"samples={samples}: at least one is wanted")
     with capture.observing(model) as module:
         batch = next(iter(Batches(data, capture.device(module))))
-        batch = map_tensors(lambda tensor: tensor[:samples] if tensor.ndim else tensor, batch)
+        batch = first(batch, samples)
         head = Head(module, layer, losses.resolve(loss, reduction), Batches([batch], capture.device(module)), forward)
         count = sum(rows.samples for rows in head.batches())
         double = copy.deepcopy(module).double()

@@ -1,85 +1,27 @@
 """Relative flatness of heads against dense Hessians: every loss, its options, and the layouts that outputs come in."""
 
-import functools
-import itertools
-
 import pytest
 import torch
 import truth
+from cases import (
+    CLASS_WEIGHTS,
+    INDICES,
+    LOSSES,
+    PROBABILITIES,
+    TOKEN_TARGETS,
+    TOKENS,
+    C,
+    N,
+    Pixels,
+    Tokens,
+    classifier,
+    head,
+    to,
+)
 from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-
-N, M, C = 6, 5, 4
-INDICES = torch.tensor([0, 3, 1, 1, 2, 0])
-IGNORED = torch.tensor([0, 3, -100, 1, -100, 0])
-CLASS_WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 3.0])
-PROBABILITIES = torch.softmax(torch.randn(N, C, generator=torch.Generator().manual_seed(1)), 1)
-LABELS = (PROBABILITIES > 0.2).float()
-
-
-def scalar_huber(outputs, targets):
-    return F.smooth_l1_loss(outputs, targets)
-
-
-LOSSES = {
-    "cross-entropy": (nn.CrossEntropyLoss(), INDICES),
-    "cross-entropy sum": (nn.CrossEntropyLoss(reduction="sum"), INDICES),
-    "cross-entropy F": (F.cross_entropy, INDICES),
-    "class weights": (nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), INDICES),
-    "class weights sum": (nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, reduction="sum"), INDICES),
-    "a class of weight zero": (nn.CrossEntropyLoss(weight=torch.tensor([0.0, 2.0, 1.0, 3.0])), INDICES),
-    "label smoothing": (nn.CrossEntropyLoss(label_smoothing=0.3), INDICES),
-    "smoothing, weights, ignored": (nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.3), IGNORED),
-    "partial": (functools.partial(F.cross_entropy, label_smoothing=0.3, weight=CLASS_WEIGHTS), INDICES),
-    "ignored": (nn.CrossEntropyLoss(), IGNORED),
-    "ignored class": (nn.CrossEntropyLoss(ignore_index=1), INDICES),
-    "ignored sum": (nn.CrossEntropyLoss(reduction="sum"), IGNORED),
-    "probabilities": (nn.CrossEntropyLoss(), PROBABILITIES),
-    "unnormalised targets": (nn.CrossEntropyLoss(), 3 * PROBABILITIES),
-    "probabilities, weights, smoothing": (
-        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.2),
-        PROBABILITIES,
-    ),
-    "squared error": (nn.MSELoss(), PROBABILITIES),
-    "squared error sum": (nn.MSELoss(reduction="sum"), PROBABILITIES),
-    "squared error F": (F.mse_loss, PROBABILITIES),
-    "binary": (nn.BCEWithLogitsLoss(), LABELS),
-    "binary sum": (nn.BCEWithLogitsLoss(reduction="sum"), LABELS),
-    "binary F": (F.binary_cross_entropy_with_logits, LABELS),
-    "binary, soft labels": (nn.BCEWithLogitsLoss(), PROBABILITIES),
-    "pos_weight": (nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHTS), LABELS),
-    "pos_weight and weight": (nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHTS, weight=CLASS_WEIGHTS.flip(0)), LABELS),
-    "binary, scalar weight": (nn.BCEWithLogitsLoss(weight=torch.tensor(2.5)), LABELS),
-    "custom": (lambda f, y: (torch.tanh(f) - y).pow(4).sum(1).mean(), PROBABILITIES),
-    "custom, indefinite": (lambda f, y: (torch.cos(3 * f) * y).sum(1).mean(), PROBABILITIES),
-    "custom, coupled outputs": (lambda f, y: (f.logsumexp(1) ** 2).mean(), INDICES),
-    "custom, linear": (lambda f, y: f.sum(1).mean(), INDICES),
-    "huber": (nn.HuberLoss(delta=0.7), PROBABILITIES),
-    "huber sum": (nn.HuberLoss(delta=0.7, reduction="sum"), PROBABILITIES),
-    "poisson": (nn.PoissonNLLLoss(), PROBABILITIES),
-    "nll of a head": (nn.NLLLoss(), INDICES),
-}
-
-
-def to(dtype, value):
-    """Tensors, loss modules and partials in another floating-point dtype."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, functools.partial):
-        return functools.partial(value.func, **{k: to(dtype, v) for k, v in value.keywords.items()})
-    if isinstance(value, nn.Module):
-        copy = type(value).__new__(type(value))
-        copy.__dict__.update(value.__dict__)
-        copy._buffers = {k: to(dtype, v) for k, v in value._buffers.items()}
-        return copy
-    return value
-
-
-def head(dtype, scale=1.0):
-    features, weight, bias = torch.randn(N, M), scale * torch.randn(C, M), torch.randn(C)
-    return features.to(dtype), weight.to(dtype), bias.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -144,39 +86,6 @@ def test_a_sum_written_as_a_callable_is_noticed():
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
-
-
-class Tokens(nn.Module):
-    """An embedding, a mixing layer and a head on every token; outputs (n, C, T) as nn.CrossEntropyLoss wants them."""
-
-    def __init__(self, last=lambda z: z.transpose(1, 2)):
-        super().__init__()
-        self.embed, self.mix, self.head, self.last = nn.Embedding(7, 6), nn.Linear(6, 6), nn.Linear(6, C), last
-
-    def forward(self, x):
-        h = torch.tanh(self.mix(self.embed(x)))
-        return self.last(self.head(h + h.mean(1, keepdim=True)))
-
-
-class Pixels(nn.Module):
-    """A segmentation network with a 1×1 convolution as its head."""
-
-    def __init__(self, dims=2, **options):
-        super().__init__()
-        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
-        self.body, self.head = conv(2, 5, 3, padding=1), conv(5, C, 1, **options)
-
-    def forward(self, x):
-        return self.head(torch.relu(self.body(x)))
-
-
-def classifier(*widths, bias=True):
-    layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b, bias=bias), nn.ReLU())]
-    return nn.Sequential(*layers[:-1])
-
-
-TOKENS = torch.randint(7, (3, 4), generator=torch.Generator().manual_seed(2))
-TOKEN_TARGETS = torch.tensor([[0, 1, 2, 3], [3, -100, -100, 1], [2, 2, 0, -100]])
 
 
 def check_model(model, loss, inputs, targets, name, engine, samples, **options):
@@ -321,59 +230,6 @@ def test_normalised_deviation_is_over_all_batches_and_counted_positions():
     kept = seen[0][TOKEN_TARGETS != -100].detach()
     by_hand = pf.head_flatness(kept, model.head.weight, model.head.bias, normalize="std")
     assert whole.value == pytest.approx(by_hand.value, rel=1e-12)
-
-
-# --- verify -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("widths", [(6, 7, C), (6, 300, 20)])
-def test_verify_agrees(widths):
-    model = classifier(*widths)
-    targets = torch.randint(widths[-1], (40,))
-    loss = nn.CrossEntropyLoss(label_smoothing=0.1, weight=torch.rand(widths[-1]))
-    result = pf.verify(model, loss, (torch.randn(40, 6), targets))
-    assert result
-    assert result.samples == 32
-    assert result.method == ("definition" if widths[1] == 7 else "laplacian in the input")
-    assert [check.path for check in result.checks] == [
-        f"{backend}, {dtype}" for dtype in ("float32", "float64") for backend in ("compiled", "reference")
-    ]
-    assert "verdict: all paths agree" in repr(result)
-
-
-@pytest.mark.parametrize("name", ["tokens", "pixels"])
-def test_verify_by_the_laplacian_on_positions(name, monkeypatch):
-    monkeypatch.setattr("pyflatness.verification._DEFINITION_ENTRIES", 0)
-    if name == "tokens":
-        result = pf.verify(Tokens(), nn.CrossEntropyLoss(), (TOKENS, TOKEN_TARGETS), "head")
-    else:
-        result = pf.verify(
-            Pixels(), nn.CrossEntropyLoss(), (torch.randn(2, 2, 3, 2), torch.randint(C, (2, 3, 2))), "head"
-        )
-    assert result, result
-
-
-def test_verify_notices_a_wrong_value(monkeypatch):
-    from pyflatness.contractions import reference
-
-    right = reference.softmax_variance
-    monkeypatch.setattr(reference, "softmax_variance", lambda *args: 1.01 * right(*args))
-    result = pf.verify(classifier(6, 7, C), nn.CrossEntropyLoss(), (torch.randn(9, 6), torch.randint(C, (9,))))
-    assert not result
-    assert "THE PATHS DISAGREE" in repr(result)
-
-
-def test_verify_takes_this_use_of_a_tied_weight():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.head.weight = self.body.weight
-
-        def forward(self, x):
-            return self.head(torch.tanh(self.body(x)))
-
-    assert pf.verify(Tied(), nn.CrossEntropyLoss(), (torch.randn(9, 4), torch.randint(4, (9,))), "head")
 
 
 def test_coupled_samples_are_noticed_one_sample_at_a_time():

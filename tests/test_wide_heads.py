@@ -155,7 +155,7 @@ def test_autocast():
 
 
 class LanguageModel(nn.Module):
-    """Counts how many logits it really makes."""
+    """Tokens to the logits of 2,000 classes; one that looks at them reads their largest."""
 
     def __init__(self, looks=False):
         super().__init__()
@@ -173,8 +173,8 @@ class Counted(nn.Linear):
     made = 0
 
 
-def counted(model):
-    """Logits made by real products, seen by a pre-hook that the skipped product does not change."""
+def counting_linear():
+    """``F.linear`` that counts the logits it makes for the wide layer."""
     right = nn.functional.linear
 
     def linear(inputs, weight, bias=None):
@@ -194,7 +194,7 @@ def test_a_wide_head_is_spared_its_logits(monkeypatch, layer, options):
     features = torch.tanh(model.body(model.embed(x)))
     expected = pf.head_flatness(features, model.head.weight, model.head.bias, y, **options)
     Counted.made = 0
-    monkeypatch.setattr(nn.functional, "linear", counted(model))
+    monkeypatch.setattr(nn.functional, "linear", counting_linear())
     value = pf.relative_flatness(model, nn.CrossEntropyLoss(), [(x[:4], y[:4]), (x[4:], y[4:])], layer, **options)
     assert value.value == pytest.approx(expected.value, rel=1e-6)
     passes = 2 if "normalize" in options else 1

@@ -1,0 +1,66 @@
+"""``pf.verify``: that it agrees, by both kinds of truth, and that it would notice."""
+
+import pytest
+import torch
+from cases import TOKEN_TARGETS, TOKENS, C, Pixels, Tokens, classifier
+from torch import nn
+
+import pyflatness as pf
+
+
+@pytest.mark.parametrize("widths", [(6, 7, C), (6, 300, 20)])
+def test_verify_agrees(widths):
+    model = classifier(*widths)
+    targets = torch.randint(widths[-1], (40,))
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1, weight=torch.rand(widths[-1]))
+    result = pf.verify(model, loss, (torch.randn(40, 6), targets))
+    assert result
+    assert result.samples == 32
+    assert result.method == ("definition" if widths[1] == 7 else "laplacian in the input")
+    assert [check.path for check in result.checks] == [
+        f"{backend}, {dtype}" for dtype in ("float32", "float64") for backend in ("compiled", "reference")
+    ]
+    assert "verdict: all paths agree" in repr(result)
+
+
+@pytest.mark.parametrize("name", ["tokens", "pixels"])
+def test_verify_by_the_laplacian_on_positions(name, monkeypatch):
+    monkeypatch.setattr("pyflatness.verification._DEFINITION_ENTRIES", 0)
+    if name == "tokens":
+        result = pf.verify(Tokens(), nn.CrossEntropyLoss(), (TOKENS, TOKEN_TARGETS), "head")
+    else:
+        result = pf.verify(
+            Pixels(), nn.CrossEntropyLoss(), (torch.randn(2, 2, 3, 2), torch.randint(C, (2, 3, 2))), "head"
+        )
+    assert result, result
+
+
+def test_verify_notices_a_wrong_value(monkeypatch):
+    from pyflatness.contractions import reference
+
+    right = reference.softmax_variance
+    monkeypatch.setattr(reference, "softmax_variance", lambda *args: 1.01 * right(*args))
+    result = pf.verify(classifier(6, 7, C), nn.CrossEntropyLoss(), (torch.randn(9, 6), torch.randint(C, (9,))))
+    assert not result
+    assert "THE PATHS DISAGREE" in repr(result)
+
+
+def test_verify_takes_this_use_of_a_tied_weight():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.head.weight = self.body.weight
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.body(x)))
+
+    assert pf.verify(Tied(), nn.CrossEntropyLoss(), (torch.randn(9, 4), torch.randint(4, (9,))), "head")
+
+
+def test_verify_cuts_samples_and_nothing_else():
+    """A table beside the samples, of another length, stays whole."""
+    model, x, y, table = nn.Linear(5, 3), torch.randn(40, 5), torch.randint(3, (40,)), torch.randn(50, 5)
+    batch = {"x": x, "y": y, "table": table}
+    forward = lambda net, part: (net(part["x"] + part["table"][-1]), part["y"])  # noqa: E731
+    assert pf.verify(model, nn.CrossEntropyLoss(), [batch], samples=7, forward=forward).samples == 7
