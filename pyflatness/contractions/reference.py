@@ -1,10 +1,16 @@
 """The kernels in plain torch: any dtype, any device, the truth that the compiled ones are held to.
 
-Axes: ``n`` rows (one loss term each), ``d`` outputs, ``m`` features. Per-row results are float64.
+Axes of the head's: ``n`` rows (one loss term each), ``d`` outputs, ``m`` features. Those of the layers': see
+:mod:`.geometry`, and M = Σ_p δ_p φ_pᵀ (d, m), a sample's weight gradient for one signal. Per-row and per-sample results
+are float64.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .geometry import Geometry
 
 # torch's first exp of a process, if several threads make it at once, can be right to 1e-4 only (seen in one process
 # of ten with torch 2.13's CPU build, MKL behind it). One serial call beforehand settles it.
@@ -58,3 +64,66 @@ def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -
     """``Σ_s coefficients[i, s] row_norms[s] σ'(logits[i, s])`` as (n,), σ' from the tail that does not cancel."""
     small = logits.abs().neg().exp()
     return row_dots(coefficients * small / (1 + small).square(), row_norms.expand_as(logits))
+
+
+class Products(NamedTuple):
+    """What :func:`direct` gives of each sample's M, (n, …) float64; None where not asked for."""
+
+    squares: Tensor
+    """``|M|²``, (n,)."""
+    rooted: Tensor | None
+    """``|R M|²``, (n,)."""
+    weighted: Tensor | None
+    """``|w ∘ M|²``, (n,)."""
+    by_column: Tensor | None
+    """``Σ w ∘ M`` over the rows, and the taps, of each input channel, (n, G c)."""
+    by_row: Tensor | None
+    """``Σ w ∘ M`` over the columns of each row, (n, G d)."""
+
+
+def direct(
+    inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | None, weight: Tensor | None
+) -> Products:
+    """Each sample's M, group by group, and what is asked of it; M is written out.
+
+    Args:
+        inputs: (n, G c, s0, s1, s2), padded.
+        signal: (n, G d, p0, p1, p2).
+        geometry: which inputs a position sees.
+        root: R, (G, r, d); None if ``|R M|²`` is not wanted.
+        weight: w, (G, d, m); None if nothing with ``w ∘ M`` is wanted.
+    """
+    gradients = geometry.rows(signal).transpose(2, 3) @ geometry.patches(inputs)  # n, G, d, m
+    return products(gradients, geometry, root, weight)
+
+
+def products(gradients: Tensor, geometry: Geometry, root: Tensor | None, weight: Tensor | None) -> Products:
+    """The same of M itself, (n, G, d, m)."""
+    rooted = None if root is None else _squares(root @ gradients)
+    if weight is None:
+        return Products(_squares(gradients), rooted, None, None, None)
+    weighted = (weight * gradients).double()
+    n, groups, d, m = weighted.shape
+    by_column = weighted.view(n, groups, d, m // geometry.taps, geometry.taps).sum(dim=(2, 4)).flatten(1)
+    return Products(_squares(gradients), rooted, _squares(weighted), by_column, weighted.sum(dim=3).flatten(1))
+
+
+def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:
+    """``⟨φ_p, φ_p'⟩`` for all pairs of positions, (n, G, P, P) in the inputs' dtype."""
+    patches = geometry.patches(inputs)
+    return patches @ patches.transpose(2, 3)
+
+
+def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:
+    """``Σ_pp' ⟨a_p, a_p'⟩ patch_gram[p, p']`` over all groups, (n,): ``|R M|²`` for a = R δ, ``|M|²`` for a = δ.
+
+    Args:
+        rows: a, (n, G, P, r).
+        patch_gram: (n, G, P, P), symmetric.
+    """
+    pairs = rows @ rows.transpose(2, 3)
+    return (pairs * patch_gram).sum(dim=(1, 2, 3), dtype=torch.float64)
+
+
+def _squares(matrices: Tensor) -> Tensor:
+    return matrices.square().flatten(1).sum(dim=1, dtype=torch.float64)

@@ -1,0 +1,56 @@
+"""How a layer's input becomes the patches that its weight matrix multiplies.
+
+One form for linear layers and convolutions, so that one set of contractions serves both. Axes: ``n`` samples, ``G``
+groups, ``c`` input channels of a group, ``d`` rows (outputs) of a group, ``P`` positions, ``m = c · taps`` columns.
+
+    inputs (n, G c, s0, s1, s2), padded        signal (n, G d, p0, p1, p2)        weight (G, d, m)
+
+A linear layer on (n, P, m) is a kernel of one tap on m channels and P pixels; convolutions of one or two dimensions
+have leading dimensions of one pixel. Any strides are welcome.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Triple = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Which pixels of the padded input a position sees."""
+
+    groups: int = 1
+    kernel: Triple = (1, 1, 1)
+    stride: Triple = (1, 1, 1)
+    dilation: Triple = (1, 1, 1)
+
+    @property
+    def taps(self) -> int:
+        """Pixels of a patch."""
+        a, b, c = self.kernel
+        return a * b * c
+
+    def places(self, size: tuple[int, ...]) -> Triple:
+        """Positions along each dimension for padded inputs of ``size``."""
+        a, b, c = (
+            (s - dilation * (kernel - 1) - 1) // stride + 1
+            for s, kernel, stride, dilation in zip(size, self.kernel, self.stride, self.dilation, strict=True)
+        )
+        return a, b, c
+
+    def patches(self, inputs: Tensor) -> Tensor:
+        """(n, G, P, m), the columns of the weight's order: channel, then tap."""
+        n, channels = inputs.shape[:2]
+        view = inputs
+        for dim, (kernel, stride, dilation) in enumerate(
+            zip(self.kernel, self.stride, self.dilation, strict=True), start=2
+        ):
+            view = view.unfold(dim, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
+        view = view.unflatten(1, (self.groups, channels // self.groups))  # n, G, c, p0, p1, p2, k0, k1, k2
+        positions = view.shape[3] * view.shape[4] * view.shape[5]
+        return view.permute(0, 1, 3, 4, 5, 2, 6, 7, 8).reshape(n, self.groups, positions, -1)
+
+    def rows(self, signal: Tensor) -> Tensor:
+        """(n, G, P, d) of a signal (n, G d, p0, p1, p2)."""
+        return signal.unflatten(1, (self.groups, -1)).flatten(3).transpose(2, 3)
