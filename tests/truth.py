@@ -1,14 +1,24 @@
-"""Truth for tests: dense Hessians by nested autograd in float64, and exact softmax variances by mpmath-free float64."""
+"""Truth for tests, in float64: dense Hessians and Gauss-Newton matrices by nested autograd, and what they define.
 
-from collections.abc import Callable
+A layer's matrix here is (d, m, d, m): entry [s, j, t, k] belongs to the weights w_sj and w_tk, filters flattened.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import functional as autograd
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Loss = Callable[..., Tensor]
 
 
 def hessian(risk: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
     """The dense Hessian of ``risk`` in ``weight`` (d, m), as (d, m, d, m)."""
-    result = torch.autograd.functional.hessian(risk, weight)
+    result = autograd.hessian(risk, weight)
     assert isinstance(result, Tensor)
     return result
 
@@ -16,11 +26,10 @@ def hessian(risk: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
 def relative_flatness(risk: Callable[[Tensor], Tensor], weight: Tensor) -> float:
     """Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(H_ss'), the definition, from the dense Hessian."""
     weight = weight.detach().double()
-    traces = torch.einsum("sjtj->st", hessian(risk, weight))
-    return float((weight @ weight.t() * traces).sum())
+    return relative_flatness_of(hessian(risk, weight), weight)
 
 
-def of_model(model: nn.Module, loss: Callable[..., Tensor], inputs: Tensor, targets: Tensor, name: str) -> float:
+def of_model(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, name: str) -> float:
     """κ of one layer of a float64 model."""
     layer = model.get_submodule(name)
 
@@ -38,3 +47,164 @@ def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor | None) -> T
     p = torch.softmax(logits, dim=1)
     pairs = torch.cdist(weight, weight, compute_mode="donot_use_mm_for_euclid_dist").square()
     return features.square().sum(dim=1) * ((p @ pairs) * p).sum(dim=1) / 2
+
+
+# --- any layer --------------------------------------------------------------------------------------------------------
+
+
+def weight_of(model: nn.Module, name: str) -> Tensor:
+    """The effective weight of a layer as a matrix (d, m): what a parametrisation makes of its parts, detached."""
+    return model.get_submodule(name).weight.detach().flatten(1).clone()
+
+
+@contextlib.contextmanager
+def outputs_of(
+    model: nn.Module, name: str, inputs: Tensor, sample: int | None = None
+) -> Iterator[Callable[[Tensor], Tensor]]:
+    """The model's outputs as a function of the weight matrix of layer ``name``; with ``sample``, of its row alone.
+
+    Every call of the layer takes the given matrix for its weight, parametrised or not; modules tied to it keep theirs.
+    The last matrix stays in force until the end, since activation checkpointing calls the layer again in a backward
+    pass.
+    """
+    layer = model.get_submodule(name)
+
+    def outputs(weight: Tensor) -> Tensor:
+        def forward(x: Tensor) -> Tensor:
+            if isinstance(layer, nn.Linear):
+                return F.linear(x, weight, layer.bias)
+            return layer._conv_forward(x, weight.view(layer.weight.shape), layer.bias)
+
+        layer.forward = forward
+        f = model(inputs)
+        if sample is None:
+            return f
+        live = torch.zeros_like(f, dtype=torch.bool)
+        live[sample] = True
+        return torch.where(live, f, f.detach())
+
+    try:
+        with sdpa_kernel(SDPBackend.MATH):  # the other kernels of attention have no second derivative
+            yield outputs
+    finally:
+        layer.__dict__.pop("forward", None)
+
+
+def layer_hessian(
+    model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, name: str, sample: int | None = None
+) -> Tensor:
+    """The Hessian (d, m, d, m) of E in the weight of layer ``name``; with ``sample``, that sample's share in it."""
+    with outputs_of(model, name, inputs, sample) as outputs:
+        return hessian(lambda weight: loss(outputs(weight), targets), weight_of(model, name))
+
+
+def layer_ggn(
+    model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, name: str, sample: int | None = None
+) -> Tensor:
+    """JᵀH_fJ (d, m, d, m): J of all outputs in the weight of ``name``, H_f dense over them; or a sample's share."""
+    weight = weight_of(model, name)
+    with outputs_of(model, name, inputs, sample) as outputs:
+        f = outputs(weight).detach()
+        jacobian = autograd.jacobian(outputs, weight).view(f.numel(), *weight.shape)
+    curvature = hessian(lambda z: loss(z, targets), f).view(f.numel(), f.numel())
+    return torch.einsum("asj,ab,btk->sjtk", jacobian, curvature, jacobian)
+
+
+def block_traces(matrix: Tensor, groups: int = 1) -> Tensor:
+    """T[s,s'] = Tr(H_ss') (d, d); rows of two groups of a convolution belong to two weight matrices and have none."""
+    traces = torch.einsum("sjtj->st", matrix)
+    group = torch.arange(len(traces)) * groups // len(traces)
+    return torch.where(group[:, None] == group, traces, 0.0)
+
+
+def relative_flatness_of(matrix: Tensor, weight: Tensor, groups: int = 1) -> float:
+    """κ = ⟨w wᵀ, T⟩."""
+    return float((weight @ weight.t() * block_traces(matrix, groups)).sum())
+
+
+def trace_of(matrix: Tensor) -> float:
+    """Σ_s Tr(H_ss)."""
+    return float(torch.einsum("sjsj->", matrix))
+
+
+# --- a convolution as one dense matrix --------------------------------------------------------------------------------
+
+
+def dense_layer(conv: nn.Module, input_size: tuple[int, ...]) -> nn.Linear:
+    """A convolution on inputs (channels, *pixels) as a Linear on flattened ones, padding and groups written out."""
+    size = tuple(input_size)
+    with torch.no_grad():
+        basis = torch.eye(torch.Size(size).numel(), dtype=torch.float64)
+        at_zero = conv(torch.zeros(1, *size, dtype=torch.float64))
+        columns = (conv(basis.unflatten(1, size)) - at_zero).flatten(1)
+        linear = nn.Linear(columns.shape[0], columns.shape[1], dtype=torch.float64)
+        linear.weight.copy_(columns.t())
+        linear.bias.copy_(at_zero.flatten())
+    return linear
+
+
+class Dense(nn.Module):
+    """A convolution replaced by its dense matrix, ``linear``."""
+
+    def __init__(self, conv: nn.Module, input_size: tuple[int, ...]):
+        super().__init__()
+        self.linear = dense_layer(conv, input_size)
+        self.size = conv(torch.zeros(1, *input_size, dtype=torch.float64)).shape[1:]
+
+    def forward(self, x):
+        return self.linear(x.flatten(1)).unflatten(1, self.size)
+
+
+def affine(model: nn.Module, name: str, inputs: Tensor) -> tuple[nn.Module, str]:
+    """A copy of the model with convolution ``name`` as one dense Linear, and the name of that Linear.
+
+    κ, trace and T by ``conv="affine"`` are the ordinary ones of that layer.
+    """
+    (size,) = {x.shape[1:] for x in layer_inputs(model, name, inputs)}
+    model = copy.deepcopy(model)
+    conv = model.get_submodule(name)
+    dense = Dense(conv, size)
+    for parent in list(model.modules()):
+        for key, child in parent._modules.items():
+            if child is conv:
+                parent._modules[key] = dense
+    return model, f"{name}.linear"
+
+
+# --- normalised -------------------------------------------------------------------------------------------------------
+
+
+def layer_inputs(model: nn.Module, name: str, inputs: Tensor) -> list[Tensor]:
+    """What each call of the layer took, as it came."""
+    seen: list[Tensor] = []
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        handle = model.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0].clone()))
+        stack.callback(handle.remove)
+        model(inputs)
+    return seen
+
+
+def deviations(rows: Tensor) -> Tensor:
+    """σ_j, biased, of (rows, features): |c| for a feature that is c throughout, 0 for one that drops out."""
+    deviation, largest = rows.std(dim=0, correction=0), rows.abs().amax(dim=0)
+    return torch.where(deviation <= 1e-12 * largest, largest, deviation)
+
+
+def layer_deviations(model: nn.Module, name: str, inputs: Tensor) -> Tensor:
+    """σ of a layer's features, or of its input channels over unpadded pixels, over samples, positions and calls."""
+    dim = -1 if isinstance(model.get_submodule(name), nn.Linear) else 1
+    calls = layer_inputs(model, name, inputs)
+    return deviations(torch.cat([x.movedim(dim, -1).reshape(-1, x.shape[dim]) for x in calls]))
+
+
+def scaled(layer: nn.Module, matrix: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
+    """The matrix of a layer in the coordinates w'_j = w_j σ_j, and w' (d, m): κ_n is κ of the two (Theorem 4).
+
+    ``deviation`` is of the layer's features, or input channels: each tap has its channel's. A feature of deviation 0
+    drops out: its column of w' and its rows of the matrix are 0.
+    """
+    weight, groups = layer.weight.detach().flatten(1), getattr(layer, "groups", 1)
+    (d, m), inside = weight.shape, len(deviation) // groups  # channels that a filter sees
+    spread = deviation.view(groups, 1, inside, 1).expand(groups, d // groups, inside, m // inside).reshape(d, m)
+    inverse = torch.where(spread > 0, 1 / spread, 0.0)
+    return inverse[:, :, None, None] * matrix * inverse, weight * spread
