@@ -1,8 +1,8 @@
 """How flat is the loss around a trained network."""
 
 from .errors import BackendError, FlatnessError, InputError, MissingExtraError, NonFiniteError, NotYetError
-from .pipeline import head_flatness, relative_flatness
-from .report import Estimate
+from .pipeline import block_traces, head_flatness, measure, relative_flatness
+from .report import Estimate, Report
 from .verification import Verification, verify
 
 __version__ = "0.1.0"
@@ -15,8 +15,11 @@ __all__ = [
     "MissingExtraError",
     "NonFiniteError",
     "NotYetError",
+    "Report",
     "Verification",
+    "block_traces",
     "head_flatness",
+    "measure",
     "relative_flatness",
     "verify",
 ]

@@ -1,8 +1,9 @@
 """Data as batches: a tuple of tensors or an iterable of batches, moved to the model's device."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,6 +45,20 @@ class Batches:
             )
         self._data = data
 
+    def peek(self) -> Any:
+        """The first batch, without taking it from the data."""
+        taken: list[Any] = []
+        source = iter(self._cut())
+        for batch in source:
+            taken.append(batch)
+            if size(batch) > 0:
+                break
+        if hasattr(self._data, "__next__"):
+            self._data = itertools.chain(taken, source)
+        if not taken or size(taken[-1]) <= 0:
+            raise InputError("data: there are no samples in it")
+        return to_device(taken[-1], self._device)
+
     def __len__(self) -> int:
         """Number of batches; 0 if the data cannot tell."""
         if self._tensors:
@@ -55,13 +70,17 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         empty = True
-        cut = zip(*(part.split(_BATCH_SIZE) for part in self._tensors), strict=True) if self._tensors else self._data
-        for batch in progress.track(cut, len(self), "batches", self._shown):
+        for batch in progress.track(self._cut(), len(self), "batches", self._shown):
             if size(batch) > 0:
                 empty = False
                 yield to_device(batch, self._device)
         if empty:
             raise InputError("data: there are no samples in it")
+
+    def _cut(self) -> Iterable[Any]:
+        if not self._tensors:
+            return cast(Iterable[Any], self._data)
+        return zip(*(held.split(_BATCH_SIZE) for held in self._tensors), strict=True)
 
 
 def size(batch: Any) -> int:
@@ -93,7 +112,12 @@ def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
     return batch
 
 
-def first(batch: Any, count: int) -> Any:
-    """The first ``count`` samples of a batch; tensors that do not hold its samples stay whole."""
+def part(batch: Any, start: int, stop: int) -> Any:
+    """Some samples of a batch; tensors that do not hold its samples stay whole."""
     samples = size(batch)
-    return map_tensors(lambda part: part[:count] if part.ndim and len(part) == samples else part, batch)
+    return map_tensors(lambda held: held[start:stop] if held.ndim and len(held) == samples else held, batch)
+
+
+def first(batch: Any, count: int) -> Any:
+    """The first ``count`` samples of a batch."""
+    return part(batch, 0, count)

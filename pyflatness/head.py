@@ -14,12 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import capture, layers, losses
-from .contractions import full_precision, promoted, promoted_dtype
+from . import capture, layers, losses, selectors
+from .contractions import promoted, promoted_dtype
 from .data import Batches, first, size
-from .errors import FlatnessError, InputError, NotYetError
+from .errors import FlatnessError, InputError
 
 _WIDE_OUTPUTS = 1024  # outputs from which the model is spared its own logits
+
+
+class _NotTheHeadError(InputError):
+    """A layer whose output is not the model's."""
 
 
 @dataclass
@@ -52,8 +56,7 @@ class Head:
         forward: see :func:`.capture.run`.
 
     Raises:
-        InputError: no such layer, or bad batches, targets or dtypes (while iterating).
-        NotYetError: the layer is not the head.
+        InputError: no such layer, or bad batches, targets or dtypes, or a layer that is not the head (while iterating).
     """
 
     def __init__(
@@ -67,8 +70,8 @@ class Head:
         self._model, self._loss, self._data, self._forward = model, loss, data, forward
         self.name = ""  # known once a batch went through
         if layer is not None:
-            name, module = layers.select(model, layer)
-            self._candidates = {name: module}
+            name = selectors.one(model, layer)
+            self._candidates = {name: model.get_submodule(name)}
             return
         self._candidates = {
             name: module
@@ -90,6 +93,24 @@ class Head:
         """Says so if the weight is used elsewhere too."""
         others = layers.ties(self._model, self._candidates[self.name])
         return (f"weight tied with {', '.join(others)}: derivative through this use only",) if others else ()
+
+    def established(self, batch: Any) -> bool:
+        """Whether the layer is the head, going by one sample of a batch; after it the layer's name is known."""
+        with capture.Calls(self._candidates) as calls:
+            try:
+                outputs, targets = capture.run(self._model, first(batch, 1), self._forward)
+                samples = 1
+            except FlatnessError:
+                raise
+            except Exception:  # not a batch that one sample can be cut from; an error of the model's own comes again
+                calls.clear()
+                outputs, targets = capture.run(self._model, batch, self._forward)
+                samples = size(batch)
+            try:
+                self._rows(self._head_call(calls, outputs), outputs, targets, samples, 0)
+            except _NotTheHeadError:
+                return False
+        return True
 
     def batches(self) -> Generator[HeadBatch, None, None]:
         """Runs the model over the data and yields the layer's rows; hooks are there until it ends or is closed."""
@@ -157,13 +178,12 @@ class Head:
             reason = "its output is not the model's output"
         elif call.changed():
             reason = "its output (or input) is modified in place afterwards"
-        elif not _computes(self._candidates[name], call):
+        elif not layers.computes(self._candidates[name], call.inputs, call.output):
             reason = "its output is not W φ + b of its weight and input (a hook or an adapter changes it)"
+        if not layers.is_pointwise(self._candidates[name]):
+            reason = "it is a convolution of several taps"
         if reason:
-            raise NotYetError(
-                f"layer {name!r} is not the model's head: {reason}. This version measures layers whose output is what "
-                "the model returns (views and permutations included)"
-            )
+            raise _NotTheHeadError(f"layer {name!r} is not the model's head as in the batches before: {reason}")
         return call
 
     def _rows(self, call: capture.Call, outputs: Tensor, targets: Any, samples: int, number: int) -> HeadBatch:
@@ -179,19 +199,39 @@ class Head:
         dim = _class_dim(outputs, output, self._loss)
         places = _places(outputs.movedim(dim, -1)) if dim is not None else None
         order = _order(places, _places(output)) if places is not None else None
-        if dim is None or order is None:
-            raise NotYetError(
-                f"layer {self.name!r} is not the model's head: the model's output {tuple(outputs.shape)} is not a set "
-                f"of whole rows of the layer's {tuple(call.output.shape)}"
+        if dim is None or order is None or not (self._loss.positions or (outputs.ndim == 2 and dim == 1)):
+            raise _NotTheHeadError(
+                f"layer {self.name!r} is not the model's head as in the batches before: the model's output "
+                f"{tuple(outputs.shape)} is not a set of whole rows of the layer's {tuple(call.output.shape)}"
             )
         features = layers.input_rows(module, call.inputs)
         try:
             terms = self._loss.terms(outputs, targets.detach(), dim)
-        except (InputError, NotYetError) as error:
+        except InputError as error:
             raise type(error)(f"batch {number}: {error}") from None
         features = features if order.numel() == 0 else features[order.to(features.device)]
         told_apart = len(outputs) == samples and dim != 0
         return HeadBatch(features, terms, samples, len(features) // samples if told_apart else 0, number)
+
+
+def find(
+    model: nn.Module,
+    layer: str | nn.Module | None,
+    loss: losses.Loss,
+    data: Batches,
+    forward: capture.Forward | None,
+) -> tuple[str, Head | None]:
+    """The name of the layer that is meant (None: the last Linear that ran), and it as the head if it is that.
+
+    Raises:
+        InputError: no such layer, or a bad first batch.
+    """
+    if layer is not None:
+        name = selectors.one(model, layer)
+        if not layers.is_pointwise(model.get_submodule(name)):
+            return name, None
+    source = Head(model, layer, loss, data, forward)
+    return (source.name, source) if source.established(data.peek()) else (source.name, None)
 
 
 def _class_dim(outputs: Tensor, output: Tensor, loss: losses.Loss) -> int | None:
@@ -224,23 +264,6 @@ def _order(wanted: Tensor, present: Tensor) -> Tensor | None:
     if not sorted_places[found].equal(wanted) or len(wanted.unique()) < len(wanted):
         return None
     return index[found]
-
-
-def _computes(module: nn.Module, call: capture.Call) -> bool:
-    """Whether the call's output is W φ + b, looked at in its first and last row."""
-    weight, bias = layers.matrix(module)
-    if call.output.is_meta or call.output.numel() == 0:  # the product is skipped, once it was seen to be one
-        return True
-    dim = layers.class_dim(module)
-    output = call.output.detach().movedim(dim, -1)
-    output = output.reshape(-1, output.shape[-1])[[0, -1]]
-    inputs = layers.input_rows(module, call.inputs)[[0, -1]].to(weight.dtype)
-    with full_precision(inputs):
-        expected = promoted(inputs) @ promoted(weight).t() + (0 if bias is None else promoted(bias))
-    tolerance = max(1e-3, 8 * torch.finfo(output.dtype).eps)
-    size = float(expected.abs().amax().nan_to_num(0, 0, 0))
-    close = torch.isclose(output.to(expected.dtype), expected, rtol=tolerance, atol=tolerance * size)
-    return bool((close | ~expected.isfinite()).all())
 
 
 @dataclass

@@ -1,13 +1,13 @@
-"""Layers as weight matrices: which are supported, their (d, m) matrix, their input as rows, and how to name them."""
-
-import difflib
-import fnmatch
-import re
+"""Layers as weight matrices: which are supported, their (d, m) matrix, their inputs and signals in one form."""
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from .errors import InputError, NotYetError
+from .contractions import Geometry, full_precision, promoted
+from .errors import InputError
+
+SUPPORTED = "Linear, Conv1d, Conv2d, Conv3d, and the Conv1D of transformers"
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -24,11 +24,26 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def is_supported(module: nn.Module) -> bool:
-    """A linear layer, or a convolution with a 1×1 kernel that touches every pixel once: one matrix per position."""
+    """A linear layer or convolution that computes what its class says."""
+    for kind in _CONVOLUTIONS:
+        if isinstance(module, kind):
+            return type(module).forward is kind.forward and type(module)._conv_forward is kind._conv_forward
     if isinstance(module, nn.Linear):
         return type(module).forward is nn.Linear.forward
+    return _is_transposed(module)
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Conv1d, Conv2d or Conv3d: outputs are channels-first."""
+    return isinstance(module, _CONVOLUTIONS)
+
+
+def is_pointwise(module: nn.Module) -> bool:
+    """Multiplies every position by the same matrix, once: linear, or a convolution of one tap and one group."""
+    if not isinstance(module, _CONVOLUTIONS):
+        return is_supported(module)
     return (
-        isinstance(module, _CONVOLUTIONS)
+        is_supported(module)
         and all(k == 1 for k in module.kernel_size)
         and all(s == 1 for s in module.stride)
         and module.groups == 1
@@ -37,56 +52,102 @@ def is_supported(module: nn.Module) -> bool:
 
 
 def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """The effective weight (d, m) and the bias (d,) of a supported layer, detached."""
+    """The effective weight (d, m), a filter to a row, and the bias (d,) of a supported layer, detached."""
     weight, bias = module.weight, module.bias
     assert isinstance(weight, Tensor)
-    return weight.detach().flatten(1), bias.detach() if isinstance(bias, Tensor) else None
+    weight = weight.detach().t() if _is_transposed(module) else weight.detach().flatten(1)
+    return weight, bias.detach() if isinstance(bias, Tensor) else None
+
+
+def groups(module: nn.Module) -> int:
+    """How many weight matrices of their own the layer is made of."""
+    return module.groups if isinstance(module, _CONVOLUTIONS) else 1
+
+
+def geometry(module: nn.Module) -> Geometry:
+    """Which (padded) inputs a position of the layer sees."""
+    if not isinstance(module, _CONVOLUTIONS):
+        return Geometry()
+    return Geometry(module.groups, *map(_triple, (module.kernel_size, module.stride, module.dilation)))
 
 
 def class_dim(module: nn.Module) -> int:
     """The dimension of the layer's output that holds its d rows: last for linear layers, 1 for convolutions."""
-    return -1 if isinstance(module, nn.Linear) else 1
+    return 1 if isinstance(module, _CONVOLUTIONS) else -1
 
 
 def input_rows(module: nn.Module, inputs: Tensor) -> Tensor:
-    """The layer's input as (positions of all samples, m), in the order of the output without its class dimension."""
+    """The layer's unpadded input as (positions or pixels of all samples, channels), channels moved last."""
     inputs = inputs.detach().movedim(class_dim(module), -1)
     return inputs.reshape(-1, inputs.shape[-1])
 
 
-def select(model: nn.Module, selector: str | nn.Module) -> tuple[str, nn.Module]:
-    """The one layer that a selector means: a qualified name, a glob, ``re:…``, ``type:…`` or the module itself.
+def pad(module: nn.Module, inputs: Tensor) -> Tensor:
+    """A convolution's input (N, C, …), padded as the layer does it."""
+    if not isinstance(module, _CONVOLUTIONS) or not any(module._reversed_padding_repeated_twice):
+        return inputs
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return F.pad(inputs, module._reversed_padding_repeated_twice, mode=mode)
 
-    Raises:
-        InputError: nothing or several layers match; near names or the matches are listed.
-        NotYetError: the layer is of a kind that this version cannot measure.
+
+def apply(module: nn.Module, inputs: Tensor) -> Tensor:
+    """The layer's linear part on an input: W φ, without bias or hooks."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    weight = weight.detach()
+    if isinstance(module, _CONVOLUTIONS):
+        outputs: Tensor = module._conv_forward(inputs, weight, None)
+        return outputs
+    return inputs @ weight if _is_transposed(module) else F.linear(inputs, weight)
+
+
+def computes(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
+    """Whether an output is W φ + b of its input, looked at in its first and last row (or image)."""
+    if output.is_meta or output.numel() == 0:
+        return True
+    if not isinstance(module, _CONVOLUTIONS):
+        inputs, output = inputs.reshape(-1, inputs.shape[-1]), output.reshape(-1, output.shape[-1])
+    weight, bias = matrix(module)
+    inputs, output = inputs.detach()[[0, -1]].to(weight.dtype), output.detach()[[0, -1]]
+    with full_precision(inputs):
+        expected = apply(module, inputs).movedim(class_dim(module), -1)
+        expected = promoted(expected) + (0 if bias is None else promoted(bias))
+    tolerance = max(1e-3, 8 * torch.finfo(output.dtype).eps)
+    size = float(expected.abs().amax().nan_to_num(0, 0, 0))
+    output = output.movedim(class_dim(module), -1).to(expected.dtype)
+    close = torch.isclose(output, expected, rtol=tolerance, atol=tolerance * size)
+    return bool((close | ~expected.isfinite()).all())
+
+
+def in_common_form(module: nn.Module, tensor: Tensor) -> list[Tensor]:
+    """Inputs (padded) or signals of one call, samples first, in the five dimensions of :class:`.Geometry`.
+
+    Args:
+        module: a supported layer.
+        tensor: (n, …, features) for a linear layer, (n, q, channels, …) for a convolution on q images a sample.
+
+    Returns:
+        One tensor, or q of them where three-dimensional images leave no dimension for q.
     """
-    named = dict(model.named_modules(remove_duplicate=False))
-    if isinstance(selector, nn.Module):
-        matches = [name for name, module in named.items() if module is selector][:1]
-        if not matches:
-            raise InputError(f"layer: this {type(selector).__name__} is not a part of the model")
-    elif isinstance(selector, str):
-        matches = [selector] if selector in named else _matching(model, selector)
-    else:
-        raise InputError(f"layer: a name, glob, 're:…', 'type:…' or module is wanted, got {type(selector).__name__}")
-    if not matches:
-        layers = [name for name, module in named.items() if is_supported(module)]
-        near = difflib.get_close_matches(selector, [name for name in named if name]) or layers
-        raise InputError(f"layer: nothing in the model matches {selector!r}; did you mean {', '.join(near[:5])}?")
-    if len(matches) > 1:
-        raise InputError(f"layer: {selector!r} matches {len(matches)} layers, one is wanted: {', '.join(matches[:8])}")
-    module = named[matches[0]]
-    if not is_supported(module):
-        raise NotYetError(
-            f"layer {matches[0]!r} is a {type(module).__name__}; this version measures Linear layers and 1×1 "
-            "convolutions (stride 1, no padding, one group) that are the model's head"
-        )
-    return matches[0], module
+    if not isinstance(module, _CONVOLUTIONS):
+        return [tensor.reshape(len(tensor), -1, tensor.shape[-1]).transpose(1, 2)[..., None, None]]
+    if isinstance(module, nn.Conv3d):
+        return list(tensor.unbind(1))
+    images = tensor.transpose(1, 2)  # the q images lie along the first spatial dimension, where kernels have one tap
+    return [images if images.ndim == 5 else images.unsqueeze(3)]
+
+
+def joined(parts: list[Tensor]) -> list[Tensor]:
+    """Tensors of several calls as one, along the first spatial dimension, where their other sizes allow it."""
+    if len({(*part.shape[:2], *part.shape[3:]) for part in parts}) > 1:
+        return parts
+    return [parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)]
 
 
 def check_measurable(name: str, module: nn.Module) -> None:
     """Raise unless the layer's weights are numbers that the contractions can take."""
+    if isinstance(module._parameters.get("weight"), nn.parameter.UninitializedParameter):
+        raise InputError(f"layer {name!r}: its weights are not initialised; run the model once on a batch")
     weight, bias = matrix(module)
     if weight.is_meta:
         raise InputError(f"layer {name!r}: its weights are on the meta device; load the model first")
@@ -113,15 +174,12 @@ def ties(model: nn.Module, layer: nn.Module) -> list[str]:
     ]
 
 
-def _matching(model: nn.Module, pattern: str) -> list[str]:
-    kind, _, rest = pattern.partition(":")
-    layers = {name: module for name, module in model.named_modules() if name}
-    if kind == "type" and rest:
-        return [name for name, module in layers.items() if type(module).__name__ == rest]
-    if kind == "re" and rest:
-        try:
-            expression = re.compile(rest)
-        except re.error as error:
-            raise InputError(f"layer: {pattern!r} is not a regular expression ({error})") from None
-        return [name for name in layers if expression.fullmatch(name)]
-    return [name for name, module in layers.items() if is_supported(module) and fnmatch.fnmatchcase(name, pattern)]
+def _is_transposed(module: nn.Module) -> bool:
+    """The layer of GPT-2: a linear layer that keeps its weight as (m, d). Known by name; transformers may be absent."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+def _triple(sizes: tuple[int, ...]) -> tuple[int, int, int]:
+    a, b, c = (*(1,) * (3 - len(sizes)), *sizes)
+    return a, b, c

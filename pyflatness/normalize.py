@@ -6,10 +6,16 @@
 throughout drops out; a constant c ≠ 0 takes |c|. Only so does no rescaling of a neuron change the value.
 """
 
-import torch
-from torch import Tensor
+from collections.abc import Mapping
 
+import torch
+from torch import Tensor, nn
+
+from . import layers, signals
 from .contractions import promoted
+from .errors import NonFiniteError
+from .losses import Loss
+from .runner import Run, Runner
 
 _ULPS = 16  # a deviation below so many units in the last place of the largest entry is none
 
@@ -57,3 +63,73 @@ def apply(scale: Tensor, matrix: Tensor, *, inverse: bool = False) -> Tensor:
     factors = scale[kept]
     columns = matrix if bool(kept.all()) else matrix[:, kept]
     return columns * (1 / factors if inverse else factors).to(matrix.dtype)
+
+
+def multiplied(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
+    """``tensor`` times the scale of its channels, which are in ``dim``."""
+    sizes = [1] * tensor.ndim
+    sizes[dim] = len(scale)
+    tensor = promoted(tensor)
+    return tensor * scale.view(sizes).to(tensor.dtype)
+
+
+def divided(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
+    """``tensor`` divided by the scale of its channels; channels of scale 0 become 0, which drops them."""
+    return multiplied(tensor, torch.where(scale > 0, 1 / scale, 0.0), dim)
+
+
+def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Tensor]:
+    """The scale of every layer's input channels, by one pass over the data.
+
+    Rows are positions, or the unpadded pixels of a convolution. Positions of ignored targets are left out where the
+    layer's positions are the loss's; with them the padding of an ``attention_mask``; else samples without any target.
+
+    Raises:
+        NonFiniteError: NaN or infinity in a layer's input, under ``nan_policy="raise"``.
+    """
+    deviations: dict[str, FeatureScale] = {}
+    for rows in runner.results(lambda run: _rows(runner, run, loss, nan_policy)):
+        for name, kept in rows.items():
+            deviations.setdefault(name, FeatureScale()).add(kept)
+    return {name: deviation.scale() for name, deviation in deviations.items()}
+
+
+def _rows(runner: Runner, run: Run, loss: Loss, nan_policy: str) -> dict[str, Tensor]:
+    """(rows, channels) of each layer's input, those that count."""
+    inputs = {name: _by_sample(module, run, name) for name, module in runner.modules.items() if run.calls(name)}
+    good = torch.ones(run.samples, dtype=torch.bool, device=run.outputs.device)
+    used = signals.prepare(run.outputs, run.targets, loss, run.samples).used
+    masks = {}
+    for name, rows in inputs.items():
+        masks[name] = _mask(run, used, rows.shape[1], layers.is_pointwise(runner.modules[name]))
+        bad = (~rows.isfinite().all(dim=2) & masks[name]).any(dim=1)
+        if bool(bad.any()) and nan_policy == "raise":
+            raise NonFiniteError(
+                f"batch {run.number}: {int(bad.sum())} of {run.samples} samples have NaN or infinity in the input of "
+                f"layer {name!r}; pass nan_policy='omit' or 'propagate' to go on"
+            )
+        if nan_policy == "omit":
+            good = good & ~bad
+    return {name: rows[masks[name] & good.unsqueeze(1)] for name, rows in inputs.items()}
+
+
+def _by_sample(module: nn.Module, run: Run, name: str) -> Tensor:
+    """(n, rows, channels)."""
+    parts = []
+    for call in run.calls(name):
+        inputs = run.samples_first(name, call.inputs.detach())
+        if layers.is_convolution(module):
+            inputs = inputs.movedim(2, -1)
+        parts.append(inputs.reshape(run.samples, -1, inputs.shape[-1]))
+    return torch.cat(parts, dim=1)
+
+
+def _mask(run: Run, used: Tensor, rows: int, pointwise: bool) -> Tensor:
+    """(n, rows), which of a layer's rows count."""
+    mask = used.any(dim=1, keepdim=True).expand(-1, rows)
+    if pointwise and rows == used.shape[1]:
+        mask = used
+    attention = run.batch.get("attention_mask") if isinstance(run.batch, Mapping) else None
+    if isinstance(attention, Tensor) and pointwise and attention.shape == mask.shape:
+        mask = mask & (attention != 0)
+    return mask

@@ -1,16 +1,19 @@
-"""From tensors, or a model and its data, to a number: :func:`head_flatness` and :func:`relative_flatness`."""
+"""From tensors, or a model and its data, to numbers: the public calls, each readable in one screen."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import capture, head, losses
-from .contractions.softmax import DEFAULT_MEMORY
+from . import capture, head, layers, losses, selectors
 from .data import Batches
-from .errors import InputError, NotYetError
-from .measures import relative_flatness as measure
-from .report import Estimate
+from .layer_values import LayerValues
+from .measures import RELATIVE_FLATNESS, Measure, at_head, named
+from .options import Options
+from .report import Estimate, Report
+from .selectors import Selector
 
 
 @capture.eager
@@ -63,10 +66,11 @@ def head_flatness(
         >>> pf.head_flatness(phi, w)
         Estimate(1.47459: exact, method head, 2 samples, ... backend)
     """
-    options = measure.Options(normalize, per_sample, nan_policy, backend, DEFAULT_MEMORY)
+    options = Options(normalize=normalize, per_sample=per_sample, nan_policy=nan_policy, backend=backend)
     resolved = losses.resolve(loss, reduction)
     with torch.inference_mode(False), torch.no_grad():
-        return measure.at_head(head.from_tensors(features, weight, bias, targets, resolved), resolved, options)
+        source = head.from_tensors(features, weight, bias, targets, resolved)
+        return at_head.relative_flatness(source, resolved, options)
 
 
 @capture.eager
@@ -74,7 +78,7 @@ def relative_flatness(
     model: nn.Module,
     loss: Any,
     data: Any,
-    layer: str | nn.Module | None = None,
+    layer: Selector | None = None,
     *,
     curvature: str = "auto",
     probes: int | str | None = None,
@@ -93,29 +97,36 @@ def relative_flatness(
     """Relative flatness κ of one layer of a model, with the loss over all of ``data`` as one batch.
 
     κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')   (Petzka et al. 2021, Definition 3), for w the (d, m) weight matrix
-    of ``layer``. In this version the layer must be the model's head: a Linear or 1×1 convolution whose output is the
-    model's output, established on every batch. There the value costs one forward pass and is exact.
+    of ``layer``; a convolution's rows are its filters, and κ the sum over its groups. At the model's head (a Linear or
+    1×1 convolution whose output is the model's output, established on every batch) it costs a forward pass; elsewhere a
+    forward pass and one backward pass per output factor of the loss: C - 1 for cross-entropy with C classes, and these
+    for each of a sample's positions that has a loss term.
 
     Args:
         model: called as ``model(inputs)``, in eval mode; left as it was found. Not for use by several threads at once.
         loss: the loss the model was trained with: an ``nn`` module, ``F`` function, name or callable
             (outputs, targets) -> scalar. Options (class weights, smoothing, ``ignore_index``, …) and reduction count.
-        data: a tuple of tensors (inputs, targets), or an iterable of batches such as a DataLoader. How it is cut into
+        data: a tuple of tensors (inputs, targets), or an iterable of batches such as a DataLoader; a batch is a pair,
+            or a mapping with ``labels`` of which the rest are the model's keyword arguments. How data is cut into
             batches does not change the value. Moved to the model's device.
         layer: qualified name, glob, ``re:…``, ``type:…`` or module; None takes the last Linear that ran.
-        curvature: ``"auto"``, ``"ggn"`` or ``"hessian"``; at a head all are one number.
-        probes: passes for a sampled value; a head needs none and stays exact.
-        target_stderr: standard error to sample down to; a head's is zero.
-        conv: ``"filter"``: rows of a convolution are its filters.
+        curvature: ``"auto"``: the Hessian value, by the head or by the GGN where the model is certified to be locally
+            linear in the layer's weight (ReLU, pooling, eval BatchNorm, sums), else an error. ``"ggn"``: the GGN value
+            (``exact`` says whether it is the Hessian's too). ``"hessian"``: as ``"auto"``.
+        probes: passes for a sampled value; a head needs none and stays exact. Elsewhere not there yet.
+        target_stderr: standard error to sample down to; a head's is zero. Elsewhere not there yet.
+        conv: ``"filter"``: rows of a convolution are its filters. ``"affine"``: the convolution as one dense matrix of
+            all inputs and outputs, a row for every output pixel.
         normalize: ``"std"``: the measure of Theorem 4, invariant to every rescaling of neurons; reads the data twice.
         per_sample: also return each sample's value, (n,), whose mean is the value.
         backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
-        nan_policy: what to do about NaN or infinity in a sample's features or logits: ``"raise"``, ``"propagate"``
-            (its own value, and so the mean, becomes NaN) or ``"omit"`` (left out of the data set, and counted).
+        nan_policy: what to do about NaN or infinity in a sample: ``"raise"``, ``"propagate"`` (its own value, and so
+            the mean, becomes NaN) or ``"omit"`` (left out of the data set, and counted).
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)`` for models and batches that are called otherwise.
-        memory: bytes for the working buffers of the contraction; 24 MiB unless given.
-        seed: of sampled values; a head draws nothing.
+        memory: bytes for the working buffers: at a head those of the contraction (24 MiB unless given), elsewhere a
+            batch's graph, layer inputs and signals (512 MiB), to which batches are cut.
+        seed: of sampled values; nothing is drawn yet.
         progress: show a bar; None: on a terminal.
 
     Returns:
@@ -123,7 +134,7 @@ def relative_flatness(
 
     Raises:
         InputError: a layer, batch, target, loss, mode or option that does not fit; the message names it.
-        NotYetError: a layer that is not the head, or ``conv="affine"``.
+        NotYetError: a Hessian value that only second derivatives of the model would give; sampling; too many passes.
         NonFiniteError: NaN or infinity, under ``nan_policy="raise"``.
         BackendError: a backend that does not exist or cannot run here.
 
@@ -134,15 +145,181 @@ def relative_flatness(
         >>> x, y = torch.randn(100, 4), torch.randint(3, (100,))
         >>> pf.relative_flatness(model, torch.nn.CrossEntropyLoss(), (x, y))
         Estimate(0.399134: exact, method head, layer '2', 100 samples, ... backend)
+        >>> pf.relative_flatness(model, torch.nn.CrossEntropyLoss(), (x, y), "0")
+        Estimate(...: exact, method ggn, layer '0', 100 samples, ... backend)
     """
-    if curvature not in ("auto", "ggn", "hessian"):
-        raise InputError(f"curvature={curvature!r} does not exist; choose 'auto', 'ggn' or 'hessian'")
-    if conv not in ("filter", "affine"):
-        raise InputError(f"conv={conv!r} does not exist; choose 'filter' or 'affine'")
-    if conv == "affine":
-        raise NotYetError("conv='affine' is not there yet; conv='filter' is")
-    options = measure.Options(normalize, per_sample, nan_policy, backend, DEFAULT_MEMORY if memory is None else memory)
+    options = Options(curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy, memory, seed)
+    return layer_measure(RELATIVE_FLATNESS, model, loss, data, layer, options, reduction, forward, progress)
+
+
+def layer_measure(
+    row: Measure,
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    layer: Selector | None,
+    options: Options,
+    reduction: str | None = None,
+    forward: capture.Forward | None = None,
+    progress: bool | None = None,
+) -> Estimate:
+    """One measure of one layer; by the head where it is that."""
+    options = replace(options, normalize=options.normalize or row.normalize)
+    resolved = losses.resolve(loss, reduction)
+    with capture.observing(model) as module:
+        batches = Batches(data, capture.device(module), passes=2 if options.normalize else 1, shown=progress)
+        name, source = head.find(module, layer, resolved, batches, forward)
+        dense = options.conv == "affine" and layers.is_convolution(module.get_submodule(name))
+        if source is not None and row.quantity == RELATIVE_FLATNESS.quantity and not dense:
+            return at_head.relative_flatness(source, resolved, options)
+        values = LayerValues(module, selectors.select(module, name), resolved, batches, forward, options)
+        return values.estimates([row])[name, row.name]
+
+
+@capture.eager
+def block_traces(
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    layer: Selector | None = None,
+    *,
+    curvature: str = "auto",
+    conv: str = "filter",
+    normalize: str | None = None,
+    backend: str = "auto",
+    nan_policy: str = "raise",
+    reduction: str | None = None,
+    forward: capture.Forward | None = None,
+    memory: int | None = None,
+    progress: bool | None = None,
+) -> Tensor:
+    """The matrix T of block Hessian traces of one layer, of which relative flatness is ⟨w wᵀ, T⟩.
+
+    T[s, s'] = Tr(∂²E/∂w_s∂w_s'), (d, d)   (Petzka et al. 2021, Definition 3). Between rows of different groups of a
+    convolution, which see different channels, it is zero.
+
+    Args:
+        model: as for :func:`relative_flatness`, like all that follow.
+        loss: its options count.
+        data: batches.
+        layer: None takes the last Linear that ran.
+        curvature: ``"auto"``, ``"ggn"`` or ``"hessian"``.
+        conv: with ``"affine"`` d is the number of all outputs of the convolution.
+        normalize: ``"std"``: of the layer with rescaled features and columns.
+        backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
+        nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``.
+        reduction: ``"mean"`` or ``"sum"``.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        memory: bytes to which batches are cut.
+        progress: show a bar.
+
+    Returns:
+        (d, d) float64 on the model's device.
+
+    Raises:
+        FlatnessError: as :func:`relative_flatness`; also for a d whose matrix would take more than 1 GiB.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> model = torch.nn.Linear(2, 2, bias=False)
+        >>> _ = model.weight.data.copy_(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
+        >>> data = torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 1])
+        >>> pf.block_traces(model, torch.nn.CrossEntropyLoss(), data).numpy().round(6)
+        array([[ 0.294918, -0.294918],
+               [-0.294918,  0.294918]])
+    """
+    options = Options(curvature, conv=conv, normalize=normalize, backend=backend, nan_policy=nan_policy, memory=memory)
     resolved = losses.resolve(loss, reduction)
     with capture.observing(model) as module:
         batches = Batches(data, capture.device(module), passes=1 if normalize is None else 2, shown=progress)
-        return measure.at_head(head.Head(module, layer, resolved, batches, forward), resolved, options)
+        name, _ = head.find(module, layer, resolved, batches, forward)
+        values = LayerValues(module, selectors.select(module, name), resolved, batches, forward, options)
+        return values.block_traces()
+
+
+@capture.eager
+def measure(
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    *,
+    layers: Selector | Sequence[Selector] | None = None,
+    measures: str | Sequence[str] | None = None,
+    curvature: str = "auto",
+    probes: int | str | None = None,
+    target_stderr: float | None = None,
+    conv: str = "filter",
+    normalize: str | None = None,
+    per_sample: bool = False,
+    backend: str = "auto",
+    nan_policy: str = "raise",
+    reduction: str | None = None,
+    forward: capture.Forward | None = None,
+    memory: int | None = None,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Report:
+    """Measures of many layers of a model out of one sweep over the data.
+
+    The cost is a forward pass and one backward pass per output factor of the loss (C - 1 for cross-entropy), whatever
+    the number of layers and measures; the sum over layers is the network's value. One sweep more for measures that are
+    normalised in another way.
+
+    Args:
+        model: as for :func:`relative_flatness`, like all that follow but two.
+        loss: its options count.
+        data: batches.
+        layers: a selector or several, each a name, glob, ``re:…``, ``type:…`` or module; None: every layer that can be
+            measured and ran.
+        measures: names (``pyflatness measures`` lists them); None: those of one sweep; ``"all"``.
+        curvature: ``"auto"``, ``"ggn"`` or ``"hessian"``.
+        probes: not there yet.
+        target_stderr: not there yet.
+        conv: ``"filter"`` or ``"affine"``.
+        normalize: ``"std"`` for all measures.
+        per_sample: also return each sample's values.
+        backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
+        nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``; a sample is left out of all layers.
+        reduction: ``"mean"`` or ``"sum"``.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        memory: bytes to which batches are cut.
+        seed: of sampled values.
+        progress: show a bar.
+
+    Returns:
+        ``report[layer, measure]`` and ``report[measure]`` are estimates, ``str(report)`` is a table.
+
+    Raises:
+        FlatnessError: as :func:`relative_flatness`.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).eval()
+        >>> data = torch.randn(100, 4), torch.randint(3, (100,))
+        >>> report = pf.measure(model, torch.nn.CrossEntropyLoss(), data)
+        >>> report["0", "trace"].exact
+        True
+    """
+    options = Options(curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy, memory, seed)
+    rows = _by_sweep(named(measures), options)
+    resolved = losses.resolve(loss, reduction)
+    with capture.observing(model) as module:
+        passes = sum(1 if how is None else 2 for how in rows)
+        batches = Batches(data, capture.device(module), passes=passes, shown=progress)
+        selection = selectors.select(module, layers)
+        found: dict[tuple[str, str], Estimate] = {}
+        for how, wanted in rows.items():
+            values = LayerValues(module, selection, resolved, batches, forward, replace(options, normalize=how))
+            found.update(values.estimates(wanted))
+    names = tuple(name for name in selection.modules if (name, next(iter(found))[1]) in found)
+    order = [row.name for row in named(measures)]
+    return Report(names, tuple(order), found)
+
+
+def _by_sweep(wanted: Sequence[Measure], options: Options) -> dict[str | None, list[Measure]]:
+    """The measures of each sweep, by how it is normalised."""
+    sweeps: dict[str | None, list[Measure]] = {}
+    for row in wanted:
+        sweeps.setdefault(options.normalize or row.normalize, []).append(row)
+    return sweeps

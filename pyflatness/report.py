@@ -1,8 +1,17 @@
-"""What a measurement returns: a number with everything needed to read it."""
+"""What a measurement returns: numbers with everything needed to read them."""
 
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
+
+from .errors import InputError
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -49,3 +58,74 @@ class Estimate:
             *self.notes,
         ]
         return f"Estimate({number}: {', '.join(filter(None, facts))})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings and lists."""
+        facts = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        facts["per_sample"] = None if self.per_sample is None else self.per_sample.tolist()
+        facts["notes"] = list(self.notes)
+        return facts
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Report:
+    """Measures of a network's layers, and of the network. ``str(report)`` is a table.
+
+    ``report[layer, measure]`` is one layer's :class:`Estimate`, ``report[measure]`` the network's: the sum over the
+    measured layers.
+
+    Attributes:
+        layers: names of the measured layers, in the model's order.
+        measures: names of the measures.
+    """
+
+    layers: tuple[str, ...]
+    measures: tuple[str, ...]
+    _estimates: Mapping[tuple[str, str], Estimate]
+
+    def __getitem__(self, key: str | tuple[str, str]) -> Estimate:
+        layer, measure = ("", key) if isinstance(key, str) else key
+        if measure not in self.measures:
+            raise InputError(f"report: no measure {measure!r}; there are {', '.join(self.measures)}")
+        if (layer, measure) not in self._estimates:
+            raise InputError(f"report: no layer {layer!r}; there are {', '.join(self.layers)}")
+        return self._estimates[layer, measure]
+
+    def to_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """By measure, then layer (``""``: the network): each estimate as a dict."""
+        names = (*self.layers, "")
+        return {measure: {layer: self[layer, measure].to_dict() for layer in names} for measure in self.measures}
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """:meth:`to_dict` as JSON, also written to ``path``; NaN and infinity as Python writes them."""
+        text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    def __str__(self) -> str:
+        first = self[self.measures[0]]
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.add_column("layer", overflow="fold")
+        for measure in self.measures:
+            table.add_column(measure, justify="right", no_wrap=True)
+        for header in ("value of", "exact"):
+            table.add_column(header)
+        notes: dict[str, None] = {}
+        for layer in (*self.layers, ""):
+            row = [self[layer, measure] for measure in self.measures]
+            numbers = (f"{e.value:.6g}" if e.stderr is None else f"{e.value:.6g} ± {e.stderr:.2g}" for e in row)
+            exact = "yes" if all(e.exact for e in row) else "no"
+            if not layer:
+                table.add_section()
+            methods = ", ".join(dict.fromkeys(e.method for e in row))
+            table.add_row(layer or "network", *numbers, methods, exact)
+            notes.update((f"{layer}: {note}", None) for e in row for note in e.notes)
+        console = Console(width=200, markup=False, highlight=False, emoji=False, color_system=None)
+        with console.capture() as capture:
+            console.print(table)
+        omitted = f", {first.omitted} omitted" if first.omitted else ""
+        lines = [line.rstrip() for line in capture.get().strip("\n").splitlines()]
+        return "\n".join([*lines, f"{first.samples} samples{omitted}, {first.backend} backend", *notes])
+
+    __repr__ = __str__

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import capture, layers, losses
+from .. import selectors as selectors_
 from ..data import Batches
 from ..errors import InputError
 from ..measures import MEASURES, Measure
@@ -73,7 +74,7 @@ def score(
     checkpoints.check_readers(paths)
     prepare_file(out)
     network = specs.build_model(build)
-    names = tuple(dict.fromkeys(layers.select(layers.unwrap(network), selector)[0] for selector in selectors))
+    names = tuple(dict.fromkeys(selectors_.one(layers.unwrap(network), selector) for selector in selectors))
     chosen = tuple(_NAMED[name] for name in dict.fromkeys(measures))
     scoring = Scoring(network, load(), loss, names or (None,), chosen, allow_pickle)
     rows: list[Row] = []

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from .. import capture
 from ..measures import Measure
-from ..pipeline import relative_flatness
+from ..options import Options
+from ..pipeline import layer_measure
 from . import checkpoints
 from .specs import reason
 
@@ -76,11 +77,8 @@ class Scoring:
             try:
                 if problem is not None:
                     raise problem
-                estimate = relative_flatness(
-                    *(self.model, self.loss, self.data, layer),
-                    normalize=measure.normalize,
-                    forward=recorder,
-                    progress=False,
+                estimate = layer_measure(
+                    *(measure, self.model, self.loss, self.data, layer, Options()), forward=recorder, progress=False
                 )
                 fit = fit or recorder.fit()
             except Exception as error:  # the user's model and data run here: whatever it is, the next row goes on

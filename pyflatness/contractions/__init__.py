@@ -4,11 +4,17 @@
 """
 
 from .backends import check, choose, describe
+from .geometry import Geometry
+from .layer import DenseGradients, WeightGradients
 from .precision import full_precision, promoted, promoted_dtype, squared_norms
-from .softmax import SoftmaxVariance
+from .softmax import DEFAULT_MEMORY, SoftmaxVariance
 
 __all__ = [
+    "DEFAULT_MEMORY",
+    "DenseGradients",
+    "Geometry",
     "SoftmaxVariance",
+    "WeightGradients",
     "check",
     "choose",
     "describe",

@@ -49,8 +49,10 @@ class Geometry:
             view = view.unfold(dim, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
         view = view.unflatten(1, (self.groups, channels // self.groups))  # n, G, c, p0, p1, p2, k0, k1, k2
         positions = view.shape[3] * view.shape[4] * view.shape[5]
-        return view.permute(0, 1, 3, 4, 5, 2, 6, 7, 8).reshape(n, self.groups, positions, -1)
+        patches: Tensor = view.permute(0, 1, 3, 4, 5, 2, 6, 7, 8).reshape(n, self.groups, positions, -1)
+        return patches
 
     def rows(self, signal: Tensor) -> Tensor:
         """(n, G, P, d) of a signal (n, G d, p0, p1, p2)."""
-        return signal.unflatten(1, (self.groups, -1)).flatten(3).transpose(2, 3)
+        rows: Tensor = signal.unflatten(1, (self.groups, -1)).flatten(3).transpose(2, 3)
+        return rows

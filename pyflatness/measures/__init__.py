@@ -1,34 +1,32 @@
 """Measures, one file per family: formula, source and code together; and the table of their names."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+
+from ..errors import InputError
+from . import at_head
+from .base import Measure
+from .relative_flatness import RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD
+from .trace import TRACE
+
+MEASURES = (RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD, TRACE)
 
 
-@dataclass(frozen=True)
-class Measure:
-    """A measure as users name it.
+def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
+    """Measures by their names; ``"all"``: every one; None: those that one sweep gives.
 
-    Attributes:
-        name: in tables and on the command line.
-        formula: in one line.
-        source: where it is defined.
-        normalize: the option of :func:`pyflatness.relative_flatness` that gives it.
-        passes: how often it reads the data.
+    Raises:
+        InputError: a name that is not in the table.
     """
+    if names is None:
+        return tuple(measure for measure in MEASURES if measure.normalize is None)
+    if names == "all":
+        return MEASURES
+    table = {measure.name: measure for measure in MEASURES}
+    wanted = dict.fromkeys([names] if isinstance(names, str) else names)
+    for name in wanted:
+        if name not in table:
+            raise InputError(f"measures: {name!r} does not exist; choose among {', '.join(table)}, or 'all'")
+    return tuple(table[name] for name in wanted)
 
-    name: str
-    formula: str
-    source: str
-    normalize: str | None = None
-    passes: int = 1
 
-
-MEASURES = (
-    Measure("relative_flatness", "κ = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')", "Petzka et al. 2021, Definition 3"),
-    Measure(
-        "relative_flatness_std",
-        "κ with φ_j / σ_j for feature φ_j and w_j σ_j for column w_j",
-        "Petzka et al. 2021, Theorem 4",
-        normalize="std",
-        passes=2,
-    ),
-)
+__all__ = ["MEASURES", "RELATIVE_FLATNESS", "RELATIVE_FLATNESS_STD", "TRACE", "Measure", "at_head", "named"]

@@ -1,4 +1,4 @@
-"""Relative flatness (Petzka et al. 2021, Definition 3) of a head.
+"""Relative flatness (Petzka et al. 2021, Definition 3) of a head: no derivative of the model is taken.
 
     κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')
          = Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ / Σ_i mass_i                       at a head, z_i = w φ_i + b
@@ -10,7 +10,6 @@ deviation (Theorem 4) also to neuron-wise ones. Never negative for a convex loss
 import contextlib
 import math
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,29 +18,8 @@ from torch import Tensor
 from .. import contractions, losses, normalize
 from ..errors import InputError, NonFiniteError
 from ..head import HeadBatch
+from ..options import Options
 from ..report import Estimate
-
-NAN_POLICIES = ("raise", "propagate", "omit")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user asked of a measurement at a head; see :func:`pyflatness.relative_flatness`."""
-
-    normalize: str | None
-    per_sample: bool
-    nan_policy: str
-    backend: str
-    memory: int
-
-    def __post_init__(self) -> None:
-        if self.normalize not in (None, "std"):
-            raise InputError(f"normalize={self.normalize!r} does not exist; choose 'std' or None")
-        if self.nan_policy not in NAN_POLICIES:
-            raise InputError(f"nan_policy={self.nan_policy!r} does not exist; choose one of {', '.join(NAN_POLICIES)}")
-        if self.memory < 1:
-            raise InputError(f"memory={self.memory}: a number of bytes is wanted")
-        contractions.check(self.backend)
 
 
 class Source(Protocol):
@@ -62,7 +40,7 @@ class Source(Protocol):
         """What a reader of the value should know."""
 
 
-def at_head(source: Source, loss: losses.Loss, options: Options) -> Estimate:
+def relative_flatness(source: Source, loss: losses.Loss, options: Options) -> Estimate:
     """κ of a head by one pass over its data; two with ``normalize``."""
     scale = _feature_scale(source, options) if options.normalize else None
     total: _Sum | None = None
@@ -85,7 +63,8 @@ class _Sum:
         if scale is not None:
             weight = normalize.apply(scale, weight)
         self._backend = contractions.choose(options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
-        self._curvature = loss.curvature(weight, bias, self._backend, rows, options.memory)
+        memory = options.memory or contractions.DEFAULT_MEMORY
+        self._curvature = loss.curvature(weight, bias, self._backend, rows, memory)
         self._value = self._mass = 0.0
         self._shares: list[Tensor] = []
         self._samples = self._omitted = 0

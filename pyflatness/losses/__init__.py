@@ -1,0 +1,77 @@
+"""Losses: the curvature that each puts on a row of outputs, and the user's own reduction.
+
+A row is one loss term: a sample's outputs, or those of one of its positions. The empirical risk is
+
+    E = Σ_i scale_i ℓ_i / Σ_i mass_i   (reduction "mean")        E = Σ_i scale_i ℓ_i   (reduction "sum")
+
+over *all* rows of the data set, whatever the batches. A loss says for its rows what scale and mass are, what their part
+of relative flatness at a head is, ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ |φ_i|² (Petzka et al. 2021, Definition 3), and the output factors
+S_i with ∂²ℓ_i/∂f_i² = S_i diag(σ_i) S_iᵀ that a sweep sends backward.
+"""
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import nn
+from torch.nn import functional as F
+
+from ..errors import InputError
+from .base import Factors, Loss, Reduction, Terms
+from .cross_entropy import CrossEntropy
+from .custom import CustomLoss
+from .elementwise import BinaryCrossEntropy, SquaredError
+
+__all__ = [
+    "BinaryCrossEntropy",
+    "CrossEntropy",
+    "CustomLoss",
+    "Factors",
+    "Loss",
+    "SquaredError",
+    "Terms",
+    "resolve",
+]
+
+
+def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:
+    """The loss behind an ``nn`` module, an ``F`` function (or a ``functools.partial`` of one), a name or a callable.
+
+    A callable is a mean over samples unless ``reduction="sum"``.
+
+    Raises:
+        InputError: not a loss, or a reduction that is neither mean nor sum.
+    """
+    if isinstance(loss, str):
+        if loss not in _NAMES:
+            raise InputError(f"loss={loss!r} is not known; choose {', '.join(_NAMES)}, or pass a loss object")
+        loss = _NAMES[loss]
+    if isinstance(loss, functools.partial) and isinstance(loss.func, Hashable) and loss.func in _FUNCTIONS:
+        loss = _FUNCTIONS[loss.func](*loss.args, **loss.keywords)
+    elif isinstance(loss, Hashable) and not isinstance(loss, nn.Module) and loss in _FUNCTIONS:
+        loss = _default(loss)
+    if not callable(loss):
+        raise InputError(f"loss: an nn loss module, an F function, a name or a callable is wanted, got {loss!r}")
+    how = reduction or getattr(loss, "reduction", "mean")
+    if how not in ("mean", "sum"):
+        raise InputError(f"loss: reduction {how!r} gives no number to differentiate; pass reduction='mean' or 'sum'")
+    if type(loss) is nn.CrossEntropyLoss:
+        return CrossEntropy(loss.weight, loss.ignore_index, loss.label_smoothing, how)
+    if type(loss) is nn.MSELoss:
+        return SquaredError(how)
+    if type(loss) is nn.BCEWithLogitsLoss:
+        return BinaryCrossEntropy(loss.weight, loss.pos_weight, how)
+    return CustomLoss(loss, how)
+
+
+_FUNCTIONS: dict[Any, Callable[..., nn.Module]] = {
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.mse_loss: nn.MSELoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+}
+_NAMES: dict[str, Any] = {function.__name__: function for function in _FUNCTIONS}
+
+
+@functools.cache
+def _default(function: Any) -> nn.Module:
+    return _FUNCTIONS[function]()
