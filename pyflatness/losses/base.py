@@ -1,0 +1,115 @@
+"""What every loss says of its rows, and the helpers that losses share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+
+Reduction = str
+
+
+@dataclass
+class Terms:
+    """Rows of a batch as the loss sees them.
+
+    Attributes:
+        scale: (rows,) float64; 0 for a row that adds nothing.
+        mass: (rows,) float64, the row's part of the divisor of a mean.
+        extra: what the curvature needs besides the features: coefficients or targets, rows first.
+        used: (rows,), False for a row that the loss ignores (one of class weight 0 is used); None where all are.
+    """
+
+    scale: Tensor
+    mass: Tensor
+    extra: Tensor | None = None
+    used: Tensor | None = None
+
+    def take(self, index: Tensor) -> "Terms":
+        """Some of the rows."""
+        extra, used = self.extra, self.used
+        return Terms(
+            self.scale[index],
+            self.mass[index],
+            None if extra is None else extra[index],
+            None if used is None else used[index],
+        )
+
+
+@dataclass
+class Factors:
+    """Output factors of the rows of a batch: scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ, made a column at a time.
+
+    Attributes:
+        count: columns.
+        column: c -> s_·c, (rows, C) in at least float32, and its signs σ_·c, (rows,) float64; None if all are +1.
+    """
+
+    count: int
+    column: Callable[[int], tuple[Tensor, Tensor | None]]
+
+
+Curvature = Callable[[Tensor, Terms], Tensor]
+"""(features (rows, m), terms) -> (rows,) float64: |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩."""
+
+
+class Loss(Protocol):
+    """What the measures ask of a loss.
+
+    ``positions`` says whether each position of a sample is a loss term of its own; else a sample is one.
+    """
+
+    reduction: Reduction
+    positions: ClassVar[bool]
+
+    def class_dim(self, outputs: Tensor) -> int:
+        """The dimension of a model's output that holds a term's C outputs."""
+
+    def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
+        """Rows of ``outputs`` (classes in ``class_dim``) and their targets, checked; rows in row-major order."""
+
+    def columns(self, outputs: int) -> int:
+        """How many output factors a term of so many outputs has."""
+
+    def factors(self, rows: Tensor, terms: Terms) -> Factors:
+        """Output factors for ``rows`` (rows, C) of outputs, in their order in ``terms``."""
+
+    def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
+        """The curvature at a head for one weight matrix, prepared once; about ``rows`` rows will come."""
+
+
+def uniform(rows: int, scale: float, mass: float, device: torch.device) -> Terms:
+    """The same scale and mass for all rows, in no memory."""
+    numbers = torch.tensor([scale, mass], dtype=torch.float64, device=device)
+    return Terms(numbers[:1].expand(rows), numbers[1:].expand(rows))
+
+
+def without(shape: torch.Size, dim: int) -> tuple[int, ...]:
+    """``shape`` less one dimension."""
+    sizes = list(shape)
+    del sizes[dim]
+    return tuple(sizes)
+
+
+def rows_like(what: str, values: Tensor, outputs: Tensor, class_dim: int) -> Tensor:
+    """``values``, of the outputs' shape, as (rows, classes)."""
+    if values.shape != outputs.shape:
+        raise InputError(f"{what}: the outputs' shape {tuple(outputs.shape)} is wanted, got {tuple(values.shape)}")
+    values = values.movedim(class_dim, -1)
+    return values.reshape(-1, values.shape[-1])
+
+
+def diagonal(coefficients: Tensor) -> Factors:
+    """Factors of a diagonal curvature: one column √coefficients[:, c] e_c for each output."""
+    roots = coefficients.sqrt()
+
+    def column(c: int) -> tuple[Tensor, None]:
+        values = torch.zeros_like(roots)
+        values[:, c] = roots[:, c]
+        return values, None
+
+    return Factors(roots.shape[1], column)

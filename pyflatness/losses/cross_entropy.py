@@ -1,0 +1,108 @@
+"""Cross-entropy on logits, with class weights, label smoothing, probability targets and ignored targets."""
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..contractions import SoftmaxVariance, promoted
+from ..errors import InputError
+from .base import Curvature, Factors, Reduction, Terms, rows_like, uniform, without
+
+
+@dataclass
+class CrossEntropy:
+    """Cross-entropy on logits: ∂²ℓ/∂z² = a (diag(p) - p pᵀ) with a = Σ_c t_c ω_c for (smoothed) targets t."""
+
+    weight: Tensor | None
+    ignore_index: int
+    label_smoothing: float
+    reduction: Reduction
+    positions: ClassVar[bool] = True
+
+    def class_dim(self, outputs: Tensor) -> int:
+        """See :class:`.base.Loss`."""
+        return 1
+
+    def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
+        """See :class:`.base.Loss`."""
+        classes = outputs.shape[class_dim]
+        if targets is None:
+            if self.weight is not None:
+                raise InputError("targets: cross-entropy with class weights cannot do without them")
+            return uniform(outputs.numel() // classes, 1.0, 1.0, outputs.device)
+        expected = without(outputs.shape, class_dim)
+        if targets.is_floating_point() and tuple(targets.shape) == expected and targets.shape != outputs.shape:
+            raise InputError(f"targets: class indices must be int64, got {targets.dtype}; convert with .long()")
+        if targets.is_floating_point():
+            return self._probability_terms(outputs, targets, class_dim)
+        if targets.dtype in (torch.bool, torch.complex64, torch.complex128):
+            raise InputError(f"targets: class indices (int64) or probabilities (float) are wanted, got {targets.dtype}")
+        if tuple(targets.shape) != expected:
+            raise InputError(
+                f"targets: class indices of shape {expected} are wanted for outputs {tuple(outputs.shape)} with "
+                f"classes in dimension {class_dim % outputs.ndim}, got {tuple(targets.shape)}; for token outputs "
+                "(n, T, C), have `forward` return outputs.transpose(1, 2)"
+            )
+        labels = targets.reshape(-1).long()
+        if len(labels) == 0:
+            return uniform(0, 1.0, 1.0, labels.device)
+        low, high = (int(bound) for bound in labels.aminmax())
+        if self.weight is None and 0 <= low <= high < classes and not low <= self.ignore_index <= high:
+            return uniform(len(labels), 1.0, 1.0, labels.device)
+        kept = labels != self.ignore_index
+        wrong = labels[kept & ((labels < 0) | (labels >= classes))]
+        if len(wrong):
+            raise InputError(
+                f"targets: class {int(wrong[0])} does not exist among {classes} classes "
+                f"(ignore_index is {self.ignore_index})"
+            )
+        if self.weight is None:  # then smoothing moves weight 1 about between classes of weight 1
+            mass = kept.double()
+            return Terms(mass, mass, used=kept)
+        weight = self._class_weights(classes, labels.device)
+        mass = torch.where(kept, weight[labels.clamp(0, classes - 1)], 0.0)
+        smooth = torch.where(kept, self.label_smoothing * weight.mean(), 0.0)
+        return Terms((1 - self.label_smoothing) * mass + smooth, mass, used=kept)
+
+    def _probability_terms(self, outputs: Tensor, targets: Tensor, class_dim: int) -> Terms:
+        rows = rows_like("target probabilities", targets, outputs, class_dim).double()
+        rows = (1 - self.label_smoothing) * rows + self.label_smoothing / rows.shape[1]
+        return Terms(rows @ self._class_weights(rows.shape[1], rows.device), rows.new_ones(len(rows)))
+
+    def _class_weights(self, classes: int, device: torch.device) -> Tensor:
+        if self.weight is None:
+            return torch.ones(classes, dtype=torch.float64, device=device)
+        if tuple(self.weight.shape) != (classes,):
+            raise InputError(f"loss: {len(self.weight)} class weights for {classes} classes")
+        return self.weight.to(device, torch.float64)
+
+    def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
+        """See :class:`.base.Loss`."""
+        variance = SoftmaxVariance(weight, bias, backend, rows=rows, memory=memory)
+        return lambda features, terms: variance(features)
+
+    def columns(self, outputs: int) -> int:
+        """See :class:`.base.Loss`."""
+        return outputs - 1
+
+    def factors(self, rows: Tensor, terms: Terms) -> Factors:
+        """C - 1 columns √p_j (e_j - q), j ≠ k, with k the most probable class.
+
+        S = diag(√p) (I - √p √pᵀ) has S Sᵀ = diag(p) - p pᵀ and S √p = 0, so behind a Householder reflection that takes
+        √p to e_k column k vanishes. What is left simplifies to q = √p_k at k and p / (1 + √p_k) elsewhere: nothing in
+        it cancels, however peaked p is.
+        """
+        p = torch.softmax(promoted(rows), dim=1)
+        largest, top = p.max(dim=1, keepdim=True)
+        q = (p / (1 + largest.sqrt())).scatter(1, top, largest.sqrt())
+        roots = (p.double() * terms.scale.unsqueeze(1)).sqrt().to(p.dtype)
+
+        def column(c: int) -> tuple[Tensor, None]:
+            j = c + (top <= c).long()  # the c-th class that is not k
+            root = roots.gather(1, j)
+            return torch.scatter_add(-q * root, 1, j, root), None
+
+        return Factors(rows.shape[1] - 1, column)

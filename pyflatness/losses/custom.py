@@ -1,0 +1,113 @@
+"""Any callable as a loss."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..contractions import promoted, squared_norms
+from ..errors import InputError
+from .base import Curvature, Factors, Reduction, Terms, uniform
+
+
+@dataclass
+class CustomLoss:
+    """Any twice differentiable callable (outputs, targets) -> scalar, one loss term per sample.
+
+    ⟨w wᵀ, H_i⟩ = Σ_r u_rᵀ H_i u_r over the rank(w) columns of U with U Uᵀ = w wᵀ: second derivatives of the loss alone,
+    in float64, all samples at once.
+    """
+
+    loss: Callable[[Tensor, Tensor], Tensor]
+    reduction: Reduction
+    positions: ClassVar[bool] = False
+    _first: list[tuple[Tensor, Tensor]] | None = field(default_factory=list)  # until there are two samples; then None
+    _shape: tuple[int, ...] = ()  # of one sample's outputs, as the loss takes them
+
+    def class_dim(self, outputs: Tensor) -> int:
+        """See :class:`.base.Loss`."""
+        return -1
+
+    def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
+        """One row per entry of dimension 0, whatever ``class_dim`` is."""
+        if targets is None or len(targets) != len(outputs):
+            got = "none" if targets is None else tuple(targets.shape)
+            raise InputError(f"targets: a custom loss wants one per sample ({len(outputs)}), got {got}")
+        self._check_separable(outputs, targets)
+        self._shape = outputs.shape[1:]
+        return replace(uniform(len(outputs), 1.0, 1.0, outputs.device), extra=targets)
+
+    def _check_separable(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise if the loss of the first samples is not that of its parts: they are coupled, or not so reduced."""
+        if self._first is None:
+            return
+        self._first.append((outputs, targets))
+        outputs, targets = (torch.cat(parts) for parts in zip(*self._first, strict=True))
+        if len(outputs) < 2:
+            return
+        self._first = None
+        whole = self._sum(outputs.double(), targets)
+        for cut in {1, (len(outputs) + 1) // 2}:
+            parts = self._sum(outputs[:cut].double(), targets[:cut]) + self._sum(outputs[cut:].double(), targets[cut:])
+            if not torch.isclose(whole, parts, rtol=1e-6, atol=1e-9):
+                raise InputError(
+                    f"loss: over the first samples it is not the {self.reduction} of their losses ({float(whole):.6g} "
+                    f"together, {float(parts):.6g} in two parts, both as sums): it couples samples, or its reduction "
+                    "is not that; pass reduction='sum' or 'mean'"
+                )
+
+    def _sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        targets = targets.double() if targets.is_floating_point() else targets
+        value = self.loss(outputs, targets)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise InputError(f"loss: a scalar tensor is wanted from a custom loss, got {value!r:.80}")
+        return value.reshape(()) * (len(outputs) if self.reduction == "mean" else 1)
+
+    def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
+        """See :class:`.base.Loss`."""
+        directions = torch.linalg.qr(weight.double().t()).R
+
+        def values(features: Tensor, terms: Terms) -> Tensor:
+            assert terms.extra is not None
+            logits = (promoted(features) @ promoted(weight).t()).double() + (0 if bias is None else bias.double())
+            with torch.enable_grad():
+                logits.requires_grad_()
+                loss = self._sum(logits, terms.extra)
+                (slope,) = torch.autograd.grad(loss, logits, create_graph=True)
+                total = logits.new_zeros(len(logits))
+                if slope.requires_grad:  # a loss that is linear in its input has no curvature
+                    for u in directions:
+                        (turn,) = torch.autograd.grad(slope, logits, u.expand_as(slope), retain_graph=True)
+                        total = total + turn @ u
+            return total.detach() * squared_norms(features, backend, memory)
+
+        return values
+
+    def columns(self, outputs: int) -> int:
+        """See :class:`.base.Loss`."""
+        return outputs
+
+    def factors(self, rows: Tensor, terms: Terms) -> Factors:
+        """Eigenvectors of the C × C Hessians, √|λ| each, with the signs of λ; in float64."""
+        assert terms.extra is not None
+        hessians = self._hessians(rows, terms.extra)
+        bad = ~hessians.isfinite().all(dim=(1, 2))  # one such sample would make eigh refuse them all
+        values, vectors = torch.linalg.eigh(hessians.masked_fill(bad[:, None, None], 0.0))
+        values = values.masked_fill(bad[:, None], torch.nan)
+        roots = vectors * (values.abs() * terms.scale.unsqueeze(1)).sqrt().unsqueeze(1)
+        return Factors(rows.shape[1], lambda c: (roots[:, :, c], values[:, c].sign()))
+
+    def _hessians(self, rows: Tensor, targets: Tensor) -> Tensor:
+        """(rows, C, C): second derivatives of every sample's loss in its own outputs, samples all at once."""
+        outputs = rows.detach().double().requires_grad_()
+        hessians = outputs.new_zeros(*rows.shape, rows.shape[1])
+        with torch.enable_grad():
+            loss = self._sum(outputs.reshape(-1, *self._shape), targets)
+            (slope,) = torch.autograd.grad(loss, outputs, create_graph=True)
+            for c in range(rows.shape[1] if slope.requires_grad else 0):
+                (row,) = torch.autograd.grad(slope[:, c].sum(), outputs, retain_graph=True)
+                hessians[:, c] = row
+        return (hessians + hessians.transpose(1, 2)) / 2

@@ -1,0 +1,118 @@
+"""Losses that are sums over outputs: squared error, and binary cross-entropy on logits."""
+
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..contractions import promoted, promoted_dtype, squared_norms
+from ..errors import InputError
+from .base import Curvature, Factors, Reduction, Terms, diagonal, rows_like, uniform
+
+
+@dataclass
+class SquaredError:
+    """Squared error: ∂²ℓ/∂z² = 2 I, the mean over samples, positions and outputs."""
+
+    reduction: Reduction
+    positions: ClassVar[bool] = True
+
+    def class_dim(self, outputs: Tensor) -> int:
+        """See :class:`.base.Loss`."""
+        return -1
+
+    def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
+        """See :class:`.base.Loss`."""
+        if targets is not None:
+            rows_like("targets", targets, outputs, class_dim)
+        d = outputs.shape[class_dim]
+        return uniform(outputs.numel() // d, 2.0, float(d), outputs.device if targets is None else targets.device)
+
+    def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
+        """See :class:`.base.Loss`."""
+        norm = squared_norms(weight, backend, memory).sum()
+        return lambda features, terms: norm * squared_norms(features, backend, memory)
+
+    def columns(self, outputs: int) -> int:
+        """See :class:`.base.Loss`."""
+        return outputs
+
+    def factors(self, rows: Tensor, terms: Terms) -> Factors:
+        """Columns √2 e_c."""
+        return diagonal(terms.scale.to(promoted_dtype(rows.dtype)).unsqueeze(1).expand_as(rows))
+
+
+@dataclass
+class BinaryCrossEntropy:
+    """Binary cross-entropy on logits: ∂²ℓ/∂z_s² = ω_s (1 + (π_s - 1) y_s) σ'(z_s), π = ``pos_weight``."""
+
+    weight: Tensor | None
+    pos_weight: Tensor | None
+    reduction: Reduction
+    positions: ClassVar[bool] = True
+
+    def class_dim(self, outputs: Tensor) -> int:
+        """See :class:`.base.Loss`."""
+        return -1
+
+    def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
+        """See :class:`.base.Loss`."""
+        if targets is None:
+            if self.pos_weight is not None:
+                raise InputError("targets: binary cross-entropy with pos_weight cannot do without them")
+            targets = torch.zeros_like(outputs)
+        if not targets.is_floating_point():
+            raise InputError(f"targets: floating-point labels in [0, 1] are wanted, got {targets.dtype}")
+        coefficients = torch.ones_like(outputs)
+        if self.pos_weight is not None:
+            coefficients = 1 + (self._spread("pos_weight", self.pos_weight, outputs) - 1) * targets
+        if self.weight is not None:
+            coefficients = coefficients * self._spread("weight", self.weight, outputs)
+        rows_like("targets", targets, outputs, class_dim)
+        rows = promoted(rows_like("coefficients", coefficients, outputs, class_dim).to(outputs.dtype))
+        terms = uniform(len(rows), 1.0, float(rows.shape[1]), rows.device)
+        return replace(terms, extra=rows)
+
+    def _spread(self, name: str, value: Tensor, outputs: Tensor) -> Tensor:
+        if value.ndim == outputs.ndim and value.shape[0] > 1:
+            raise InputError(
+                f"loss: {name} of shape {tuple(value.shape)} holds one entry per sample of a batch; only a weight "
+                "that is the same for every sample has a value over the data set"
+            )
+        try:
+            value = value.to(outputs)
+            squeezed = outputs.shape[-1] == 1 and value.ndim and value.shape[-1] > 1  # the user's outputs had no last 1
+            return (value.unsqueeze(-1) if squeezed else value).expand_as(outputs)
+        except RuntimeError:
+            raise InputError(
+                f"loss: {name} of shape {tuple(value.shape)} does not fit outputs {tuple(outputs.shape)}"
+            ) from None
+
+    def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
+        """See :class:`.base.Loss`."""
+        weight, bias = promoted(weight), None if bias is None else promoted(bias)
+        norms = backend.row_dots(weight, weight).to(weight.dtype)
+        chunk = max(1, memory // (weight.element_size() * 3 * len(weight)))
+
+        def values(features: Tensor, terms: Terms) -> Tensor:
+            assert terms.extra is not None
+            parts = []
+            for rows, coefficients in zip(features.split(chunk), terms.extra.split(chunk), strict=True):
+                rows = promoted(rows)
+                logits = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+                parts.append(backend.sigmoid_curvature(logits, coefficients, norms))
+            return torch.cat(parts) * squared_norms(features, backend, memory)
+
+        return values
+
+    def columns(self, outputs: int) -> int:
+        """See :class:`.base.Loss`."""
+        return outputs
+
+    def factors(self, rows: Tensor, terms: Terms) -> Factors:
+        """Columns √(ω_c (1 + (π_c - 1) y_c) σ'(z_c)) e_c, σ' from the tail that does not cancel."""
+        assert terms.extra is not None
+        small = promoted(rows).abs().neg().exp()
+        return diagonal(terms.extra * small / (1 + small).square())

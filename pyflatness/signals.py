@@ -1,0 +1,93 @@
+"""What is sent backward: for each pass, one output factor of one loss term of every sample.
+
+    scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ,       M_i^(c) from the signal s_ic alone
+
+Terms of one sample go apart: their signals would add up in M, and the cross terms are not in the curvature. Samples go
+together, each has its own rows everywhere.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import InputError, NotYetError
+from .losses import Loss, Terms
+
+PASSES = 2048  # backward passes per batch that a sweep is ready to take
+
+
+@dataclass(frozen=True)
+class Signals:
+    """Output factors of a batch, ready to be sent.
+
+    Attributes:
+        passes: how many there are.
+        mass: (n,) float64, each sample's part of the divisor of a mean.
+        used: (n, L), whether the loss does not ignore each of a sample's L terms.
+    """
+
+    passes: int
+    mass: Tensor
+    used: Tensor
+    _outputs: Tensor
+    _rows: Tensor
+    _dim: int
+    _terms: Terms
+    _loss: Loss
+    _order: Tensor
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Pairs: a signal of the outputs' shape and dtype, and its signs, (n,) float64 (None: all +1)."""
+        samples, terms = self._order.shape
+        first = torch.arange(samples, device=self._rows.device) * self.used.shape[1]
+        for t in range(terms):
+            index = first + self._order[:, t]
+            part = self._terms.take(index)
+            factors = self._loss.factors(self._rows[index], part)
+            counted = (part.scale != 0).unsqueeze(1)
+            for c in range(factors.count):
+                column, signs = factors.column(c)
+                values = self._rows.new_zeros(self._rows.shape)
+                values[index] = torch.where(counted, column, 0.0).to(values.dtype)
+                yield self._shaped(values), signs
+
+    def _shaped(self, rows: Tensor) -> Tensor:
+        if not self._loss.positions or self._outputs.ndim == 1:
+            return rows.view_as(self._outputs)
+        moved = self._outputs.movedim(self._dim, -1)
+        return rows.view(moved.shape).movedim(-1, self._dim)
+
+
+def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Signals:
+    """The factors of a batch's outputs (samples in dimension 0, or flattened into it, each sample's rows together).
+
+    Raises:
+        InputError: outputs that do not hold the samples, or more passes than :data:`PASSES`.
+    """
+    outputs = outputs.detach()
+    if outputs.ndim == 0 or len(outputs) % samples:
+        raise InputError(f"the model's output {tuple(outputs.shape)} does not hold {samples} samples in dimension 0")
+    if loss.positions and outputs.ndim == 1:
+        terms = loss.terms(outputs.unsqueeze(-1), targets.unsqueeze(-1) if targets.ndim == 1 else targets, 1)
+        dim, rows = 0, outputs.unsqueeze(-1)
+    else:
+        dim = loss.class_dim(outputs)
+        if dim >= outputs.ndim:
+            raise InputError(f"the model's output {tuple(outputs.shape)} has no dimension {dim} for the classes")
+        terms = loss.terms(outputs, targets, dim)
+        moved = outputs.movedim(dim, -1) if loss.positions else outputs.reshape(len(outputs), -1)
+        rows = moved.reshape(-1, moved.shape[-1])
+    counted = (terms.scale != 0).view(samples, -1)
+    most = int(counted.sum(dim=1).max()) if counted.numel() else 0
+    order = counted.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+    passes = most * loss.columns(rows.shape[1])
+    if passes > PASSES:
+        raise NotYetError(
+            f"{passes} backward passes a batch ({most} loss terms of a sample x {loss.columns(rows.shape[1])} output "
+            f"factors) are more than {PASSES}; a value sampled from fewer (probes=) is not there yet"
+        )
+    mass = terms.mass.reshape(samples, -1).sum(dim=1)
+    used = torch.ones_like(counted) if terms.used is None else terms.used.view(samples, -1)
+    return Signals(passes, mass, used, outputs, rows, dim, terms, loss, order)

@@ -1,0 +1,148 @@
+"""What a sweep remembers of a forward pass: the inputs of chosen layers, and where their outputs are in the graph.
+
+Outputs are kept as gradient edges, so that an in-place operation behind a layer does no harm. Nothing in front of the
+first chosen layer is recorded: no parameter requires a gradient meanwhile, and a layer whose input does not either gets
+an alias of it that does.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from . import layers
+from .errors import InputError
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer.
+
+    Attributes:
+        inputs: the tensor that went in; it still has its graph.
+        version: of its contents, as counted by torch, when it went in.
+        edge: of the output.
+        output: an empty tensor of the output's shape and dtype, on the meta device.
+    """
+
+    inputs: Tensor
+    version: int
+    edge: GradientEdge
+    output: Tensor
+
+
+class Tape:
+    """Hooks on layers; their calls, by name, of the last forward pass inside :meth:`recording`."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules, self._active, self._checking = modules, False, False
+        self._copied: set[str] = set()
+        self.calls: dict[str, list[Call]] = {}
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Hooks are there inside."""
+        with contextlib.ExitStack() as stack:
+            for name, module in self._modules.items():
+                before = module.register_forward_pre_hook(self._alias(name), with_kwargs=True)
+                stack.callback(before.remove)
+                # In front of the user's hooks: what they return is not the layer's own output.
+                after = module.register_forward_hook(self._keep(name), with_kwargs=True, prepend=True)
+                stack.callback(after.remove)
+            stack.callback(self.calls.clear)
+            yield
+
+    @contextlib.contextmanager
+    def recording(self, *, checking: bool = False) -> Iterator[None]:
+        """Calls inside are kept; those of recomputation in a backward pass come later and are not.
+
+        Raises:
+            InputError: a layer runs without a graph, or (when ``checking``) its output is not W φ + b.
+        """
+        self.calls.clear()
+        self._active, self._checking = True, checking
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            self._active = False
+
+    def gradients(
+        self, outputs: Tensor, signal: Tensor, *, create_graph: bool = False, retain_graph: bool = True
+    ) -> dict[str, list[Tensor]]:
+        """Of ⟨signal, outputs⟩ in the output of every call of every layer; zeros where there is no path."""
+        edges = [call.edge for calls in self.calls.values() for call in calls]
+        found: Sequence[Tensor | None] = [None] * len(edges)
+        if outputs.requires_grad:
+            found = torch.autograd.grad(
+                outputs, edges, signal, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
+            )
+        flat = iter(found)
+        return {name: [_or_zeros(next(flat), call, outputs) for call in calls] for name, calls in self.calls.items()}
+
+    def overwritten(self) -> set[str]:
+        """Layers whose kept input was modified in place since; from now on a copy of it is kept."""
+        names = {name for name, calls in self.calls.items() if any(_version(c.inputs) != c.version for c in calls)}
+        self._copied |= names
+        return names
+
+    def _alias(self, name: str) -> Any:
+        def alias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not self._active:
+                return None
+            if not torch.is_grad_enabled():
+                raise InputError(
+                    f"layer {name!r} runs without recording a graph: under torch.no_grad() inside the model, or in "
+                    "reentrant activation checkpointing (pass use_reentrant=False to torch.utils.checkpoint)"
+                )
+            key = next(iter(kwargs), None) if not args else None
+            inputs = args[0] if args else kwargs.get(str(key))
+            if not isinstance(inputs, Tensor) or inputs.requires_grad:
+                return None
+            inputs = (inputs.clone() if inputs.is_inference() else inputs.detach()).requires_grad_()
+            return ((inputs, *args[1:]), kwargs) if args else (args, {**kwargs, str(key): inputs})
+
+        return alias
+
+    def _keep(self, name: str) -> Any:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            inputs = args[0] if args else next(iter(kwargs.values()), None)
+            if not self._active or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
+                return
+            if self._checking and not layers.computes(module, inputs, output):
+                raise InputError(
+                    f"layer {name!r} ({type(module).__name__}): its output is not W φ + b of its weight and input; its "
+                    "forward is replaced (by an adapter, quantisation, …) and cannot be measured"
+                )
+            kept = inputs.clone() if name in self._copied else inputs
+            shape = torch.empty_like(output, device="meta", requires_grad=False)
+            self.calls.setdefault(name, []).append(Call(kept, _version(kept), get_gradient_edge(output), shape))
+
+        return keep
+
+
+@contextlib.contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter requires a gradient inside; each as it was afterwards."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in flags:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+def _or_zeros(gradient: Tensor | None, call: Call, outputs: Tensor) -> Tensor:
+    if gradient is not None:
+        return gradient
+    return torch.zeros(call.output.shape, dtype=call.output.dtype, device=outputs.device)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
