@@ -1,5 +1,6 @@
 """How flat is the loss around a trained network."""
 
+from .capture import causal_lm
 from .errors import BackendError, FlatnessError, InputError, MissingExtraError, NonFiniteError, NotYetError
 from .pipeline import block_traces, head_flatness, measure, relative_flatness
 from .report import Estimate, Report
@@ -18,6 +19,7 @@ __all__ = [
     "Report",
     "Verification",
     "block_traces",
+    "causal_lm",
     "head_flatness",
     "measure",
     "relative_flatness",

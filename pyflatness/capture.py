@@ -42,6 +42,8 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
     compiled = any(hasattr(module, "_orig_mod") or module._compiled_call_impl for module in model.modules())
     model = layers.unwrap(model)
     _check_mode(model)
+    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in model.parameters()):
+        raise InputError("model: it has lazy layers whose weights are not initialised; run it once on a batch")
     cuda = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=cuda))
@@ -51,6 +53,7 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(nn.utils.parametrize.cached())
         stack.enter_context(_kept_buffers(model))
+        stack.enter_context(_no_fast_path())
         yield model
 
 
@@ -132,8 +135,27 @@ def without_product(module: nn.Module, outputs: int) -> Iterator[None]:
             module.__dict__["forward"] = before
 
 
+@contextlib.contextmanager
+def trial() -> Iterator[None]:
+    """Inside, batches go through the model to find something out; they will come again to be measured."""
+    global _trial
+    before, _trial = _trial, True
+    try:
+        yield
+    finally:
+        _trial = before
+
+
+_trial = False
+
+
+def is_trial() -> bool:
+    """Whether a ``forward`` is called inside :func:`trial`."""
+    return _trial
+
+
 def run(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Tensor, Any]:
-    """Outputs and targets of a batch: by ``forward``, or ``model(inputs)`` of an (inputs, targets) pair.
+    """Outputs and targets of a batch: by ``forward``, ``model(inputs)`` of (inputs, targets), or :func:`by_keywords`.
 
     Raises:
         InputError: a batch that is no pair, or outputs that are not a tensor, a tuple that begins with one, or an
@@ -145,22 +167,47 @@ def run(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Tensor, 
             raise InputError(f"forward: a pair (outputs, targets) is wanted, got {type(result).__name__}")
         outputs, targets = result
     else:
+        if isinstance(batch, Mapping) and "labels" in batch:
+            return by_keywords(model, batch)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             kind = (
                 f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
             )
             raise InputError(
-                f"data: batches are (inputs, targets) pairs, got a {kind}; pass forward=, a function (model, batch) -> "
-                "(outputs, targets)"
+                f"data: batches are (inputs, targets) pairs, or mappings with `labels`, got a {kind}; pass forward=, a "
+                "function (model, batch) -> (outputs, targets)"
             )
         inputs, targets = batch
         outputs = model(inputs)
+    return _tensor(outputs), targets
+
+
+def by_keywords(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
+    """A ``forward`` for mappings: ``labels`` are the targets, the rest the model's keyword arguments.
+
+    Outputs (n, T, C) for labels (n, T), as models of tokens give them, come as (n, C, T), as cross-entropy wants them.
+    """
+    targets = batch["labels"]
+    outputs = _tensor(model(**{key: value for key, value in batch.items() if key != "labels"}))
+    if isinstance(targets, Tensor) and not targets.is_floating_point() and 2 <= targets.ndim == outputs.ndim - 1:
+        return outputs.movedim(-1, 1), targets
+    return outputs, targets
+
+
+def causal_lm(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
+    """A ``forward`` for causal language models: every position is to predict the next one's label."""
+    outputs, targets = by_keywords(model, batch)
+    return outputs[:, :, :-1], targets[:, 1:]
+
+
+def _tensor(outputs: Any) -> Tensor:
+    """The logits in what a model returned."""
     if not isinstance(outputs, Tensor):
         first = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else None
         outputs = getattr(outputs, "logits", first)
     if not isinstance(outputs, Tensor):
         raise InputError("model: no tensor, tuple or object with `logits` came out; pass forward=")
-    return outputs, targets
+    return outputs
 
 
 def _check_mode(model: nn.Module) -> None:
@@ -176,6 +223,17 @@ def _check_mode(model: nn.Module) -> None:
             )
         if isinstance(module, _DropoutNd) and module.training and module.p > 0:
             raise InputError(f"{name!r} ({type(module).__name__}) is in training mode: call model.eval() first")
+
+
+@contextlib.contextmanager
+def _no_fast_path() -> Iterator[None]:
+    """Transformer layers call their linear layers, instead of one kernel that no hook sees."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextlib.contextmanager

@@ -5,10 +5,12 @@ sums. It is certified on a few samples rather than read off the module types, an
 agree at a trained minimum whatever the network is (the residual vanishes there).
 """
 
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from .tape import Call
 
@@ -16,6 +18,7 @@ Calls = Mapping[str, Sequence[Call]]
 Gradients = Mapping[str, Sequence[Tensor]]
 
 
+@torch.enable_grad()
 def linear_layers(calls: Calls, gradients: Gradients) -> dict[str, bool]:
     """For each layer, whether second derivatives of ⟨v, f⟩ in its output along a random direction vanish exactly.
 
@@ -32,6 +35,53 @@ def linear_layers(calls: Calls, gradients: Gradients) -> dict[str, bool]:
         name: not _feeds_itself(calls[name]) and not (everywhere[name] and _bends(calls, gradients, [name])[name])
         for name in calls
     }
+
+
+# Operations that are linear, bilinear or linear in pieces wherever they are evaluated, as autograd's graph names them.
+# Those that are curved in a part of their domain only (ELU, Hardswish, softplus, a `where` between branches, functions
+# of users) are not among them.
+_SAME_EVERYWHERE = re.compile(
+    r"(Relu|LeakyRelu|Hardtanh|Threshold|PreluKernel|Abs|Clamp\w*|Max|Min|Amax|Amin|Maximum|Minimum|Gather|Sort|Topk|"
+    r"\w*Convolution|Addmm|Mm|Bmm|Baddbmm|Mv|Dot|Addbmm|Mul|Div|Add|Sub|Rsub|Neg|Sum|Mean|Cumsum|"
+    r"\w*BatchNorm|\w*Pool[123]?D?\w*|\w*Pad\w*|Upsample\w+|GridSampler\w+|PixelShuffle|"
+    r"View|UnsafeView|ReshapeAlias|Reshape|Alias|T|Transpose|Permute|Movedim|Unsqueeze|Squeeze|Expand|Repeat|Flatten|"
+    r"Unflatten|Cat|Stack|Split\w*|Unsafe\w+|Chunk|Slice|Select|Narrow|Index|IndexSelect|Unbind|Unfold|Flip|Roll|Diagonal|"
+    r"AsStrided|Clone|Copy|CopySlices|Contiguous|ToCopy|Detach|MaskedFill|Col2Im|Im2Col|Linear|MkldnnLinear)"
+    r"Backward\d*"
+)
+
+
+def depends_on_sample(outputs: Tensor, calls: Calls) -> set[str]:
+    """Layers behind which there is an operation that may be curved at some samples and not at others."""
+    users = _users(outputs)
+    found = set()
+    for name, made in calls.items():
+        behind, stack = set(), [user for call in made for user in users.get(call.edge.node, ())]
+        while stack:
+            node = stack.pop()
+            if node not in behind:
+                behind.add(node)
+                stack += users.get(node, ())
+        if not all(_SAME_EVERYWHERE.fullmatch(node.name()) for node in behind):
+            found.add(name)
+    return found
+
+
+def _users(outputs: Tensor) -> dict[Node, list[Node]]:
+    """For each node of the outputs' graph, the nodes that take its result."""
+    users: dict[Node, list[Node]] = {}
+    stack = [] if outputs.grad_fn is None else [outputs.grad_fn]
+    seen = set(stack)
+    while stack:
+        user = stack.pop()
+        for node, _ in user.next_functions:
+            if node is None:
+                continue
+            users.setdefault(node, []).append(user)
+            if node not in seen:
+                seen.add(node)
+                stack.append(node)
+    return users
 
 
 def _bends(calls: Calls, gradients: Gradients, moved: Sequence[str]) -> dict[str, bool]:

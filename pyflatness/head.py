@@ -96,18 +96,16 @@ class Head:
 
     def established(self, batch: Any) -> bool:
         """Whether the layer is the head, going by one sample of a batch; after it the layer's name is known."""
-        with capture.Calls(self._candidates) as calls:
+        with capture.Calls(self._candidates) as calls, capture.trial():
             try:
                 outputs, targets = capture.run(self._model, first(batch, 1), self._forward)
-                samples = 1
             except FlatnessError:
                 raise
             except Exception:  # not a batch that one sample can be cut from; an error of the model's own comes again
                 calls.clear()
                 outputs, targets = capture.run(self._model, batch, self._forward)
-                samples = size(batch)
             try:
-                self._rows(self._head_call(calls, outputs), outputs, targets, samples, 0)
+                self._places(self._head_call(calls, outputs), outputs, targets)
             except _NotTheHeadError:
                 return False
         return True
@@ -117,7 +115,7 @@ class Head:
         observed = {self.name: self._candidates[self.name]} if self.name else self._candidates
         with capture.Calls(observed) as calls, contextlib.ExitStack() as product:
             for number, batch in enumerate(self._data):
-                if number == 0 and self._may_be_wide():
+                if number == 0 and self.name and self._may_be_wide():
                     self._skip_product(batch, calls, product)
                 outputs, targets = capture.run(self._model, batch, self._forward)
                 call = self._head_call(calls, outputs)
@@ -133,24 +131,14 @@ class Head:
         return wide and isinstance(self._loss, (losses.CrossEntropy, losses.SquaredError))
 
     def _skip_product(self, batch: Any, calls: capture.Calls, product: contextlib.ExitStack) -> None:
-        """Establish the head on one sample; if it is wide, let the model do without its product from there on."""
-        sample = first(batch, 1)
-        try:
-            outputs, _ = capture.run(self._model, sample, self._forward)
-        except FlatnessError:
-            raise
-        except Exception:  # not a batch that one sample can be cut from; an error of the model's own comes again
-            calls.clear()
-            return
-        self._head_call(calls, outputs)
-        calls.clear()
+        """If the head is wide, let the model do without its product; it was established on one sample."""
         module = self._candidates[self.name]
         width = len(layers.matrix(module)[0])
         if width <= _WIDE_OUTPUTS:
             return
         try:
-            with capture.without_product(module, width):
-                capture.run(self._model, sample, self._forward)
+            with capture.without_product(module, width), capture.trial():
+                capture.run(self._model, first(batch, 1), self._forward)
         except (RuntimeError, NotImplementedError):
             return  # the model looks at its logits: let it have them
         finally:
@@ -192,9 +180,22 @@ class Head:
         layers.check_dtype(f"layer {self.name!r}: output", call.output.dtype)
         if not isinstance(targets, Tensor):
             raise InputError(f"targets of batch {number}: a tensor is wanted, got {type(targets).__name__}")
-        output = call.output.detach().movedim(layers.class_dim(module), -1)
+        outputs, targets, dim, order = self._places(call, outputs, targets)
+        features = layers.input_rows(module, call.inputs)
+        try:
+            terms = self._loss.terms(outputs, targets.detach(), dim)
+        except InputError as error:
+            raise type(error)(f"batch {number}: {error}") from None
+        features = features if order.numel() == 0 else features[order.to(features.device)]
+        told_apart = len(outputs) == samples and dim != 0
+        return HeadBatch(features, terms, samples, len(features) // samples if told_apart else 0, number)
+
+    def _places(self, call: capture.Call, outputs: Tensor, targets: Any) -> tuple[Tensor, Any, int, Tensor]:
+        """Outputs and targets with a dimension for the classes; which it is; which of the layer's rows they are."""
+        output = call.output.detach().movedim(layers.class_dim(self._candidates[self.name]), -1)
         outputs = outputs.detach()
-        if outputs.ndim and output.shape[-1] == 1 and outputs.shape == targets.shape and 1 not in outputs.shape[1:]:
+        same_shape = isinstance(targets, Tensor) and outputs.shape == targets.shape
+        if outputs.ndim and output.shape[-1] == 1 and same_shape and 1 not in outputs.shape[1:]:
             outputs, targets = outputs.unsqueeze(-1), targets.unsqueeze(-1)  # z.squeeze(-1), one output
         dim = _class_dim(outputs, output, self._loss)
         places = _places(outputs.movedim(dim, -1)) if dim is not None else None
@@ -204,14 +205,7 @@ class Head:
                 f"layer {self.name!r} is not the model's head as in the batches before: the model's output "
                 f"{tuple(outputs.shape)} is not a set of whole rows of the layer's {tuple(call.output.shape)}"
             )
-        features = layers.input_rows(module, call.inputs)
-        try:
-            terms = self._loss.terms(outputs, targets.detach(), dim)
-        except InputError as error:
-            raise type(error)(f"batch {number}: {error}") from None
-        features = features if order.numel() == 0 else features[order.to(features.device)]
-        told_apart = len(outputs) == samples and dim != 0
-        return HeadBatch(features, terms, samples, len(features) // samples if told_apart else 0, number)
+        return outputs, targets, dim, order
 
 
 def find(

@@ -55,8 +55,12 @@ def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     """The effective weight (d, m), a filter to a row, and the bias (d,) of a supported layer, detached."""
     weight, bias = module.weight, module.bias
     assert isinstance(weight, Tensor)
-    weight = weight.detach().t() if _is_transposed(module) else weight.detach().flatten(1)
-    return weight, bias.detach() if isinstance(bias, Tensor) else None
+    return as_matrix(module, weight.detach()), bias.detach() if isinstance(bias, Tensor) else None
+
+
+def as_matrix(module: nn.Module, weight: Tensor) -> Tensor:
+    """A tensor of the shape of the layer's weight as (d, m)."""
+    return weight.t() if _is_transposed(module) else weight.flatten(1)
 
 
 def groups(module: nn.Module) -> int:
@@ -146,8 +150,6 @@ def joined(parts: list[Tensor]) -> list[Tensor]:
 
 def check_measurable(name: str, module: nn.Module) -> None:
     """Raise unless the layer's weights are numbers that the contractions can take."""
-    if isinstance(module._parameters.get("weight"), nn.parameter.UninitializedParameter):
-        raise InputError(f"layer {name!r}: its weights are not initialised; run the model once on a batch")
     weight, bias = matrix(module)
     if weight.is_meta:
         raise InputError(f"layer {name!r}: its weights are on the meta device; load the model first")

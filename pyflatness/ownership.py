@@ -58,17 +58,22 @@ def find(name: str, from_first: Sequence[Tensor], from_others: Sequence[Tensor],
     for layout in candidates(from_first[0].shape, samples, dims):
         if (
             all(layout.fits(call, samples) for call in from_first)
-            and not any(_reached(layout, call, samples)[1:].any() for call in from_first)
-            and not any(_reached(layout, call, samples)[0] for call in from_others)
+            and not any(reached(layout, call, samples)[1:].any() for call in from_first)
+            and not any(reached(layout, call, samples)[0] for call in from_others)
         ):
             return layout
-    raise InputError(
-        f"layer {name!r}: its rows {tuple(from_first[0].shape)} cannot be told apart by the {samples} samples: what is "
-        "sent back from one sample reaches rows of the others, however they are laid out. Either the model mixes "
-        "samples, so that a sample's loss depends on its batch, or it gathers them; batches of one sample can be measured"
+    raise mixed(name, from_first[0].shape, samples)
+
+
+def mixed(name: str, shape: Sequence[int], samples: int) -> InputError:
+    """The error for a layer whose rows cannot be told apart."""
+    return InputError(
+        f"layer {name!r}: its rows {tuple(shape)} cannot be told apart by the {samples} samples: what is sent back "
+        "from one sample reaches rows of the others, however they are laid out. Either the model mixes samples, so "
+        "that a sample's loss depends on its batch, or it gathers them; batches of one sample can be measured"
     )
 
 
-def _reached(layout: Layout, gradient: Tensor, samples: int) -> Tensor:
+def reached(layout: Layout, gradient: Tensor, samples: int) -> Tensor:
     """(n,), whether anything arrives at each sample; NaN is no sign of it, 0 · NaN is NaN too."""
     return (layout.samples_first(gradient, samples).nan_to_num(0.0) != 0).flatten(1).any(dim=1)

@@ -1,7 +1,7 @@
 """What is found out on a few samples before a sweep: which layers run, where they keep the samples, what is linear."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,8 @@ class Findings:
     Attributes:
         samples: how many were looked at.
         layouts: of each layer that ran; provisional if only one sample was there.
-        linear: whether the model is locally linear in the layer's weight.
+        linear: whether the model is locally linear in the layer's weight, at these samples.
+        sampled: layers where another sample could give another answer.
         outputs: the model's, for these samples.
         bytes: that the graph and the layers' inputs and signals take per sample, about.
         cuttable: whether the model runs on parts of a batch.
@@ -34,6 +35,7 @@ class Findings:
     samples: int
     layouts: dict[str, Layout]
     linear: dict[str, bool]
+    sampled: frozenset[str]
     outputs: Tensor
     bytes: int
     cuttable: bool
@@ -62,20 +64,36 @@ def look(
     first, others = _signals(outputs.detach(), count)
     from_first = tape.gradients(outputs, first, create_graph=True)
     from_others = tape.gradients(outputs, others, create_graph=True)
-    together = {name: [a + b for a, b in zip(from_first[name], from_others[name], strict=True)] for name in tape.calls}
+    with torch.enable_grad():
+        together = {
+            name: [a + b for a, b in zip(from_first[name], from_others[name], strict=True)] for name in tape.calls
+        }
     layouts = {}
     for name in tape.calls:
         dims = 1 if layers.is_convolution(modules[name]) else from_first[name][0].ndim - 1
         layouts[name] = ownership.find(name, from_first[name], from_others[name], count, dims)
     linear = curvature.linear_layers(tape.calls, together)
     received = sum(gradient.numel() * gradient.element_size() for calls in together.values() for gradient in calls)
-    return Findings(count, layouts, linear, outputs.detach(), (stored + 2 * received) // count, cuttable)
+    sampled = frozenset(curvature.depends_on_sample(outputs, tape.calls))
+    bytes_of_sample = (stored + 2 * received) // count
+    return Findings(count, layouts, linear, sampled, outputs.detach(), bytes_of_sample, cuttable)
+
+
+def linear_here(outputs: Tensor, tape: Tape, names: Sequence[str]) -> dict[str, bool]:
+    """Whether the model is locally linear in the weights of some layers, at all samples of a forward pass."""
+    gradients = tape.gradients(outputs, torch.randn_like(outputs.detach()), create_graph=True)
+    return curvature.linear_layers({name: tape.calls[name] for name in names}, gradients)
 
 
 def _run(model: nn.Module, tape: Tape, batch: Any, forward: capture.Forward | None) -> tuple[Tensor, int]:
     """The outputs, and the bytes that the graph and the kept inputs hold."""
     for _ in range(2):
-        with tape.recording(checking=True), sdpa_kernel(SDPBackend.MATH), _saved_storages() as storages:
+        with (
+            capture.trial(),
+            tape.recording(checking=True),
+            sdpa_kernel(SDPBackend.MATH),
+            _saved_storages() as storages,
+        ):
             outputs, _ = capture.run(model, batch, forward)
         if not tape.overwritten():  # else once more, with copies
             break
@@ -94,7 +112,7 @@ def _saved_storages() -> Iterator[dict[int, int]]:
     def pack(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
             storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return tensor
+        return tensor.detach()  # the tensor itself would hold its own graph, in a cycle that nothing frees
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield storages

@@ -125,7 +125,7 @@ class Report:
         with console.capture() as capture:
             console.print(table)
         omitted = f", {first.omitted} omitted" if first.omitted else ""
-        lines = [line.rstrip() for line in capture.get().strip("\n").splitlines()]
+        lines = [line.rstrip() for line in capture.get().splitlines() if line.strip()]
         return "\n".join([*lines, f"{first.samples} samples{omitted}, {first.backend} backend", *notes])
 
     __repr__ = __str__

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import capture, data, layers, preflight
+from . import capture, data, layers, ownership, preflight
 from .data import Batches
 from .errors import InputError
 from .ownership import Layout
@@ -51,10 +51,7 @@ class Run:
         """An input or gradient of a layer as (n, q, …)."""
         layout = self.layouts[name]
         if not layout.fits(tensor, self.samples):
-            raise InputError(
-                f"batch {self.number}: layer {name!r} has rows {tuple(tensor.shape)} for {self.samples} samples, which "
-                f"are not in dimension {layout.dim} as before"
-            )
+            raise ownership.mixed(name, tensor.shape, self.samples)
         return layout.samples_first(tensor, self.samples)
 
 
@@ -87,6 +84,7 @@ class Runner:
         self._layouts: dict[str, Layout] = {}
         self._part = 1  # samples that go through the model together
         self._linear: dict[str, bool] = {}
+        self._sampled: frozenset[str] = frozenset()  # layers whose linearity is to be looked at in every sample
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -129,19 +127,20 @@ class Runner:
                 raise InputError(f"batch {number}: the inputs of {', '.join(names)} are modified in place")
             if seen is not None:
                 _check_unchanged(seen, outputs)
-            return work(Run(part, outputs, targets, data.size(part), number, self._tape, self._layouts))
+            run = Run(part, outputs, targets, data.size(part), number, self._tape, self._layouts)
+            _check_apart(run)
+            unproven = [name for name in self._sampled if run.calls(name) and self._linear[name]]
+            if unproven:
+                self._linear.update(preflight.linear_here(outputs, self._tape, unproven))
+                self._approve(self._linear)
+            return work(run)
         finally:
             self._tape.calls.clear()
 
     @contextlib.contextmanager
     def _observing(self) -> Iterator[None]:
-        fast = torch.backends.mha.get_fastpath_enabled()
         with self._tape.attached(), frozen(self.model):
-            torch.backends.mha.set_fastpath_enabled(False)  # it calls no layer
-            try:
-                yield
-            finally:
-                torch.backends.mha.set_fastpath_enabled(fast)
+            yield
 
     def _look(self, batch: Any) -> Tensor | None:
         """The outputs for the batch's first samples, if these had to be looked at."""
@@ -162,9 +161,33 @@ class Runner:
             layers.check_measurable(name, modules[name])
         self._looked_at, self._layouts = found.samples, found.layouts
         self._linear = {name: linear and self._linear.get(name, True) for name, linear in found.linear.items()}
+        self._sampled = found.sampled
         self._approve(self._linear)
         self._part = max(1, self._memory // max(1, found.bytes)) if found.cuttable else samples
         return found.outputs
+
+
+def _check_apart(run: Run) -> None:
+    """Flattened or windowed samples: a gather of other lengths in this batch would not show in a row's place."""
+    flattened = [
+        name
+        for name, calls in run.tape.calls.items()
+        if any(call.output.shape[run.layouts[name].dim] != run.samples for call in calls)
+    ]
+    if not flattened or run.samples == 1:
+        return
+    of_sample = torch.arange(len(run.outputs), device=run.outputs.device) // (len(run.outputs) // run.samples)
+    signal = torch.randn_like(run.outputs.detach())
+    for parity in (0, 1):
+        sent = signal * (of_sample % 2 == parity).view(-1, *(1,) * (signal.ndim - 1))
+        gradients = run.tape.gradients(run.outputs, sent)
+        for name in flattened:
+            layout = run.layouts[name]
+            for gradient in gradients[name]:
+                if not layout.fits(gradient, run.samples) or bool(
+                    ownership.reached(layout, gradient, run.samples)[1 - parity :: 2].any()
+                ):
+                    raise ownership.mixed(name, gradient.shape, run.samples)
 
 
 def _even(left: int, limit: int) -> int:

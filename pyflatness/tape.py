@@ -92,17 +92,15 @@ class Tape:
 
     def _alias(self, name: str) -> Any:
         def alias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not self._active:
-                return None
-            if not torch.is_grad_enabled():
+            if self._active and not torch.is_grad_enabled():
                 raise InputError(
                     f"layer {name!r} runs without recording a graph: under torch.no_grad() inside the model, or in "
                     "reentrant activation checkpointing (pass use_reentrant=False to torch.utils.checkpoint)"
                 )
             key = next(iter(kwargs), None) if not args else None
             inputs = args[0] if args else kwargs.get(str(key))
-            if not isinstance(inputs, Tensor) or inputs.requires_grad:
-                return None
+            if not isinstance(inputs, Tensor) or inputs.requires_grad or not torch.is_grad_enabled():
+                return None  # else also in a backward pass: activation checkpointing computes the same again
             inputs = (inputs.clone() if inputs.is_inference() else inputs.detach()).requires_grad_()
             return ((inputs, *args[1:]), kwargs) if args else (args, {**kwargs, str(key): inputs})
 

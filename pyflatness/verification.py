@@ -2,18 +2,20 @@
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import capture, layers, losses
-from .contractions import compiled
+from . import capture, layers
+from .contractions import compiled, promoted_dtype
 from .data import Batches, first, map_tensors
 from .errors import InputError
-from .head import Head
 from .pipeline import relative_flatness
+from .report import Estimate
 
 _DEFINITION_ENTRIES = 4096  # weights up to which the definition's one backward pass per weight is affordable
 # The forward pass's own rounding is in these.
@@ -86,7 +88,7 @@ def verify(
 
     Truth is the definition Σ ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s') in float64, a copy of the model and the user's own loss
     differentiated once per weight; for layers of more than 4,096 weights the Laplacian in the layer's input,
-    Σ_i |φ_i|² Δ_φ ℓ_i, the same number at a head.
+    Σ_i |φ_i|² Δ_φ ℓ_i, the same number at a head and for layers of one position.
 
     Args:
         model: as for :func:`pyflatness.relative_flatness`, like all that follow but one.
@@ -112,32 +114,49 @@ def verify(
     if samples < 1:
         raise InputError(f"samples={samples}: at least one is wanted")
     with capture.observing(model) as module:
-        batch = next(iter(Batches(data, capture.device(module))))
-        batch = first(batch, samples)
-        head = Head(module, layer, losses.resolve(loss, reduction), Batches([batch], capture.device(module)), forward)
-        count = sum(rows.samples for rows in head.batches())
+        batch = first(Batches(data, capture.device(module)).peek(), samples)
         double = copy.deepcopy(module).double()
-        batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
-        risk = functools.partial(_risk, double, _double_loss(loss, reduction), batch64, forward)
-        name = head.name
-        small = layers.matrix(module.get_submodule(name))[0].numel() <= _DEFINITION_ENTRIES
-        _untie(double.get_submodule(name))
-        with torch.enable_grad():
-            truth = (_definition if small else _laplacian)(double.get_submodule(name), risk)
-    dtype = layers.matrix(module.get_submodule(name))[0].dtype
-    measured = {dtype: (model, loss, batch), torch.float64: (double, _double_loss(loss, None), batch64)}
-    checks = []
-    for dtype, (net, criterion, part) in measured.items():
+    batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
+    measured = [(model, loss, batch), (double, _double_loss(loss, None), batch64)]
+    found = []
+    if all(not parameter.is_floating_point() or parameter.dtype == torch.float64 for parameter in module.parameters()):
+        del measured[0]
+    for net, criterion, part in measured:
         for backend in ("compiled", "reference"):
-            if backend == "compiled" and compiled.unavailable(capture.device(double), dtype):
+            dtype = next(net.parameters()).dtype
+            if backend == "compiled" and compiled.unavailable(capture.device(double), promoted_dtype(dtype)):
                 continue
             estimate = relative_flatness(
-                net, criterion, [part], name, backend=backend, reduction=reduction, forward=forward, progress=False
+                net, criterion, [part], layer, backend=backend, reduction=reduction, forward=forward, progress=False
             )
-            error = abs(estimate.value - truth) / abs(truth) if truth else abs(estimate.value)
-            path = f"{backend}, {str(dtype).removeprefix('torch.')}"
-            checks.append(Check(path, estimate.value, error, _TOLERANCE[dtype]))
-    return Verification(name, count, truth, "definition" if small else "laplacian in the input", tuple(checks))
+            found.append((dtype, estimate))
+    estimate = found[0][1]
+    with capture.observing(double) as module:
+        target = module.get_submodule(estimate.layer)
+        _untie(target)
+        risk = functools.partial(_risk, module, _double_loss(loss, reduction), batch64, forward)
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+            method, truth = _truth(estimate, target, risk)
+    checks = []
+    for dtype, estimate in found:
+        error = abs(estimate.value - truth) / abs(truth) if truth else abs(estimate.value)
+        path = f"{estimate.backend}, {str(dtype).removeprefix('torch.')}"
+        checks.append(Check(path, estimate.value, error, _TOLERANCE[dtype]))
+    return Verification(estimate.layer, estimate.samples, truth, method, tuple(checks))
+
+
+def _truth(estimate: Estimate, layer: nn.Module, risk: Callable[[], Tensor]) -> tuple[str, float]:
+    """Which form of the truth is affordable, and its value."""
+    entries = layers.matrix(layer)[0].numel()
+    if entries <= _DEFINITION_ENTRIES:
+        return "definition", _definition(layer, risk)
+    value = _laplacian(layer, risk, at_head=estimate.method == "head", samples=estimate.samples)
+    if value is not None:
+        return "laplacian in the input", value
+    raise InputError(
+        f"layer {estimate.layer!r} has {entries} weights, more than the {_DEFINITION_ENTRIES} for which nested "
+        "autograd is quick, and several positions in a sample; verify a smaller layer of the same kind"
+    )
 
 
 def _risk(model: nn.Module, loss: Any, batch: Any, forward: capture.Forward | None) -> Tensor:
@@ -167,26 +186,30 @@ def _untie(layer: nn.Module) -> None:
         layer._parameters["weight"] = nn.Parameter(weight.detach().clone())
 
 
-def _definition(layer: nn.Module, risk: Any) -> float:
-    """Σ_{s,s'} ⟨w_s, w_s'⟩ Σ_j ∂²E/∂w_sj ∂w_s'j by a backward pass for every weight."""
+def _definition(layer: nn.Module, risk: Callable[[], Tensor]) -> float:
+    """Σ_{s,s'} ⟨w_s, w_s'⟩ Σ_j ∂²E/∂w_sj ∂w_s'j, within each group, by a backward pass for every weight."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
     weight.requires_grad_()
-    (slope,) = torch.autograd.grad(risk(), weight, create_graph=True)
-    matrix = weight.detach().flatten(1)
-    gram = matrix @ matrix.t()
+    (slope,) = torch.autograd.grad(risk(), weight, create_graph=True, materialize_grads=True)
     total = 0.0
     if not slope.requires_grad:
         return total
-    for s in range(len(matrix)):
-        for j in range(matrix.shape[1]):
-            (row,) = torch.autograd.grad(slope.flatten(1)[s, j], weight, retain_graph=True)
-            total += float(gram[s] @ row.flatten(1)[:, j])
+    blocks = layers.matrix(layer)[0].chunk(layers.groups(layer))
+    gram = torch.block_diag(*(block @ block.t() for block in blocks))
+    slope = layers.as_matrix(layer, slope)
+    for s in range(len(slope)):
+        for j in range(slope.shape[1]):
+            (row,) = torch.autograd.grad(slope[s, j], weight, retain_graph=True)
+            total += float(gram[s] @ layers.as_matrix(layer, row)[:, j])
     return total
 
 
-def _laplacian(layer: nn.Module, risk: Any) -> float:
-    """Σ over positions of |φ|² Δ_φ E: second derivatives along an orthonormal basis of the rows of w."""
+def _laplacian(layer: nn.Module, risk: Callable[[], Tensor], *, at_head: bool, samples: int) -> float | None:
+    """Σ over rows of |φ|² Δ_φ E: second derivatives along an orthonormal basis of the rows of w.
+
+    None where a row's second derivative would not be its own: with several positions in a sample, but at a head.
+    """
     inputs: list[Tensor] = []
 
     def leaf(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -198,7 +221,9 @@ def _laplacian(layer: nn.Module, risk: Any) -> float:
         value = risk()
     finally:
         handle.remove()
-    (slope,) = torch.autograd.grad(value, inputs[0], create_graph=True)
+    if not at_head and (len(inputs) > 1 or inputs[0].shape[:-1] != (samples,)):
+        return None
+    (slope,) = torch.autograd.grad(value, inputs[0], create_graph=True, materialize_grads=True)
     if not slope.requires_grad:
         return 0.0
     rows = layers.input_rows(layer, inputs[0])

@@ -39,9 +39,16 @@ def test_layers_that_are_not_there():
     refused(pf.InputError, r"'type:Linear' matches 3 layers", Encoder(), layer="type:Linear")
     refused(pf.InputError, r"'re:\(' is not a regular expression", Encoder(), layer="re:(")
     refused(pf.InputError, r"this Linear is not a part of the model", Encoder(), layer=nn.Linear(2, 2))
-    refused(pf.InputError, r"a name, glob, .* is wanted, got int", Encoder(), layer=3)
+    refused(pf.InputError, r"a name, glob, .* is wanted, got int", Encoder(), layer=[3])
     refused(pf.InputError, r"the model has no Linear layer", nn.Conv1d(4, 3, 1), data=(X[..., None], Y[:, None]))
-    refused(pf.NotYetError, r"layer '1' is a ReLU", layer="1")
+    refused(pf.InputError, r"layer '1' is a ReLU; what can be measured is Linear, Conv1d, .* transformers", layer="1")
+    refused(pf.InputError, r"is a LayerNorm", net(nn.LayerNorm(8)), layer="type:LayerNorm")
+    with pytest.raises(pf.InputError, match="an empty list"):
+        pf.measure(net(), LOSS, (X, Y), layers=[])
+    with pytest.raises(pf.InputError, match="has none that can be measured"):
+        pf.measure(nn.Sequential(nn.PReLU()), LOSS, (X, Y))
+    with pytest.raises(pf.InputError, match=r"measures: 'kappa' does not exist; choose among relative_flatness"):
+        pf.measure(net(), LOSS, (X, Y), measures=["kappa"])
 
 
 class Unused(Encoder):
@@ -53,35 +60,113 @@ def test_a_named_layer_that_did_not_run():
     refused(pf.InputError, r"'fc2' did not run in the model's forward pass", Unused(), layer="fc2")
 
 
-@pytest.mark.parametrize(
-    ("last", "reason"),
-    [
-        (lambda z: z / 2, "not the model's output"),
-        (lambda z: z.log_softmax(1), "not the model's output"),
-        (lambda z: z.clone(), "not the model's output"),
-        (lambda z: z.div_(2), "modified in place"),
-        (lambda z: z[:, :2], "not a set of whole rows"),
-        (lambda z: z[:1].expand(10, 3), "not a set of whole rows"),
-        (lambda z: z.t(), "not a set of whole rows"),
-    ],
-)
-def test_layers_that_are_not_heads(last, reason):
-    refused(pf.NotYetError, reason, Encoder(last))
+def test_heads_that_are_not_heads_in_every_batch():
+    class Moody(nn.Linear):
+        def __call__(self, x):
+            z = super().__call__(x)
+            return z if len(x) < 5 else z * 2
+
+    model = nn.Sequential(Moody(4, 3))
+    refused(pf.InputError, "layer '0' is not the model's head as in the batches before", model)
 
 
-class Twice(Encoder):
+def test_outputs_that_do_not_hold_the_samples():
+    refused(pf.InputError, "does not hold 2 samples in dimension 0", Encoder(lambda z: z.t()), layer="fc1")
+    refused(pf.InputError, "does not hold 2 samples in dimension 0", Encoder(lambda z: z.sum()), layer="fc1")
+
+
+def test_layers_that_cannot_be_measured():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class Patched(nn.Linear):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self.forward = lambda x: 2 * nn.Linear.forward(self, x)
+
+    refused(pf.InputError, "layer '2' is a Scaled; what can", net(Scaled(8, 8)), layer="2")
+    refused(pf.InputError, r"'2' \(Patched\): its output is not W φ \+ b", net(Patched(8, 8)), layer="2")
+    lazy = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
+    refused(pf.InputError, "lazy layers whose weights are not initialised", lazy, layer="0")
+
+
+class Smooth(Encoder):
     def forward(self, x):
-        return self.head(torch.relu(self.fc1(x)) + self.head(self.fc1(x)).sum())
+        return self.head(torch.tanh(self.fc2(self.fc1(x))))
 
 
-def test_other_layers_that_are_not_heads():
-    refused(pf.NotYetError, "layer 'fc1' is not the model's head: its output is not", Encoder(), layer="fc1")
-    refused(pf.NotYetError, "ran 2 times in one forward pass", Twice())
-    hooked = Encoder()
-    hooked.head.register_forward_hook(lambda module, args, output: output + 1)
-    refused(pf.NotYetError, "a hook or an adapter changes it", hooked)
-    wide = nn.Sequential(nn.Conv1d(1, 3, 2))
-    refused(pf.NotYetError, "1×1 convolutions", wide, data=(X[:, None], Y[:, None].expand(10, 3)), layer="0")
+def test_hessians_that_are_not_there_yet():
+    for curvature in ("auto", "hessian"):
+        message = r"not locally linear in the weight of layer 'fc1' \(smooth .*curvature='ggn' gives"
+        refused(pf.NotYetError, message, Smooth(), layer="fc1", curvature=curvature)
+    with pytest.raises(pf.NotYetError, match="of layer 'fc1', 'fc2' "):
+        pf.measure(Smooth(), LOSS, (X, Y))
+    refused(pf.NotYetError, "probes= and target_stderr=", Encoder(), layer="fc1", probes=3)
+    refused(pf.NotYetError, "probes= and target_stderr=", Encoder(), layer="fc1", target_stderr=0.1)
+
+
+def test_more_passes_than_are_sensible():
+    class Segments(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Conv2d(1, 2, 1), nn.Conv2d(2, 3, 1)
+
+        def forward(self, x):
+            return self.head(torch.relu(self.body(x)))
+
+    images, targets = torch.randn(2, 1, 40, 40), torch.zeros(2, 40, 40).long()
+    message = r"batch 0: 3200 backward passes a batch \(1600 loss terms of a sample x 2 output factors\) are more than"
+    refused(pf.NotYetError, message, Segments(), data=(images, targets), layer="body")
+    targets[:, 1:] = -100  # a sample's terms that count are few
+    assert pf.relative_flatness(Segments(), LOSS, (images, targets), "body").value > 0
+
+
+class Mixing(Encoder):
+    def forward(self, x):
+        h = torch.relu(self.fc1(x))
+        return self.head(torch.relu(self.fc2(h - h.mean(0))))
+
+
+def test_samples_that_are_mixed():
+    refused(pf.InputError, "layer 'fc1': its rows .* cannot be told apart", Mixing(), layer="fc1")
+    refused(pf.InputError, "outputs for the same samples change with the batch", Mixing(), layer="fc2")
+
+
+class Noisy(Encoder):
+    def forward(self, x):
+        return self.head(nn.functional.dropout(self.fc1(x), 0.5, training=True))
+
+
+def test_outputs_that_change_from_call_to_call():
+    refused(pf.InputError, "draws random numbers", Noisy(), layer="fc1")
+
+
+class NoGraph(Encoder):
+    def forward(self, x):
+        with torch.no_grad():
+            h = torch.relu(self.fc1(x))
+        return self.head(self.fc2(h))
+
+
+def test_layers_without_a_graph():
+    refused(
+        pf.InputError, r"layer 'fc1' runs without recording a graph: under torch.no_grad\(\)", NoGraph(), layer="fc1"
+    )
+
+
+def test_block_traces_that_would_not_fit():
+    wide = nn.Sequential(nn.Linear(4, 12000), nn.ReLU(), nn.Linear(12000, 3))
+    with pytest.raises(pf.InputError, match="a matrix of 12000 x 12000, more than 1024 MiB"):
+        pf.block_traces(wide, LOSS, (X, Y), "0")
+
+
+def test_reports_without_what_is_asked():
+    report = pf.measure(net(), LOSS, (X, Y))
+    with pytest.raises(pf.InputError, match="no layer '7'; there are 0, 2"):
+        report["7", "trace"]
+    with pytest.raises(pf.InputError, match="no measure 'kappa'; there are relative_flatness, trace"):
+        report["kappa"]
 
 
 def test_modes_in_which_samples_are_not_independent():
@@ -99,8 +184,8 @@ def test_data():
     refused(pf.InputError, r"different lengths: \[10, 9\]", data=(X, Y[:9]))
     refused(pf.InputError, "wrap it, DataLoader", data=torch.utils.data.TensorDataset(X, Y))
     refused(pf.InputError, "an iterable of batches is wanted, got Tensor", data=X)
-    refused(pf.InputError, r"pairs, got a tuple of 3", data=(X, Y, Y))
-    refused(pf.InputError, r"pairs, got a Tensor", data=[X])
+    refused(pf.InputError, r"`labels`, got a tuple of 3", data=(X, Y, Y))
+    refused(pf.InputError, r"`labels`, got a Tensor", data=[X])
     refused(pf.InputError, r"can be read once, and 2 passes", data=iter([(X, Y)]), normalize="std")
     pf.relative_flatness(net(), LOSS, iter([(X, Y)]))
     refused(pf.InputError, r"a pair \(outputs, targets\) is wanted", forward=lambda model, batch: model(batch[0]))
@@ -149,19 +234,16 @@ def test_losses():
     refused(pf.InputError, r"pos_weight of shape \(5,\) does not fit", loss=wrong, data=(X, labels))
     refused(pf.InputError, "couples samples", loss=lambda f, y: (f - f.mean(0)).square().mean())
     refused(pf.InputError, "a scalar tensor is wanted", loss=lambda f, y: f)
-    refused(pf.NotYetError, "one loss term per sample", nn.Sequential(nn.Linear(4, 3)), loss=lambda f, y: f.mean(),
-            data=(X[:, None], Y[:, None]))  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("option", "match"),
     [
         ({"normalize": "variance"}, "normalize='variance' does not exist"),
-        ({"nan_policy": "ignore"}, "choose one of raise, propagate, omit"),
+        ({"nan_policy": "ignore"}, "choose one of 'raise', 'propagate', 'omit'"),
         ({"backend": "fast"}, "backend='fast' does not exist"),
         ({"curvature": "fisher"}, "curvature='fisher' does not exist"),
         ({"conv": "both"}, "conv='both' does not exist"),
-        ({"conv": "affine"}, "not there yet"),
         ({"memory": 0}, "memory=0"),
     ],
 )

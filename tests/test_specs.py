@@ -37,7 +37,7 @@ def test_a_model_in_a_package_of_the_working_directory(
     assert "LazyLinear" in out
     assert "4 × 3" not in out
     assert layers("package.inner:Nets.convolution", "--model-args", '{"kernel_size": 3}') == 0
-    assert "no layer that can be measured" in capsys.readouterr().out
+    assert "7 × 27" in capsys.readouterr().out
 
 
 def test_files_of_one_name_do_not_mix(tiny: str, tmp_path: Path) -> None:

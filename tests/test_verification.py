@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import TOKEN_TARGETS, TOKENS, C, Pixels, Tokens, classifier
+from networks import CASES
 from torch import nn
 
 import pyflatness as pf
@@ -64,3 +65,23 @@ def test_verify_cuts_samples_and_nothing_else():
     batch = {"x": x, "y": y, "table": table}
     forward = lambda net, part: (net(part["x"] + part["table"][-1]), part["y"])  # noqa: E731
     assert pf.verify(model, nn.CrossEntropyLoss(), [batch], samples=7, forward=forward).samples == 7
+
+
+@pytest.mark.parametrize("name", ["residual", "conv 2d, grouped", "siamese", "weight norm", "mlp ReLU"])
+def test_verify_layers_behind_which_there_is_a_network(name):
+    case = CASES[name]
+    for layer in case.layers:
+        result = pf.verify(case.build(), case.loss, (case.inputs, case.targets), layer)
+        assert result, result
+        assert result.layer == layer
+        assert len(result.checks) == 2
+
+
+def test_verify_hidden_layers_by_the_laplacian(monkeypatch):
+    monkeypatch.setattr("pyflatness.verification._DEFINITION_ENTRIES", 0)
+    result = pf.verify(classifier(6, 7, C), nn.CrossEntropyLoss(), (torch.randn(9, 6), torch.randint(C, (9,))), "0")
+    assert result, result
+    assert result.method == "laplacian in the input"
+    case = CASES["residual"]
+    with pytest.raises(pf.InputError, match="several positions in a sample; verify a smaller layer"):
+        pf.verify(case.build(), case.loss, (case.inputs, case.targets), case.layers[0])

@@ -15,17 +15,14 @@ from . import specs
 @click.command()
 @specs.option("model", "the model")
 def layers(model: specs.Function, model_args: dict[str, Any]) -> None:
-    """Show the model's layers that can be measured: name, type, weight matrix.
-
-    Whether such a layer is the model's head, which this version wants, is seen when the model runs.
-    """
+    """Show the model's layers that can be measured: name, type, weight matrix."""
     network = kinds.unwrap(specs.build_model(specs.bind(model, model_args, "model")))
     table = Table("name", "type", "weight matrix, d × m", box=box.SIMPLE_HEAD)
     for name, module in network.named_modules():
         if kinds.is_supported(module):
             table.add_row(name or "(the model)", type(module).__name__, _shape(module))
     if table.row_count == 0:
-        click.echo(f"{type(network).__name__} has no layer that can be measured: Linear or 1×1 convolution")
+        click.echo(f"{type(network).__name__} has no layer that can be measured ({kinds.SUPPORTED})")
         return
     Console(markup=False, highlight=False, emoji=False).print(table)
 

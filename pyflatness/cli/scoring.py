@@ -111,6 +111,8 @@ class Recorder:
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """See :data:`.capture.Forward`."""
+        if capture.is_trial():
+            return capture.run(model, batch, None)
         self._count()
         outputs, targets = capture.run(model, batch, None)
         if self._active and not outputs.is_meta:  # outputs without values have no loss

@@ -1,0 +1,139 @@
+"""The sweep against dense Hessians and Gauss-Newton matrices: every network, loss and layer of the grid."""
+
+import networks
+import pytest
+import torch
+import truth
+from cases import to
+from networks import CASES
+from torch import nn
+
+import pyflatness as pf
+
+GRID = [(name, layer) for name, case in CASES.items() for layer in case.layers]
+
+
+def data_of(case, size):
+    return list(zip(case.inputs.split(size), case.targets.split(size), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ggn_of_every_layer(name):
+    """κ, trace and their parts by sample, in one sweep and in any cut, are those of JᵀH_fJ."""
+    case = CASES[name]
+    model = case.build()
+    for size in (case.samples, 2, 1):
+        data = data_of(case, size)
+        if name == "gathered tokens" and size == case.samples:
+            with pytest.raises(pf.InputError, match=r"layer 'one': .* cannot be told apart by the"):
+                pf.measure(model, case.loss, data, layers=list(case.layers), curvature="ggn")
+            continue
+        report = pf.measure(
+            model, case.loss, data, layers=list(case.layers), curvature="ggn", per_sample=True, backend="reference"
+        )
+        for layer in case.layers:
+            matrix, weight = networks.ggn(case, layer), truth.weight_of(model, layer)
+            groups = networks.groups(case, layer)
+            expected = {
+                "relative_flatness": truth.relative_flatness_of(matrix, weight, groups),
+                "trace": truth.trace_of(matrix),
+            }
+            for measure, value in expected.items():
+                estimate = report[layer, measure]
+                assert estimate.value == pytest.approx(value, rel=1e-9, abs=1e-12), (layer, measure, size)
+                assert float(estimate.per_sample.mean()) == pytest.approx(value, rel=1e-9, abs=1e-12)
+                assert (estimate.method, estimate.stderr, estimate.samples) == ("ggn", None, case.samples)
+                assert estimate.exact == (layer in case.linear), layer
+
+
+def expected_of(case, layer, matrix):
+    weight, groups = truth.weight_of(case.build(), layer), networks.groups(case, layer)
+    return truth.relative_flatness_of(matrix, weight, groups), truth.trace_of(matrix)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hessian_values_are_exact_or_refused(name):
+    """Under "auto" (and "hessian") a value is the Hessian's to rounding, or there is none."""
+    case = CASES[name]
+    data = data_of(case, 1 if name == "gathered tokens" else case.samples)
+    for layer in case.layers:
+        if layer not in case.linear:
+            with pytest.raises(pf.NotYetError, match=f"not locally linear in the weight of layer '{layer}'"):
+                pf.relative_flatness(case.build(), case.loss, data, layer)
+            continue
+        estimate = pf.relative_flatness(case.build(), case.loss, data, layer)
+        flatness, trace = expected_of(case, layer, networks.hessian(case, layer))
+        assert estimate.exact
+        assert estimate.method in ("head", "ggn")
+        assert estimate.value == pytest.approx(flatness, rel=1e-9, abs=1e-12)
+        report = pf.measure(case.build(), case.loss, data, layers=layer, curvature="hessian")
+        assert report[layer, "trace"].value == pytest.approx(trace, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "peaked" not in name])
+def test_float32(name):
+    """Against float64 on the same network; the forward and backward passes' own rounding is in it."""
+    case = CASES[name]
+    model, loss = case.build().float(), to(torch.float32, case.loss)
+    inputs, targets = to(torch.float32, case.inputs), to(torch.float32, case.targets)
+    size = 1 if name == "gathered tokens" else 2
+    data = list(zip(inputs.split(size), targets.split(size), strict=True))
+    report = pf.measure(model, loss, data, layers=list(case.layers), curvature="ggn")
+    for layer in case.layers:
+        flatness, trace = expected_of(case, layer, networks.ggn(case, layer))
+        largest = float(networks.ggn(case, layer).abs().max())
+        assert report[layer, "relative_flatness"].value == pytest.approx(flatness, rel=1e-4, abs=1e-5 * largest)
+        assert report[layer, "trace"].value == pytest.approx(trace, rel=1e-4, abs=1e-5 * largest)
+
+
+@pytest.mark.parametrize(("name", "layer"), GRID)
+def test_block_traces(name, layer):
+    case = CASES[name]
+    data = data_of(case, 1 if name == "gathered tokens" else 2)
+    found = pf.block_traces(case.build(), case.loss, data, layer, curvature="ggn")
+    expected = truth.block_traces(networks.ggn(case, layer), networks.groups(case, layer))
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-11 * float(expected.abs().max() + 1))
+
+
+CONVOLUTIONS = [
+    (name, layer)
+    for name, layer in GRID
+    if isinstance(CASES[name].build().get_submodule(layer), (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    and name not in ("cnn", "cnn, one sample, channels last", "residual", "residual network")
+]
+
+
+@pytest.mark.parametrize(("name", "layer"), CONVOLUTIONS)
+def test_affine_convolutions(name, layer):
+    """The dense layer's own κ, trace and T, from the convolution."""
+    case = CASES[name]
+    dense, dense_name = truth.affine(case.build(), layer, case.inputs)
+    matrix = truth.layer_ggn(dense, case.loss, case.inputs, case.targets, dense_name)
+    options = {"curvature": "ggn", "conv": "affine"}
+    report = pf.measure(case.build(), case.loss, data_of(case, 2), layers=layer, **options)
+    flatness = truth.relative_flatness_of(matrix, truth.weight_of(dense, dense_name))
+    assert report[layer, "relative_flatness"].value == pytest.approx(flatness, rel=1e-9, abs=1e-12)
+    assert report[layer, "trace"].value == pytest.approx(truth.trace_of(matrix), rel=1e-9, abs=1e-12)
+    if len(truth.weight_of(dense, dense_name)) < 200:
+        traces = pf.block_traces(case.build(), case.loss, data_of(case, 2), layer, **options)
+        torch.testing.assert_close(traces, truth.block_traces(matrix), rtol=1e-8, atol=1e-11)
+
+
+# Where the loss ignores nothing, so that the deviations are over all rows.
+NORMALISED = [
+    (name, layer)
+    for name, layer in GRID
+    if not (CASES[name].targets == getattr(CASES[name].loss, "ignore_index", -100)).any()
+]
+
+
+@pytest.mark.parametrize(("name", "layer"), NORMALISED)
+def test_normalised(name, layer):
+    case = CASES[name]
+    deviation = truth.layer_deviations(case.build(), layer, case.inputs)
+    module = case.build().get_submodule(layer)
+    groups = networks.groups(case, layer)
+    expected = truth.relative_flatness_of(*truth.scaled(module, networks.ggn(case, layer), deviation), groups)
+    data = data_of(case, 1 if name == "gathered tokens" else 2)
+    report = pf.measure(case.build(), case.loss, data, layers=layer, curvature="ggn", measures="relative_flatness_std")
+    assert report[layer, "relative_flatness_std"].value == pytest.approx(expected, rel=1e-8, abs=1e-12)
