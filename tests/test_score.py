@@ -79,7 +79,7 @@ def _bad_safetensors(tiny: str) -> dict[str, list[str]]:
         "odd.safetensors": ["Unexpected", "odd?[31m"],
         "shapes.safetensors": ["body.weight", "[6, 4]", "[5, 4]"],
         "integer.safetensors": ["head.weight is torch.int8, in the model torch.float32"],
-        "nan.safetensors": ["NaN or infinity in the features"],
+        "nan.safetensors": ["NaN or infinity"],
         "plain.pt": [checkpoints.PICKLE_FLAG],
         "missing.safetensors": ["no such file"],
     }
@@ -95,12 +95,12 @@ def test_bad_checkpoints_between_good_ones(tiny: str) -> None:
     )
     assert done.returncode == 1, done.stderr
     assert done.stderr == ""  # no bar outside a terminal, no traceback, no warning
-    assert done.stdout.endswith(f"scores.csv: {2 * len(every)} rows, {2 * len(bad)} errors\n")
+    assert done.stdout.endswith(f"scores.csv: {3 * len(every)} rows, {3 * len(bad)} errors\n")
     assert "\x1b" not in done.stdout
 
     rows = _rows(tiny)
     assert [(row["checkpoint"], row["measure"]) for row in rows] == [(str(p), m) for p in every for m in CHOICES]
-    for row in rows[2:-2]:
+    for row in rows[3:-3]:
         name = Path(row["checkpoint"]).name
         for word in bad[name]:
             assert word in row["error"], row
@@ -108,18 +108,19 @@ def test_bad_checkpoints_between_good_ones(tiny: str) -> None:
         assert not any(row[key] for key in ("value", "method", "exact", "samples", "loss", "accuracy", "seconds"))
         assert f"{name}: {row['error']}" in done.stdout.splitlines()
     inputs, targets = (torch.cat(parts) for parts in zip(*specs.resolve(f"{tiny}:data")(), strict=True))
-    for row, seed, normalize in zip(rows[:2] + rows[-2:], (1, 1, 2, 2), (None, "std") * 2, strict=True):
-        network = _network(tiny, seed)
-        truth = pf.relative_flatness(network, "cross_entropy", (inputs, targets), normalize=normalize)
+    for row, seed in zip(rows[:3] + rows[-3:], (1, 1, 1, 2, 2, 2), strict=True):
+        network, name = _network(tiny, seed), row["measure"]
+        report = pf.measure(network, "cross_entropy", (inputs, targets), layers="head", measures=name)
+        truth, method = report["head", name], "ggn" if name == "trace" else "head"
         logits = network(inputs).detach().double()
         kept = targets != -100
-        assert float(row["value"]) == pytest.approx(truth.value, rel=1e-6)
+        assert float(row["value"]) == pytest.approx(truth.value, rel=1e-5)
         assert float(row["loss"]) == pytest.approx(float(F.cross_entropy(logits, targets.long())), rel=1e-6)
         assert float(row["accuracy"]) == float((logits.argmax(dim=1) == targets)[kept].double().mean())
-        assert (row["layer"], row["method"], row["exact"], row["samples"]) == ("head", "head", "True", "37")
+        assert (row["layer"], row["method"], row["exact"], row["samples"]) == ("head", method, "True", "37")
         assert float(row["seconds"]) > 0
         assert row["error"] == ""
-        assert f"{truth.value:.5g}" in done.stdout
+        assert f"{float(row['value']):.5g}" in done.stdout
 
 
 class _Malicious:

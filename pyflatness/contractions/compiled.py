@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError
-from .reference import direct, gram, patch_gram  # noqa: F401, until there are kernels of their own
 
 _SUFFIX = {torch.float32: "_f32", torch.float64: "_f64"}
 
