@@ -140,9 +140,7 @@ def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -
     return out
 
 
-def direct(
-    inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | None, weight: Tensor | None
-) -> Products:
+def direct(inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | None, weight: Tensor | None) -> Products:
     """See :func:`.reference.direct`; inputs and signal may have any strides."""
     sizes, threads = _sizes(inputs, signal, geometry), torch.get_num_threads()
     (n, groups, channels, d), *_ = sizes

@@ -81,9 +81,7 @@ class Products(NamedTuple):
     """``Σ w ∘ M`` over the columns of each row, (n, G d)."""
 
 
-def direct(
-    inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | None, weight: Tensor | None
-) -> Products:
+def direct(inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | None, weight: Tensor | None) -> Products:
     """Each sample's M, group by group, and what is asked of it; M is written out.
 
     Args:
