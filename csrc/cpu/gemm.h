@@ -112,9 +112,17 @@ PYFLATNESS_INLINE void multiply(const T* packed, int64_t rows, int64_t depth, co
           constexpr int kTile = decltype(width)::value;
           const T* right[kTile];
           for (int c = 0; c < kTile; ++c) right[c] = b + (j + c) * ldb;
+          constexpr int64_t kSums = kRows * kTile, kFolds = (kSums + S::kLanes - 1) / S::kLanes;
+          typename S::Vec sums[kFolds][S::kLanes] = {};
           dot_tile<T, kRows, kTile>(a, right, length,
-                                    [&](int r, int c, typename S::Vec sum)
-                                        __attribute__((always_inline)) { use_number(first + r, j + c, S::sum(sum)); });
+                                    [&](int r, int c, typename S::Vec sum) __attribute__((always_inline)) {
+                                      sums[(c * kRows + r) / S::kLanes][(c * kRows + r) % S::kLanes] = sum;
+                                    });
+          T lanes[kFolds * S::kLanes];
+#pragma GCC unroll 12
+          for (int64_t fold = 0; fold < kFolds; ++fold) S::store(lanes + fold * S::kLanes, S::fold(sums[fold]));
+          for (int c = 0; c < kTile; ++c)
+            for (int r = 0; r < kRows; ++r) use_number(first + r, j + c, lanes[c * kRows + r]);
         });
     };
     int64_t row = 0;

@@ -9,6 +9,7 @@ using pyflatness::Layer;
 using pyflatness::Strided;
 
 constexpr int64_t kShifts = 9;           // taps whose shifted rows are summed in one pass
+constexpr double kShiftCost = 4;         // one addition of a shifted row, in multiply-adds of a product
 constexpr int64_t kDotBytes = 16 << 10;  // rows of `gram` that stay in the first cache
 
 // What is multiplied with itself: pixels of the padded input, of which the Gram matrix of patches is a sum of shifted
@@ -24,12 +25,12 @@ struct GramPlan {
   int64_t input, square;  // buffers of a thread, in elements
 
   explicit GramPlan(const Layer& layer) : grid(layer) {
-    const int64_t pixels = layer.size[0] * layer.size[1] * layer.size[2];
     const bool unit = layer.stride[0] == 1 && layer.stride[1] == 1 && layer.stride[2] == 1;
-    const double by_pixels =
-        static_cast<double>(layer.channels) * static_cast<double>(pixels) * static_cast<double>(pixels);
+    const double pixels = static_cast<double>(layer.size[0] * layer.size[1] * layer.size[2]);
     const double places = static_cast<double>(layer.positions());
-    shifted = unit && by_pixels <= static_cast<double>(layer.columns()) * places * places;
+    const double by_pixels = static_cast<double>(layer.channels) * pixels * pixels +
+                             kShiftCost * static_cast<double>(layer.taps()) * places * pixels;
+    shifted = unit && by_pixels < static_cast<double>(layer.columns()) * places * places;
     shifts = 1;
     if (shifted) {
       shifts = layer.taps();

@@ -56,9 +56,9 @@ void make_tile(const T* signal, int64_t rows, int64_t depth, const T* patches, i
         T* place = tile + c * rows_ld + row;
         S::store(place, Add ? S::load(place) + sum : sum);
       },
-      [=](int64_t row, int64_t c, double sum) __attribute__((always_inline)) {
+      [=](int64_t row, int64_t c, T sum) __attribute__((always_inline)) {
         T* place = tile + c * rows_ld + row;
-        *place = static_cast<T>(Add ? static_cast<double>(*place) + sum : sum);
+        *place = Add ? *place + sum : sum;
       });
 }
 
@@ -71,7 +71,7 @@ double rooted_squares(const T* root, int64_t roots, int64_t rows, const T* tile,
   multiply(
       root, roots, rows, tile, rows_ld, columns,
       [&](int64_t, int64_t c, typename S::Vec sum) __attribute__((always_inline)) { sums[c % 2] += sum * sum; },
-      [&](int64_t, int64_t, double sum) __attribute__((always_inline)) { total += sum * sum; });
+      [&](int64_t, int64_t, T sum) __attribute__((always_inline)) { total += static_cast<double>(sum * sum); });
   return total + S::sum(sums[0] + sums[1]);
 }
 

@@ -9,6 +9,7 @@ namespace {
 // Up to kDepth places of a grid as runs of places a constant step apart.
 struct Runs {
   int64_t step = 0, count = 0, total = 0;
+  int64_t reach = 0;  // the last place's offset
   int64_t offset[kDepth], length[kDepth];
 };
 
@@ -38,6 +39,7 @@ struct Grid {
       const int64_t length = minimum(total - done, size[2] - x);
       runs->offset[runs->count] = z * step[0] + y * step[1] + x * step[2];
       runs->length[runs->count++] = length;
+      runs->reach = z * step[0] + y * step[1] + (x + length - 1) * step[2];
       done += length;
       x = 0;
       if (++y == size[1]) y = 0, ++z;
@@ -49,18 +51,23 @@ struct Grid {
 template <typename T>
 PYFLATNESS_INLINE void gather(const T* from, const Runs& runs, const T* end, T* to) {
   using S = Simd<T>;
+  if (runs.step == 1 && end - from >= runs.reach + S::kLanes) {  // whole vectors may be read
+    for (int64_t run = 0; run < runs.count; ++run) {
+      const T* source = from + runs.offset[run];
+      const int64_t length = runs.length[run];
+      for (int64_t x = 0; x < length; x += S::kLanes) S::store(to + x, S::load(source + x));
+      to += length;
+    }
+    return;
+  }
   for (int64_t run = 0; run < runs.count; ++run) {
     const T* __restrict__ source = from + runs.offset[run];
     T* __restrict__ target = to;
     const int64_t length = runs.length[run];
-    int64_t x = 0;
-    if (runs.step == 1) {
-      for (; x < length && end - source - x >= S::kLanes; x += S::kLanes) S::store(target + x, S::load(source + x));
-      for (; x < length; ++x) target[x] = source[x];
-    } else if (runs.step == 2) {  // a constant that the compiler has shuffles for
-      for (; x < length; ++x) target[x] = source[2 * x];
+    if (runs.step == 2) {  // a constant that the compiler has shuffles for
+      for (int64_t x = 0; x < length; ++x) target[x] = source[2 * x];
     } else {
-      for (; x < length; ++x) target[x] = source[x * runs.step];
+      for (int64_t x = 0; x < length; ++x) target[x] = source[x * runs.step];
     }
     to += length;
   }
