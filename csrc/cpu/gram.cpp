@@ -10,6 +10,7 @@ using pyflatness::Strided;
 
 constexpr int64_t kShifts = 9;           // taps whose shifted rows are summed in one pass
 constexpr double kShiftCost = 4;         // one addition of a shifted row, in multiply-adds of a product
+constexpr int64_t kFewPlaces = 64;       // up to here `gram` reads rows over places where they are
 constexpr int64_t kDotBytes = 16 << 10;  // rows of `gram` that stay in the first cache
 
 // What is multiplied with itself: pixels of the padded input, of which the Gram matrix of patches is a sum of shifted
@@ -249,6 +250,37 @@ double gram_of_rows(const T* a, int64_t stride, int64_t positions, int64_t r, co
   return total;
 }
 
+// The same of a[k, p], rows over few places: nothing is copied, but the triangle is cut by whole vectors.
+template <typename T>
+double gram_of_columns(const T* a, int64_t stride, int64_t positions, int64_t r, const T* g) {
+  using S = Simd<T>;
+  double total = 0;
+  for (int64_t first = 0; first < r; first += kDepth) {
+    const int64_t depth = minimum(kDepth, r - first);
+    const T* rows = a + first * stride;
+    for (int64_t j = 0; j < positions; j += kPanelColumns)
+      with_columns<kPanelColumns, kPanelStep>(positions - j, [&](auto width) __attribute__((always_inline)) {
+        const auto panel = [&](int64_t i, auto vectors) __attribute__((always_inline)) {
+          typename S::Vec sum = {};
+          panel_tile<T, decltype(vectors)::value, decltype(width)::value, true>(
+              rows + i, stride, rows + j, stride, depth,
+              [&](int c, int v, typename S::Vec products) __attribute__((always_inline)) {
+                const typename S::Ints behind =
+                    S::lane() + static_cast<typename Format<T>::Int>(i + v * S::kLanes - j - c);
+                const typename S::Vec twice = products + products, none = {};
+                const typename S::Vec counted = behind > 0 ? twice : behind == 0 ? products : none;
+                sum += counted * S::load(g + (j + c) * positions + i + v * S::kLanes);
+              });
+          total += S::sum(sum);
+        };
+        int64_t i = j / S::kLanes * S::kLanes;
+        for (; i + S::kLanes < positions; i += 2 * S::kLanes) panel(i, Count<2>{});
+        if (i < positions) panel(i, Count<1>{});
+      });
+  }
+  return total;
+}
+
 template <typename T>
 void gram(const Strided<T>& a, int64_t samples, int64_t groups, int64_t positions, int64_t r, const T* g, double* out,
           T* workspace, int threads) {
@@ -260,10 +292,14 @@ void gram(const Strided<T>& a, int64_t samples, int64_t groups, int64_t position
 #pragma omp for schedule(dynamic)
     for (int64_t item = 0; item < items; ++item) {
       const T* from = a.data + item / groups * a.stride[0] + item % groups * a.stride[1];
+      const T* square = g + item * positions * positions;
+      if (a.stride[2] == 1 && positions % Simd<T>::kLanes == 0 && positions <= kFewPlaces) {
+        out[item] = gram_of_columns(from, a.stride[3], positions, r, square);
+        continue;
+      }
       if (!in_place(a, r)) pack_gram_rows(from, a.data + a.count, a.stride, positions, r, rows, scratch);
-      out[item] =
-          gram_of_rows(in_place(a, r) ? from : rows, in_place(a, r) ? a.stride[2] : round_up(r, Simd<T>::kLanes),
-                       positions, r, g + item * positions * positions);
+      out[item] = gram_of_rows(in_place(a, r) ? from : rows,
+                               in_place(a, r) ? a.stride[2] : round_up(r, Simd<T>::kLanes), positions, r, square);
     }
   }
 }
