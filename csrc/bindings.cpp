@@ -1,9 +1,13 @@
 // Python's door to the CPU kernels: checks every size against the element count that came with its pointer, releases
 // the GIL, calls. An array comes as (address, element count); `_f32` and `_f64` name the element type.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "kernels.h"
@@ -52,6 +56,12 @@ int64_t product(int64_t a, int64_t b) {
   return result;
 }
 
+int64_t product(std::initializer_list<int64_t> sizes) {
+  int64_t total = 1;
+  for (int64_t size : sizes) total = product(total, size);
+  return total;
+}
+
 // The elements of n rows of m, `stride` apart.
 int64_t strided(int64_t n, int64_t m, int64_t stride) {
   if (stride < m)
@@ -72,7 +82,7 @@ template <typename T>
 void pair_distances(Array weight, int64_t d, int64_t m, Array out, int threads) {
   const T* w = pointer<const T>("weight", weight, product(d, m));
   T* o = pointer<T>("out", out, product(d, d));
-  const auto& kernels = pyflatness::head<T>(*selected);  // while the GIL is held
+  const auto& kernels = pyflatness::of<T>(selected->head);  // while the GIL is held
   py::gil_scoped_release release;
   kernels.pair_distances(w, d, m, o, threads);
 }
@@ -88,7 +98,7 @@ void softmax_variance(Array features, int64_t stride, Array weight, Array bias, 
   const T* b = pointer<const T>("bias", bias, d);
   const T* g = pointer<const T>("distances", distances, product(d, d));
   double* o = pointer<double>("out", out, n);
-  const auto& kernels = pyflatness::head<T>(*selected);  // while the GIL is held
+  const auto& kernels = pyflatness::of<T>(selected->head);  // while the GIL is held
   py::gil_scoped_release release;
   kernels.softmax_variance(x, stride, w, b, g, n, m, d, o, threads);
 }
@@ -104,7 +114,7 @@ void exponentiate(Array logits, Array row_norms, T top_value, int64_t n, int64_t
   double* r = pointer<double>("rest", rest, n);
   double* mo = pointer<double>("moment", moment, weighted ? n : 0);
   int64_t* t = pointer<int64_t>("top", top, n);
-  const auto& kernels = pyflatness::head<T>(*selected);  // while the GIL is held
+  const auto& kernels = pyflatness::of<T>(selected->head);  // while the GIL is held
   py::gil_scoped_release release;
   kernels.exponentiate(z, weighted ? norms : nullptr, top_value, n, d, largest, r, mo, t, threads);
 }
@@ -114,7 +124,7 @@ void row_dots(Array a, int64_t stride_a, Array b, int64_t stride_b, int64_t n, i
   const T* x = pointer<const T>("a", a, strided(n, k, stride_a));
   const T* y = pointer<const T>("b", b, strided(n, k, stride_b));
   double* o = pointer<double>("out", out, n);
-  const auto& kernels = pyflatness::head<T>(*selected);  // while the GIL is held
+  const auto& kernels = pyflatness::of<T>(selected->head);  // while the GIL is held
   py::gil_scoped_release release;
   kernels.row_dots(x, stride_a, y, stride_b, n, k, o, threads);
 }
@@ -126,9 +136,161 @@ void sigmoid_curvature(Array logits, Array coefficients, Array row_norms, int64_
   const T* c = pointer<const T>("coefficients", coefficients, product(n, d));
   const T* w = pointer<const T>("row_norms", row_norms, d);
   double* o = pointer<double>("out", out, n);
-  const auto& kernels = pyflatness::head<T>(*selected);  // while the GIL is held
+  const auto& kernels = pyflatness::of<T>(selected->head);  // while the GIL is held
   py::gil_scoped_release release;
   kernels.sigmoid_curvature(z, c, w, n, d, o, threads);
+}
+
+// (n, groups, channels and rows of a group), pixels of the padded input, places, kernel, stride, dilation.
+using Triple = std::array<int64_t, 3>;
+using LayerSizes = std::tuple<std::array<int64_t, 4>, Triple, Triple, Triple, Triple, Triple>;
+
+constexpr int64_t kMostWork = int64_t{1} << 53;  // multiply-adds of one call: within it no size of a buffer overflows
+
+pyflatness::Layer checked(const LayerSizes& sizes) {
+  const auto& [counts, size, places, kernel, stride, dilation] = sizes;
+  pyflatness::Layer layer{counts[0], counts[1], counts[2], counts[3], {}, {}, {}, {}, {}};
+  if (layer.n < 0 || layer.groups < 1 || layer.channels < 1 || layer.rows < 1)
+    throw std::invalid_argument("a layer of " + std::to_string(layer.groups) + " groups of " +
+                                std::to_string(layer.channels) + " channels and " + std::to_string(layer.rows) +
+                                " rows, " + std::to_string(layer.n) + " samples");
+  for (size_t i = 0; i < 3; ++i) {
+    if (kernel[i] < 1 || stride[i] < 1 || dilation[i] < 1 || size[i] < 1 || places[i] < 1 || size[i] > kMostWork ||
+        product(kernel[i] - 1, dilation[i]) >= size[i] ||
+        places[i] != (size[i] - 1 - (kernel[i] - 1) * dilation[i]) / stride[i] + 1)
+      throw std::invalid_argument("a kernel of " + std::to_string(kernel[i]) + " pixels, stride " +
+                                  std::to_string(stride[i]) + " and dilation " + std::to_string(dilation[i]) +
+                                  " does not have " + std::to_string(places[i]) + " places in " +
+                                  std::to_string(size[i]) + " pixels");
+    layer.size[i] = size[i], layer.places[i] = places[i], layer.kernel[i] = kernel[i];
+    layer.stride[i] = stride[i], layer.dilation[i] = dilation[i];
+  }
+  return layer;
+}
+
+void limit_work(std::initializer_list<int64_t> sizes) {
+  if (product(sizes) > kMostWork) throw std::invalid_argument("sizes of more than 2^53 multiply-adds");
+}
+
+void limit_direct(const pyflatness::Layer& layer, int64_t roots) {
+  limit_work({std::max<int64_t>(layer.n, 1), layer.groups, layer.rows, layer.channels, layer.kernel[0], layer.kernel[1],
+              layer.kernel[2], std::max(product({layer.places[0], layer.places[1], layer.places[2]}), roots)});
+}
+
+void limit_patch_gram(const pyflatness::Layer& layer) {
+  const int64_t places = product({layer.places[0], layer.places[1], layer.places[2]});
+  limit_work({layer.size[0], layer.size[1], layer.size[2]});
+  limit_work({std::max<int64_t>(layer.n, 1), layer.groups, layer.channels, layer.kernel[0], layer.kernel[1],
+              layer.kernel[2], places, places});
+}
+
+// An array of these sizes and strides, whose count is that of the elements from its first to its last.
+template <typename T>
+pyflatness::Strided<T> strided_array(const char* name, Array array, const std::array<int64_t, 5>& sizes,
+                                     const std::array<int64_t, 5>& strides) {
+  int64_t last = 0;
+  pyflatness::Strided<T> result{};
+  for (size_t i = 0; i < 5; ++i) {
+    if (__builtin_add_overflow(last, product(std::max<int64_t>(sizes[i] - 1, 0), strides[i]), &last))
+      throw std::invalid_argument(std::string("the strides of `") + name + "` are not those of an array");
+    result.stride[i] = strides[i];
+  }
+  const bool empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
+  result.count = empty ? 0 : last + 1;
+  result.data = pointer<const T>(name, array, result.count);
+  return result;
+}
+
+template <typename T>
+pyflatness::Strided<T> layer_inputs(const pyflatness::Layer& layer, Array inputs,
+                                    const std::array<int64_t, 5>& strides) {
+  return strided_array<T>("inputs", inputs,
+                          {layer.n, product(layer.groups, layer.channels), layer.size[0], layer.size[1], layer.size[2]},
+                          strides);
+}
+
+template <typename T>
+int64_t direct_workspace(const LayerSizes& sizes, int64_t roots, bool weighted, int threads) {
+  const pyflatness::Layer layer = checked(sizes);
+  limit_direct(layer, roots);
+  return pyflatness::of<T>(selected->layer).direct_workspace(layer, roots, weighted, threads);
+}
+
+template <typename T>
+void direct(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>& input_strides, Array signal,
+            const std::array<int64_t, 5>& signal_strides, Array root, int64_t roots, Array weight, int64_t splits,
+            Array totals, Array by_column, Array by_row, Array workspace, int threads) {
+  const pyflatness::Layer layer = checked(sizes);
+  limit_direct(layer, roots);
+  if (splits < 1) throw std::invalid_argument("direct: " + std::to_string(splits) + " splits");
+  const bool rooted = root.second != 0, weighted = weight.second != 0;
+  const int64_t n = layer.n, groups = layer.groups, d = layer.rows, channels = product(groups, layer.channels);
+  const auto x = layer_inputs<T>(layer, inputs, input_strides);
+  const auto s = strided_array<T>(
+      "signal", signal, {n, product(groups, d), layer.places[0], layer.places[1], layer.places[2]}, signal_strides);
+  const T* r = pointer<const T>("root", root, rooted ? product({groups, roots, d}) : 0);
+  const T* w = pointer<const T>("weight", weight, weighted ? product({groups, d, layer.columns()}) : 0);
+  double* t = pointer<double>("totals", totals, product({n, groups, splits, 3}));
+  double* c = pointer<double>("by_column", by_column, weighted ? product(n, channels) : 0);
+  double* o = pointer<double>("by_row", by_row, weighted ? product({n, groups, splits, d}) : 0);
+  const auto& kernels = pyflatness::of<T>(selected->layer);  // while the GIL is held
+  T* b = pointer<T>("workspace", workspace, kernels.direct_workspace(layer, rooted ? roots : 0, weighted, threads));
+  py::gil_scoped_release release;
+  kernels.direct(layer, x, s, rooted ? r : nullptr, roots, weighted ? w : nullptr, splits, t, c, o, b, threads);
+}
+
+template <typename T>
+int64_t patch_gram_workspace(const LayerSizes& sizes, int threads) {
+  const pyflatness::Layer layer = checked(sizes);
+  limit_patch_gram(layer);
+  return pyflatness::of<T>(selected->gram).patch_gram_workspace(layer, threads);
+}
+
+template <typename T>
+void patch_gram(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>& input_strides, Array out,
+                Array workspace, int threads) {
+  const pyflatness::Layer layer = checked(sizes);
+  limit_patch_gram(layer);
+  const auto x = layer_inputs<T>(layer, inputs, input_strides);
+  T* o = pointer<T>("out", out, product({layer.n, layer.groups, layer.positions(), layer.positions()}));
+  const auto& kernels = pyflatness::of<T>(selected->gram);  // while the GIL is held
+  T* b = pointer<T>("workspace", workspace, kernels.patch_gram_workspace(layer, threads));
+  py::gil_scoped_release release;
+  kernels.patch_gram(layer, x, o, b, threads);
+}
+
+template <typename T>
+int64_t gram_workspace(int64_t positions, int64_t r, int threads) {
+  limit_work({positions, positions, r});
+  return pyflatness::of<T>(selected->gram).gram_workspace(positions, r, threads);
+}
+
+template <typename T>
+void gram(Array rows, const std::array<int64_t, 4>& strides, int64_t n, int64_t groups, int64_t positions, int64_t r,
+          Array patch_gram, Array out, Array workspace, int threads) {
+  limit_work({std::max<int64_t>(n, 1), groups, positions, positions, r});
+  if (positions < 1 || r < 1)
+    throw std::invalid_argument("gram: rows of " + std::to_string(positions) + " places and " + std::to_string(r) +
+                                " elements");
+  const auto a =
+      strided_array<T>("rows", rows, {n, groups, positions, r, 1}, {strides[0], strides[1], strides[2], strides[3], 0});
+  const T* g = pointer<const T>("patch_gram", patch_gram, product({n, groups, positions, positions}));
+  double* o = pointer<double>("out", out, product(n, groups));
+  const auto& kernels = pyflatness::of<T>(selected->gram);  // while the GIL is held
+  T* b = pointer<T>("workspace", workspace, kernels.gram_workspace(positions, r, threads));
+  py::gil_scoped_release release;
+  kernels.gram(a, n, groups, positions, r, g, o, b, threads);
+}
+
+void small_eigenvalues(Array matrices, int64_t n, int64_t size, Array out, int threads) {
+  if (size < 1 || size > pyflatness::kMaxEigenSize)
+    throw std::invalid_argument("small_eigenvalues: takes matrices of 1 to " +
+                                std::to_string(pyflatness::kMaxEigenSize) + " rows, got " + std::to_string(size));
+  const double* a = pointer<const double>("matrices", matrices, product({n, size, size}));
+  double* o = pointer<double>("out", out, product(n, size));
+  const auto& kernels = selected->eigen;  // while the GIL is held
+  py::gil_scoped_release release;
+  kernels.small_eigenvalues(a, n, size, o, threads);
 }
 
 template <typename T>
@@ -138,6 +300,12 @@ void define(py::module_& module, const std::string& suffix) {
   module.def(("exponentiate" + suffix).c_str(), &exponentiate<T>);
   module.def(("row_dots" + suffix).c_str(), &row_dots<T>);
   module.def(("sigmoid_curvature" + suffix).c_str(), &sigmoid_curvature<T>);
+  module.def(("direct_workspace" + suffix).c_str(), &direct_workspace<T>);
+  module.def(("direct" + suffix).c_str(), &direct<T>);
+  module.def(("patch_gram_workspace" + suffix).c_str(), &patch_gram_workspace<T>);
+  module.def(("patch_gram" + suffix).c_str(), &patch_gram<T>);
+  module.def(("gram_workspace" + suffix).c_str(), &gram_workspace<T>);
+  module.def(("gram" + suffix).c_str(), &gram<T>);
 }
 
 }  // namespace
@@ -145,6 +313,8 @@ void define(py::module_& module, const std::string& suffix) {
 PYBIND11_MODULE(_C, module) {
   module.doc() = "CPU kernels of pyflatness; see csrc/kernels.h for what each computes.";
   module.attr("MAX_FUSED_OUTPUTS") = pyflatness::kMaxFusedOutputs;
+  module.attr("MAX_EIGEN_SIZE") = pyflatness::kMaxEigenSize;
+  module.def("small_eigenvalues_f64", &small_eigenvalues);
   module.def("instruction_sets", &instruction_sets, "Those this build and processor have, widest first.");
   module.def("instruction_set", [] { return selected->name; }, "The one in use.");
   module.def("select_instruction_set", &select_instruction_set);

@@ -60,22 +60,106 @@ struct HeadKernels {
                             int threads);
 };
 
-struct Kernels {
-  const char* name;
-  HeadKernels<float> f32;
-  HeadKernels<double> f64;
+// A linear or convolutional layer. For each sample and group, M = sum_p delta_p phi_p^T (rows x columns): the patches
+// phi_p hold the input channels of the group, each with the pixels that the kernel's taps see from place p; a column of
+// M is a channel and a tap, the tap running fastest.
+struct Layer {
+  int64_t n, groups, channels, rows;  // samples, groups, channels and rows (outputs) of one group
+  int64_t size[3], places[3];         // pixels of the padded input; places of the kernel
+  int64_t kernel[3], stride[3], dilation[3];
+
+  int64_t taps() const { return kernel[0] * kernel[1] * kernel[2]; }
+  int64_t columns() const { return channels * taps(); }
+  int64_t positions() const { return places[0] * places[1] * places[2]; }
+};
+
+// An array (samples, channels, three of space) anywhere in `count` elements: the strides may be any, 0 too.
+template <typename T>
+struct Strided {
+  const T* data;
+  int64_t count;
+  int64_t stride[5];
 };
 
 template <typename T>
-const HeadKernels<T>& head(const Kernels& kernels);
-template <>
-inline const HeadKernels<float>& head<float>(const Kernels& kernels) {
-  return kernels.f32;
+struct LayerKernels {
+  // Elements of T that `direct` works in.
+  int64_t (*direct_workspace)(const Layer& layer, int64_t roots, bool weighted, int threads);
+
+  // Each sample's M by blocks of columns, and what is asked of it. Each of `splits` takes a share of the channels.
+  void (*direct)(const Layer& layer,
+                 const Strided<T>& inputs,      // [n, groups * channels, size]
+                 const Strided<T>& signal,      // [n, groups * rows, places]
+                 const T* root, int64_t roots,  // [groups, roots, rows] or null
+                 const T* weight,               // [groups, rows, columns] or null
+                 int64_t splits,                //
+                 double* totals,                // [n, groups, splits, 3]: |M|^2, |root M|^2, |weight o M|^2
+                 double* by_column,             // [n, groups * channels]: weight o M over rows and taps
+                 double* by_row,                // [n, groups, splits, rows]: weight o M over columns
+                 T* workspace,                  // [direct_workspace]
+                 int threads);
+};
+
+template <typename T>
+struct GramKernels {
+  // Elements of T that `patch_gram` works in.
+  int64_t (*patch_gram_workspace)(const Layer& layer, int threads);
+
+  // out[p, p'] = <phi_p, phi_p'>; `rows` of the layer are not looked at.
+  void (*patch_gram)(const Layer& layer,
+                     const Strided<T>& inputs,  // [n, groups * channels, size]
+                     T* out,                    // [n, groups, positions, positions]
+                     T* workspace,              // [patch_gram_workspace]
+                     int threads);
+
+  // Elements of T that `gram` works in.
+  int64_t (*gram_workspace)(int64_t positions, int64_t r, int threads);
+
+  // out = sum_pp' <a_p, a_p'> g[p, p'] for each of n matrices.
+  void (*gram)(const Strided<T>& a,  // [samples, groups, positions, r], the last stride unused
+               int64_t samples, int64_t groups, int64_t positions, int64_t r,
+               const T* g,    // [samples, groups, positions, positions], symmetric
+               double* out,   // [samples, groups]
+               T* workspace,  // [gram_workspace]
+               int threads);
+};
+
+// Largest matrices for small_eigenvalues.
+constexpr int64_t kMaxEigenSize = 32;
+
+struct EigenKernels {
+  // Eigenvalues of symmetric matrices, ascending, from their upper halves; NaN for a matrix that is not finite.
+  void (*small_eigenvalues)(const double* matrices,  // [n, size, size]
+                            int64_t n, int64_t size,
+                            double* out,  // [n, size]
+                            int threads);
+};
+
+// The same kernels for both element types.
+template <template <typename> class Table>
+struct Tables {
+  Table<float> f32;
+  Table<double> f64;
+};
+using HeadTables = Tables<HeadKernels>;
+using LayerTables = Tables<LayerKernels>;
+using GramTables = Tables<GramKernels>;
+
+template <typename T, template <typename> class Table>
+const Table<T>& of(const Tables<Table>& tables) {
+  if constexpr (sizeof(T) == sizeof(float))
+    return tables.f32;
+  else
+    return tables.f64;
 }
-template <>
-inline const HeadKernels<double>& head<double>(const Kernels& kernels) {
-  return kernels.f64;
-}
+
+struct Kernels {
+  const char* name;
+  const HeadTables& head;
+  const LayerTables& layer;
+  const GramTables& gram;
+  const EigenKernels& eigen;
+};
 
 // The instruction sets in this build that this processor can run, widest first; the last is always "base".
 int available(const Kernels* const** list);

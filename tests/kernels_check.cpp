@@ -1,5 +1,6 @@
 // The kernels by themselves, for the address and undefined-behaviour sanitizers: every instruction set, both element
 // types, sizes around every tile boundary, arrays of exactly the promised size; values against plain loops.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -45,7 +46,7 @@ double variance(const std::vector<T>& z, const std::vector<T>& distances, int64_
 
 template <typename T>
 void check(const pyflatness::Kernels& kernels, int64_t n, int64_t d, int64_t m, int threads) {
-  const auto& k = pyflatness::head<T>(kernels);
+  const auto& k = pyflatness::of<T>(kernels.head);
   const int64_t stride = m + 3;
   const auto features = normal<T>((n - 1) * stride + m), weight = normal<T>(d * m), bias = normal<T>(d);
   std::vector<T> distances(static_cast<size_t>(d * d));
@@ -120,12 +121,205 @@ void check_not_finite(const pyflatness::Kernels& kernels) {
     std::vector<double> rest(3);
     std::vector<int64_t> top(3);
     std::vector<T> maximum(3, -std::numeric_limits<T>::infinity());
-    pyflatness::head<T>(kernels).exponentiate(z.data(), nullptr, T(1), 3, 37, maximum.data(), rest.data(), nullptr,
-                                              top.data(), 1);
+    pyflatness::of<T>(kernels.head)
+        .exponentiate(z.data(), nullptr, T(1), 3, 37, maximum.data(), rest.data(), nullptr, top.data(), 1);
     ++checks;
     const bool hidden = std::isfinite(rest[1]) && bad != -std::numeric_limits<T>::infinity();
     if (hidden || !std::isfinite(rest[0]) || !std::isfinite(rest[2]))
       std::printf("exponentiate hides %g\n", double(bad)), std::exit(1);
+  }
+}
+
+using pyflatness::Layer;
+
+// An array of these sizes in exactly the elements it reaches; `order` lists its dimensions, the fastest last.
+template <typename T>
+struct Array5 {
+  std::vector<T> elements;
+  pyflatness::Strided<T> view;
+
+  Array5(const int64_t (&sizes)[5], const int (&order)[5]) {
+    int64_t stride = 1;
+    for (int i = 4; i >= 0; --i) view.stride[order[i]] = stride, stride *= sizes[order[i]];
+    elements = normal<T>(stride);
+    view.data = elements.data(), view.count = stride;
+  }
+  double at(int64_t i, int64_t j, int64_t x, int64_t y, int64_t z) const {
+    const int64_t* s = view.stride;
+    return elements[size_t(i * s[0] + j * s[1] + x * s[2] + y * s[3] + z * s[4])];
+  }
+};
+
+// Element (channel, tap) of the patch at a place.
+template <typename T>
+double patch(const Layer& l, const Array5<T>& inputs, int64_t sample, int64_t group, int64_t place, int64_t column) {
+  int64_t tap = column % l.taps(), x[3];
+  for (int i = 2; i >= 0; --i) {
+    x[i] = place % l.places[i] * l.stride[i] + tap % l.kernel[i] * l.dilation[i];
+    place /= l.places[i], tap /= l.kernel[i];
+  }
+  return inputs.at(sample, group * l.channels + column / l.taps(), x[0], x[1], x[2]);
+}
+
+template <typename T>
+void check_layer(const pyflatness::Kernels& kernels, const Layer& l, const int (&order)[5], int64_t roots,
+                 bool weighted, int64_t splits, int threads) {
+  const int64_t d = l.rows, m = l.columns(), positions = l.positions(), matrices = l.n * l.groups;
+  const Array5<T> inputs({l.n, l.groups * l.channels, l.size[0], l.size[1], l.size[2]}, order);
+  const Array5<T> signal({l.n, l.groups * d, l.places[0], l.places[1], l.places[2]}, order);
+  const auto root = normal<T>(l.groups * roots * d), weight = normal<T>(l.groups * d * m);
+  const auto& k = pyflatness::of<T>(kernels.layer);
+  std::vector<double> totals(size_t(matrices * splits * 3)), by_column(size_t(matrices * l.channels));
+  std::vector<double> by_row(size_t(matrices * splits * d));
+  auto workspace = normal<T>(k.direct_workspace(l, roots, weighted, threads));
+  k.direct(l, inputs.view, signal.view, roots ? root.data() : nullptr, roots, weighted ? weight.data() : nullptr,
+           splits, totals.data(), weighted ? by_column.data() : nullptr, weighted ? by_row.data() : nullptr,
+           workspace.data(), threads);
+
+  const auto& g = pyflatness::of<T>(kernels.gram);
+  std::vector<T> patch_gram(size_t(matrices * positions * positions));
+  workspace = normal<T>(g.patch_gram_workspace(l, threads));
+  g.patch_gram(l, inputs.view, patch_gram.data(), workspace.data(), threads);
+  std::vector<double> contracted(static_cast<size_t>(matrices));
+  workspace = normal<T>(g.gram_workspace(positions, d, threads));
+  for (int64_t turned : {0, 1}) {  // the signal's rows along the places, or across them
+    const int64_t across = turned ? 1 : positions, along = turned ? d : 1;
+    pyflatness::Strided<T> rows{
+        signal.elements.data(), signal.view.count, {l.groups * d * positions, d * positions, along, across, 0}};
+    g.gram(rows, l.n, l.groups, positions, d, patch_gram.data(), contracted.data(), workspace.data(), threads);
+    for (int64_t matrix = 0; matrix < matrices; ++matrix) {
+      double truth = 0, size = 0;
+      for (int64_t p = 0; p < positions; ++p)
+        for (int64_t q = 0; q < positions; ++q) {
+          double dot = 0;
+          for (int64_t s = 0; s < d; ++s)
+            dot += double(rows.data[matrix * d * positions + p * along + s * across]) *
+                   rows.data[matrix * d * positions + q * along + s * across];
+          const double term = dot * patch_gram[size_t((matrix * positions + p) * positions + q)];
+          truth += term, size += std::abs(term);
+        }
+      expect<T>(contracted[size_t(matrix)] + 2 * size, truth + 2 * size, "gram", kernels.name);
+    }
+  }
+
+  for (int64_t matrix = 0; matrix < matrices; ++matrix) {
+    const int64_t sample = matrix / l.groups, group = matrix % l.groups;
+    for (int64_t p = 0; p < positions; ++p)
+      for (int64_t q = 0; q < positions; ++q) {
+        double truth = 0, size = 0;
+        for (int64_t j = 0; j < m; ++j) {
+          const double term = patch(l, inputs, sample, group, p, j) * patch(l, inputs, sample, group, q, j);
+          truth += term, size += std::abs(term);
+        }
+        expect<T>(patch_gram[size_t((matrix * positions + p) * positions + q)] + 2 * size, truth + 2 * size,
+                  "patch_gram", kernels.name);
+      }
+    std::vector<double> gradient(size_t(d * m));
+    double squares = 0, rooted = 0, weighted_squares = 0;
+    for (int64_t s = 0; s < d; ++s)
+      for (int64_t j = 0; j < m; ++j) {
+        double& value = gradient[size_t(s * m + j)];
+        for (int64_t p = 0; p < positions; ++p)
+          value += signal.at(sample, group * d + s, p / (l.places[1] * l.places[2]), p / l.places[2] % l.places[1],
+                             p % l.places[2]) *
+                   patch(l, inputs, sample, group, p, j);
+        squares += value * value;
+        weighted_squares += std::pow(value * weight[size_t((group * d + s) * m + j)], 2);
+      }
+    for (int64_t s = 0; s < roots; ++s)
+      for (int64_t j = 0; j < m; ++j) {
+        double value = 0;
+        for (int64_t t = 0; t < d; ++t)
+          value += root[size_t((group * roots + s) * d + t)] * gradient[size_t(t * m + j)];
+        rooted += value * value;
+      }
+    double sums[3] = {};
+    for (int64_t split = 0; split < splits; ++split)
+      for (int i = 0; i < 3; ++i) sums[i] += totals[size_t((matrix * splits + split) * 3 + i)];
+    expect<T>(sums[0], squares, "direct: squares", kernels.name);
+    expect<T>(sums[1], rooted, "direct: rooted", kernels.name);
+    expect<T>(sums[2], weighted ? weighted_squares : 0, "direct: weighted", kernels.name);
+    for (int64_t s = 0; weighted && s < d; ++s) {
+      double truth = 0, size = 0, value = 0;
+      for (int64_t j = 0; j < m; ++j) {
+        const double term = gradient[size_t(s * m + j)] * weight[size_t((group * d + s) * m + j)];
+        truth += term, size += std::abs(term);
+      }
+      for (int64_t split = 0; split < splits; ++split) value += by_row[size_t((matrix * splits + split) * d + s)];
+      expect<T>(value + 4 * size, truth + 4 * size, "direct: by row", kernels.name);
+    }
+    for (int64_t c = 0; weighted && c < l.channels; ++c) {
+      double truth = 0, size = 0;
+      for (int64_t s = 0; s < d; ++s)
+        for (int64_t j = c * l.taps(); j < (c + 1) * l.taps(); ++j) {
+          const double term = gradient[size_t(s * m + j)] * weight[size_t((group * d + s) * m + j)];
+          truth += term, size += std::abs(term);
+        }
+      expect<T>(by_column[size_t(matrix * l.channels + c)] + 4 * size, truth + 4 * size, "direct: by column",
+                kernels.name);
+    }
+  }
+}
+
+Layer layer(int64_t n, int64_t groups, int64_t channels, int64_t rows, const int64_t (&size)[3],
+            const int64_t (&kernel)[3], int64_t stride, int64_t dilation) {
+  Layer l{n, groups, channels, rows, {}, {}, {}, {}, {}};
+  for (int i = 0; i < 3; ++i) {
+    l.size[i] = size[i], l.kernel[i] = kernel[i];
+    l.stride[i] = size[i] > 1 ? stride : 1, l.dilation[i] = kernel[i] > 1 ? dilation : 1;
+    l.places[i] = (size[i] - 1 - (kernel[i] - 1) * l.dilation[i]) / l.stride[i] + 1;
+  }
+  return l;
+}
+
+template <typename T>
+void check_layers(const pyflatness::Kernels& kernels) {
+  const Layer layers[] = {
+      layer(1, 1, 1, 1, {1, 1, 1}, {1, 1, 1}, 1, 1),    layer(2, 1, 3, 6, {1, 12, 11}, {1, 5, 5}, 1, 1),
+      layer(2, 5, 1, 1, {1, 9, 9}, {1, 3, 3}, 1, 1),    layer(3, 2, 5, 7, {4, 9, 8}, {2, 3, 3}, 2, 2),
+      layer(1, 1, 40, 70, {5, 1, 1}, {1, 1, 1}, 1, 1),  layer(2, 1, 300, 33, {1, 1, 1}, {1, 1, 1}, 1, 1),
+      layer(1, 1, 2, 17, {1, 20, 20}, {1, 3, 3}, 1, 1), layer(1, 1, 20, 3, {1, 1, 30}, {1, 1, 4}, 3, 1),
+      layer(1, 2, 1, 9, {1, 5, 70}, {1, 5, 60}, 1, 1),  layer(2, 1, 31, 130, {1, 6, 6}, {1, 3, 3}, 1, 1),
+      layer(1, 1, 3, 2, {1, 7, 7}, {1, 2, 2}, 1, 5),    layer(1, 3, 4, 4, {3, 7, 9}, {2, 3, 4}, 1, 1),
+  };
+  for (const Layer& l : layers)
+    for (int last : {0, 1})
+      for (int64_t roots : {0, 1, 3, 40}) {
+        if (last)
+          check_layer<T>(kernels, l, {0, 2, 3, 4, 1}, roots, roots != 3, 1, 2);
+        else
+          check_layer<T>(kernels, l, {0, 1, 2, 3, 4}, roots, roots != 40, 2, 1);
+      }
+}
+
+// Matrices Q diag(values) Q^T with Q a reflection: the eigenvalues are known.
+void check_eigenvalues(const pyflatness::Kernels& kernels, int64_t n, int64_t size) {
+  std::vector<double> matrices(size_t(n * size * size)), truth, values(size_t(n * size));
+  const int64_t broken = n > 2 ? 1 : -1;
+  for (int64_t i = 0; i < n; ++i) {
+    const auto axis = normal<double>(size);
+    auto diagonal = normal<double>(size);
+    if (size > 2) diagonal[1] = diagonal[0];
+    double length = 0;
+    for (double x : axis) length += x * x;
+    const auto reflection = [&](int64_t a, int64_t b) {
+      return (a == b ? 1.0 : 0.0) - 2 * axis[size_t(a)] * axis[size_t(b)] / length;
+    };
+    for (int64_t a = 0; a < size; ++a)
+      for (int64_t b = 0; b < size; ++b)
+        for (int64_t c = 0; c < size; ++c)
+          matrices[size_t((i * size + a) * size + b)] += reflection(a, c) * diagonal[size_t(c)] * reflection(b, c);
+    std::sort(diagonal.begin(), diagonal.end());
+    truth.insert(truth.end(), diagonal.begin(), diagonal.end());
+  }
+  if (broken >= 0) matrices[size_t((broken + 1) * size * size - 1)] = std::numeric_limits<double>::infinity();
+  kernels.eigen.small_eigenvalues(matrices.data(), n, size, values.data(), 2);
+  for (int64_t i = 0; i < n * size; ++i) {
+    if (i / size == broken) {
+      if (std::isfinite(values[size_t(i)])) std::printf("an infinite matrix has eigenvalues\n"), std::exit(1);
+    } else {
+      expect<double>(values[size_t(i)] + 9, truth[size_t(i)] + 9, "small_eigenvalues", kernels.name);
+    }
   }
 }
 
@@ -144,6 +338,10 @@ int main() {
           }
     check_not_finite<float>(*list[isa]);
     check_not_finite<double>(*list[isa]);
+    check_layers<float>(*list[isa]);
+    check_layers<double>(*list[isa]);
+    for (int64_t n : {1, 5, 19})
+      for (int64_t size : {1, 2, 3, 4, 9, 31, 32}) check_eigenvalues(*list[isa], n, size);
     std::printf("%s: ok\n", list[isa]->name);
   }
   std::printf("%ld checks passed\n", checks);

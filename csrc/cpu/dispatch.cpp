@@ -3,10 +3,20 @@
 
 namespace pyflatness {
 
-extern const Kernels kernels_base;
+// What the kernel sources, compiled for one instruction set, export; and the set's list of them.
+#define PYFLATNESS_SET(isa)                                                           \
+  extern const HeadTables head_##isa;                                                 \
+  extern const LayerTables layer_##isa;                                               \
+  extern const GramTables gram_##isa;                                                 \
+  extern const EigenKernels eigen_##isa;                                              \
+  namespace {                                                                         \
+  const Kernels set_##isa = {#isa, head_##isa, layer_##isa, gram_##isa, eigen_##isa}; \
+  }
+
+PYFLATNESS_SET(base)
 #if defined(__x86_64__)
-extern const Kernels kernels_avx2;
-extern const Kernels kernels_avx512;
+PYFLATNESS_SET(avx2)
+PYFLATNESS_SET(avx512)
 #endif
 
 namespace {
@@ -21,10 +31,10 @@ struct Available {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-      list[count++] = &kernels_avx512;
-    if (avx2) list[count++] = &kernels_avx2;
+      list[count++] = &set_avx512;
+    if (avx2) list[count++] = &set_avx2;
 #endif
-    list[count++] = &kernels_base;
+    list[count++] = &set_base;
   }
 };
 

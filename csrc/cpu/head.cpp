@@ -1,17 +1,13 @@
 // Head kernels. Compiled once per instruction set (PYFLATNESS_ISA names it), so nothing here may have external linkage
 // but the table at the end.
 #include "../kernels.h"
+#include "common.h"
 #include "simd.h"
 
 namespace {
 
 constexpr int64_t kDepth = 256;           // features added in T before the sum is folded: cache and rounding
 constexpr int64_t kDistanceDepth = 1024;  // the same for distances, whose tiles have sixteen sums to fold
-constexpr int64_t kSerialWork = 32768;    // multiply-adds below which threads cost more than they bring
-
-int team(int threads, int64_t work) { return work < kSerialWork || threads < 1 ? 1 : threads; }
-
-int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // sum_j a_j b_j: vectors of T over kDepth elements, double beyond.
 template <typename T>
@@ -317,13 +313,4 @@ constexpr pyflatness::HeadKernels<T> kTable = {pair_distances<T>, softmax_varian
 
 }  // namespace
 
-#define PYFLATNESS_JOIN_(a, b) a##b
-#define PYFLATNESS_JOIN(a, b) PYFLATNESS_JOIN_(a, b)
-#define PYFLATNESS_TEXT_(a) #a
-#define PYFLATNESS_TEXT(a) PYFLATNESS_TEXT_(a)
-
-namespace pyflatness {
-extern const Kernels PYFLATNESS_JOIN(kernels_, PYFLATNESS_ISA);
-const Kernels PYFLATNESS_JOIN(kernels_, PYFLATNESS_ISA) = {PYFLATNESS_TEXT(PYFLATNESS_ISA), kTable<float>,
-                                                           kTable<double>};
-}  // namespace pyflatness
+PYFLATNESS_EXPORT(HeadTables, head) = {kTable<float>, kTable<double>};

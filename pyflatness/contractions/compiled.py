@@ -11,6 +11,26 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError
+from .geometry import Geometry
+from .reference import Products, products
+
+__all__ = [
+    "Products",
+    "direct",
+    "exponentiate",
+    "forced_instruction_set",
+    "gram",
+    "instruction_set",
+    "instruction_sets",
+    "pair_distances",
+    "patch_gram",
+    "products",
+    "row_dots",
+    "sigmoid_curvature",
+    "small_eigenvalues",
+    "softmax_variance",
+    "unavailable",
+]
 
 _SUFFIX = {torch.float32: "_f32", torch.float64: "_f64"}
 
@@ -120,6 +140,68 @@ def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -
     return out
 
 
+def direct(inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | None, weight: Tensor | None) -> Products:
+    """See :func:`.reference.direct`; inputs and signal may have any strides."""
+    sizes, threads = _sizes(inputs, signal, geometry), torch.get_num_threads()
+    (n, groups, channels, d), *_ = sizes
+    roots = 0 if root is None else root.shape[1]
+    given_root, given_weight = (inputs.new_empty(0) if t is None else t.contiguous() for t in (root, weight))
+    weighted = weight is not None
+    splits = 1 if n * groups >= threads else min(threads, channels)  # few matrices: threads share the columns
+    totals = inputs.new_empty(n, groups, splits, 3, dtype=torch.float64)
+    by_column = totals.new_empty((n, groups * channels) if weighted else 0)
+    by_row = totals.new_empty((n, groups, splits, d) if weighted else 0)
+    kernel = _kernel("direct", inputs, signal, given_root, given_weight)
+    workspace = inputs.new_empty(_kernel("direct_workspace", inputs)(sizes, roots, weighted, threads))
+    kernel(
+        sizes, _span(inputs), inputs.stride(), _span(signal), signal.stride(), _array(given_root), roots,
+        _array(given_weight), splits, _array(totals), _array(by_column), _array(by_row),
+        _array(workspace), threads,
+    )  # fmt: skip
+    squares, rooted, weighted_squares = totals.sum(dim=(1, 2)).unbind(1)
+    return Products(
+        squares,
+        None if root is None else rooted,
+        weighted_squares if weighted else None,
+        by_column if weighted else None,
+        by_row.sum(dim=2).flatten(1) if weighted else None,
+    )
+
+
+def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:
+    """See :func:`.reference.patch_gram`; inputs may have any strides."""
+    sizes, threads = _sizes(inputs, None, geometry), torch.get_num_threads()
+    a, b, c = sizes[2]
+    positions = a * b * c
+    out = inputs.new_empty(len(inputs), geometry.groups, positions, positions)
+    workspace = inputs.new_empty(_kernel("patch_gram_workspace", inputs)(sizes, threads))
+    _kernel("patch_gram", inputs)(sizes, _span(inputs), inputs.stride(), _array(out), _array(workspace), threads)
+    return out
+
+
+def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:
+    """See :func:`.reference.gram`; rows may have any strides."""
+    patch_gram, threads = patch_gram.contiguous(), torch.get_num_threads()
+    n, groups, positions, r = rows.shape
+    out = rows.new_empty(n, groups, dtype=torch.float64)
+    workspace = rows.new_empty(_kernel("gram_workspace", rows)(positions, r, threads))
+    _kernel("gram", rows, patch_gram)(
+        _span(rows), rows.stride(), n, groups, positions, r, _array(patch_gram), _array(out), _array(workspace), threads
+    )
+    return out.sum(dim=1)
+
+
+def small_eigenvalues(matrices: Tensor) -> Tensor:
+    """See :func:`.reference.small_eigenvalues`; at most ``_C.MAX_EIGEN_SIZE`` rows."""
+    matrices = matrices.contiguous()
+    n, size, _ = matrices.shape
+    out = matrices.new_empty(n, size)
+    if matrices.dtype != torch.float64:
+        raise BackendError(f"small_eigenvalues: wants float64, got {matrices.dtype}")
+    _kernel("small_eigenvalues", matrices)(_array(matrices), n, size, _array(out), torch.get_num_threads())
+    return out
+
+
 @functools.cache
 def _require() -> None:
     """Raise without the compiled module; the first time, take the instruction set that the environment names."""
@@ -152,6 +234,24 @@ def _array(tensor: Tensor) -> tuple[int, int]:
     if not tensor.is_contiguous():
         raise BackendError(f"a contiguous tensor is wanted, got strides {tensor.stride()}")
     return tensor.data_ptr(), tensor.numel()
+
+
+def _sizes(inputs: Tensor, signal: Tensor | None, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
+    """The sizes of a layer as the binding takes them; a signal's own places, which it checks."""
+    (n, channels), size = inputs.shape[:2], tuple(inputs.shape[2:])
+    groups, rows = geometry.groups, 1
+    places: tuple[int, ...] = geometry.places(size)
+    if signal is not None:
+        rows, places = signal.shape[1] // groups, tuple(signal.shape[2:])
+        if len(signal) != n:
+            raise BackendError(f"inputs of {n} samples, signal of {len(signal)}")
+    return (n, groups, channels // groups, rows), size, places, geometry.kernel, geometry.stride, geometry.dilation
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Address and elements from the first to the last of a tensor of any strides."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), last + 1 if tensor.numel() else 0
 
 
 def _strided(matrix: Tensor) -> tuple[int, int]:

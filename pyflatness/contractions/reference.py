@@ -123,5 +123,15 @@ def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:
     return (pairs * patch_gram).sum(dim=(1, 2, 3), dtype=torch.float64)
 
 
+def small_eigenvalues(matrices: Tensor) -> Tensor:
+    """Eigenvalues of symmetric matrices (n, N, N), ascending, (n, N); float64, N at most 32.
+
+    A matrix that is not finite has NaN for eigenvalues.
+    """
+    finite = matrices.isfinite().all(dim=2).all(dim=1)
+    values: Tensor = torch.linalg.eigvalsh(torch.where(finite[:, None, None], matrices, 0.0))
+    return torch.where(finite[:, None], values, torch.nan)
+
+
 def _squares(matrices: Tensor) -> Tensor:
     return matrices.square().flatten(1).sum(dim=1, dtype=torch.float64)

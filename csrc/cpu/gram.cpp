@@ -1,0 +1,312 @@
+// Gram matrices of the places of a layer: made of patches, and contracted with one another.
+// Compiled once per instruction set, so nothing here may have external linkage but the table at the end.
+#include "../kernels.h"
+#include "pack.h"
+
+namespace {
+
+using pyflatness::Layer;
+using pyflatness::Strided;
+
+constexpr int64_t kShifts = 9;           // taps whose shifted rows are summed in one pass
+constexpr double kShiftCost = 4;         // one addition of a shifted row, in multiply-adds of a product
+constexpr int64_t kFewPlaces = 64;       // up to here `gram` reads rows over places where they are
+constexpr int64_t kDotBytes = 16 << 10;  // rows of `gram` that stay in the first cache
+
+// What is multiplied with itself: pixels of the padded input, of which the Gram matrix of patches is a sum of shifted
+// copies, or (with strides, or if the taps reach much further than the places) the patches themselves.
+template <typename T>
+struct GramPlan {
+  static constexpr int64_t kLanes = Simd<T>::kLanes;
+  Layer grid;             // one tap per column
+  bool shifted;           // by pixels
+  int64_t q, depth;       // places of the grid, columns of its patches
+  int64_t ld, rows;       // of the grid's own Gram matrix
+  int64_t shifts;         // taps
+  int64_t input, square;  // buffers of a thread, in elements
+
+  explicit GramPlan(const Layer& layer) : grid(layer) {
+    const bool unit = layer.stride[0] == 1 && layer.stride[1] == 1 && layer.stride[2] == 1;
+    const double pixels = static_cast<double>(layer.size[0] * layer.size[1] * layer.size[2]);
+    const double places = static_cast<double>(layer.positions());
+    const double by_pixels = static_cast<double>(layer.channels) * pixels * pixels +
+                             kShiftCost * static_cast<double>(layer.taps()) * places * pixels;
+    shifted = unit && by_pixels < static_cast<double>(layer.columns()) * places * places;
+    shifts = 1;
+    if (shifted) {
+      shifts = layer.taps();
+      for (int i = 0; i < 3; ++i) grid.places[i] = grid.size[i], grid.kernel[i] = 1;
+    }
+    q = grid.positions(), depth = grid.columns();
+    ld = round_up(q, kLanes) + maximum(kLanes, kColumnPad);
+    rows = round_up(q, kPanelColumns);
+    input = kDepth * ld;
+    square = rows * ld + kLanes;
+  }
+  int64_t own() const { return input + square + ld; }
+};
+
+template <typename T>
+int64_t patch_gram_workspace(const Layer& layer, int threads) {
+  return maximum(threads, 1) * GramPlan<T>(layer).own();
+}
+
+// square[j, i] = or += Σ_k x[k, j] x[k, i] for i >= j, and some below; rows of both `ld` apart.
+template <typename T, bool Add>
+void add_square(const T* x, int64_t depth, int64_t q, int64_t ld, T* square) {
+  using S = Simd<T>;
+  for (int64_t j = 0; j < q; j += kPanelColumns) {
+    const auto panel = [&](int64_t i, auto vectors) __attribute__((always_inline)) {
+      panel_tile<T, decltype(vectors)::value, kPanelColumns, true>(
+          x + i, ld, x + j, ld, depth, [&](int c, int v, typename S::Vec sum) __attribute__((always_inline)) {
+            T* place = square + (j + c) * ld + i + v * S::kLanes;
+            S::store(place, Add ? S::load(place) + sum : sum);
+          });
+    };
+    int64_t i = j / S::kLanes * S::kLanes;
+    for (; i + S::kLanes < q; i += 2 * S::kLanes) panel(i, Count<2>{});
+    if (i < q) panel(i, Count<1>{});
+  }
+}
+
+// x[column][place] of all places of the grid for columns `first` on, zeros behind the last place.
+template <typename T>
+void pack_grid(const GramPlan<T>& plan, const T* from, const Strided<T>& inputs, int64_t first, int64_t count, T* x) {
+  const Layer& grid = plan.grid;
+  const Grid places(grid.places, inputs.stride + 2, grid.stride);
+  const int64_t taps = grid.taps();
+  Runs runs;
+  for (int64_t start = 0; start < plan.q; start += kDepth) {
+    places.runs(start, minimum(kDepth, plan.q - start), &runs);
+    for (int64_t column = first; column < first + count; ++column) {
+      const int64_t tap = column % taps;
+      const int64_t k2 = tap % grid.kernel[2], k1 = tap / grid.kernel[2] % grid.kernel[1];
+      const int64_t k0 = tap / grid.kernel[2] / grid.kernel[1];
+      gather(from + column / taps * inputs.stride[1] + k0 * grid.dilation[0] * inputs.stride[2] +
+                 k1 * grid.dilation[1] * inputs.stride[3] + k2 * grid.dilation[2] * inputs.stride[4],
+             runs, inputs.data + inputs.count, x + (column - first) * plan.ld + start);
+    }
+  }
+  for (int64_t column = 0; column < count; ++column)
+    for (int64_t i = plan.q; i < plan.ld; ++i) x[column * plan.ld + i] = 0;
+}
+
+// Index of a place's first pixel in the grid's own order.
+int64_t pixel(const Layer& layer, const Layer& grid, bool shifted, int64_t p) {
+  if (!shifted) return p;
+  const int64_t x = p % layer.places[2], y = p / layer.places[2] % layer.places[1];
+  const int64_t z = p / layer.places[2] / layer.places[1];
+  return (z * grid.size[1] + y) * grid.size[2] + x;
+}
+
+// wide[x] = Σ_taps square[from + tap, from + tap + x] for x < length.
+template <typename T>
+void sum_shifts(const Layer& layer, const GramPlan<T>& plan, const T* square, int64_t from, int64_t length, T* wide) {
+  using S = Simd<T>;
+  for (int64_t first = 0; first < plan.shifts; first += kShifts) {
+    const T* rows[kShifts];
+    const int64_t count = minimum(kShifts, plan.shifts - first);
+    for (int64_t s = 0; s < count; ++s) {
+      const int64_t tap = first + s, k2 = tap % layer.kernel[2], k1 = tap / layer.kernel[2] % layer.kernel[1];
+      const int64_t k0 = tap / layer.kernel[2] / layer.kernel[1];
+      const int64_t shift =
+          (k0 * layer.dilation[0] * layer.size[1] + k1 * layer.dilation[1]) * layer.size[2] + k2 * layer.dilation[2];
+      rows[s] = square + (from + shift) * (plan.ld + 1);
+    }
+    for (int64_t x = 0; x < length; x += S::kLanes) {
+      typename S::Vec sum = first ? S::load(wide + x) : typename S::Vec{};
+      for (int64_t s = 0; s < count; ++s) sum += S::load(rows[s] + x);
+      S::store(wide + x, sum);
+    }
+  }
+}
+
+// out[j, i] = out[i, j] for j > i
+template <typename T>
+void mirror(T* out, int64_t size) {
+  constexpr int64_t lanes = Simd<T>::kLanes;
+  for (int64_t i = 0; i < size; i += lanes) {
+    const int64_t rows = minimum(lanes, size - i);
+    for (int64_t r = i; r < i + rows; ++r)
+      for (int64_t c = i; c < r; ++c) out[r * size + c] = out[c * size + r];
+    if (rows == lanes)
+      transpose_rows(out + i * size + i + lanes, size, lanes, size - i - lanes, out + (i + lanes) * size + i, size);
+  }
+}
+
+template <typename T>
+void patch_gram(const Layer& layer, const Strided<T>& inputs, T* out, T* workspace, int threads) {
+  const GramPlan<T> plan(layer);
+  const int64_t positions = layer.positions(), items = layer.n * layer.groups;
+#pragma omp parallel num_threads(team(threads, items* plan.depth* plan.q* plan.q))
+  {
+    T* x = workspace + thread_index() * plan.own();
+    T* square = x + plan.input;
+    T* wide = square + plan.square;
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < items; ++item) {
+      const T* from = inputs.data + item / layer.groups * inputs.stride[0] +
+                      item % layer.groups * layer.channels * inputs.stride[1];
+      for (int64_t first = 0; first < plan.depth; first += kDepth) {
+        const int64_t count = minimum(kDepth, plan.depth - first);
+        pack_grid(plan, from, inputs, first, count, x);
+        if (first == 0)
+          add_square<T, false>(x, count, plan.q, plan.ld, square);
+        else
+          add_square<T, true>(x, count, plan.q, plan.ld, square);
+      }
+      T* gram = out + item * positions * positions;
+      const int64_t last = pixel(layer, plan.grid, plan.shifted, positions - 1);
+      for (int64_t p = 0; p < positions; ++p) {
+        const int64_t start = pixel(layer, plan.grid, plan.shifted, p);
+        sum_shifts(layer, plan, square, start, last + 1 - start, wide);
+        for (int64_t to = p; to < positions;) {  // by rows of places, which the wide rows hold with gaps between
+          const int64_t row_end = minimum(positions, (to / layer.places[2] + 1) * layer.places[2]);
+          const T* source = wide + pixel(layer, plan.grid, plan.shifted, to) - start;
+          for (int64_t k = to; k < row_end; ++k) gram[p * positions + k] = source[k - to];
+          to = row_end;
+        }
+      }
+      mirror(gram, positions);
+    }
+  }
+}
+
+// The rows a_p of one matrix as `gram` reads them, along r in whole vectors: in place, or copied.
+template <typename T>
+bool in_place(const Strided<T>& a, int64_t r) {
+  return a.stride[3] == 1 && r % Simd<T>::kLanes == 0;
+}
+
+template <typename T>
+int64_t gram_workspace(int64_t positions, int64_t r, int threads) {
+  constexpr int64_t lanes = Simd<T>::kLanes;
+  return maximum(threads, 1) * (round_up(positions, lanes) * round_up(r, lanes) + lanes * (kDepth + lanes));
+}
+
+// rows[p, k] = a_p[k], zeros behind the last k.
+template <typename T>
+void pack_gram_rows(const T* from, const T* end, const int64_t* strides, int64_t positions, int64_t r, T* rows,
+                    T* scratch) {
+  constexpr int64_t lanes = Simd<T>::kLanes;
+  const int64_t length = round_up(r, lanes);
+  if (strides[2] == 1 && strides[3] != 1) {  // places are neighbours
+    for (int64_t k = 0; k < r; k += lanes)
+      transpose_rows(from + k * strides[3], strides[3], minimum(lanes, r - k), positions, rows + k, length);
+    return;
+  }
+  const int64_t size[3] = {1, 1, r}, step[3] = {0, 0, strides[3]};
+  const Grid line(size, step, nullptr);
+  Runs runs;
+  for (int64_t first = 0; first < r; first += kDepth) {
+    line.runs(first, minimum(kDepth, r - first), &runs);
+    for (int64_t p = 0; p < positions; ++p) {
+      gather(from + p * strides[2], runs, end, scratch);
+      T* to = rows + p * length + first;
+      for (int64_t k = 0; k < runs.total; ++k) to[k] = scratch[k];
+      for (int64_t k = runs.total; k < round_up(runs.total, lanes); ++k) to[k] = 0;
+    }
+  }
+}
+
+// Σ over a tile of places i .. and j .. of <a_i, a_j> g[i, j], twice below the diagonal and not at all above it.
+template <typename T, int Rows, int Columns>
+PYFLATNESS_INLINE typename Simd<T>::Vec gram_tile(const T* a, int64_t stride, int64_t depth, const T* g,
+                                                  int64_t positions, int64_t i, int64_t j) {
+  using S = Simd<T>;
+  const T *left[Rows], *right[Columns];  // beyond the last place: that place again, with no weight
+  for (int r = 0; r < Rows; ++r) left[r] = a + minimum(i + r, positions - 1) * stride;
+  for (int c = 0; c < Columns; ++c) right[c] = a + minimum(j + c, positions - 1) * stride;
+  T weights[Columns][Rows];
+  for (int c = 0; c < Columns; ++c)
+    for (int r = 0; r < Rows; ++r) {
+      const bool counts = i + r < positions && j + c <= i + r;
+      weights[c][r] = counts ? (j + c < i + r ? 2 : 1) * g[(i + r) * positions + j + c] : 0;
+    }
+  typename S::Vec total = {};
+  dot_tile<T, Rows, Columns>(left, right, depth, [&](int r, int c, typename S::Vec sum) __attribute__((always_inline)) {
+    total += sum * weights[c][r];
+  });
+  return total;
+}
+
+template <typename T>
+double gram_of_rows(const T* a, int64_t stride, int64_t positions, int64_t r, const T* g) {
+  using S = Simd<T>;
+  constexpr int kColumns = kDotSums / kDotRows;
+  double total = 0;
+  const int64_t length = round_up(r, S::kLanes), step = 4 * kDepth;
+  for (int64_t first = 0; first < length; first += step) {
+    const int64_t depth = minimum(step, length - first);
+    const int64_t width = maximum(kDotBytes / (depth * static_cast<int64_t>(sizeof(T))) / kColumns, 1) * kColumns;
+    for (int64_t block = 0; block < positions; block += width)
+      for (int64_t i = block / kDotRows * kDotRows; i < positions; i += kDotRows) {
+        typename S::Vec sum = {};
+        for (int64_t j = block; j < minimum(minimum(block + width, i + kDotRows), positions); j += kColumns)
+          sum += gram_tile<T, kDotRows, kColumns>(a + first, stride, depth, g, positions, i, j);
+        total += S::sum(sum);
+      }
+  }
+  return total;
+}
+
+// The same of a[k, p], rows over few places: nothing is copied, but the triangle is cut by whole vectors.
+template <typename T>
+double gram_of_columns(const T* a, int64_t stride, int64_t positions, int64_t r, const T* g) {
+  using S = Simd<T>;
+  double total = 0;
+  for (int64_t first = 0; first < r; first += kDepth) {
+    const int64_t depth = minimum(kDepth, r - first);
+    const T* rows = a + first * stride;
+    for (int64_t j = 0; j < positions; j += kPanelColumns)
+      with_columns<kPanelColumns, kPanelStep>(positions - j, [&](auto width) __attribute__((always_inline)) {
+        const auto panel = [&](int64_t i, auto vectors) __attribute__((always_inline)) {
+          typename S::Vec sum = {};
+          panel_tile<T, decltype(vectors)::value, decltype(width)::value, true>(
+              rows + i, stride, rows + j, stride, depth,
+              [&](int c, int v, typename S::Vec products) __attribute__((always_inline)) {
+                const typename S::Ints behind =
+                    S::lane() + static_cast<typename Format<T>::Int>(i + v * S::kLanes - j - c);
+                const typename S::Vec twice = products + products, none = {};
+                const typename S::Vec counted = behind > 0 ? twice : behind == 0 ? products : none;
+                sum += counted * S::load(g + (j + c) * positions + i + v * S::kLanes);
+              });
+          total += S::sum(sum);
+        };
+        int64_t i = j / S::kLanes * S::kLanes;
+        for (; i + S::kLanes < positions; i += 2 * S::kLanes) panel(i, Count<2>{});
+        if (i < positions) panel(i, Count<1>{});
+      });
+  }
+  return total;
+}
+
+template <typename T>
+void gram(const Strided<T>& a, int64_t samples, int64_t groups, int64_t positions, int64_t r, const T* g, double* out,
+          T* workspace, int threads) {
+  const int64_t own = gram_workspace<T>(positions, r, 1), items = samples * groups;
+#pragma omp parallel num_threads(team(threads, items * positions * positions * r))
+  {
+    T* rows = workspace + thread_index() * own;
+    T* scratch = rows + own - Simd<T>::kLanes * (kDepth + Simd<T>::kLanes);
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < items; ++item) {
+      const T* from = a.data + item / groups * a.stride[0] + item % groups * a.stride[1];
+      const T* square = g + item * positions * positions;
+      if (a.stride[2] == 1 && positions % Simd<T>::kLanes == 0 && positions <= kFewPlaces) {
+        out[item] = gram_of_columns(from, a.stride[3], positions, r, square);
+        continue;
+      }
+      if (!in_place(a, r)) pack_gram_rows(from, a.data + a.count, a.stride, positions, r, rows, scratch);
+      out[item] = gram_of_rows(in_place(a, r) ? from : rows,
+                               in_place(a, r) ? a.stride[2] : round_up(r, Simd<T>::kLanes), positions, r, square);
+    }
+  }
+}
+
+template <typename T>
+constexpr pyflatness::GramKernels<T> kTable = {patch_gram_workspace<T>, patch_gram<T>, gram_workspace<T>, gram<T>};
+
+}  // namespace
+
+PYFLATNESS_EXPORT(GramTables, gram) = {kTable<float>, kTable<double>};

@@ -1,0 +1,216 @@
+// Weight gradients of single samples, never whole in memory: a tile of columns at a time is made, looked at, forgotten.
+// Compiled once per instruction set, so nothing here may have external linkage but the table at the end.
+#include "../kernels.h"
+#include "pack.h"
+
+namespace {
+
+using pyflatness::Layer;
+using pyflatness::Strided;
+
+constexpr int64_t kTileColumns = 252;  // columns of M at a time: with 512 rows of float, 512 KiB
+
+// The buffers of one call, in elements.
+template <typename T>
+struct DirectPlan {
+  static constexpr int64_t kLanes = Simd<T>::kLanes;
+  int64_t d, m, taps, positions, blocks;
+  int64_t tile_channels, tile_columns;  // at most; the columns padded
+  int64_t depth_ld;                     // between columns of packed patches
+  int64_t rows_ld;                      // between columns of M
+  int64_t root_size, weight_size;       // of a group
+  int64_t signal_size, block_size;      // of a sample's packed signal, and of a block of it
+  int64_t shared, own;                  // in all, and of a thread
+
+  DirectPlan(const Layer& layer, int64_t roots, bool weighted) {
+    d = layer.rows, m = layer.columns(), taps = layer.taps(), positions = layer.positions();
+    blocks = blocks_of(positions, kDepth);
+    const int64_t tiles = blocks_of(m, kTileColumns);
+    tile_channels = blocks_of(layer.channels, tiles);
+    tile_columns = round_up(tile_channels * taps, kColumnPad);
+    depth_ld = round_up(minimum(positions, kDepth), kLanes) + kLanes;
+    rows_ld = round_up(d, kLanes) + kLanes;  // not a power of two: the columns of a tile must not share cache sets
+    root_size = round_up(packed_size<T>(roots, d), kLanes);
+    weight_size = weighted ? m * rows_ld : 0;
+    block_size = round_up(packed_size<T>(d, minimum(positions, kDepth)), kLanes);
+    signal_size = blocks * block_size;
+    shared = layer.groups * (root_size + weight_size);
+    own = signal_size + tile_columns * (depth_ld + rows_ld) + kLanes * (kDepth + kLanes) + rows_ld;
+  }
+};
+
+template <typename T>
+int64_t direct_workspace(const Layer& layer, int64_t roots, bool weighted, int threads) {
+  const DirectPlan<T> plan(layer, roots, weighted);
+  return plan.shared + maximum(threads, 1) * plan.own;
+}
+
+// tile[c, row] = or += the product of the packed signal and patches.
+template <bool Add, typename T>
+void make_tile(const T* signal, int64_t rows, int64_t depth, const T* patches, int64_t depth_ld, int64_t columns,
+               T* tile, int64_t rows_ld) {
+  using S = Simd<T>;
+  multiply(
+      signal, rows, depth, patches, depth_ld, columns,
+      [=](int64_t row, int64_t c, typename S::Vec sum) __attribute__((always_inline)) {
+        T* place = tile + c * rows_ld + row;
+        S::store(place, Add ? S::load(place) + sum : sum);
+      },
+      [=](int64_t row, int64_t c, T sum) __attribute__((always_inline)) {
+        T* place = tile + c * rows_ld + row;
+        *place = Add ? *place + sum : sum;
+      });
+}
+
+// |root tile|^2
+template <typename T>
+double rooted_squares(const T* root, int64_t roots, int64_t rows, const T* tile, int64_t rows_ld, int64_t columns) {
+  using S = Simd<T>;
+  typename S::Vec sums[2] = {};
+  double total = 0;
+  multiply(
+      root, roots, rows, tile, rows_ld, columns,
+      [&](int64_t, int64_t c, typename S::Vec sum) __attribute__((always_inline)) { sums[c % 2] += sum * sum; },
+      [&](int64_t, int64_t, T sum) __attribute__((always_inline)) { total += static_cast<double>(sum * sum); });
+  return total + S::sum(sums[0] + sums[1]);
+}
+
+// Adds to totals[0] the squares of a tile of M; with its weight, laid out as the tile, the three weighted reductions.
+template <typename T, bool Weighted>
+void reduce_tile(const T* tile, const T* weight, int64_t rows_ld, int64_t rows, int64_t channels, int64_t taps,
+                 T* row_sums,                                          // [rows_ld]
+                 double* totals, double* by_column, double* by_row) {  // [3], [channels], [rows]
+  using S = Simd<T>;
+  const int64_t length = round_up(rows, S::kLanes);
+  if (Weighted)
+    for (int64_t r = 0; r < length; ++r) row_sums[r] = 0;
+  for (int64_t channel = 0; channel < channels; ++channel) {
+    double column_sum = 0;
+    for (int64_t tap = 0; tap < taps; ++tap) {
+      typename S::Vec squares = {}, weighted_squares = {}, column = {};
+      for (int64_t r = 0; r < length; r += S::kLanes) {
+        const typename S::Vec v = S::load(tile + r);
+        squares += v * v;
+        if (Weighted) {
+          const typename S::Vec x = v * S::load(weight + r);
+          weighted_squares += x * x;
+          column += x;
+          S::store(row_sums + r, S::load(row_sums + r) + x);
+        }
+      }
+      totals[0] += S::sum(squares);
+      if (Weighted) {
+        totals[2] += S::sum(weighted_squares);
+        column_sum += S::sum(column);
+        weight += rows_ld;
+      }
+      tile += rows_ld;
+    }
+    if (Weighted) by_column[channel] = column_sum;
+  }
+  if (Weighted)
+    for (int64_t r = 0; r < rows; ++r) by_row[r] += static_cast<double>(row_sums[r]);
+}
+
+// One sample, one group, the channels from `first` to `last`.
+template <typename T>
+void direct_share(const Layer& layer, const DirectPlan<T>& plan, const T* inputs, const T* inputs_end,
+                  const int64_t* input_strides, const T* signal, const T* signal_end, const int64_t* signal_strides,
+                  const T* root, int64_t roots, const T* weight, int64_t first, int64_t last, double* totals,
+                  double* by_column, double* by_row, T* own) {
+  T* packed = own;
+  T* patches = packed + plan.signal_size;
+  T* tile = patches + plan.tile_columns * plan.depth_ld;
+  T* scratch = tile + plan.tile_columns * plan.rows_ld;
+  T* row_sums = scratch + Simd<T>::kLanes * (kDepth + Simd<T>::kLanes);
+  const Grid signal_grid(layer.places, signal_strides + 2, nullptr);
+  const Grid input_grid(layer.places, input_strides + 2, layer.stride);
+  Runs runs;
+  for (int64_t block = 0; block < plan.blocks; ++block) {
+    signal_grid.runs(block * kDepth, minimum(kDepth, plan.positions - block * kDepth), &runs);
+    pack_places(signal, signal_strides[1], plan.d, runs, signal_end, scratch, packed + block * plan.block_size);
+  }
+  for (int64_t channel = first; channel < last; channel += plan.tile_channels) {
+    const int64_t channels = minimum(plan.tile_channels, last - channel), columns = channels * plan.taps;
+    const int64_t padded = round_up(columns, kColumnPad);
+    for (int64_t block = 0; block < plan.blocks; ++block) {
+      const int64_t depth = minimum(kDepth, plan.positions - block * kDepth);
+      if (block == 0 || plan.blocks > 1) input_grid.runs(block * kDepth, depth, &runs);
+      pack_patches(layer, inputs, input_strides, runs, inputs_end, channel, channel + channels, patches, plan.depth_ld);
+      const int64_t length = round_up(depth, Simd<T>::kLanes);
+      if (few_rows<T>(plan.d))
+        for (int64_t c = 0; c < columns; ++c)
+          for (int64_t k = depth; k < length; ++k) patches[c * plan.depth_ld + k] = 0;
+      for (int64_t c = columns; c < padded; ++c)
+        for (int64_t k = 0; k < length; ++k) patches[c * plan.depth_ld + k] = 0;
+      const T* block_signal = packed + block * plan.block_size;
+      if (block == 0)
+        make_tile<false>(block_signal, plan.d, depth, patches, plan.depth_ld, columns, tile, plan.rows_ld);
+      else
+        make_tile<true>(block_signal, plan.d, depth, patches, plan.depth_ld, columns, tile, plan.rows_ld);
+    }
+    // What the tiles of the next product read beyond the columns, and beyond the few rows that are not written whole.
+    for (int64_t c = columns; c < padded; ++c)
+      for (int64_t r = 0; r < plan.rows_ld; ++r) tile[c * plan.rows_ld + r] = 0;
+    if (few_rows<T>(plan.d))
+      for (int64_t c = 0; c < columns; ++c)
+        for (int64_t r = plan.d; r < Simd<T>::kLanes; ++r) tile[c * plan.rows_ld + r] = 0;
+    if (weight)
+      reduce_tile<T, true>(tile, weight + channel * plan.taps * plan.rows_ld, plan.rows_ld, plan.d, channels, plan.taps,
+                           row_sums, totals, by_column + channel, by_row);
+    else
+      reduce_tile<T, false>(tile, nullptr, plan.rows_ld, plan.d, channels, plan.taps, nullptr, totals, nullptr,
+                            nullptr);
+    if (root) totals[1] += rooted_squares(root, roots, plan.d, tile, plan.rows_ld, columns);
+  }
+}
+
+template <typename T>
+void direct(const Layer& layer, const Strided<T>& inputs, const Strided<T>& signal, const T* root, int64_t roots,
+            const T* weight, int64_t splits, double* totals, double* by_column, double* by_row, T* workspace,
+            int threads) {
+  const DirectPlan<T> plan(layer, root ? roots : 0, weight != nullptr);
+  const int64_t lanes = Simd<T>::kLanes, m = plan.m, d = plan.d;
+  const int64_t root_strips = root ? 1 : 0, weight_strips = weight ? blocks_of(d, lanes) : 0;
+  T* roots_packed = workspace;
+  T* weights_turned = roots_packed + layer.groups * plan.root_size;
+  const int64_t items = layer.n * layer.groups * splits;
+#pragma omp parallel num_threads(team(threads, items / splits * d * m * plan.positions))
+  {
+#pragma omp for schedule(dynamic)
+    for (int64_t job = 0; job < layer.groups * (root_strips + weight_strips); ++job) {
+      const int64_t group = job / (root_strips + weight_strips), strip = job % (root_strips + weight_strips);
+      if (strip < root_strips) {
+        pack_rows(root + group * roots * d, d, roots, d, roots_packed + group * plan.root_size);
+      } else {
+        const int64_t row = (strip - root_strips) * lanes;
+        transpose_rows(weight + (group * d + row) * m, m, minimum(lanes, d - row), m,
+                       weights_turned + group * plan.weight_size + row, plan.rows_ld);
+      }
+    }
+    T* own = workspace + plan.shared + thread_index() * plan.own;
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < items; ++item) {
+      const int64_t share = item % splits, matrix = item / splits;
+      const int64_t group = matrix % layer.groups, sample = matrix / layer.groups;
+      double* item_totals = totals + item * 3;
+      for (int i = 0; i < 3; ++i) item_totals[i] = 0;
+      if (weight)
+        for (int64_t r = 0; r < d; ++r) by_row[item * d + r] = 0;
+      direct_share(layer, plan, inputs.data + sample * inputs.stride[0] + group * layer.channels * inputs.stride[1],
+                   inputs.data + inputs.count, inputs.stride,
+                   signal.data + sample * signal.stride[0] + group * d * signal.stride[1], signal.data + signal.count,
+                   signal.stride, root ? roots_packed + group * plan.root_size : nullptr, roots,
+                   weight ? weights_turned + group * plan.weight_size : nullptr, layer.channels * share / splits,
+                   layer.channels * (share + 1) / splits, item_totals,
+                   weight ? by_column + matrix * layer.channels : nullptr, weight ? by_row + item * d : nullptr, own);
+    }
+  }
+}
+
+template <typename T>
+constexpr pyflatness::LayerKernels<T> kTable = {direct_workspace<T>, direct<T>};
+
+}  // namespace
+
+PYFLATNESS_EXPORT(LayerTables, layer) = {kTable<float>, kTable<double>};

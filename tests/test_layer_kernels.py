@@ -1,0 +1,267 @@
+"""The kernels of layers and their torch twins against the reference in float64: any shape, strides and engine."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pyflatness import BackendError
+from pyflatness.contractions import compiled, reference
+from pyflatness.contractions.geometry import Geometry
+
+DTYPES = [torch.float32, torch.float64]
+ONE = (1, 1, 1)
+
+# samples, groups, channels and rows of a group, padded pixels, kernel, stride, dilation
+CASES = {
+    "one position": (2, 1, 30, 20, ONE, ONE, ONE, ONE),
+    "one of everything": (1, 1, 1, 1, ONE, ONE, ONE, ONE),
+    "sequence": (2, 1, 33, 40, (19, 1, 1), ONE, ONE, ONE),
+    "1-D": (2, 1, 3, 5, (1, 1, 41), (1, 1, 4), ONE, (1, 1, 3)),
+    "first convolution": (2, 1, 3, 6, (1, 32, 32), (1, 5, 5), ONE, ONE),
+    "second convolution": (3, 1, 6, 16, (1, 14, 14), (1, 5, 5), ONE, ONE),
+    "residual block": (2, 1, 64, 64, (1, 18, 18), (1, 3, 3), ONE, ONE),
+    "late block": (2, 1, 70, 130, (1, 6, 6), (1, 3, 3), ONE, ONE),
+    "downsampling": (2, 1, 20, 40, (1, 19, 18), (1, 3, 3), (1, 2, 2), ONE),
+    "stride three": (2, 1, 20, 9, (1, 19, 18), (1, 2, 3), (1, 3, 3), ONE),
+    "patches": (2, 1, 3, 24, (1, 16, 24), (1, 8, 8), (1, 8, 8), ONE),
+    "depthwise": (2, 40, 1, 1, (1, 9, 9), (1, 3, 3), ONE, ONE),
+    "depth multiplier": (2, 10, 1, 3, (1, 9, 9), (1, 3, 3), (1, 2, 2), ONE),
+    "groups": (2, 3, 5, 11, (1, 9, 7), (1, 3, 2), ONE, (1, 2, 1)),
+    "3-D": (2, 2, 5, 7, (4, 9, 8), (2, 3, 3), (1, 2, 2), (2, 1, 2)),
+    "more taps than a tile has columns": (2, 1, 2, 17, (1, 20, 22), (1, 18, 19), ONE, ONE),
+    "taps further than the places": (2, 1, 4, 5, (1, 8, 8), (1, 2, 2), ONE, (1, 6, 6)),
+    "many rows": (1, 1, 5, 600, (1, 4, 5), (1, 2, 2), ONE, ONE),
+}
+
+
+def layout(tensor, kind, seed=0):
+    """The tensor with other strides: as it is, channels last, places last to first, every second element, or padded."""
+    if kind == "channels last":
+        return tensor.contiguous(memory_format=torch.channels_last_3d)
+    if kind == "transposed":
+        return tensor.permute(4, 3, 2, 0, 1).contiguous().permute(3, 4, 2, 1, 0)
+    if kind == "scattered":
+        return tensor.repeat_interleave(2, dim=4)[..., ::2]
+    if kind == "sliced":
+        return torch.cat([tensor, torch.full_like(tensor, torch.nan)], dim=1)[:, : tensor.shape[1]]
+    return tensor
+
+
+LAYOUTS = ["contiguous", "channels last", "transposed", "scattered", "sliced"]
+
+
+def layer(case, dtype, kind="contiguous", roots=9, seed=0):
+    """Arguments of ``direct``."""
+    n, groups, channels, rows, size, kernel, stride, dilation = case
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    geometry = Geometry(groups, kernel, stride, dilation)
+    inputs = layout(normal(n, groups * channels, *size), kind)
+    signal = layout(normal(n, groups * rows, *geometry.places(size)), kind)
+    root = normal(groups, roots, rows) if roots else None
+    return inputs, signal, geometry, root, normal(groups, rows, channels * geometry.taps)
+
+
+def double(*arguments):
+    return [a.double() if isinstance(a, torch.Tensor) else a for a in arguments]
+
+
+def limit(dtype):
+    return 1e-5 if dtype == torch.float32 else 1e-12
+
+
+def check_direct(module, inputs, signal, geometry, root, weight):
+    values = module.direct(inputs, signal, geometry, root, weight)
+    expected = reference.direct(*double(inputs, signal, geometry, root, weight))
+    for name, value, truth in zip(values._fields, values, expected, strict=True):
+        if truth is None:
+            assert value is None
+            continue
+        assert value.dtype == torch.float64
+        assert value.shape == truth.shape
+        # sums of signed terms: relative to the terms' own size
+        size = truth if name in ("squares", "rooted", "weighted") else expected.weighted.sqrt().unsqueeze(1)
+        assert float(((value - truth).abs() / size).max()) < limit(inputs.dtype), name
+
+
+def check_grams(module, inputs, signal, geometry):
+    patches = geometry.patches(inputs.double())
+    lengths = patches.square().sum(dim=3).sqrt()
+    truth = reference.patch_gram(inputs.double(), geometry)
+    values = module.patch_gram(inputs, geometry)
+    assert values.dtype == inputs.dtype
+    assert values.shape == truth.shape
+    error = (values.double() - truth).abs() / (lengths.unsqueeze(2) * lengths.unsqueeze(3))
+    assert float(error.max()) < limit(inputs.dtype)
+    rows = geometry.rows(signal)
+    for a in (rows, rows.contiguous()):
+        result = module.gram(a, truth.to(inputs.dtype))
+        expected = reference.gram(a.double(), truth)
+        assert result.dtype == torch.float64
+        assert float(((result - expected).abs() / expected).max()) < limit(inputs.dtype)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_layers(engine, case, dtype, kind):
+    inputs, signal, geometry, root, weight = layer(case, dtype, kind)
+    check_direct(engine.module, inputs, signal, geometry, root, weight)
+    check_grams(engine.module, inputs, signal, geometry)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("roots", [0, 1, 2, 5, 16, 33, 70])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_what_is_not_asked_for(engine, dtype, roots, weighted):
+    for name in ("second convolution", "depthwise", "late block"):
+        inputs, signal, geometry, root, weight = layer(CASES[name], dtype, roots=roots)
+        check_direct(engine.module, inputs, signal, geometry, root, weight if weighted else None)
+
+
+sizes = st.tuples(*[st.integers(1, 7)] * 3)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(1, 40), sizes,
+    st.tuples(*[st.integers(1, 3)] * 3), st.tuples(*[st.integers(1, 3)] * 3), st.tuples(*[st.integers(1, 2)] * 3),
+    st.sampled_from(LAYOUTS), st.integers(0, 20), st.booleans(), st.sampled_from(DTYPES), st.integers(0, 3),
+)  # fmt: skip
+def test_any_layer(engine, n, groups, channels, rows, extra, kernel, stride, dilation, kind, roots, weighted, dtype, s):
+    size = tuple(e + d * (k - 1) for e, d, k in zip(extra, dilation, kernel, strict=True))
+    case = (n, groups, channels, rows, size, kernel, stride, dilation)
+    inputs, signal, geometry, root, weight = layer(case, dtype, kind, roots, seed=s)
+    check_direct(engine.module, inputs, signal, geometry, root, weight if weighted else None)
+    check_grams(engine.module, inputs, signal, geometry)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_expanded_tensors(engine, dtype):
+    geometry = Geometry(1, (1, 3, 3))
+    pixels = torch.randn(2, 1, 1, 9, 9).to(dtype).expand(2, 6, 1, 9, 9)
+    weight = torch.randn(1, 20, 54).to(dtype)
+    for signal in (torch.randn(2, 20, 1, 1, 1), torch.randn(1, 20, 1, 1, 7), torch.randn(1, 1, 1, 1, 1)):
+        spread = signal.to(dtype).expand(2, 20, 1, 7, 7)
+        check_direct(engine.module, pixels, spread, geometry, torch.randn(1, 7, 20).to(dtype), weight)
+        check_grams(engine.module, pixels, spread, geometry)
+    check_grams(engine.module, torch.randn(1, 6, 1, 1, 1).to(dtype).expand(2, 6, 1, 9, 9), spread, geometry)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_layers_as_they_come(engine, dtype):
+    inputs, signal = torch.randn(3, 11, 50).to(dtype), torch.randn(3, 11, 34).to(dtype)
+    fives = [t.transpose(1, 2)[..., None, None] for t in (inputs, signal)]
+    values = engine.module.direct(*fives, Geometry(), None, None).squares
+    truth = (signal.double().mT @ inputs.double()).square().sum(dim=(1, 2))
+    torch.testing.assert_close(values, truth, rtol=limit(dtype), atol=0)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("samples", [0, 1, 2])
+def test_threads_and_few_samples(engine, threads, samples):
+    if samples == 0 and engine.backend == "reference":
+        pytest.skip("unfold cannot make the patches of no samples")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for name in ("residual block", "depthwise", "one of everything"):
+            case = (samples, *CASES[name][1:])
+            inputs, signal, geometry, root, weight = layer(case, torch.float32)
+            if samples:
+                check_direct(engine.module, inputs, signal, geometry, root, weight)
+                check_grams(engine.module, inputs, signal, geometry)
+            first, second = (engine.module.direct(inputs, signal, geometry, root, weight) for _ in range(2))
+            assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+            assert first.squares.shape == first.rooted.shape == first.weighted.shape == (samples,)
+            assert first.by_column.shape == (samples, inputs.shape[1])
+            assert first.by_row.shape == (samples, signal.shape[1])
+            assert engine.module.gram(geometry.rows(signal), engine.module.patch_gram(inputs, geometry)).shape == (
+                samples,
+            )
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["second convolution", "depthwise", "late block", "sequence", "downsampling"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_in_its_sample(engine, dtype, name, bad):
+    rest = CASES[name][1:]
+    for spoiled in range(2):
+        inputs, signal, geometry, root, weight = layer((4, *rest), dtype)
+        clean = engine.module.direct(inputs, signal, geometry, root, weight)
+        grams = engine.module.patch_gram(inputs, geometry)
+        contracted = engine.module.gram(geometry.rows(signal), grams)
+        (inputs, signal)[spoiled][1, -1, -1, 0, 0] = bad
+        values = engine.module.direct(inputs, signal, geometry, root, weight)
+        keep = torch.tensor([0, 2, 3])
+        for value, before in zip(values, clean, strict=True):
+            torch.testing.assert_close(value[keep], before[keep], rtol=0, atol=0)
+            assert not value[1].isfinite().all()
+        broken = engine.module.patch_gram(inputs, geometry)
+        torch.testing.assert_close(broken[keep], grams[keep], rtol=0, atol=0)
+        again = engine.module.gram(geometry.rows(signal), broken)
+        torch.testing.assert_close(again[keep], contracted[keep], rtol=0, atol=0)
+        assert not again[1].isfinite()
+
+
+def test_the_patch_gram_is_symmetric(engine):
+    inputs, _, geometry, _, _ = layer(CASES["residual block"], torch.float32)
+    values = engine.module.patch_gram(inputs, geometry)
+    torch.testing.assert_close(values, values.mT, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32])
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 50])
+def test_small_eigenvalues(engine, n, size):
+    matrices = torch.randn(n, size, size, dtype=torch.float64)
+    matrices = matrices + matrices.mT
+    if n > 7:
+        matrices[3] = matrices[3] @ matrices[3].mT * 1e200
+        matrices[4] = matrices[4, :, :1] @ matrices[4, :, :1].mT * 1e-250
+        matrices[5] = torch.eye(size)
+        matrices[6] = 0
+        matrices[7] = torch.diag(torch.arange(size, 0, -1.0))
+    values = engine.module.small_eigenvalues(matrices)
+    expected = torch.linalg.eigvalsh(matrices)
+    assert values.shape == (n, size)
+    assert bool((values.diff(dim=1) >= 0).all())
+    scale = matrices.abs().amax(dim=(1, 2), keepdim=True)[:, 0] if n else torch.ones(0, 1)
+    assert bool(((values - expected).abs() <= 1e-14 * size * scale).all())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_eigenvalues_of_what_is_not_finite(engine, bad):
+    matrices = torch.eye(5, dtype=torch.float64).repeat(20, 1, 1)
+    matrices[3, 1, 2] = matrices[3, 2, 1] = bad
+    matrices[11, 4, 4] = bad
+    values = engine.module.small_eigenvalues(matrices)
+    broken = torch.zeros(20, dtype=torch.bool)
+    broken[[3, 11]] = True
+    assert bool(values[broken].isnan().all())
+    assert torch.equal(values[~broken], torch.ones(18, 5, dtype=torch.float64))
+
+
+def test_arguments_that_do_not_fit():
+    inputs, signal, geometry, root, weight = layer(CASES["residual block"], torch.float32)
+    with pytest.raises(ValueError, match="does not have 15 places in 18 pixels"):
+        compiled.direct(inputs, signal[..., :15], geometry, root, weight)
+    with pytest.raises(ValueError, match="`root` has"):
+        compiled.direct(inputs, signal, geometry, root[:, :, :-1], weight)
+    with pytest.raises(ValueError, match="`weight` has"):
+        compiled.direct(inputs, signal, geometry, root, weight[:, :, :-1])
+    with pytest.raises(ValueError, match="`patch_gram` has"):
+        compiled.gram(geometry.rows(signal), torch.ones(2, 1, 4, 4))
+    with pytest.raises(BackendError, match="inputs of 2 samples, signal of 1"):
+        compiled.direct(inputs, signal[:1], geometry, root, weight)
+    with pytest.raises(BackendError, match=r"direct: .* got torch\.float32 on cpu, torch\.float64 on cpu"):
+        compiled.direct(inputs, signal.double(), geometry, root, weight)
+    with pytest.raises(ValueError, match="takes matrices of 1 to 32 rows, got 33"):
+        compiled.small_eigenvalues(torch.zeros(2, 33, 33, dtype=torch.float64))
+    with pytest.raises(BackendError, match=r"wants float64, got torch\.float32"):
+        compiled.small_eigenvalues(torch.zeros(2, 3, 3))
