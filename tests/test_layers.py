@@ -9,6 +9,7 @@ from networks import CASES
 from torch import nn
 
 import pyflatness as pf
+from pyflatness.contractions.layer import ROUTES, WeightGradients
 
 GRID = [(name, layer) for name, case in CASES.items() for layer in case.layers]
 
@@ -28,9 +29,7 @@ def test_ggn_of_every_layer(name):
             with pytest.raises(pf.InputError, match=r"layer 'one': .* cannot be told apart by the"):
                 pf.measure(model, case.loss, data, layers=list(case.layers), curvature="ggn")
             continue
-        report = pf.measure(
-            model, case.loss, data, layers=list(case.layers), curvature="ggn", per_sample=True, backend="reference"
-        )
+        report = pf.measure(model, case.loss, data, layers=list(case.layers), curvature="ggn", per_sample=True)
         for layer in case.layers:
             matrix, weight = networks.ggn(case, layer), truth.weight_of(model, layer)
             groups = networks.groups(case, layer)
@@ -44,6 +43,22 @@ def test_ggn_of_every_layer(name):
                 assert float(estimate.per_sample.mean()) == pytest.approx(value, rel=1e-9, abs=1e-12)
                 assert (estimate.method, estimate.stderr, estimate.samples) == ("ggn", None, case.samples)
                 assert estimate.exact == (layer in case.linear), layer
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("loss:")])  # a loss is no kernel's
+def test_every_backend_instruction_set_and_route(name, route, engine, monkeypatch):
+    monkeypatch.setattr(WeightGradients, "cheaper", lambda *_: route)
+    case = CASES[name]
+    data = data_of(case, 1 if name == "gathered tokens" else case.samples)
+    report = pf.measure(
+        case.build(), case.loss, data, layers=list(case.layers), curvature="ggn", backend=engine.backend
+    )
+    for layer in case.layers:
+        flatness, trace = expected_of(case, layer, networks.ggn(case, layer))
+        assert report[layer, "relative_flatness"].value == pytest.approx(flatness, rel=1e-9, abs=1e-12)
+        assert report[layer, "trace"].value == pytest.approx(trace, rel=1e-9, abs=1e-12)
+        assert report[layer, "trace"].backend == engine.backend
 
 
 def expected_of(case, layer, matrix):

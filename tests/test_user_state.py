@@ -225,9 +225,3 @@ def test_progress_is_silent_off_a_terminal(capsys):
     pf.relative_flatness(nn.Sequential(nn.Linear(4, 3)), LOSS, (X, Y))
     pf.relative_flatness(nn.Sequential(nn.Linear(4, 3)), LOSS, (X, Y), progress=False)
     assert capsys.readouterr() == ("", "")
-
-
-def test_progress_without_rich(monkeypatch):
-    monkeypatch.setattr("pyflatness.progress._has_rich", lambda: False)
-    with pytest.raises(pf.MissingExtraError, match=r"pip install 'pyflatness\[cli\]'"):
-        pf.relative_flatness(nn.Sequential(nn.Linear(4, 3)), LOSS, (X, Y), progress=True)
