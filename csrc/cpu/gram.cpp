@@ -125,12 +125,12 @@ void sum_shifts(const Layer& layer, const GramPlan<T>& plan, const T* square, in
 template <typename T>
 void mirror(T* out, int64_t size) {
   constexpr int64_t lanes = Simd<T>::kLanes;
-  for (int64_t i = 0; i < size; i += lanes) {
-    const int64_t rows = minimum(lanes, size - i);
-    for (int64_t r = i; r < i + rows; ++r)
-      for (int64_t c = i; c < r; ++c) out[r * size + c] = out[c * size + r];
-    if (rows == lanes)
-      transpose_rows(out + i * size + i + lanes, size, lanes, size - i - lanes, out + (i + lanes) * size + i, size);
+  for (int64_t first = 0; first < size; first += lanes) {
+    const int64_t last = minimum(first + lanes, size);
+    for (int64_t r = first; r < last; ++r)
+      for (int64_t c = first; c < r; ++c) out[r * size + c] = out[c * size + r];
+    if (last < size)
+      transpose_rows(out + first * size + last, size, lanes, size - last, out + last * size + first, size);
   }
 }
 
@@ -157,14 +157,19 @@ void patch_gram(const Layer& layer, const Strided<T>& inputs, T* out, T* workspa
       }
       T* gram = out + item * positions * positions;
       const int64_t last = pixel(layer, plan.grid, plan.shifted, positions - 1);
+      const int64_t run = plan.shifted ? layer.places[2] : positions;  // places that follow one another in the grid
       for (int64_t p = 0; p < positions; ++p) {
         const int64_t start = pixel(layer, plan.grid, plan.shifted, p);
-        sum_shifts(layer, plan, square, start, last + 1 - start, wide);
-        for (int64_t to = p; to < positions;) {  // by rows of places, which the wide rows hold with gaps between
-          const int64_t row_end = minimum(positions, (to / layer.places[2] + 1) * layer.places[2]);
-          const T* source = wide + pixel(layer, plan.grid, plan.shifted, to) - start;
-          for (int64_t k = to; k < row_end; ++k) gram[p * positions + k] = source[k - to];
-          to = row_end;
+        const T* row = square + start * (plan.ld + 1);
+        if (plan.shifts > 1) {
+          sum_shifts(layer, plan, square, start, last + 1 - start, wide);
+          row = wide;
+        }
+        for (int64_t to = p; to < positions;) {
+          const int64_t end = minimum(positions, (to / run + 1) * run);
+          const T* source = row + pixel(layer, plan.grid, plan.shifted, to) - start;
+          for (int64_t k = to; k < end; ++k) gram[p * positions + k] = source[k - to];
+          to = end;
         }
       }
       mirror(gram, positions);
