@@ -138,7 +138,7 @@ template <typename T>
 void patch_gram(const Layer& layer, const Strided<T>& inputs, T* out, T* workspace, int threads) {
   const GramPlan<T> plan(layer);
   const int64_t positions = layer.positions(), items = layer.n * layer.groups;
-#pragma omp parallel num_threads(team(threads, items* plan.depth* plan.q* plan.q))
+#pragma omp parallel num_threads(product_team(threads, items, plan.depth* plan.q* plan.q))
   {
     T* x = workspace + thread_index() * plan.own();
     T* square = x + plan.input;
@@ -177,7 +177,7 @@ void patch_gram(const Layer& layer, const Strided<T>& inputs, T* out, T* workspa
   }
 }
 
-// How `gram` reads the rows a_p of a matrix: along r for few places (kDots), else along the places (kPanels), and where
+// How `gram` reads the rows a_p of a matrix: along r for few places (dots), else along the places (panels), and where
 // they are if they lie so in whole vectors.
 template <typename T>
 struct RowsPlan {
@@ -329,7 +329,7 @@ void gram(const Strided<T>& a, int64_t samples, int64_t groups, int64_t position
           T* workspace, int threads) {
   const int64_t own = gram_workspace<T>(positions, r, 1), items = samples * groups;
   const RowsPlan<T> plan(a.stride, positions, r);
-#pragma omp parallel for num_threads(team(threads, items * positions * positions * r)) schedule(dynamic)
+#pragma omp parallel for num_threads(product_team(threads, items, positions * positions * r)) schedule(dynamic)
   for (int64_t item = 0; item < items; ++item) {
     const T* rows = a.data + item / groups * a.stride[0] + item % groups * a.stride[1];
     if (!plan.in_place) {
