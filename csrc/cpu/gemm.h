@@ -14,6 +14,12 @@ namespace {
 
 constexpr int64_t kDepth = 256;  // products summed in T in one go: cache and rounding
 
+// Threads for `items` products of so many multiply-adds each: many of those are made at once, and an item has its own
+// cost besides.
+inline int product_team(int threads, int64_t items, int64_t multiply_adds) {
+  return team(threads, items * (multiply_adds / 32 + 1024));
+}
+
 constexpr bool kManyRegisters = PYFLATNESS_VECTOR_BYTES == 64;
 constexpr int kPanelVectors = 2;
 constexpr int kPanelColumns = kManyRegisters ? 12 : 6;

@@ -10,7 +10,7 @@ using pyflatness::Strided;
 
 constexpr int64_t kShifts = 9;           // taps whose shifted rows are summed in one pass
 constexpr double kShiftCost = 4;         // one addition of a shifted row, in multiply-adds of a product
-constexpr int64_t kFewPlaces = 64;       // up to here `gram` reads rows over places where they are
+constexpr int64_t kFewPlaces = 64;       // up to here the lanes of `gram` run along the rows
 constexpr int64_t kDotBytes = 16 << 10;  // rows of `gram` that stay in the first cache
 
 // What is multiplied with itself: pixels of the padded input, of which the Gram matrix of patches is a sum of shifted
@@ -125,12 +125,12 @@ void sum_shifts(const Layer& layer, const GramPlan<T>& plan, const T* square, in
 template <typename T>
 void mirror(T* out, int64_t size) {
   constexpr int64_t lanes = Simd<T>::kLanes;
-  for (int64_t i = 0; i < size; i += lanes) {
-    const int64_t rows = minimum(lanes, size - i);
-    for (int64_t r = i; r < i + rows; ++r)
-      for (int64_t c = i; c < r; ++c) out[r * size + c] = out[c * size + r];
-    if (rows == lanes)
-      transpose_rows(out + i * size + i + lanes, size, lanes, size - i - lanes, out + (i + lanes) * size + i, size);
+  for (int64_t first = 0; first < size; first += lanes) {
+    const int64_t last = minimum(first + lanes, size);
+    for (int64_t r = first; r < last; ++r)
+      for (int64_t c = first; c < r; ++c) out[r * size + c] = out[c * size + r];
+    if (last < size)
+      transpose_rows(out + first * size + last, size, lanes, size - last, out + last * size + first, size);
   }
 }
 
@@ -138,7 +138,7 @@ template <typename T>
 void patch_gram(const Layer& layer, const Strided<T>& inputs, T* out, T* workspace, int threads) {
   const GramPlan<T> plan(layer);
   const int64_t positions = layer.positions(), items = layer.n * layer.groups;
-#pragma omp parallel num_threads(team(threads, items* plan.depth* plan.q* plan.q))
+#pragma omp parallel num_threads(product_team(threads, items, plan.depth* plan.q* plan.q))
   {
     T* x = workspace + thread_index() * plan.own();
     T* square = x + plan.input;
@@ -157,14 +157,19 @@ void patch_gram(const Layer& layer, const Strided<T>& inputs, T* out, T* workspa
       }
       T* gram = out + item * positions * positions;
       const int64_t last = pixel(layer, plan.grid, plan.shifted, positions - 1);
+      const int64_t run = plan.shifted ? layer.places[2] : positions;  // places that follow one another in the grid
       for (int64_t p = 0; p < positions; ++p) {
         const int64_t start = pixel(layer, plan.grid, plan.shifted, p);
-        sum_shifts(layer, plan, square, start, last + 1 - start, wide);
-        for (int64_t to = p; to < positions;) {  // by rows of places, which the wide rows hold with gaps between
-          const int64_t row_end = minimum(positions, (to / layer.places[2] + 1) * layer.places[2]);
-          const T* source = wide + pixel(layer, plan.grid, plan.shifted, to) - start;
-          for (int64_t k = to; k < row_end; ++k) gram[p * positions + k] = source[k - to];
-          to = row_end;
+        const T* row = square + start * (plan.ld + 1);
+        if (plan.shifts > 1) {
+          sum_shifts(layer, plan, square, start, last + 1 - start, wide);
+          row = wide;
+        }
+        for (int64_t to = p; to < positions;) {
+          const int64_t end = minimum(positions, (to / run + 1) * run);
+          const T* source = row + pixel(layer, plan.grid, plan.shifted, to) - start;
+          for (int64_t k = to; k < end; ++k) gram[p * positions + k] = source[k - to];
+          to = end;
         }
       }
       mirror(gram, positions);
@@ -172,41 +177,53 @@ void patch_gram(const Layer& layer, const Strided<T>& inputs, T* out, T* workspa
   }
 }
 
-// The rows a_p of one matrix as `gram` reads them, along r in whole vectors: in place, or copied.
+// How `gram` reads the rows a_p of a matrix: along r for few places (dots), else along the places (panels), and where
+// they are if they lie so in whole vectors.
 template <typename T>
-bool in_place(const Strided<T>& a, int64_t r) {
-  return a.stride[3] == 1 && r % Simd<T>::kLanes == 0;
-}
+struct RowsPlan {
+  static constexpr int64_t kLanes = Simd<T>::kLanes;
+  bool dots, in_place;
+  int64_t ld;
+
+  RowsPlan(const int64_t* strides, int64_t positions, int64_t r) {
+    const bool whole = strides[2] == 1 && positions % kLanes == 0;
+    dots = !whole && strides[3] == 1 && positions <= kFewPlaces;
+    in_place = whole || (dots && r % kLanes == 0);
+    ld = whole ? strides[3] : dots && in_place ? strides[2] : dots ? round_up(r, kLanes) : columns_ld(positions);
+  }
+  static int64_t columns_ld(int64_t positions) { return round_up(positions, kLanes) + kLanes; }
+};
 
 template <typename T>
 int64_t gram_workspace(int64_t positions, int64_t r, int threads) {
   constexpr int64_t lanes = Simd<T>::kLanes;
-  return maximum(threads, 1) * (round_up(positions, lanes) * round_up(r, lanes) + lanes * (kDepth + lanes));
+  return maximum(threads, 1) * maximum(positions * round_up(r, lanes), r * RowsPlan<T>::columns_ld(positions));
 }
 
-// rows[p, k] = a_p[k], zeros behind the last k.
+// rows[p * ld + k] = a_p[k] (dots) or rows[k * ld + p] = a_p[k], with zeros behind the last k or p.
 template <typename T>
-void pack_gram_rows(const T* from, const T* end, const int64_t* strides, int64_t positions, int64_t r, T* rows,
-                    T* scratch) {
+void pack_gram_rows(const T* from, const T* end, const int64_t* strides, int64_t positions, int64_t r,
+                    const RowsPlan<T>& plan, T* rows) {
   constexpr int64_t lanes = Simd<T>::kLanes;
-  const int64_t length = round_up(r, lanes);
-  if (strides[2] == 1 && strides[3] != 1) {  // places are neighbours
-    for (int64_t k = 0; k < r; k += lanes)
-      transpose_rows(from + k * strides[3], strides[3], minimum(lanes, r - k), positions, rows + k, length);
+  if (plan.dots) {
+    for (int64_t p = 0; p < positions; ++p)
+      for (int64_t k = 0; k < plan.ld; ++k) rows[p * plan.ld + k] = k < r ? from[p * strides[2] + k] : 0;
     return;
   }
-  const int64_t size[3] = {1, 1, r}, step[3] = {0, 0, strides[3]};
+  if (strides[3] == 1 && strides[2] != 1) {
+    for (int64_t p = 0; p < positions; p += lanes)
+      transpose_rows(from + p * strides[2], strides[2], minimum(lanes, positions - p), r, rows + p, plan.ld);
+    return;
+  }
+  const int64_t size[3] = {1, 1, positions}, step[3] = {0, 0, strides[2]};
   const Grid line(size, step, nullptr);
   Runs runs;
-  for (int64_t first = 0; first < r; first += kDepth) {
-    line.runs(first, minimum(kDepth, r - first), &runs);
-    for (int64_t p = 0; p < positions; ++p) {
-      gather(from + p * strides[2], runs, end, scratch);
-      T* to = rows + p * length + first;
-      for (int64_t k = 0; k < runs.total; ++k) to[k] = scratch[k];
-      for (int64_t k = runs.total; k < round_up(runs.total, lanes); ++k) to[k] = 0;
-    }
+  for (int64_t first = 0; first < positions; first += kDepth) {
+    line.runs(first, minimum(kDepth, positions - first), &runs);
+    for (int64_t k = 0; k < r; ++k) gather(from + k * strides[3], runs, end, rows + k * plan.ld + first);
   }
+  for (int64_t k = 0; k < r; ++k)
+    for (int64_t p = positions; p < plan.ld; ++p) rows[k * plan.ld + p] = 0;
 }
 
 // Σ over a tile of places i .. and j .. of <a_i, a_j> g[i, j], twice below the diagonal and not at all above it.
@@ -250,7 +267,39 @@ double gram_of_rows(const T* a, int64_t stride, int64_t positions, int64_t r, co
   return total;
 }
 
-// The same of a[k, p], rows over few places: nothing is copied, but the triangle is cut by whole vectors.
+// The same with the lanes along the places i ..., from a[k, p].
+template <typename T, int Vectors, int Columns>
+PYFLATNESS_INLINE double panel_gram(const T* a, int64_t stride, int64_t depth, const T* g, int64_t positions, int64_t i,
+                                    int64_t j) {
+  using S = Simd<T>;
+  typename S::Vec total = {};
+  panel_tile<T, Vectors, Columns, true>(
+      a + i, stride, a + j, stride, depth, [&](int c, int v, typename S::Vec sum) __attribute__((always_inline)) {
+        const typename S::Ints behind = S::lane() + static_cast<typename Format<T>::Int>(i + v * S::kLanes - j - c);
+        const typename S::Vec none = {}, counted = behind > 0 ? sum + sum : behind == 0 ? sum : none;
+        total += counted * S::load(g + (j + c) * positions + i + v * S::kLanes);
+      });
+  return S::sum(total);
+}
+
+// The same where the lanes reach beyond the last place.
+template <typename T, int Vectors, int Columns>
+double edge_gram(const T* a, int64_t stride, int64_t depth, const T* g, int64_t positions, int64_t i, int64_t j) {
+  using S = Simd<T>;
+  constexpr int64_t kWidth = Vectors * S::kLanes;
+  T sums[Columns * kWidth];
+  panel_tile<T, Vectors, Columns, true>(a + i, stride, a + j, stride, depth,
+                                        [&](int c, int v, typename S::Vec sum) __attribute__((always_inline)) {
+                                          S::store(sums + c * kWidth + v * S::kLanes, sum);
+                                        });
+  double total = 0;
+  for (int64_t c = j; c < minimum(j + Columns, positions); ++c)
+    for (int64_t p = maximum(i, c); p < positions; ++p)
+      total += static_cast<double>((p > c ? 2 : 1) * sums[(c - j) * kWidth + p - i] * g[c * positions + p]);
+  return total;
+}
+
+// Σ <a_p, a_p'> g[p, p'] from a[k, p], with zeros behind the last place; the triangle is cut by whole vectors.
 template <typename T>
 double gram_of_columns(const T* a, int64_t stride, int64_t positions, int64_t r, const T* g) {
   using S = Simd<T>;
@@ -261,17 +310,11 @@ double gram_of_columns(const T* a, int64_t stride, int64_t positions, int64_t r,
     for (int64_t j = 0; j < positions; j += kPanelColumns)
       with_columns<kPanelColumns, kPanelStep>(positions - j, [&](auto width) __attribute__((always_inline)) {
         const auto panel = [&](int64_t i, auto vectors) __attribute__((always_inline)) {
-          typename S::Vec sum = {};
-          panel_tile<T, decltype(vectors)::value, decltype(width)::value, true>(
-              rows + i, stride, rows + j, stride, depth,
-              [&](int c, int v, typename S::Vec products) __attribute__((always_inline)) {
-                const typename S::Ints behind =
-                    S::lane() + static_cast<typename Format<T>::Int>(i + v * S::kLanes - j - c);
-                const typename S::Vec twice = products + products, none = {};
-                const typename S::Vec counted = behind > 0 ? twice : behind == 0 ? products : none;
-                sum += counted * S::load(g + (j + c) * positions + i + v * S::kLanes);
-              });
-          total += S::sum(sum);
+          constexpr int kVectors = decltype(vectors)::value, kWidth = decltype(width)::value;
+          if (i + kVectors * S::kLanes <= positions)
+            total += panel_gram<T, kVectors, kWidth>(rows, stride, depth, g, positions, i, j);
+          else
+            total += edge_gram<T, kVectors, kWidth>(rows, stride, depth, g, positions, i, j);
         };
         int64_t i = j / S::kLanes * S::kLanes;
         for (; i + S::kLanes < positions; i += 2 * S::kLanes) panel(i, Count<2>{});
@@ -285,22 +328,18 @@ template <typename T>
 void gram(const Strided<T>& a, int64_t samples, int64_t groups, int64_t positions, int64_t r, const T* g, double* out,
           T* workspace, int threads) {
   const int64_t own = gram_workspace<T>(positions, r, 1), items = samples * groups;
-#pragma omp parallel num_threads(team(threads, items * positions * positions * r))
-  {
-    T* rows = workspace + thread_index() * own;
-    T* scratch = rows + own - Simd<T>::kLanes * (kDepth + Simd<T>::kLanes);
-#pragma omp for schedule(dynamic)
-    for (int64_t item = 0; item < items; ++item) {
-      const T* from = a.data + item / groups * a.stride[0] + item % groups * a.stride[1];
-      const T* square = g + item * positions * positions;
-      if (a.stride[2] == 1 && positions % Simd<T>::kLanes == 0 && positions <= kFewPlaces) {
-        out[item] = gram_of_columns(from, a.stride[3], positions, r, square);
-        continue;
-      }
-      if (!in_place(a, r)) pack_gram_rows(from, a.data + a.count, a.stride, positions, r, rows, scratch);
-      out[item] = gram_of_rows(in_place(a, r) ? from : rows,
-                               in_place(a, r) ? a.stride[2] : round_up(r, Simd<T>::kLanes), positions, r, square);
+  const RowsPlan<T> plan(a.stride, positions, r);
+#pragma omp parallel for num_threads(product_team(threads, items, positions * positions * r)) schedule(dynamic)
+  for (int64_t item = 0; item < items; ++item) {
+    const T* rows = a.data + item / groups * a.stride[0] + item % groups * a.stride[1];
+    if (!plan.in_place) {
+      T* packed = workspace + thread_index() * own;
+      pack_gram_rows(rows, a.data + a.count, a.stride, positions, r, plan, packed);
+      rows = packed;
     }
+    const T* square = g + item * positions * positions;
+    out[item] = plan.dots ? gram_of_rows(rows, plan.ld, positions, r, square)
+                          : gram_of_columns(rows, plan.ld, positions, r, square);
   }
 }
 

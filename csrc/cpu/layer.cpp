@@ -175,7 +175,7 @@ void direct(const Layer& layer, const Strided<T>& inputs, const Strided<T>& sign
   T* roots_packed = workspace;
   T* weights_turned = roots_packed + layer.groups * plan.root_size;
   const int64_t items = layer.n * layer.groups * splits;
-#pragma omp parallel num_threads(team(threads, items / splits * d * m * plan.positions))
+#pragma omp parallel num_threads(product_team(threads, layer.n* layer.groups, d * m * (plan.positions + roots)))
   {
 #pragma omp for schedule(dynamic)
     for (int64_t job = 0; job < layer.groups * (root_strips + weight_strips); ++job) {
