@@ -86,7 +86,7 @@ PYFLATNESS_INLINE void with_columns(int64_t count, const Body& body) {
   body(Count<Columns>{});
 }
 
-// What a product's left matrix looks like in memory, by its number of rows.
+// Whether lanes along the depth, not along the rows, suit a left matrix of so many rows.
 template <typename T>
 constexpr bool few_rows(int64_t rows) {
   return 2 * rows <= Simd<T>::kLanes;
@@ -99,9 +99,9 @@ int64_t packed_size(int64_t rows, int64_t depth) {
   return few_rows<T>(rows) ? rows * round_up(depth, Simd<T>::kLanes) : round_up(rows, Simd<T>::kLanes) * depth;
 }
 
-// Left matrix times `columns` columns of `b` (b[k, c] at b + c * ldb + k, padded to whole steps, and in depth to whole
-// vectors for few rows). use(row, column, sums, Count<lanes>): the sums of `lanes` rows from `row` on, a vector or, for
-// few rows, one number.
+// Left matrix times `columns` columns of `b` (b[k, c] at b + c * ldb + k, with memory for whole steps of columns, and
+// for few rows zeros in depth to whole vectors). use_vector(row, column, sums) gets the rows from `row` on, one per
+// lane; use_number(row, column, sum), for few rows, one sum. Columns up to the next step are used too.
 template <typename T, typename UseVector, typename UseNumber>
 PYFLATNESS_INLINE void multiply(const T* packed, int64_t rows, int64_t depth, const T* b, int64_t ldb, int64_t columns,
                                 const UseVector& use_vector, const UseNumber& use_number) {

@@ -282,7 +282,7 @@ PYFLATNESS_INLINE double panel_gram(const T* a, int64_t stride, int64_t depth, c
   return S::sum(total);
 }
 
-// The same where the lanes reach beyond the last place.
+// The same where the lanes or the columns reach beyond the last place.
 template <typename T, int Vectors, int Columns>
 double edge_gram(const T* a, int64_t stride, int64_t depth, const T* g, int64_t positions, int64_t i, int64_t j) {
   using S = Simd<T>;
@@ -294,7 +294,7 @@ double edge_gram(const T* a, int64_t stride, int64_t depth, const T* g, int64_t 
                                         });
   double total = 0;
   for (int64_t c = j; c < minimum(j + Columns, positions); ++c)
-    for (int64_t p = maximum(i, c); p < positions; ++p)
+    for (int64_t p = maximum(i, c); p < minimum(i + kWidth, positions); ++p)
       total += static_cast<double>((p > c ? 2 : 1) * sums[(c - j) * kWidth + p - i] * g[c * positions + p]);
   return total;
 }
@@ -311,7 +311,7 @@ double gram_of_columns(const T* a, int64_t stride, int64_t positions, int64_t r,
       with_columns<kPanelColumns, kPanelStep>(positions - j, [&](auto width) __attribute__((always_inline)) {
         const auto panel = [&](int64_t i, auto vectors) __attribute__((always_inline)) {
           constexpr int kVectors = decltype(vectors)::value, kWidth = decltype(width)::value;
-          if (i + kVectors * S::kLanes <= positions)
+          if (i + kVectors * S::kLanes <= positions && j + kWidth <= positions)
             total += panel_gram<T, kVectors, kWidth>(rows, stride, depth, g, positions, i, j);
           else
             total += edge_gram<T, kVectors, kWidth>(rows, stride, depth, g, positions, i, j);
