@@ -78,32 +78,48 @@ class WeightGradients:
 
     def traces(self, inputs: Signals, signal: Signals, coefficients: Tensor) -> Tensor:
         """Σ_i coefficient_i M_i M_iᵀ, (G, d, d) float64."""
-        phi, delta = promoted(inputs[0]), promoted(signal[0])
-        if len(inputs) == 1 and self.cheaper(phi, 1) == "gram":
-            rows = self._geometry.rows(delta)
-            pairs = self._backend.patch_gram(phi, self._geometry) @ rows
-            return torch.einsum("ngps,ngpt,n->gst", rows.double(), pairs.double(), coefficients)
-        gradients = self._gradients(inputs, signal).double()
-        return torch.einsum("ngsj,ngtj,n->gst", gradients, gradients, coefficients)
+        groups, d, m = self._shape
+        total = coefficients.new_zeros(groups, d, d)
+        phi = promoted(inputs[0])
+        by_gram = len(inputs) == 1 and self.cheaper(phi, 1) == "gram"
+        chunk = max(1, self._memory // (16 * groups * d * m))  # M and its copy in float64
+        for start in range(0, len(phi), chunk):
+            part = slice(start, start + chunk)
+            some = coefficients[part]
+            if by_gram:
+                rows = self._geometry.rows(promoted(signal[0][part]))
+                left = self._backend.patch_gram(phi[part], self._geometry).to(rows.dtype) @ rows
+            else:
+                left = rows = self._gradients([x[part] for x in inputs], [delta[part] for delta in signal]).mT
+            total += ((rows.double() * some.view(-1, 1, 1, 1)).mT @ left.double()).sum(dim=0)
+        return total
 
     def _direct(self, phi: Tensor, signal: Tensor) -> Tensor:
         groups, d, m = self._shape
-        places = signal.shape[2] * signal.shape[3] * signal.shape[4]
-        chunk = max(1, self._memory // (phi.element_size() * groups * m * (places + 2 * d)))
-        parts = []
-        for x, delta in zip(phi.split(chunk), promoted(signal).split(chunk), strict=True):
+        signal, parts, chunk = promoted(signal), [], len(phi)
+        if self._backend is reference:  # which writes patches and M out
+            places = signal.shape[2] * signal.shape[3] * signal.shape[4]
+            chunk = max(1, self._memory // (phi.element_size() * groups * m * (places + 2 * d)))
+        for x, delta in zip(phi.split(chunk), signal.split(chunk), strict=True):
             products = self._backend.direct(x, delta, self._geometry, self._root_like(delta), None)
             parts.append(self._stacked(products))
         return torch.cat(parts, dim=1)
 
     def _gram(self, gram: Tensor, signal: Tensor) -> Tensor:
         rows = self._geometry.rows(promoted(signal))
-        values = {}
-        if "squares" in self._quantities:
-            values["squares"] = self._backend.gram(rows, gram)
+        n, groups, places, d = rows.shape
+        rows = rows.transpose(0, 1).reshape(groups, n * places, d)  # one large product, not one for each sample
+        factors = {"squares": rows}
         if self._root is not None:
-            values["rooted"] = self._backend.gram(rows @ self._root.to(rows.dtype).transpose(1, 2), gram)
-        return torch.stack([values[name] for name in self._quantities])
+            factors["rooted"] = rows @ self._root.to(rows.dtype).mT
+        values = []
+        for name in self._quantities:
+            if groups * places == 1:
+                (factor,) = factors[name]
+                values.append(self._backend.row_dots(factor, factor) * gram.view(n))
+            else:
+                values.append(self._backend.gram(factors[name].unflatten(1, (n, places)).transpose(0, 1), gram))
+        return torch.stack(values)
 
     def _summed(self, inputs: Signals, signal: Signals) -> Tensor:
         gradients = self._gradients(inputs, signal)
