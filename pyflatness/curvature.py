@@ -1,12 +1,15 @@
 """Whether the GGN value of a layer is the Hessian's: whether the model is locally linear in the layer's weight.
 
 κ of the GGN equals κ of the Hessian exactly where f is locally linear in w: behind ReLUs, pooling, eval BatchNorm,
-sums. It is certified on a few samples rather than read off the module types, and not by comparing the two values, which
-agree at a trained minimum whatever the network is (the residual vanishes there).
+sums. Comparing the two values would prove nothing: they agree at a trained minimum whatever the network is (the
+residual vanishes there). It is read off autograd's graph where every operation behind the layer is known to be linear
+in pieces; elsewhere second derivatives are taken: on a few samples, or on all where an operation may be curved at some
+and not at others. A layer that is called on its own output is not linear in its weight whatever is behind it.
 """
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,52 +22,74 @@ Gradients = Mapping[str, Sequence[Tensor]]
 
 
 @torch.enable_grad()
-def linear_layers(calls: Calls, gradients: Gradients) -> dict[str, bool]:
-    """For each layer, whether second derivatives of ⟨v, f⟩ in its output along a random direction vanish exactly.
+def bent_layers(calls: Calls, gradients: Gradients) -> set[str]:
+    """Layers in whose output second derivatives of ⟨v, f⟩ along a random direction do not vanish exactly.
 
     All layers are moved at once first: behind ReLUs f is linear in all outputs jointly. Where that gives more than zero
-    for a layer (it may be multiplied by another), the layer is moved alone. A layer that is called on its own output is
-    not linear in its weight even so.
+    for a layer (it may be multiplied by another), the layer is moved alone.
 
     Args:
         calls: of each layer, in one forward pass.
         gradients: of ⟨v, f⟩ in the calls' outputs, with a graph.
     """
-    everywhere = _bends(calls, gradients, list(calls))
-    return {
-        name: not _feeds_itself(calls[name]) and not (everywhere[name] and _bends(calls, gradients, [name])[name])
-        for name in calls
-    }
+    return {name for name in _bent(calls, gradients, list(calls)) if _bent(calls, gradients, [name])}
 
 
-# Operations that are linear, bilinear or linear in pieces wherever they are evaluated, as autograd's graph names them.
-# Those that are curved in a part of their domain only (ELU, Hardswish, softplus, a `where` between branches, functions
-# of users) are not among them.
-_SAME_EVERYWHERE = re.compile(
-    r"(Relu|LeakyRelu|Hardtanh|Threshold|PreluKernel|Abs|Clamp\w*|Max|Min|Amax|Amin|Maximum|Minimum|Gather|Sort|Topk|"
-    r"\w*Convolution|Addmm|Mm|Bmm|Baddbmm|Mv|Dot|Addbmm|Mul|Div|Add|Sub|Rsub|Neg|Sum|Mean|Cumsum|"
-    r"\w*BatchNorm|\w*Pool[123]?D?\w*|\w*Pad\w*|Upsample\w+|GridSampler\w+|PixelShuffle|"
+# As autograd's graph names them (a function of a user's has no number at its end). Linear in pieces on any inputs:
+_PIECEWISE = re.compile(
+    r"(Relu|LeakyRelu|Hardtanh|Threshold|PreluKernel|Abs|Clamp\w*|Max|Min|Amax|Amin|Maximum|Minimum|Where|MaskedFill|"
+    r"Gather|Sort|Topk|Add|Sub|Rsub|Neg|Sum|Mean|Cumsum|\w*Pool[123]?D?\w*|\w*Pad\w*|Upsample\w+|PixelShuffle|"
     r"View|UnsafeView|ReshapeAlias|Reshape|Alias|T|Transpose|Permute|Movedim|Unsqueeze|Squeeze|Expand|Repeat|Flatten|"
-    r"Unflatten|Cat|Stack|Split\w*|Unsafe\w+|Chunk|Slice|Select|Narrow|Index|IndexSelect|Unbind|Unfold|Flip|Roll|Diagonal|"
-    r"AsStrided|Clone|Copy|CopySlices|Contiguous|ToCopy|Detach|MaskedFill|Col2Im|Im2Col|Linear|MkldnnLinear)"
-    r"Backward\d*"
+    r"Unflatten|Cat|Stack|Split\w*|UnsafeSplit\w*|Chunk|Slice|Select|Narrow|Index|IndexSelect|Unbind|Unfold|Flip|Roll|"
+    r"Diagonal|AsStrided|Clone|ToCopy|Col2Im|Im2Col)Backward\d+|CopySlices|CopyBackwards"
 )
+# Products: linear in each of their inputs.
+_PRODUCT = re.compile(r"(\w*Convolution|Addmm|Mm|Bmm|Baddbmm|Addbmm|Mv|Dot|Mul|Div|Linear|MkldnnLinear)Backward\d+")
 
 
-def depends_on_sample(outputs: Tensor, calls: Calls) -> set[str]:
-    """Layers behind which there is an operation that may be curved at some samples and not at others."""
+@dataclass(frozen=True)
+class Reading:
+    """What autograd's graph says of layers.
+
+    Attributes:
+        proven: f is linear in pieces in their outputs.
+        open: nothing is said, but samples are all alike (products of two things that depend on the layer).
+        sampled: nothing is said, and one sample may be curved where another is not.
+    """
+
+    proven: frozenset[str]
+    open: frozenset[str]
+    sampled: frozenset[str]
+
+
+def read(outputs: Tensor, calls: Calls) -> Reading:
+    """What is behind each layer's output, by the names of the graph's nodes."""
     users = _users(outputs)
-    found = set()
+    kinds: dict[str, set[str]] = {"proven": set(), "open": set(), "sampled": set()}
     for name, made in calls.items():
-        behind, stack = set(), [user for call in made for user in users.get(call.edge.node, ())]
+        behind: set[Node] = set()
+        stack = [user for call in made for user in users.get(call.edge.node, ())]
         while stack:
             node = stack.pop()
             if node not in behind:
                 behind.add(node)
                 stack += users.get(node, ())
-        if not all(_SAME_EVERYWHERE.fullmatch(node.name()) for node in behind):
-            found.add(name)
-    return found
+        found = {_kind(node) for node in behind}
+        kinds["sampled" if "sampled" in found else "open" if "open" in found else "proven"].add(name)
+    return Reading(*(frozenset(names) for names in kinds.values()))
+
+
+def _kind(node: Node) -> str:
+    name = node.name()
+    if _PIECEWISE.fullmatch(name):
+        return "proven"
+    inputs = [place for place, (source, _) in enumerate(node.next_functions) if source is not None]
+    if _PRODUCT.fullmatch(name):
+        alone = len(inputs) == 1 and not (name.startswith("Div") and inputs == [1])
+        return "proven" if alone else "open"
+    if re.fullmatch(r"NativeBatchNormBackward\d+", name):
+        return "proven" if not getattr(node, "_saved_training", True) and inputs == [0] else "open"
+    return "sampled"
 
 
 def _users(outputs: Tensor) -> dict[Node, list[Node]]:
@@ -84,23 +109,28 @@ def _users(outputs: Tensor) -> dict[Node, list[Node]]:
     return users
 
 
-def _bends(calls: Calls, gradients: Gradients, moved: Sequence[str]) -> dict[str, bool]:
-    """For each layer in ``moved``, whether its gradient changes when all of these layers' outputs are moved."""
+def _bent(calls: Calls, gradients: Gradients, moved: Sequence[str]) -> set[str]:
+    """Layers in ``moved`` whose gradient changes when all of these layers' outputs are moved."""
     pushed = torch.zeros((), dtype=torch.float64)
     for name in moved:
         for gradient in gradients[name]:
             if gradient.requires_grad:
                 pushed = pushed.to(gradient.device) + (gradient * torch.randn_like(gradient)).sum(dtype=torch.float64)
     if not pushed.requires_grad:
-        return dict.fromkeys(moved, False)
+        return set()
     edges = [call.edge for name in moved for call in calls[name]]
     try:
         changes = torch.autograd.grad(pushed, edges, retain_graph=True, allow_unused=True)
     except RuntimeError:  # an operation without a second derivative: nothing is certified
-        return dict.fromkeys(moved, True)
+        return set(moved)
     owners = [name for name in moved for _ in calls[name]]
-    bent = {name for name, change in zip(owners, changes, strict=True) if _nonzero(change)}
-    return {name: name in bent for name in moved}
+    return {name for name, change in zip(owners, changes, strict=True) if _nonzero(change)}
+
+
+@torch.enable_grad()
+def feed_themselves(calls: Calls) -> set[str]:
+    """Layers of which the input of a call depends on the output of an earlier one."""
+    return {name for name, made in calls.items() if _feeds_itself(made)}
 
 
 def _feeds_itself(calls: Sequence[Call]) -> bool:

@@ -62,8 +62,10 @@ def look(
     if outputs.ndim == 0 or len(outputs) % count:
         raise InputError(f"the model's output {tuple(outputs.shape)} does not hold {count} samples in dimension 0")
     first, others = _signals(outputs.detach(), count)
-    from_first = tape.gradients(outputs, first, create_graph=True)
-    from_others = tape.gradients(outputs, others, create_graph=True)
+    reading = curvature.read(outputs, tape.calls)
+    unproven = [name for name in tape.calls if name not in reading.proven]
+    from_first = tape.gradients(outputs, first, create_graph=bool(unproven))
+    from_others = tape.gradients(outputs, others, create_graph=bool(unproven))
     with torch.enable_grad():
         together = {
             name: [a + b for a, b in zip(from_first[name], from_others[name], strict=True)] for name in tape.calls
@@ -72,17 +74,21 @@ def look(
     for name in tape.calls:
         dims = 1 if layers.is_convolution(modules[name]) else from_first[name][0].ndim - 1
         layouts[name] = ownership.find(name, from_first[name], from_others[name], count, dims)
-    linear = curvature.linear_layers(tape.calls, together)
+    bent = _bent(tape, unproven, together) | curvature.feed_themselves(tape.calls)
+    linear = {name: name not in bent for name in tape.calls}
     received = sum(gradient.numel() * gradient.element_size() for calls in together.values() for gradient in calls)
-    sampled = frozenset(curvature.depends_on_sample(outputs, tape.calls))
     bytes_of_sample = (stored + 2 * received) // count
-    return Findings(count, layouts, linear, sampled, outputs.detach(), bytes_of_sample, cuttable)
+    return Findings(count, layouts, linear, reading.sampled, outputs.detach(), bytes_of_sample, cuttable)
 
 
-def linear_here(outputs: Tensor, tape: Tape, names: Sequence[str]) -> dict[str, bool]:
-    """Whether the model is locally linear in the weights of some layers, at all samples of a forward pass."""
+def bent_here(outputs: Tensor, tape: Tape, names: Sequence[str]) -> set[str]:
+    """Those of some layers in whose output the model is curved at the samples of a forward pass."""
     gradients = tape.gradients(outputs, torch.randn_like(outputs.detach()), create_graph=True)
-    return curvature.linear_layers({name: tape.calls[name] for name in names}, gradients)
+    return _bent(tape, names, gradients)
+
+
+def _bent(tape: Tape, names: Sequence[str], gradients: dict[str, list[Tensor]]) -> set[str]:
+    return curvature.bent_layers({name: tape.calls[name] for name in names}, gradients)
 
 
 def _run(model: nn.Module, tape: Tape, batch: Any, forward: capture.Forward | None) -> tuple[Tensor, int]:

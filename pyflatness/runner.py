@@ -131,7 +131,7 @@ class Runner:
             _check_apart(run)
             unproven = [name for name in self._sampled if run.calls(name) and self._linear[name]]
             if unproven:
-                self._linear.update(preflight.linear_here(outputs, self._tape, unproven))
+                self._linear.update(dict.fromkeys(preflight.bent_here(outputs, self._tape, unproven), False))
                 self._approve(self._linear)
             return work(run)
         finally:

@@ -173,9 +173,21 @@ class DenseGradients:
 
 
 def root(weight: Tensor) -> Tensor:
-    """R (G, min(d, m), d) with RᵀR = w wᵀ for weights (G, d, m)."""
-    columns = weight.transpose(1, 2)
-    return columns if columns.shape[1] <= columns.shape[2] else torch.linalg.qr(columns, mode="r").R
+    """R (G, min(d, m), d) with RᵀR = w wᵀ for weights (G, d, m).
+
+    By the Cholesky factor of w wᵀ in float64, whose rounding is below float32's even after it is squared: a thin QR of
+    wᵀ takes several times as long, and stalls where other processes share the cores.
+    """
+    columns: Tensor = weight.mT
+    if columns.shape[1] <= columns.shape[2]:
+        return columns
+    gram = weight.double() @ columns.double()
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    if bool(failed.any()):  # rows that depend on each other, such as dead ones
+        values, vectors = torch.linalg.eigh(gram.nan_to_num(0.0))
+        factor = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
+    found: Tensor = factor.mT.to(weight.dtype)
+    return found
 
 
 def _flat(calls: Signals) -> Tensor:
