@@ -276,16 +276,23 @@ def main() -> None:
         *("work", "what", "median ms", "it / sweep", "pyflatness / it", "to reach", "reached"),
         title="float32, times in turn",
     )
-    for group in [name for name in GROUPS if name in wanted]:
-        for title, lines in GROUPS[group](arguments.rounds):
-            table.add_section()
-            for part, line in zip(itertools.chain(title.splitlines(), itertools.repeat("")), lines, strict=False):
-                table.add_row(part, *line.cells())
-    if table.row_count:
-        console.print(table)
+    try:
+        for group in [name for name in GROUPS if name in wanted]:
+            for title, lines in GROUPS[group](arguments.rounds):
+                _add(table, title, lines)
+    finally:  # an interrupted run shows what it has
+        if table.row_count:
+            console.print(table)
     if "growth" in wanted:
         console.print(_growth_table(arguments.rounds))
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+
+
+def _add(table: Table, title: str, lines: Iterator[Line]) -> None:
+    print(", ".join(title.splitlines()), file=sys.stderr)
+    table.add_section()
+    for part, line in zip(itertools.chain(title.splitlines(), itertools.repeat("")), lines, strict=False):
+        table.add_row(part, *line.cells())
 
 
 def _growth_table(rounds: int) -> Table:
