@@ -39,6 +39,7 @@ kernels-check: setup
 
 bench: setup
 	$(BIN)/python benchmarks/head.py
+	$(BIN)/python benchmarks/layers.py
 
 clean:
 	rm -rf $(VENV) build demo

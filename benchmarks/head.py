@@ -20,6 +20,7 @@ import argparse
 from collections.abc import Callable, Iterator
 
 import torch
+from networks import images, lenet5
 from rich.console import Console
 from rich.table import Table
 from timing import Timing, in_turn
@@ -27,21 +28,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-
-
-class LeNet5(nn.Module):
-    """The network of the 2021 paper's headline experiment, for 32 × 32 colour images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(3, 6, 5), nn.Conv2d(6, 16, 5)
-        self.fc1, self.fc2, self.fc3 = nn.Linear(400, 120), nn.Linear(120, 84), nn.Linear(84, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, 3, 32, 32) to (n, 10)."""
-        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
-        x = F.max_pool2d(F.relu(self.conv2(x)), 2).flatten(1)
-        return self.fc3(F.relu(self.fc2(F.relu(self.fc1(x)))))
 
 
 def composed_rows(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -103,8 +89,8 @@ def wide(n: int, d: int, m: int, rounds: int) -> dict[str, Timing]:
 
 def network(n: int, rounds: int) -> dict[str, Timing]:
     """Times the head of LeNet5 on a data set, against the bare forward passes."""
-    model = LeNet5().eval()
-    batches = list(zip(torch.randn(n, 3, 32, 32).split(1000), torch.randint(10, (n,)).split(1000), strict=True))
+    model = lenet5().eval()
+    batches = list(zip(images(n).split(1000), torch.randint(10, (n,)).split(1000), strict=True))
 
     def forward() -> None:
         with torch.no_grad():

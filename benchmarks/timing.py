@@ -26,12 +26,14 @@ class Timing:
 def in_turn(alternatives: Mapping[str, Callable[[], Any]], rounds: int, repeats: int = 3) -> dict[str, Timing]:
     """Times every alternative once a round: the mean of some calls in a row, after an uncounted one.
 
-    Without that call an alternative would find its data in a cache, or not, by what ran before it.
+    Without that call an alternative would find its data in a cache, or not, by what ran before it. One call in a row is
+    for work too long for that to matter, and has no other in front.
     """
     seconds: dict[str, list[float]] = {name: [] for name in alternatives}
     for _ in range(rounds):
         for name, function in alternatives.items():
-            function()
+            if repeats > 1:
+                function()
             start = time.perf_counter()
             for _ in range(repeats):
                 function()

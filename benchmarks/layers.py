@@ -1,0 +1,334 @@
+"""Measures of any layer: pyflatness against the bare sweep, composed torch, and other libraries.
+
+Run from the project's root: ``python benchmarks/layers.py [resnet] [lenet] [alone] [peers] [growth]``; all of them
+unless some are named. Every figure is a ratio within one run, alternatives in turn; nothing is asserted but that all
+ways give the same value. Needs rich; rows of libraries that are not installed say so.
+
+``pyflatness`` is the whole call of ``pf.measure`` (relative flatness and trace), its certificate of linearity included;
+``sweep`` the bare sweep over parts of the same sizes, ``composed`` the same with contractions in torch (:mod:`bare`),
+``forward`` its forward pass without gradients. ``contraction`` is what pyflatness takes beyond the sweep, and
+``multiply-adds`` what their multiply-adds would take at the rate of a 1024 × 1024 product: those of relative flatness
+alone, by the cheapest route for each layer. ``as a head`` is ``pf.relative_flatness``, which sends nothing backward.
+
+Notes, experiments that lost:
+- The composed contractions by the R factor of wᵀ, as pyflatness has them: at 8 samples of ResNet-18 the QRs alone take
+  half as long as the sweep; by w wᵀ there is none.
+"""
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import bare
+import peers
+import torch
+from networks import images, lenet5, measurable, resnet18, settled
+from rich.console import Console
+from rich.table import Table
+from timing import Timing, in_turn
+from torch import Tensor, nn
+
+import pyflatness as pf
+
+LOSS = nn.CrossEntropyLoss()
+EXPENSIVE = 2.0  # seconds; peers that take more get three rounds at most
+
+
+@dataclass
+class Work:
+    """A model, data, and the layers to be measured."""
+
+    title: str
+    model: nn.Module
+    x: Tensor
+    classes: int = 10
+    layers: list[str] | None = None
+    curvature: str = "auto"
+    y: Tensor = field(init=False)
+    names: list[str] = field(init=False)
+    parts: list[int] = field(init=False)
+    report: pf.Report = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.y = torch.arange(len(self.x)) % self.classes
+        self.names = self.layers or measurable(self.model)
+        self.report, self.parts = self._first()
+
+    def measure(self, **options: object) -> pf.Report:
+        """The call that is timed."""
+        return pf.measure(
+            self.model,
+            LOSS,
+            (self.x, self.y),
+            layers=self.layers,
+            curvature=self.curvature,
+            progress=False,
+            **options,
+        )
+
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """The data in the parts that pyflatness cuts it to."""
+        return list(zip(self.x.split(self.parts), self.y.split(self.parts), strict=True))
+
+    def inputs(self) -> list[Tensor]:
+        """The same without targets."""
+        return [x for x, _ in self.batches()]
+
+    def kappa(self) -> float:
+        """Of the first layer."""
+        return self.report[self.names[0], "relative_flatness"].value
+
+    def _first(self) -> tuple[pf.Report, list[int]]:
+        seen: list[int] = []
+
+        def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            seen.append(len(batch[0]))
+            return model(batch[0]), batch[1]
+
+        report = self.measure(forward=forward)
+        parts = seen[1:]  # the first is the look at some samples
+        assert sum(parts) == len(self.x), f"the parts {parts} are not those of a sweep without retries"
+        return report, parts
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the table; ratios are shown where there are any, ``limit`` is for one of them."""
+
+    what: str
+    seconds: float | None = None
+    of_sweep: float | None = None
+    ours_over_it: float | None = None
+    limit: float | None = None
+
+    def cells(self) -> list[str]:
+        """Of the table."""
+        held = self.ours_over_it if self.ours_over_it is not None else self.of_sweep
+        target = ["", ""]
+        if self.limit is not None and held is not None:
+            target = [f"≤ {self.limit:.2f}", "yes" if held <= self.limit else "NO"]
+        milliseconds = "" if self.seconds is None else f"{self.seconds * 1e3:.2f}"
+        return [self.what, milliseconds, _shown(self.of_sweep), _shown(self.ours_over_it), *target]
+
+
+def swept(work: Work, rounds: int, whole: float | None = None, contraction: float | None = None) -> Iterator[Line]:
+    """Times pyflatness, the sweep and composed torch; the targets are shares of the sweep."""
+    sweep = bare.Sweep(work.model, work.names)
+    _check_composed(work, sweep)
+    timings = in_turn(
+        {
+            "pyflatness": work.measure,
+            "sweep": lambda: sweep.run(work.inputs()),
+            "composed": lambda: bare.composed(sweep, work.inputs()),
+            "forward": lambda: _forward(work),
+        },
+        rounds,
+        repeats=1,
+    )
+    ours, floor, composed, forward = timings.values()
+    products = bare.multiply_adds(sweep, work.x, work.classes - 1) * (work.classes - 1) * len(work.x) / product_rate()
+    share = ours.ratio(floor)
+    yield Line("pyflatness", ours.median, share, limit=whole)
+    yield Line("sweep", floor.median, 1.0, share)
+    yield Line("contraction", ours.median - floor.median, share - 1, limit=contraction)
+    yield Line("composed", composed.median, composed.ratio(floor), ours.ratio(composed))
+    yield Line("forward", forward.median, forward.ratio(floor), ours.ratio(forward))
+    yield Line("multiply-adds", products, products / floor.median)
+
+
+def beside(work: Work, others: dict[str, Callable[[], Any]], rounds: int, limit: float | None) -> Iterator[Line]:
+    """Times other ways to the value of one layer; those that give another value are not timed."""
+    timed: dict[str, Callable[[], Any]] = {}
+    for name, function in others.items():
+        start = time.perf_counter()
+        value = float(function())
+        if abs(value - work.kappa()) > 1e-3 * abs(work.kappa()):
+            yield Line(f"{name}: {value:.6g}, not {work.kappa():.6g}")
+            continue
+        timed[name] = function
+        if time.perf_counter() - start > EXPENSIVE:
+            rounds = min(rounds, 3)
+    timings = in_turn({"": work.measure, **timed}, rounds, repeats=1)
+    ours = timings.pop("")
+    yield from (Line(name, timing.median, None, ours.ratio(timing), limit) for name, timing in timings.items())
+
+
+def resnet(rounds: int) -> Iterator[tuple[str, Iterator[Line]]]:
+    """All layers of ResNet-18."""
+    model = settled(resnet18())
+    for n in (8, 32):
+        work = Work("ResNet-18, 21 layers", model, images(n))
+        yield titled(work), swept(work, min(rounds, 5), 1.35, 0.35)
+
+
+def lenet(rounds: int) -> Iterator[tuple[str, Iterator[Line]]]:
+    """All layers of LeNet5."""
+    work = Work("LeNet5, 5 layers", lenet5().eval(), images(5000))
+    yield titled(work), swept(work, rounds, 1.2)
+
+
+def alone(rounds: int) -> Iterator[tuple[str, Iterator[Line]]]:
+    """One linear layer of LeNet5 by the sweep, and the head as a head."""
+    for name in ("fc2", "fc3"):
+        work = Work(f"LeNet5 {name}", lenet5().eval(), images(5000), layers=[name], curvature="ggn")
+        others: dict[str, Callable[[], Any]] = {}
+        if name == "fc3":
+            others["as a head"] = lambda work=work: pf.relative_flatness(
+                work.model, LOSS, (work.x, work.y), progress=False
+            )
+        yield (
+            titled(work),
+            itertools.chain(swept(work, rounds), beside(work, others, rounds, None), backpack(work, rounds)),
+        )
+
+
+def others(rounds: int) -> Iterator[tuple[str, Iterator[Line]]]:
+    """The head of LeNet5 on few samples, against everything there is."""
+    model = lenet5().eval()
+    work = Work("LeNet5 fc3", model, images(500), layers=["fc3"], curvature="ggn")
+    around = peers.Around(model, "fc3")
+    whole = [(work.x, work.y)]
+    ways: dict[str, Callable[[], Any]] = {
+        "a pass for every weight": lambda: peers.nested_autograd(around, whole),
+        "torch.func.hessian": lambda: peers.functional_hessian(around, whole),
+    }
+    missing = []
+    try:
+        operator = peers.curvlinops_hessian(peers.Around(model, "fc3"))
+        ways["curvlinops Hessian"] = lambda: operator(whole)
+    except ImportError as error:
+        missing = [Line(f"curvlinops: {error}")]
+    yield titled(work), itertools.chain(beside(work, ways, min(rounds, 3), None), missing, backpack(work, rounds, None))
+
+
+def backpack(work: Work, rounds: int, limit: float | None = 1 / 1.5) -> Iterator[Line]:
+    """BackPACK, over all samples at once and over the parts of the sweep, whichever it likes better."""
+    try:
+        measured = peers.backpack_identity(peers.Around(work.model, work.names[0]))
+    except ImportError as error:
+        return iter([Line(f"BackPACK: {error}")])
+    ways: dict[str, Callable[[], Any]] = {
+        "BackPACK": lambda: measured([(work.x, work.y)]),
+        "BackPACK, in parts": lambda: measured(work.batches()),
+    }
+    return beside(work, ways, rounds, limit)
+
+
+def growth(sizes: Sequence[tuple[int, int]], rounds: int) -> Iterator[list[str]]:
+    """Time a sample and peak memory of LeNet5, all layers, for pairs of n and classes."""
+    first: float | None = None
+    for n, classes in sizes:
+        ours, floor, part = _grown(n, classes, 1 if n > 20_000 else min(rounds, 3))
+        peaks = [_peak(what, n, classes, part) / 2**20 for what in ("pyflatness", "sweep")]
+        first = first or peaks[0]
+        ratio = peaks[0] / peaks[1]
+        yield [
+            *(f"{n:,}", str(classes), str(part), f"{ours.median / n * 1e6:.1f}", f"{floor.median / n * 1e6:.1f}"),
+            *(f"{ours.ratio(floor):.2f}", f"{peaks[0]:.0f}", f"{peaks[1]:.0f}", f"{ratio:.2f}"),
+            *("≤ 1.30", "yes" if ratio <= 1.3 else "NO", f"{peaks[0] / first:.2f}"),
+        ]
+
+
+def _grown(n: int, classes: int, rounds: int) -> tuple[Timing, Timing, int]:
+    """Times of pyflatness and of the sweep, and the largest part."""
+    work = Work("", lenet5(classes).eval(), images(n), classes)
+    sweep = bare.Sweep(work.model, work.names)
+    timings = in_turn({"": work.measure, "sweep": lambda: sweep.run(work.inputs())}, rounds, repeats=1)
+    return timings[""], timings["sweep"], max(work.parts)
+
+
+def product_rate() -> float:
+    """Multiply-adds a second of a product of 1024 × 1024 matrices."""
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    return 1024**3 / in_turn({"": lambda: torch.mm(a, b)}, 5)[""].median
+
+
+def titled(work: Work) -> str:
+    """What is measured, and the parts that the data is cut to."""
+    parts = [f"{len(list(group))} × {size}" for size, group in itertools.groupby(work.parts)]
+    return f"{work.title}\nn = {len(work.x):,}\nparts {', '.join(parts)}"
+
+
+GROUPS = {"resnet": resnet, "lenet": lenet, "alone": alone, "peers": others}
+GROWTH = {"n": [(1000, 10), (4000, 10), (16_000, 10), (64_000, 10)], "classes": [(1000, 2), (1000, 10), (1000, 50)]}
+
+
+def main() -> None:
+    """Prints a table of times and ratios with the targets, and one of growth."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", help=f"of {', '.join([*GROUPS, 'growth'])}")
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    unknown = set(arguments.rows) - {*GROUPS, "growth"}
+    if unknown:
+        parser.error(f"no rows {', '.join(sorted(unknown))}; there are {', '.join([*GROUPS, 'growth'])}")
+    wanted = arguments.rows or [*GROUPS, "growth"]
+    torch.manual_seed(0)
+    console = Console(width=120)
+    table = Table(
+        *("work", "what", "median ms", "it / sweep", "pyflatness / it", "to reach", "reached"),
+        title="float32, times in turn",
+    )
+    try:
+        for group in [name for name in GROUPS if name in wanted]:
+            for title, lines in GROUPS[group](arguments.rounds):
+                _add(table, title, lines)
+    finally:  # an interrupted run shows what it has
+        if table.row_count:
+            console.print(table)
+    if "growth" in wanted:
+        console.print(_growth_table(arguments.rounds))
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+
+
+def _add(table: Table, title: str, lines: Iterator[Line]) -> None:
+    print(", ".join(title.splitlines()), file=sys.stderr)
+    table.add_section()
+    for part, line in zip(itertools.chain(title.splitlines(), itertools.repeat("")), lines, strict=False):
+        table.add_row(part, *line.cells())
+
+
+def _growth_table(rounds: int) -> Table:
+    table = Table(
+        *("n", "classes", "part", "µs a sample", "sweep", "ratio"),
+        *("peak MiB", "sweep", "ratio", "to reach", "reached", "of the first's peak"),
+        title="LeNet5, 5 layers: growth",
+    )
+    for sizes in GROWTH.values():
+        table.add_section()
+        for row in growth(sizes, rounds):
+            table.add_row(*row)
+    return table
+
+
+@torch.no_grad()
+def _forward(work: Work) -> None:
+    for x in work.inputs():
+        work.model(x)
+
+
+def _check_composed(work: Work, sweep: bare.Sweep) -> None:
+    for name, values in bare.composed(sweep, work.inputs()).items():
+        expected = [work.report[name, measure].value for measure in ("relative_flatness", "trace")]
+        torch.testing.assert_close(values.double(), torch.tensor(expected).double(), rtol=1e-3, atol=0)
+
+
+def _peak(what: str, n: int, classes: int, part: int) -> int:
+    script = Path(__file__).with_name("peak.py")
+    command = [sys.executable, str(script), what, str(n), str(classes), str(part)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ).stdout)
+
+
+def _shown(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.3f}" if ratio < 0.1 else f"{ratio:.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Networks of the benchmarks, written out: nothing is downloaded, weights are random."""
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def lenet5(classes: int = 10) -> nn.Sequential:
+    """The network of the 2021 paper's headline experiment, for 32 × 32 colour images: 5 layers."""
+    return nn.Sequential(
+        OrderedDict[str, nn.Module](
+            conv1=nn.Conv2d(3, 6, 5),
+            relu1=nn.ReLU(),
+            pool1=nn.MaxPool2d(2),
+            conv2=nn.Conv2d(6, 16, 5),
+            relu2=nn.ReLU(),
+            pool2=nn.MaxPool2d(2),
+            flat=nn.Flatten(),
+            fc1=nn.Linear(400, 120),
+            relu3=nn.ReLU(),
+            fc2=nn.Linear(120, 84),
+            relu4=nn.ReLU(),
+            fc3=nn.Linear(84, classes),
+        )
+    )
+
+
+class Block(nn.Module):
+    """Two 3 × 3 convolutions beside a shortcut, which is a 1 × 1 convolution where the shape changes."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 3, stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != width:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, channels, h, w) to (n, width, h / stride, w / stride)."""
+        out = F.relu(self.norm1(self.conv1(x)), inplace=True)
+        out = self.norm2(self.conv2(out))
+        out += self.shortcut(x)
+        return F.relu(out, inplace=True)
+
+
+def resnet18(classes: int = 10) -> nn.Sequential:
+    """ResNet-18 with the stem for 32 × 32 images (3 × 3, stride 1, no pooling): 20 convolutions and a head."""
+    stem = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
+    blocks: list[nn.Module] = []
+    channels = 64
+    for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        blocks += [Block(channels, width, stride), Block(width, width, 1)]
+        channels = width
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+def images(n: int) -> Tensor:
+    """(n, 3, 32, 32) of noise."""
+    return torch.randn(n, 3, 32, 32)
+
+
+@torch.no_grad()
+def settled(model: nn.Module) -> nn.Module:
+    """In eval mode, with BatchNorm's running statistics from some batches of noise."""
+    model.train()
+    for _ in range(10):
+        model(images(64))
+    return model.eval()
+
+
+def measurable(model: nn.Module) -> list[str]:
+    """Names of all linear and convolutional layers."""
+    return [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]

@@ -1,0 +1,45 @@
+"""Peak memory of measuring LeNet5 in a process of its own.
+
+``python benchmarks/peak.py (pyflatness|sweep) N CLASSES PART``, PART samples at once in the bare sweep.
+Prints the bytes by which the largest resident size (VmHWM, Linux only) grows beyond what the imports, the data and a
+call on two samples (which loads code) took.
+"""
+
+import sys
+from pathlib import Path
+
+import bare
+import torch
+from networks import images, lenet5, measurable
+from torch import nn
+
+import pyflatness as pf
+
+
+def resident() -> int:
+    """Bytes, the largest so far."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def main(what: str, n: int, classes: int, part: int) -> None:
+    """Does the work once and prints its peak."""
+    torch.manual_seed(0)
+    model = lenet5(classes).eval()
+    x, y = images(n), torch.arange(n) % classes
+    sweep = bare.Sweep(model, measurable(model))
+
+    def work(samples: int) -> None:
+        if what == "sweep":
+            sweep.run(x[:samples].split(part))
+        else:
+            pf.measure(model, nn.CrossEntropyLoss(), (x[:samples], y[:samples]), progress=False)
+
+    work(2)
+    before = resident()
+    work(n)
+    print(resident() - before)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))
