@@ -41,7 +41,7 @@ _PIECEWISE = re.compile(
     r"Gather|Sort|Topk|Add|Sub|Rsub|Neg|Sum|Mean|Cumsum|\w*Pool[123]?D?\w*|\w*Pad\w*|Upsample\w+|PixelShuffle|"
     r"View|UnsafeView|ReshapeAlias|Reshape|Alias|T|Transpose|Permute|Movedim|Unsqueeze|Squeeze|Expand|Repeat|Flatten|"
     r"Unflatten|Cat|Stack|Split\w*|UnsafeSplit\w*|Chunk|Slice|Select|Narrow|Index|IndexSelect|Unbind|Unfold|Flip|Roll|"
-    r"Diagonal|AsStrided|Clone|ToCopy|Col2Im|Im2Col)Backward\d+|CopySlices|CopyBackwards"
+    r"Diagonal|AsStrided|Clone|ToCopy|Col2Im|Im2Col)Backward\d+|torch::autograd::CopySlices|CopyBackwards"
 )
 # Products: linear in each of their inputs.
 _PRODUCT = re.compile(r"(\w*Convolution|Addmm|Mm|Bmm|Baddbmm|Addbmm|Mv|Dot|Mul|Div|Linear|MkldnnLinear)Backward\d+")

@@ -104,9 +104,7 @@ def _run(model: nn.Module, tape: Tape, batch: Any, forward: capture.Forward | No
         if not tape.overwritten():  # else once more, with copies
             break
     for calls in tape.calls.values():
-        storages.update(
-            {call.inputs.untyped_storage()._cdata: call.inputs.untyped_storage().nbytes() for call in calls}
-        )
+        storages.update({call.inputs.untyped_storage()._cdata: _bytes(call.inputs) for call in calls})
     return outputs, sum(storages.values())
 
 
@@ -117,11 +115,16 @@ def _saved_storages() -> Iterator[dict[int, int]]:
 
     def pack(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
-            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            storages[tensor.untyped_storage()._cdata] = _bytes(tensor)
         return tensor.detach()  # the tensor itself would hold its own graph, in a cycle that nothing frees
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield storages
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Of the tensor, not of its storage, which may be the user's whole data."""
+    return tensor.numel() * tensor.element_size()
 
 
 def _signals(outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
