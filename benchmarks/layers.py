@@ -11,6 +11,8 @@ ways give the same value. Needs rich; rows of libraries that are not installed s
 alone, by the cheapest route for each layer. ``as a head`` is ``pf.relative_flatness``, which sends nothing backward.
 
 Notes, experiments that lost:
+- Signals of layers with few rows stacked into one matrix (LeNet5's conv1, 9 × 6 rows): 0.60 s to 0.39 s in the kernel at
+  n = 5,000, and 0.57 s to copy them.
 - The composed contractions by the R factor of wᵀ, as pyflatness has them: at 8 samples of ResNet-18 the QRs alone take
   half as long as the sweep; by w wᵀ there is none.
 """
