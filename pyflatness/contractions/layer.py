@@ -14,6 +14,7 @@ Routes, chosen per layer by their multiply-adds per sample and signal, K signals
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -106,20 +107,20 @@ class WeightGradients:
         return torch.cat(parts, dim=1)
 
     def _gram(self, gram: Tensor, signal: Tensor) -> Tensor:
-        rows = self._geometry.rows(promoted(signal))
-        n, groups, places, d = rows.shape
-        rows = rows.transpose(0, 1).reshape(groups, n * places, d)  # one large product, not one for each sample
-        factors = {"squares": rows}
+        factors = {"squares": self._geometry.rows(promoted(signal))}
         if self._root is not None:
-            factors["rooted"] = rows @ self._root.to(rows.dtype).mT
-        values = []
-        for name in self._quantities:
-            if groups * places == 1:
-                (factor,) = factors[name]
-                values.append(self._backend.row_dots(factor, factor) * gram.view(n))
-            else:
-                values.append(self._backend.gram(factors[name].unflatten(1, (n, places)).transpose(0, 1), gram))
-        return torch.stack(values)
+            root = self._root.to(gram.dtype)
+            if factors["squares"].shape[1:3] == (1, 1):
+                factors["rooted"] = factors["squares"] @ root.mT
+            else:  # of a convolution's signal as it lies in memory: R (r, d) times (d, P)
+                factors["rooted"] = (root @ factors["squares"].mT).mT
+        return torch.stack([self._gram_of(factors[name], gram) for name in self._quantities])
+
+    def _gram_of(self, rows: Tensor, gram: Tensor) -> Tensor:
+        if rows.shape[1:3] != (1, 1):
+            return cast(Tensor, self._backend.gram(rows, gram))
+        flat = rows.flatten(1)
+        return cast(Tensor, self._backend.row_dots(flat, flat)) * gram.flatten()
 
     def _summed(self, inputs: Signals, signal: Signals) -> Tensor:
         gradients = self._gradients(inputs, signal)
