@@ -266,6 +266,16 @@ def test_wrapped_and_compiled_models(model):
     assert_same(expected, pf.measure(compiled, LOSS, (X, Y)), rel=1e-12)
 
 
+def test_distributed_data_parallel(model):
+    expected = pf.measure(model, LOSS, (X, Y))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model.requires_grad_(True))
+        assert_same(expected, pf.measure(wrapped, LOSS, (X, Y)), rel=1e-12)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_users_hooks_see_the_model_and_change_it():
     """A hook's own factor is a part of the model behind the layer."""
     net, halved = classifier(5, 6, 3), classifier(5, 6, 3)

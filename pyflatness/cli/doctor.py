@@ -6,7 +6,8 @@ processor, and holds the results against the formula written out in float64:
     |φ|² var_p(w) = |φ|² Σ_{s<t} p_s p_t |w_s - w_t|²,   p = softmax(w φ + b)
 
 Heads come flat (p spread over the classes) and peaked (1 - p_max down to 1e-6, as at a trained minimum, where the
-difference E|w|² - |E w|² would have lost every digit in float32).
+difference E|w|² - |E w|² would have lost every digit in float32). Then |wᵀ M|², M = Σ_p δ_p φ_pᵀ, of a random
+convolution on every route.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from rich.text import Text
 from torch import Tensor
 
 from .. import __version__
-from ..contractions import SoftmaxVariance, compiled, reference
+from ..contractions import DEFAULT_MEMORY, Geometry, SoftmaxVariance, WeightGradients, compiled, layer, reference
 
 BUDGETS = {torch.float32: 1e-5, torch.float64: 1e-12}
 ROUTES = ("fused", "pairs", "rows")
@@ -111,8 +112,21 @@ def _check(engine: str, backend: ModuleType, dtype: torch.dtype, seed: int) -> C
             for route in ROUTES:
                 values = SoftmaxVariance(weight, bias, backend, rows=n, route=route)(features)
                 errors.append((_largest_error(values, truth), route))
+    errors += [(_layer_error(backend, dtype, route, generator), f"layers, {route}") for route in layer.ROUTES]
     error, route = max(errors)
     return Check(engine, dtype, error, route, BUDGETS[dtype])
+
+
+def _layer_error(backend: ModuleType, dtype: torch.dtype, route: str, generator: torch.Generator) -> float:
+    """Of the contraction of a 3 × 3 convolution in two groups, against patches written out in float64."""
+    geometry = Geometry(groups=2, kernel=(1, 3, 3), stride=(1, 2, 1))
+    shapes = (3, 10, 1, 9, 8), (3, 14, 1, 4, 6), (2, 7, 45)
+    inputs, signal, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    gradients = geometry.rows(signal).mT @ geometry.patches(inputs)
+    truth = (weight.mT @ gradients).square().sum(dim=(1, 2, 3))
+    contraction = WeightGradients(weight.to(dtype), geometry, backend, ("rooted",), memory=DEFAULT_MEMORY, route=route)
+    (values,) = contraction.of([inputs.to(dtype)], 1)([signal.to(dtype)])
+    return _largest_error(values, truth)
 
 
 def _head(
