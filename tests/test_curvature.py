@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from networks import Net
+from grid import Net
 from torch import nn
 from torch.nn import functional as F
 

@@ -1,6 +1,6 @@
 """The sweep against dense Hessians and Gauss-Newton matrices: every network, loss and layer of the grid."""
 
-import networks
+import grid
 import pytest
 import torch
 import truth
@@ -31,8 +31,8 @@ def test_ggn_of_every_layer(name):
             continue
         report = pf.measure(model, case.loss, data, layers=list(case.layers), curvature="ggn", per_sample=True)
         for layer in case.layers:
-            matrix, weight = networks.ggn(case, layer), truth.weight_of(model, layer)
-            groups = networks.groups(case, layer)
+            matrix, weight = grid.ggn(case, layer), truth.weight_of(model, layer)
+            groups = grid.groups(case, layer)
             expected = {
                 "relative_flatness": truth.relative_flatness_of(matrix, weight, groups),
                 "trace": truth.trace_of(matrix),
@@ -55,14 +55,14 @@ def test_every_backend_instruction_set_and_route(name, route, engine, monkeypatc
         case.build(), case.loss, data, layers=list(case.layers), curvature="ggn", backend=engine.backend
     )
     for layer in case.layers:
-        flatness, trace = expected_of(case, layer, networks.ggn(case, layer))
+        flatness, trace = expected_of(case, layer, grid.ggn(case, layer))
         assert report[layer, "relative_flatness"].value == pytest.approx(flatness, rel=1e-9, abs=1e-12)
         assert report[layer, "trace"].value == pytest.approx(trace, rel=1e-9, abs=1e-12)
         assert report[layer, "trace"].backend == engine.backend
 
 
 def expected_of(case, layer, matrix):
-    weight, groups = truth.weight_of(case.build(), layer), networks.groups(case, layer)
+    weight, groups = truth.weight_of(case.build(), layer), grid.groups(case, layer)
     return truth.relative_flatness_of(matrix, weight, groups), truth.trace_of(matrix)
 
 
@@ -77,7 +77,7 @@ def test_hessian_values_are_exact_or_refused(name):
                 pf.relative_flatness(case.build(), case.loss, data, layer)
             continue
         estimate = pf.relative_flatness(case.build(), case.loss, data, layer)
-        flatness, trace = expected_of(case, layer, networks.hessian(case, layer))
+        flatness, trace = expected_of(case, layer, grid.hessian(case, layer))
         assert estimate.exact
         assert estimate.method in ("head", "ggn")
         assert estimate.value == pytest.approx(flatness, rel=1e-9, abs=1e-12)
@@ -95,8 +95,8 @@ def test_float32(name):
     data = list(zip(inputs.split(size), targets.split(size), strict=True))
     report = pf.measure(model, loss, data, layers=list(case.layers), curvature="ggn")
     for layer in case.layers:
-        flatness, trace = expected_of(case, layer, networks.ggn(case, layer))
-        largest = float(networks.ggn(case, layer).abs().max())
+        flatness, trace = expected_of(case, layer, grid.ggn(case, layer))
+        largest = float(grid.ggn(case, layer).abs().max())
         assert report[layer, "relative_flatness"].value == pytest.approx(flatness, rel=1e-4, abs=1e-5 * largest)
         assert report[layer, "trace"].value == pytest.approx(trace, rel=1e-4, abs=1e-5 * largest)
 
@@ -106,7 +106,7 @@ def test_block_traces(name, layer):
     case = CASES[name]
     data = data_of(case, 1 if name == "gathered tokens" else 2)
     found = pf.block_traces(case.build(), case.loss, data, layer, curvature="ggn")
-    expected = truth.block_traces(networks.ggn(case, layer), networks.groups(case, layer))
+    expected = truth.block_traces(grid.ggn(case, layer), grid.groups(case, layer))
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-11 * float(expected.abs().max() + 1))
 
 
@@ -147,8 +147,8 @@ def test_normalised(name, layer):
     case = CASES[name]
     deviation = truth.layer_deviations(case.build(), layer, case.inputs)
     module = case.build().get_submodule(layer)
-    groups = networks.groups(case, layer)
-    expected = truth.relative_flatness_of(*truth.scaled(module, networks.ggn(case, layer), deviation), groups)
+    groups = grid.groups(case, layer)
+    expected = truth.relative_flatness_of(*truth.scaled(module, grid.ggn(case, layer), deviation), groups)
     data = data_of(case, 1 if name == "gathered tokens" else 2)
     report = pf.measure(case.build(), case.loss, data, layers=layer, curvature="ggn", measures="relative_flatness_std")
     assert report[layer, "relative_flatness_std"].value == pytest.approx(expected, rel=1e-8, abs=1e-12)

@@ -2,11 +2,13 @@
 
 import copy
 
-import networks as nw
+import grid
+import networks
 import pytest
 import torch
 import truth
-from networks import CASES, GEOMETRIES, LAYERS
+from convolutions import GEOMETRIES
+from networks import CASES, LAYERS
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
@@ -19,7 +21,7 @@ FLAT = [
 
 def flatness(case, layer):
     weight = truth.weight_of(case.build(), layer)
-    return truth.relative_flatness_of(nw.hessian(case, layer), weight, nw.groups(case, layer))
+    return truth.relative_flatness_of(grid.hessian(case, layer), weight, grid.groups(case, layer))
 
 
 def flatness_of(model, case, layer):
@@ -31,7 +33,7 @@ def flatness_of(model, case, layer):
 @pytest.mark.parametrize(("name", "layer"), LAYERS)
 def test_gauss_newton_is_the_hessian_where_the_outputs_are_linear(name, layer):
     case = CASES[name]
-    hessian, ggn = nw.hessian(case, layer), nw.ggn(case, layer)
+    hessian, ggn = grid.hessian(case, layer), grid.ggn(case, layer)
     largest = hessian.abs().max()
     assert (largest == 0) == ((name, layer) in FLAT)
     assert torch.allclose(hessian, hessian.permute(2, 3, 0, 1), rtol=0, atol=1e-10 * largest)
@@ -59,7 +61,7 @@ def test_a_network_is_a_function_of_one_sample_and_finds_its_weights_again(name)
 
 
 def test_indefinite_losses_are():
-    values = torch.linalg.eigvalsh(nw.ggn(CASES["indefinite loss, Tanh"], "4").flatten(2).flatten(0, 1))
+    values = torch.linalg.eigvalsh(grid.ggn(CASES["indefinite loss, Tanh"], "4").flatten(2).flatten(0, 1))
     assert values[0] < -1e-3 < 1e-3 < values[-1]
 
 
@@ -88,7 +90,7 @@ SHARED = [name for name in CASES if name.startswith("loss: ")]
 def test_shares_of_samples_add_up(name):
     case = CASES[name]
     for layer in case.layers[:1]:
-        for matrix_of, whole in ((truth.layer_hessian, nw.hessian), (truth.layer_ggn, nw.ggn)):
+        for matrix_of, whole in ((truth.layer_hessian, grid.hessian), (truth.layer_ggn, grid.ggn)):
             model = case.build()
             parts = [
                 matrix_of(model, case.loss, case.inputs, case.targets, layer, sample=i) for i in range(case.samples)
@@ -138,7 +140,7 @@ def test_effective_weights_are_measured(name):
 def test_checkpointing_changes_nothing(monkeypatch):
     case = CASES["checkpointed"]
     values = [flatness(case, layer) for layer in case.layers]
-    monkeypatch.setattr(nw, "checkpoint", lambda run, *args, **options: run(*args))
+    monkeypatch.setattr(networks, "checkpoint", lambda run, *args, **options: run(*args))
     assert values == pytest.approx([flatness_of(case.build(), case, layer) for layer in case.layers], rel=1e-12)
 
 
@@ -195,7 +197,7 @@ def test_groups_are_weight_matrices_of_their_own(name):
     assert torch.allclose(model(case.inputs), case.build()(case.inputs))
     parts = [flatness_of(model, case, f"0.parts.{g}") for g in range(groups)]
     assert flatness(case, "0") == pytest.approx(sum(parts), rel=1e-12)
-    matrix = nw.hessian(case, "0")
+    matrix = grid.hessian(case, "0")
     traces = truth.block_traces(matrix, groups).unflatten(0, (groups, -1)).unflatten(2, (groups, -1))
     for g in range(groups):
         one = truth.layer_hessian(model, case.loss, case.inputs, case.targets, f"0.parts.{g}")
@@ -273,9 +275,9 @@ def test_normalised_flatness_is_that_of_the_rescaled_network(name, layer):
     model = case.build()
     deviation = truth.layer_deviations(model, layer, case.inputs)
     assert (deviation > 0).all()
-    groups = nw.groups(case, layer)
+    groups = grid.groups(case, layer)
     value = truth.relative_flatness_of(
-        *truth.scaled(model.get_submodule(layer), nw.hessian(case, layer), deviation), groups
+        *truth.scaled(model.get_submodule(layer), grid.hessian(case, layer), deviation), groups
     )
     rescaled = case.build()
     rescaled.set_submodule(layer, Divided(model.get_submodule(layer), deviation))
