@@ -48,6 +48,18 @@ void select_instruction_set(const std::string& name) {
                               "' cannot run here; this build and processor have: " + names);
 }
 
+const std::array<const char*, 4> kDirectForms = {"automatic", "patches", "tiles2", "tiles4"};
+pyflatness::DirectForm direct_form = pyflatness::DirectForm::automatic;
+
+void select_direct_form(const std::string& name) {
+  for (size_t i = 0; i < kDirectForms.size(); ++i)
+    if (name == kDirectForms[i]) {
+      direct_form = static_cast<pyflatness::DirectForm>(i);
+      return;
+    }
+  throw std::invalid_argument("direct has no form '" + name + "'; it has: automatic, patches, tiles2, tiles4");
+}
+
 int64_t product(int64_t a, int64_t b) {
   int64_t result;
   if (a < 0 || b < 0 || __builtin_mul_overflow(a, b, &result))
@@ -213,7 +225,7 @@ template <typename T>
 int64_t direct_workspace(const LayerSizes& sizes, int64_t roots, bool weighted, int threads) {
   const pyflatness::Layer layer = checked(sizes);
   limit_direct(layer, roots);
-  return pyflatness::of<T>(selected->layer).direct_workspace(layer, roots, weighted, threads);
+  return pyflatness::of<T>(selected->layer).direct_workspace(layer, direct_form, roots, weighted, threads);
 }
 
 template <typename T>
@@ -234,9 +246,11 @@ void direct(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>&
   double* c = pointer<double>("by_column", by_column, weighted ? product(n, channels) : 0);
   double* o = pointer<double>("by_row", by_row, weighted ? product({n, groups, splits, d}) : 0);
   const auto& kernels = pyflatness::of<T>(selected->layer);  // while the GIL is held
-  T* b = pointer<T>("workspace", workspace, kernels.direct_workspace(layer, rooted ? roots : 0, weighted, threads));
+  const auto form = direct_form;
+  T* b =
+      pointer<T>("workspace", workspace, kernels.direct_workspace(layer, form, rooted ? roots : 0, weighted, threads));
   py::gil_scoped_release release;
-  kernels.direct(layer, x, s, rooted ? r : nullptr, roots, weighted ? w : nullptr, splits, t, c, o, b, threads);
+  kernels.direct(layer, form, x, s, rooted ? r : nullptr, roots, weighted ? w : nullptr, splits, t, c, o, b, threads);
 }
 
 template <typename T>
@@ -318,6 +332,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("instruction_sets", &instruction_sets, "Those this build and processor have, widest first.");
   module.def("instruction_set", [] { return selected->name; }, "The one in use.");
   module.def("select_instruction_set", &select_instruction_set);
+  module.def("direct_form", [] { return kDirectForms[static_cast<size_t>(direct_form)]; }, "The one in use.");
+  module.def("select_direct_form", &select_direct_form);
   define<float>(module, "_f32");
   define<double>(module, "_f64");
 }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <initializer_list>
 #include <limits>
 #include <random>
 #include <vector>
@@ -162,8 +163,8 @@ double patch(const Layer& l, const Array5<T>& inputs, int64_t sample, int64_t gr
 }
 
 template <typename T>
-void check_layer(const pyflatness::Kernels& kernels, const Layer& l, const int (&order)[5], int64_t roots,
-                 bool weighted, int64_t splits, int threads) {
+void check_layer(const pyflatness::Kernels& kernels, const Layer& l, pyflatness::DirectForm form, const int (&order)[5],
+                 int64_t roots, bool weighted, int64_t splits, int threads) {
   const int64_t d = l.rows, m = l.columns(), positions = l.positions(), matrices = l.n * l.groups;
   const Array5<T> inputs({l.n, l.groups * l.channels, l.size[0], l.size[1], l.size[2]}, order);
   const Array5<T> signal({l.n, l.groups * d, l.places[0], l.places[1], l.places[2]}, order);
@@ -171,8 +172,8 @@ void check_layer(const pyflatness::Kernels& kernels, const Layer& l, const int (
   const auto& k = pyflatness::of<T>(kernels.layer);
   std::vector<double> totals(size_t(matrices * splits * 3)), by_column(size_t(matrices * l.channels));
   std::vector<double> by_row(size_t(matrices * splits * d));
-  auto workspace = normal<T>(k.direct_workspace(l, roots, weighted, threads));
-  k.direct(l, inputs.view, signal.view, roots ? root.data() : nullptr, roots, weighted ? weight.data() : nullptr,
+  auto workspace = normal<T>(k.direct_workspace(l, form, roots, weighted, threads));
+  k.direct(l, form, inputs.view, signal.view, roots ? root.data() : nullptr, roots, weighted ? weight.data() : nullptr,
            splits, totals.data(), weighted ? by_column.data() : nullptr, weighted ? by_row.data() : nullptr,
            workspace.data(), threads);
 
@@ -282,14 +283,24 @@ void check_layers(const pyflatness::Kernels& kernels) {
       layer(1, 2, 1, 9, {1, 5, 70}, {1, 5, 60}, 1, 1),  layer(2, 1, 31, 130, {1, 6, 6}, {1, 3, 3}, 1, 1),
       layer(1, 1, 3, 2, {1, 7, 7}, {1, 2, 2}, 1, 5),    layer(1, 3, 4, 4, {3, 7, 9}, {2, 3, 4}, 1, 1),
   };
-  for (const Layer& l : layers)
-    for (int last : {0, 1})
-      for (int64_t roots : {0, 1, 3, 40}) {
-        if (last)
-          check_layer<T>(kernels, l, {0, 2, 3, 4, 1}, roots, roots != 3, 1, 2);
-        else
-          check_layer<T>(kernels, l, {0, 1, 2, 3, 4}, roots, roots != 40, 2, 1);
-      }
+  using pyflatness::DirectForm;
+  const auto check_forms = [&](const Layer& l, std::initializer_list<DirectForm> forms) {
+    for (DirectForm form : forms)
+      for (int last : {0, 1})
+        for (int64_t roots : {0, 1, 3, 40}) {
+          if (last)
+            check_layer<T>(kernels, l, form, {0, 2, 3, 4, 1}, roots, roots != 3, 1, 2);
+          else
+            check_layer<T>(kernels, l, form, {0, 1, 2, 3, 4}, roots, roots != 40, 2, 1);
+        }
+  };
+  for (const Layer& l : layers) check_forms(l, {DirectForm::automatic});
+  const Layer three_by_three[] = {
+      layer(2, 2, 5, 7, {1, 3, 3}, {1, 3, 3}, 1, 1),  layer(1, 1, 33, 40, {1, 11, 12}, {1, 3, 3}, 1, 1),
+      layer(1, 1, 3, 9, {3, 5, 9}, {1, 3, 3}, 1, 1),  layer(1, 1, 17, 3, {1, 4, 150}, {1, 3, 3}, 1, 1),
+      layer(1, 1, 50, 1, {1, 9, 3}, {1, 3, 3}, 1, 1), layer(2, 1, 19, 70, {1, 6, 7}, {1, 3, 3}, 1, 1),
+  };
+  for (const Layer& l : three_by_three) check_forms(l, {DirectForm::patches, DirectForm::tiles2, DirectForm::tiles4});
 }
 
 // Matrices Q diag(values) Q^T with Q a reflection: the eigenvalues are known.

@@ -99,6 +99,28 @@ int64_t packed_size(int64_t rows, int64_t depth) {
   return few_rows<T>(rows) ? rows * round_up(depth, Simd<T>::kLanes) : round_up(rows, Simd<T>::kLanes) * depth;
 }
 
+// Panels of a left matrix times `columns` columns of `b` (b[k, c] at b + c * ldb + k, or at b + k * ldb + c, with
+// memory for whole steps of columns). use_vector(row, column, sums) gets the rows from `row` on, one per lane. Columns
+// up to the next step are used too.
+template <bool DepthMajor, typename T, typename UseVector>
+PYFLATNESS_INLINE void multiply_panels(const T* packed, int64_t rows, int64_t depth, const T* b, int64_t ldb,
+                                       int64_t columns, const UseVector& use_vector) {
+  using S = Simd<T>;
+  const auto panel = [&](int64_t first, auto vectors) __attribute__((always_inline)) {
+    constexpr int kVectors = decltype(vectors)::value;
+    for (int64_t j = 0; j < columns; j += kPanelColumns)
+      with_columns<kPanelColumns, kPanelStep>(columns - j, [&](auto width) __attribute__((always_inline)) {
+        panel_tile<T, kVectors, decltype(width)::value, DepthMajor>(
+            packed + first * depth, kVectors * S::kLanes, b + (DepthMajor ? j : j * ldb), ldb, depth,
+            [&](int c, int v, typename S::Vec sum)
+                __attribute__((always_inline)) { use_vector(first + v * S::kLanes, j + c, sum); });
+      });
+  };
+  int64_t row = 0;
+  for (; row + S::kLanes < rows; row += 2 * S::kLanes) panel(row, Count<2>{});
+  if (row < rows) panel(row, Count<1>{});
+}
+
 // Left matrix times `columns` columns of `b` (b[k, c] at b + c * ldb + k, with memory for whole steps of columns, and
 // for few rows zeros in depth to whole vectors). use_vector(row, column, sums) gets the rows from `row` on, one per
 // lane; use_number(row, column, sum), for few rows, one sum. Columns up to the next step are used too.
@@ -137,19 +159,7 @@ PYFLATNESS_INLINE void multiply(const T* packed, int64_t rows, int64_t depth, co
     for (; row < rows; ++row) strip(row, Count<1>{});
     return;
   }
-  const auto panel = [&](int64_t first, auto vectors) __attribute__((always_inline)) {
-    constexpr int kVectors = decltype(vectors)::value;
-    for (int64_t j = 0; j < columns; j += kPanelColumns)
-      with_columns<kPanelColumns, kPanelStep>(columns - j, [&](auto width) __attribute__((always_inline)) {
-        panel_tile<T, kVectors, decltype(width)::value, false>(
-            packed + first * depth, kVectors * S::kLanes, b + j * ldb, ldb, depth,
-            [&](int c, int v, typename S::Vec sum)
-                __attribute__((always_inline)) { use_vector(first + v * S::kLanes, j + c, sum); });
-      });
-  };
-  int64_t row = 0;
-  for (; row + S::kLanes < rows; row += 2 * S::kLanes) panel(row, Count<2>{});
-  if (row < rows) panel(row, Count<1>{});
+  multiply_panels<false>(packed, rows, depth, b, ldb, columns, use_vector);
 }
 
 }  // namespace

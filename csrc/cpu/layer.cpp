@@ -2,13 +2,27 @@
 // Compiled once per instruction set, so nothing here may have external linkage but the table at the end.
 #include "../kernels.h"
 #include "pack.h"
+#include "winograd.h"
 
 namespace {
 
+using pyflatness::DirectForm;
 using pyflatness::Layer;
 using pyflatness::Strided;
 
 constexpr int64_t kTileColumns = 252;  // columns of M at a time: with 512 rows of float, 512 KiB
+
+// Places along a side of Winograd's tiles, if M is to be made by his transforms; else 0.
+inline int step_of(const Layer& layer, DirectForm form) {
+  for (int i = 0; i < 3; ++i)
+    if (layer.kernel[i] != (i ? 3 : 1) || layer.stride[i] != 1 || (i && layer.dilation[i] != 1)) return 0;
+  if (form != DirectForm::automatic) return form == DirectForm::tiles4 ? 4 : form == DirectForm::tiles2 ? 2 : 0;
+  // Where it was the faster: fewer rows or channels leave lanes empty, smaller planes cost more to transform than to
+  // multiply, and of the larger tiles a small plane has too few.
+  const int64_t plane = layer.places[1] * layer.places[2];
+  if (layer.rows < 16 || layer.channels < 16 || plane < 64) return 0;
+  return plane >= 144 ? 4 : 2;
+}
 
 // The buffers of one call, in elements.
 template <typename T>
@@ -21,12 +35,15 @@ struct DirectPlan {
   int64_t root_size, weight_size;       // of a group
   int64_t signal_size, block_size;      // of a sample's packed signal, and of a block of it
   int64_t shared, own;                  // in all, and of a thread
+  int step;
+  TilePlan<T, 2> tiles2;
+  TilePlan<T, 4> tiles4;
 
-  DirectPlan(const Layer& layer, int64_t roots, bool weighted) {
+  DirectPlan(const Layer& layer, DirectForm form, int64_t roots, bool weighted)
+      : step(step_of(layer, form)), tiles2(layer), tiles4(layer) {
     d = layer.rows, m = layer.columns(), taps = layer.taps(), positions = layer.positions();
     blocks = blocks_of(positions, kDepth);
-    const int64_t tiles = blocks_of(m, kTileColumns);
-    tile_channels = blocks_of(layer.channels, tiles);
+    tile_channels = blocks_of(layer.channels, blocks_of(m, kTileColumns));
     tile_columns = round_up(tile_channels * taps, kColumnPad);
     depth_ld = round_up(minimum(positions, kDepth), kLanes) + kLanes;
     rows_ld = round_up(d, kLanes) + kLanes;  // not a power of two: the columns of a tile must not share cache sets
@@ -35,13 +52,16 @@ struct DirectPlan {
     block_size = round_up(packed_size<T>(d, minimum(positions, kDepth)), kLanes);
     signal_size = blocks * block_size;
     shared = layer.groups * (root_size + weight_size);
-    own = signal_size + tile_columns * (depth_ld + rows_ld) + kLanes * (kDepth + kLanes) + rows_ld;
+    own = (tile_columns + 1) * rows_ld + (step == 4 ? tiles4.own
+                                          : step == 2
+                                              ? tiles2.own
+                                              : signal_size + tile_columns * depth_ld + kLanes * (kDepth + kLanes));
   }
 };
 
 template <typename T>
-int64_t direct_workspace(const Layer& layer, int64_t roots, bool weighted, int threads) {
-  const DirectPlan<T> plan(layer, roots, weighted);
+int64_t direct_workspace(const Layer& layer, DirectForm form, int64_t roots, bool weighted, int threads) {
+  const DirectPlan<T> plan(layer, form, roots, weighted);
   return plan.shared + maximum(threads, 1) * plan.own;
 }
 
@@ -112,23 +132,29 @@ void reduce_tile(const T* tile, const T* weight, int64_t rows_ld, int64_t rows, 
     for (int64_t r = 0; r < rows; ++r) by_row[r] += static_cast<double>(row_sums[r]);
 }
 
-// One sample, one group, the channels from `first` to `last`.
+// One sample's input and signal, one group.
 template <typename T>
-void direct_share(const Layer& layer, const DirectPlan<T>& plan, const T* inputs, const T* inputs_end,
-                  const int64_t* input_strides, const T* signal, const T* signal_end, const int64_t* signal_strides,
-                  const T* root, int64_t roots, const T* weight, int64_t first, int64_t last, double* totals,
-                  double* by_column, double* by_row, T* own) {
-  T* packed = own;
+struct Sample {
+  const T *inputs, *inputs_end;
+  const int64_t* input_strides;
+  const T *signal, *signal_end;
+  const int64_t* signal_strides;
+};
+
+// use(channel, channels) with the tiles of M of the channels from `first` to `last`, by products of packed patches.
+template <typename T, typename Use>
+PYFLATNESS_INLINE void patch_products(const Layer& layer, const DirectPlan<T>& plan, const Sample<T>& sample,
+                                      int64_t first, int64_t last, T* tile, T* buffers, const Use& use) {
+  T* packed = buffers;
   T* patches = packed + plan.signal_size;
-  T* tile = patches + plan.tile_columns * plan.depth_ld;
-  T* scratch = tile + plan.tile_columns * plan.rows_ld;
-  T* row_sums = scratch + Simd<T>::kLanes * (kDepth + Simd<T>::kLanes);
-  const Grid signal_grid(layer.places, signal_strides + 2, nullptr);
-  const Grid input_grid(layer.places, input_strides + 2, layer.stride);
+  T* scratch = patches + plan.tile_columns * plan.depth_ld;
+  const Grid signal_grid(layer.places, sample.signal_strides + 2, nullptr);
+  const Grid input_grid(layer.places, sample.input_strides + 2, layer.stride);
   Runs runs;
   for (int64_t block = 0; block < plan.blocks; ++block) {
     signal_grid.runs(block * kDepth, minimum(kDepth, plan.positions - block * kDepth), &runs);
-    pack_places(signal, signal_strides[1], plan.d, runs, signal_end, scratch, packed + block * plan.block_size);
+    pack_places(sample.signal, sample.signal_strides[1], plan.d, runs, sample.signal_end, scratch,
+                packed + block * plan.block_size);
   }
   for (int64_t channel = first; channel < last; channel += plan.tile_channels) {
     const int64_t channels = minimum(plan.tile_channels, last - channel), columns = channels * plan.taps;
@@ -136,7 +162,8 @@ void direct_share(const Layer& layer, const DirectPlan<T>& plan, const T* inputs
     for (int64_t block = 0; block < plan.blocks; ++block) {
       const int64_t depth = minimum(kDepth, plan.positions - block * kDepth);
       if (block == 0 || plan.blocks > 1) input_grid.runs(block * kDepth, depth, &runs);
-      pack_patches(layer, inputs, input_strides, runs, inputs_end, channel, channel + channels, patches, plan.depth_ld);
+      pack_patches(layer, sample.inputs, sample.input_strides, runs, sample.inputs_end, channel, channel + channels,
+                   patches, plan.depth_ld);
       const int64_t length = round_up(depth, Simd<T>::kLanes);
       if (few_rows<T>(plan.d))
         for (int64_t c = 0; c < columns; ++c)
@@ -149,6 +176,37 @@ void direct_share(const Layer& layer, const DirectPlan<T>& plan, const T* inputs
       else
         make_tile<true>(block_signal, plan.d, depth, patches, plan.depth_ld, columns, tile, plan.rows_ld);
     }
+    use(channel, channels);
+  }
+}
+
+// The same by Winograd's transforms.
+template <typename T, int Step, typename Use>
+PYFLATNESS_INLINE void tile_products(const DirectPlan<T>& plan, const TilePlan<T, Step>& tiles, const Sample<T>& sample,
+                                     int64_t first, int64_t last, T* tile, T* buffers, const Use& use) {
+  T* sums = buffers + tiles.own - tiles.kNumbers * tiles.sums_size;
+  for (int64_t start = first; start < last; start += tiles.channels) {
+    const int64_t stop = minimum(start + tiles.channels, last);
+    transformed_sums(tiles, sample.inputs, sample.input_strides, sample.signal, sample.signal_strides, start, stop,
+                     start == first, sums, buffers);
+    for (int64_t channel = start; channel < stop; channel += plan.tile_channels) {
+      const int64_t channels = minimum(plan.tile_channels, stop - channel);
+      transform_back(tiles, sums + (channel - start) * tiles.rows_ld, channels, tile, plan.rows_ld);
+      use(channel, channels);
+    }
+  }
+}
+
+// One sample, one group, the channels from `first` to `last`.
+template <typename T>
+void direct_share(const Layer& layer, const DirectPlan<T>& plan, const Sample<T>& sample, const T* root, int64_t roots,
+                  const T* weight, int64_t first, int64_t last, double* totals, double* by_column, double* by_row,
+                  T* own) {
+  T* tile = own;
+  T* row_sums = tile + plan.tile_columns * plan.rows_ld;
+  T* buffers = row_sums + plan.rows_ld;
+  const auto use = [&](int64_t channel, int64_t channels) {
+    const int64_t columns = channels * plan.taps, padded = round_up(columns, kColumnPad);
     // What the tiles of the next product read beyond the columns, and beyond the few rows that are not written whole.
     for (int64_t c = columns; c < padded; ++c)
       for (int64_t r = 0; r < plan.rows_ld; ++r) tile[c * plan.rows_ld + r] = 0;
@@ -162,14 +220,20 @@ void direct_share(const Layer& layer, const DirectPlan<T>& plan, const T* inputs
       reduce_tile<T, false>(tile, nullptr, plan.rows_ld, plan.d, channels, plan.taps, nullptr, totals, nullptr,
                             nullptr);
     if (root) totals[1] += rooted_squares(root, roots, plan.d, tile, plan.rows_ld, columns);
-  }
+  };
+  if (plan.step == 4)
+    tile_products(plan, plan.tiles4, sample, first, last, tile, buffers, use);
+  else if (plan.step == 2)
+    tile_products(plan, plan.tiles2, sample, first, last, tile, buffers, use);
+  else
+    patch_products(layer, plan, sample, first, last, tile, buffers, use);
 }
 
 template <typename T>
-void direct(const Layer& layer, const Strided<T>& inputs, const Strided<T>& signal, const T* root, int64_t roots,
-            const T* weight, int64_t splits, double* totals, double* by_column, double* by_row, T* workspace,
-            int threads) {
-  const DirectPlan<T> plan(layer, root ? roots : 0, weight != nullptr);
+void direct(const Layer& layer, DirectForm form, const Strided<T>& inputs, const Strided<T>& signal, const T* root,
+            int64_t roots, const T* weight, int64_t splits, double* totals, double* by_column, double* by_row,
+            T* workspace, int threads) {
+  const DirectPlan<T> plan(layer, form, root ? roots : 0, weight != nullptr);
   const int64_t lanes = Simd<T>::kLanes, m = plan.m, d = plan.d;
   const int64_t root_strips = root ? 1 : 0, weight_strips = weight ? blocks_of(d, lanes) : 0;
   T* roots_packed = workspace;
@@ -197,10 +261,13 @@ void direct(const Layer& layer, const Strided<T>& inputs, const Strided<T>& sign
       for (int i = 0; i < 3; ++i) item_totals[i] = 0;
       if (weight)
         for (int64_t r = 0; r < d; ++r) by_row[item * d + r] = 0;
-      direct_share(layer, plan, inputs.data + sample * inputs.stride[0] + group * layer.channels * inputs.stride[1],
-                   inputs.data + inputs.count, inputs.stride,
-                   signal.data + sample * signal.stride[0] + group * d * signal.stride[1], signal.data + signal.count,
-                   signal.stride, root ? roots_packed + group * plan.root_size : nullptr, roots,
+      const Sample<T> place{inputs.data + sample * inputs.stride[0] + group * layer.channels * inputs.stride[1],
+                            inputs.data + inputs.count,
+                            inputs.stride,
+                            signal.data + sample * signal.stride[0] + group * d * signal.stride[1],
+                            signal.data + signal.count,
+                            signal.stride};
+      direct_share(layer, plan, place, root ? roots_packed + group * plan.root_size : nullptr, roots,
                    weight ? weights_turned + group * plan.weight_size : nullptr, layer.channels * share / splits,
                    layer.channels * (share + 1) / splits, item_totals,
                    weight ? by_column + matrix * layer.channels : nullptr, weight ? by_row + item * d : nullptr, own);

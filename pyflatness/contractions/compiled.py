@@ -18,6 +18,7 @@ __all__ = [
     "Products",
     "direct",
     "exponentiate",
+    "forced_direct_form",
     "forced_instruction_set",
     "gram",
     "instruction_set",
@@ -79,6 +80,21 @@ def forced_instruction_set(name: str) -> Iterator[None]:
         yield
     finally:
         _C.select_instruction_set(before)
+
+
+@contextmanager
+def forced_direct_form(name: str) -> Iterator[None]:
+    """Inside a ``with`` block, :func:`direct` makes M from "patches", or where it can from "tiles2" or "tiles4".
+
+    For tests: ``DirectForm`` in csrc/kernels.h says what these are, and left to itself the kernel takes the fastest.
+    """
+    _require()
+    before = str(_C.direct_form())
+    _C.select_direct_form(name)
+    try:
+        yield
+    finally:
+        _C.select_direct_form(before)
 
 
 def pair_distances(weight: Tensor) -> Tensor:
