@@ -239,11 +239,13 @@ def _no_fast_path() -> Iterator[None]:
 @contextlib.contextmanager
 def _kept_buffers(model: nn.Module) -> Iterator[None]:
     owners: Iterable[nn.Module] = list(model.modules())
-    kept = [(m, name, b, b._version, b.clone()) for m in owners for name, b in m._buffers.items() if b is not None]
+    kept = [(module, dict(module._buffers)) for module in owners]
+    values = [(b, b._version, b.clone()) for _, buffers in kept for b in buffers.values() if b is not None]
     try:
         yield
     finally:
-        for module, name, buffer, version, value in kept:
-            module._buffers[name] = buffer
+        for module, buffers in kept:
+            module._buffers.update(buffers)
+        for buffer, version, value in values:
             if buffer._version != version:
                 buffer.copy_(value)

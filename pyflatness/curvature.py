@@ -3,48 +3,58 @@
 κ of the GGN equals κ of the Hessian exactly where f is locally linear in w: behind ReLUs, pooling, eval BatchNorm,
 sums. Comparing the two values would prove nothing: they agree at a trained minimum whatever the network is (the
 residual vanishes there). It is read off autograd's graph where every operation behind the layer is known to be linear
-in pieces; elsewhere second derivatives are taken: on a few samples, or on all where an operation may be curved at some
-and not at others. A layer that is called on its own output is not linear in its weight whatever is behind it.
+in pieces; elsewhere second derivatives are taken at every sample. A layer that is called on its own output is not
+linear in its weight whatever is behind it.
 """
 
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from .tape import Call
+from .tape import Call, Tape
 
 Calls = Mapping[str, Sequence[Call]]
 Gradients = Mapping[str, Sequence[Tensor]]
 
 
 @torch.enable_grad()
-def bent_layers(calls: Calls, gradients: Gradients) -> set[str]:
-    """Layers in whose output second derivatives of ⟨v, f⟩ along a random direction do not vanish exactly.
+def curved(outputs: Tensor, tape: Tape, names: Iterable[str]) -> set[str]:
+    """Those of some layers in whose weight f is not certified to be linear, at any sample of a forward pass.
 
-    All layers are moved at once first: behind ReLUs f is linear in all outputs jointly. Where that gives more than zero
-    for a layer (it may be multiplied by another), the layer is moved alone.
-
-    Args:
-        calls: of each layer, in one forward pass.
-        gradients: of ⟨v, f⟩ in the calls' outputs, with a graph.
+    Where autograd's graph does not prove it, second derivatives of ⟨v, f⟩ in the layer's output are taken along a
+    random direction and have to vanish exactly. All layers are moved at once first: behind ReLUs f is linear in all
+    outputs jointly. Where that gives more than zero for a layer (it may be multiplied by another), it is moved alone.
     """
-    return {name for name in _bent(calls, gradients, list(calls)) if _bent(calls, gradients, [name])}
+    calls = {name: tape.calls[name] for name in names if name in tape.calls}
+    reading = read(outputs, calls)
+    found = {name for name, made in calls.items() if name in reading.opaque or _feeds_itself(made)}
+    rest = {name: calls[name] for name in calls if name not in reading.proven | found}
+    if rest:
+        gradients = tape.gradients(outputs, torch.randn_like(outputs.detach()), create_graph=True)
+        found |= {name for name in _bent(rest, gradients, list(rest)) if _bent(rest, gradients, [name])}
+    return found
 
 
-# As autograd's graph names them (a function of a user's has no number at its end). Linear in pieces on any inputs:
+# As autograd's graph names them. Linear in pieces on any real inputs:
 _PIECEWISE = re.compile(
-    r"(Relu|LeakyRelu|Hardtanh|Threshold|PreluKernel|Abs|Clamp\w*|Max|Min|Amax|Amin|Maximum|Minimum|Where|MaskedFill|"
+    r"(Relu|LeakyRelu|Hardtanh|Threshold|Abs|Clamp\w*|Max|Min|Amax|Amin|Maximum|Minimum|Where|MaskedFill|"
     r"Gather|Sort|Topk|Add|Sub|Rsub|Neg|Sum|Mean|Cumsum|\w*Pool[123]?D?\w*|\w*Pad\w*|Upsample\w+|PixelShuffle|"
     r"View|UnsafeView|ReshapeAlias|Reshape|Alias|T|Transpose|Permute|Movedim|Unsqueeze|Squeeze|Expand|Repeat|Flatten|"
     r"Unflatten|Cat|Stack|Split\w*|UnsafeSplit\w*|Chunk|Slice|Select|Narrow|Index|IndexSelect|Unbind|Unfold|Flip|Roll|"
-    r"Diagonal|AsStrided|Clone|ToCopy|Col2Im|Im2Col)Backward\d+|torch::autograd::CopySlices|CopyBackwards"
+    r"Diagonal|AsStrided|Clone|ToCopy|Col2Im|Im2Col)Backward\d+|CopyBackwards"
 )
 # Products: linear in each of their inputs.
-_PRODUCT = re.compile(r"(\w*Convolution|Addmm|Mm|Bmm|Baddbmm|Addbmm|Mv|Dot|Mul|Div|Linear|MkldnnLinear)Backward\d+")
+_PRODUCT = re.compile(
+    r"(\w*Convolution|Addmm|Mm|Bmm|Baddbmm|Addbmm|Mv|Dot|Mul|Div|Linear|MkldnnLinear|PreluKernel)Backward\d+"
+)
+_OF_TORCH = re.compile(r"\w+Backward\d+|CopyBackwards|torch::autograd::CopySlices")
 
 
 @dataclass(frozen=True)
@@ -53,19 +63,18 @@ class Reading:
 
     Attributes:
         proven: f is linear in pieces in their outputs.
-        open: nothing is said, but samples are all alike (products of two things that depend on the layer).
-        sampled: nothing is said, and one sample may be curved where another is not.
+        opaque: there is a function behind them that torch did not write, whose second derivative may be missing.
     """
 
     proven: frozenset[str]
-    open: frozenset[str]
-    sampled: frozenset[str]
+    opaque: frozenset[str]
 
 
 def read(outputs: Tensor, calls: Calls) -> Reading:
     """What is behind each layer's output, by the names of the graph's nodes."""
     users = _users(outputs)
-    kinds: dict[str, set[str]] = {"proven": set(), "open": set(), "sampled": set()}
+    is_piecewise, is_of_torch = functools.cache(_is_piecewise), functools.cache(_is_of_torch)
+    proven, opaque = set(), set()
     for name, made in calls.items():
         behind: set[Node] = set()
         stack = [user for call in made for user in users.get(call.edge.node, ())]
@@ -74,22 +83,27 @@ def read(outputs: Tensor, calls: Calls) -> Reading:
             if node not in behind:
                 behind.add(node)
                 stack += users.get(node, ())
-        found = {_kind(node) for node in behind}
-        kinds["sampled" if "sampled" in found else "open" if "open" in found else "proven"].add(name)
-    return Reading(*(frozenset(names) for names in kinds.values()))
+        if all(map(is_piecewise, behind)):
+            proven.add(name)
+        if not all(map(is_of_torch, behind)):
+            opaque.add(name)
+    return Reading(frozenset(proven), frozenset(opaque))
 
 
-def _kind(node: Node) -> str:
+def _is_piecewise(node: Node) -> bool:
     name = node.name()
-    if _PIECEWISE.fullmatch(name):
-        return "proven"
+    if not _is_of_torch(node) or any(entry.dtype.is_complex for entry in node._input_metadata):
+        return False
     inputs = [place for place, (source, _) in enumerate(node.next_functions) if source is not None]
     if _PRODUCT.fullmatch(name):
-        alone = len(inputs) == 1 and not (name.startswith("Div") and inputs == [1])
-        return "proven" if alone else "open"
+        return len(inputs) == 1 and not (name.startswith("Div") and inputs == [1])
     if re.fullmatch(r"NativeBatchNormBackward\d+", name):
-        return "proven" if not getattr(node, "_saved_training", True) and inputs == [0] else "open"
-    return "sampled"
+        return not getattr(node, "_saved_training", True) and inputs == [0]
+    return bool(_PIECEWISE.fullmatch(name))
+
+
+def _is_of_torch(node: Node) -> bool:
+    return not isinstance(cast(object, node), BackwardCFunction) and bool(_OF_TORCH.fullmatch(node.name()))
 
 
 def _users(outputs: Tensor) -> dict[Node, list[Node]]:
@@ -125,12 +139,6 @@ def _bent(calls: Calls, gradients: Gradients, moved: Sequence[str]) -> set[str]:
         return set(moved)
     owners = [name for name in moved for _ in calls[name]]
     return {name for name, change in zip(owners, changes, strict=True) if _nonzero(change)}
-
-
-@torch.enable_grad()
-def feed_themselves(calls: Calls) -> set[str]:
-    """Layers of which the input of a call depends on the output of an earlier one."""
-    return {name for name, made in calls.items() if _feeds_itself(made)}
 
 
 def _feeds_itself(calls: Sequence[Call]) -> bool:

@@ -84,9 +84,11 @@ class Batches:
 
 
 def size(batch: Any) -> int:
-    """Samples of a batch: entries of dimension 0 of its first tensor (-1 if it holds none)."""
+    """Samples of a batch: entries of dimension 0 of its ``labels``, or first tensor (-1 if it holds none)."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else -1
+    if isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor):
+        return size(batch["labels"])
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
     return next((found for found in map(size, parts) if found >= 0), -1)
 

@@ -46,7 +46,10 @@ class LayerValues:
     ) -> None:
         options.check_not_sampled()
         self._model, self._loss, self._options = model, loss, options
-        self._runner = Runner(model, selection, batches, forward, options.memory, self._check_linear)
+        order = options.per_sample or options.nan_policy == "omit" or not loss.convex
+        self._runner = Runner(
+            model, selection, batches, forward, options.memory, self._check_linear, order_matters=order
+        )
 
     def estimates(self, measures: Sequence[Measure]) -> dict[tuple[str, str], Estimate]:
         """(layer, measure) -> value, for every layer that ran, and for the network under the name ``""``."""
@@ -54,20 +57,20 @@ class LayerValues:
         sweep = Sweep(self._runner, self._loss, self._options, quantities)
         totals = Totals(self._loss.reduction, self._options.nan_policy, per_sample=self._options.per_sample)
         for part in sweep.values():
-            totals.add(part, self._runner.modules)
+            totals.add(part, self._runner.selected)
         values, shares = totals.values(), totals.per_sample()
         found = {}
-        names = [*self._runner.modules]
+        selected, names = [*self._runner.selected], [*self._runner.modules]
         for measure in measures:
             place = quantities.index(measure.quantity)
-            rows = [([layer], name, self._notes(name, sweep)) for layer, name in enumerate(names)]
-            for which, name, notes in [*rows, ([*range(len(names))], "", ())]:
+            rows = [([selected.index(name)], name, self._notes(name, sweep)) for name in names]
+            for which, name, notes in [*rows, ([*range(len(selected))], "", ())]:
                 found[name, measure.name] = Estimate(
                     value=float(values[which, place].sum()),
                     stderr=None,
                     samples=totals.samples,
                     method="ggn",
-                    exact=all(self._runner.is_linear(names[layer]) for layer in which),
+                    exact=all(self._runner.is_linear(selected[layer]) for layer in which),
                     backend=sweep.backend,
                     per_sample=None if shares is None else shares[which, place].sum(dim=0),
                     layer=name,
@@ -82,7 +85,7 @@ class LayerValues:
         totals = Totals(self._loss.reduction, self._options.nan_policy)
         blocks: Tensor | None = None
         for part, values in sweep.block_traces(_LARGEST_MATRIX):
-            totals.add(values, self._runner.modules)
+            totals.add(values, self._runner.selected)
             blocks = part if blocks is None else blocks + part
         assert blocks is not None, "data without samples is refused where it is read"
         matrix: Tensor = torch.block_diag(*(blocks / totals.divisor))

@@ -141,9 +141,9 @@ def in_common_form(module: nn.Module, tensor: Tensor) -> list[Tensor]:
     return [images if images.ndim == 5 else images.unsqueeze(3)]
 
 
-def joined(parts: list[Tensor]) -> list[Tensor]:
-    """Tensors of several calls as one, along the first spatial dimension, where their other sizes allow it."""
-    if len({(*part.shape[:2], *part.shape[3:]) for part in parts}) > 1:
+def joined(module: nn.Module, parts: list[Tensor]) -> list[Tensor]:
+    """Tensors of several calls as one, along a spatial dimension that is free, if there is one and sizes allow it."""
+    if isinstance(module, nn.Conv3d) or len({(*part.shape[:2], *part.shape[3:]) for part in parts}) > 1:
         return parts
     return [parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)]
 

@@ -97,8 +97,10 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
 def _rows(runner: Runner, run: Run, loss: Loss, nan_policy: str) -> dict[str, Tensor]:
     """(rows, channels) of each layer's input, those that count."""
     inputs = {name: _by_sample(module, run, name) for name, module in runner.modules.items() if run.calls(name)}
-    good = torch.ones(run.samples, dtype=torch.bool, device=run.outputs.device)
     used = signals.prepare(run.outputs, run.targets, loss, run.samples).used
+    good = torch.ones(run.samples, dtype=torch.bool, device=run.outputs.device)
+    if nan_policy == "omit":  # the sweep will leave out samples with such outputs too
+        good = run.outputs.detach().isfinite().reshape(run.samples, -1).all(dim=1)
     masks = {}
     for name, rows in inputs.items():
         masks[name] = _mask(run, used, rows.shape[1], layers.is_pointwise(runner.modules[name]))

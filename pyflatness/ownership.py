@@ -1,11 +1,11 @@
 """Which entries of a layer's input and output belong to which sample.
 
 A measurement needs each sample's own positions. Most layers keep samples in dimension 0, but models flatten them
-(n T, m), cut windows (n W, P, m), or go position first (T, n, m). A layout says how; it is found by sending a signal
-from some samples only: it must reach none of the others' rows.
+(n T, m), cut windows (n W, P, m), or go position first (T, n, m). A layout says how; it is found by sending signals
+from some samples only: they must reach none of the others' rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -42,27 +42,21 @@ def candidates(shape: Sequence[int], samples: int, dims: int) -> Iterator[Layout
                 yield Layout(dim, inner=True)
 
 
-def find(name: str, from_first: Sequence[Tensor], from_others: Sequence[Tensor], samples: int, dims: int) -> Layout:
-    """The layout in which the first sample's signal stays with it, and the others' away from it.
+Sent = tuple[Tensor, Sequence[Tensor]]
+"""Which samples sent a signal, (n,) bool, and the gradients at a layer's calls that it gave."""
 
-    Args:
-        name: of the layer, for the error.
-        from_first: gradients at the layer's calls of a signal sent from the first sample alone.
-        from_others: the same from all other samples.
-        samples: how many there are.
-        dims: dimensions of a gradient that may hold samples.
 
-    Raises:
-        InputError: there is none; samples are mixed, or positions are gathered.
-    """
-    for layout in candidates(from_first[0].shape, samples, dims):
-        if (
-            all(layout.fits(call, samples) for call in from_first)
-            and not any(reached(layout, call, samples)[1:].any() for call in from_first)
-            and not any(reached(layout, call, samples)[0] for call in from_others)
-        ):
-            return layout
-    raise mixed(name, from_first[0].shape, samples)
+def consistent(layouts: Iterable[Layout], sent: Sequence[Sent], samples: int) -> tuple[Layout, ...]:
+    """The layouts in which every signal stays within the rows of its senders."""
+    return tuple(
+        layout
+        for layout in layouts
+        if all(
+            layout.fits(gradient, samples) and not bool((reached(layout, gradient, samples) & ~senders).any())
+            for senders, gradients in sent
+            for gradient in gradients
+        )
+    )
 
 
 def mixed(name: str, shape: Sequence[int], samples: int) -> InputError:

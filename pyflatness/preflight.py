@@ -1,15 +1,14 @@
-"""What is found out on a few samples before a sweep: which layers run, where they keep the samples, what is linear."""
+"""What is found out on a few samples before a sweep: which layers run, where they keep samples, what fits memory."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import capture, curvature, data, layers, ownership
+from . import capture, data, layers, ownership
 from .errors import FlatnessError, InputError
 from .ownership import Layout
 from .tape import Tape
@@ -24,18 +23,14 @@ class Findings:
 
     Attributes:
         samples: how many were looked at.
-        layouts: of each layer that ran; provisional if only one sample was there.
-        linear: whether the model is locally linear in the layer's weight, at these samples.
-        sampled: layers where another sample could give another answer.
+        layouts: where each layer that ran may keep the samples, by what was seen, likely ones first.
         outputs: the model's, for these samples.
         bytes: that the graph and the layers' inputs and signals take per sample, about.
         cuttable: whether the model runs on parts of a batch.
     """
 
     samples: int
-    layouts: dict[str, Layout]
-    linear: dict[str, bool]
-    sampled: frozenset[str]
+    layouts: dict[str, tuple[Layout, ...]]
     outputs: Tensor
     bytes: int
     cuttable: bool
@@ -44,7 +39,7 @@ class Findings:
 def look(
     model: nn.Module, modules: Mapping[str, nn.Module], tape: Tape, batch: Any, forward: capture.Forward | None
 ) -> Findings:
-    """Runs some samples of a batch, sends a signal back from the first of them and one from all others.
+    """Runs some samples of a batch and sends signals back from some of them.
 
     Raises:
         InputError: a layer is not what its class says, or does not keep its samples apart.
@@ -59,47 +54,63 @@ def look(
     except Exception:  # not a batch that can be cut; an error of the model's own comes again
         count, cuttable = whole, False
         outputs, stored = _run(model, tape, batch, forward)
-    if outputs.ndim == 0 or len(outputs) % count:
-        raise InputError(f"the model's output {tuple(outputs.shape)} does not hold {count} samples in dimension 0")
-    first, others = _signals(outputs.detach(), count)
-    reading = curvature.read(outputs, tape.calls)
-    unproven = [name for name in tape.calls if name not in reading.proven]
-    from_first = tape.gradients(outputs, first, create_graph=bool(unproven))
-    from_others = tape.gradients(outputs, others, create_graph=bool(unproven))
-    with torch.enable_grad():
-        together = {
-            name: [a + b for a, b in zip(from_first[name], from_others[name], strict=True)] for name in tape.calls
-        }
+    check_samples(outputs, count)
     layouts = {}
     for name in tape.calls:
-        dims = 1 if layers.is_convolution(modules[name]) else from_first[name][0].ndim - 1
-        layouts[name] = ownership.find(name, from_first[name], from_others[name], count, dims)
-    bent = _bent(tape, unproven, together) | curvature.feed_themselves(tape.calls)
-    linear = {name: name not in bent for name in tape.calls}
-    received = sum(gradient.numel() * gradient.element_size() for calls in together.values() for gradient in calls)
-    bytes_of_sample = (stored + 2 * received) // count
-    return Findings(count, layouts, linear, reading.sampled, outputs.detach(), bytes_of_sample, cuttable)
+        output = tape.calls[name][0].output
+        dims = 1 if layers.is_convolution(modules[name]) else output.ndim - 1
+        layouts[name] = tuple(ownership.candidates(output.shape, count, dims))
+    narrowed = narrow(outputs, tape, layouts, count)
+    received = sum(call.output.numel() * call.output.element_size() for made in tape.calls.values() for call in made)
+    if count == whole and cuttable and count > 1:  # else the batch itself will show it
+        outputs = _alone(model, tape, batch, forward, outputs)
+    return Findings(count, narrowed, outputs.detach(), (stored + 2 * received) // count, cuttable)
 
 
-def bent_here(outputs: Tensor, tape: Tape, names: Sequence[str]) -> set[str]:
-    """Those of some layers in whose output the model is curved at the samples of a forward pass."""
-    gradients = tape.gradients(outputs, torch.randn_like(outputs.detach()), create_graph=True)
-    return _bent(tape, names, gradients)
+def narrow(
+    outputs: Tensor, tape: Tape, layouts: Mapping[str, tuple[Layout, ...]], samples: int
+) -> dict[str, tuple[Layout, ...]]:
+    """The layouts that remain when signals go back from some samples: every second one, the first half, and the rest.
+
+    Raises:
+        InputError: none remains for a layer.
+    """
+    if samples == 1 or not layouts:
+        return dict(layouts)
+    place = torch.arange(samples, device=outputs.device)
+    left = dict(layouts)
+    signal = torch.randn_like(outputs.detach())
+    for senders in (place % 2 == 0, place % 2 == 1, place < samples // 2, place >= samples // 2):
+        rows = senders.repeat_interleave(len(outputs) // samples).view(-1, *(1,) * (outputs.ndim - 1))
+        gradients = tape.gradients(outputs, signal * rows.to(signal.dtype))
+        for name in layouts:
+            left[name] = ownership.consistent(left[name], [(senders, gradients.get(name, []))], samples)
+            if not left[name]:
+                raise ownership.mixed(name, gradients[name][0].shape, samples)
+        if samples == 2 and bool(senders[-1]):
+            break  # halves are the same
+    return left
 
 
-def _bent(tape: Tape, names: Sequence[str], gradients: dict[str, list[Tensor]]) -> set[str]:
-    return curvature.bent_layers({name: tape.calls[name] for name in names}, gradients)
+def check_samples(outputs: Tensor, samples: int) -> None:
+    """Raise if the model's output cannot be told apart by sample."""
+    if outputs.ndim == 0 or len(outputs) % samples:
+        raise InputError(f"the model's output {tuple(outputs.shape)} does not hold {samples} samples in dimension 0")
+
+
+def _alone(model: nn.Module, tape: Tape, batch: Any, forward: capture.Forward | None, outputs: Tensor) -> Tensor:
+    """The outputs of the first sample by itself, if the model runs on it; its outputs among others if not."""
+    try:
+        with capture.trial(), torch.no_grad():
+            return capture.run(model, data.first(batch, 1), forward)[0]
+    except Exception:
+        return outputs
 
 
 def _run(model: nn.Module, tape: Tape, batch: Any, forward: capture.Forward | None) -> tuple[Tensor, int]:
     """The outputs, and the bytes that the graph and the kept inputs hold."""
     for _ in range(2):
-        with (
-            capture.trial(),
-            tape.recording(checking=True),
-            sdpa_kernel(SDPBackend.MATH),
-            _saved_storages() as storages,
-        ):
+        with capture.trial(), tape.recording(checking=True), _saved_storages() as storages:
             outputs, _ = capture.run(model, batch, forward)
         if not tape.overwritten():  # else once more, with copies
             break
@@ -125,11 +136,3 @@ def _saved_storages() -> Iterator[dict[int, int]]:
 def _bytes(tensor: Tensor) -> int:
     """Of the tensor, not of its storage, which may be the user's whole data."""
     return tensor.numel() * tensor.element_size()
-
-
-def _signals(outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Random numbers in the first sample's outputs, and in those of all others."""
-    signal = torch.randn_like(outputs)
-    mine = torch.arange(len(outputs), device=outputs.device) < len(outputs) // count
-    first = signal * mine.view(-1, *(1,) * (outputs.ndim - 1)).to(signal.dtype)
-    return first, signal - first

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import capture, data, layers, ownership, preflight
+from . import capture, curvature, data, layers, ownership, preflight
 from .data import Batches
 from .errors import InputError
 from .ownership import Layout
@@ -64,7 +65,8 @@ class Runner:
         batches: the data.
         forward: see :func:`.capture.run`.
         memory: bytes for the graph, layer inputs and signals of a part; None takes :data:`DEFAULT_MEMORY`.
-        approve: called when it is known which layers are linear, before anything is measured.
+        approve: called before each part is measured, with what is known of the layers' linearity.
+        order_matters: whether values of single samples are asked for, so that rows in another order have to be noticed.
     """
 
     def __init__(
@@ -75,25 +77,29 @@ class Runner:
         forward: capture.Forward | None = None,
         memory: int | None = None,
         approve: Callable[[dict[str, bool]], None] = lambda linear: None,
+        *,
+        order_matters: bool = False,
     ) -> None:
-        self._approve = approve
-        self.model, self.batches = model, batches
-        self._selection, self._forward, self._memory = selection, forward, memory or DEFAULT_MEMORY
+        self.model, self.batches, self.selected = model, batches, selection.modules
+        self._approve, self._order_matters = approve, order_matters
+        self._named, self._forward, self._memory = selection.named, forward, memory or DEFAULT_MEMORY
         self._tape = Tape(selection.modules)
         self._looked_at = 0  # samples behind what is known
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[str, tuple[Layout, ...]] = {}
+        self._measured: set[str] = set()  # layers whose layout was relied on
         self._part = 1  # samples that go through the model together
         self._linear: dict[str, bool] = {}
-        self._sampled: frozenset[str] = frozenset()  # layers whose linearity is to be looked at in every sample
+        self._twice_differentiable = False  # whether attention is run so that it has second derivatives
+        self._unseen: set[str] = set()  # layers that ran for the first time
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """The chosen layers that run, in the model's order; known once a batch was looked at."""
-        return {name: module for name, module in self._selection.modules.items() if name in self._layouts}
+        """The chosen layers that ran, in the model's order."""
+        return {name: module for name, module in self.selected.items() if name in self._layouts}
 
     def is_linear(self, name: str) -> bool:
-        """Whether the model is locally linear in the layer's weight, see :mod:`.curvature`."""
-        return self._linear[name]
+        """Whether the model is locally linear in the layer's weight at all samples so far, see :mod:`.curvature`."""
+        return self._linear.get(name, True)
 
     def results(self, work: Callable[[Run], Result]) -> Iterator[Result]:
         """``work`` done on a run of every part of the data; out of memory, parts are halved.
@@ -102,7 +108,7 @@ class Runner:
             InputError: see :func:`.preflight.look`; a layer that was named does not run; outputs that change with the
                 batch that a sample is in.
         """
-        with self._observing():
+        with self._tape.attached(), frozen(self.model):
             for number, batch in enumerate(self.batches):
                 seen = self._look(batch)
                 start, samples = 0, data.size(batch)
@@ -110,84 +116,102 @@ class Runner:
                     stop = start + _even(samples - start, self._part)
                     try:
                         part = batch if stop - start == samples else data.part(batch, start, stop)
-                        yield self._run(part, number, work, seen if start == 0 else None)
+                        result = self._run(part, number, work, seen if start == 0 else None)
                     except RuntimeError as error:
                         if stop - start == 1 or not any(text in str(error) for text in _OUT_OF_MEMORY):
                             raise
                         self._part = (stop - start) // 2
                         continue
+                    if result is None:  # once more, with what was found out
+                        if self._unseen:
+                            self._look(batch, again=True)
+                        continue
+                    yield result
                     start = stop
 
-    def _run(self, part: Any, number: int, work: Callable[[Run], Result], seen: Tensor | None) -> Result:
+    def _run(self, part: Any, number: int, work: Callable[[Run], Result], seen: Tensor | None) -> Result | None:
+        tape = self._tape
         try:
-            with self._tape.recording():
+            with tape.recording(), self._attention():
                 outputs, targets = capture.run(self.model, part, self._forward)
-            names = self._tape.overwritten()
-            if names:
-                raise InputError(f"batch {number}: the inputs of {', '.join(names)} are modified in place")
+            self._unseen = tape.calls.keys() - self._layouts.keys()
+            if self._unseen:
+                return None
+            overwritten = tape.overwritten()
+            if overwritten:
+                raise InputError(f"batch {number}: the inputs of {', '.join(overwritten)} are modified in place")
             if seen is not None:
                 _check_unchanged(seen, outputs)
-            run = Run(part, outputs, targets, data.size(part), number, self._tape, self._layouts)
-            _check_apart(run)
-            unproven = [name for name in self._sampled if run.calls(name) and self._linear[name]]
-            if unproven:
-                self._linear.update(dict.fromkeys(preflight.bent_here(outputs, self._tape, unproven), False))
-                self._approve(self._linear)
-            return work(run)
+            preflight.check_samples(outputs, data.size(part))
+            self._narrow(outputs, data.size(part))
+            if not self._linear_or_settled(outputs):
+                return None
+            first = {name: layouts[0] for name, layouts in self._layouts.items()}
+            if data.size(part) > 1:
+                self._measured |= tape.calls.keys()
+            return work(Run(part, outputs, targets, data.size(part), number, tape, first))
         finally:
-            self._tape.calls.clear()
+            tape.calls.clear()
 
-    @contextlib.contextmanager
-    def _observing(self) -> Iterator[None]:
-        with self._tape.attached(), frozen(self.model):
-            yield
+    def _attention(self) -> contextlib.AbstractContextManager[None]:
+        """The kernel of attention that has second derivatives, where they will be taken."""
+        return sdpa_kernel(SDPBackend.MATH) if self._twice_differentiable else contextlib.nullcontext()
 
-    def _look(self, batch: Any) -> Tensor | None:
+    def _narrow(self, outputs: Tensor, samples: int) -> None:
+        """Hold the layouts against this run, wherever it could differ from what was seen before.
+
+        Flattened samples and gathered outputs may have other lengths in this batch, rows may be in another order.
+        """
+        gathered = len(outputs) != samples or self._order_matters
+        doubtful = {
+            name: layouts
+            for name, layouts in self._layouts.items()
+            if name in self._tape.calls
+            and (
+                gathered
+                or len(layouts) > 1
+                or len(self._tape.calls[name]) > 1
+                or any(call.output.shape[layouts[0].dim] != samples for call in self._tape.calls[name])
+            )
+        }
+        for name, layouts in preflight.narrow(outputs, self._tape, doubtful, samples).items():
+            if name in self._measured and layouts[0] != self._layouts[name][0]:
+                raise ownership.mixed(name, self._tape.calls[name][0].output.shape, samples)
+            self._layouts[name] = layouts
+
+    def _linear_or_settled(self, outputs: Tensor) -> bool:
+        """Take in which layers are linear; False to have it seen again with second derivatives of attention."""
+        linear = [name for name in self._tape.calls if self.is_linear(name)]
+        bent = curvature.curved(outputs, self._tape, linear)
+        if bent and not self._twice_differentiable:
+            self._twice_differentiable = True
+            return False
+        self._linear.update({name: name not in bent for name in linear})
+        self._approve(self._linear)
+        return True
+
+    def _look(self, batch: Any, *, again: bool = False) -> Tensor | None:
         """The outputs for the batch's first samples, if these had to be looked at."""
         samples = data.size(batch)
         if samples < 1:
             raise InputError(
                 f"data: a batch of type {type(batch).__name__} holds no tensor with samples in dimension 0"
             )
-        if self._looked_at > 1 or (self._looked_at == 1 and samples == 1):
+        if not again and (self._looked_at > 1 or (self._looked_at == 1 and samples == 1)):
             return None
-        modules = self._selection.modules
+        modules = self.selected
         found = preflight.look(self.model, modules, self._tape, batch, self._forward)
-        missing = [name for name in modules if name in self._selection.named and name not in found.layouts]
-        if missing or not found.layouts:
+        missing = [name for name in modules if name in self._named and name not in found.layouts]
+        if not again and (missing or not found.layouts):
             names = ", ".join(map(repr, missing or modules))
             raise InputError(f"layer: {names} did not run in the model's forward pass")
         for name in found.layouts:
             layers.check_measurable(name, modules[name])
-        self._looked_at, self._layouts = found.samples, found.layouts
-        self._linear = {name: linear and self._linear.get(name, True) for name, linear in found.linear.items()}
-        self._sampled = found.sampled
-        self._approve(self._linear)
+        known = self._layouts if self._looked_at > 1 else {}
+        self._layouts = {**self._layouts, **found.layouts, **known}
+        self._looked_at = max(self._looked_at, found.samples)
         self._part = max(1, self._memory // max(1, found.bytes)) if found.cuttable else samples
         return found.outputs
-
-
-def _check_apart(run: Run) -> None:
-    """Flattened or windowed samples: a gather of other lengths in this batch would not show in a row's place."""
-    flattened = [
-        name
-        for name, calls in run.tape.calls.items()
-        if any(call.output.shape[run.layouts[name].dim] != run.samples for call in calls)
-    ]
-    if not flattened or run.samples == 1:
-        return
-    of_sample = torch.arange(len(run.outputs), device=run.outputs.device) // (len(run.outputs) // run.samples)
-    signal = torch.randn_like(run.outputs.detach())
-    for parity in (0, 1):
-        sent = signal * (of_sample % 2 == parity).view(-1, *(1,) * (signal.ndim - 1))
-        gradients = run.tape.gradients(run.outputs, sent)
-        for name in flattened:
-            layout = run.layouts[name]
-            for gradient in gradients[name]:
-                if not layout.fits(gradient, run.samples) or bool(
-                    ownership.reached(layout, gradient, run.samples)[1 - parity :: 2].any()
-                ):
-                    raise ownership.mixed(name, gradient.shape, run.samples)
 
 
 def _even(left: int, limit: int) -> int:

@@ -30,6 +30,7 @@ class Values:
 
     Attributes:
         values: (layers, quantities, n) float64, summed over output factors; not yet divided by the loss's divisor.
+            Of all selected layers; 0 for one that did not run.
         mass: (n,) float64, the samples' part of the divisor of a mean.
         number: of the user's batch.
     """
@@ -63,6 +64,7 @@ class Layer:
         self._name, self._module, self._scale = name, module, scale
         self._backend, self._quantities = backend, quantities
         self._dense = options.conv == "affine" and layers.is_convolution(module)
+        self._sizes: set[tuple[int, ...]] = set()
         self._gradients: WeightGradients | None = None
         if not self._dense:
             weight = layers.matrix(module)[0].unflatten(0, (layers.groups(module), -1))
@@ -78,13 +80,13 @@ class Layer:
         """The contractions for the layer's calls in this run."""
         if self._gradients is not None:
             return self._gradients
-        sizes = {tuple(call.inputs.shape[1:]) for call in run.calls(self._name)}
-        if len(sizes) > 1:
+        self._sizes |= {tuple(call.inputs.shape[1:]) for call in run.calls(self._name)}
+        if len(self._sizes) > 1:
             raise InputError(
-                f"layer {self._name!r}: conv='affine' on inputs of several sizes {sorted(sizes)}; each would be a "
-                "dense matrix of its own"
+                f"layer {self._name!r}: conv='affine' on inputs of several sizes {sorted(self._sizes)}; each would be "
+                "a dense matrix of its own"
             )
-        (size,) = sizes
+        (size,) = self._sizes
         return DenseGradients(lambda delta: self._carried(delta, size), self._backend, self._quantities)
 
     def inputs(self, run: Run) -> Parts:
@@ -97,14 +99,14 @@ class Layer:
             if not self._dense:
                 inputs = layers.pad(self._module, inputs)
             parts += self._in_form(run.samples_first(self._name, inputs))
-        return parts if self._dense else layers.joined(parts)
+        return parts if self._dense else layers.joined(self._module, parts)
 
     def signal(self, run: Run, gradients: Sequence[Tensor]) -> Parts:
         """δ of all calls, as the contractions want them."""
         parts: Parts = []
         for gradient in gradients:
             parts += self._in_form(run.samples_first(self._name, gradient))
-        return parts if self._dense else layers.joined(parts)
+        return parts if self._dense else layers.joined(self._module, parts)
 
     def _in_form(self, tensor: Tensor) -> Parts:
         return list(tensor.unbind(1)) if self._dense else layers.in_common_form(self._module, tensor)
@@ -160,26 +162,25 @@ class Sweep:
 
     def _values(self, run: Run) -> Values:
         sent = self._prepared(run)
-        present = [name for name in self._layers if run.calls(name)]
-        totals = torch.zeros(len(self._layers), len(self._quantities), run.samples, dtype=torch.float64)
+        places = {name: place for place, name in enumerate(self._runner.selected) if run.calls(name)}
+        totals = torch.zeros(len(self._runner.selected), len(self._quantities), run.samples, dtype=torch.float64)
         totals = totals.to(run.outputs.device)
         contract = {}
         with contractions.full_precision(run.outputs):
-            for name in present:
+            for name in places:
                 layer = self._layers[name]
                 contract[name] = layer.gradients(run).of(layer.inputs(run), sent.passes)
         for gradients, signs in _backward(run, sent):
             with contractions.full_precision(run.outputs):
-                for place, (name, layer) in enumerate(self._layers.items()):
-                    if name in contract:
-                        share = contract[name](layer.signal(run, gradients.pop(name)))
-                        totals[place] += share if signs is None else share * signs
+                for name, place in places.items():
+                    share = contract[name](self._layers[name].signal(run, gradients.pop(name)))
+                    totals[place] += share if signs is None else share * signs
         return Values(totals, sent.mass, run.number)
 
     def _block_traces(self, run: Run, limit: int) -> tuple[Tensor, Values]:
-        ((name, module),) = self._runner.modules.items()
+        ((name, module),) = self._runner.selected.items()
         rows = len(layers.matrix(module)[0])
-        if self._options.conv == "affine" and layers.is_convolution(module):
+        if self._options.conv == "affine" and layers.is_convolution(module) and run.calls(name):
             rows = max(call.output.numel() for call in run.calls(name)) // run.samples
         if limit < 8 * rows**2:
             raise InputError(
@@ -190,7 +191,9 @@ class Sweep:
         kept = values.values.isfinite().flatten(0, 1).all(dim=0)
         if self._options.nan_policy != "omit":
             kept = torch.ones_like(kept)
-        ((name, layer),) = self._layers.items()
+        if not run.calls(name):
+            return torch.zeros((), dtype=torch.float64, device=run.outputs.device), values
+        layer = self._layers[name]
         inputs = [_masked(part, kept) for part in layer.inputs(run)]
         total = torch.zeros((), dtype=torch.float64, device=run.outputs.device)
         for gradients, signs in _backward(run, self._prepared(run)):

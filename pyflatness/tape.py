@@ -111,6 +111,12 @@ class Tape:
             inputs = args[0] if args else next(iter(kwargs.values()), None)
             if not self._active or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
                 return
+            weight = module._parameters.get("weight")
+            if inputs.ndim < (weight.ndim if weight is not None and layers.is_convolution(module) else 2):
+                raise InputError(
+                    f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
+                    f"it one, {(1, *inputs.shape)}"
+                )
             if self._checking and not layers.computes(module, inputs, output):
                 raise InputError(
                     f"layer {name!r} ({type(module).__name__}): its output is not W φ + b of its weight and input; its "
@@ -127,6 +133,10 @@ class Tape:
 def frozen(model: nn.Module) -> Iterator[None]:
     """No parameter requires a gradient inside; each as it was afterwards."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    if any(parameter.is_inference() for parameter, _ in flags):
+        raise InputError(
+            "model: its parameters were made in inference mode and take no part in a graph; copy it outside"
+        )
     try:
         for parameter, _ in flags:
             parameter.requires_grad_(False)

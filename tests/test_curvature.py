@@ -35,7 +35,6 @@ PROVEN = {
     "batch norm": lambda z: F.batch_norm(z, torch.ones(5), torch.full((5,), 2.0)),
     "where": lambda z: torch.where(z > 0, z, 0.1 * z),
     "upsampled": lambda z: F.interpolate(z, scale_factor=2, mode="bilinear"),
-    "written into": lambda z: _written(z),
     "clamped, largest": lambda z: torch.stack([z.clamp(-1, 1), z.abs()]).amax(0),
     "convolved": lambda z: F.conv_transpose2d(z, torch.ones(5, 5, 2, 2)),
     "matrix": lambda z: z @ torch.ones(4, 4),
@@ -58,6 +57,37 @@ def _written(z):
     out = torch.zeros_like(z)
     out[:, 1:] = z[:, :-1]
     return out
+
+
+class Opaque(torch.autograd.Function):
+    """A backward pass that is not differentiable itself, and does not say so."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, g):
+        with torch.no_grad():
+            return g * (1 - ctx.saved_tensors[0].tanh() ** 2)
+
+
+def _partly(change):
+    def tail(z):
+        z = z.clone()
+        change(z[:, :3])
+        return z
+
+    return tail
+
+
+CURVED |= {
+    "an opaque function": Opaque.apply,
+    "curved in a part": _partly(torch.Tensor.tanh_),
+    "exponential in a part": _partly(torch.Tensor.exp_),
+    "complex": lambda z: (z[:, :5] + 1j * z.flip(1)).abs(),
+}
 
 
 def network(tail):
@@ -96,3 +126,32 @@ def test_curved_tails_are_not(name):
 def test_operations_without_a_second_derivative_certify_nothing():
     with pytest.raises(pf.NotYetError, match="not locally linear"):
         pf.measure(network(F.hardsigmoid), nn.CrossEntropyLoss(), (X, Y), layers="body")
+
+
+def test_parts_written_into_are_looked_at():
+    assert "body" not in reading(_written).proven
+    assert pf.measure(network(_written), nn.CrossEntropyLoss(), (X, Y), layers="body")["trace"].exact
+
+
+def test_a_recurrence_that_begins_in_a_later_batch():
+    def unrolled(net, x):
+        h = F.relu(net.body(x[:, 0]))
+        for _ in range(x.shape[1] - 1):
+            h = F.relu(net.cell(h))
+        return net.head(h)
+
+    net = Net(unrolled, body=nn.Linear(4, 5), cell=nn.Linear(5, 5), head=nn.Linear(5, 3))
+    batches = [(torch.randn(6, 2, 4), Y), (torch.randn(6, 4, 4), Y)]
+    for order in (batches, batches[::-1]):
+        with pytest.raises(pf.NotYetError, match="layer 'cell'"):
+            pf.relative_flatness(net, nn.CrossEntropyLoss(), order, "cell")
+        assert not pf.relative_flatness(net, nn.CrossEntropyLoss(), order, "cell", curvature="ggn").exact
+
+
+def test_products_that_are_curved_at_later_samples():
+    net = network(lambda z: F.relu(z) * F.relu(z))
+    with torch.no_grad():
+        net.body.bias.fill_(-0.1)
+    x = torch.cat([torch.zeros_like(X[:2]), X[2:]])
+    with pytest.raises(pf.NotYetError, match="not locally linear"):
+        pf.measure(net, nn.CrossEntropyLoss(), (x, Y), layers="body")

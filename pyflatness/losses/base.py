@@ -60,11 +60,13 @@ Curvature = Callable[[Tensor, Terms], Tensor]
 class Loss(Protocol):
     """What the measures ask of a loss.
 
-    ``positions`` says whether each position of a sample is a loss term of its own; else a sample is one.
+    ``positions`` says whether each position of a sample is a loss term of its own; else a sample is one;
+    ``convex`` that it is known to be, in the outputs, so that all signs are +1.
     """
 
     reduction: Reduction
     positions: ClassVar[bool]
+    convex: ClassVar[bool]
 
     def class_dim(self, outputs: Tensor) -> int:
         """The dimension of a model's output that holds a term's C outputs."""

@@ -21,6 +21,7 @@ class CrossEntropy:
     label_smoothing: float
     reduction: Reduction
     positions: ClassVar[bool] = True
+    convex: ClassVar[bool] = True
 
     def class_dim(self, outputs: Tensor) -> int:
         """See :class:`.base.Loss`."""

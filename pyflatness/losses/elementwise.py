@@ -18,6 +18,7 @@ class SquaredError:
 
     reduction: Reduction
     positions: ClassVar[bool] = True
+    convex: ClassVar[bool] = True
 
     def class_dim(self, outputs: Tensor) -> int:
         """See :class:`.base.Loss`."""
@@ -52,6 +53,7 @@ class BinaryCrossEntropy:
     pos_weight: Tensor | None
     reduction: Reduction
     positions: ClassVar[bool] = True
+    convex: ClassVar[bool] = True
 
     def class_dim(self, outputs: Tensor) -> int:
         """See :class:`.base.Loss`."""
@@ -76,15 +78,15 @@ class BinaryCrossEntropy:
         return replace(terms, extra=rows)
 
     def _spread(self, name: str, value: Tensor, outputs: Tensor) -> Tensor:
+        squeezed = outputs.shape[-1] == 1 and value.ndim and value.shape[-1] > 1  # the user's outputs had no last 1
+        value = value.unsqueeze(-1) if squeezed else value
         if value.ndim == outputs.ndim and value.shape[0] > 1:
             raise InputError(
                 f"loss: {name} of shape {tuple(value.shape)} holds one entry per sample of a batch; only a weight "
                 "that is the same for every sample has a value over the data set"
             )
         try:
-            value = value.to(outputs)
-            squeezed = outputs.shape[-1] == 1 and value.ndim and value.shape[-1] > 1  # the user's outputs had no last 1
-            return (value.unsqueeze(-1) if squeezed else value).expand_as(outputs)
+            return value.to(outputs).expand_as(outputs)
         except RuntimeError:
             raise InputError(
                 f"loss: {name} of shape {tuple(value.shape)} does not fit outputs {tuple(outputs.shape)}"
