@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-Form = Callable[[Tensor], Tensor]  # signal of a layer's output -> (Σ ⟨w wᵀ M, M⟩, Σ |M|²) over the samples
+Form = Callable[[Tensor], Tensor]  # signal of a layer's output -> Σ ⟨w wᵀ M, M⟩ over the samples
 
 
 class Sweep:
@@ -73,10 +73,10 @@ def columns(outputs: Tensor) -> Iterator[Tensor]:
 
 
 def composed(sweep: Sweep, batches: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Relative flatness and trace of every layer: (2,) each."""
+    """Relative flatness of every layer."""
     weights = {name: layer.weight.flatten(1) for name, layer in sweep.layers.items()}
     grams = {name: weight @ weight.t() for name, weight in weights.items()}
-    totals = {name: torch.zeros(2) for name in sweep.layers}
+    totals = {name: torch.zeros(()) for name in sweep.layers}
     samples = 0
     for inputs, signals in sweep.passes(batches):
         samples += len(next(iter(inputs.values())))
@@ -127,7 +127,7 @@ def multiply_adds(sweep: Sweep, x: Tensor, signals: int) -> float:
 
 def _rank_one(phi: Tensor, gram: Tensor) -> Form:
     norms = phi.square().sum(1)
-    return lambda delta: torch.stack([norms @ (a * delta).sum(1) for a in (delta @ gram, delta)])
+    return lambda delta: norms @ ((delta @ gram) * delta).sum(1)
 
 
 def _direct(patches: Tensor, gram: Tensor) -> Form:
@@ -135,7 +135,7 @@ def _direct(patches: Tensor, gram: Tensor) -> Form:
 
     def values(delta: Tensor) -> Tensor:
         gradients = delta.flatten(2) @ patches
-        return torch.stack([(a * gradients).sum() for a in (gram @ gradients, gradients)])
+        return ((gram @ gradients) * gradients).sum()
 
     return values
 
@@ -145,7 +145,7 @@ def _gram(patches: Tensor, gram: Tensor) -> Form:
 
     def values(delta: Tensor) -> Tensor:
         rows = delta.flatten(2)
-        return torch.stack([((rows.transpose(1, 2) @ a) * pairs).sum() for a in (gram @ rows, rows)])
+        return ((rows.transpose(1, 2) @ (gram @ rows)) * pairs).sum()
 
     return values
 

@@ -70,7 +70,7 @@ def look(
 def narrow(
     outputs: Tensor, tape: Tape, layouts: Mapping[str, tuple[Layout, ...]], samples: int
 ) -> dict[str, tuple[Layout, ...]]:
-    """The layouts that remain when signals go back from some samples: every second one, the first half, and the rest.
+    """The layouts that remain when signals go back from every second sample and the others, and from halves if need be.
 
     Raises:
         InputError: none remains for a layer.
@@ -80,15 +80,15 @@ def narrow(
     place = torch.arange(samples, device=outputs.device)
     left = dict(layouts)
     signal = torch.randn_like(outputs.detach())
-    for senders in (place % 2 == 0, place % 2 == 1, place < samples // 2, place >= samples // 2):
+    for number, senders in enumerate((place % 2 == 0, place % 2 == 1, place < samples // 2, place >= samples // 2)):
+        if number == 2 and (samples == 2 or all(len(layouts) == 1 for layouts in left.values())):
+            break
         rows = senders.repeat_interleave(len(outputs) // samples).view(-1, *(1,) * (outputs.ndim - 1))
         gradients = tape.gradients(outputs, signal * rows.to(signal.dtype))
         for name in layouts:
             left[name] = ownership.consistent(left[name], [(senders, gradients.get(name, []))], samples)
             if not left[name]:
                 raise ownership.mixed(name, gradients[name][0].shape, samples)
-        if samples == 2 and bool(senders[-1]):
-            break  # halves are the same
     return left
 
 

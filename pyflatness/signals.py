@@ -49,8 +49,9 @@ class Signals:
             counted = (part.scale != 0).unsqueeze(1)
             for c in range(factors.count):
                 column, signs = factors.column(c)
-                values = self._rows.new_zeros(self._rows.shape)
-                values[index] = torch.where(counted, column, 0.0).to(values.dtype)
+                values = torch.where(counted, column, 0.0).to(self._rows.dtype)
+                if len(values) < len(self._rows):
+                    values = torch.zeros_like(self._rows).index_copy_(0, index, values)
                 yield self._shaped(values), signs
 
     def _shaped(self, rows: Tensor) -> Tensor:
