@@ -1,5 +1,6 @@
 """Measures of any layers of a model: a sweep, its totals, and what is said about them."""
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -56,8 +57,9 @@ class LayerValues:
         quantities = tuple(dict.fromkeys(measure.quantity for measure in measures))
         sweep = Sweep(self._runner, self._loss, self._options, quantities)
         totals = Totals(self._loss.reduction, self._options.nan_policy, per_sample=self._options.per_sample)
-        for part in sweep.values():
-            totals.add(part, self._runner.selected)
+        with contextlib.closing(sweep.values()) as parts:  # hooks go with an error, not at some later time
+            for part in parts:
+                totals.add(part, self._runner.selected)
         values, shares = totals.values(), totals.per_sample()
         found = {}
         selected, names = [*self._runner.selected], [*self._runner.modules]
@@ -84,9 +86,10 @@ class LayerValues:
         sweep = Sweep(self._runner, self._loss, self._options, ("squares",))
         totals = Totals(self._loss.reduction, self._options.nan_policy)
         blocks: Tensor | None = None
-        for part, values in sweep.block_traces(_LARGEST_MATRIX):
-            totals.add(values, self._runner.selected)
-            blocks = part if blocks is None else blocks + part
+        with contextlib.closing(sweep.block_traces(_LARGEST_MATRIX)) as parts:
+            for part, values in parts:
+                totals.add(values, self._runner.selected)
+                blocks = part if blocks is None else blocks + part
         assert blocks is not None, "data without samples is refused where it is read"
         matrix: Tensor = torch.block_diag(*(blocks / totals.divisor))
         return matrix

@@ -1,7 +1,7 @@
 """Running a model over data with the chosen layers on tape, a batch cut into parts that fit the memory."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -101,7 +101,7 @@ class Runner:
         """Whether the model is locally linear in the layer's weight at all samples so far, see :mod:`.curvature`."""
         return self._linear.get(name, True)
 
-    def results(self, work: Callable[[Run], Result]) -> Iterator[Result]:
+    def results(self, work: Callable[[Run], Result]) -> Generator[Result, None, None]:
         """``work`` done on a run of every part of the data; out of memory, parts are halved.
 
         Raises:

@@ -7,7 +7,7 @@ for x, y in batches:                              # cut to the memory budget
         for each layer: value_i += σ q(M_i)       # contractions of M_i = Σ_p δ_ip φ_ipᵀ
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -138,7 +138,7 @@ class Sweep:
         if options.normalize:
             self._scales = normalize.feature_scales(runner, loss, options.nan_policy)
 
-    def values(self) -> Iterator[Values]:
+    def values(self) -> Generator[Values, None, None]:
         """Every sample's quantities in every layer.
 
         Raises:
@@ -147,7 +147,7 @@ class Sweep:
         """
         return self._runner.results(self._values)
 
-    def block_traces(self, limit: int) -> Iterator[tuple[Tensor, Values]]:
+    def block_traces(self, limit: int) -> Generator[tuple[Tensor, Values], None, None]:
         """Of one layer: Σ_i Σ_c σ_ic M_i^(c) M_i^(c)ᵀ, (G, d, d) float64, beside the values of the same samples.
 
         Raises:

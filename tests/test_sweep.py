@@ -194,6 +194,20 @@ def test_an_exception_leaves_no_trace(model, error, where):
     assert_unchanged(model, before)
 
 
+@pytest.mark.parametrize("options", [{}, {"normalize": "std"}])
+def test_an_error_leaves_no_trace_while_it_is_handled(model, options):
+    before = snapshot(model)
+    x = X.clone()
+    x[3] = torch.nan
+    for call in (pf.measure, pf.block_traces):
+        try:
+            call(model, LOSS, (x, Y), **options, **({"layer": "0"} if call is pf.block_traces else {}))
+        except pf.NonFiniteError:
+            assert_unchanged(model, before)
+        else:
+            pytest.fail("NaN was not noticed")
+
+
 def test_nothing_is_kept_alive(model):
     pf.measure(model, LOSS, (X, Y))
     gc.collect()
