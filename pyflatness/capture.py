@@ -75,10 +75,10 @@ class Call:
 
     def changed(self) -> bool:
         """Whether either tensor was modified in place since."""
-        return (_version(self.inputs), _version(self.output)) != self.versions
+        return (version(self.inputs), version(self.output)) != self.versions
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
     """Counts in-place changes; an inference tensor has no count and cannot be changed outside inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
@@ -111,7 +111,7 @@ class Calls:
             inputs = args[0] if args else kwargs.get("input")
             if isinstance(inputs, Tensor) and isinstance(output, Tensor):
                 self.last.pop(name, None)
-                self.last[name] = Call(inputs, output, (_version(inputs), _version(output)))
+                self.last[name] = Call(inputs, output, (version(inputs), version(output)))
                 self.count[name] = self.count.get(name, 0) + 1
 
         return keep

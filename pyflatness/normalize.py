@@ -97,7 +97,7 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
 def _rows(runner: Runner, run: Run, loss: Loss, nan_policy: str) -> dict[str, Tensor]:
     """(rows, channels) of each layer's input, those that count."""
     inputs = {name: _by_sample(module, run, name) for name, module in runner.modules.items() if run.calls(name)}
-    used = signals.prepare(run.outputs, run.targets, loss, run.samples).used
+    used = signals.of_run(run, loss).used
     good = torch.ones(run.samples, dtype=torch.bool, device=run.outputs.device)
     if nan_policy == "omit":  # the sweep will leave out samples with such outputs too
         good = run.outputs.detach().isfinite().reshape(run.samples, -1).all(dim=1)

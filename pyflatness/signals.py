@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .errors import InputError, NotYetError
 from .losses import Loss, Terms
+from .runner import Run
 
 PASSES = 2048  # backward passes per batch that a sweep is ready to take
 
@@ -59,6 +60,20 @@ class Signals:
             return rows.view_as(self._outputs)
         moved = self._outputs.movedim(self._dim, -1)
         return rows.view(moved.shape).movedim(-1, self._dim)
+
+
+def of_run(run: Run, loss: Loss) -> Signals:
+    """The factors of a run's outputs; errors name its batch.
+
+    Raises:
+        InputError: targets that are no tensor, or see :func:`prepare`.
+    """
+    if not isinstance(run.targets, Tensor):
+        raise InputError(f"targets of batch {run.number}: a tensor is wanted, got {type(run.targets).__name__}")
+    try:
+        return prepare(run.outputs, run.targets.detach(), loss, run.samples)
+    except (InputError, NotYetError) as error:
+        raise type(error)(f"batch {run.number}: {error}") from None
 
 
 def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Signals:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import contractions, layers, normalize, signals
 from .contractions import DenseGradients, WeightGradients
-from .errors import InputError, NotYetError
+from .errors import InputError
 from .losses import Loss
 from .options import Options
 from .runner import Run, Runner
@@ -205,15 +205,10 @@ class Sweep:
 
     def _prepared(self, run: Run) -> signals.Signals:
         """The signals of a run; layers are set up when the first one comes."""
-        if not isinstance(run.targets, Tensor):
-            raise InputError(f"targets of batch {run.number}: a tensor is wanted, got {type(run.targets).__name__}")
         for name, module in self._runner.modules.items():
             if name not in self._layers:
                 self._layers[name] = self._layer(name, module)
-        try:
-            return signals.prepare(run.outputs, run.targets.detach(), self._loss, run.samples)
-        except (InputError, NotYetError) as error:
-            raise type(error)(f"batch {run.number}: {error}") from None
+        return signals.of_run(run, self._loss)
 
     def _layer(self, name: str, module: nn.Module) -> Layer:
         weight = layers.matrix(module)[0]

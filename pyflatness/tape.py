@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import layers
+from .capture import version
 from .errors import InputError
 
 
@@ -86,7 +87,7 @@ class Tape:
 
     def overwritten(self) -> set[str]:
         """Layers whose kept input was modified in place since; from now on a copy of it is kept."""
-        names = {name for name, calls in self.calls.items() if any(_version(c.inputs) != c.version for c in calls)}
+        names = {name for name, calls in self.calls.items() if any(version(c.inputs) != c.version for c in calls)}
         self._copied |= names
         return names
 
@@ -124,7 +125,7 @@ class Tape:
                 )
             kept = inputs.clone() if name in self._copied else inputs
             shape = torch.empty_like(output, device="meta", requires_grad=False)
-            self.calls.setdefault(name, []).append(Call(kept, _version(kept), get_gradient_edge(output), shape))
+            self.calls.setdefault(name, []).append(Call(kept, version(kept), get_gradient_edge(output), shape))
 
         return keep
 
@@ -150,7 +151,3 @@ def _or_zeros(gradient: Tensor | None, call: Call, outputs: Tensor) -> Tensor:
     if gradient is not None:
         return gradient
     return torch.zeros(call.output.shape, dtype=call.output.dtype, device=outputs.device)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -12,17 +12,26 @@ from ..errors import InputError
 from .base import Curvature, Factors, Reduction, Terms, diagonal, rows_like, uniform
 
 
-@dataclass
-class SquaredError:
-    """Squared error: ∂²ℓ/∂z² = 2 I, the mean over samples, positions and outputs."""
+class _Elementwise:
+    """What sums over outputs have in common: a factor for each output, and no dimension that is special."""
 
-    reduction: Reduction
     positions: ClassVar[bool] = True
     convex: ClassVar[bool] = True
 
     def class_dim(self, outputs: Tensor) -> int:
         """See :class:`.base.Loss`."""
         return -1
+
+    def columns(self, outputs: int) -> int:
+        """See :class:`.base.Loss`."""
+        return outputs
+
+
+@dataclass
+class SquaredError(_Elementwise):
+    """Squared error: ∂²ℓ/∂z² = 2 I, the mean over samples, positions and outputs."""
+
+    reduction: Reduction
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
         """See :class:`.base.Loss`."""
@@ -36,28 +45,18 @@ class SquaredError:
         norm = squared_norms(weight, backend, memory).sum()
         return lambda features, terms: norm * squared_norms(features, backend, memory)
 
-    def columns(self, outputs: int) -> int:
-        """See :class:`.base.Loss`."""
-        return outputs
-
     def factors(self, rows: Tensor, terms: Terms) -> Factors:
         """Columns √2 e_c."""
         return diagonal(terms.scale.to(promoted_dtype(rows.dtype)).unsqueeze(1).expand_as(rows))
 
 
 @dataclass
-class BinaryCrossEntropy:
+class BinaryCrossEntropy(_Elementwise):
     """Binary cross-entropy on logits: ∂²ℓ/∂z_s² = ω_s (1 + (π_s - 1) y_s) σ'(z_s), π = ``pos_weight``."""
 
     weight: Tensor | None
     pos_weight: Tensor | None
     reduction: Reduction
-    positions: ClassVar[bool] = True
-    convex: ClassVar[bool] = True
-
-    def class_dim(self, outputs: Tensor) -> int:
-        """See :class:`.base.Loss`."""
-        return -1
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
         """See :class:`.base.Loss`."""
@@ -108,10 +107,6 @@ class BinaryCrossEntropy:
             return torch.cat(parts) * squared_norms(features, backend, memory)
 
         return values
-
-    def columns(self, outputs: int) -> int:
-        """See :class:`.base.Loss`."""
-        return outputs
 
     def factors(self, rows: Tensor, terms: Terms) -> Factors:
         """Columns √(ω_c (1 + (π_c - 1) y_c) σ'(z_c)) e_c, σ' from the tail that does not cancel."""
