@@ -42,18 +42,15 @@ def candidates(shape: Sequence[int], samples: int, dims: int) -> Iterator[Layout
                 yield Layout(dim, inner=True)
 
 
-Sent = tuple[Tensor, Sequence[Tensor]]
-"""Which samples sent a signal, (n,) bool, and the gradients at a layer's calls that it gave."""
-
-
-def consistent(layouts: Iterable[Layout], sent: Sequence[Sent], samples: int) -> tuple[Layout, ...]:
-    """The layouts in which every signal stays within the rows of its senders."""
+def consistent(
+    layouts: Iterable[Layout], senders: Tensor, gradients: Sequence[Tensor], samples: int
+) -> tuple[Layout, ...]:
+    """The layouts in which the gradients of a signal stay within the rows of the samples that sent it, (n,) bool."""
     return tuple(
         layout
         for layout in layouts
         if all(
             layout.fits(gradient, samples) and not bool((reached(layout, gradient, samples) & ~senders).any())
-            for senders, gradients in sent
             for gradient in gradients
         )
     )

@@ -37,22 +37,28 @@ class Findings:
 
 
 def look(
-    model: nn.Module, modules: Mapping[str, nn.Module], tape: Tape, batch: Any, forward: capture.Forward | None
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    tape: Tape,
+    batch: Any,
+    forward: capture.Forward | None,
+    *,
+    whole: bool = False,
 ) -> Findings:
-    """Runs some samples of a batch and sends signals back from some of them.
+    """Runs some samples of a batch, or the ``whole`` of it, and sends signals back from some of them.
 
     Raises:
         InputError: a layer is not what its class says, or does not keep its samples apart.
     """
-    whole = data.size(batch)
-    count = min(whole, max(2, min(_MOST, whole // _SHARE)))
+    samples = data.size(batch)
+    count = samples if whole else min(samples, max(2, min(_MOST, samples // _SHARE)))
     cuttable = True
     try:
         outputs, stored = _run(model, tape, data.first(batch, count), forward)
     except FlatnessError:
         raise
     except Exception:  # not a batch that can be cut; an error of the model's own comes again
-        count, cuttable = whole, False
+        count, cuttable = samples, False
         outputs, stored = _run(model, tape, batch, forward)
     check_samples(outputs, count)
     layouts = {}
@@ -62,7 +68,7 @@ def look(
         layouts[name] = tuple(ownership.candidates(output.shape, count, dims))
     narrowed = narrow(outputs, tape, layouts, count)
     received = sum(call.output.numel() * call.output.element_size() for made in tape.calls.values() for call in made)
-    if count == whole and cuttable and count > 1:  # else the batch itself will show it
+    if 1 < count == samples and cuttable:  # else the batch itself will show it
         outputs = _alone(model, tape, batch, forward, outputs)
     return Findings(count, narrowed, outputs.detach(), (stored + 2 * received) // count, cuttable)
 
@@ -86,7 +92,7 @@ def narrow(
         rows = senders.repeat_interleave(len(outputs) // samples).view(-1, *(1,) * (outputs.ndim - 1))
         gradients = tape.gradients(outputs, signal * rows.to(signal.dtype))
         for name in layouts:
-            left[name] = ownership.consistent(left[name], [(senders, gradients.get(name, []))], samples)
+            left[name] = ownership.consistent(left[name], senders, gradients.get(name, []), samples)
             if not left[name]:
                 raise ownership.mixed(name, gradients[name][0].shape, samples)
     return left

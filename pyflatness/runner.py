@@ -124,7 +124,7 @@ class Runner:
                         continue
                     if result is None:  # once more, with what was found out
                         if self._unseen:
-                            self._look(batch, again=True)
+                            self._look(part, again=True)
                         continue
                     yield result
                     start = stop
@@ -200,7 +200,10 @@ class Runner:
         if not again and (self._looked_at > 1 or (self._looked_at == 1 and samples == 1)):
             return None
         modules = self.selected
-        found = preflight.look(self.model, modules, self._tape, batch, self._forward)
+        found = preflight.look(self.model, modules, self._tape, batch, self._forward, whole=again)
+        if self._unseen - found.layouts.keys():
+            listed = ", ".join(map(repr, sorted(self._unseen)))
+            raise InputError(f"layer {listed} runs at one call of the model and not at the next, on the same batch")
         missing = [name for name in modules if name in self._named and name not in found.layouts]
         if not again and (missing or not found.layouts):
             names = ", ".join(map(repr, missing or modules))
@@ -210,7 +213,8 @@ class Runner:
         known = self._layouts if self._looked_at > 1 else {}
         self._layouts = {**self._layouts, **found.layouts, **known}
         self._looked_at = max(self._looked_at, found.samples)
-        self._part = max(1, self._memory // max(1, found.bytes)) if found.cuttable else samples
+        if not again:
+            self._part = max(1, self._memory // max(1, found.bytes)) if found.cuttable else samples
         return found.outputs
 
 

@@ -344,6 +344,26 @@ def test_layers_that_run_in_some_batches_only():
         assert float(traces.trace()) == pytest.approx(report["a", "trace"].value)
 
 
+@pytest.mark.parametrize("memory", [None, 1500])
+def test_a_layer_that_runs_for_later_samples_only(memory):
+    """Parts of a batch differ in the layers that run; a look at the first samples would not see them."""
+
+    def forward(net, x):
+        h = torch.relu(net.inp(x))
+        return net.head(net.late(h) if (x[:, 0] > 5).any() else h)
+
+    torch.manual_seed(0)
+    net = Net(forward, inp=nn.Linear(4, 5), late=nn.Linear(5, 5), head=nn.Linear(5, 3)).double()
+    x, y = torch.randn(40, 4).double(), torch.arange(40) % 3
+    late = torch.randn(32, 4).double()
+    late[-1] += 9
+    batches = [(x, y), (late, y[:32])]
+    report = pf.measure(net, LOSS, batches, memory=memory)
+    assert report.layers == ("inp", "late", "head")
+    with pytest.raises(pf.InputError, match=r"targets of batch 0: a tensor is wanted, got list"):
+        pf.measure(net, LOSS, [(x, y.tolist())], normalize="std")
+
+
 def test_samples_mixed_in_front_of_the_layer_in_batches_of_two():
     net = Net(lambda net, x: net.head(torch.relu(net.one(x - x.mean(0)))), one=nn.Linear(4, 5), head=nn.Linear(5, 3))
     x, y = torch.randn(6, 4), torch.arange(6) % 3
