@@ -54,7 +54,7 @@ class LayerValues:
 
     def estimates(self, measures: Sequence[Measure]) -> dict[tuple[str, str], Estimate]:
         """(layer, measure) -> value, for every layer that ran, and for the network under the name ``""``."""
-        quantities = tuple(dict.fromkeys(measure.quantity for measure in measures))
+        quantities = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
         sweep = Sweep(self._runner, self._loss, self._options, quantities)
         totals = Totals(self._loss.reduction, self._options.nan_policy, per_sample=self._options.per_sample)
         with contextlib.closing(sweep.values()) as parts:  # hooks go with an error, not at some later time
@@ -64,7 +64,7 @@ class LayerValues:
         found = {}
         selected, names = [*self._runner.selected], [*self._runner.modules]
         for measure in measures:
-            place = quantities.index(measure.quantity)
+            place = quantities.index(str(measure.quantity))
             rows = [([selected.index(name)], name, self._notes(name, sweep)) for name in names]
             for which, name, notes in [*rows, ([*range(len(selected))], "", ())]:
                 found[name, measure.name] = Estimate(

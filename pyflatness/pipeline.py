@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from . import capture, head, layers, losses, selectors
 from .data import Batches
 from .layer_values import LayerValues
-from .measures import RELATIVE_FLATNESS, Measure, at_head, named
+from .measures import RELATIVE_FLATNESS, Measure, Task, at_head, named
 from .options import Options
 from .report import Estimate, Report
 from .selectors import Selector
@@ -302,24 +302,31 @@ def measure(
         True
     """
     options = Options(curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy, memory, seed)
-    rows = _by_sweep(named(measures), options)
+    wanted = named(measures)
+    swept = _by_sweep(wanted, options)
+    computed = [row for row in wanted if row.compute is not None]
     resolved = losses.resolve(loss, reduction)
     with capture.observing(model) as module:
-        passes = sum(1 if how is None else 2 for how in rows)
-        batches = Batches(data, capture.device(module), passes=passes, shown=progress)
+        reads = sum(1 if how is None else 2 for how in swept) + sum(row.reads for row in computed)
+        batches = Batches(data, capture.device(module), passes=reads, shown=progress)
         selection = selectors.select(module, layers)
         found: dict[tuple[str, str], Estimate] = {}
-        for how, wanted in rows.items():
+        for how, rows in swept.items():
             values = LayerValues(module, selection, resolved, batches, forward, replace(options, normalize=how))
-            found.update(values.estimates(wanted))
-    names = tuple(name for name in selection.modules if (name, next(iter(found))[1]) in found)
-    order = [row.name for row in named(measures)]
-    return Report(names, tuple(order), found)
+            found.update(values.estimates(rows))
+        for row in computed:
+            assert row.compute is not None
+            estimates = row.compute(Task(module, selection, resolved, batches, forward, options))
+            found.update({(name, row.name): estimate for name, estimate in estimates.items()})
+    measured = {name for name, _ in found}
+    names = tuple(name for name in selection.modules if name in measured)
+    return Report(names, tuple(row.name for row in wanted), found)
 
 
 def _by_sweep(wanted: Sequence[Measure], options: Options) -> dict[str | None, list[Measure]]:
     """The measures of each sweep, by how it is normalised."""
     sweeps: dict[str | None, list[Measure]] = {}
     for row in wanted:
-        sweeps.setdefault(options.normalize or row.normalize, []).append(row)
+        if row.quantity:
+            sweeps.setdefault(options.normalize or row.normalize, []).append(row)
     return sweeps

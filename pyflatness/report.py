@@ -47,7 +47,7 @@ class Estimate:
         return self.value
 
     def __repr__(self) -> str:
-        number = f"{self.value:.6g}" if self.stderr is None else f"{self.value:.6g} ± {self.stderr:.2g}"
+        number = _number(self)
         facts = [
             "exact" if self.exact else "not exact",
             f"method {self.method}",
@@ -87,14 +87,21 @@ class Report:
         layer, measure = ("", key) if isinstance(key, str) else key
         if measure not in self.measures:
             raise InputError(f"report: no measure {measure!r}; there are {', '.join(self.measures)}")
-        if (layer, measure) not in self._estimates:
+        if layer and layer not in self.layers:
             raise InputError(f"report: no layer {layer!r}; there are {', '.join(self.layers)}")
+        if (layer, measure) not in self._estimates:
+            raise InputError(f"report: {measure!r} has no value of {f'layer {layer!r}' if layer else 'the network'}")
         return self._estimates[layer, measure]
 
     def to_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
         """By measure, then layer (``""``: the network): each estimate as a dict."""
-        names = (*self.layers, "")
-        return {measure: {layer: self[layer, measure].to_dict() for layer in names} for measure in self.measures}
+        found = self._estimates
+        return {
+            measure: {
+                layer: found[layer, measure].to_dict() for layer in (*self.layers, "") if (layer, measure) in found
+            }
+            for measure in self.measures
+        }
 
     def to_json(self, path: str | Path | None = None) -> str:
         """:meth:`to_dict` as JSON, also written to ``path``; NaN and infinity as Python writes them."""
@@ -104,7 +111,7 @@ class Report:
         return text
 
     def __str__(self) -> str:
-        first = self[self.measures[0]]
+        first = next(iter(self._estimates.values()))
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("layer", overflow="fold")
         for measure in self.measures:
@@ -113,13 +120,13 @@ class Report:
             table.add_column(header)
         notes: dict[str, None] = {}
         for layer in (*self.layers, ""):
-            row = [self[layer, measure] for measure in self.measures]
-            numbers = (f"{e.value:.6g}" if e.stderr is None else f"{e.value:.6g} ± {e.stderr:.2g}" for e in row)
+            cells = [self._estimates.get((layer, measure)) for measure in self.measures]
+            row = [estimate for estimate in cells if estimate is not None]
             exact = "yes" if all(e.exact for e in row) else "no"
             if not layer:
                 table.add_section()
             methods = ", ".join(dict.fromkeys(e.method for e in row))
-            table.add_row(layer or "network", *numbers, methods, exact)
+            table.add_row(layer or "network", *map(_number, cells), methods, exact)
             notes.update((f"{layer}: {note}", None) for e in row for note in e.notes)
         console = Console(width=200, markup=False, highlight=False, emoji=False, color_system=None)
         with console.capture() as capture:
@@ -129,3 +136,9 @@ class Report:
         return "\n".join([*lines, f"{first.samples} samples{omitted}, {first.backend} backend", *notes])
 
     __repr__ = __str__
+
+
+def _number(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "–"
+    return f"{estimate.value:.6g}" + ("" if estimate.stderr is None else f" ± {estimate.stderr:.2g}")

@@ -107,7 +107,7 @@ def _score(scoring: Scoring, paths: tuple[Path, ...], out: Path, rows: list[Row]
 
     def step(measure: Measure) -> None:
         if batches:
-            progress.advance(task, 1 / (measure.passes * batches))
+            progress.advance(task, 1 / (measure.reads * batches))
 
     with out.open("w", newline="", encoding="utf-8") as file, _progress() as progress:
         task = progress.add_task("scoring", total=len(paths) * len(scoring.layers) * len(scoring.measures))

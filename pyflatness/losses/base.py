@@ -74,6 +74,12 @@ class Loss(Protocol):
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
         """Rows of ``outputs`` (classes in ``class_dim``) and their targets, checked; rows in row-major order."""
 
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Σ of the loss terms of a model's outputs, as the user's own loss has them; a scalar, float64, with a graph.
+
+        E is that of all batches over Σ mass for the reduction ``"mean"``, and that itself for ``"sum"``.
+        """
+
     def columns(self, outputs: int) -> int:
         """How many output factors a term of so many outputs has."""
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..contractions import SoftmaxVariance, promoted
 from ..errors import InputError
@@ -84,6 +85,17 @@ class CrossEntropy:
         """See :class:`.base.Loss`."""
         variance = SoftmaxVariance(weight, bias, backend, rows=rows, memory=memory)
         return lambda features, terms: variance(features)
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :class:`.base.Loss`."""
+        return F.cross_entropy(
+            outputs.double(),
+            targets.double() if targets.is_floating_point() else targets.long(),
+            None if self.weight is None else self.weight.to(outputs.device, torch.float64),
+            ignore_index=self.ignore_index,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
 
     def columns(self, outputs: int) -> int:
         """See :class:`.base.Loss`."""

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..contractions import promoted, promoted_dtype, squared_norms
 from ..errors import InputError
@@ -44,6 +45,10 @@ class SquaredError(_Elementwise):
         """See :class:`.base.Loss`."""
         norm = squared_norms(weight, backend, memory).sum()
         return lambda features, terms: norm * squared_norms(features, backend, memory)
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :class:`.base.Loss`."""
+        return F.mse_loss(outputs.double(), targets.double(), reduction="sum")
 
     def factors(self, rows: Tensor, terms: Terms) -> Factors:
         """Columns √2 e_c."""
@@ -107,6 +112,15 @@ class BinaryCrossEntropy(_Elementwise):
             return torch.cat(parts) * squared_norms(features, backend, memory)
 
         return values
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :class:`.base.Loss`."""
+        weight, pos_weight = (
+            None if w is None else w.to(outputs.device, torch.float64) for w in (self.weight, self.pos_weight)
+        )
+        return F.binary_cross_entropy_with_logits(
+            outputs.double(), targets.double(), weight, pos_weight=pos_weight, reduction="sum"
+        )
 
     def factors(self, rows: Tensor, terms: Terms) -> Factors:
         """Columns √(ω_c (1 + (π_c - 1) y_c) σ'(z_c)) e_c, σ' from the tail that does not cancel."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..errors import InputError
 from . import at_head
-from .base import Measure
+from .base import Measure, Task
 from .relative_flatness import RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD
 from .trace import TRACE
 
@@ -18,7 +18,7 @@ def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
         InputError: a name that is not in the table.
     """
     if names is None:
-        return tuple(measure for measure in MEASURES if measure.normalize is None)
+        return tuple(measure for measure in MEASURES if measure.quantity and measure.normalize is None)
     if names == "all":
         return MEASURES
     table = {measure.name: measure for measure in MEASURES}
@@ -29,4 +29,4 @@ def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
     return tuple(table[name] for name in wanted)
 
 
-__all__ = ["MEASURES", "RELATIVE_FLATNESS", "RELATIVE_FLATNESS_STD", "TRACE", "Measure", "at_head", "named"]
+__all__ = ["MEASURES", "RELATIVE_FLATNESS", "RELATIVE_FLATNESS_STD", "TRACE", "Measure", "Task", "at_head", "named"]

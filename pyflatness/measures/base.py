@@ -1,27 +1,70 @@
 """A measure as a row of the table of measures."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from torch import nn
+
+from ..capture import Forward
+from ..data import Batches
+from ..losses import Loss
+from ..options import Options
+from ..report import Estimate
+from ..selectors import Selection
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a measure that is not one of the sweep's is asked about.
+
+    Attributes:
+        model: inside :func:`.capture.observing`.
+        selection: the chosen layers.
+        loss: the user's.
+        batches: the data, to be read as often as the measure says.
+        forward: see :func:`.capture.run`.
+        options: of the user.
+    """
+
+    model: nn.Module
+    selection: Selection
+    loss: Loss
+    batches: Batches
+    forward: Forward | None
+    options: Options
+
+
+Values = dict[str, Estimate]
+"""By layer, ``""`` the network; those of a measure's granularity."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure of the layers' blocks of the loss Hessian.
+    """A measure of the loss around a trained network: of a layer, or of all its parameters.
+
+    Either a sum over quantities of the weight gradients, and so one of the sweep's, or computed by itself.
 
     Attributes:
         name: in reports, tables and on the command line.
         formula: in one line.
         source: where it is defined.
-        quantity: what of the weight gradients it is; see :mod:`pyflatness.contractions.layer`.
+        quantity: what of the weight gradients it is; see :mod:`pyflatness.contractions.layer`. None: it is computed.
         normalize: the option of :func:`pyflatness.relative_flatness` that gives it.
+        compute: its values, if it is not one of the sweep's.
+        granularity: what it is a number of: ``"layer"``, ``"network"``, ``"layer, network"``.
+        invariant: reparameterisations that change the network's weights but neither its function nor the measure:
+            ``"none"``, ``"layer-wise"``, ``"layer-wise, neuron-wise"``.
+        cost: in one line.
+        reads: how often it reads the data.
     """
 
     name: str
     formula: str
     source: str
-    quantity: str
+    quantity: str | None = None
     normalize: str | None = None
-
-    @property
-    def passes(self) -> int:
-        """How often it reads the data."""
-        return 1 if self.normalize is None else 2
+    compute: Callable[[Task], Values] | None = None
+    granularity: str = "layer, network"
+    invariant: str = "none"
+    cost: str = "one sweep, shared"
+    reads: int = 1

@@ -15,6 +15,7 @@ RELATIVE_FLATNESS = Measure(
     formula="κ = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')",
     source="Petzka et al. 2021, Definition 3",
     quantity="rooted",
+    invariant="layer-wise",
 )
 RELATIVE_FLATNESS_STD = Measure(
     name="relative_flatness_std",
@@ -22,4 +23,7 @@ RELATIVE_FLATNESS_STD = Measure(
     source="Petzka et al. 2021, Theorem 4",
     quantity="rooted",
     normalize="std",
+    invariant="layer-wise, neuron-wise",
+    cost="one sweep of its own, and a forward pass",
+    reads=2,
 )
