@@ -33,6 +33,8 @@ from .signs import Signs
 
 PRODUCTS = 2048  # Hessian products of a layer, for all samples of a part at once, that an exact value may take
 _TOGETHER = 2**21  # bytes of directions that go through the graph in one pass; more would only leave the caches
+_NOT_TWICE = ("is not implemented", "once_differentiable", "differentiate twice")
+_NOT_BATCHED = ("vmap", "atching rule")
 _RANK = 1e-13  # an eigenvalue below so much of the largest is rounding
 
 
@@ -234,6 +236,24 @@ def slopes(run: Run, loss: Loss, names: Iterable[str]) -> dict[str, list[Tensor]
     return run.tape.gradients(value, torch.ones_like(value), names, create_graph=True)
 
 
+@contextlib.contextmanager
+def differentiable(names: Iterable[str]) -> Iterator[None]:
+    """Inside, an operation without a second derivative is an error that says so.
+
+    Raises:
+        InputError: with what torch said of it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(text in str(error) for text in _NOT_TWICE):
+            raise
+        raise InputError(
+            f"layer {', '.join(map(repr, names))}: an operation behind it has no second derivative ({error}); "
+            "curvature='ggn' gives the GGN value, another number"
+        ) from error
+
+
 def _basis(weight: Tensor, quantities: Sequence[str]) -> Basis:
     """For relative flatness alone the rows of R, min(d, m) of them; else unit vectors, d."""
     groups, d, _ = weight.shape
@@ -277,8 +297,14 @@ def _products(slope: Tensor, inputs: Sequence[Any], directions: Tensor) -> list[
     if not slope.requires_grad:
         return [None] * len(inputs)
     if len(directions) > 1:
-        return list(
-            torch.autograd.grad(slope, inputs, directions, retain_graph=True, allow_unused=True, is_grads_batched=True)
-        )
-    found = torch.autograd.grad(slope, inputs, directions[0], retain_graph=True, allow_unused=True)
-    return [None if part is None else part.unsqueeze(0) for part in found]
+        try:
+            return list(_derivatives(slope, inputs, directions, is_grads_batched=True))
+        except RuntimeError as error:
+            if not any(text in str(error) for text in _NOT_BATCHED):  # one at a time may do
+                raise
+    each = [_derivatives(slope, inputs, direction) for direction in directions]
+    return [None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)]
+
+
+def _derivatives(slope: Tensor, inputs: Sequence[Any], direction: Tensor, **how: bool) -> tuple[Any, ...]:
+    return torch.autograd.grad(slope, inputs, direction, retain_graph=True, allow_unused=True, **how)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from . import contractions, hessian, layers, normalize, signals
+from . import contractions, curvature, hessian, layers, normalize, signals
 from .errors import InputError
 from .hessian import BlockTraces
 from .layer_form import LayerForm
@@ -125,9 +125,11 @@ class Sweep:
         """Values (draws, quantities, n) of layers by second derivatives of the loss."""
         if not found:
             return
-        slopes = hessian.slopes(run, self._loss, found)
-        with contractions.full_precision(run.outputs):
+        with hessian.differentiable(found), contractions.full_precision(run.outputs):
+            slopes = hessian.slopes(run, self._loss, found)
             for name, values in found.items():
+                if self._runner.why_not_linear(name) == curvature.OPAQUE and not slopes[name][0].requires_grad:
+                    raise InputError(f"layer {name!r}: the second derivative of a function behind it is missing")
                 traces = self._traces(run, name, slopes[name], self._quantities)
                 self.exact_passes = max(self.exact_passes, traces.products)
                 if signs is None:
@@ -158,8 +160,8 @@ class Sweep:
             return total, values
         form = self._forms[name]
         if name in self.by_hessian:
-            slope = hessian.slopes(run, self._loss, [name])[name]
-            with contractions.full_precision(run.outputs):
+            with hessian.differentiable([name]), contractions.full_precision(run.outputs):
+                slope = hessian.slopes(run, self._loss, [name])[name]
                 return self._traces(run, name, slope, ()).matrix(kept), values
         inputs = [_masked(part, kept) for part in form.inputs(run)]
         for signal, signs in signals.of_run(run, self._loss).exact():
