@@ -95,6 +95,11 @@ def read(outputs: Tensor, calls: Calls) -> Reading:
     return Reading(frozenset(proven), frozenset(opaque))
 
 
+def has_fused_attention(outputs: Tensor) -> bool:
+    """Whether a kernel of attention was run that has no second derivative."""
+    return any("ScaledDotProduct" in node.name() for node in _users(outputs))
+
+
 @torch.enable_grad()
 def feeds_itself(calls: Sequence[Call]) -> bool:
     """Whether the input of a call depends on the output of an earlier one."""

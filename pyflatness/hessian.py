@@ -57,11 +57,10 @@ class Basis:
 
     def combined(self, coefficients: Tensor) -> Tensor:
         """Σ_a c_a u_a: (…, G, r) -> (…, G, d)."""
-        return _changed("...gr,grd->...gd", coefficients, self.rows)
-
-    def components(self, vectors: Tensor) -> Tensor:
-        """⟨u_a, x⟩: (…, G, d) -> (…, G, r)."""
-        return _changed("...gd,grd->...gr", vectors, self.rows)
+        if self.rows is None:
+            return coefficients
+        vectors: Tensor = torch.einsum("...gr,grd->...gd", coefficients, self.rows)
+        return vectors
 
 
 @dataclass(frozen=True)
@@ -71,12 +70,16 @@ class Directions:
     Attributes:
         columns: ρ.
         bytes: of one direction, for all samples.
-        curved: a (k, n or 1, G, r), b (k, n or 1, G, ρ) -> y(a, b), (k, n, G, r).
+        turned: a (k, n or 1, G, r), b (k, n or 1, G, ρ) -> what y(a, b) is read from, (k, n, G, d or r).
+        reading: c (…, G, r) -> the vectors with which :attr:`turned` has the product ⟨c, y⟩, (…, G, d or r).
+        scale: (n, G), by which the product is to be multiplied; or None.
     """
 
     columns: int
     bytes: int
-    curved: Callable[[Tensor, Tensor], Tensor]
+    turned: Callable[[Tensor, Tensor], Tensor]
+    reading: Callable[[Tensor], Tensor]
+    scale: Tensor | None = None
 
     @property
     def together(self) -> int:
@@ -125,7 +128,7 @@ class BlockTraces:
         total = self._weight.new_zeros(len(self._basis.readout), self._run.samples, dtype=torch.float64)
         with self._directions(_spanning) as directions:
             for a, b in self._units(directions):
-                total += self._read(a, directions.curved(a, b)).sum(dim=1)
+                total += self._read(directions, a, b).sum(dim=1)
         return total
 
     def matrix(self, kept: Tensor) -> Tensor:
@@ -138,8 +141,10 @@ class BlockTraces:
         total = self._weight.new_zeros(groups, d, d, dtype=torch.float64)
         with self._directions(_spanning) as directions:
             for a, b in self._units(directions):
-                y = torch.where(kept.view(-1, 1, 1), directions.curved(a, b), 0.0).sum(dim=1)
-                total += torch.einsum("kgs,kgt->gst", a[:, 0].double(), y.double())
+                y = torch.where(kept.view(-1, 1, 1), directions.turned(a, b).double(), 0.0)
+                if directions.scale is not None:
+                    y = y * torch.where(kept.unsqueeze(1), directions.scale, 0.0).unsqueeze(2)
+                total += torch.einsum("kgs,kngt->gst", a[:, 0].double(), y)
         return total
 
     def sampled(self, signs: Signs, stream: int) -> Tensor:
@@ -149,12 +154,17 @@ class BlockTraces:
             a = signs(stream, numbers, groups, self._basis.size).to(dtype)
             b = signs(stream + 1, numbers, groups, directions.columns).to(dtype)
             some = zip(a.split(directions.together), b.split(directions.together), strict=True)
-            return torch.cat([self._read(a, directions.curved(a, b)) for a, b in some], dim=1).transpose(0, 1)
+            return torch.cat([self._read(directions, a, b) for a, b in some], dim=1).transpose(0, 1)
 
-    def _read(self, a: Tensor, y: Tensor) -> Tensor:
-        """⟨a, C y⟩ over all groups, (quantities, k, n)."""
-        weights = torch.einsum("kngr,qgrt->qkngt", a.double(), self._basis.readout.double())
-        return (weights * y.double()).sum(dim=(3, 4))
+    def _read(self, directions: Directions, a: Tensor, b: Tensor) -> Tensor:
+        """⟨C a, y(a, b)⟩ over all groups, (quantities, k, n) float64."""
+        turned = directions.turned(a, b)
+        parts = []
+        for readout in self._basis.readout:
+            vectors = directions.reading(torch.einsum("kngr,grt->kngt", a, readout.to(a.dtype)))
+            products = (turned * vectors).sum(dim=3).double()
+            parts.append((products if directions.scale is None else products * directions.scale).sum(dim=2))
+        return torch.stack(parts)
 
     def _units(self, directions: Directions) -> Iterator[tuple[Tensor, Tensor]]:
         """Every pair of a row and a column of the same group, some at a time."""
@@ -184,21 +194,28 @@ class BlockTraces:
         span = spanning(form.patches(run, [call.inputs.detach() for call in calls]))  # K, (n, G, P, ρ)
         with torch.enable_grad():
             slope = form.rows(run, self._slope)
+        single = span.shape[2] == span.shape[3] == 1  # then K is a number by which the rest can be multiplied
 
-        def curved(a: Tensor, b: Tensor) -> Tensor:
+        def turned(a: Tensor, b: Tensor) -> Tensor:
+            moved = basis.combined(a).unsqueeze(3).expand(-1, run.samples, -1, span.shape[2], -1)
+            if single:
+                return by_rows(moved).squeeze(3)
             amounts = torch.einsum("ngpr,kngr->kngp", span, b.expand(-1, run.samples, -1, -1))
-            moved = amounts.unsqueeze(4) * basis.combined(a).unsqueeze(3)
-            turned = _products(slope, [call.edge for call in calls], moved)
-            if all(part is None for part in turned):
-                return moved.new_zeros(len(a), run.samples, *a.shape[2:])
-            filled = [
-                moved.new_zeros(len(a), *call.output.shape) if part is None else part
-                for part, call in zip(turned, calls, strict=True)
-            ]
-            rows = torch.func.vmap(lambda *gradients: form.rows(run, gradients))(*filled)
-            return basis.components(torch.einsum("kngp,kngpd->kngd", amounts, rows))
+            return torch.einsum("kngp,kngpd->kngd", amounts, by_rows(moved * amounts.unsqueeze(4)))
 
-        yield Directions(span.shape[3], slope.numel() * slope.element_size(), curved)
+        def by_rows(moved: Tensor) -> Tensor:
+            found = _products(slope, [call.edge for call in calls], moved)
+            if all(part is None for part in found):
+                return torch.zeros_like(moved)
+            filled = [
+                moved.new_zeros(len(moved), *call.output.shape) if part is None else part
+                for part, call in zip(found, calls, strict=True)
+            ]
+            rows: Tensor = torch.func.vmap(lambda *gradients: form.rows(run, gradients))(*filled)
+            return rows
+
+        scale = span[:, :, 0, 0].double().square() if single else None
+        yield Directions(span.shape[3], slope.numel() * slope.element_size(), turned, basis.combined, scale)
 
     @contextlib.contextmanager
     def _of_weight(self) -> Iterator[Directions]:
@@ -212,11 +229,11 @@ class BlockTraces:
             change = basis.combined(torch.einsum("ngpm,ngrm->npgr", patches, moved)).transpose(1, 2)
             return output + form.placed(run, change, output)
 
-        def curved(a: Tensor, b: Tensor) -> Tensor:
+        def turned(a: Tensor, b: Tensor) -> Tensor:
             directions = (a.unsqueeze(4) * b.unsqueeze(3)).expand(-1, *moved.shape)
-            (turned,) = _products(slope, [moved], directions)
-            turned = directions.new_zeros(()).expand_as(directions) if turned is None else turned
-            return torch.einsum("kngrm,kngm->kngr", turned, b.expand(-1, run.samples, -1, -1))
+            (found,) = _products(slope, [moved], directions)
+            found = torch.zeros_like(directions) if found is None else found
+            return torch.einsum("kngrm,kngm->kngr", found, b.expand(-1, run.samples, -1, -1))
 
         handle = self._module.register_forward_hook(move, with_kwargs=True, prepend=True)
         try:  # until all products are done: activation checkpointing calls the layer again in them
@@ -224,7 +241,7 @@ class BlockTraces:
             with torch.enable_grad():
                 value = self._loss.value(outputs, targets)
                 (slope,) = torch.autograd.grad(value, moved, create_graph=True)
-            yield Directions(columns, moved.numel() * moved.element_size(), curved)
+            yield Directions(columns, moved.numel() * moved.element_size(), turned, lambda coefficients: coefficients)
         finally:
             handle.remove()
 
@@ -264,11 +281,6 @@ def _basis(weight: Tensor, quantities: Sequence[str]) -> Basis:
     readout = {"squares": unit, "rooted": weight.double() @ weight.double().mT}
     chosen = [readout[name] for name in quantities]
     return Basis(None, torch.stack(chosen) if chosen else unit.unsqueeze(0))
-
-
-def _changed(how: str, vectors: Tensor, rows: Tensor | None) -> Tensor:
-    changed: Tensor = vectors if rows is None else torch.einsum(how, vectors, rows)
-    return changed
 
 
 def _spanning(patches: Tensor) -> Tensor:

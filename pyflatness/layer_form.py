@@ -93,7 +93,7 @@ class LayerForm:
         parts = self.signal(run, gradients)
         if self._dense:
             return torch.stack([promoted(part).flatten(1) for part in parts], dim=1).unsqueeze(1)
-        return torch.cat([layers.geometry(self._module).rows(promoted(part)) for part in parts], dim=2)
+        return _joined([layers.geometry(self._module).rows(promoted(part)) for part in parts])
 
     def placed(self, run: Run, rows: Tensor, output: Tensor) -> Tensor:
         """Rows (n, G, P, d) as an output of one call, with their graph: the transpose of :meth:`rows`."""
@@ -109,7 +109,7 @@ class LayerForm:
         parts = [promoted(part) for tensor in inputs for part in self._input_parts(run, tensor)]
         if self._dense:
             return torch.stack([part.flatten(1) for part in parts], dim=1).unsqueeze(1)
-        return torch.cat([layers.geometry(self._module).patches(part) for part in parts], dim=2)
+        return _joined([layers.geometry(self._module).patches(part) for part in parts])
 
     def _input_parts(self, run: Run, inputs: Tensor) -> Parts:
         if self._scale is not None:
@@ -139,3 +139,8 @@ class LayerForm:
         with torch.enable_grad():
             (gamma,) = torch.autograd.grad(layers.apply(self._module, inputs), inputs, delta.to(weight.dtype))
         return gamma if self._scale is None else normalize.multiplied(gamma, self._scale, 1)
+
+
+def _joined(calls: Parts) -> Tensor:
+    """Positions of all calls."""
+    return calls[0] if len(calls) == 1 else torch.cat(calls, dim=2)

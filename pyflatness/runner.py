@@ -97,6 +97,7 @@ class Runner:
         self._layouts: dict[str, tuple[Layout, ...]] = {}
         self._measured: set[str] = set()  # layers whose layout was relied on
         self._part = 1  # samples that go through the model together
+        self._cuttable = True
         self._bent: dict[str, str] = {}
         self._twice_differentiable = False  # whether attention is run so that it has second derivatives
         self._unseen: set[str] = set()  # layers that ran for the first time
@@ -166,7 +167,7 @@ class Runner:
                 _check_unchanged(seen, outputs)
             preflight.check_samples(outputs, samples)
             self._narrow(outputs, samples)
-            if not self._linear_or_settled(outputs):
+            if not self._settled(outputs, samples):
                 return None
             first = {name: layouts[0] for name, layouts in self._layouts.items()}
             if samples > 1:
@@ -203,17 +204,17 @@ class Runner:
                 raise ownership.mixed(name, self._tape.calls[name][0].output.shape, samples)
             self._layouts[name] = layouts
 
-    def _linear_or_settled(self, outputs: Tensor) -> bool:
-        """Take in which layers are linear; False to have it seen again with second derivatives of attention."""
+    def _settled(self, outputs: Tensor, samples: int) -> bool:
+        """Take in which layers are linear; False to have the run once more, so that it has second derivatives."""
         bent = curvature.curved(outputs, self._tape, filter(self.is_linear, self._tape.calls))
-        if bent and not self._twice_differentiable:
+        if bent and not self._twice_differentiable and curvature.has_fused_attention(outputs):
             self._twice_differentiable = True
-            if self._second_order:  # the graph of the first derivatives comes on top
-                self._part = max(1, self._part // _SECOND_ORDER)
             return False
+        if bent and not self._bent and self._second_order and self._cuttable:  # the graph of the first derivatives comes on top
+            self._part = max(1, self._part // _SECOND_ORDER)
         self._bent.update(bent)
         self._approve(self._bent)
-        return True
+        return not bent or samples <= self._part
 
     def _look(self, batch: Any, *, again: bool = False) -> Tensor | None:
         """The outputs for the batch's first samples, if these had to be looked at."""
@@ -239,6 +240,7 @@ class Runner:
         self._layouts = {**self._layouts, **found.layouts, **known}
         self._looked_at = max(self._looked_at, found.samples)
         if not again:
+            self._cuttable = found.cuttable
             self._part = max(1, self._memory // max(1, found.bytes)) if found.cuttable else samples
         return found.outputs
 
