@@ -122,4 +122,7 @@ class CrossEntropy:
             others = (roots * signs).scatter(1, top, 0.0)
             return [(others - q * others.sum(dim=1, keepdim=True), 1.0)]
 
-        return Factors(rows.shape[1] - 1, column, mixed)
+        def weights() -> Tensor:
+            return (p.double() * terms.scale.unsqueeze(1)).scatter(1, top, 0.0)
+
+        return Factors(rows.shape[1] - 1, column, mixed, weights)

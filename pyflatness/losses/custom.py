@@ -109,7 +109,8 @@ class CustomLoss:
             parts = [(torch.where(chosen, signs.double(), 0.0), sign) for chosen, sign in kept]
             return [((roots @ part.unsqueeze(2)).squeeze(2), sign) for part, sign in parts if bool((part != 0).any())]
 
-        return Factors(rows.shape[1], lambda c: (roots[:, :, c], values[:, c].sign()), mixed)
+        weights: Tensor = values * terms.scale.unsqueeze(1)
+        return Factors(rows.shape[1], lambda c: (roots[:, :, c], values[:, c].sign()), mixed, lambda: weights)
 
     def _hessians(self, rows: Tensor, targets: Tensor) -> Tensor:
         """(rows, C, C): second derivatives of every sample's loss in its own outputs, samples all at once."""
