@@ -21,7 +21,7 @@ from torch import Tensor
 
 RTOL = 0.01  # of a value's standard error, unless the user gives one
 TWICE = 0.2  # groups that are sent twice, per sample
-_AT_LEAST = 20  # of them over all data
+_AT_LEAST = 200  # of them over all data
 _STEPS = 48  # of bisection
 
 
