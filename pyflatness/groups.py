@@ -65,10 +65,9 @@ class Sends:
         """How much of a value each send is, (s,) float64."""
         return torch.where(self.pairs >= 0, 0.5, 1.0).double()
 
-    def together(self, samples: int, *, whole: bool = False) -> int:
-        """Rounds for which it pays to send all samples at once: the first, and those that half of them have, or all."""
-        having = self.rounds.bincount()
-        return max(1, int((having * (1 if whole else 2) >= (1 if whole else samples)).sum()))
+    def together(self, having: float) -> int:
+        """The first round, and those that so many samples have; later ones fewer do."""
+        return max(1, int((self.rounds.bincount() >= having).sum()))
 
 
 class Tolerance:

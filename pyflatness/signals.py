@@ -8,7 +8,7 @@ the cross terms are then zero in the mean.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,6 +47,7 @@ class Signals:
     _terms: Terms
     _loss: Loss
     _order: Tensor
+    _factors: Callable[[], Factors]
 
     def exact(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Signals and their signs.
@@ -80,7 +81,7 @@ class Signals:
             return
         for draw, number in enumerate(signs.draws):
             drawn = Signs(signs.seed, [number])(STREAM, numbers, self.places)
-            for mixed, sign in self._factors.mixed(drawn.view_as(self._rows)):
+            for mixed, sign in self._factors().mixed(drawn.view_as(self._rows)):
                 yield draw, self._counted(mixed), sign
 
     @property
@@ -94,7 +95,7 @@ class Signals:
         Raises:
             InputError: a loss that is not convex in the outputs.
         """
-        weights = torch.where((self._terms.scale != 0).unsqueeze(1), self._factors.weights(), 0.0)
+        weights = torch.where((self._terms.scale != 0).unsqueeze(1), self._factors().weights(), 0.0)
         negative = weights < -_ROUNDING * weights.nan_to_num(0.0).abs().amax()
         if bool(negative.any()):
             raise InputError(
@@ -106,7 +107,7 @@ class Signals:
 
     def chosen(self, signs: Tensor) -> Tensor:
         """The signal Σ_c r_c s_c of signs r (n, places), 0 for columns that are left out."""
-        for mixed, sign in self._factors.mixed(signs.view_as(self._rows)):
+        for mixed, sign in self._factors().mixed(signs.view_as(self._rows)):
             if sign > 0:
                 return self._counted(mixed)
         return torch.zeros_like(self.outputs)
@@ -123,11 +124,8 @@ class Signals:
             _rows=self._rows[rows],
             _terms=self._terms.take(rows),
             _order=self._order[index],
+            _factors=lambda: self._factors().take(rows),
         )
-
-    @functools.cached_property
-    def _factors(self) -> Factors:
-        return self._loss.factors(self._rows, self._terms)
 
     def _counted(self, values: Tensor) -> Tensor:
         """As a signal, 0 for terms that do not count."""
@@ -179,4 +177,5 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Signa
     passes = most * loss.columns(rows.shape[1])
     mass = terms.mass.reshape(samples, -1).sum(dim=1)
     used = torch.ones_like(counted) if terms.used is None else terms.used.view(samples, -1)
-    return Signals(passes, mass, used, outputs, rows, dim, terms, loss, order)
+    factors = functools.cache(lambda: loss.factors(rows, terms))
+    return Signals(passes, mass, used, outputs, rows, dim, terms, loss, order, factors)

@@ -155,7 +155,7 @@ class Sweep:
         self.exact_passes = max(self.exact_passes, sent.passes)
         shape = len(self._runner.selected), len(self._quantities)
         part = adaptive.begin(run, sent, shape, tolerance, self._options.seed)
-        rounds = part.sends.together(run.samples, whole=not self._runner.cuttable) if sent.passes else 0
+        rounds = part.sends.together(run.samples / 2 if self._runner.cuttable else 1) if sent.passes else 0
         contracted = self._contracted(run, names, rounds)
         for number in range(rounds):
             chosen, signal = part.of_round(number)
@@ -171,7 +171,7 @@ class Sweep:
         def send(run: Run, which: slice) -> Tensor:
             names = self._linear(run)
             for name in names:
-                _check_order(name, prints[name][places[which]], self._forms[name].fingerprints(run))
+                _check_order(name, prints[name][places[which]], self._forms[name].fingerprints(run), run.outputs.dtype)
             values = self._contracted(run, names, 1)(part.packed(left[which]))
             return self._stacked(values, part.sums.new_empty(*part.sums.shape[:2], run.samples))
 
@@ -272,10 +272,11 @@ def _sent(run: Run, sent: signals.Signals, signs: Signs | None) -> Iterator[tupl
         yield from sent.sampled(signs, run.numbers)
 
 
-def _check_order(name: str, before: Tensor, now: Tensor) -> None:
+def _check_order(name: str, before: Tensor, now: Tensor, dtype: torch.dtype) -> None:
     """Raise if a layer's rows are of other samples in a batch of repeated rows."""
+    tolerance = max(1e-3, 8 * torch.finfo(dtype).eps)
     size = float(before.abs().nan_to_num(0, 0, 0).amax())
-    if not torch.allclose(before, now, rtol=1e-3, atol=1e-3 * size, equal_nan=True):
+    if not torch.allclose(before, now, rtol=tolerance, atol=tolerance * size, equal_nan=True):
         raise InputError(
             f"layer {name!r}: its inputs for the same samples change with the batch they are in, or come in another "
             "order; pass probes=k, a number of draws"

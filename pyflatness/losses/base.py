@@ -51,12 +51,14 @@ class Factors:
             column whose r is 0 is left out.
         weights: () -> (rows, C) float64: how much each column that :attr:`mixed` adds up counts, about σ |s_·c|²; 0
             for a place in r that has none.
+        take: the same factors of some of the rows, by their places.
     """
 
     count: int
     column: Callable[[int], tuple[Tensor, Tensor | None]]
     mixed: Callable[[Tensor], list[tuple[Tensor, float]]]
     weights: Callable[[], Tensor]
+    take: Callable[[Tensor], "Factors"]
 
 
 Curvature = Callable[[Tensor, Terms], Tensor]
@@ -126,4 +128,10 @@ def diagonal(coefficients: Tensor) -> Factors:
         values[:, c] = roots[:, c]
         return values, None
 
-    return Factors(roots.shape[1], column, lambda signs: [(roots * signs, 1.0)], coefficients.double)
+    return Factors(
+        roots.shape[1],
+        column,
+        mixed=lambda signs: [(roots * signs, 1.0)],
+        weights=coefficients.double,
+        take=lambda index: diagonal(coefficients[index]),
+    )
