@@ -59,6 +59,10 @@ class Part:
         rows = torch.zeros_like(self.signs[0]).index_copy_(0, self.sends.samples[chosen], self.rows(chosen))
         return chosen, self.sent.chosen(rows.float().masked_fill_(~self.finite.unsqueeze(1), torch.nan))
 
+    def silent(self, chosen: Tensor) -> Tensor:
+        """(n,), samples from which a round sends nothing."""
+        return torch.ones_like(self.finite).index_fill_(0, self.sends.samples[chosen], False) & self.finite
+
     def packed(self, chosen: Tensor) -> Tensor:
         """The signal of some sends, one in each row of a batch."""
         return self.sent.take(self.sends.samples[chosen]).chosen(self.rows(chosen).float())

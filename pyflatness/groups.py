@@ -21,7 +21,7 @@ from torch import Tensor
 
 RTOL = 0.01  # of a value's standard error, unless the user gives one
 TWICE = 0.2  # groups that are sent twice, per sample
-_AT_LEAST = 200  # of them over all data
+_AT_LEAST = 200  # of them over all data, as far as there are: for an error that is known well enough
 _STEPS = 48  # of bisection
 
 
@@ -130,12 +130,9 @@ def threshold(ordered: Tensor, allowed: float) -> float:
         light = mass.gather(1, below)
         return 2 * float((light * light.clamp(max=tau) - squares.gather(1, below)).clamp_min(0).sum())
 
-    positive = ordered[ordered > 0]
-    if not len(positive):
-        return 1.0
-    low, high = float(positive.min()), 1.0001 * float(mass[:, -1].max())
-    if predicted(high) <= allowed:
-        return high
+    low, high = float(torch.where(ordered > 0, ordered, torch.inf).min()), 1.0001 * float(mass[:, -1].max())
+    if high == 0 or predicted(high) <= allowed:
+        return high or 1.0
     for _ in range(_STEPS):
         middle = math.sqrt(low) * math.sqrt(high)
         low, high = (middle, high) if predicted(middle) <= allowed else (low, middle)

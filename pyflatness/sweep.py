@@ -159,7 +159,12 @@ class Sweep:
         contracted = self._contracted(run, names, rounds)
         for number in range(rounds):
             chosen, signal = part.of_round(number)
-            part.add_round(chosen, self._stacked(contracted(signal), part.sums))
+            values = self._stacked(contracted(signal), part.sums)
+            silent = part.silent(chosen)
+            for name, heard in zip(self._runner.selected, values.nan_to_num(0.0).any(dim=1), strict=True):
+                if bool((heard & silent).any()):
+                    raise _disordered(name)
+            part.add_round(chosen, values)
         part.rounds = rounds
         return part, {name: self._forms[name].fingerprints(run) for name in names}
 
@@ -277,10 +282,14 @@ def _check_order(name: str, before: Tensor, now: Tensor, dtype: torch.dtype) -> 
     tolerance = max(1e-3, 8 * torch.finfo(dtype).eps)
     size = float(before.abs().nan_to_num(0, 0, 0).amax())
     if not torch.allclose(before, now, rtol=tolerance, atol=tolerance * size, equal_nan=True):
-        raise InputError(
-            f"layer {name!r}: its inputs for the same samples change with the batch they are in, or come in another "
-            "order; pass probes=k, a number of draws"
-        )
+        raise _disordered(name)
+
+
+def _disordered(name: str) -> InputError:
+    return InputError(
+        f"layer {name!r}: its inputs for the same samples change with the batch they are in, or come in another order "
+        "than the model's outputs; pass probes=k, a number of draws"
+    )
 
 
 def _masked(part: Tensor, kept: Tensor) -> Tensor:
