@@ -92,7 +92,7 @@ class Part:
         both = torch.cat([self.differences, self.differences.sum(dim=0, keepdim=True)])
         found = both.square() / 2 * (1 / self.sends.chances - 0.5)
         again = self.sends.samples[self.sends.draws == 1]
-        return torch.cat([self.sums, self.sums[:1]]).zero_().index_add_(2, again, found)
+        return both.new_zeros(*both.shape[:2], self.sums.shape[2]).index_add_(2, again, found)
 
 
 def begin(run: Run, sent: Signals, shape: tuple[int, int], tolerance: Tolerance, seed: int) -> Part:
