@@ -36,7 +36,7 @@ from .signs import Signs
 PRODUCTS = 2048  # Hessian products of a layer, for all samples of a part at once, that an exact value may take
 _TOGETHER = 2**22  # bytes of directions that go through the graph in one pass; more would only leave the caches
 _NOT_TWICE = ("is not implemented", "once_differentiable", "differentiate twice")
-_NOT_BATCHED = ("vmap", "atching rule")
+_NOT_BATCHED = ("vmap", "atching rule", "functorch")
 _MOST_POSITIONS = 256  # for which a sampled value takes an eigendecomposition for every sample
 _RANK = 1e-13  # an eigenvalue below so much of the largest is rounding
 
@@ -290,7 +290,8 @@ def _spanning(patches: Tensor, most: int) -> Tensor:
     values, vectors = torch.linalg.eigh(gram.masked_fill(bad, 0.0))
     rank = max(1, int((values > _RANK * values[..., -1:]).sum(dim=2).max()))
     scaled = vectors[..., -rank:] * values[..., -rank:].clamp_min(0).sqrt().unsqueeze(2)
-    return scaled.flip(3).masked_fill(bad, torch.nan).to(patches.dtype)
+    span: Tensor = scaled.flip(3).masked_fill(bad, torch.nan).to(patches.dtype)
+    return span
 
 
 def _norms(patches: Tensor) -> Tensor:
