@@ -3,6 +3,7 @@
 from .capture import causal_lm
 from .errors import BackendError, FlatnessError, InputError, MissingExtraError, NonFiniteError, NotYetError
 from .pipeline import block_traces, head_flatness, measure, relative_flatness
+from .reparameterize import reparameterize
 from .report import Estimate, Report
 from .verification import Verification, verify
 
@@ -23,5 +24,6 @@ __all__ = [
     "head_flatness",
     "measure",
     "relative_flatness",
+    "reparameterize",
     "verify",
 ]
