@@ -182,15 +182,21 @@ def _rows(module: nn.Module, output: Tensor, count: int) -> Tensor:
     return rows.expand(output.movedim(dim, -1).shape).movedim(-1, dim)
 
 
-def check_plain(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Raise unless the layer's weight and bias are parameters of its own that can be written to."""
+def obstacle(model: nn.Module, name: str, module: nn.Module) -> str:
+    """Why the layer's weight and bias cannot be written to without changing more than they; empty if they can."""
     for what in ("weight", "bias"):
         held = getattr(module, what, None)
         if held is not None and not isinstance(module._parameters.get(what), nn.Parameter):
-            raise InputError(
+            return (
                 f"layer {name!r}: its {what} is made by a parametrisation (or a hook); remove that first "
                 "(torch.nn.utils.parametrize.remove_parametrizations)"
             )
     others = layers.ties(model, module)
-    if others:
-        raise InputError(f"layer {name!r}: its weight is tied with {', '.join(others)}, which would change with it")
+    return f"layer {name!r}: its weight is tied with {', '.join(others)}, which would change with it" if others else ""
+
+
+def check_plain(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Raise an InputError if there is an :func:`obstacle`."""
+    reason = obstacle(model, name, module)
+    if reason:
+        raise InputError(reason)

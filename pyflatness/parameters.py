@@ -50,9 +50,9 @@ def noise(values: Mapping[str, Tensor], generator: torch.Generator) -> Parameter
     return {name: of(tensor) for name, tensor in values.items()}
 
 
-def moved(values: Mapping[str, Tensor], change: Callable[[str, Tensor], Tensor]) -> Parameters:
-    """Each tensor plus ``change(name, tensor)``, in the tensor's dtype."""
-    return {name: (tensor + change(name, tensor)).to(tensor.dtype) for name, tensor in values.items()}
+def moved(values: Mapping[str, Tensor], noise: Mapping[str, Tensor], spread: Callable[[Tensor], Any]) -> Parameters:
+    """θ + spread(θ) · noise, in the dtype of each tensor."""
+    return {name: (w + spread(w) * noise[name]).to(w.dtype) for name, w in values.items()}
 
 
 def run(

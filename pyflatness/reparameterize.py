@@ -75,7 +75,8 @@ def reparameterize(
         found = _followed(module, wanted, first(batches.peek(), _SAMPLES), forward)
         changed = duplicate(module)
         _multiply(changed, wanted, found)
-        check_same(module, changed, batches, forward)
+        for number, batch in enumerate(batches):
+            check_same(module, changed, batch, forward, number)
         if not inplace:
             return changed
         for (_, own), (_, other) in zip(_tensors(module), _tensors(changed), strict=True):
@@ -96,19 +97,19 @@ def duplicate(model: nn.Module) -> nn.Module:
         raise InputError(f"model: it cannot be copied ({error})") from None
 
 
-def check_same(model: nn.Module, other: nn.Module, batches: Batches, forward: capture.Forward | None) -> None:
-    """Raise unless both models give the same outputs for all data, up to rounding."""
-    for number, batch in enumerate(batches):
-        before, now = (capture.run(net, batch, forward)[0] for net in (model, other))
-        tolerance = _TOLERANCE.get(before.dtype, 1e-3)
-        if before.shape != now.shape or not bool(before.isfinite().all() and now.isfinite().all()):
-            raise InputError(f"batch {number}: outputs {tuple(before.shape)}, {tuple(now.shape)} are not finite")
-        off, size = float((now - before).abs().amax()), float(before.abs().amax())
-        if off > tolerance * size:
-            raise InputError(
-                f"batch {number}: the reparameterised model is another function, by up to {off:.2g} in outputs of up "
-                f"to {size:.2g}; it has operations that are not seen in one run, or factors too large for its dtype"
-            )
+def check_same(
+    model: nn.Module, other: nn.Module, batch: Any, forward: capture.Forward | None, number: int = 0
+) -> None:
+    """Raise unless both models give the same outputs for a batch, up to rounding."""
+    before, now = (capture.run(net, batch, forward)[0] for net in (model, other))
+    if before.shape != now.shape or not bool(before.isfinite().all() and now.isfinite().all()):
+        raise InputError(f"batch {number}: outputs {tuple(before.shape)} and {tuple(now.shape)} are not finite")
+    off, size = float((now - before).abs().amax()), float(before.abs().amax())
+    if off > _TOLERANCE.get(before.dtype, 1e-3) * size:
+        raise InputError(
+            f"batch {number}: the reparameterised model is another function, by up to {off:.2g} in outputs of up to "
+            f"{size:.2g}; it has operations that are not seen in one run, or factors too large for its dtype"
+        )
 
 
 def scale_rows(module: nn.Module, factors: Tensor) -> None:
