@@ -7,10 +7,9 @@ import torch
 import truth
 from cases import INDICES, LOSSES, TOKEN_TARGETS, TOKENS, C, M, N, Tokens, classifier, to
 from grid import Net, normal
-from residual import LOSS
+from residual import LOSS, residual
 from residual import X as IMAGES
 from residual import Y as LABELS
-from residual import residual
 from test_user_state import assert_unchanged, snapshot
 from torch import nn
 from torch.nn import functional as F
@@ -24,7 +23,7 @@ X = normal(10, N, M)
 def network(*widths, bias=True, activation=nn.ReLU, seed=0):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        parts = [part for part in classifier(*widths, bias=bias)]
+        parts = list(classifier(*widths, bias=bias))
         return nn.Sequential(*(activation() if isinstance(p, nn.ReLU) else p for p in parts)).double()
 
 
@@ -169,7 +168,7 @@ def test_weight_norm_of_effective_weights():
     assert report.layers == ("0", "2", "4")
     for layer in report.layers:
         weight = model.get_submodule(layer).weight
-        assert report[layer, "weight_norm"].value == pytest.approx(float(weight.square().sum()), rel=1e-12)
+        assert report[layer, "weight_norm"].value == pytest.approx(float(weight.detach().square().sum()), rel=1e-12)
     total = sum(report[layer, "weight_norm"].value for layer in report.layers)
     assert report["weight_norm"].value == pytest.approx(total, rel=1e-12)
     some = pf.measure(model, LOSS, (X, INDICES), measures="weight_norm", layers=["0", "4"])

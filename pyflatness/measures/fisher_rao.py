@@ -96,8 +96,9 @@ class _Moved:
                 parts = [(g * values).sum() for g, values in zip(back, theta, strict=True) if g is not None]
                 product = torch.stack(parts).sum()
                 (change,) = torch.autograd.grad(product, v)
-                size = float((v * change).norm())
-                if not torch.isclose((v * change).sum(), product, rtol=1e-3, atol=1e-3 * size, equal_nan=True):
+                entries, product = v.detach() * change, product.detach()
+                size = float(entries.norm())
+                if not torch.isclose(entries.sum(), product, rtol=1e-3, atol=1e-3 * size, equal_nan=True):
                     raise RuntimeError("one of them is missing")
             except RuntimeError as error:
                 raise NotYetError(

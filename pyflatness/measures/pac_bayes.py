@@ -245,7 +245,7 @@ class _Search:
         try:
             other.load_state_dict(state)
         except (RuntimeError, TypeError, AttributeError) as error:
-            raise InputError(f"initial: it does not fit the model ({error})") from None
+            raise InputError(f"initial: it does not fit the model ({' '.join(str(error).split())})") from None
         return parameters.every(self._folding.of(other))
 
 
