@@ -68,8 +68,10 @@ def test_monotone_in_the_drop_and_in_the_scale_of_the_weights(net, data):
             p.mul_(2)
     labelled = X, plain(X).argmax(1)
     one, twice = (pf.pac_bayes(model, LOSS, labelled, tolerance=1e-9) for model in (plain, larger))
-    assert twice.sigma == pytest.approx(2 * one.sigma, rel=1e-3)  # the same draws, so the same noise twice as large
-    assert twice.flatness == pytest.approx(one.flatness / 4, rel=2e-3)
+    assert twice.sigma == pytest.approx(
+        2 * one.sigma, abs=2 * 2.0**-14
+    )  # the same draws, so the same noise twice as large
+    assert twice.flatness == pytest.approx(one.flatness / 4, rel=1e-2)
 
 
 def test_steps_draws_seeds_and_cuts(net, data):
