@@ -13,7 +13,7 @@ from .layer_values import LayerValues
 from .measures import RELATIVE_FLATNESS, Measure, Task, at_head, named
 from .options import Options
 from .report import Estimate, Report
-from .selectors import Selector
+from .selectors import Selection, Selector
 
 
 @capture.eager
@@ -163,17 +163,22 @@ def layer_measure(
     forward: capture.Forward | None = None,
     progress: bool | None = None,
 ) -> Estimate:
-    """One measure of one layer; by the head where it is that."""
+    """One measure of one layer, by the head where it is that; or of the network, if it is none of layers."""
     options = replace(options, normalize=options.normalize or row.normalize)
     resolved = losses.resolve(loss, reduction)
     with capture.observing(model) as module:
-        batches = Batches(data, capture.device(module), passes=2 if options.normalize else 1, shown=progress)
+        reads = row.reads if row.compute else 2 if options.normalize else 1
+        batches = Batches(data, capture.device(module), passes=reads, shown=progress)
+        if row.compute is not None and row.of_network_alone:
+            return row.compute(Task(module, Selection({}, frozenset()), resolved, batches, forward, options))[""]
         name, source = head.find(module, layer, resolved, batches, forward)
         dense = options.conv == "affine" and layers.is_convolution(module.get_submodule(name))
         if source is not None and row.quantity == RELATIVE_FLATNESS.quantity and not dense:
             return at_head.relative_flatness(source, resolved, options)
-        values = LayerValues(module, selectors.select(module, name), resolved, batches, forward, options)
-        return values.estimates([row])[name, row.name]
+        selection = selectors.select(module, name)
+        if row.compute is not None:
+            return row.compute(Task(module, selection, resolved, batches, forward, options))[name]
+        return LayerValues(module, selection, resolved, batches, forward, options).estimates([row])[name, row.name]
 
 
 @capture.eager

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,17 +81,15 @@ class Estimate:
         Raises:
             InputError: not such a dict.
         """
-        known = {entry.name for entry in fields(cls)}
+        known = {entry.name: entry.default is MISSING and entry.default_factory is MISSING for entry in fields(cls)}
         try:
             shares = facts.get("per_sample")
-            given = {
-                **facts,
-                "notes": tuple(facts.get("notes", ())),
-                "per_sample": None if shares is None else torch.tensor(shares, dtype=torch.float64),
-            }
-            return cls(**given)
+            shares = None if shares is None else torch.tensor(shares, dtype=torch.float64)
+            return cls(**{**facts, "notes": tuple(facts.get("notes", ())), "per_sample": shares})
         except (AttributeError, TypeError, ValueError):
-            odd = sorted({*facts} ^ known) if isinstance(facts, Mapping) else type(facts).__name__
+            needed = {name for name, required in known.items() if required}
+            given = {*facts} if isinstance(facts, Mapping) else set()
+            odd = sorted((needed - given) | (given - {*known}))
             raise InputError(
                 f"estimate: a dict as of Estimate.to_dict() is wanted; missing or unknown: {odd}"
             ) from None
@@ -105,7 +103,7 @@ class Report:
     """Measures of a network's layers, and of the network. ``str(report)`` is a table.
 
     ``report[layer, measure]`` is one layer's :class:`Estimate`, ``report[measure]`` the network's: the sum over the
-    measured layers.
+    measured layers, or one value of its own. A measure may have values of layers, of the network, or both.
 
     Attributes:
         layers: names of the measured layers, in the model's order.

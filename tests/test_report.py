@@ -48,8 +48,11 @@ def test_estimates_and_back(report):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: pf.Estimate.from_dict({"value": 1.0}), r"missing or unknown: \['backend', 'exact', .*'stderr'\]"),
-        (lambda: pf.Estimate.from_dict([1.0]), "missing or unknown: list"),
+        (
+            lambda: pf.Estimate.from_dict({"value": 1.0}),
+            r"missing or unknown: \['backend', 'exact', 'method'.*'stderr'\]",
+        ),
+        (lambda: pf.Estimate.from_dict([1.0]), "missing or unknown: .*'value'"),
         (lambda: pf.Report.from_dict([]), "measure -> layer -> estimate"),
         (lambda: pf.Report.from_dict({"trace": 3}), "measure -> layer -> estimate"),
         (lambda: pf.Report.from_dict({"trace": {"0": {"values": 3}}}), "missing or unknown: .*'values'"),

@@ -107,10 +107,10 @@ def _score(scoring: Scoring, paths: tuple[Path, ...], out: Path, rows: list[Row]
 
     def step(measure: Measure) -> None:
         if batches:
-            progress.advance(task, 1 / (measure.reads * batches))
+            progress.advance(task, 1 / (measure.reads * batches))  # a measure that reads no data takes no step
 
     with out.open("w", newline="", encoding="utf-8") as file, _progress() as progress:
-        task = progress.add_task("scoring", total=len(paths) * len(scoring.layers) * len(scoring.measures))
+        task = progress.add_task("scoring", total=len(paths) * len(scoring.pairs()))
         writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
         for path in paths:
