@@ -167,7 +167,7 @@ def layer_measure(
     options = replace(options, normalize=options.normalize or row.normalize)
     resolved = losses.resolve(loss, reduction)
     with capture.observing(model) as module:
-        reads = row.reads if row.compute else 2 if options.normalize else 1
+        reads = options.reads if row.compute is None else row.reads
         batches = Batches(data, capture.device(module), passes=reads, shown=progress)
         if row.compute is not None and row.of_network_alone:
             return row.compute(Task(module, Selection({}, frozenset()), resolved, batches, forward, options))[""]
@@ -236,7 +236,7 @@ def block_traces(
     options = Options(curvature, conv=conv, normalize=normalize, backend=backend, nan_policy=nan_policy, memory=memory)
     resolved = losses.resolve(loss, reduction)
     with capture.observing(model) as module:
-        batches = Batches(data, capture.device(module), passes=1 if normalize is None else 2, shown=progress)
+        batches = Batches(data, capture.device(module), passes=options.reads, shown=progress)
         name, _ = head.find(module, layer, resolved, batches, forward)
         values = LayerValues(module, selectors.select(module, name), resolved, batches, forward, options)
         return values.block_traces()
@@ -312,7 +312,7 @@ def measure(
     computed = [row for row in wanted if row.compute is not None]
     resolved = losses.resolve(loss, reduction)
     with capture.observing(model) as module:
-        reads = sum(1 if how is None else 2 for how in swept) + sum(row.reads for row in computed)
+        reads = sum(replace(options, normalize=how).reads for how in swept) + sum(row.reads for row in computed)
         batches = Batches(data, capture.device(module), passes=reads, shown=progress)
         selection = selectors.select(module, layers)
         found: dict[tuple[str, str], Estimate] = {}
