@@ -210,7 +210,9 @@ class Runner:
         if bent and not self._twice_differentiable and curvature.has_fused_attention(outputs):
             self._twice_differentiable = True
             return False
-        if bent and not self._bent and self._second_order and self._cuttable:  # the graph of the first derivatives comes on top
+        if (
+            bent and not self._bent and self._second_order and self._cuttable
+        ):  # the graph of the first derivatives comes on top
             self._part = max(1, self._part // _SECOND_ORDER)
         self._bent.update(bent)
         self._approve(self._bent)

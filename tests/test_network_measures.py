@@ -2,6 +2,7 @@
 
 import math
 
+import networks
 import pytest
 import torch
 import truth
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 import pyflatness as pf
+from pyflatness.measures import MEASURES
 
 X = normal(10, N, M)
 
@@ -362,3 +364,41 @@ def test_values_do_not_depend_on_grad_modes_or_wrappers(model, name):
             assert value(model) == pytest.approx(expected, rel=1e-6)
     assert value(nn.DataParallel(model)) == pytest.approx(expected, rel=1e-6)
     assert value(torch.compile(model, backend="eager")) == pytest.approx(expected, rel=1e-6)
+
+
+# --- the grid ---------------------------------------------------------------------------------------------------------
+
+ONE_TERM = [
+    name
+    for name, case in networks.CASES.items()
+    if isinstance(case.loss, nn.CrossEntropyLoss)
+    and (case.loss.weight, case.loss.label_smoothing, case.loss.reduction) == (None, 0, "mean")
+    and case.targets.shape == case.inputs.shape[:1]
+    and not (case.targets == case.loss.ignore_index).any()
+]
+
+
+@pytest.mark.parametrize("name", ONE_TERM)
+def test_fisher_rao_over_the_grid(name):
+    """Per sample by autograd: ⟨θ, ∂ℓ_i/∂θ⟩ through the rows of sample i alone."""
+    case = networks.CASES[name]
+    model = case.build().requires_grad_(True)
+    terms = F.cross_entropy(model(case.inputs), case.targets, reduction="none")
+    found = []
+    for term in terms:
+        slopes = torch.autograd.grad(term, [*model.parameters()], retain_graph=True, allow_unused=True)
+        pairs = zip(slopes, model.parameters(), strict=True)
+        found.append(sum((g * p).sum() for g, p in pairs if g is not None))
+    expected = float(torch.stack(found).detach().square().mean().sqrt())
+    value = one("fisher_rao", model, case.loss, (case.inputs, case.targets)).value
+    assert value == pytest.approx(expected, rel=1e-9)
+
+
+def test_all_measures_at_once():
+    model = network(M, 6, C)
+    report = pf.measure(model, LOSS, (X, INDICES), measures="all")
+    assert report.measures == tuple(measure.name for measure in MEASURES)
+    facts = report.to_dict()
+    for measure in MEASURES:
+        places = {"layer" if layer else "network" for layer in facts[measure.name]}
+        assert places == set(measure.granularity.split(", "))

@@ -42,6 +42,9 @@ from the table in the code: `pyflatness measures --markdown > docs/measures.md`.
 - **cost**: a sweep is a forward pass and one backward pass per output factor of the loss (C − 1 for cross-entropy), for
   all layers and measures that share it.
 
+`pf.pac_bayes` and `pf.adaptive_sharpness_mc` are the measures of these names with options (draws, the size of noise,
+initial weights, the readings of the authors' code).
+
 """
 
 
