@@ -128,6 +128,17 @@ def test_fisher_rao_of_a_recurrent_network():
     assert single == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fisher_rao_in_half_precision(dtype):
+    """The forward mode of LayerNorm overflows in float16 on inputs as small as embeddings are at first."""
+    model = nn.Sequential(nn.Linear(M, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, C))
+    with torch.no_grad():
+        model[0].weight.mul_(0.02)
+        model[0].bias.zero_()
+    expected = one("fisher_rao", model, LOSS, (X.float(), INDICES)).value
+    assert one("fisher_rao", model.to(dtype), LOSS, (X.to(dtype), INDICES)).value == pytest.approx(expected, rel=5e-2)
+
+
 def test_fisher_rao_of_what_cannot_be_derived_says_so():
     class Once(Cubed):
         @staticmethod

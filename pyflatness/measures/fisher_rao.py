@@ -53,20 +53,27 @@ def _values(task: Task) -> Values:
 
 
 class _Moved:
-    """f and (∂f/∂θ) θ of batches: in forward mode, or by two backward passes where an operation has none."""
+    """f and (∂f/∂θ) θ of batches: in forward mode, or by two backward passes.
+
+    These where an operation has no forward mode, or one that overflows (LayerNorm's in float16, on small inputs).
+    """
 
     def __init__(self, task: Task, theta: parameters.Parameters) -> None:
         self._task, self._theta = task, theta
-        self._forward_mode = True
+        self._forward_mode, self._reason = True, ""
 
     def of(self, batch: Any) -> tuple[Tensor, Tensor, Any]:
         """Outputs, their derivative along θ, and targets."""
         with sdpa_kernel(SDPBackend.MATH):  # the other kernels of attention have neither
             if self._forward_mode:
                 try:
-                    return self._by_forward_mode(batch)
+                    outputs, change, targets = self._by_forward_mode(batch)
+                    if not bool((outputs.isfinite() & ~change.isfinite()).any()):
+                        return outputs, change, targets
+                    self._reason = "they overflow"
                 except NotImplementedError as error:
-                    self._forward_mode, self._reason = False, str(error).splitlines()[0]
+                    self._reason = str(error).splitlines()[0]
+                self._forward_mode = False
             return self._by_backward_passes(batch)
 
     def _by_forward_mode(self, batch: Any) -> tuple[Tensor, Tensor, Any]:
@@ -93,12 +100,13 @@ class _Moved:
             v = torch.randn_like(outputs).requires_grad_()
             try:
                 back = torch.autograd.grad(outputs, leaves, v, create_graph=True, allow_unused=True)
-                parts = [(g * values).sum() for g, values in zip(back, theta, strict=True) if g is not None]
+                pairs = zip(back, theta, strict=True)
+                parts = [(g.double() * values.double()).sum() for g, values in pairs if g is not None]
                 product = torch.stack(parts).sum()
                 (change,) = torch.autograd.grad(product, v)
-                entries, product = v.detach() * change, product.detach()
-                size = float(entries.norm())
-                if not torch.isclose(entries.sum(), product, rtol=1e-3, atol=1e-3 * size, equal_nan=True):
+                entries = v.detach().double() * change.double()
+                off, size = float(entries.sum() - product.detach()), float(entries.norm())
+                if abs(off) > max(1e-3, 32 * torch.finfo(change.dtype).eps) * (size + abs(float(product.detach()))):
                     raise RuntimeError("one of them is missing")
             except RuntimeError as error:
                 raise NotYetError(
