@@ -13,7 +13,7 @@ from .layer_values import LayerValues
 from .measures import RELATIVE_FLATNESS, Measure, Task, at_head, named
 from .options import Options
 from .report import Estimate, Report
-from .selectors import Selection, Selector
+from .selectors import Selector
 
 
 @capture.eager
@@ -170,7 +170,7 @@ def layer_measure(
         reads = options.reads if row.compute is None else row.reads
         batches = Batches(data, capture.device(module), passes=reads, shown=progress)
         if row.compute is not None and row.of_network_alone:
-            return row.compute(Task(module, Selection({}, frozenset()), resolved, batches, forward, options))[""]
+            return row.compute(Task(module, selectors.select(module, None), resolved, batches, forward, options))[""]
         name, source = head.find(module, layer, resolved, batches, forward)
         dense = options.conv == "affine" and layers.is_convolution(module.get_submodule(name))
         if source is not None and row.quantity == RELATIVE_FLATNESS.quantity and not dense:

@@ -206,3 +206,36 @@ def test_the_copy_is_independent():
     with torch.no_grad():
         other[0].weight.zero_()
     assert torch.equal(net[0].weight, state["0.weight"])
+
+
+def test_wrapped_models():
+    net, x = classifier(5, 4, 3), torch.randn(3, 5)
+    expected = pf.reparameterize(net, {"0": 3.0}, x)
+    assert isinstance(expected, nn.Sequential)
+    for wrapped in (nn.DataParallel(copy.deepcopy(net)), torch.compile(copy.deepcopy(net), backend="eager")):
+        assert torch.equal(pf.reparameterize(wrapped, {"0": 3.0}, x)[0].weight, expected[0].weight)
+        assert pf.reparameterize(wrapped, {"0": 3.0}, x, inplace=True) is wrapped
+        torch.testing.assert_close(wrapped(x), net(x))
+
+
+def test_inside_of_a_transformer_layer():
+    net = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3)).eval()
+    x = torch.randn(4, 5, 8)
+    other = pf.reparameterize(net, {"0.linear1": positive(16)}, x)
+    torch.testing.assert_close(other(x), net(x))
+    assert not torch.equal(other[0].linear2.weight, net[0].linear2.weight)
+    with pytest.raises(pf.InputError, match=r"layer '0.linear2': .* 'add' \(a sum, .* in module '0'"):
+        pf.reparameterize(net, {"0.linear2": 2.0}, x)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_convolutions_and_pools_of_every_dimension(dims):
+    conv, pool = (getattr(nn, f"{kind}{dims}d") for kind in ("Conv", "MaxPool"))
+    mean, largest = (getattr(nn, f"Adaptive{kind}Pool{dims}d") for kind in ("Avg", "Max"))
+    parts = conv(2, 6, 3), nn.ReLU(), pool(2), conv(6, 4, 1, groups=2), nn.ReLU(), mean(2), conv(4, 6, 1), largest(1)
+    net = nn.Sequential(*parts, nn.Flatten(), nn.Linear(6, 3)).double()
+    x = torch.randn(3, 2, *(8,) * dims).double()
+    other = pf.reparameterize(net, {"0": positive(6), "3": positive(4, 1), "6": positive(6, 2)}, x)
+    torch.testing.assert_close(other(x), net(x))
+    for layer in ("0", "3", "6", "9"):
+        assert not torch.equal(other.get_submodule(layer).weight, net.get_submodule(layer).weight)

@@ -405,7 +405,11 @@ def test_loss_and_accuracy_are_those_of_the_network_itself(first: str, tiny: str
 
 
 def test_the_page_of_measures_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every measure is in its table, and under the title of its file."""
     path = Path(__file__).parents[1] / "docs" / "measures.md"
+    titles = [name for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("## ")
+        for name in line[3:].split(", ")]  # fmt: skip
+    assert sorted(titles) == sorted(measure.name for measure in MEASURES)
     assert _status("measures", "--markdown") == 0
     assert path.read_text(encoding="utf-8") == capsys.readouterr().out, (
         "pyflatness measures --markdown > docs/measures.md"

@@ -1,12 +1,18 @@
 """``pyflatness measures``: what can be measured, by which formula, from where; also as the page docs/measures.md."""
 
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pkgutil import iter_modules
 
 import click
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from .. import measures as package
 from ..measures import MEASURES, Measure
 
 
@@ -66,9 +72,19 @@ def measures(markdown: bool) -> None:
 
 
 def page() -> str:
-    """The page docs/measures.md."""
+    """The page docs/measures.md: the table, and what the file of each measure says at its top."""
     lines = [[column.title for column in COLUMNS], ["---"] * len(COLUMNS)]
     for measure in MEASURES:
         name, *others = (column.of(measure).replace("|", "\\|") for column in COLUMNS)
         lines.append([f"`{name}`", *others])
-    return _PAGE + "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return _PAGE + "".join(f"| {' | '.join(cells)} |\n" for cells in lines) + "".join(_sections())
+
+
+def _sections() -> Iterator[str]:
+    for found in iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{found.name}")
+        source = inspect.getsource(module)
+        own = [measure.name for measure in MEASURES if f'name="{measure.name}"' in source]
+        if own:
+            text = re.sub(r":\w+:`[~.]*", "`", (module.__doc__ or "").strip())
+            yield f"\n## {', '.join(own)}\n\n{text}\n"
