@@ -28,7 +28,7 @@ class Estimate:
     Attributes:
         value: the measure, in units of the loss where it is one of its second derivatives.
         stderr: standard error of ``value`` given the data; None when the value is exact.
-        samples: samples (entries of dimension 0 of the batches) that the value is over.
+        samples: samples (entries of dimension 0 of the batches) that the value is over; 0 if it is of no data.
         method: ``"head"``, ``"ggn"``, ``"hessian"``, ``"ggn-sampled"``, ``"hessian-sampled"`` or ``"definition"``; of
             measures without second derivatives ``"forward-mode"``, ``"monte-carlo"`` or ``"weights"``.
         exact: True only if the value is the definition's up to rounding (that of the loss Hessian, where it is of one).
@@ -60,7 +60,7 @@ class Estimate:
             "exact" if self.exact else "not exact",
             f"method {self.method}",
             f"layer {self.layer!r}" if self.layer else "",
-            f"{self.samples} samples",
+            f"{self.samples} samples" if self.samples else "no data read",
             f"{self.omitted} omitted" if self.omitted else "",
             f"{self.backend} backend",
             *self.notes,
@@ -226,7 +226,8 @@ class Report:
             console.print(table)
         omitted = f", {first.omitted} omitted" if first.omitted else ""
         lines = [line.rstrip() for line in capture.get().splitlines() if line.strip()]
-        return "\n".join([*lines, f"{first.samples} samples{omitted}, {first.backend} backend", *notes])
+        samples = f"{first.samples} samples" if first.samples else "no data read"
+        return "\n".join([*lines, f"{samples}{omitted}, {first.backend} backend", *notes])
 
     __repr__ = __str__
 

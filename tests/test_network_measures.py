@@ -197,7 +197,9 @@ def test_weight_norm_counts_a_shared_weight_once_and_reads_no_data():
         raise AssertionError
         yield
 
-    assert one("weight_norm", model, LOSS, untouched()).value == pytest.approx(expected, rel=1e-12)
+    estimate = one("weight_norm", model, LOSS, untouched())
+    assert estimate.value == pytest.approx(expected, rel=1e-12)
+    assert "no data read" in repr(estimate)
 
 
 # --- adaptive sharpness by Monte Carlo --------------------------------------------------------------------------------
@@ -266,6 +268,7 @@ def test_adaptive_sharpness_mc_options():
         ({"rho": 0.0}, "rho=0.0"),
         ({"draws": 1}, "draws=1"),
         ({"nan_policy": "omit"}, "nan_policy='omit'"),
+        ({"nan_policy": "skip"}, "nan_policy='skip' does not exist"),
         ({"data": iter([(X, INDICES)])}, "can be read once"),
         ({"data": (X * torch.nan, INDICES)}, "batch 0: the loss is nan"),
     ],

@@ -18,9 +18,10 @@ from torch import nn
 from .. import capture, losses, parameters, risk
 from ..data import Batches
 from ..errors import InputError
-from ..losses import Loss
+from ..options import Options
 from ..report import Estimate
-from .base import Measure, Task, Values
+from ..selectors import Selection
+from .base import Measure, Task
 
 RHO, DRAWS = 0.1, 32
 
@@ -77,36 +78,27 @@ def adaptive_sharpness_mc(
         raise InputError(f"rho={rho}: a positive number is wanted")
     if draws < 2:
         raise InputError(f"draws={draws}: at least two are wanted, for a standard error")
-    resolved = losses.resolve(loss, reduction)
+    resolved, options = losses.resolve(loss, reduction), Options(nan_policy=nan_policy, seed=seed)
     with capture.observing(model) as module:
         batches = Batches(data, capture.device(module), passes=draws + 1, shown=progress)
-        return _estimate(module, resolved, batches, forward, nan_policy, rho, draws, seed, scaled=scaled)
+        task = Task(module, Selection({}, frozenset()), resolved, batches, forward, options)
+        return _estimate(task, rho, draws, scaled=scaled)
 
 
-def _estimate(
-    model: nn.Module,
-    loss: Loss,
-    batches: Batches,
-    forward: capture.Forward | None,
-    nan_policy: str,
-    rho: float,
-    draws: int,
-    seed: int,
-    *,
-    scaled: bool,
-) -> Estimate:
-    if nan_policy == "omit":
+def _estimate(task: Task, rho: float = RHO, draws: int = DRAWS, *, scaled: bool = True) -> Estimate:
+    policy = task.options.nan_policy
+    if policy == "omit":
         raise InputError("nan_policy='omit': the loss under noise is one number; leave bad samples out of the data")
-    theta = parameters.trainable(model)
-    generator = torch.Generator(capture.device(model)).manual_seed(seed)
-    (own,) = risk.at(model, [{}], loss, batches, forward, nan_policy)
+    theta = parameters.trainable(task.model)
+    generator = torch.Generator(capture.device(task.model)).manual_seed(task.options.seed)
+    (own,) = risk.at(task.model, [{}], task.loss, task.batches, task.forward, policy)
     rises = []
     for _ in range(draws):
         noise = parameters.noise(theta, generator)
         spreads = (lambda w: rho * w), (lambda w: -rho * w)
         points = [parameters.moved(theta, noise, spread) for spread in spreads]
         with capture.trial():
-            up, down = risk.at(model, points, loss, batches, forward, nan_policy)
+            up, down = risk.at(task.model, points, task.loss, task.batches, task.forward, policy)
         rises.append((up.value + down.value) / 2 - own.value)
     rise, factor = torch.tensor(rises, dtype=torch.float64), 2 / rho**2 if scaled else 1.0
     return Estimate(
@@ -120,20 +112,11 @@ def _estimate(
     )
 
 
-def _values(task: Task) -> Values:
-    options = task.options
-    return {
-        "": _estimate(
-            task.model, task.loss, task.batches, task.forward, options.nan_policy, RHO, DRAWS, options.seed, scaled=True
-        )
-    }
-
-
 ADAPTIVE_SHARPNESS_MC = Measure(
     name="adaptive_sharpness_mc",
     formula="(2/ρ²) E[L(θ + δ) - L(θ)], δ ~ N(0, ρ² diag θ²), ρ = 0.1, all trainable parameters",
     source="From Loss Flatness to Compressed Representations, Eq. 38 and appendix F",
-    compute=_values,
+    compute=lambda task: {"": _estimate(task)},
     granularity="network",
     invariant="layer-wise, neuron-wise",
     cost=f"{2 * DRAWS + 1} forward passes",

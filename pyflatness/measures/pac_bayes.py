@@ -27,8 +27,10 @@ from ..data import Batches, size
 from ..errors import InputError, NonFiniteError
 from ..folding import Folding
 from ..losses import Loss
+from ..options import Options
 from ..reparameterize import duplicate
 from ..report import Estimate
+from ..selectors import Selection
 from .base import Measure, Task, Values
 
 DROP, DRAWS, STEPS, TOLERANCE = 0.1, 10, 15, 0.01
@@ -145,8 +147,8 @@ def pac_bayes(
     with capture.observing(model) as module:
         reads = _reads(draws, steps) * (1 if initial is None else 2)
         batches = Batches(data, capture.device(module), passes=reads, shown=progress)
-        search = _Search(module, resolved, batches, forward, drop, draws, steps, tolerance, seed, squared=squared)
-        return search.result(initial)
+        task = Task(module, Selection({}, frozenset()), resolved, batches, forward, Options(seed=seed))
+        return _Search(task, drop, draws, steps, tolerance, squared=squared).result(initial)
 
 
 def _reads(draws: int, steps: int) -> int:
@@ -158,26 +160,20 @@ class _Search:
 
     def __init__(
         self,
-        model: nn.Module,
-        loss: Loss,
-        batches: Batches,
-        forward: capture.Forward | None,
+        task: Task,
         drop: float = DROP,
         draws: int = DRAWS,
         steps: int = STEPS,
         tolerance: float = TOLERANCE,
-        seed: int = 0,
         *,
         squared: bool = False,
     ) -> None:
-        self._loss, self._batches, self._forward = loss, batches, forward
+        self._task = task
         self._drop, self._steps, self._tolerance, self._squared = drop, steps, tolerance, squared
-        self._own = model
-        self._folding = Folding(model, batches.peek(), forward)
-        self._model = self._folding.of(model)
+        self._folding = Folding(task.model, task.batches.peek(), task.forward)
+        self._model = self._folding.of(task.model)
         self._theta = parameters.every(self._model)
-        self._device = capture.device(model)
-        seeds = torch.Generator().manual_seed(seed)
+        seeds = torch.Generator().manual_seed(task.options.seed)
         self._seeds: list[int] = torch.randint(2**62, (draws,), generator=seeds).tolist()
         self._samples = 0
 
@@ -221,15 +217,15 @@ class _Search:
         def deviation(w: Tensor) -> Any:
             return spread(w) ** 2 if self._squared else spread(w)
 
-        noise = parameters.noise(self._theta, torch.Generator(self._device).manual_seed(key))
+        noise = parameters.noise(self._theta, torch.Generator(capture.device(self._model)).manual_seed(key))
         with capture.trial():
             return self._accuracy(parameters.moved(self._theta, noise, deviation))
 
     def _accuracy(self, values: Mapping[str, Tensor]) -> float:
         right = total = samples = 0
-        for number, batch in enumerate(self._batches):
-            outputs, targets = parameters.run(self._model, values, batch, self._forward)
-            hits = _hits(outputs, targets, self._loss, number)
+        for number, batch in enumerate(self._task.batches):
+            outputs, targets = parameters.run(self._model, values, batch, self._task.forward)
+            hits = _hits(outputs, targets, self._task.loss, number)
             if not values and bool(outputs.isnan().any()):
                 raise NonFiniteError(f"batch {number}: the model's outputs have NaN in them, so it has no accuracy")
             right, total, samples = right + int(hits.sum()), total + len(hits), samples + size(batch)
@@ -241,7 +237,7 @@ class _Search:
     def _initial(self, initial: nn.Module | Mapping[str, Tensor]) -> parameters.Parameters:
         """θ⁰ as the folded model has it."""
         state = layers.unwrap(initial).state_dict() if isinstance(initial, nn.Module) else initial
-        other = duplicate(self._own)
+        other = duplicate(self._task.model)
         try:
             other.load_state_dict(state)
         except (RuntimeError, TypeError, AttributeError) as error:
@@ -280,8 +276,7 @@ def _hits(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Tensor:
 
 
 def _values(task: Task) -> Values:
-    search = _Search(task.model, task.loss, task.batches, task.forward, seed=task.options.seed)
-    found = search.result()
+    found = _Search(task).result()
     low, high = min(found.drops), max(found.drops)
     notes = [
         f"pac_bayes: σ = {found.sigma:.5g} lowers the accuracy of {found.accuracy:.4g} by {found.drop:.3g} "
