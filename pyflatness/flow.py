@@ -106,7 +106,8 @@ class Flow(TorchDispatchMode):
         if held:
             found = self._carried(func, args, kwargs or {}, result) if self._through and len(held) == 1 else None
             if found is None:
-                self._elsewhere(held[0].source, func.overloadpacket.__name__, self._running[-1])
+                place = self._running[-1] if self._running else ""
+                self._elsewhere(held[0].source, func.overloadpacket.__name__, place)
             else:
                 for tensor, rows in found:
                     self._labels[id(tensor)] = tensor, Label(held[0].source, rows)

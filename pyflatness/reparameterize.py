@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import capture, flow, layers, selectors
 from .data import Batches, first
-from .errors import InputError
+from .errors import FlatnessError, InputError
 from .flow import Flow, Label
 from .selectors import Selector
 
@@ -72,7 +72,13 @@ def reparameterize(
     with capture.observing(model) as module:
         batches = Batches([(data, None)] if isinstance(data, Tensor) else data, capture.device(module), passes=2)
         wanted = _factors(module, factors)
-        found = _followed(module, wanted, first(batches.peek(), _SAMPLES), forward)
+        batch = batches.peek()
+        try:
+            found = _followed(module, wanted, first(batch, _SAMPLES), forward)
+        except FlatnessError:
+            raise
+        except Exception:  # not a batch that can be cut; an error of the model's own comes again
+            found = _followed(module, wanted, batch, forward)
         changed = duplicate(module)
         _multiply(changed, wanted, found)
         for number, batch in enumerate(batches):

@@ -86,7 +86,7 @@ def at(
 
     Raises:
         InputError: targets that do not fit.
-        NonFiniteError: E is NaN or infinite at a point, under ``"raise"``.
+        NonFiniteError: E is NaN or infinite at a point, but under ``"propagate"``.
     """
     sums, mass, samples = [0.0] * len(points), 0.0, 0
     for number, batch in enumerate(batches):
@@ -97,9 +97,12 @@ def at(
                 mass += float(terms.mass.sum())
                 samples += data.size(batch)
             value = float(loss.value(outputs, targets))
-            if not math.isfinite(value) and nan_policy == "raise":
-                where = "" if not values else " with its parameters moved"
-                raise NonFiniteError(f"batch {number}: the loss is {value} at the model{where}")
+            if not math.isfinite(value) and nan_policy != "propagate":
+                where = " under noise" if values else ""
+                raise NonFiniteError(
+                    f"batch {number}: the loss of the model{where} is {value}; no sample is left out of it, whatever "
+                    "nan_policy says"
+                )
             sums[place] += value
     whole = divisor(loss, mass)
     return [Risk(total / whole, samples) for total in sums]

@@ -267,16 +267,21 @@ def test_adaptive_sharpness_mc_options():
     [
         ({"rho": 0.0}, "rho=0.0"),
         ({"draws": 1}, "draws=1"),
-        ({"nan_policy": "omit"}, "nan_policy='omit'"),
+        ({"data": (X * torch.nan, INDICES), "nan_policy": "omit"}, "batch 0: .* no sample is left out"),
         ({"nan_policy": "skip"}, "nan_policy='skip' does not exist"),
         ({"data": iter([(X, INDICES)])}, "can be read once"),
-        ({"data": (X * torch.nan, INDICES)}, "batch 0: the loss is nan"),
+        ({"data": (X * torch.nan, INDICES)}, "batch 0: the loss of the model is nan"),
     ],
 )
 def test_adaptive_sharpness_mc_refusals(options, message):
     data = options.pop("data", (X, INDICES))
     with pytest.raises(pf.InputError, match=message):
         pf.adaptive_sharpness_mc(network(M, 6, C), LOSS, data, **options)
+
+
+def test_adaptive_sharpness_mc_may_propagate_nan():
+    estimate = pf.adaptive_sharpness_mc(network(M, 6, C), LOSS, (X * torch.nan, INDICES), nan_policy="propagate")
+    assert math.isnan(estimate.value)
 
 
 def test_frozen_models_have_no_trainable_parameters():

@@ -164,6 +164,7 @@ REFUSED = {
     "negative": (lambda: classifier(5, 4, 3), {"0": -1.0}, torch.randn(3, 5), "positive numbers .* got -1.0"),
     "no number": (lambda: classifier(5, 4, 3), {"0": "x"}, torch.randn(3, 5), "numbers are wanted, got 'x'"),
     "no mapping": (lambda: classifier(5, 4, 3), 2.0, torch.randn(3, 5), "a mapping from layers to numbers"),
+    "after the model": (lambda: classifier(5, 4, 3), {"2": 2.0}, torch.randn(3, 5), "layer '2': its output"),
     "twice": (lambda: classifier(5, 4, 3), {"0": 2.0, "re:0": 3.0}, torch.randn(3, 5), "layer '0' is there twice"),
     "no layer": (lambda: classifier(5, 4, 3), {"fc": 2.0}, torch.randn(3, 5), "nothing in the model matches 'fc'"),
     "idle": (lambda: Net(lambda net, x: net.b(x), a=nn.Linear(5, 4), b=nn.Linear(5, 3)), {"a": 2.0}, torch.randn(3, 5),
@@ -239,3 +240,16 @@ def test_convolutions_and_pools_of_every_dimension(dims):
     torch.testing.assert_close(other(x), net(x))
     for layer in ("0", "3", "6", "9"):
         assert not torch.equal(other.get_submodule(layer).weight, net.get_submodule(layer).weight)
+
+
+def test_what_a_forward_does_behind_the_model():
+    net, batch = classifier(5, 4, 3), {"x": torch.randn(3, 5), "mean": torch.randn(5)}
+
+    def forward(model, batch):
+        assert len(batch["x"]) == 3, "not to be cut"
+        return model(batch["x"] - batch["mean"]) + 1, None
+
+    other = pf.reparameterize(net, {"0": 3.0}, [batch], forward=forward)
+    torch.testing.assert_close(other[0].weight, 3 * net[0].weight)
+    with pytest.raises(pf.InputError, match=r"layer '2': .* 'add' .* in the model itself"):
+        pf.reparameterize(net, {"2": 3.0}, [batch], forward=forward)

@@ -54,7 +54,7 @@ def adaptive_sharpness_mc(
         draws: pairs ±δ.
         scaled: False leaves out the factor 2/ρ², as Eq. 46 does.
         seed: of the noise.
-        nan_policy: ``"raise"`` or ``"propagate"``.
+        nan_policy: ``"raise"`` or ``"propagate"``; no sample can be left out.
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)``.
         progress: show a bar.
@@ -64,7 +64,7 @@ def adaptive_sharpness_mc(
 
     Raises:
         InputError: options that do not fit, or see :func:`pyflatness.relative_flatness`; no trainable parameter.
-        NonFiniteError: a loss that is NaN or infinite, under ``nan_policy="raise"``.
+        NonFiniteError: a loss that is NaN or infinite, but under ``nan_policy="propagate"``.
 
     Example:
         >>> import torch, pyflatness as pf
@@ -87,8 +87,6 @@ def adaptive_sharpness_mc(
 
 def _estimate(task: Task, rho: float = RHO, draws: int = DRAWS, *, scaled: bool = True) -> Estimate:
     policy = task.options.nan_policy
-    if policy == "omit":
-        raise InputError("nan_policy='omit': the loss under noise is one number; leave bad samples out of the data")
     theta = parameters.trainable(task.model)
     generator = torch.Generator(capture.device(task.model)).manual_seed(task.options.seed)
     (own,) = risk.at(task.model, [{}], task.loss, task.batches, task.forward, policy)
