@@ -1,4 +1,4 @@
-"""``pyflatness score``, ``layers`` and ``measures``: right numbers, and bad checkpoints that stop nothing."""
+"""``pyflatness score`` and ``layers``: right numbers, and bad checkpoints that stop nothing."""
 
 import csv
 import json
@@ -15,7 +15,6 @@ from torch.nn import functional as F
 import pyflatness as pf
 from pyflatness import cli
 from pyflatness.cli import checkpoints, paths, scoring, specs
-from pyflatness.measures import MEASURES
 
 ZOO = Path(__file__).resolve().parents[2] / "shared" / "zoo"
 CHOICES = ("relative_flatness", "relative_flatness_std", "trace")
@@ -330,14 +329,6 @@ def test_many_differences_are_shortened() -> None:
     assert len(str(caught.value)) < 1000
 
 
-def test_measures_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _status("measures") == 0
-    out = capsys.readouterr().out
-    for measure in MEASURES:
-        assert measure.name in out
-    assert "Theorem 4" in out
-
-
 def test_without_safetensors(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     message = _status(*_arguments(tiny, "a.safetensors"))
@@ -402,15 +393,3 @@ def test_loss_and_accuracy_are_those_of_the_network_itself(first: str, tiny: str
     assert _status(*_arguments(tiny, checkpoint, "--measures=trace")) == 0
     for key in ("loss", "accuracy"):
         assert {float(row[key]) for row in one} == {float(_rows(tiny)[0][key])}
-
-
-def test_the_page_of_measures_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every measure is in its table, and under the title of its file."""
-    path = Path(__file__).parents[1] / "docs" / "measures.md"
-    titles = [name for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("## ")
-        for name in line[3:].split(", ")]  # fmt: skip
-    assert sorted(titles) == sorted(measure.name for measure in MEASURES)
-    assert _status("measures", "--markdown") == 0
-    assert path.read_text(encoding="utf-8") == capsys.readouterr().out, (
-        "pyflatness measures --markdown > docs/measures.md"
-    )
