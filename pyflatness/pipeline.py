@@ -268,7 +268,7 @@ def measure(
 
     The cost is a forward pass and one backward pass per output factor of the loss (C - 1 for cross-entropy), whatever
     the number of layers and measures; the sum over layers is the network's value. One sweep more for measures that are
-    normalised in another way.
+    normalised in another way; measures that are not of the sweep have costs of their own (``pyflatness measures``).
 
     Args:
         model: as for :func:`relative_flatness`, like all that follow but two.
