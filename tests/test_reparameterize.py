@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import networks
 import pytest
 import torch
 from cases import classifier
@@ -253,3 +254,19 @@ def test_what_a_forward_does_behind_the_model():
     torch.testing.assert_close(other[0].weight, 3 * net[0].weight)
     with pytest.raises(pf.InputError, match=r"layer '2': .* 'add' .* in the model itself"):
         pf.reparameterize(net, {"2": 3.0}, [batch], forward=forward)
+
+
+@pytest.mark.parametrize("name", networks.CASES)
+def test_every_network_of_the_grid_keeps_its_function_or_is_refused(name):
+    case = networks.CASES[name]
+    net = case.build()
+    for layer in case.layers:
+        for factor in (7.0, None):
+            rows = len(net.get_submodule(layer).weight)
+            try:
+                other = pf.reparameterize(net, {layer: positive(rows) if factor is None else factor}, case.inputs)
+            except pf.InputError:
+                continue
+            torch.testing.assert_close(other(case.inputs), net(case.inputs), rtol=1e-8, atol=1e-10)
+            moved = [k for k, value in other.state_dict().items() if not torch.equal(value, net.state_dict()[k])]
+            assert moved, layer
