@@ -2,7 +2,11 @@
 
 A label says for each entry of a tensor which row of which layer it comes from: if that row's output were multiplied by
 λ > 0, so would be the entry. ReLU and LeakyReLU, pooling, reshapes and eval BatchNorm (whose own numbers can be
-rescaled) keep that up; every operation of torch that a labelled tensor goes into is seen, on the way or not.
+rescaled) keep that up.
+
+It is looked at in a run on real data, below autograd: any Python code may be in the model, which symbolic tracing would
+not take, and every operation of torch that a labelled tensor goes into is seen, also ``detach``, comparisons and writes
+into other tensors. What cannot be seen (a way through numpy) is left to a comparison of outputs.
 """
 
 from collections.abc import Callable, Mapping, Sequence

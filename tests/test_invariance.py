@@ -50,7 +50,8 @@ def test_claims_of_the_table(how, norms):
         moved = [
             place
             for place in places
-            if before[place, measure.name].value != pytest.approx(after[place, measure.name].value, rel=1e-7)
+            if before[place, measure.name].value
+            != pytest.approx(after[place, measure.name].value, rel=1e-7 if before[place, measure.name].exact else 1e-3)
         ]
         if how in measure.invariant:
             assert not moved, (measure.name, moved)
