@@ -46,7 +46,7 @@ _NAMED = {measure.name: measure for measure in MEASURES}
     multiple=True,
     default=[MEASURES[0].name],
     show_default=True,
-    help="May be repeated.",
+    help="May be repeated; one of the network alone has one row, with no layer.",
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="CSV file for the rows.")
 @click.option(checkpoints.PICKLE_FLAG, "allow_pickle", is_flag=True, help="Read the tensors of .pt and .pth files too.")

@@ -39,7 +39,7 @@ EPSILON = 1e-3
 
 
 @dataclass(frozen=True)
-class Found:
+class Bisection:
     """What a bisection ended with.
 
     Attributes:
@@ -61,8 +61,8 @@ class Found:
 
 
 @dataclass(frozen=True)
-class PacBayes(Found):
-    """PAC-Bayes flatness of a network; the fields of :class:`Found` are of σ.
+class PacBayes(Bisection):
+    """PAC-Bayes flatness of a network; the fields of :class:`Bisection` are of σ.
 
     Attributes:
         accuracy: the network's own.
@@ -76,7 +76,7 @@ class PacBayes(Found):
     accuracy: float
     samples: int
     bound: float
-    magnitude: Found | None = None
+    magnitude: Bisection | None = None
     magnitude_bound: float | None = None
     unfolded: tuple[str, ...] = ()
 
@@ -200,16 +200,16 @@ class _Search:
             unfolded=self._folding.alone,
         )
 
-    def _bisected(self, accuracy: float, spread: Callable[[float], Callable[[Tensor], Any]]) -> Found:
+    def _bisected(self, accuracy: float, spread: Callable[[float], Callable[[Tensor], Any]]) -> Bisection:
         lower, upper = 0.0, LARGEST
         for _ in range(self._steps):
             sigma = (lower + upper) / 2
             drops = tuple(accuracy - self._noisy(spread(sigma), key) for key in self._seeds)
             drop = sum(drops) / len(drops)
             if abs(drop - self._drop) < self._tolerance:
-                return Found(sigma, (lower, upper), drops, reached=True)
+                return Bisection(sigma, (lower, upper), drops, reached=True)
             lower, upper = (lower, sigma) if drop > self._drop else (sigma, upper)
-        return Found(sigma, (lower, upper), drops, reached=False)
+        return Bisection(sigma, (lower, upper), drops, reached=False)
 
     def _noisy(self, spread: Callable[[Tensor], Any], key: int) -> float:
         """The accuracy with one draw of the noise."""
