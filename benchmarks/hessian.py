@@ -1,23 +1,28 @@
 """Hessian values behind smooth activations: pyflatness against bare Hessian products and other libraries' estimators.
 
 Run from the project's root: ``python benchmarks/hessian.py [tanh] [transformer]``; both unless one is named. Every
-figure is a ratio within one run, alternatives in turn. curvlinops and PyHessian are optional; a row says if one is
-missing (``pip install '.[peers]'``).
+figure is a ratio within one run, alternatives in turn. curvlinops and PyHessian are optional (``pip install
+'.[peers]' pyhessian``); a row says if one is missing.
 
-``tanh``: the exact relative flatness of one layer of a tanh network takes rank(w) Hessian products of what is behind it.
-``products`` takes these alone, from that layer's outputs, one after the other: the floor, with one forward pass.
+``tanh``: the exact relative flatness of one layer of a tanh network takes rank(w) Hessian products of what is behind
+it. ``products`` takes these alone, from that layer's outputs, one after the other; ``forward`` is one forward pass.
 
-``transformer``: the trace of one layer's Hessian to a standard error of 1 %. The others' estimators draw one direction for
-all samples together: ``draws`` is what 1 % takes by the deviation of 64 draws, and their time that many times a draw's.
+``transformer``: the trace of one layer's Hessian to a standard error of 1 %. The others' estimators draw one direction
+for all samples together: ``draws`` is what 1 % takes by the deviation of 64 draws, and their time that many times a
+draw's.
 
-Notes, experiments that lost (tanh network, layer of 512 / 128 rows, n = 256, per product against one at a time):
-- all directions at once through ``is_grads_batched``: 1.8 / 0.7; in parts of 2 MiB, as it is done: 1.0 / 0.6.
-- forward over reverse, ``jvp`` of ``grad``, in parts of 16: 1.8 / 1.2. Forward over forward, ``jvp`` of ``jvp``: 2.4 / 1.4.
+Notes, experiments that lost (tanh network, layers of 512 and 128 rows, n = 256, time over products one at a time):
+- ``is_grads_batched``, whose vmap has no rule for tanh's derivative and loops: 1.0 and 0.6 in parts of 2 MiB;
+  ``torch.func.vmap`` of the same: 0.5 and 0.5, in parts of 1 MiB 1.1 and 0.7.
+- forward over reverse, ``jvp`` of ``grad``, in parts of 16: 1.8 and 1.2; forward over forward, ``jvp`` of ``jvp``: 2.4
+  and 1.4. Both run the tail anew for every part.
 """
 
 import argparse
+import itertools
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -26,6 +31,7 @@ from rich.table import Table
 from timing import in_turn
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pyflatness as pf
 
@@ -37,7 +43,7 @@ DRAWS = 64  # by which the deviation of other libraries' draws is known
 def tanh_network() -> nn.Sequential:
     """The network of the table."""
     parts: list[nn.Module] = []
-    for a, b in zip(WIDTHS, WIDTHS[1:], strict=False):
+    for a, b in itertools.pairwise(WIDTHS):
         parts += [nn.Linear(a, b), nn.Tanh()]
     return nn.Sequential(*parts[:-1]).eval()
 
@@ -57,7 +63,7 @@ def products(model: nn.Sequential, place: int, z: Tensor, y: Tensor) -> Callable
     return run
 
 
-def tanh(rounds: int, n: int = 1024) -> Table:
+def tanh(rounds: int, n: int = 256) -> Table:
     """Exact values of each layer."""
     model, x, y = tanh_network(), torch.randn(n, WIDTHS[0]), torch.randint(2, (n,))
     table = _table(
@@ -123,7 +129,8 @@ def by_curvlinops(model: nn.Module, weight: Tensor, x: Tensor, y: Tensor) -> Cal
 
     def draw() -> float:
         v = torch.randint(2, (weight.numel(),)) * 2.0 - 1
-        return float(v @ (operator @ v))
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
+            return float(v @ (operator @ v))
 
     return draw
 
@@ -134,7 +141,9 @@ def by_pyhessian(model: nn.Module, weight: Tensor, x: Tensor, y: Tensor) -> Call
 
     for parameter in model.parameters():
         parameter.requires_grad_(parameter is weight)
-    computation = pyhessian.hessian(model, LOSS, data=(x, y), cuda=False)
+    warnings.filterwarnings("ignore", message="Using backward.. with create_graph")
+    with sdpa_kernel(SDPBackend.MATH):
+        computation = pyhessian.hessian(model, LOSS, data=(x, y), cuda=False)
     return lambda: computation.trace(maxIter=1, tol=0)[-1]
 
 
@@ -194,7 +203,7 @@ def _tables(names: Sequence[str], rounds: int) -> Iterator[Table]:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=["tanh", "transformer", []])
+    parser.add_argument("names", nargs="*", help="tanh, transformer")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -2,7 +2,10 @@
 
 from .capture import causal_lm
 from .errors import BackendError, FlatnessError, InputError, MissingExtraError, NonFiniteError, NotYetError
+from .measures.adaptive_sharpness_mc import adaptive_sharpness_mc
+from .measures.pac_bayes import PacBayes, pac_bayes
 from .pipeline import block_traces, head_flatness, measure, relative_flatness
+from .reparameterize import reparameterize
 from .report import Estimate, Report
 from .verification import Verification, verify
 
@@ -16,12 +19,16 @@ __all__ = [
     "MissingExtraError",
     "NonFiniteError",
     "NotYetError",
+    "PacBayes",
     "Report",
     "Verification",
+    "adaptive_sharpness_mc",
     "block_traces",
     "causal_lm",
     "head_flatness",
     "measure",
+    "pac_bayes",
     "relative_flatness",
+    "reparameterize",
     "verify",
 ]

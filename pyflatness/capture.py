@@ -137,7 +137,10 @@ def without_product(module: nn.Module, outputs: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trial() -> Iterator[None]:
-    """Inside, batches go through the model to find something out; they will come again to be measured."""
+    """Inside, batches go through the model to find something out, or through one at other parameters.
+
+    They come again, or came already, to be measured.
+    """
     global _trial
     before, _trial = _trial, True
     try:

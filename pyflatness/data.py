@@ -40,8 +40,8 @@ class Batches:
             raise InputError(f"data: a tuple of tensors or an iterable of batches is wanted, got {type(data).__name__}")
         elif hasattr(data, "__next__") and passes > 1:
             raise InputError(
-                f"data: {type(data).__name__} can be read once, and {passes} passes are needed (normalize takes one "
-                "for the features' deviations); pass a list of batches or a DataLoader"
+                f"data: {type(data).__name__} can be read once, and {passes} passes are needed (normalize=, "
+                "target_stderr= and some measures take more than one); pass a list of batches or a DataLoader"
             )
         self._data = data
 

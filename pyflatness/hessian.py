@@ -1,17 +1,19 @@
 """Second derivatives of the loss through one layer: block traces of the Hessian behind any twice differentiable tail.
 
-Move the layer's weight to w + Σ_ab B_ab u_a v_bᵀ, for r rows u_a (d,) and ρ columns v_b (m,). A sample's loss has
-second derivatives in B, which autograd gives a product at a time; for coefficients a (r,), b (ρ,)
+Move the layer's weight w to w + D Vᵀ, for columns V (m, ρ) and any D (d, ρ). A sample's loss has second derivatives in
+D, which autograd gives a product at a time: H D, (d, ρ). Columns that span the sample's inputs are enough: with
+K (P, ρ), K Kᵀ the Gram matrix of its inputs φ_p, the layer's outputs move by δz_p = Σ_b D[:, b] K_pb, and
 
-    y(a, b) = (∂²ℓ/∂B∂B · a bᵀ) b        (r,)
+    T = Σ_b (H (e_s e_bᵀ))[t, b]        over unit vectors e_s, e_b: the block traces T[s, t]
 
-Over the unit vectors b of columns that span the layer's inputs, the y(e_s, b) add up to row s of T, the block traces in
-the basis u: T itself for unit rows u, and for the rows of R, RᵀR = w wᵀ, a matrix whose trace is relative flatness.
-With random signs a, b the mean of ⟨a, C y(a, b)⟩ is ⟨C, T⟩: E⟨wU, H(wU)⟩ for U = a bᵀ, of uncorrelated entries.
+In a basis U (r, d) of the rows, D = Uᵀ B, a quantity is ⟨C, U T Uᵀ⟩: for the rows of R, RᵀR = w wᵀ, the trace of that
+is relative flatness; for unit rows ⟨w wᵀ, T⟩ is, and the trace of T is the trace.
 
-In the layer's outputs z_p = w φ_p a direction is δz_p = u_a ⟨v_b, φ_p⟩, and the v need only span a sample's own inputs:
-r products for a layer of one position, r min(P, m) for P. Where the input of a call depends on the output of another (a
-recurrence) that is not all there is: B is put into the layer itself, with unit vectors v, and takes r m products.
+- Exact: B the unit vectors, r products for a layer of one position, r min(P, m) for P.
+- Sampled: B random signs, which gives ⟨C, U T Uᵀ⟩ in the mean: E⟨wU, H(wU)⟩ for U of uncorrelated entries.
+
+Where the input of a call depends on the output of another (a recurrence) the outputs' second derivatives are not all
+there is: D is put into the layer itself, with V the unit vectors, which takes r m products.
 """
 
 import contextlib
@@ -32,19 +34,20 @@ from .runner import Run
 from .signs import Signs
 
 PRODUCTS = 2048  # Hessian products of a layer, for all samples of a part at once, that an exact value may take
-_TOGETHER = 2**21  # bytes of directions that go through the graph in one pass; more would only leave the caches
+_TOGETHER = 2**22  # bytes of directions that go through the graph in one pass; more would only leave the caches
 _NOT_TWICE = ("is not implemented", "once_differentiable", "differentiate twice")
-_NOT_BATCHED = ("vmap", "atching rule")
+_NOT_BATCHED = ("vmap", "atching rule", "functorch")
+_MOST_POSITIONS = 256  # for which a sampled value takes an eigendecomposition for every sample
 _RANK = 1e-13  # an eigenvalue below so much of the largest is rounding
 
 
 @dataclass(frozen=True)
 class Basis:
-    """Rows u in which a layer's weight is moved, and what is read off T in them.
+    """Rows in which a layer's weight is moved, and what is read off T in them.
 
     Attributes:
-        rows: (G, r, d); None: unit vectors.
-        readout: C, (quantities, G, r, r): a quantity is ⟨C, T⟩.
+        rows: U, (G, r, d); None: unit vectors.
+        readout: C, (quantities, G, r, r): a quantity is ⟨C, U T Uᵀ⟩.
     """
 
     rows: Tensor | None
@@ -55,12 +58,9 @@ class Basis:
         """How many rows, r."""
         return self.readout.shape[-1]
 
-    def combined(self, coefficients: Tensor) -> Tensor:
-        """Σ_a c_a u_a: (…, G, r) -> (…, G, d)."""
-        if self.rows is None:
-            return coefficients
-        vectors: Tensor = torch.einsum("...gr,grd->...gd", coefficients, self.rows)
-        return vectors
+    def moves(self, coefficients: Tensor) -> Tensor:
+        """D of B: (k, n or 1, G, ρ, r) -> (k, n or 1, G, ρ, d)."""
+        return coefficients if self.rows is None else coefficients @ self.rows
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,13 @@ class Directions:
     Attributes:
         columns: ρ.
         bytes: of one direction, for all samples.
-        turned: a (k, n or 1, G, r), b (k, n or 1, G, ρ) -> what y(a, b) is read from, (k, n, G, d or r).
-        reading: c (…, G, r) -> the vectors with which :attr:`turned` has the product ⟨c, y⟩, (…, G, d or r).
-        scale: (n, G), by which the product is to be multiplied; or None.
+        turned: D (k, n or 1, G, ρ, d) -> H D, (k, n, G, ρ, d).
+        scale: (n, G), what H is to be multiplied by; or None.
     """
 
     columns: int
     bytes: int
-    turned: Callable[[Tensor, Tensor], Tensor]
-    reading: Callable[[Tensor], Tensor]
+    turned: Callable[[Tensor], Tensor]
     scale: Tensor | None = None
 
     @property
@@ -126,9 +124,9 @@ class BlockTraces:
             InputError: more than :data:`PRODUCTS` products.
         """
         total = self._weight.new_zeros(len(self._basis.readout), self._run.samples, dtype=torch.float64)
-        with self._directions(_spanning) as directions:
-            for a, b in self._units(directions):
-                total += self._read(directions, a, b).sum(dim=1)
+        with self._directions() as directions:
+            for _, _, units in self._units(directions):
+                total += self._read(directions, units).sum(dim=1)
         return total
 
     def matrix(self, kept: Tensor) -> Tensor:
@@ -138,36 +136,37 @@ class BlockTraces:
             InputError: more than :data:`PRODUCTS` products.
         """
         groups, d, _ = self._weight.shape
-        total = self._weight.new_zeros(groups, d, d, dtype=torch.float64)
-        with self._directions(_spanning) as directions:
-            for a, b in self._units(directions):
-                y = torch.where(kept.view(-1, 1, 1), directions.turned(a, b).double(), 0.0)
-                if directions.scale is not None:
-                    y = y * torch.where(kept.unsqueeze(1), directions.scale, 0.0).unsqueeze(2)
-                total += torch.einsum("kgs,kngt->gst", a[:, 0].double(), y)
-        return total
+        total = self._weight.new_zeros(groups * d, d, dtype=torch.float64)
+        with self._directions() as directions:
+            scale = kept.new_ones(len(kept), groups) if directions.scale is None else directions.scale
+            for place, column, units in self._units(directions):
+                k, group = torch.arange(len(place)), place // d
+                row = directions.turned(units)[k, :, group, column].double() * scale.t()[group].unsqueeze(2)
+                total.index_add_(0, place, row[:, kept].sum(dim=1))
+        return total.view(groups, d, d)
 
     def sampled(self, signs: Signs, stream: int) -> Tensor:
-        """(draws, quantities, n) float64, each with the exact value for its mean; streams ``stream`` and the next."""
-        groups, numbers, dtype = len(self._weight), self._run.numbers, self._weight.dtype
-        with self._directions(lambda patches: _norms(patches) if patches.shape[2] == 1 else patches) as directions:
-            a = signs(stream, numbers, groups, self._basis.size).to(dtype)
-            b = signs(stream + 1, numbers, groups, directions.columns).to(dtype)
-            some = zip(a.split(directions.together), b.split(directions.together), strict=True)
-            return torch.cat([self._read(directions, a, b) for a, b in some], dim=1).transpose(0, 1)
+        """(draws, quantities, n) float64, each with the exact value for its mean."""
+        size, draws, parts = (len(self._weight), self._basis.size), signs.draws, []
+        with self._directions(sampled=True) as directions:
+            for start in range(0, len(draws), directions.together):
+                some = Signs(signs.seed, draws[start : start + directions.together])
+                drawn = some(stream, self._run.numbers, directions.columns, *size)  # fewer columns, the same signs
+                parts.append(self._read(directions, drawn.transpose(2, 3).to(self._weight.dtype)))
+        return torch.cat(parts, dim=1).transpose(0, 1)
 
-    def _read(self, directions: Directions, a: Tensor, b: Tensor) -> Tensor:
-        """⟨C a, y(a, b)⟩ over all groups, (quantities, k, n) float64."""
-        turned = directions.turned(a, b)
+    def _read(self, directions: Directions, coefficients: Tensor) -> Tensor:
+        """⟨B C, Uᵀ H Uᵀ B⟩ over all groups, (quantities, k, n) float64."""
+        turned = directions.turned(self._basis.moves(coefficients))
         parts = []
         for readout in self._basis.readout:
-            vectors = directions.reading(torch.einsum("kngr,grt->kngt", a, readout.to(a.dtype)))
-            products = (turned * vectors).sum(dim=3).double()
-            parts.append((products if directions.scale is None else products * directions.scale).sum(dim=2))
+            products = (turned * self._basis.moves(coefficients @ readout.to(coefficients.dtype))).sum(dim=(3, 4))
+            scaled = products.double() if directions.scale is None else products.double() * directions.scale
+            parts.append(scaled.sum(dim=2))
         return torch.stack(parts)
 
-    def _units(self, directions: Directions) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every pair of a row and a column of the same group, some at a time."""
+    def _units(self, directions: Directions) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Every row of a group and column, some at a time: their numbers (k,), (k,), and B (k, 1, G, ρ, r)."""
         groups, rows, columns = len(self._weight), self._basis.size, directions.columns
         count = groups * rows * columns
         if count > PRODUCTS:
@@ -178,30 +177,28 @@ class BlockTraces:
             )
         for chosen in torch.arange(count, device=self._weight.device).split(directions.together):
             place, column = chosen // columns, chosen % columns
-            a = self._weight.new_zeros(len(chosen), groups * rows).scatter_(1, place.unsqueeze(1), 1.0)
-            b = self._weight.new_zeros(len(chosen), groups * columns)
-            b.scatter_(1, (place // rows * columns + column).unsqueeze(1), 1.0)
-            yield a.view(-1, 1, groups, rows), b.view(-1, 1, groups, columns)
+            units = self._weight.new_zeros(len(chosen), 1, groups, columns, rows)
+            units[torch.arange(len(chosen)), 0, place // rows, column, place % rows] = 1.0
+            yield place, column, units
 
-    def _directions(self, spanning: Callable[[Tensor], Tensor]) -> contextlib.AbstractContextManager[Directions]:
+    def _directions(self, *, sampled: bool = False) -> contextlib.AbstractContextManager[Directions]:
         recurrent = curvature.feeds_itself(self._run.calls(self._form.name))
-        return self._of_weight() if recurrent else self._of_outputs(spanning)
+        return self._of_weight() if recurrent else self._of_outputs(sampled)
 
     @contextlib.contextmanager
-    def _of_outputs(self, spanning: Callable[[Tensor], Tensor]) -> Iterator[Directions]:
-        """Moves of the layer's outputs, δz_p = Σ_a a_a u_a Σ_b b_b K_pb, with K Kᵀ the Gram matrix of its inputs."""
-        run, form, basis, calls = self._run, self._form, self._basis, self._run.calls(self._form.name)
-        span = spanning(form.patches(run, [call.inputs.detach() for call in calls]))  # K, (n, G, P, ρ)
+    def _of_outputs(self, sampled: bool) -> Iterator[Directions]:
+        """Moves of the layer's outputs."""
+        run, form, calls = self._run, self._form, self._run.calls(self._form.name)
+        patches = form.patches(run, [call.inputs.detach() for call in calls])
+        span = _spanning(patches, _MOST_POSITIONS if sampled else patches.shape[2])
         with torch.enable_grad():
             slope = form.rows(run, self._slope)
-        single = span.shape[2] == span.shape[3] == 1  # then K is a number by which the rest can be multiplied
+        single = span.shape[2] == span.shape[3] == 1  # then K is a number, by which the rest can be multiplied
 
-        def turned(a: Tensor, b: Tensor) -> Tensor:
-            moved = basis.combined(a).unsqueeze(3).expand(-1, run.samples, -1, span.shape[2], -1)
+        def turned(moves: Tensor) -> Tensor:
             if single:
-                return by_rows(moved).squeeze(3)
-            amounts = torch.einsum("ngpr,kngr->kngp", span, b.expand(-1, run.samples, -1, -1))
-            return torch.einsum("kngp,kngpd->kngd", amounts, by_rows(moved * amounts.unsqueeze(4)))
+                return by_rows(moves.expand(-1, run.samples, -1, -1, -1))
+            return span.mT @ by_rows(span @ moves)
 
         def by_rows(moved: Tensor) -> Tensor:
             found = _products(slope, [call.edge for call in calls], moved)
@@ -215,25 +212,23 @@ class BlockTraces:
             return rows
 
         scale = span[:, :, 0, 0].double().square() if single else None
-        yield Directions(span.shape[3], slope.numel() * slope.element_size(), turned, basis.combined, scale)
+        yield Directions(span.shape[3], slope.numel() * slope.element_size(), turned, scale)
 
     @contextlib.contextmanager
     def _of_weight(self) -> Iterator[Directions]:
-        """Moves of the weight in every call of the layer, B of each sample its own."""
-        run, form, basis = self._run, self._form, self._basis
-        groups, _, columns = self._weight.shape
-        moved = self._weight.new_zeros(run.samples, groups, basis.size, columns).requires_grad_()
+        """Moves of the weight in every call of the layer, each sample's its own."""
+        run, form = self._run, self._form
+        groups, d, columns = self._weight.shape
+        moved = self._weight.new_zeros(run.samples, groups, columns, d).requires_grad_()
 
         def move(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
             patches = form.patches(run, [args[0] if args else next(iter(kwargs.values()))])
-            change = basis.combined(torch.einsum("ngpm,ngrm->npgr", patches, moved)).transpose(1, 2)
-            return output + form.placed(run, change, output)
+            return output + form.placed(run, patches @ moved, output)
 
-        def turned(a: Tensor, b: Tensor) -> Tensor:
-            directions = (a.unsqueeze(4) * b.unsqueeze(3)).expand(-1, *moved.shape)
-            (found,) = _products(slope, [moved], directions)
-            found = torch.zeros_like(directions) if found is None else found
-            return torch.einsum("kngrm,kngm->kngr", found, b.expand(-1, run.samples, -1, -1))
+        def turned(moves: Tensor) -> Tensor:
+            moves = moves.expand(-1, run.samples, -1, -1, -1)
+            (found,) = _products(slope, [moved], moves)
+            return torch.zeros_like(moves) if found is None else found
 
         handle = self._module.register_forward_hook(move, with_kwargs=True, prepend=True)
         try:  # until all products are done: activation checkpointing calls the layer again in them
@@ -241,7 +236,7 @@ class BlockTraces:
             with torch.enable_grad():
                 value = self._loss.value(outputs, targets)
                 (slope,) = torch.autograd.grad(value, moved, create_graph=True)
-            yield Directions(columns, moved.numel() * moved.element_size(), turned, lambda coefficients: coefficients)
+            yield Directions(columns, moved.numel() * moved.element_size(), turned)
         finally:
             handle.remove()
 
@@ -283,19 +278,20 @@ def _basis(weight: Tensor, quantities: Sequence[str]) -> Basis:
     return Basis(None, torch.stack(chosen) if chosen else unit.unsqueeze(0))
 
 
-def _spanning(patches: Tensor) -> Tensor:
-    """K (n, G, P, ρ) with K Kᵀ = Φ Φᵀ for inputs Φ (n, G, P, m), of few columns."""
+def _spanning(patches: Tensor, most: int) -> Tensor:
+    """K (n, G, P, ρ) with K Kᵀ = Φ Φᵀ for inputs Φ (n, G, P, m): of few columns, but Φ itself for many positions."""
     _, _, positions, columns = patches.shape
     if positions == 1:
         return _norms(patches)
-    if positions >= columns:
+    if positions >= min(columns, most + 1):
         return patches
     gram = patches.double() @ patches.double().mT
     bad = ~gram.isfinite().all(dim=(2, 3), keepdim=True)
     values, vectors = torch.linalg.eigh(gram.masked_fill(bad, 0.0))
     rank = max(1, int((values > _RANK * values[..., -1:]).sum(dim=2).max()))
-    scaled: Tensor = vectors[..., -rank:] * values[..., -rank:].clamp_min(0).sqrt().unsqueeze(2)
-    return scaled.masked_fill(bad, torch.nan).to(patches.dtype)
+    scaled = vectors[..., -rank:] * values[..., -rank:].clamp_min(0).sqrt().unsqueeze(2)
+    span: Tensor = scaled.flip(3).masked_fill(bad, torch.nan).to(patches.dtype)
+    return span
 
 
 def _norms(patches: Tensor) -> Tensor:
@@ -310,7 +306,7 @@ def _products(slope: Tensor, inputs: Sequence[Any], directions: Tensor) -> list[
         return [None] * len(inputs)
     if len(directions) > 1:
         try:
-            return list(_derivatives(slope, inputs, directions, is_grads_batched=True))
+            return list(torch.func.vmap(lambda direction: _derivatives(slope, inputs, direction))(directions))
         except RuntimeError as error:
             if not any(text in str(error) for text in _NOT_BATCHED):  # one at a time may do
                 raise
@@ -318,5 +314,5 @@ def _products(slope: Tensor, inputs: Sequence[Any], directions: Tensor) -> list[
     return [None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)]
 
 
-def _derivatives(slope: Tensor, inputs: Sequence[Any], direction: Tensor, **how: bool) -> tuple[Any, ...]:
-    return torch.autograd.grad(slope, inputs, direction, retain_graph=True, allow_unused=True, **how)
+def _derivatives(slope: Tensor, inputs: Sequence[Any], direction: Tensor) -> tuple[Any, ...]:
+    return torch.autograd.grad(slope, inputs, direction, retain_graph=True, allow_unused=True)

@@ -21,7 +21,11 @@ from .sweep import Sweep, Values
 from .totals import Sums, Totals
 
 _LARGEST_MATRIX = 2**30  # bytes of block traces
-_FIRST_STAGE = 4  # draws from which the number of draws for a standard error is found
+_FIRST_STAGE, _LATER_STAGES = (
+    4,
+    3,
+)  # draws from which the number for a standard error is found; how often it is corrected
+_CLOSE = 1.05  # a standard error within this of the one that was asked for is that
 
 
 class LayerValues:
@@ -103,27 +107,31 @@ class LayerValues:
     def _sums(self, sweep: Sweep) -> Sums:
         """Exact, by so many draws, in groups, or by as many draws as a standard error takes.
 
-        For the last, a first stage of a few draws says how many there have to be in all; it does not look at the
-        values, and both stages count by their draws (Stein 1945), which keeps the coverage of the interval.
+        For the last, a first stage of a few draws says how many there have to be in all, and a later one is added where
+        that was too few. No stage looks at the values, and all count by their draws (after Stein 1945), which keeps the
+        coverage of the interval.
         """
         target, probes = self._options.target_stderr, self._options.probes
         if probes == "adaptive":
             return self._totalled(sweep.by_groups())
         if target is None:
             return self._summed(sweep, None if probes is None else range(int(probes)))
-        first = self._summed(sweep, range(_FIRST_STAGE))
-        assert first.errors is not None
-        draws = math.ceil(_FIRST_STAGE * (float(first.errors.max()) / target) ** 2)
-        if draws <= _FIRST_STAGE:
-            return first
-        if draws >= sweep.exact_passes:
-            return self._summed(sweep, None)
-        if draws > PASSES:
-            raise InputError(
-                f"target_stderr={target:g} takes {draws} draws (the standard error of {_FIRST_STAGE} is "
-                f"{float(first.errors.max()):.3g}), more than {PASSES}; pass a larger one, or probes="
-            )
-        return first.pooled(self._summed(sweep, range(_FIRST_STAGE, draws)), _FIRST_STAGE / draws)
+        sums, draws = self._summed(sweep, range(_FIRST_STAGE)), _FIRST_STAGE
+        for _ in range(_LATER_STAGES):
+            assert sums.errors is not None
+            excess = float(sums.errors.max()) / target
+            if excess <= _CLOSE:
+                break
+            needed = math.ceil(draws * excess**2)
+            if needed >= sweep.exact_passes:
+                return self._summed(sweep, None)
+            if needed > PASSES:
+                raise InputError(
+                    f"target_stderr={target:g} takes about {needed} draws (the standard error of {draws} is "
+                    f"{excess * target:.3g}), more than {PASSES}; pass a larger one, or probes="
+                )
+            sums, draws = sums.pooled(self._summed(sweep, range(draws, needed)), draws / needed), needed
+        return sums
 
     def _summed(self, sweep: Sweep, draws: range | None) -> Sums:
         return self._totalled(sweep.values(draws), sampled=draws is not None)

@@ -63,6 +63,11 @@ def as_matrix(module: nn.Module, weight: Tensor) -> Tensor:
     return weight.t() if _is_transposed(module) else weight.flatten(1)
 
 
+def row_dim(module: nn.Module) -> int:
+    """The dimension of the layer's weight that counts its rows."""
+    return 1 if _is_transposed(module) else 0
+
+
 def groups(module: nn.Module) -> int:
     """How many weight matrices of their own the layer is made of."""
     return module.groups if isinstance(module, _CONVOLUTIONS) else 1

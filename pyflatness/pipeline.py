@@ -173,17 +173,22 @@ def layer_measure(
     forward: capture.Forward | None = None,
     progress: bool | None = None,
 ) -> Estimate:
-    """One measure of one layer; by the head where it is that."""
+    """One measure of one layer, by the head where it is that; or of the network, if it is none of layers."""
     options = replace(options, normalize=options.normalize or row.normalize)
     resolved = losses.resolve(loss, reduction)
     with capture.observing(model) as module:
-        batches = Batches(data, capture.device(module), passes=options.reads, shown=progress)
+        reads = options.reads if row.compute is None else row.reads
+        batches = Batches(data, capture.device(module), passes=reads, shown=progress)
+        if row.compute is not None and row.of_network_alone:
+            return row.compute(Task(module, selectors.select(module, None), resolved, batches, forward, options))[""]
         name, source = head.find(module, layer, resolved, batches, forward)
         dense = options.conv == "affine" and layers.is_convolution(module.get_submodule(name))
         if source is not None and row.quantity == RELATIVE_FLATNESS.quantity and not dense:
             return at_head.relative_flatness(source, resolved, options)
-        values = LayerValues(module, selectors.select(module, name), resolved, batches, forward, options)
-        return values.estimates([row])[name, row.name]
+        selection = selectors.select(module, name)
+        if row.compute is not None:
+            return row.compute(Task(module, selection, resolved, batches, forward, options))[name]
+        return LayerValues(module, selection, resolved, batches, forward, options).estimates([row])[name, row.name]
 
 
 @capture.eager
@@ -274,7 +279,7 @@ def measure(
 
     The cost is a forward pass and one backward pass per output factor of the loss (C - 1 for cross-entropy), whatever
     the number of layers and measures; the sum over layers is the network's value. One sweep more for measures that are
-    normalised in another way.
+    normalised in another way; measures that are not of the sweep have costs of their own (``pyflatness measures``).
 
     Args:
         model: as for :func:`relative_flatness`, like all that follow but two.

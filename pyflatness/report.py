@@ -2,16 +2,23 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from . import views
 from .errors import InputError
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -19,11 +26,12 @@ class Estimate:
     """A measured value and how it came about. ``float(estimate)`` is the value.
 
     Attributes:
-        value: the measure, in units of the loss (relative flatness has no other unit).
+        value: the measure, in units of the loss where it is one of its second derivatives.
         stderr: standard error of ``value`` given the data; None when the value is exact.
-        samples: samples (entries of dimension 0 of the batches) that the value is over.
-        method: ``"head"``, ``"ggn"``, ``"hessian"``, ``"ggn-sampled"``, ``"hessian-sampled"`` or ``"definition"``.
-        exact: True only if the value is that of the loss Hessian up to rounding.
+        samples: samples (entries of dimension 0 of the batches) that the value is over; 0 if it is of no data.
+        method: ``"head"``, ``"ggn"``, ``"hessian"``, ``"ggn-sampled"``, ``"hessian-sampled"`` or ``"definition"``; of
+            measures without second derivatives ``"forward-mode"``, ``"monte-carlo"`` or ``"weights"``.
+        exact: True only if the value is the definition's up to rounding (that of the loss Hessian, where it is of one).
         backend: ``"compiled"`` or ``"reference"``.
         per_sample: (n,) float64, ``n`` times each sample's share, so that the mean is ``value``; None unless asked
             for. Under ``nan_policy="omit"`` an omitted sample holds NaN, and the mean over the others is ``value``.
@@ -52,7 +60,7 @@ class Estimate:
             "exact" if self.exact else "not exact",
             f"method {self.method}",
             f"layer {self.layer!r}" if self.layer else "",
-            f"{self.samples} samples",
+            f"{self.samples} samples" if self.samples else "no data read",
             f"{self.omitted} omitted" if self.omitted else "",
             f"{self.backend} backend",
             *self.notes,
@@ -66,13 +74,36 @@ class Estimate:
         facts["notes"] = list(self.notes)
         return facts
 
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> "Estimate":
+        """What :meth:`to_dict` was made from.
+
+        Raises:
+            InputError: not such a dict.
+        """
+        known = {entry.name: entry.default is MISSING and entry.default_factory is MISSING for entry in fields(cls)}
+        try:
+            shares = facts.get("per_sample")
+            shares = None if shares is None else torch.tensor(shares, dtype=torch.float64)
+            return cls(**{**facts, "notes": tuple(facts.get("notes", ())), "per_sample": shares})
+        except (AttributeError, TypeError, ValueError):
+            needed = {name for name, required in known.items() if required}
+            given = {*facts} if isinstance(facts, Mapping) else set()
+            odd = sorted((needed - given) | (given - {*known}))
+            raise InputError(
+                f"estimate: a dict as of Estimate.to_dict() is wanted; missing or unknown: {odd}"
+            ) from None
+
+    def __eq__(self, other: object) -> bool:
+        return _facts(self) == _facts(other) if isinstance(other, Estimate) else NotImplemented
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Report:
     """Measures of a network's layers, and of the network. ``str(report)`` is a table.
 
     ``report[layer, measure]`` is one layer's :class:`Estimate`, ``report[measure]`` the network's: the sum over the
-    measured layers.
+    measured layers, or one value of its own. A measure may have values of layers, of the network, or both.
 
     Attributes:
         layers: names of the measured layers, in the model's order.
@@ -110,8 +141,70 @@ class Report:
             Path(path).write_text(text + "\n", encoding="utf-8")
         return text
 
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> "Report":
+        """What :meth:`to_dict` was made from.
+
+        Raises:
+            InputError: not such a dict.
+        """
+        if not isinstance(facts, Mapping) or not all(isinstance(held, Mapping) for held in facts.values()):
+            raise InputError("report: a dict as of Report.to_dict() is wanted: measure -> layer -> estimate")
+        found = {
+            (layer, measure): Estimate.from_dict(estimate)
+            for measure, held in facts.items()
+            for layer, estimate in held.items()
+        }
+        fullest = sorted(facts.values(), key=len, reverse=True)  # the one with most layers says their order
+        layers = dict.fromkeys(layer for held in fullest for layer in held if layer)
+        return cls(tuple(layers), tuple(facts), found)
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> "Report":
+        """What :meth:`to_json` was made from: its text, or the path of its file.
+
+        Raises:
+            InputError: no such file, or not such a text.
+        """
+        try:
+            is_text = isinstance(source, str) and source.lstrip().startswith("{")
+            text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
+            facts = json.loads(text)
+        except (OSError, ValueError) as error:
+            raise InputError(f"report: JSON text, or the path of a file of it, is wanted ({error})") from None
+        return cls.from_dict(facts)
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """One row per estimate, its facts as columns; the network's rows have the layer ``""``.
+
+        Raises:
+            MissingExtraError: without pandas.
+        """
+        return views.frame(self)
+
+    def plot(self, path: str | Path | None = None) -> "tuple[Figure, Axes]":
+        """The layers' values as a profile from the first to the last, a line for each measure.
+
+        Args:
+            path: where the figure is written too; its ending is its format.
+
+        Returns:
+            Figure and axes of matplotlib, outside of pyplot.
+
+        Raises:
+            MissingExtraError: without matplotlib.
+            InputError: no measure has values of layers.
+        """
+        figure, axes = views.profile(self)
+        if path is not None:
+            figure.savefig(path)
+        return figure, axes
+
+    def __eq__(self, other: object) -> bool:
+        return _facts(self) == _facts(other) if isinstance(other, Report) else NotImplemented
+
     def __str__(self) -> str:
-        first = next(iter(self._estimates.values()))
+        first = max(self._estimates.values(), key=lambda estimate: estimate.samples)
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("layer", overflow="fold")
         for measure in self.measures:
@@ -127,15 +220,21 @@ class Report:
                 table.add_section()
             methods = ", ".join(dict.fromkeys(e.method for e in row))
             table.add_row(layer or "network", *map(_number, cells), methods, exact)
-            notes.update((f"{layer}: {note}", None) for e in row for note in e.notes)
+            notes.update((f"{layer or 'network'}: {note}", None) for e in row for note in e.notes)
         console = Console(width=200, markup=False, highlight=False, emoji=False, color_system=None)
         with console.capture() as capture:
             console.print(table)
         omitted = f", {first.omitted} omitted" if first.omitted else ""
         lines = [line.rstrip() for line in capture.get().splitlines() if line.strip()]
-        return "\n".join([*lines, f"{first.samples} samples{omitted}, {first.backend} backend", *notes])
+        samples = f"{first.samples} samples" if first.samples else "no data read"
+        return "\n".join([*lines, f"{samples}{omitted}, {first.backend} backend", *notes])
 
     __repr__ = __str__
+
+
+def _facts(held: Estimate | Report) -> str:
+    """As text, in which NaN equals NaN."""
+    return json.dumps(held.to_dict(), sort_keys=True)
 
 
 def _number(estimate: Estimate | None) -> str:

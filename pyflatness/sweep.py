@@ -219,7 +219,7 @@ class Sweep:
                 if signs is None:
                     values[0] += traces.exact()
                 else:
-                    stream = signals.STREAM + 1 + 2 * list(self._runner.selected).index(name)
+                    stream = signals.STREAM + 1 + list(self._runner.selected).index(name)
                     values += traces.sampled(signs, stream)
 
     def _traces(self, run: Run, name: str, slope: Sequence[Tensor], quantities: Sequence[str]) -> BlockTraces:

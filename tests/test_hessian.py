@@ -146,7 +146,7 @@ def test_a_seed_is_one_value_in_any_cut(name, layer):
     ]
     for measure in ("relative_flatness", "trace"):
         values = [report[layer, measure].value for report in found]
-        assert values == pytest.approx([values[0]] * 3, rel=1e-9)
+        assert values == pytest.approx([values[0]] * 3, rel=1e-6)  # the basis of a sample's inputs is rounded
         assert [report[layer, measure].stderr for report in found] == pytest.approx(
             [found[0][layer, measure].stderr] * 3
         )

@@ -1,4 +1,4 @@
-"""``pyflatness score``, ``layers`` and ``measures``: right numbers, and bad checkpoints that stop nothing."""
+"""``pyflatness score`` and ``layers``: right numbers, and bad checkpoints that stop nothing."""
 
 import csv
 import json
@@ -15,7 +15,6 @@ from torch.nn import functional as F
 import pyflatness as pf
 from pyflatness import cli
 from pyflatness.cli import checkpoints, paths, scoring, specs
-from pyflatness.measures import MEASURES
 
 ZOO = Path(__file__).resolve().parents[2] / "shared" / "zoo"
 CHOICES = ("relative_flatness", "relative_flatness_std", "trace")
@@ -330,14 +329,6 @@ def test_many_differences_are_shortened() -> None:
     assert len(str(caught.value)) < 1000
 
 
-def test_measures_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _status("measures") == 0
-    out = capsys.readouterr().out
-    for measure in MEASURES:
-        assert measure.name in out
-    assert "Theorem 4" in out
-
-
 def test_without_safetensors(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     message = _status(*_arguments(tiny, "a.safetensors"))
@@ -362,3 +353,43 @@ def test_zoo(tmp_path: Path) -> None:
     truth = pf.relative_flatness(network, "cross_entropy", specs.resolve(f"{ZOO}/lenet5.py:images")(**data))
     assert float(rows[0]["value"]) == pytest.approx(truth.value, rel=1e-6)
     assert all(row["layer"] == "fc3" and float(row["accuracy"]) > 0.9 for row in rows)
+
+
+def test_measures_of_the_network_alone_are_one_row(tiny: str) -> None:
+    checkpoint = _save(tiny, 1, "a.safetensors")
+    names = ["weight_norm", "trace", "pac_bayes", "fisher_rao", "adaptive_sharpness_mc"]
+    chosen = [f"--measures={name}" for name in names]
+    assert _status(*_arguments(tiny, checkpoint, *chosen, "--layers=body", "--layers=head")) == 0
+    rows = _rows(tiny)
+    assert [(row["layer"], row["measure"]) for row in rows] == [
+        *((layer, name) for layer in ("body", "head") for name in names[:2]),
+        *(("", name) for name in names[2:]),
+    ]
+    network, batches = _network(tiny, 1), specs.resolve(f"{tiny}:data")()
+    logits = torch.cat([network(x) for x, _ in batches]).detach().double()
+    targets = torch.cat([y for _, y in batches]).long()
+    for row in rows:
+        report = pf.measure(network, "cross_entropy", batches, layers=row["layer"] or None, measures=row["measure"])
+        expected = report[row["layer"], row["measure"]]
+        assert float(row["value"]) == pytest.approx(expected.value, rel=1e-6)
+        assert (row["method"], row["exact"], row["samples"]) == (
+            expected.method,
+            str(expected.exact),
+            str(expected.samples),
+        )
+        if row["measure"] == "weight_norm" and row is rows[0]:
+            assert (row["loss"], row["accuracy"]) == ("", "")  # nothing was read
+            continue
+        assert float(row["loss"]) == pytest.approx(float(F.cross_entropy(logits, targets)), rel=1e-6)
+        assert float(row["accuracy"]) == float((logits.argmax(dim=1) == targets)[targets != -100].double().mean())
+
+
+@pytest.mark.parametrize("first", ["pac_bayes", "adaptive_sharpness_mc", "fisher_rao"])
+def test_loss_and_accuracy_are_those_of_the_network_itself(first: str, tiny: str) -> None:
+    """Not of it under noise; nor of derivatives in forward mode."""
+    checkpoint = _save(tiny, 1, "a.safetensors")
+    assert _status(*_arguments(tiny, checkpoint, f"--measures={first}", "--measures=trace")) == 0
+    one = _rows(tiny)
+    assert _status(*_arguments(tiny, checkpoint, "--measures=trace")) == 0
+    for key in ("loss", "accuracy"):
+        assert {float(row[key]) for row in one} == {float(_rows(tiny)[0][key])}

@@ -1,17 +1,90 @@
-"""``pyflatness measures``: what can be measured, by which formula, from where."""
+"""``pyflatness measures``: what can be measured, by which formula, from where; also as the page docs/measures.md."""
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pkgutil import iter_modules
 
 import click
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..measures import MEASURES
+from .. import measures as package
+from ..measures import MEASURES, Measure
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of measures; ``attribute`` of a measure fills it."""
+
+    title: str
+    attribute: str
+
+    def of(self, measure: Measure) -> str:
+        """The cell of a measure."""
+        return str(getattr(measure, self.attribute))
+
+
+COLUMNS = (
+    Column("name", "name"),
+    Column("formula", "formula"),
+    Column("source", "source"),
+    Column("a number of each", "granularity"),
+    Column("invariant to rescalings", "invariant"),
+    Column("cost", "cost"),
+)
+_PAGE = """# Measures
+
+What `pf.measure(model, loss, data, measures=[…])` and `pyflatness score --measures …` know by name. This page is made
+from the table in the code: `pyflatness measures --markdown > docs/measures.md`.
+
+- **a number of each**: `layer` values are `report[layer, name]`; `network` ones are `report[name]`.
+- **invariant to rescalings** of a ReLU network that leave its function alone: `layer-wise`, a layer's weights by λ and
+  the next one's by 1/λ; `neuron-wise`, each row of a layer by its own λ_j and the columns behind it by 1/λ_j.
+  `pf.reparameterize` makes such networks, and tests hold every measure to what is said here.
+- **cost**: a sweep is a forward pass and one backward pass per output factor of the loss (C − 1 for cross-entropy), for
+  all layers and measures that share it.
+
+`pf.pac_bayes` and `pf.adaptive_sharpness_mc` are the measures of these names with options (draws, the size of noise,
+initial weights, the readings of the authors' code).
+
+"""
 
 
 @click.command()
-def measures() -> None:
-    """Show the measures: name, formula, source."""
-    table = Table("name", "formula", "source", box=box.SIMPLE_HEAD)
+@click.option("--markdown", is_flag=True, help="As the page docs/measures.md.")
+def measures(markdown: bool) -> None:
+    """Show the measures: name, formula, source, what they are invariant to, and cost."""
+    if markdown:
+        click.echo(page(), nl=False)
+        return
+    table = Table(box=box.SIMPLE, show_header=False, leading=1)  # one line of all columns fits no terminal
+    table.add_column(no_wrap=True)
+    table.add_column()
+    name, formula, *others = COLUMNS
     for measure in MEASURES:
-        table.add_row(measure.name, measure.formula, measure.source)
+        facts = [f"{column.title}: {column.of(measure)}" for column in others]
+        table.add_row(name.of(measure), "\n".join([formula.of(measure), *facts]))
     Console(markup=False, highlight=False).print(table)
+
+
+def page() -> str:
+    """The page docs/measures.md: the table, and what the file of each measure says at its top."""
+    lines = [[column.title for column in COLUMNS], ["---"] * len(COLUMNS)]
+    for measure in MEASURES:
+        name, *others = (column.of(measure).replace("|", "\\|") for column in COLUMNS)
+        lines.append([f"`{name}`", *others])
+    return _PAGE + "".join(f"| {' | '.join(cells)} |\n" for cells in lines) + "".join(_sections())
+
+
+def _sections() -> Iterator[str]:
+    for found in iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{found.name}")
+        source = inspect.getsource(module)
+        own = [measure.name for measure in MEASURES if f'name="{measure.name}"' in source]
+        if own:
+            text = re.sub(r":\w+:`[~.]*", "`", (module.__doc__ or "").strip())
+            yield f"\n## {', '.join(own)}\n\n{text}\n"

@@ -46,7 +46,7 @@ _NAMED = {measure.name: measure for measure in MEASURES}
     multiple=True,
     default=[MEASURES[0].name],
     show_default=True,
-    help="May be repeated.",
+    help="May be repeated; one of the network alone has one row, with no layer.",
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="CSV file for the rows.")
 @click.option(checkpoints.PICKLE_FLAG, "allow_pickle", is_flag=True, help="Read the tensors of .pt and .pth files too.")
@@ -107,10 +107,10 @@ def _score(scoring: Scoring, paths: tuple[Path, ...], out: Path, rows: list[Row]
 
     def step(measure: Measure) -> None:
         if batches:
-            progress.advance(task, 1 / (measure.reads * batches))
+            progress.advance(task, 1 / (measure.reads * batches))  # a measure that reads no data takes no step
 
     with out.open("w", newline="", encoding="utf-8") as file, _progress() as progress:
-        task = progress.add_task("scoring", total=len(paths) * len(scoring.layers) * len(scoring.measures))
+        task = progress.add_task("scoring", total=len(paths) * len(scoring.pairs()))
         writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
         for path in paths:

@@ -1,7 +1,6 @@
 """One checkpoint of a network, measured: its rows of the table that ``pyflatness score`` writes."""
 
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -49,7 +48,10 @@ class Fit:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What is the same for all checkpoints; a layer of None is the last Linear that ran."""
+    """What is the same for all checkpoints; a layer of None is the last Linear that ran.
+
+    Measures of the network alone have one row, with no layer.
+    """
 
     model: nn.Module
     data: Any
@@ -57,6 +59,11 @@ class Scoring:
     layers: tuple[str | None, ...]
     measures: tuple[Measure, ...]
     allow_pickle: bool
+
+    def pairs(self) -> list[tuple[str | None, Measure]]:
+        """The layer and measure of each row."""
+        rows = [(layer, measure) for layer in self.layers for measure in self.measures if not measure.of_network_alone]
+        return [*rows, *((None, measure) for measure in self.measures if measure.of_network_alone)]
 
     def rows(self, path: Path, step: Callable[[Measure], None]) -> Iterator[Row]:
         """A row for each layer and measure; nothing is raised.
@@ -71,7 +78,7 @@ class Scoring:
             checkpoints.fit(self.model, checkpoints.load(path, allow_pickle=self.allow_pickle))
         except Exception as error:
             problem = error
-        for layer, measure in itertools.product(self.layers, self.measures):
+        for layer, measure in self.pairs():
             recorder = Recorder(self.loss, functools.partial(step, measure), active=fit is None)
             start = time.perf_counter()
             try:
@@ -80,13 +87,14 @@ class Scoring:
                 estimate = layer_measure(
                     *(measure, self.model, self.loss, self.data, layer, Options()), forward=recorder, progress=False
                 )
-                fit = fit or recorder.fit()
+                found = fit or recorder.fit()
+                fit = found if measure.reads else fit
             except Exception as error:  # the user's model and data run here: whatever it is, the next row goes on
                 yield Row(str(path), layer or "", measure.name, error=reason(error))
                 continue
             yield Row(
                 *(str(path), estimate.layer, measure.name, estimate.value, estimate.method, estimate.exact),
-                *(estimate.samples, fit.loss, fit.accuracy, time.perf_counter() - start),
+                *(estimate.samples, found.loss, found.accuracy, time.perf_counter() - start),
             )
 
 

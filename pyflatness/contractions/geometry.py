@@ -46,7 +46,10 @@ class Geometry:
         for dim, (kernel, stride, dilation) in enumerate(
             zip(self.kernel, self.stride, self.dilation, strict=True), start=2
         ):
-            view = view.unfold(dim, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
+            if kernel == stride == 1:  # the same, and vmap knows its derivative
+                view = view.unsqueeze(-1)
+            else:
+                view = view.unfold(dim, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
         view = view.unflatten(1, (self.groups, channels // self.groups))  # n, G, c, p0, p1, p2, k0, k1, k2
         positions = view.shape[3] * view.shape[4] * view.shape[5]
         patches: Tensor = view.permute(0, 1, 3, 4, 5, 2, 6, 7, 8).reshape(n, self.groups, positions, -1)

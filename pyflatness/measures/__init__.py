@@ -4,11 +4,23 @@ from collections.abc import Sequence
 
 from ..errors import InputError
 from . import at_head
+from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC
 from .base import Measure, Task
+from .fisher_rao import FISHER_RAO
+from .pac_bayes import PAC_BAYES
 from .relative_flatness import RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD
 from .trace import TRACE
+from .weight_norm import WEIGHT_NORM
 
-MEASURES = (RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD, TRACE)
+MEASURES = (
+    RELATIVE_FLATNESS,
+    RELATIVE_FLATNESS_STD,
+    TRACE,
+    ADAPTIVE_SHARPNESS_MC,
+    FISHER_RAO,
+    PAC_BAYES,
+    WEIGHT_NORM,
+)
 
 
 def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:

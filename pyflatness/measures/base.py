@@ -68,3 +68,8 @@ class Measure:
     invariant: str = "none"
     cost: str = "one sweep, shared"
     reads: int = 1
+
+    @property
+    def of_network_alone(self) -> bool:
+        """Whether there is one value for the whole network and none for a layer."""
+        return self.granularity == "network"

@@ -1,0 +1,122 @@
+"""Elementwise adaptive sharpness, average case, by Monte Carlo (Andriushchenko et al. 2023; C24 Eq. 38, appendix F).
+
+    S_ρ = (2/ρ²) E_δ[L(θ + δ) - L(θ)],   δ ~ N(0, ρ² diag θ²),   ρ = 0.1
+
+over all trainable parameters; for ρ → 0 it is Σ_j θ_j² H_jj (C24 Eq. 40). Draws come in pairs ±δ, which takes the odd
+terms of the expansion out: with u_k = (L(θ + δ_k) + L(θ - δ_k)) / 2 - L(θ) the value is (2/ρ²) mean_k u_k and its
+standard error (2/ρ²) std_k u_k / √K. C24's Eq. 46, mean_k u_k, lacks the factor. Invariant to layer-wise and
+neuron-wise rescalings, draw by draw: δ is multiplied as θ is.
+
+C24: "From Loss Flatness to Compressed Representations".
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import capture, losses, parameters, risk
+from ..data import Batches
+from ..errors import InputError
+from ..options import Options
+from ..report import Estimate
+from ..selectors import Selection
+from .base import Measure, Task
+
+RHO, DRAWS = 0.1, 32
+
+
+@capture.eager
+def adaptive_sharpness_mc(
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    *,
+    rho: float = RHO,
+    draws: int = DRAWS,
+    scaled: bool = True,
+    seed: int = 0,
+    nan_policy: str = "raise",
+    reduction: str | None = None,
+    forward: capture.Forward | None = None,
+    progress: bool | None = None,
+) -> Estimate:
+    """Average-case elementwise adaptive sharpness of a network: the mean rise of the loss under noise of size ρ |θ_j|.
+
+    (2/ρ²) E[L(θ + δ) - L(θ)], δ ~ N(0, ρ² diag θ²), over all trainable parameters   ("From Loss Flatness to Compressed
+    Representations", Eq. 38). ``pf.measure(…, measures="adaptive_sharpness_mc")`` is this with its defaults.
+
+    Args:
+        model: in eval mode; left as it was found.
+        loss: its options and reduction count.
+        data: as for :func:`pyflatness.relative_flatness`; read once per draw, and once more.
+        rho: ρ, the relative size of the noise.
+        draws: pairs ±δ.
+        scaled: False leaves out the factor 2/ρ², as Eq. 46 does.
+        seed: of the noise.
+        nan_policy: ``"raise"`` or ``"propagate"``; no sample can be left out.
+        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        progress: show a bar.
+
+    Returns:
+        The value with its standard error over draws.
+
+    Raises:
+        InputError: options that do not fit, or see :func:`pyflatness.relative_flatness`; no trainable parameter.
+        NonFiniteError: a loss that is NaN or infinite, but under ``nan_policy="propagate"``.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> model = torch.nn.Linear(4, 3)
+        >>> data = torch.randn(100, 4), torch.randint(3, (100,))
+        >>> value = pf.adaptive_sharpness_mc(model, torch.nn.CrossEntropyLoss(), data, draws=8)
+        >>> value.samples, value.stderr > 0
+        (100, True)
+    """
+    if not 0 < rho < float("inf"):
+        raise InputError(f"rho={rho}: a positive number is wanted")
+    if draws < 2:
+        raise InputError(f"draws={draws}: at least two are wanted, for a standard error")
+    resolved, options = losses.resolve(loss, reduction), Options(nan_policy=nan_policy, seed=seed)
+    with capture.observing(model) as module:
+        batches = Batches(data, capture.device(module), passes=draws + 1, shown=progress)
+        task = Task(module, Selection({}, frozenset()), resolved, batches, forward, options)
+        return _estimate(task, rho, draws, scaled=scaled)
+
+
+def _estimate(task: Task, rho: float = RHO, draws: int = DRAWS, *, scaled: bool = True) -> Estimate:
+    policy = task.options.nan_policy
+    theta = parameters.trainable(task.model)
+    generator = torch.Generator(capture.device(task.model)).manual_seed(task.options.seed)
+    (own,) = risk.at(task.model, [{}], task.loss, task.batches, task.forward, policy)
+    rises = []
+    for _ in range(draws):
+        noise = parameters.noise(theta, generator)
+        spreads = (lambda w: rho * w), (lambda w: -rho * w)
+        points = [parameters.moved(theta, noise, spread) for spread in spreads]
+        with capture.trial():
+            up, down = risk.at(task.model, points, task.loss, task.batches, task.forward, policy)
+        rises.append((up.value + down.value) / 2 - own.value)
+    rise, factor = torch.tensor(rises, dtype=torch.float64), 2 / rho**2 if scaled else 1.0
+    return Estimate(
+        value=factor * float(rise.mean()),
+        stderr=factor * float(rise.std()) / draws**0.5,
+        samples=own.samples,
+        method="monte-carlo",
+        exact=False,
+        backend="reference",
+        notes=(f"adaptive_sharpness_mc: ρ = {rho}, {draws} pairs of draws",),
+    )
+
+
+ADAPTIVE_SHARPNESS_MC = Measure(
+    name="adaptive_sharpness_mc",
+    formula="(2/ρ²) E[L(θ + δ) - L(θ)], δ ~ N(0, ρ² diag θ²), ρ = 0.1, all trainable parameters",
+    source="From Loss Flatness to Compressed Representations, Eq. 38 and appendix F",
+    compute=lambda task: {"": _estimate(task)},
+    granularity="network",
+    invariant="layer-wise, neuron-wise",
+    cost=f"{2 * DRAWS + 1} forward passes",
+    reads=DRAWS + 1,
+)

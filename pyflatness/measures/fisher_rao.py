@@ -1,0 +1,144 @@
+"""The Fisher-Rao norm (Liang et al. 2019; Petzka et al. 2021, section 6).
+
+    FR = √ E ⟨θ, ∂ℓ/∂θ⟩²        θ all parameters, ⟨θ, ∂ℓ/∂θ⟩ = ⟨∂ℓ/∂f, (∂f/∂θ) θ⟩
+
+An observation is one loss term, of the weight that it has in E: with terms t_i of E = Σ_i t_i / Σ_i mass_i it is
+ℓ_i = t_i / mass_i, and FR² = Σ_i mass_i ⟨θ, ∂ℓ_i/∂θ⟩² / Σ_i mass_i; for the reduction "sum", as E, without the divisor.
+(∂f/∂θ) θ comes from one run of the model in forward mode. Behind ReLU, K layers without biases have
+FR = K √ E ⟨∂ℓ/∂f, f⟩². Invariant to layer-wise and neuron-wise rescalings: each parameter times its derivative is.
+"""
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .. import data, parameters, risk
+from ..errors import InputError, NonFiniteError, NotYetError
+from ..report import Estimate
+from .base import Measure, Task, Values
+
+
+def _values(task: Task) -> Values:
+    theta, policy = parameters.every(task.model), task.options.nan_policy
+    total = mass = 0.0
+    samples = omitted = 0
+    moved = _Moved(task, theta)
+    for number, batch in enumerate(task.batches):
+        outputs, change, targets = moved.of(batch)
+        seen = risk.observed(outputs, targets, task.loss, number)
+        products = seen.sums(_slope(task, outputs, targets) * change.double())
+        weights = seen.terms.mass
+        squares = torch.where(weights > 0, products.square() / weights, 0.0 * products)
+        count = data.size(batch)
+        bad = ~squares.isfinite()
+        if bool(bad.any()) and policy == "raise":
+            raise NonFiniteError(
+                f"batch {number}: {int(bad.sum())} of {len(bad)} loss terms have NaN or infinity in them or in their "
+                "derivative; pass nan_policy='omit' or 'propagate' to go on"
+            )
+        if bool(bad.any()) and policy == "omit":
+            squares, weights, gone = _without(squares, weights, bad, count, number)
+            omitted, count = omitted + gone, count - gone
+        total, mass, samples = total + float(squares.sum()), mass + float(weights.sum()), samples + count
+    if samples == 0:
+        raise NonFiniteError(f"nan_policy='omit': all {omitted} samples have NaN or infinity")
+    value = math.sqrt(total / risk.divisor(task.loss, mass)) if not math.isnan(total) else math.nan
+    estimate = Estimate(value, None, samples, "forward-mode", exact=True, backend="reference", omitted=omitted)
+    return {"": estimate}
+
+
+class _Moved:
+    """f and (∂f/∂θ) θ of batches: in forward mode, or by two backward passes.
+
+    These where an operation has no forward mode, or one that overflows (LayerNorm's in float16, on small inputs).
+    """
+
+    def __init__(self, task: Task, theta: parameters.Parameters) -> None:
+        self._task, self._theta = task, theta
+        self._forward_mode, self._reason = True, ""
+
+    def of(self, batch: Any) -> tuple[Tensor, Tensor, Any]:
+        """Outputs, their derivative along θ, and targets."""
+        with sdpa_kernel(SDPBackend.MATH):  # the other kernels of attention have neither
+            if self._forward_mode:
+                try:
+                    outputs, change, targets = self._by_forward_mode(batch)
+                    if not bool((outputs.isfinite() & ~change.isfinite()).any()):
+                        return outputs, change, targets
+                    self._reason = "they overflow"
+                except NotImplementedError as error:
+                    self._reason = str(error).splitlines()[0]
+                self._forward_mode = False
+            return self._by_backward_passes(batch)
+
+    def _by_forward_mode(self, batch: Any) -> tuple[Tensor, Tensor, Any]:
+        with forward_ad.dual_level():
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore", DeprecationWarning
+                )  # at first torch scripts some derivatives of its own
+                duals = {name: forward_ad.make_dual(values, values) for name, values in self._theta.items()}
+            outputs, targets = parameters.run(self._task.model, duals, batch, self._task.forward)
+            primal, change = forward_ad.unpack_dual(outputs)
+            return primal, torch.zeros_like(primal) if change is None else change, targets
+
+    def _by_backward_passes(self, batch: Any) -> tuple[Tensor, Tensor, Any]:
+        """⟨v, (∂f/∂θ) θ⟩ = ⟨(∂f/∂θ)ᵀ v, θ⟩ is linear in v: its derivative in v is what is wanted.
+
+        That derivative may be wrong without a sign (``once_differentiable``), so it is held against the product itself.
+        """
+        theta = [*self._theta.values()]
+        with torch.enable_grad():
+            leaves = [values.detach().requires_grad_() for values in theta]
+            named = dict(zip(self._theta, leaves, strict=True))
+            outputs, targets = parameters.run(self._task.model, named, batch, self._task.forward)
+            v = torch.randn_like(outputs).requires_grad_()
+            try:
+                back = torch.autograd.grad(outputs, leaves, v, create_graph=True, allow_unused=True)
+                pairs = zip(back, theta, strict=True)
+                parts = [(g.double() * values.double()).sum() for g, values in pairs if g is not None]
+                product = torch.stack(parts).sum()
+                (change,) = torch.autograd.grad(product, v)
+                entries = v.detach().double() * change.double()
+                off, size = float(entries.sum() - product.detach()), float(entries.norm())
+                if abs(off) > max(1e-3, 32 * torch.finfo(change.dtype).eps) * (size + abs(float(product.detach()))):
+                    raise RuntimeError("one of them is missing")
+            except RuntimeError as error:
+                raise NotYetError(
+                    f"fisher_rao: the model has operations without derivatives in forward mode ({self._reason}), and "
+                    f"without second ones ({error})"
+                ) from None
+        return outputs.detach(), change, targets
+
+
+def _slope(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
+    """∂ Σ t_i / ∂f, of the outputs' shape, float64."""
+    with torch.enable_grad():
+        leaf = outputs.detach().double().requires_grad_()
+        (slope,) = torch.autograd.grad(task.loss.value(leaf, targets), leaf)
+    return slope
+
+
+def _without(squares: Tensor, weights: Tensor, bad: Tensor, count: int, number: int) -> tuple[Tensor, Tensor, int]:
+    """Squares and weights of the samples that have no bad term, and how many do."""
+    if len(bad) % count:
+        raise InputError(f"batch {number}: its {len(bad)} loss terms cannot be told apart by its {count} samples")
+    gone = bad.view(count, -1).any(dim=1)
+    rows = gone.repeat_interleave(len(bad) // count)
+    return squares.masked_fill(rows, 0.0), weights.masked_fill(rows, 0.0), int(gone.sum())
+
+
+FISHER_RAO = Measure(
+    name="fisher_rao",
+    formula="√E⟨θ, ∂ℓ/∂θ⟩², θ all parameters",
+    source="Liang et al. 2019; Petzka et al. 2021, section 6",
+    compute=_values,
+    granularity="network",
+    invariant="layer-wise, neuron-wise",
+    cost="one forward pass in forward mode, about three plain ones",
+)

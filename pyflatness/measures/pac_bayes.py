@@ -1,0 +1,304 @@
+"""PAC-Bayes flatness: how much noise the parameters bear (Petzka et al. 2021, appendix C.2; Jiang et al. 2020).
+
+    σ: mean accuracy of the network at θ + u, u ~ N(0, σ²) on all parameters, is 0.1 below its own;  flatness 1/σ²
+
+found by bisection on [0, 2]: at most 15 steps, ended where the drop is within 0.01 of 0.1, each over the same 10 draws
+of the noise, so that the drop of each draw is one function of σ. BatchNorm is folded into the layers in front of it
+first, so that numbers which only scale each other do not count. With θ the weights (parameters of two dimensions and
+more) of which there are ω, θ⁰ those before training, n samples, ε = 1e-3:
+
+    bound            |θ|² / (4σ²) + log(n/σ) + 10
+    magnitude-aware  ¼ Σ_j log[(ε² + (σ²+1) |θ-θ⁰|²/ω) / (ε² + σ² (θ_j-θ⁰_j)²)] + log(n/σ) + 10
+
+where σ of the second is found by a bisection of its own, u_j ~ N(0, σ²θ_j² + ε²). The authors' code passes σ² (and
+σ²θ_j² + ε²) as standard deviations; ``squared=True`` does so. Not invariant to rescalings.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import capture, layers, losses, parameters
+from ..data import Batches, size
+from ..errors import InputError, NonFiniteError
+from ..folding import Folding
+from ..losses import Loss
+from ..options import Options
+from ..reparameterize import duplicate
+from ..report import Estimate
+from ..selectors import Selection
+from .base import Measure, Task, Values
+
+DROP, DRAWS, STEPS, TOLERANCE = 0.1, 10, 15, 0.01
+LARGEST = 2.0  # σ
+EPSILON = 1e-3
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What a bisection ended with.
+
+    Attributes:
+        sigma: σ, the last one tried.
+        bracket: between which σ the wanted drop was last known to lie; the ends of [0, 2] were not tried.
+        drops: by how much the accuracy is lower at σ, draw by draw.
+        reached: whether their mean is within tolerance of the wanted drop.
+    """
+
+    sigma: float
+    bracket: tuple[float, float]
+    drops: tuple[float, ...]
+    reached: bool
+
+    @property
+    def drop(self) -> float:
+        """The mean of ``drops``."""
+        return sum(self.drops) / len(self.drops)
+
+
+@dataclass(frozen=True)
+class PacBayes(Bisection):
+    """PAC-Bayes flatness of a network; the fields of :class:`Bisection` are of σ.
+
+    Attributes:
+        accuracy: the network's own.
+        samples: n.
+        bound: |θ|² / (4σ²) + log(n/σ) + 10.
+        magnitude: the search for σ of the magnitude-aware form; None without initial weights.
+        magnitude_bound: that form.
+        unfolded: names of BatchNorm layers that follow no layer of their own: their scale and shift stay parameters.
+    """
+
+    accuracy: float
+    samples: int
+    bound: float
+    magnitude: Bisection | None = None
+    magnitude_bound: float | None = None
+    unfolded: tuple[str, ...] = ()
+
+    @property
+    def flatness(self) -> float:
+        """1/σ²: the smaller the flatter."""
+        return 1 / self.sigma**2
+
+
+@capture.eager
+def pac_bayes(
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    *,
+    drop: float = DROP,
+    draws: int = DRAWS,
+    steps: int = STEPS,
+    tolerance: float = TOLERANCE,
+    initial: nn.Module | Mapping[str, Tensor] | None = None,
+    squared: bool = False,
+    seed: int = 0,
+    reduction: str | None = None,
+    forward: capture.Forward | None = None,
+    progress: bool | None = None,
+) -> PacBayes:
+    """PAC-Bayes flatness 1/σ²: σ is the size of Gaussian noise on all parameters that costs 0.1 of accuracy.
+
+    (Petzka et al. 2021, appendix C.2, after Jiang et al. 2020.) BatchNorm is folded first. ``pf.measure(…,
+    measures="pac_bayes")`` is this with its defaults.
+
+    Args:
+        model: a classifier in eval mode; left as it was found.
+        loss: says where the classes are and which targets are ignored.
+        data: as for :func:`pyflatness.relative_flatness`; read up to ``draws * steps`` times.
+        drop: of the mean accuracy, in (0, 1).
+        draws: of the noise, the same for every σ.
+        steps: of the bisection, at most.
+        tolerance: of the drop at which it ends.
+        initial: θ⁰, the network before training, for the magnitude-aware form: a module like the model or a state dict.
+        squared: noise of standard deviation σ², as in the authors' code.
+        seed: of the noise.
+        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        progress: show a bar.
+
+    Returns:
+        σ, flatness, bounds, and the drops of all draws.
+
+    Raises:
+        InputError: options, targets or initial weights that do not fit; no classes to be right about.
+        NonFiniteError: outputs with NaN.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> _ = torch.manual_seed(0)
+        >>> x = torch.randn(200, 4)
+        >>> model = torch.nn.Linear(4, 3)
+        >>> found = pf.pac_bayes(model, torch.nn.CrossEntropyLoss(), (x, model(x).argmax(1)))
+        >>> found.reached, abs(found.drop - 0.1) < 0.01
+        (True, True)
+    """
+    if not 0 < drop < 1 or not tolerance > 0:
+        raise InputError(f"drop={drop}, tolerance={tolerance}: numbers between 0 and 1 are wanted")
+    if draws < 1 or steps < 1:
+        raise InputError(f"draws={draws}, steps={steps}: at least one of each is wanted")
+    resolved = losses.resolve(loss, reduction)
+    with capture.observing(model) as module:
+        reads = _reads(draws, steps) * (1 if initial is None else 2)
+        batches = Batches(data, capture.device(module), passes=reads, shown=progress)
+        task = Task(module, Selection({}, frozenset()), resolved, batches, forward, Options(seed=seed))
+        return _Search(task, drop, draws, steps, tolerance, squared=squared).result(initial)
+
+
+def _reads(draws: int, steps: int) -> int:
+    return draws * steps + 1
+
+
+class _Search:
+    """Bisections on one network and data set."""
+
+    def __init__(
+        self,
+        task: Task,
+        drop: float = DROP,
+        draws: int = DRAWS,
+        steps: int = STEPS,
+        tolerance: float = TOLERANCE,
+        *,
+        squared: bool = False,
+    ) -> None:
+        self._task = task
+        self._drop, self._steps, self._tolerance, self._squared = drop, steps, tolerance, squared
+        self._folding = Folding(task.model, task.batches.peek(), task.forward)
+        self._model = self._folding.of(task.model)
+        self._theta = parameters.every(self._model)
+        seeds = torch.Generator().manual_seed(task.options.seed)
+        self._seeds: list[int] = torch.randint(2**62, (draws,), generator=seeds).tolist()
+        self._samples = 0
+
+    def result(self, initial: nn.Module | Mapping[str, Tensor] | None = None) -> PacBayes:
+        before = None if initial is None else self._initial(initial)
+        accuracy = self._accuracy({})
+        found = self._bisected(accuracy, lambda sigma: lambda w: sigma)
+        weights = [w.double() for w in self._theta.values() if w.ndim > 1]
+        norm = sum(float(w.square().sum()) for w in weights)
+        rest = math.log(self._samples / found.sigma) + 10
+        magnitude = bound = None
+        if before is not None:
+            magnitude = self._bisected(accuracy, lambda sigma: lambda w: (sigma**2 * w.square() + EPSILON**2).sqrt())
+            steps = [w.double() - before[name].double() for name, w in self._theta.items() if w.ndim > 1]
+            bound = _magnitude_bound(torch.cat([s.flatten() for s in steps]), magnitude.sigma)
+            bound += math.log(self._samples / magnitude.sigma) + 10
+        return PacBayes(
+            *(found.sigma, found.bracket, found.drops, found.reached),
+            accuracy=accuracy,
+            samples=self._samples,
+            bound=norm / (4 * found.sigma**2) + rest,
+            magnitude=magnitude,
+            magnitude_bound=bound,
+            unfolded=self._folding.alone,
+        )
+
+    def _bisected(self, accuracy: float, spread: Callable[[float], Callable[[Tensor], Any]]) -> Bisection:
+        lower, upper = 0.0, LARGEST
+        for _ in range(self._steps):
+            sigma = (lower + upper) / 2
+            drops = tuple(accuracy - self._noisy(spread(sigma), key) for key in self._seeds)
+            drop = sum(drops) / len(drops)
+            if abs(drop - self._drop) < self._tolerance:
+                return Bisection(sigma, (lower, upper), drops, reached=True)
+            lower, upper = (lower, sigma) if drop > self._drop else (sigma, upper)
+        return Bisection(sigma, (lower, upper), drops, reached=False)
+
+    def _noisy(self, spread: Callable[[Tensor], Any], key: int) -> float:
+        """The accuracy with one draw of the noise."""
+
+        def deviation(w: Tensor) -> Any:
+            return spread(w) ** 2 if self._squared else spread(w)
+
+        noise = parameters.noise(self._theta, torch.Generator(capture.device(self._model)).manual_seed(key))
+        with capture.trial():
+            return self._accuracy(parameters.moved(self._theta, noise, deviation))
+
+    def _accuracy(self, values: Mapping[str, Tensor]) -> float:
+        right = total = samples = 0
+        for number, batch in enumerate(self._task.batches):
+            outputs, targets = parameters.run(self._model, values, batch, self._task.forward)
+            hits = _hits(outputs, targets, self._task.loss, number)
+            if not values and bool(outputs.isnan().any()):
+                raise NonFiniteError(f"batch {number}: the model's outputs have NaN in them, so it has no accuracy")
+            right, total, samples = right + int(hits.sum()), total + len(hits), samples + size(batch)
+        if total == 0:
+            raise InputError("targets: every one is ignored, so there is no accuracy")
+        self._samples = samples
+        return right / total
+
+    def _initial(self, initial: nn.Module | Mapping[str, Tensor]) -> parameters.Parameters:
+        """θ⁰ as the folded model has it."""
+        state = layers.unwrap(initial).state_dict() if isinstance(initial, nn.Module) else initial
+        other = duplicate(self._task.model)
+        try:
+            other.load_state_dict(state)
+        except (RuntimeError, TypeError, AttributeError) as error:
+            raise InputError(f"initial: it does not fit the model ({' '.join(str(error).split())})") from None
+        return parameters.every(self._folding.of(other))
+
+
+def _magnitude_bound(steps: Tensor, sigma: float) -> float:
+    mean = steps.square().mean()
+    ratios = (EPSILON**2 + (sigma**2 + 1) * mean) / (EPSILON**2 + sigma**2 * steps.square())
+    return float(ratios.log().sum()) / 4
+
+
+def _hits(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Tensor:
+    """For each prediction of a batch whether it is right: the largest output of a term, or the sign of a binary one."""
+    if not isinstance(targets, Tensor):
+        raise InputError(f"targets of batch {number}: a tensor is wanted, got {type(targets).__name__}")
+    if isinstance(loss, losses.BinaryCrossEntropy):
+        if outputs.shape != targets.shape:
+            raise InputError(
+                f"targets of batch {number}: the outputs' shape {tuple(outputs.shape)}, got {tuple(targets.shape)}"
+            )
+        return ((outputs > 0) == (targets > 0.5)).flatten() & ~outputs.isnan().flatten()
+    dim = 0 if outputs.ndim == 1 else 1
+    labels = targets
+    if isinstance(loss, losses.CrossEntropy) and targets.is_floating_point() and targets.shape == outputs.shape:
+        labels = targets.argmax(dim)
+    wanted = (*outputs.shape[:dim], *outputs.shape[dim + 1 :])
+    if labels.is_floating_point() or tuple(labels.shape) != wanted:
+        raise InputError(
+            f"targets of batch {number}: an accuracy needs classes of shape {wanted} for outputs "
+            f"{tuple(outputs.shape)}, got {targets.dtype} of shape {tuple(targets.shape)}"
+        )
+    hits = (outputs.argmax(dim) == labels) & ~outputs.isnan().any(dim)
+    return hits[labels != loss.ignore_index] if isinstance(loss, losses.CrossEntropy) else hits.flatten()
+
+
+def _values(task: Task) -> Values:
+    found = _Search(task).result()
+    low, high = min(found.drops), max(found.drops)
+    notes = [
+        f"pac_bayes: σ = {found.sigma:.5g} lowers the accuracy of {found.accuracy:.4g} by {found.drop:.3g} "
+        f"({low:.3g} to {high:.3g} in {len(found.drops)} draws); bound {found.bound:.5g}"
+    ]
+    if not found.reached:
+        notes.append(f"pac_bayes: no σ was found at which the accuracy drops by {DROP}; σ is where the search ended")
+    if found.unfolded:
+        notes.append(f"pac_bayes: BatchNorm that follows no layer of its own: {', '.join(found.unfolded)}")
+    return {
+        "": Estimate(
+            found.flatness, None, found.samples, "monte-carlo", exact=False, backend="reference", notes=tuple(notes)
+        )
+    }
+
+
+PAC_BAYES = Measure(
+    name="pac_bayes",
+    formula="1/σ², σ the noise N(0, σ²) on all parameters that lowers the accuracy by 0.1",
+    source="Petzka et al. 2021, appendix C.2; Jiang et al. 2020",
+    compute=_values,
+    granularity="network",
+    cost=f"up to {_reads(DRAWS, STEPS)} forward passes",
+    reads=_reads(DRAWS, STEPS),
+)

@@ -1,0 +1,38 @@
+"""The squared norm of the weights (Petzka et al. 2021, section 6).
+
+    ‖w‖² = Σ_sj w_sj²        of a layer's effective weight, whatever a parametrisation makes it of
+
+A network's value is the sum over the weights of its chosen layers, a weight that two layers share counted once; whether
+a layer runs is not looked at, since no data is. Not invariant to rescalings.
+"""
+
+from .. import layers
+from ..report import Estimate
+from .base import Measure, Task, Values
+
+
+def _values(task: Task) -> Values:
+    found, norms = {}, {}
+    for name, module in task.selection.modules.items():
+        layers.check_measurable(name, module)
+        weight = layers.matrix(module)[0]
+        norm = float(weight.double().square().sum())
+        shared = module._parameters.get("weight")
+        norms[id(module if shared is None else shared)] = norm
+        found[name] = _estimate(norm, name)
+    found[""] = _estimate(sum(norms.values()), "")
+    return found
+
+
+def _estimate(value: float, layer: str) -> Estimate:
+    return Estimate(value, None, samples=0, method="weights", exact=True, backend="reference", layer=layer)
+
+
+WEIGHT_NORM = Measure(
+    name="weight_norm",
+    formula="‖w‖²",
+    source="Petzka et al. 2021, section 6",
+    compute=_values,
+    cost="no data is read",
+    reads=0,
+)

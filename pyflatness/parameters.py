@@ -1,0 +1,108 @@
+"""A model run at other parameters than its own: these stay as they are, whatever happens."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from . import capture
+from .errors import InputError
+
+Parameters = dict[str, Tensor]
+
+
+def every(model: nn.Module) -> Parameters:
+    """The model's parameters by name, detached; one that has several names once.
+
+    Raises:
+        InputError: weights without values, or that are not floating-point numbers.
+    """
+    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, values in found.items():
+        if values.is_meta or not values.is_floating_point():
+            where = "on the meta device" if values.is_meta else f"{values.dtype}"
+            raise InputError(f"model: its parameter {name!r} is {where}; floating-point values are wanted")
+    return found
+
+
+def trainable(model: nn.Module) -> Parameters:
+    """Those parameters that require gradients.
+
+    Raises:
+        InputError: see :func:`every`; none of them does.
+    """
+    wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not wanted:
+        raise InputError("model: none of its parameters requires gradients, and the measure is over those that do")
+    return {name: values for name, values in every(model).items() if name in wanted}
+
+
+def noise(values: Mapping[str, Tensor], generator: torch.Generator) -> Parameters:
+    """Standard normal numbers of the shape of each tensor; in float32 where the tensor has fewer bits."""
+
+    def of(tensor: Tensor) -> Tensor:
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        return torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=dtype)
+
+    return {name: of(tensor) for name, tensor in values.items()}
+
+
+def moved(values: Mapping[str, Tensor], noise: Mapping[str, Tensor], spread: Callable[[Tensor], Any]) -> Parameters:
+    """θ + spread(θ) · noise, in the dtype of each tensor."""
+    return {name: (w + spread(w) * noise[name]).to(w.dtype) for name, w in values.items()}
+
+
+def run(
+    model: nn.Module, values: Mapping[str, Tensor], batch: Any, forward: capture.Forward | None
+) -> tuple[Tensor, Any]:
+    """As :func:`.capture.run`, with ``values`` in the place of the parameters of these names.
+
+    Args:
+        model: inside :func:`.capture.observing`.
+        values: by name; tied names follow.
+        batch: see :func:`.capture.run`.
+        forward: see :func:`.capture.run`.
+    """
+    named = {f"model.{name}": tensor for name, tensor in values.items()}
+    with _made_anew(), _kept_attributes(model):
+        result: tuple[Tensor, Any] = torch.func.functional_call(_Call(model, forward), named, (batch,))
+    return result
+
+
+class _Call(nn.Module):
+    """A user's way to call the model, as a module, so that it can be called functionally."""
+
+    def __init__(self, model: nn.Module, forward: capture.Forward | None) -> None:
+        super().__init__()
+        self.model, self._run = model, forward
+
+    def forward(self, batch: Any) -> tuple[Tensor, Any]:
+        return capture.run(self.model, batch, self._run)
+
+
+@contextlib.contextmanager
+def _made_anew() -> Iterator[None]:
+    """Inside, parametrised weights are not taken from the cache of :func:`.capture.observing`."""
+    before = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = before
+
+
+@contextlib.contextmanager
+def _kept_attributes(model: nn.Module) -> Iterator[None]:
+    """Puts back plain tensors that modules hold: pruning and the older weight_norm write their weight there."""
+    kept = [
+        (module, {key: value for key, value in vars(module).items() if isinstance(value, Tensor)})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes in kept:
+            vars(module).update(attributes)

@@ -1,0 +1,108 @@
+"""The empirical risk E of a model over data, at its own parameters or others, and the loss terms that make it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import capture, data, parameters
+from .data import Batches
+from .errors import InputError, NonFiniteError
+from .losses import Loss, Terms
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The loss terms of a batch: rows of the model's outputs.
+
+    Attributes:
+        terms: scales and masses of the rows.
+        dim: the dimension of the outputs that a term's outputs are in; None: all but the first.
+    """
+
+    terms: Terms
+    dim: int | None
+
+    def sums(self, entries: Tensor) -> Tensor:
+        """(rows,): entries of the outputs' shape, added up over each term."""
+        if self.dim is None:
+            return entries.reshape(len(entries), -1).sum(dim=1)
+        return (entries if entries.ndim == 1 else entries.sum(dim=self.dim)).reshape(-1)
+
+
+def observed(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Observed:
+    """The loss terms of the outputs of batch ``number``.
+
+    Raises:
+        InputError: targets that do not fit.
+    """
+    if not isinstance(targets, Tensor):
+        raise InputError(f"targets of batch {number}: a tensor is wanted, got {type(targets).__name__}")
+    single = loss.positions and outputs.ndim == 1
+    dim = 0 if single else loss.class_dim(outputs)
+    if dim >= outputs.ndim:
+        raise InputError(f"the model's output {tuple(outputs.shape)} has no dimension {dim} for the classes")
+    outputs, targets = outputs.detach(), targets.detach()
+    try:
+        if single:
+            terms = loss.terms(outputs.unsqueeze(-1), targets.unsqueeze(-1) if targets.ndim == 1 else targets, 1)
+        else:
+            terms = loss.terms(outputs, targets, dim)
+    except InputError as error:
+        raise type(error)(f"batch {number}: {error}") from None
+    return Observed(terms, dim if loss.positions else None)
+
+
+def divisor(loss: Loss, mass: float) -> float:
+    """What sums over loss terms of so much mass are divided by.
+
+    Raises:
+        InputError: no target counts.
+    """
+    if mass == 0:
+        raise InputError("targets: every one is ignored (or has class weight 0), so the loss has no terms")
+    return mass if loss.reduction == "mean" else 1.0
+
+
+@dataclass(frozen=True)
+class Risk:
+    """E, and over how many samples."""
+
+    value: float
+    samples: int
+
+
+def at(
+    model: nn.Module,
+    points: Sequence[Mapping[str, Tensor]],
+    loss: Loss,
+    batches: Batches,
+    forward: capture.Forward | None,
+    nan_policy: str = "raise",
+) -> list[Risk]:
+    """E of the model with other parameters, see :func:`.parameters.run`, at several points in one pass over the data.
+
+    Raises:
+        InputError: targets that do not fit.
+        NonFiniteError: E is NaN or infinite at a point, but under ``"propagate"``.
+    """
+    sums, mass, samples = [0.0] * len(points), 0.0, 0
+    for number, batch in enumerate(batches):
+        for place, values in enumerate(points):
+            outputs, targets = parameters.run(model, values, batch, forward)
+            if place == 0:
+                terms = observed(outputs, targets, loss, number).terms
+                mass += float(terms.mass.sum())
+                samples += data.size(batch)
+            value = float(loss.value(outputs, targets))
+            if not math.isfinite(value) and nan_policy != "propagate":
+                where = " under noise" if values else ""
+                raise NonFiniteError(
+                    f"batch {number}: the loss of the model{where} is {value}; no sample is left out of it, whatever "
+                    "nan_policy says"
+                )
+            sums[place] += value
+    whole = divisor(loss, mass)
+    return [Risk(total / whole, samples) for total in sums]

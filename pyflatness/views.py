@@ -1,0 +1,54 @@
+"""Reports as data frames and figures; pandas and matplotlib are imported when they are asked for."""
+
+from typing import TYPE_CHECKING
+
+from .errors import InputError, MissingExtraError
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from .report import Report
+
+
+def frame(report: "Report") -> "pandas.DataFrame":
+    """See :meth:`.Report.to_frame`."""
+    try:
+        import pandas
+    except ImportError:
+        raise MissingExtraError("a data frame needs pandas: pip install 'pyflatness[frame]'") from None
+    rows = [
+        {"layer": layer, "measure": measure, **estimate}
+        for measure, held in report.to_dict().items()
+        for layer, estimate in held.items()
+    ]
+    table = pandas.DataFrame(rows)
+    return table.drop(columns="per_sample") if table["per_sample"].isna().all() else table
+
+
+def profile(report: "Report") -> "tuple[Figure, Axes]":
+    """See :meth:`.Report.plot`."""
+    try:
+        from matplotlib.figure import Figure  # without pyplot: no window, no global state
+    except ImportError:
+        raise MissingExtraError("a figure needs matplotlib: pip install 'pyflatness[plot]'") from None
+    held = {measure: {layer: e for layer, e in of.items() if layer} for measure, of in report.to_dict().items()}
+    drawn = {measure: of for measure, of in held.items() if of}
+    if not drawn:
+        raise InputError(f"report: {', '.join(report.measures)} has values of the network alone; no profile of layers")
+    figure = Figure(figsize=(max(6.0, 2.5 + 0.35 * len(report.layers)), 4.5), layout="constrained")
+    axes = figure.subplots()
+    places = {layer: place for place, layer in enumerate(report.layers)}
+    for measure, of in drawn.items():
+        x, y = [places[layer] for layer in of], [e["value"] for e in of.values()]
+        errors = [e["stderr"] or 0.0 for e in of.values()]
+        axes.errorbar(x, y, yerr=errors if any(errors) else None, marker="o", markersize=4, capsize=2, label=measure)
+    if all(e["value"] > 0 for of in drawn.values() for e in of.values()):
+        axes.set_yscale("log")
+    axes.set_xticks(range(len(report.layers)), report.layers, rotation=45, ha="right", rotation_mode="anchor")
+    axes.set_xlabel("layer, in the model's order")
+    axes.set_ylabel("value")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure, axes
