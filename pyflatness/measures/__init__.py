@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from ..errors import InputError
 from . import at_head
 from .base import Measure, Task
+from .lambda_max import LAMBDA_MAX
 from .relative_flatness import RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD
 from .trace import TRACE
 
-MEASURES = (RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD, TRACE)
+MEASURES = (RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD, TRACE, LAMBDA_MAX)
 
 
 def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
