@@ -189,6 +189,12 @@ def ties(model: nn.Module, layer: nn.Module) -> list[str]:
     ]
 
 
+def tie_notes(model: nn.Module, layer: nn.Module) -> tuple[str, ...]:
+    """What a reader of a layer's value should know if its weight is tied."""
+    others = ties(model, layer)
+    return (f"weight tied with {', '.join(others)}: derivative through this use only",) if others else ()
+
+
 def _is_transposed(module: nn.Module) -> bool:
     """The layer of GPT-2: a linear layer that keeps its weight as (m, d). Known by name; transformers may be absent."""
     kind = type(module)

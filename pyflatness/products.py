@@ -95,7 +95,11 @@ class Products:
         self.modules = self._runner.modules
         weights = [layers.matrix(module)[0] for module in self.modules.values()]
         self.device, self.double = weights[0].device, all(weight.dtype == torch.float64 for weight in weights)
-        self._spreads = spreads(task, self.modules)
+        self._spreads: dict[str, Tensor] = {}
+        if task.options.normalize:
+            runner = Runner(task.model, task.selection, task.batches, task.forward, task.options.memory)
+            scales = normalize.feature_scales(runner, task.loss, task.options.nan_policy)
+            self._spreads = {name: spread(module, scales[name]) for name, module in self.modules.items()}
 
     def size(self, names: Names) -> int:
         """N, the entries of a vector for these layers."""
@@ -107,10 +111,7 @@ class Products:
 
     def notes(self, name: str) -> tuple[str, ...]:
         """What a reader of a layer's value should know; of the network's (``""``) nothing."""
-        if not name:
-            return ()
-        others = layers.ties(self._model, self.modules[name])
-        return (f"weight tied with {', '.join(others)}: derivative through this use only",) if others else ()
+        return layers.tie_notes(self._model, self.modules[name]) if name else ()
 
     def __call__(self, vectors: Vectors) -> Vectors:
         """Each block times its vectors, all in one pass over the data.
@@ -210,17 +211,11 @@ def check_filters(task: Task) -> None:
         )
 
 
-def spreads(task: Task, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Layer -> (d, m) float64, what its weights are multiplied by under ``normalize``; nothing without."""
-    if task.options.normalize is None:
-        return {}
-    runner = Runner(task.model, task.selection, task.batches, task.forward, task.options.memory)
-    found = {}
-    for name, scale in normalize.feature_scales(runner, task.loss, task.options.nan_policy).items():
-        matrix, groups = layers.matrix(modules[name])[0], layers.groups(modules[name])
-        columns = scale.view(groups, 1, -1).repeat_interleave(layers.geometry(modules[name]).taps, dim=2)
-        found[name] = columns.expand(-1, len(matrix) // groups, -1).reshape(matrix.shape)
-    return found
+def spread(module: nn.Module, scale: Tensor) -> Tensor:
+    """(d, m) float64, what a layer's weights are multiplied by where its input channels are divided by ``scale``."""
+    matrix, groups = layers.matrix(module)[0], layers.groups(module)
+    columns = scale.view(groups, 1, -1).repeat_interleave(layers.geometry(module).taps, dim=2)
+    return columns.expand(-1, len(matrix) // groups, -1).reshape(matrix.shape)
 
 
 def _gradients(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..options import Options
 from ..report import Estimate
 from ..task import Task
 
@@ -27,7 +28,7 @@ class Measure:
         normalize: the option of :func:`pyflatness.relative_flatness` that gives it.
         compute: its values, if it is not one of the sweep's.
         base: the measure from whose values it follows without reading the data again.
-        derive: its values, from the model and its base's.
+        derive: its values, from the model, the user's options and its base's values.
         granularity: what it is a number of: ``"layer"``, ``"network"``, ``"layer, network"``.
         invariant: reparameterisations that change the network's weights but neither its function nor the measure:
             ``"none"``, ``"layer-wise"``, ``"layer-wise, neuron-wise"``.
@@ -42,7 +43,7 @@ class Measure:
     normalize: str | None = None
     compute: Callable[[Task], Values] | None = None
     base: str | None = None
-    derive: Callable[[nn.Module, Values], Values] | None = None
+    derive: Callable[[nn.Module, Options, Values], Values] | None = None
     granularity: str = "layer, network"
     invariant: str = "none"
     cost: str = "one sweep, shared"

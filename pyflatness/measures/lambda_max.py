@@ -29,7 +29,7 @@ def lambda_max(task: Task) -> Values:
 
 def _estimate(task: Task, products: Products, ritz: Ritz, name: str) -> Estimate:
     method = "ggn" if task.options.curvature == "ggn" else "hessian"
-    certificate = f"an eigenvalue within {float(ritz.residuals):.1e} ({ritz.products} Lanczos products)"
+    certificate = f"λ_max: an eigenvalue within {float(ritz.residuals):.1e} ({ritz.products} Lanczos products)"
     return Estimate(
         value=float(ritz.values),
         stderr=None,
@@ -38,7 +38,7 @@ def _estimate(task: Task, products: Products, ritz: Ritz, name: str) -> Estimate
         exact=method == "hessian" and ritz.converged,
         backend="reference",
         layer=name,
-        notes=(*products.notes(name), certificate if ritz.converged else f"not converged: {certificate}"),
+        notes=(*products.notes(name), certificate if ritz.converged else f"{certificate}: not converged"),
     )
 
 
