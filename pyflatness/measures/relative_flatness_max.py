@@ -23,7 +23,10 @@ def _estimate(sweep: RowSweep, rows: Rows, name: str) -> Estimate:
     if ritz.products:
         bound = float(rows.norms @ ritz.residuals)
         converged = "" if ritz.converged else ": not converged"
-        notes = (*notes, f"eigenvalues of all rows within {bound:.1e} ({ritz.products} Lanczos products){converged}")
+        notes = (
+            *notes,
+            f"eigenvalues of the rows within {bound:.1e} in the sum ({ritz.products} Lanczos products){converged}",
+        )
     return Estimate(
         value=float(rows.norms @ ritz.values),
         stderr=None,
