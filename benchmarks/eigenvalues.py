@@ -63,21 +63,11 @@ def of_rows(model: nn.Sequential, data: Data) -> None:
     for limit in (5, 10, 15, 20, 30, 40):
         start = time.perf_counter()
         search = lanczos.largest(vectors, tolerance=0.0, limit=limit - 1, size=limit)
-        found = run(search, phi, weights)
+        found = lanczos.solved(search, lambda v: (weights * (phi @ v.t())).t() @ phi)
         seconds = time.perf_counter() - start
         error = ((found.values - dense).abs()[live] / dense[live]).max()
         bound = (found.residuals[live] / dense[live]).max()
         print(f"    {found.products:3d} products: error {error:.1e}, residual {bound:.1e}, {seconds:.2f} s")
-
-
-def run(search: lanczos.Search, phi: Tensor, weights: Tensor) -> lanczos.Ritz:
-    """Drives a search with products of all rows at once."""
-    vectors = next(search)
-    while True:
-        try:
-            vectors = search.send((weights * (phi @ vectors.t())).t() @ phi)
-        except StopIteration as end:
-            return end.value
 
 
 def curvatures(model: nn.Sequential, data: Data) -> tuple[Tensor, Tensor]:

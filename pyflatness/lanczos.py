@@ -11,7 +11,7 @@ products' rounding. That no larger eigenvalue was missed is not certified: it ho
 (nearly) no share in its eigenvectors.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +79,17 @@ def largest(start: Tensor, *, tolerance: float, limit: int, size: int) -> Search
     quotients = (found * image).sum(dim=1)
     residuals = (image - quotients.unsqueeze(1) * found).norm(dim=1)
     return Ritz(quotients, residuals, products + 1, bool(done.all()))
+
+
+def solved(search: Search, times: Callable[[Tensor], Tensor]) -> Ritz:
+    """What a search finds with products from a function."""
+    vectors = next(search)
+    while True:
+        try:
+            vectors = search.send(times(vectors))
+        except StopIteration as end:
+            found: Ritz = end.value
+            return found
 
 
 def _orthogonalised(basis: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:

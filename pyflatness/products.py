@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import capture, contractions, layers, normalize, totals
+from . import capture, contractions, curvature, layers, normalize, totals
 from .errors import InputError, NonFiniteError, NotYetError
 from .losses import Loss
 from .runner import DEFAULT_MEMORY, Result, Run, Runner
@@ -31,6 +31,7 @@ Names = tuple[str, ...]
 Vectors = dict[Names, Tensor]
 """For a block: (b, N), some vectors in the space of its weights."""
 
+TRUSTED = "an autograd function of the model's own is behind it, whose backward pass is trusted to be differentiable"
 _GRAPHS = 4  # the graph of second derivatives takes about so many times the memory of the forward pass's
 _NO_DERIVATIVE = ("derivative for ", "differentiated twice", "once_differentiable", "not implemented the derivative")
 
@@ -75,6 +76,8 @@ class Products:
         modules: the layers that ran.
         device: where vectors are.
         double: whether products are in double precision.
+        opaque: layers behind which there is a function that torch did not write: whether its backward pass can be
+            differentiated is not known.
 
     Raises:
         InputError: ``conv="affine"``; see :meth:`.Runner.results`; targets that do not fit, or are all ignored.
@@ -86,9 +89,10 @@ class Products:
         memory = max(1, (task.options.memory or DEFAULT_MEMORY) // _GRAPHS)
         self._runner = WeightRunner(task.model, task.selection, task.batches, task.forward, memory)
         self.samples, mass = 0, 0.0
-        with contextlib.closing(self._runner.results(lambda run: (run.samples, _mass(run, task.loss)))) as parts:
-            for samples, part in parts:
-                self.samples, mass = self.samples + samples, mass + part
+        self.opaque: set[str] = set()
+        with contextlib.closing(self._runner.results(self._seen)) as parts:
+            for samples, part, opaque in parts:
+                self.samples, mass, self.opaque = self.samples + samples, mass + part, self.opaque | opaque
         if mass == 0:
             raise InputError("targets: every one is ignored (or has class weight 0), so the loss has no terms")
         self._divisor = mass if task.loss.reduction == "mean" else 1.0
@@ -101,6 +105,10 @@ class Products:
             scales = normalize.feature_scales(runner, task.loss, task.options.nan_policy)
             self._spreads = {name: spread(module, scales[name]) for name, module in self.modules.items()}
 
+    def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
+        """Samples, mass and opaque layers of a part of the data."""
+        return run.samples, _mass(run, self._loss), curvature.read(run.outputs, run.tape.calls).opaque
+
     def size(self, names: Names) -> int:
         """N, the entries of a vector for these layers."""
         return sum(layers.matrix(self.modules[name])[0].numel() for name in names)
@@ -110,8 +118,10 @@ class Products:
         return vectors * (self._inverse_spread(names) != 0)
 
     def notes(self, name: str) -> tuple[str, ...]:
-        """What a reader of a layer's value should know; of the network's (``""``) nothing."""
-        return layers.tie_notes(self._model, self.modules[name]) if name else ()
+        """What a reader of a layer's value should know, or of the network's (``""``)."""
+        opaque = name in self.opaque if name else bool(self.opaque)
+        tied = layers.tie_notes(self._model, self.modules[name]) if name else ()
+        return (*tied, *((TRUSTED,) if opaque else ()))
 
     def __call__(self, vectors: Vectors) -> Vectors:
         """Each block times its vectors, all in one pass over the data.

@@ -81,12 +81,7 @@ class RowBlocks:
         start = torch.randn(b, m, generator=generator, dtype=torch.float64).to(self._columns.device)
         size = max(1, _BASIS // (8 * b * m))
         search = lanczos.largest(start * self._columns, tolerance=TOLERANCE, limit=_LIMIT, size=size)
-        vectors = next(search)
-        while True:
-            try:
-                vectors = search.send(self._times(vectors))
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
+        return lanczos.solved(search, self._times)
 
     def _times(self, vectors: Tensor) -> Tensor:
         """H_ss v_s for all rows, (b, m)."""

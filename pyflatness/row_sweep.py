@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from . import contractions, layers, normalize, signals, totals
+from . import contractions, curvature, layers, normalize, signals, totals
 from .errors import InputError, NonFiniteError, NotYetError
 from .lanczos import Ritz
-from .products import Products, check_filters, spread
+from .products import TRUSTED, Products, check_filters, spread
 from .row_blocks import RowBlocks
 from .runner import DEFAULT_MEMORY, Run, Runner
 from .selectors import Selection
@@ -69,6 +69,7 @@ class RowSweep:
         self._layers: dict[str, Layer] = {}
         self._blocks: dict[str, RowBlocks] = {}
         self._by_products: set[str] = set()
+        self._opaque: set[str] = set()
         self.samples, self._mass = 0, 0.0
 
     def rows(self) -> dict[str, Rows]:
@@ -82,14 +83,16 @@ class RowSweep:
 
     def notes(self, name: str) -> tuple[str, ...]:
         """What a reader of a layer's value should know."""
-        return layers.tie_notes(self._task.model, self._runner.modules[name])
+        trusted = (TRUSTED,) if name in self._opaque else ()
+        return (*layers.tie_notes(self._task.model, self._runner.modules[name]), *trusted)
 
     def _row(self, name: str, module: nn.Module) -> Rows:
         linear, ggn = self._runner.is_linear(name), self._options.curvature == "ggn"
         ritz = self._by_entries(name, module) if name in self._by_products else self._of_blocks(name)
         weight = layers.matrix(module)[0].double() * self._spread(name)
         method = "ggn" if linear or ggn else "hessian"
-        return Rows(weight.square().sum(dim=1), ritz, method, ritz.converged and (linear or not ggn))
+        exact = ritz.converged and (linear or not ggn) and name not in self._opaque
+        return Rows(weight.square().sum(dim=1), ritz, method, exact)
 
     def _of_blocks(self, name: str) -> Ritz:
         ritz = self._blocks[name].largest(self._options.seed)
@@ -128,6 +131,8 @@ class RowSweep:
         for name in weights:
             self._blocks[name].add_weighted(single[name], weights[name])
         self._by_products |= bent - single.keys()
+        if bent:
+            self._opaque |= curvature.read(run.outputs, {name: run.calls(name) for name in bent}).opaque
         self._check_finite(run)
         return run.samples, float(sent.mass.sum())
 
