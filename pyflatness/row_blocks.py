@@ -73,7 +73,7 @@ class RowBlocks:
         below = torch.diag_embed(torch.where(self._columns, 0.0, -1 - size))  # under every other eigenvalue
         values = torch.linalg.eigvalsh(torch.where(finite[:, None, None], blocks + below, 0.0))[:, -1]
         values = torch.where(finite, values, torch.nan)
-        return Ritz(values, torch.zeros_like(values), 0, converged=True)
+        return Ritz(values, torch.zeros_like(values), 0, converged=bool(finite.all()))
 
     def _by_lanczos(self, seed: int) -> Ritz:
         b, m = self._columns.shape
