@@ -28,17 +28,9 @@ def largest(products: Products, blocks: Sequence[Names], seed: int) -> dict[Name
     basis = max(1, _BASIS // (8 * sum(sizes.values())))
     generator = torch.Generator().manual_seed(seed)
     tolerance = _TOLERANCE if products.double else _COARSE_TOLERANCE
-    searches, wanted, found = {}, {}, {}
+    searches = {}
     for names, size in sizes.items():
         start = torch.randn(1, size, generator=generator, dtype=torch.float64).to(products.device)
         start = products.allowed(names, start)
         searches[names] = lanczos.largest(start, tolerance=tolerance, limit=_LIMIT, size=basis)
-        wanted[names] = next(searches[names])
-    while wanted:
-        for names, image in products(wanted).items():
-            try:
-                wanted[names] = searches[names].send(image)
-            except StopIteration as end:
-                found[names] = end.value
-                del wanted[names]
-    return found
+    return lanczos.solved_in_step(searches, products)

@@ -11,8 +11,9 @@ products' rounding. That no larger eigenvalue was missed is not certified: it ho
 (nearly) no share in its eigenvectors.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class Ritz:
     converged: bool
 
 
+Key = TypeVar("Key", bound=Hashable)
 Search = Generator[Tensor, Tensor, Ritz]
 """Yields vectors (b, N), wants their products with the matrices (b, N), and returns what it found."""
 
@@ -83,13 +85,22 @@ def largest(start: Tensor, *, tolerance: float, limit: int, size: int) -> Search
 
 def solved(search: Search, times: Callable[[Tensor], Tensor]) -> Ritz:
     """What a search finds with products from a function."""
-    vectors = next(search)
-    while True:
-        try:
-            vectors = search.send(times(vectors))
-        except StopIteration as end:
-            found: Ritz = end.value
-            return found
+    return solved_in_step({0: search}, lambda vectors: {0: times(vectors[0])})[0]
+
+
+def solved_in_step(
+    searches: Mapping[Key, Search], times: Callable[[Mapping[Key, Tensor]], Mapping[Key, Tensor]]
+) -> dict[Key, Ritz]:
+    """What several searches find, with a product for all that are still going on at each step."""
+    wanted, found = {key: next(search) for key, search in searches.items()}, {}
+    while wanted:
+        for key, image in times(wanted).items():
+            try:
+                wanted[key] = searches[key].send(image)
+            except StopIteration as end:
+                found[key] = end.value
+                del wanted[key]
+    return found
 
 
 def _orthogonalised(basis: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:

@@ -123,7 +123,7 @@ class Products:
         tied = layers.tie_notes(self._model, self.modules[name]) if name else ()
         return (*tied, *((TRUSTED,) if opaque else ()))
 
-    def __call__(self, vectors: Vectors) -> Vectors:
+    def __call__(self, vectors: Mapping[Names, Tensor]) -> Vectors:
         """Each block times its vectors, all in one pass over the data.
 
         Raises:

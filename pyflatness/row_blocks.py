@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from . import lanczos
-from .errors import NotYetError
 from .lanczos import Ritz
 
 TOLERANCE = 1e-6  # of the residuals, relative to each block's norm
 _LIMIT = 200  # products at most
 _USUAL = 25  # products that are reckoned with
-_LARGEST_BLOCKS = 2**30  # bytes of all blocks of a layer
+_LARGEST_BLOCKS = 2**29  # bytes of all blocks of a layer
 _BASIS = 2**30  # bytes of the bases
 
 
@@ -27,35 +26,31 @@ class RowBlocks:
     """The blocks of a layer, added up over parts of the data, all in float64.
 
     Args:
-        name: of the layer, for errors.
         columns: (b, m), False for a column that drops out.
         memory: bytes of rows φ and weights h to keep; beyond, they go into the blocks.
+
+    Attributes:
+        full: nothing is held any more: neither the rows nor the blocks fit.
     """
 
-    def __init__(self, name: str, columns: Tensor, memory: int) -> None:
-        self._name, self._columns, self._memory = name, columns, memory
+    def __init__(self, columns: Tensor, memory: int) -> None:
+        self._columns, self._memory, self.full = columns, memory, False
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._blocks: Tensor | None = None
 
     def add_weighted(self, features: Tensor, weights: Tensor) -> None:
         """Take in φ (n, m) and h (n, b) of samples with one position."""
         self._kept.append((features, weights))
-        if sum(x.numel() * x.element_size() for pair in self._kept for x in pair) > self._memory:
-            self._write_out()
-
-    def add_gradients(self, gradients: Tensor, signs: Tensor | None) -> None:
-        """Take in M (n, b, m) and its signs (n,), None if all are +1."""
-        rows = gradients.transpose(0, 1).double()  # b, n, m
-        self._allocated().baddbmm_(rows.mT, rows if signs is None else rows * signs.view(1, -1, 1))
+        if self.full or sum(x.numel() * x.element_size() for pair in self._kept for x in pair) > self._memory:
+            if fit(self._columns):
+                self._write_out()
+            else:
+                self._kept.clear()
+                self.full = True
 
     def add_blocks(self, blocks: Tensor) -> None:
         """Take in H_ss themselves, (b, m, m)."""
         self._allocated().add_(blocks)
-
-    def is_finite(self) -> bool:
-        """Whether everything taken in last was."""
-        finite = self._blocks is None or bool(self._blocks.isfinite().all())
-        return finite and all(bool(x.isfinite().all()) for x in (self._kept[-1] if self._kept else ()))
 
     def largest(self, seed: int) -> Ritz:
         """The algebraically largest eigenvalue of each block, (b,); NaN where one is not finite."""
@@ -63,7 +58,9 @@ class RowBlocks:
         samples = sum(len(features) for features, _ in self._kept)
         written_out = 2 * samples * b * m**2 + 10 * b * m**3  # the blocks, and all their eigenvalues
         products = _USUAL * (4 * samples * b * m + (0 if self._blocks is None else 2 * b * m**2))
-        return self._dense() if written_out <= products else self._by_lanczos(seed)
+        if written_out <= products and fit(self._columns):
+            return self._dense()
+        return lanczos.solved(search(self._columns, seed), self._times)
 
     def _dense(self) -> Ritz:
         self._write_out()
@@ -74,14 +71,6 @@ class RowBlocks:
         values = torch.linalg.eigvalsh(torch.where(finite[:, None, None], blocks + below, 0.0))[:, -1]
         values = torch.where(finite, values, torch.nan)
         return Ritz(values, torch.zeros_like(values), 0, converged=bool(finite.all()))
-
-    def _by_lanczos(self, seed: int) -> Ritz:
-        b, m = self._columns.shape
-        generator = torch.Generator().manual_seed(seed)
-        start = torch.randn(b, m, generator=generator, dtype=torch.float64).to(self._columns.device)
-        size = max(1, _BASIS // (8 * b * m))
-        search = lanczos.largest(start * self._columns, tolerance=TOLERANCE, limit=_LIMIT, size=size)
-        return lanczos.solved(search, self._times)
 
     def _times(self, vectors: Tensor) -> Tensor:
         """H_ss v_s for all rows, (b, m)."""
@@ -101,12 +90,31 @@ class RowBlocks:
 
     def _allocated(self) -> Tensor:
         if self._blocks is None:
-            b, m = self._columns.shape
-            if 8 * b * m**2 > _LARGEST_BLOCKS:
-                raise NotYetError(
-                    f"layer {self._name!r}: the Hessians of its {b} rows are {b} matrices of {m} x {m}, more than "
-                    f"{_LARGEST_BLOCKS >> 20} MiB; their eigenvalues from products alone are there for one position "
-                    "in a sample and rows that fit memory="
-                )
-            self._blocks = torch.zeros(b, m, m, dtype=torch.float64, device=self._columns.device)
+            self._blocks = empty(self._columns)
         return self._blocks
+
+
+def fit(columns: Tensor) -> bool:
+    """Whether the blocks of a layer, (b, m), may be written out."""
+    b, m = columns.shape
+    return 8 * b * m**2 <= _LARGEST_BLOCKS
+
+
+def empty(columns: Tensor) -> Tensor:
+    """Blocks (b, m, m) of zeros."""
+    b, m = columns.shape
+    return torch.zeros(b, m, m, dtype=torch.float64, device=columns.device)
+
+
+def add_gradients(blocks: Tensor, gradients: Tensor, signs: Tensor | None) -> None:
+    """Add Σ_i σ_i M_is M_isᵀ for M (n, b, m) and signs (n,), None if all are +1."""
+    rows = gradients.transpose(0, 1).double()  # b, n, m
+    blocks.baddbmm_(rows.mT, rows if signs is None else rows * signs.view(1, -1, 1))
+
+
+def search(columns: Tensor, seed: int, tolerance: float = TOLERANCE) -> lanczos.Search:
+    """For the largest eigenvalue of every row's block at once."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randn(columns.shape, generator=generator, dtype=torch.float64).to(columns.device) * columns
+    size = max(1, _BASIS // (8 * columns.numel()))
+    return lanczos.largest(start, tolerance=tolerance, limit=_LIMIT, size=size)

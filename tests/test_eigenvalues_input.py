@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
+from pyflatness import row_blocks
 
 CASE = CASES["mlp Tanh"]
 LOSS, X, Y = CASE.loss, CASE.inputs, CASE.targets
@@ -107,11 +108,32 @@ def test_more_products_than_are_reckoned_with_are_refused():
     assert not pf.measure(net, LOSS, data, measures="relative_flatness_max", curvature="ggn")["0", MEASURES[1]].exact
 
 
-def test_blocks_that_are_too_large_are_refused(monkeypatch):
-    monkeypatch.setattr("pyflatness.row_blocks._LARGEST_BLOCKS", 100)
-    case = CASES["cnn"]
-    with pytest.raises(pf.NotYetError, match=r"layer '\w+': the Hessians of its \d+ rows are \d+ matrices of"):
-        pf.measure(case.build(), case.loss, (case.inputs, case.targets), measures="relative_flatness_max")
+def test_curved_layers_that_fit_nowhere_are_refused(monkeypatch):
+    monkeypatch.setattr("pyflatness.row_blocks._LARGEST_BLOCKS", 0)
+    net = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 3)).eval()
+    data = torch.randn(4, 60), torch.arange(4) % 3
+    with pytest.raises(pf.NotYetError, match=r"layer '0': .* need 2400 products"):
+        pf.measure(net, nn.CrossEntropyLoss(), data, measures="relative_flatness_max", memory=1)
+
+
+def test_a_part_that_runs_out_of_memory_counts_once(monkeypatch):
+    """Also where some of its signals were taken in already."""
+    case = CASES["tokens"]
+    options = {"layers": "mix", "measures": "relative_flatness_max"}
+    data = case.inputs, case.targets
+    expected = pf.measure(case.build(), case.loss, data, **options)["mix", "relative_flatness_max"].value
+    add, calls = row_blocks.add_gradients, []
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("not enough memory: you tried to allocate 1 bytes")
+        add(*arguments)
+
+    monkeypatch.setattr(row_blocks, "add_gradients", failing)
+    found = pf.measure(case.build(), case.loss, data, **options)["mix", "relative_flatness_max"]
+    assert found.value == pytest.approx(expected, rel=1e-12)
+    assert found.samples == case.samples
 
 
 def test_one_that_does_not_converge_says_so(monkeypatch):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyflatness import lanczos
-from pyflatness.row_blocks import RowBlocks
+from pyflatness.row_blocks import RowBlocks, add_gradients
 
 
 def symmetric(*spectra, seed=0):
@@ -113,8 +113,7 @@ ROWS, COLUMNS, SAMPLES = 3, 4, 10
 
 
 def blocks(columns=None, memory=2**20):
-    columns = torch.ones(ROWS, COLUMNS, dtype=torch.bool) if columns is None else columns
-    return RowBlocks("layer", columns, memory)
+    return RowBlocks(torch.ones(ROWS, COLUMNS, dtype=torch.bool) if columns is None else columns, memory)
 
 
 def randn(*shape):
@@ -134,8 +133,9 @@ def test_kept_rows_gradients_and_blocks_add_up(memory, samples, monkeypatch):
         found = blocks(memory=memory)
         for some, weights in zip(phi.split(3), h.split(3), strict=True):
             found.add_weighted(some, weights)
-        found.add_gradients(gradients, signs)
-        found.add_blocks(own)
+        more = own.clone()
+        add_gradients(more, gradients, signs)
+        found.add_blocks(more)
         ritz = found.largest(0)
         torch.testing.assert_close(ritz.values, torch.linalg.eigvalsh(expected)[:, -1], rtol=1e-9, atol=1e-12)
         assert bool(ritz.products) == (usual == 0)
@@ -159,5 +159,4 @@ def test_blocks_that_are_not_finite(monkeypatch):
         monkeypatch.setattr("pyflatness.row_blocks._USUAL", usual)
         found = blocks()
         found.add_weighted(phi, torch.ones(SAMPLES, ROWS, dtype=torch.float64))
-        assert not found.is_finite()
         assert found.largest(0).values.isnan().all()
