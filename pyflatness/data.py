@@ -41,7 +41,7 @@ class Batches:
         elif hasattr(data, "__next__") and passes > 1:
             raise InputError(
                 f"data: {type(data).__name__} can be read once, and {passes} passes are needed (normalize takes one "
-                "for the features' deviations); pass a list of batches or a DataLoader"
+                "for the features' deviations, eigenvalues one for every product); pass a list or a DataLoader"
             )
         self._data = data
 

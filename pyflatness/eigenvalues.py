@@ -27,7 +27,7 @@ def largest(products: Products, blocks: Sequence[Names], seed: int) -> dict[Name
     sizes = {names: products.size(names) for names in blocks}
     basis = max(1, _BASIS // (8 * sum(sizes.values())))
     generator = torch.Generator().manual_seed(seed)
-    tolerance = _TOLERANCE if products.double else _COARSE_TOLERANCE
+    tolerance = _TOLERANCE if products.eps < _TOLERANCE else max(_COARSE_TOLERANCE, products.eps)
     searches = {}
     for names, size in sizes.items():
         start = torch.randn(1, size, generator=generator, dtype=torch.float64).to(products.device)

@@ -75,7 +75,7 @@ class Products:
         samples: of the data.
         modules: the layers that ran.
         device: where vectors are.
-        double: whether products are in double precision.
+        eps: rounding of the products, relative.
         opaque: layers behind which there is a function that torch did not write: whether its backward pass can be
             differentiated is not known.
 
@@ -98,7 +98,7 @@ class Products:
         self._divisor = mass if task.loss.reduction == "mean" else 1.0
         self.modules = self._runner.modules
         weights = [layers.matrix(module)[0] for module in self.modules.values()]
-        self.device, self.double = weights[0].device, all(weight.dtype == torch.float64 for weight in weights)
+        self.device, self.eps = weights[0].device, max(torch.finfo(weight.dtype).eps for weight in weights)
         self._spreads: dict[str, Tensor] = {}
         if task.options.normalize:
             runner = Runner(task.model, task.selection, task.batches, task.forward, task.options.memory)
