@@ -40,7 +40,7 @@ class RowBlocks:
 
     def add_weighted(self, features: Tensor, weights: Tensor) -> None:
         """Take in φ (n, m) and h (n, b) of samples with one position."""
-        self._kept.append((features, weights))
+        self._kept.append((features.clone(), weights))  # what goes through the model may be written into later
         if self.full or sum(x.numel() * x.element_size() for pair in self._kept for x in pair) > self._memory:
             if fit(self._columns):
                 self._write_out()

@@ -136,6 +136,23 @@ def test_a_part_that_runs_out_of_memory_counts_once(monkeypatch):
     assert found.samples == case.samples
 
 
+def test_a_loader_that_writes_every_batch_into_the_same_tensors():
+    case = CASES["mlp ReLU"]
+    x, y = torch.empty_like(case.inputs[:2]), torch.empty_like(case.targets[:2])
+
+    class Loader:
+        def __iter__(self):
+            for start in range(0, case.samples, 2):
+                x.copy_(case.inputs[start : start + 2])
+                y.copy_(case.targets[start : start + 2])
+                yield x, y
+
+    expected, found = (pf.measure(case.build(), LOSS, data, measures=MEASURES) for data in ((X, Y), Loader()))
+    for layer in expected.layers:
+        for measure in MEASURES:
+            assert found[layer, measure].value == pytest.approx(expected[layer, measure].value, rel=1e-9)
+
+
 def test_one_that_does_not_converge_says_so(monkeypatch):
     monkeypatch.setattr("pyflatness.eigenvalues._LIMIT", 2)
     report = pf.measure(CASE.build(), LOSS, (X, Y), measures=["lambda_max", "scaled_lambda_max"])
