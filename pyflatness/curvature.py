@@ -18,15 +18,38 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from .errors import InputError
 from .tape import Call, Tape
 
 Calls = Mapping[str, Sequence[Call]]
 Gradients = Mapping[str, Sequence[Tensor]]
 
 
+OPAQUE, RECURRENT, CURVED = "opaque", "recurrent", "curved"
+"""Why a layer is not certified: a function behind it that torch did not write; its own outputs; second derivatives."""
+
+
+TAKEN_AS_THEY_ARE = "second derivatives of functions that torch did not write taken as they are"
+
+
+def refuse_opaque(names: Sequence[str]) -> None:
+    """Raise if there are layers whose Hessian value cannot be told from another one.
+
+    Raises:
+        InputError: some names are given.
+    """
+    if names:
+        listed = ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        raise InputError(
+            f"behind layer {listed} is a function that torch did not write (a torch.autograd.Function, a kernel of "
+            "another library), whose second derivative may be missing without a sign: curvature='hessian' takes it "
+            "as it is, curvature='ggn' gives the GGN value, another number"
+        )
+
+
 @torch.enable_grad()
-def curved(outputs: Tensor, tape: Tape, names: Iterable[str]) -> set[str]:
-    """Those of some layers in whose weight f is not certified to be linear, at any sample of a forward pass.
+def curved(outputs: Tensor, tape: Tape, names: Iterable[str]) -> dict[str, str]:
+    """Those of some layers in whose weight f is not certified to be linear, at any sample of a forward pass, and why.
 
     Where autograd's graph does not prove it, second derivatives of ⟨v, f⟩ in the layer's output are taken along a
     random direction and have to vanish exactly. All layers are moved at once first: behind ReLUs f is linear in all
@@ -34,11 +57,12 @@ def curved(outputs: Tensor, tape: Tape, names: Iterable[str]) -> set[str]:
     """
     calls = {name: tape.calls[name] for name in names if name in tape.calls}
     reading = read(outputs, calls)
-    found = {name for name, made in calls.items() if name in reading.opaque or _feeds_itself(made)}
-    rest = {name: calls[name] for name in calls if name not in reading.proven | found}
+    found = {name: RECURRENT for name, made in calls.items() if feeds_itself(made)}
+    found |= dict.fromkeys(reading.opaque, OPAQUE)
+    rest = {name: calls[name] for name in calls if name not in reading.proven | found.keys()}
     if rest:
         gradients = tape.gradients(outputs, torch.randn_like(outputs.detach()), create_graph=True)
-        found |= {name for name in _bent(rest, gradients, list(rest)) if _bent(rest, gradients, [name])}
+        found |= {name: CURVED for name in _bent(rest, gradients, list(rest)) if _bent(rest, gradients, [name])}
     return found
 
 
@@ -90,6 +114,24 @@ def read(outputs: Tensor, calls: Calls) -> Reading:
     return Reading(frozenset(proven), frozenset(opaque))
 
 
+def has_fused_attention(outputs: Tensor) -> bool:
+    """Whether a kernel of attention was run that has no second derivative."""
+    return any("ScaledDotProduct" in node.name() for node in _users(outputs))
+
+
+@torch.enable_grad()
+def feeds_itself(calls: Sequence[Call]) -> bool:
+    """Whether the input of a call depends on the output of an earlier one."""
+    edges = [call.edge for call in calls]
+    for number, call in enumerate(calls):
+        if number == 0 or call.inputs.grad_fn is None:
+            continue
+        found = torch.autograd.grad(call.inputs.sum(), edges[:number], retain_graph=True, allow_unused=True)
+        if any(gradient is not None for gradient in found):
+            return True
+    return False
+
+
 def _is_piecewise(node: Node) -> bool:
     name = node.name()
     if not _is_of_torch(node) or any(entry.dtype.is_complex for entry in node._input_metadata):
@@ -139,18 +181,6 @@ def _bent(calls: Calls, gradients: Gradients, moved: Sequence[str]) -> set[str]:
         return set(moved)
     owners = [name for name in moved for _ in calls[name]]
     return {name for name, change in zip(owners, changes, strict=True) if _nonzero(change)}
-
-
-def _feeds_itself(calls: Sequence[Call]) -> bool:
-    """Whether the input of a call depends on the output of an earlier one."""
-    edges = [call.edge for call in calls]
-    for number, call in enumerate(calls):
-        if number == 0 or call.inputs.grad_fn is None:
-            continue
-        found = torch.autograd.grad(call.inputs.sum(), edges[:number], retain_graph=True, allow_unused=True)
-        if any(gradient is not None for gradient in found):
-            return True
-    return False
 
 
 def _nonzero(change: Tensor | None) -> bool:

@@ -1,24 +1,27 @@
 """Measures of any layers of a model: a sweep, its totals, and what is said about them."""
 
 import contextlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from . import capture, layers
+from . import capture, curvature, layers
 from .data import Batches
-from .errors import NotYetError
+from .errors import InputError
 from .losses import Loss
 from .measures import Measure
 from .options import Options
 from .report import Estimate
 from .runner import Runner
 from .selectors import Selection
+from .signals import PASSES
 from .sweep import Sweep
-from .totals import Totals
+from .totals import Sums, Totals
 
 _LARGEST_MATRIX = 2**30  # bytes of block traces
+_FIRST_STAGE = 4  # draws from which the number of draws for a standard error is found
 
 
 class LayerValues:
@@ -32,8 +35,6 @@ class LayerValues:
         forward: see :func:`.capture.run`.
         options: of the user.
 
-    Raises:
-        NotYetError: what was asked for needs second derivatives of the model, or sampling.
     """
 
     def __init__(
@@ -45,39 +46,43 @@ class LayerValues:
         forward: capture.Forward | None,
         options: Options,
     ) -> None:
-        options.check_not_sampled()
         self._model, self._loss, self._options = model, loss, options
-        order = options.per_sample or options.nan_policy == "omit" or not loss.convex
+        order = options.per_sample or options.nan_policy == "omit" or not loss.convex or options.sampled
         self._runner = Runner(
-            model, selection, batches, forward, options.memory, self._check_linear, order_matters=order
+            model,
+            selection,
+            batches,
+            forward,
+            options.memory,
+            self._check,
+            second_order=options.curvature != "ggn",
+            order_matters=order,
         )
 
     def estimates(self, measures: Sequence[Measure]) -> dict[tuple[str, str], Estimate]:
         """(layer, measure) -> value, for every layer that ran, and for the network under the name ``""``."""
         quantities = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
         sweep = Sweep(self._runner, self._loss, self._options, quantities)
-        totals = Totals(self._loss.reduction, self._options.nan_policy, per_sample=self._options.per_sample)
-        with contextlib.closing(sweep.values()) as parts:  # hooks go with an error, not at some later time
-            for part in parts:
-                totals.add(part, self._runner.selected)
-        values, shares = totals.values(), totals.per_sample()
+        sums = self._sums(sweep)
+        selected = [*self._runner.selected]
         found = {}
-        selected, names = [*self._runner.selected], [*self._runner.modules]
         for measure in measures:
-            place = quantities.index(str(measure.quantity))
-            rows = [([selected.index(name)], name, self._notes(name, sweep)) for name in names]
-            for which, name, notes in [*rows, ([*range(len(selected))], "", ())]:
+            column = quantities.index(str(measure.quantity))
+            for name in (*self._runner.modules, ""):
+                row = selected.index(name) if name else -1
+                layers_of = [name] if name else [*self._runner.modules]
+                by = "hessian" if sweep.by_hessian.intersection(layers_of) else "ggn"
                 found[name, measure.name] = Estimate(
-                    value=float(values[which, place].sum()),
-                    stderr=None,
-                    samples=totals.samples,
-                    method="ggn",
-                    exact=all(self._runner.is_linear(selected[layer]) for layer in which),
+                    value=float(sums.values[row, column]),
+                    stderr=None if sums.errors is None else float(sums.errors[row, column]),
+                    samples=sums.samples,
+                    method=by if sums.errors is None else f"{by}-sampled",
+                    exact=sums.errors is None and all(self._is_hessian(layer, sweep) for layer in layers_of),
                     backend=sweep.backend,
-                    per_sample=None if shares is None else shares[which, place].sum(dim=0),
+                    per_sample=None if sums.per_sample is None else sums.per_sample[row, column],
                     layer=name,
-                    omitted=totals.omitted,
-                    notes=notes,
+                    omitted=sums.omitted,
+                    notes=self._notes(name, sweep) if name else (),
                 )
         return found
 
@@ -94,19 +99,51 @@ class LayerValues:
         matrix: Tensor = torch.block_diag(*(blocks / totals.divisor))
         return matrix
 
-    def _check_linear(self, linear: dict[str, bool]) -> None:
-        """Raise where the GGN would be another number than the Hessian value that was asked for."""
-        bent = [name for name, is_linear in linear.items() if not is_linear]
-        if self._options.curvature == "ggn" or not bent:
-            return
-        listed = ", ".join(map(repr, bent[:6])) + (f" and {len(bent) - 6} more" if len(bent) > 6 else "")
-        raise NotYetError(
-            f"the model is not locally linear in the weight of layer {listed} (smooth activations, normalisation or "
-            "attention behind it, or a recurrence): the Hessian value there needs second derivatives and is not there "
-            "yet; curvature='ggn' gives the GGN value, another number"
-        )
+    def _sums(self, sweep: Sweep) -> Sums:
+        """Exact, by so many draws, or by as many as a standard error takes.
+
+        For the last, a first stage of a few draws says how many there have to be in all; it does not look at the
+        values, and both stages count by their draws (Stein 1945), which keeps the coverage of the interval.
+        """
+        target = self._options.target_stderr
+        if target is None:
+            probes = self._options.probes
+            return self._summed(sweep, None if probes is None else range(probes))
+        first = self._summed(sweep, range(_FIRST_STAGE))
+        assert first.errors is not None
+        draws = math.ceil(_FIRST_STAGE * (float(first.errors.max()) / target) ** 2)
+        if draws <= _FIRST_STAGE:
+            return first
+        if draws >= sweep.exact_passes:
+            return self._summed(sweep, None)
+        if draws > PASSES:
+            raise InputError(
+                f"target_stderr={target:g} takes {draws} draws (the standard error of {_FIRST_STAGE} is "
+                f"{float(first.errors.max()):.3g}), more than {PASSES}; pass a larger one, or probes="
+            )
+        return first.pooled(self._summed(sweep, range(_FIRST_STAGE, draws)), _FIRST_STAGE / draws)
+
+    def _summed(self, sweep: Sweep, draws: range | None) -> Sums:
+        options, reduction = self._options, self._loss.reduction
+        totals = Totals(reduction, options.nan_policy, per_sample=options.per_sample, sampled=draws is not None)
+        with contextlib.closing(sweep.values(draws)) as parts:  # hooks go with an error, not at some later time
+            for part in parts:
+                totals.add(part, self._runner.selected)
+        return totals.sums()
+
+    def _check(self, bent: Mapping[str, str]) -> None:
+        """Raise where there is no telling whether a value would be the Hessian's."""
+        opaque = [name for name, why in bent.items() if why == curvature.OPAQUE]
+        if self._options.curvature == "auto":
+            curvature.refuse_opaque(opaque)
+
+    def _is_hessian(self, name: str, sweep: Sweep) -> bool:
+        """Whether an exact value of the layer is certain to be the Hessian's."""
+        why = self._runner.why_not_linear(name)
+        return not why or (name in sweep.by_hessian and why != curvature.OPAQUE)
 
     def _notes(self, name: str, sweep: Sweep) -> tuple[str, ...]:
-        others = layers.ties(self._model, self._runner.modules[name])
-        tied = (f"weight tied with {', '.join(others)}: derivative through this use only",) if others else ()
-        return (*tied, *sweep.notes(name))
+        notes = [*layers.tie_notes(self._model, self._runner.modules[name])]
+        if name in sweep.by_hessian and self._runner.why_not_linear(name) == curvature.OPAQUE:
+            notes.append(curvature.TAKEN_AS_THEY_ARE)
+        return (*notes, *sweep.notes(name))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from . import contractions
-from .errors import InputError, NotYetError
+from .errors import InputError
 
 _CHOICES = {
     "curvature": ("auto", "ggn", "hessian"),
@@ -18,8 +18,7 @@ class Options:
     """See :func:`pyflatness.relative_flatness`.
 
     Raises:
-        InputError: a choice that does not exist.
-        NotYetError: sampling.
+        InputError: a choice that does not exist, or a number that does not fit.
     """
 
     curvature: str = "auto"
@@ -40,9 +39,20 @@ class Options:
                 raise InputError(f"{name}={getattr(self, name)!r} does not exist; choose one of {listed}")
         if self.memory is not None and self.memory < 1:
             raise InputError(f"memory={self.memory}: a number of bytes is wanted")
+        if self.probes is not None and (type(self.probes) is not int or self.probes < 1):
+            raise InputError(f"probes={self.probes!r}: a number of random draws for each sample is wanted, at least 1")
+        if self.target_stderr is not None and not self.target_stderr > 0:
+            raise InputError(f"target_stderr={self.target_stderr!r}: a standard error above zero is wanted")
+        if self.probes is not None and self.target_stderr is not None:
+            raise InputError("probes= and target_stderr= both say how many draws to take; pass one of them")
         contractions.check(self.backend)
 
-    def check_not_sampled(self) -> None:
-        """Raise if a sampled value is asked for; a head needs none and stays exact."""
-        if self.probes is not None or self.target_stderr is not None:
-            raise NotYetError("probes= and target_stderr= (sampled values) are not there yet but at a head")
+    @property
+    def sampled(self) -> bool:
+        """Whether values are to be sampled."""
+        return self.probes is not None or self.target_stderr is not None
+
+    @property
+    def reads(self) -> int:
+        """How often one sweep reads the data."""
+        return (1 if self.normalize is None else 2) + (self.target_stderr is not None)

@@ -234,7 +234,7 @@ def block_traces(
     options = Options(curvature, conv=conv, normalize=normalize, backend=backend, nan_policy=nan_policy, memory=memory)
     resolved = losses.resolve(loss, reduction)
     with capture.observing(model) as module:
-        batches = Batches(data, capture.device(module), passes=1 if normalize is None else 2, shown=progress)
+        batches = Batches(data, capture.device(module), passes=options.reads, shown=progress)
         name, _ = head.find(module, layer, resolved, batches, forward)
         values = LayerValues(module, selectors.select(module, name), resolved, batches, forward, options)
         return values.block_traces()
@@ -338,7 +338,8 @@ def _reads(wanted: Sequence[Measure], options: Options) -> int:
     """How often the data is read."""
     rows = with_bases(wanted)
     sweeps = _by_sweep(rows, options)
-    return sum(1 if how is None else 2 for how in sweeps) + sum(row.reads for row in rows if row.compute is not None)
+    swept = sum(replace(options, normalize=how).reads for how in sweeps)
+    return swept + sum(row.reads for row in rows if row.compute is not None)
 
 
 def _by_sweep(wanted: Sequence[Measure], options: Options) -> dict[str | None, list[Measure]]:

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import capture, contractions, curvature, layers, normalize, totals
+from . import capture, contractions, curvature, hessian, layers, normalize, signals, totals
 from .errors import InputError, NonFiniteError, NotYetError
-from .losses import Loss
 from .runner import DEFAULT_MEMORY, Result, Run, Runner
 from .task import Task
 
@@ -31,9 +30,7 @@ Names = tuple[str, ...]
 Vectors = dict[Names, Tensor]
 """For a block: (b, N), some vectors in the space of its weights."""
 
-TRUSTED = "an autograd function of the model's own is behind it, whose backward pass is trusted to be differentiable"
 _GRAPHS = 4  # the graph of second derivatives takes about so many times the memory of the forward pass's
-_NO_DERIVATIVE = ("derivative for ", "differentiated twice", "once_differentiable", "not implemented the derivative")
 
 
 class WeightRunner(Runner):
@@ -47,19 +44,21 @@ class WeightRunner(Runner):
 
     leaves: dict[str, Tensor]
 
-    def _run(self, part: Any, number: int, work: Callable[[Run], Result], seen: Tensor | None) -> Result | None:
+    def _run(
+        self, part: Any, number: int, start: int, work: Callable[[Run], Result], seen: Tensor | None
+    ) -> Result | None:
         self.leaves = {name: _leaf(module) for name, module in self.modules.items()}
         with contextlib.ExitStack() as stack:  # around the backward passes too: checkpointing runs the layers again
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             for name, weight in self.leaves.items():
                 module = self.modules[name]
                 stack.enter_context(capture.replaced_forward(module, _forward(module, weight)))
-            return super()._run(part, number, work, seen)
+            return super()._run(part, number, start, work, seen)
 
     def _narrow(self, outputs: Tensor, samples: int) -> None:
         """See the class."""
 
-    def _linear_or_settled(self, outputs: Tensor) -> bool:
+    def _settled(self, outputs: Tensor, samples: int) -> bool:
         """See the class."""
         return True
 
@@ -76,11 +75,12 @@ class Products:
         modules: the layers that ran.
         device: where vectors are.
         eps: rounding of the products, relative.
-        opaque: layers behind which there is a function that torch did not write: whether its backward pass can be
-            differentiated is not known.
+        opaque: layers behind which there is a function that torch did not write.
 
     Raises:
-        InputError: ``conv="affine"``; see :meth:`.Runner.results`; targets that do not fit, or are all ignored.
+        InputError: opaque layers under ``curvature="auto"``; see :meth:`.Runner.results`; targets that do not fit, or
+            are all ignored.
+        NotYetError: ``conv="affine"``.
     """
 
     def __init__(self, task: Task) -> None:
@@ -107,7 +107,10 @@ class Products:
 
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
         """Samples, mass and opaque layers of a part of the data."""
-        return run.samples, _mass(run, self._loss), curvature.read(run.outputs, run.tape.calls).opaque
+        opaque = curvature.read(run.outputs, run.tape.calls).opaque
+        if self._options.curvature == "auto":
+            curvature.refuse_opaque(sorted(opaque))
+        return run.samples, float(signals.of_run(run, self._loss).mass.sum()), opaque
 
     def size(self, names: Names) -> int:
         """N, the entries of a vector for these layers."""
@@ -121,14 +124,14 @@ class Products:
         """What a reader of a layer's value should know, or of the network's (``""``)."""
         opaque = name in self.opaque if name else bool(self.opaque)
         tied = layers.tie_notes(self._model, self.modules[name]) if name else ()
-        return (*tied, *((TRUSTED,) if opaque else ()))
+        return (*tied, *((curvature.TAKEN_AS_THEY_ARE,) if opaque else ()))
 
     def __call__(self, vectors: Mapping[Names, Tensor]) -> Vectors:
         """Each block times its vectors, all in one pass over the data.
 
         Raises:
             NonFiniteError: a product is not finite; under ``nan_policy="propagate"`` it is handed on.
-            NotYetError: the model or loss has no second derivatives.
+            InputError: an operation of the model has no second derivative.
         """
         inverse = {names: self._inverse_spread(names) for names in vectors}
         sent = {names: rows * inverse[names] for names, rows in vectors.items()}
@@ -143,21 +146,15 @@ class Products:
 
     @torch.enable_grad()
     def _of_run(self, run: Run, vectors: Vectors) -> Vectors:
-        with contractions.full_precision(run.outputs):
-            try:
-                multiply = self._ggn(run) if self._options.curvature == "ggn" else self._hessian(run)
-                return {names: torch.stack([multiply(names, row) for row in rows]) for names, rows in vectors.items()}
-            except RuntimeError as error:
-                if not any(text in str(error) for text in _NO_DERIVATIVE):
-                    raise
-                raise NotYetError(
-                    f"batch {run.number}: the model or loss has an operation without a second derivative, and "
-                    f"eigenvalues need one ({error})"
-                ) from error
+        advice = "eigenvalues, of the GGN too, cannot do without"
+        with contractions.full_precision(run.outputs), hessian.differentiable(run.tape.calls, advice):
+            multiply = self._ggn(run) if self._options.curvature == "ggn" else self._hessian(run)
+            return {names: torch.stack([multiply(names, row) for row in rows]) for names, rows in vectors.items()}
 
     def _hessian(self, run: Run) -> Callable[[Names, Tensor], Tensor]:
         leaves = self._runner.leaves
         value = self._loss.value(run.outputs, run.targets.detach())
+        self._check_opaque(run, value, torch.ones_like(value))
         gradients = _gradients(value, leaves, create_graph=True)
 
         def multiply(names: Names, vector: Tensor) -> Tensor:
@@ -169,6 +166,7 @@ class Products:
     def _ggn(self, run: Run) -> Callable[[Names, Tensor], Tensor]:
         leaves = self._runner.leaves
         u = torch.zeros_like(run.outputs.detach(), requires_grad=True)
+        self._check_opaque(run, run.outputs, u)
         gradients = _gradients(run.outputs, leaves, u, create_graph=True)  # Jᵀu
         outputs = run.outputs.detach().requires_grad_()
         (slope,) = _gradients(
@@ -181,6 +179,13 @@ class Products:
             return self._joined(_gradients(run.outputs, {name: leaves[name] for name in names}, turned))
 
         return multiply
+
+    def _check_opaque(self, run: Run, value: Tensor, signal: Tensor) -> None:
+        """Raise where the gradient in a layer's outputs does not depend on anything: it came without a graph."""
+        names = self.opaque.intersection(run.tape.calls)
+        for name, found in run.tape.gradients(value, signal, names, create_graph=True).items() if names else ():
+            if not any(gradient.requires_grad for gradient in found):
+                raise InputError(f"layer {name!r}: the second derivative of a function behind it is missing")
 
     def _along(self, gradients: Mapping[str, Tensor], names: Names, vector: Tensor) -> Tensor:
         """⟨gradients, v⟩, float64."""
@@ -253,19 +258,3 @@ def _forward(module: nn.Module, weight: Tensor) -> Callable[..., Tensor]:
         return layers.affine(module, inputs, weight, bias if isinstance(bias, Tensor) else None)
 
     return forward
-
-
-def _mass(run: Run, loss: Loss) -> float:
-    """The samples' part of the divisor of a mean; the targets are checked."""
-    if not isinstance(run.targets, Tensor):
-        raise InputError(f"targets of batch {run.number}: a tensor is wanted, got {type(run.targets).__name__}")
-    outputs, targets = run.outputs.detach(), run.targets.detach()
-    if loss.positions and outputs.ndim == 1:  # a term's one output has no dimension of its own
-        outputs, targets = outputs.unsqueeze(-1), targets.unsqueeze(-1) if targets.ndim == 1 else targets
-    dim = loss.class_dim(outputs)
-    if dim >= outputs.ndim:
-        raise InputError(f"the model's output {tuple(outputs.shape)} has no dimension {dim} for the classes")
-    try:
-        return float(loss.terms(outputs, targets, dim).mass.sum())
-    except InputError as error:
-        raise type(error)(f"batch {run.number}: {error}") from None

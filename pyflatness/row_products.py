@@ -21,8 +21,8 @@ def of_run(run: Run, loss: Loss, modules: Mapping[str, nn.Module], vectors: Mapp
     """H_ss v_s of some samples, (b, m) float64, for the rows v_s of V (b, m) of each layer; not over the divisor."""
     with contractions.full_precision(run.outputs):
         passes = {name: _Pass(run, name, modules[name], vectors[name]) for name in vectors if run.calls(name)}
-        for signal, signs in signals.of_run(run, loss):
-            gradients = run.tape.gradients(run.outputs, signal)
+        for signal, signs in signals.of_run(run, loss).exact():
+            gradients = run.tape.gradients(run.outputs, signal, passes)
             for name, layer in passes.items():
                 layer.add(gradients[name], signs)
         return {name: layer.product() for name, layer in passes.items()}

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from . import contractions, curvature, lanczos, layers, normalize, row_blocks, row_products, signals, totals
+from . import contractions, curvature, hessian, lanczos, layers, normalize, row_blocks, row_products, signals, totals
 from .errors import InputError, NonFiniteError, NotYetError
 from .lanczos import Ritz
-from .products import TRUSTED, Products, check_filters, spread
+from .layer_form import LayerForm
+from .products import Products, check_filters, spread
 from .row_blocks import RowBlocks
 from .runner import DEFAULT_MEMORY, Run, Runner
 from .selectors import Selection
-from .sweep import Layer
 from .task import Task
 
 _COARSE_TOLERANCE = 1e-5  # for products in other than double precision
@@ -78,11 +78,14 @@ class RowSweep:
         check_filters(task)
         self._task, self._options = task, task.options
         self._memory = task.options.memory or DEFAULT_MEMORY
-        self._runner = Runner(task.model, task.selection, task.batches, task.forward, self._memory)
+        self._runner = Runner(
+            *(task.model, task.selection, task.batches, task.forward, self._memory, self._check),
+            second_order=task.options.curvature != "ggn",
+        )
         self._scales: dict[str, Tensor] = {}
         if task.options.normalize:
             self._scales = normalize.feature_scales(self._runner, task.loss, task.options.nan_policy)
-        self._layers: dict[str, Layer] = {}
+        self._forms: dict[str, LayerForm] = {}
         self._blocks: dict[str, RowBlocks] = {}
         self._by_entries: set[str] = set()
         self._by_sweeps: set[str] = set()
@@ -115,7 +118,7 @@ class RowSweep:
 
     def notes(self, name: str) -> tuple[str, ...]:
         """What a reader of a layer's value should know."""
-        trusted = (TRUSTED,) if name in self._opaque else ()
+        trusted = (curvature.TAKEN_AS_THEY_ARE,) if name in self._opaque else ()
         return (*layers.tie_notes(self._task.model, self._runner.modules[name]), *trusted)
 
     def _rows(self, name: str, module: nn.Module, ritz: Ritz) -> Rows:
@@ -123,6 +126,10 @@ class RowSweep:
         weight = layers.matrix(module)[0].double() * self._spread(name)
         exact = ritz.converged and (linear or not ggn) and name not in self._opaque
         return Rows(weight.square().sum(dim=1), ritz, "ggn" if linear or ggn else "hessian", exact)
+
+    def _check(self, bent: Mapping[str, str]) -> None:
+        if self._options.curvature == "auto":
+            curvature.refuse_opaque([name for name, why in bent.items() if why == curvature.OPAQUE])
 
     def _over_divisor(self, ritz: Ritz) -> Ritz:
         divisor = self._mass if self._task.loss.reduction == "mean" else 1.0
@@ -168,17 +175,16 @@ class RowSweep:
         sent = signals.of_run(run, self._task.loss)
         part = _Part(run.samples, float(sent.mass.sum()), run.number)
         for name in run.tape.calls:
-            if name not in self._layers:
+            if name not in self._forms:
                 self._set_up(name)
         single = {name: phi for name in run.tape.calls if (phi := self._features(run, name)) is not None}
-        bent = self._bent(run.tape.calls)
+        bent = set() if self._options.curvature == "ggn" else set(run.bent)
+        self._opaque |= {name for name in bent if self._runner.why_not_linear(name) == curvature.OPAQUE}
         with contractions.full_precision(run.outputs):
             weights = self._by_factors(run, sent, run.tape.calls.keys() - bent, single.keys(), part.blocks)
             weights.update(self._by_second_derivatives(run, bent & single.keys()))
         part.weighted = {name: (single[name], weights[name]) for name in weights}
-        if bent:
-            self._by_entries |= bent - single.keys()
-            self._opaque |= curvature.read(run.outputs, {name: run.calls(name) for name in bent}).opaque
+        self._by_entries |= bent - single.keys()
         return part
 
     def _take(self, part: _Part) -> None:
@@ -204,10 +210,10 @@ class RowSweep:
         weights: dict[str, Tensor] = {}
         if not names:
             return weights
-        for signal, signs in sent:
-            gradients = run.tape.gradients(run.outputs, signal)
+        for signal, signs in sent.exact():
+            gradients = run.tape.gradients(run.outputs, signal, names)
             for name in names:
-                delta = self._layers[name].signal(run, gradients[name])
+                delta = self._forms[name].signal(run, gradients[name])
                 if name in blocks:
                     self._add_gradients(blocks[name], run, name, delta, signs)
                     continue
@@ -219,7 +225,7 @@ class RowSweep:
     def _add_gradients(
         self, blocks: Tensor, run: Run, name: str, delta: Sequence[Tensor], signs: Tensor | None
     ) -> None:
-        geometry, inputs = layers.geometry(self._runner.modules[name]), self._layers[name].inputs(run)
+        geometry, inputs = layers.geometry(self._runner.modules[name]), self._forms[name].inputs(run)
         written = sum(x[0].numel() * geometry.taps + y[0].numel() for x, y in zip(inputs, delta, strict=True))
         chunk = max(1, self._memory // (16 * (written + blocks.shape[0] * blocks.shape[1])))
         for start in range(0, run.samples, chunk):
@@ -237,25 +243,30 @@ class RowSweep:
         found: dict[str, Tensor] = {}
         if not names:
             return found
-        value = self._task.loss.value(run.outputs, run.targets.detach())
-        slopes = run.tape.gradients(value, torch.ones_like(value), create_graph=True)
-        for name in names:
-            (slope,), (call,) = slopes[name], run.calls(name)
-            dim = layers.class_dim(self._runner.modules[name])
-            columns = []
-            for s in range(slope.shape[dim]):
-                turn = None
-                if slope.requires_grad:
-                    along = slope.select(dim, s).sum()
-                    (turn,) = torch.autograd.grad(along, [call.edge], retain_graph=True, allow_unused=True)
-                turn = torch.zeros_like(slope) if turn is None else turn
-                columns.append(self._layers[name].signal(run, [turn])[0].flatten(1)[:, s].double())
-            found[name] = torch.stack(columns, dim=1)
+        with hessian.differentiable(names):
+            slopes = hessian.slopes(run, self._task.loss, names)
+            for name in names:
+                found[name] = self._diagonal(run, name, slopes[name][0])
         return found
+
+    def _diagonal(self, run: Run, name: str, slope: Tensor) -> Tensor:
+        """(n, b), a pass for each row; all samples at once, none of whose slopes depends on another."""
+        if name in self._opaque and not slope.requires_grad:
+            raise InputError(f"layer {name!r}: the second derivative of a function behind it is missing")
+        (call,), dim = run.calls(name), layers.class_dim(self._runner.modules[name])
+        columns = []
+        for s in range(slope.shape[dim]):
+            turn = None
+            if slope.requires_grad:
+                along = slope.select(dim, s).sum()
+                (turn,) = torch.autograd.grad(along, [call.edge], retain_graph=True, allow_unused=True)
+            turn = torch.zeros_like(slope) if turn is None else turn
+            columns.append(self._forms[name].signal(run, [turn])[0].flatten(1)[:, s].double())
+        return torch.stack(columns, dim=1)
 
     def _features(self, run: Run, name: str) -> Tensor | None:
         """φ (n, m) where the layer sees one position of each sample; None where it sees several."""
-        geometry, parts = layers.geometry(self._runner.modules[name]), self._layers[name].inputs(run)
+        geometry, parts = layers.geometry(self._runner.modules[name]), self._forms[name].inputs(run)
         if geometry.groups > 1 or len(parts) > 1 or geometry.places(parts[0].shape[2:]) != (1, 1, 1):
             return None
         return geometry.patches(contractions.promoted(parts[0])).flatten(1)
@@ -265,7 +276,7 @@ class RowSweep:
         weight = layers.matrix(module)[0]
         dtype = contractions.promoted_dtype(weight.dtype)
         backend = contractions.choose(self._options.backend, weight.device, dtype)
-        self._layers[name] = Layer(name, module, self._scales.get(name), backend, (), self._options)
+        self._forms[name] = LayerForm(name, module, self._scales.get(name), backend, (), self._options)
         memory = self._memory // len(self._runner.selected)
         self._blocks[name] = RowBlocks(self._spread(name) != 0, memory)
 

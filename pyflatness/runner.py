@@ -17,6 +17,7 @@ from .selectors import Selection
 from .tape import Call, Tape, frozen
 
 DEFAULT_MEMORY = 512 * 2**20  # bytes that the graph, the layers' inputs and signals of a part may take
+_SECOND_ORDER = 3  # about the memory that a graph takes together with that of its derivatives
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 Result = TypeVar("Result")
@@ -32,8 +33,11 @@ class Run:
         targets: as they came.
         samples: how many.
         number: of the user's batch.
+        numbers: (n,) int64, of the samples, counted over all data.
         tape: the layers' calls; empty once the run is over.
         layouts: where each layer keeps the samples.
+        bent: layers in whose weight the model is not certified to be locally linear.
+        again: the model on these samples once more, off tape, with a graph of what requires gradients.
     """
 
     batch: Any
@@ -41,8 +45,11 @@ class Run:
     targets: Any
     samples: int
     number: int
+    numbers: Tensor
     tape: Tape
     layouts: dict[str, Layout]
+    bent: frozenset[str]
+    again: Callable[[], tuple[Tensor, Any]]
 
     def calls(self, name: str) -> list[Call]:
         """A layer's calls; none if it did not run."""
@@ -65,7 +72,8 @@ class Runner:
         batches: the data.
         forward: see :func:`.capture.run`.
         memory: bytes for the graph, layer inputs and signals of a part; None takes :data:`DEFAULT_MEMORY`.
-        approve: called before each part is measured, with what is known of the layers' linearity.
+        approve: called before each part is measured, with the layers that are not linear so far, and why.
+        second_order: whether second derivatives will be taken behind those, which makes their graph larger.
         order_matters: whether values of single samples are asked for, so that rows in another order have to be noticed.
     """
 
@@ -76,19 +84,21 @@ class Runner:
         batches: Batches,
         forward: capture.Forward | None = None,
         memory: int | None = None,
-        approve: Callable[[dict[str, bool]], None] = lambda linear: None,
+        approve: Callable[[dict[str, str]], None] = lambda bent: None,
         *,
+        second_order: bool = False,
         order_matters: bool = False,
     ) -> None:
         self.model, self.batches, self.selected = model, batches, selection.modules
-        self._approve, self._order_matters = approve, order_matters
+        self._approve, self._second_order, self._order_matters = approve, second_order, order_matters
         self._named, self._forward, self._memory = selection.named, forward, memory or DEFAULT_MEMORY
         self._tape = Tape(selection.modules)
         self._looked_at = 0  # samples behind what is known
         self._layouts: dict[str, tuple[Layout, ...]] = {}
         self._measured: set[str] = set()  # layers whose layout was relied on
         self._part = 1  # samples that go through the model together
-        self._linear: dict[str, bool] = {}
+        self._cuttable = True
+        self._bent: dict[str, str] = {}
         self._twice_differentiable = False  # whether attention is run so that it has second derivatives
         self._unseen: set[str] = set()  # layers that ran for the first time
 
@@ -97,9 +107,13 @@ class Runner:
         """The chosen layers that ran, in the model's order."""
         return {name: module for name, module in self.selected.items() if name in self._layouts}
 
+    def why_not_linear(self, name: str) -> str:
+        """One of :mod:`.curvature`'s reasons; empty for a layer that is linear."""
+        return self._bent.get(name, "")
+
     def is_linear(self, name: str) -> bool:
         """Whether the model is locally linear in the layer's weight at all samples so far, see :mod:`.curvature`."""
-        return self._linear.get(name, True)
+        return name not in self._bent
 
     def results(self, work: Callable[[Run], Result]) -> Generator[Result, None, None]:
         """``work`` done on a run of every part of the data; out of memory, parts are halved.
@@ -109,6 +123,7 @@ class Runner:
                 batch that a sample is in.
         """
         with self._tape.attached(), frozen(self.model):
+            done = 0
             for number, batch in enumerate(self.batches):
                 seen = self._look(batch)
                 start, samples = 0, data.size(batch)
@@ -116,7 +131,7 @@ class Runner:
                     stop = start + _even(samples - start, self._part)
                     try:
                         part = batch if stop - start == samples else data.part(batch, start, stop)
-                        result = self._run(part, number, work, seen if start == 0 else None)
+                        result = self._run(part, number, done + start, work, seen if start == 0 else None)
                     except RuntimeError as error:
                         if stop - start == 1 or not any(text in str(error) for text in _OUT_OF_MEMORY):
                             raise
@@ -128,12 +143,20 @@ class Runner:
                         continue
                     yield result
                     start = stop
+                done += samples
 
-    def _run(self, part: Any, number: int, work: Callable[[Run], Result], seen: Tensor | None) -> Result | None:
-        tape = self._tape
+    def _run(
+        self, part: Any, number: int, start: int, work: Callable[[Run], Result], seen: Tensor | None
+    ) -> Result | None:
+        tape, samples = self._tape, data.size(part)
+
+        def forward() -> tuple[Tensor, Any]:
+            with torch.enable_grad(), self._attention():
+                return capture.run(self.model, part, self._forward)
+
         try:
-            with tape.recording(), self._attention():
-                outputs, targets = capture.run(self.model, part, self._forward)
+            with tape.recording():
+                outputs, targets = forward()
             self._unseen = tape.calls.keys() - self._layouts.keys()
             if self._unseen:
                 return None
@@ -142,14 +165,16 @@ class Runner:
                 raise InputError(f"batch {number}: the inputs of {', '.join(overwritten)} are modified in place")
             if seen is not None:
                 _check_unchanged(seen, outputs)
-            preflight.check_samples(outputs, data.size(part))
-            self._narrow(outputs, data.size(part))
-            if not self._linear_or_settled(outputs):
+            preflight.check_samples(outputs, samples)
+            self._narrow(outputs, samples)
+            if not self._settled(outputs, samples):
                 return None
             first = {name: layouts[0] for name, layouts in self._layouts.items()}
-            if data.size(part) > 1:
+            if samples > 1:
                 self._measured |= tape.calls.keys()
-            return work(Run(part, outputs, targets, data.size(part), number, tape, first))
+            numbers = torch.arange(start, start + samples, device=outputs.device)
+            bent = frozenset(self._bent).intersection(tape.calls)
+            return work(Run(part, outputs, targets, samples, number, numbers, tape, first, bent, forward))
         finally:
             tape.calls.clear()
 
@@ -179,16 +204,19 @@ class Runner:
                 raise ownership.mixed(name, self._tape.calls[name][0].output.shape, samples)
             self._layouts[name] = layouts
 
-    def _linear_or_settled(self, outputs: Tensor) -> bool:
-        """Take in which layers are linear; False to have it seen again with second derivatives of attention."""
-        linear = [name for name in self._tape.calls if self.is_linear(name)]
-        bent = curvature.curved(outputs, self._tape, linear)
-        if bent and not self._twice_differentiable:
+    def _settled(self, outputs: Tensor, samples: int) -> bool:
+        """Take in which layers are linear; False to have the run once more, so that it has second derivatives."""
+        bent = curvature.curved(outputs, self._tape, filter(self.is_linear, self._tape.calls))
+        if bent and not self._twice_differentiable and curvature.has_fused_attention(outputs):
             self._twice_differentiable = True
             return False
-        self._linear.update({name: name not in bent for name in linear})
-        self._approve(self._linear)
-        return True
+        if (
+            bent and not self._bent and self._second_order and self._cuttable
+        ):  # the graph of the first derivatives comes on top
+            self._part = max(1, self._part // _SECOND_ORDER)
+        self._bent.update(bent)
+        self._approve(self._bent)
+        return not bent or samples <= self._part
 
     def _look(self, batch: Any, *, again: bool = False) -> Tensor | None:
         """The outputs for the batch's first samples, if these had to be looked at."""
@@ -214,6 +242,7 @@ class Runner:
         self._layouts = {**self._layouts, **found.layouts, **known}
         self._looked_at = max(self._looked_at, found.samples)
         if not again:
+            self._cuttable = found.cuttable
             self._part = max(1, self._memory // max(1, found.bytes)) if found.cuttable else samples
         return found.outputs
 

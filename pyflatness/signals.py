@@ -1,9 +1,10 @@
-"""What is sent backward: for each pass, one output factor of one loss term of every sample.
+"""What is sent backward: for each pass, one output factor of one loss term of every sample, or random signs of all.
 
     scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ,       M_i^(c) from the signal s_ic alone
 
 Terms of one sample go apart: their signals would add up in M, and the cross terms are not in the curvature. Samples go
-together, each has its own rows everywhere.
+together, each has its own rows everywhere. Sampled, all factors of all terms go together with independent random signs:
+the cross terms are then zero in the mean.
 """
 
 from collections.abc import Iterator
@@ -12,16 +13,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .errors import InputError, NotYetError
+from .errors import InputError
 from .losses import Loss, Terms
 from .runner import Run
+from .signs import Signs
 
-PASSES = 2048  # backward passes per batch that a sweep is ready to take
+PASSES = 2048  # backward passes per batch that an exact sweep is ready to take
+STREAM = 0  # of the signs
 
 
 @dataclass(frozen=True)
 class Signals:
     """Output factors of a batch, ready to be sent.
+
+    A signal has the outputs' shape and dtype; its signs are (n,) float64, or None for all +1.
 
     Attributes:
         passes: how many there are.
@@ -39,9 +44,19 @@ class Signals:
     _loss: Loss
     _order: Tensor
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Pairs: a signal of the outputs' shape and dtype, and its signs, (n,) float64 (None: all +1)."""
+    def exact(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Signals and their signs.
+
+        Raises:
+            InputError: more passes than :data:`PASSES`.
+        """
         samples, terms = self._order.shape
+        if self.passes > PASSES:
+            raise InputError(
+                f"{self.passes} backward passes a batch ({terms} loss terms of a sample x "
+                f"{self._loss.columns(self._rows.shape[1])} output factors) are more than {PASSES}; pass probes= for a "
+                "value sampled from fewer, with a standard error"
+            )
         first = torch.arange(samples, device=self._rows.device) * self.used.shape[1]
         for t in range(terms):
             index = first + self._order[:, t]
@@ -54,6 +69,17 @@ class Signals:
                 if len(values) < len(self._rows):
                     values = torch.zeros_like(self._rows).index_copy_(0, index, values)
                 yield self._shaped(values), signs
+
+    def sampled(self, signs: Signs, numbers: Tensor) -> Iterator[tuple[int, Tensor, float]]:
+        """Draw, signal and its sign, for samples by their numbers in the data; a draw's values are to be added up."""
+        if not self.passes:
+            return
+        factors = self._loss.factors(self._rows, self._terms)
+        counted = (self._terms.scale != 0).unsqueeze(1)
+        for draw, number in enumerate(signs.draws):
+            drawn = Signs(signs.seed, [number])(STREAM, numbers, self._rows.numel() // len(numbers))
+            for mixed, sign in factors.mixed(drawn.view_as(self._rows)):
+                yield draw, self._shaped(torch.where(counted, mixed, 0.0).to(self._rows.dtype)), sign
 
     def _shaped(self, rows: Tensor) -> Tensor:
         if not self._loss.positions or self._outputs.ndim == 1:
@@ -72,15 +98,15 @@ def of_run(run: Run, loss: Loss) -> Signals:
         raise InputError(f"targets of batch {run.number}: a tensor is wanted, got {type(run.targets).__name__}")
     try:
         return prepare(run.outputs, run.targets.detach(), loss, run.samples)
-    except (InputError, NotYetError) as error:
-        raise type(error)(f"batch {run.number}: {error}") from None
+    except InputError as error:
+        raise InputError(f"batch {run.number}: {error}") from None
 
 
 def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Signals:
     """The factors of a batch's outputs (samples in dimension 0, or flattened into it, each sample's rows together).
 
     Raises:
-        InputError: outputs that do not hold the samples, or more passes than :data:`PASSES`.
+        InputError: outputs that do not hold the samples.
     """
     outputs = outputs.detach()
     if outputs.ndim == 0 or len(outputs) % samples:
@@ -99,11 +125,6 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Signa
     most = int(counted.sum(dim=1).max()) if counted.numel() else 0
     order = counted.int().argsort(dim=1, descending=True, stable=True)[:, :most]
     passes = most * loss.columns(rows.shape[1])
-    if passes > PASSES:
-        raise NotYetError(
-            f"{passes} backward passes a batch ({most} loss terms of a sample x {loss.columns(rows.shape[1])} output "
-            f"factors) are more than {PASSES}; a value sampled from fewer (probes=) is not there yet"
-        )
     mass = terms.mass.reshape(samples, -1).sum(dim=1)
     used = torch.ones_like(counted) if terms.used is None else terms.used.view(samples, -1)
     return Signals(passes, mass, used, outputs, rows, dim, terms, loss, order)

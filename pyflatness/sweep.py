@@ -5,23 +5,24 @@ for x, y in batches:                              # cut to the memory budget
     for each output factor s of f:                # signals: C - 1 for cross-entropy, terms of a sample apart
         δ = autograd.grad(f, edges, s)            # for all layers at once
         for each layer: value_i += σ q(M_i)       # contractions of M_i = Σ_p δ_ip φ_ipᵀ
+
+Layers in whose weight the model is not linear take Hessian products instead, each its own; see :mod:`.hessian`.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
-from . import contractions, layers, normalize, signals
-from .contractions import DenseGradients, WeightGradients
+from . import contractions, curvature, hessian, layers, normalize, signals
 from .errors import InputError
+from .hessian import BlockTraces
+from .layer_form import LayerForm
 from .losses import Loss
 from .options import Options
 from .runner import Run, Runner
-
-Parts = list[Tensor]
+from .signs import Signs
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Values:
     """Of some samples.
 
     Attributes:
-        values: (layers, quantities, n) float64, summed over output factors; not yet divided by the loss's divisor.
-            Of all selected layers; 0 for one that did not run.
+        values: (draws, layers, quantities, n) float64, each summed over output factors or directions; not yet divided
+            by the loss's divisor. One draw if they are exact. Of all selected layers; 0 for one that did not run.
         mass: (n,) float64, the samples' part of the divisor of a mean.
         number: of the user's batch.
     """
@@ -38,86 +39,6 @@ class Values:
     values: Tensor
     mass: Tensor
     number: int
-
-
-class Layer:
-    """A layer as the contractions see it, rescaled where the user wants normalised values.
-
-    Args:
-        name: for errors.
-        module: the layer.
-        scale: of the layer's input channels, or None; see :mod:`.normalize`.
-        backend: a module from :func:`.contractions.choose`.
-        quantities: what is wanted.
-        options: of the user.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        scale: Tensor | None,
-        backend: ModuleType,
-        quantities: Sequence[str],
-        options: Options,
-    ) -> None:
-        self._name, self._module, self._scale = name, module, scale
-        self._backend, self._quantities = backend, quantities
-        self._dense = options.conv == "affine" and layers.is_convolution(module)
-        self._sizes: set[tuple[int, ...]] = set()
-        self._gradients: WeightGradients | None = None
-        if not self._dense:
-            weight = layers.matrix(module)[0].unflatten(0, (layers.groups(module), -1))
-            if scale is not None:
-                taps = layers.geometry(module).taps
-                columns = scale.view(len(weight), 1, -1).repeat_interleave(taps, dim=2)
-                weight = contractions.promoted(weight) * columns.to(contractions.promoted_dtype(weight.dtype))
-            memory = options.memory or contractions.DEFAULT_MEMORY
-            geometry = layers.geometry(module)
-            self._gradients = WeightGradients(weight, geometry, backend, quantities, memory=memory)
-
-    def gradients(self, run: Run) -> WeightGradients | DenseGradients:
-        """The contractions for the layer's calls in this run."""
-        if self._gradients is not None:
-            return self._gradients
-        self._sizes |= {tuple(call.inputs.shape[1:]) for call in run.calls(self._name)}
-        if len(self._sizes) > 1:
-            raise InputError(
-                f"layer {self._name!r}: conv='affine' on inputs of several sizes {sorted(self._sizes)}; each would be "
-                "a dense matrix of its own"
-            )
-        (size,) = self._sizes
-        return DenseGradients(lambda delta: self._carried(delta, size), self._backend, self._quantities)
-
-    def inputs(self, run: Run) -> Parts:
-        """φ of all calls, as the contractions want them."""
-        parts: Parts = []
-        for call in run.calls(self._name):
-            inputs = call.inputs.detach()
-            if self._scale is not None:
-                inputs = normalize.divided(inputs, self._scale, layers.class_dim(self._module))
-            if not self._dense:
-                inputs = layers.pad(self._module, inputs)
-            parts += self._in_form(run.samples_first(self._name, inputs))
-        return parts if self._dense else layers.joined(self._module, parts)
-
-    def signal(self, run: Run, gradients: Sequence[Tensor]) -> Parts:
-        """δ of all calls, as the contractions want them."""
-        parts: Parts = []
-        for gradient in gradients:
-            parts += self._in_form(run.samples_first(self._name, gradient))
-        return parts if self._dense else layers.joined(self._module, parts)
-
-    def _in_form(self, tensor: Tensor) -> Parts:
-        return list(tensor.unbind(1)) if self._dense else layers.in_common_form(self._module, tensor)
-
-    def _carried(self, delta: Tensor, size: tuple[int, ...]) -> Tensor:
-        """γ = Wᵀ δ: the gradient in the layer's unpadded input through this layer alone."""
-        weight = layers.matrix(self._module)[0]
-        inputs = torch.zeros(len(delta), *size, dtype=weight.dtype, device=weight.device, requires_grad=True)
-        with torch.enable_grad():
-            (gamma,) = torch.autograd.grad(layers.apply(self._module, inputs), inputs, delta.to(weight.dtype))
-        return gamma if self._scale is None else normalize.multiplied(gamma, self._scale, 1)
 
 
 class Sweep:
@@ -128,30 +49,37 @@ class Sweep:
         loss: from :func:`.losses.resolve`.
         options: of the user.
         quantities: of :data:`.contractions.layer.QUANTITIES`.
+
+    Attributes:
+        backend: of the contractions.
+        by_hessian: layers for which second derivatives were taken.
+        exact_passes: backward passes or Hessian products of a layer that exact values take, or would take.
     """
 
     def __init__(self, runner: Runner, loss: Loss, options: Options, quantities: Sequence[str]) -> None:
         self._runner, self._loss, self._options, self._quantities = runner, loss, options, quantities
-        self._layers: dict[str, Layer] = {}
+        self._forms: dict[str, LayerForm] = {}
         self._scales: Mapping[str, Tensor] = {}
         self.backend = ""
+        self.by_hessian: set[str] = set()
+        self.exact_passes = 0
         if options.normalize:
             self._scales = normalize.feature_scales(runner, loss, options.nan_policy)
 
-    def values(self) -> Generator[Values, None, None]:
-        """Every sample's quantities in every layer.
+    def values(self, draws: Sequence[int] | None = None) -> Generator[Values, None, None]:
+        """Every sample's quantities in every layer: exact, or in the draws of these numbers.
 
         Raises:
-            InputError: see :meth:`.Runner.results`; targets that do not fit.
-            NotYetError: too many backward passes.
+            InputError: see :meth:`.Runner.results`; targets that do not fit; too many passes or products.
         """
-        return self._runner.results(self._values)
+        signs = None if draws is None else Signs(self._options.seed, draws)
+        return self._runner.results(lambda run: self._values(run, signs))
 
     def block_traces(self, limit: int) -> Generator[tuple[Tensor, Values], None, None]:
-        """Of one layer: Σ_i Σ_c σ_ic M_i^(c) M_i^(c)ᵀ, (G, d, d) float64, beside the values of the same samples.
+        """Of one layer: the sum of its block traces over samples, (G, d, d) float64, beside the samples' own values.
 
         Raises:
-            InputError: the matrix would take more than ``limit`` bytes.
+            InputError: as :meth:`values`; the matrix would take more than ``limit`` bytes.
         """
         return self._runner.results(lambda run: self._block_traces(run, limit))
 
@@ -160,22 +88,58 @@ class Sweep:
         dropped = int((self._scales[name] == 0).sum()) if name in self._scales else 0
         return (f"{dropped} features that are zero throughout dropped",) if dropped else ()
 
-    def _values(self, run: Run) -> Values:
-        sent = self._prepared(run)
-        places = {name: place for place, name in enumerate(self._runner.selected) if run.calls(name)}
-        totals = torch.zeros(len(self._runner.selected), len(self._quantities), run.samples, dtype=torch.float64)
-        totals = totals.to(run.outputs.device)
+    def _values(self, run: Run, signs: Signs | None = None) -> Values:
+        self._make_forms()
+        sent = signals.of_run(run, self._loss)
+        names = [name for name in self._runner.selected if run.calls(name)]
+        bent = [] if self._options.curvature == "ggn" else [name for name in names if name in run.bent]
+        draws = 1 if signs is None else len(signs.draws)
+        places = {name: place for place, name in enumerate(self._runner.selected)}
+        values = torch.zeros(draws, len(places), len(self._quantities), run.samples, dtype=torch.float64)
+        values = values.to(run.outputs.device)
+        by_layer = {name: values[:, place] for name, place in places.items() if name in names}
+        self._add_factors(run, sent, signs, {name: part for name, part in by_layer.items() if name not in bent})
+        self._add_hessian(run, signs, {name: by_layer[name] for name in bent})
+        self.by_hessian.update(bent)
+        return Values(values, sent.mass, run.number)
+
+    def _add_factors(self, run: Run, sent: signals.Signals, signs: Signs | None, found: dict[str, Tensor]) -> None:
+        """Values (draws, quantities, n) of layers by output factors sent backward."""
+        if not found:
+            return
+        self.exact_passes = max(self.exact_passes, sent.passes)
+        passes = sent.passes if signs is None else len(signs.draws)
         contract = {}
         with contractions.full_precision(run.outputs):
-            for name in places:
-                layer = self._layers[name]
-                contract[name] = layer.gradients(run).of(layer.inputs(run), sent.passes)
-        for gradients, signs in _backward(run, sent):
+            for name in found:
+                form = self._forms[name]
+                contract[name] = form.gradients(run).of(form.inputs(run), passes)
+        for draw, signal, sign in _sent(run, sent, signs):
+            gradients = run.tape.gradients(run.outputs, signal, found)
             with contractions.full_precision(run.outputs):
-                for name, place in places.items():
-                    share = contract[name](self._layers[name].signal(run, gradients.pop(name)))
-                    totals[place] += share if signs is None else share * signs
-        return Values(totals, sent.mass, run.number)
+                for name, values in found.items():
+                    share = contract[name](self._forms[name].signal(run, gradients.pop(name)))
+                    values[draw] += share if sign is None else share * sign
+
+    def _add_hessian(self, run: Run, signs: Signs | None, found: dict[str, Tensor]) -> None:
+        """Values (draws, quantities, n) of layers by second derivatives of the loss."""
+        if not found:
+            return
+        with hessian.differentiable(found), contractions.full_precision(run.outputs):
+            slopes = hessian.slopes(run, self._loss, found)
+            for name, values in found.items():
+                if self._runner.why_not_linear(name) == curvature.OPAQUE and not slopes[name][0].requires_grad:
+                    raise InputError(f"layer {name!r}: the second derivative of a function behind it is missing")
+                traces = self._traces(run, name, slopes[name], self._quantities)
+                self.exact_passes = max(self.exact_passes, traces.products)
+                if signs is None:
+                    values[0] += traces.exact()
+                else:
+                    stream = signals.STREAM + 1 + 2 * list(self._runner.selected).index(name)
+                    values += traces.sampled(signs, stream)
+
+    def _traces(self, run: Run, name: str, slope: Sequence[Tensor], quantities: Sequence[str]) -> BlockTraces:
+        return BlockTraces(run, self._forms[name], self._runner.selected[name], self._loss, slope, quantities)
 
     def _block_traces(self, run: Run, limit: int) -> tuple[Tensor, Values]:
         ((name, module),) = self._runner.selected.items()
@@ -188,39 +152,45 @@ class Sweep:
                 "relative_flatness and measure need no such matrix"
             )
         values = self._values(run)
-        kept = values.values.isfinite().flatten(0, 1).all(dim=0)
+        kept = values.values.isfinite().flatten(0, 2).all(dim=0)
         if self._options.nan_policy != "omit":
             kept = torch.ones_like(kept)
-        if not run.calls(name):
-            return torch.zeros((), dtype=torch.float64, device=run.outputs.device), values
-        layer = self._layers[name]
-        inputs = [_masked(part, kept) for part in layer.inputs(run)]
         total = torch.zeros((), dtype=torch.float64, device=run.outputs.device)
-        for gradients, signs in _backward(run, self._prepared(run)):
+        if not run.calls(name):
+            return total, values
+        form = self._forms[name]
+        if name in self.by_hessian:
+            with hessian.differentiable([name]), contractions.full_precision(run.outputs):
+                slope = hessian.slopes(run, self._loss, [name])[name]
+                return self._traces(run, name, slope, ()).matrix(kept), values
+        inputs = [_masked(part, kept) for part in form.inputs(run)]
+        for signal, signs in signals.of_run(run, self._loss).exact():
+            gradients = run.tape.gradients(run.outputs, signal)[name]
             with contractions.full_precision(run.outputs):
-                signal = [_masked(part, kept) for part in layer.signal(run, gradients[name])]
+                sent = [_masked(part, kept) for part in form.signal(run, gradients)]
                 coefficients = torch.ones_like(values.mass) if signs is None else torch.where(kept, signs, 0.0)
-                total = total + layer.gradients(run).traces(inputs, signal, coefficients)
+                total = total + form.gradients(run).traces(inputs, sent, coefficients)
         return total, values
 
-    def _prepared(self, run: Run) -> signals.Signals:
-        """The signals of a run; layers are set up when the first one comes."""
+    def _make_forms(self) -> None:
+        """For layers that came with this run."""
         for name, module in self._runner.modules.items():
-            if name not in self._layers:
-                self._layers[name] = self._layer(name, module)
-        return signals.of_run(run, self._loss)
+            if name not in self._forms:
+                self._forms[name] = self._form(name, module)
 
-    def _layer(self, name: str, module: nn.Module) -> Layer:
+    def _form(self, name: str, module: nn.Module) -> LayerForm:
         weight = layers.matrix(module)[0]
         backend = contractions.choose(self._options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
         self.backend = contractions.describe(backend)
-        return Layer(name, module, self._scales.get(name), backend, self._quantities, self._options)
+        return LayerForm(name, module, self._scales.get(name), backend, self._quantities, self._options)
 
 
-def _backward(run: Run, sent: signals.Signals) -> Iterator[tuple[dict[str, list[Tensor]], Tensor | None]]:
-    """For each signal: the gradients in all calls of all layers, and the signs."""
-    for signal, signs in sent:
-        yield run.tape.gradients(run.outputs, signal), signs
+def _sent(run: Run, sent: signals.Signals, signs: Signs | None) -> Iterator[tuple[int, Tensor, Tensor | float | None]]:
+    """Draw, signal, and its sign."""
+    if signs is None:
+        yield from ((0, signal, sign) for signal, sign in sent.exact())
+    else:
+        yield from sent.sampled(signs, run.numbers)
 
 
 def _masked(part: Tensor, kept: Tensor) -> Tensor:

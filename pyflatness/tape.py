@@ -6,7 +6,7 @@ an alias of it that does.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,17 +73,18 @@ class Tape:
             self._active = False
 
     def gradients(
-        self, outputs: Tensor, signal: Tensor, *, create_graph: bool = False, retain_graph: bool = True
+        self, outputs: Tensor, signal: Tensor, names: Iterable[str] | None = None, *, create_graph: bool = False
     ) -> dict[str, list[Tensor]]:
-        """Of ⟨signal, outputs⟩ in the output of every call of every layer; zeros where there is no path."""
-        edges = [call.edge for calls in self.calls.values() for call in calls]
+        """Of ⟨signal, outputs⟩ in the output of every call of some layers, or all; zeros where there is no path."""
+        made = {name: self.calls[name] for name in (self.calls if names is None else names)}
+        edges = [call.edge for calls in made.values() for call in calls]
         found: Sequence[Tensor | None] = [None] * len(edges)
         if outputs.requires_grad:
             found = torch.autograd.grad(
-                outputs, edges, signal, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
+                outputs, edges, signal, create_graph=create_graph, retain_graph=True, allow_unused=True
             )
         flat = iter(found)
-        return {name: [_or_zeros(next(flat), call, outputs) for call in calls] for name, calls in self.calls.items()}
+        return {name: [_or_zeros(next(flat), call, outputs) for call in calls] for name, calls in made.items()}
 
     def overwritten(self) -> set[str]:
         """Layers whose kept input was modified in place since; from now on a copy of it is kept."""

@@ -1,6 +1,7 @@
 """From the values of samples to those of the data set, by the user's policy for NaN and infinity."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -10,21 +11,55 @@ from .errors import InputError, NonFiniteError
 from .sweep import Values
 
 
+@dataclass(frozen=True)
+class Sums:
+    """Values of the data set: of each layer, and last of the network, the sum of its layers.
+
+    Attributes:
+        values: (layers + 1, quantities) float64 on the CPU.
+        errors: of the same shape, standard errors given the data; None if the values are exact.
+        per_sample: (layers + 1, quantities, n), n times each sample's share, NaN for one that was left out; or None.
+        samples: how many counted.
+        omitted: how many were left out.
+    """
+
+    values: Tensor
+    errors: Tensor | None
+    per_sample: Tensor | None
+    samples: int
+    omitted: int
+
+    def pooled(self, other: "Sums", weight: float) -> "Sums":
+        """With independent values of the same data; ``weight`` is this one's."""
+        assert self.errors is not None
+        assert other.errors is not None
+        shares = None
+        if self.per_sample is not None and other.per_sample is not None:
+            shares = weight * self.per_sample + (1 - weight) * other.per_sample
+        return replace(
+            self,
+            values=weight * self.values + (1 - weight) * other.values,
+            errors=torch.hypot(weight * self.errors, (1 - weight) * other.errors),
+            per_sample=shares,
+        )
+
+
 class Totals:
-    """Running sums over samples.
+    """Running sums over samples, for each layer and then for the network, the sum of its layers.
 
     Args:
-        modules: the layers, in the order of the values; known once the first values are there.
         reduction: the loss's, ``"mean"`` or ``"sum"``.
         nan_policy: see :func:`pyflatness.relative_flatness`.
         per_sample: whether each sample's values are kept.
+        sampled: whether values are means over random draws.
     """
 
-    def __init__(self, reduction: str, nan_policy: str, *, per_sample: bool = False) -> None:
-        self._reduction, self._policy, self._per_sample = reduction, nan_policy, per_sample
-        self._sums: Tensor | None = None
+    def __init__(self, reduction: str, nan_policy: str, *, per_sample: bool = False, sampled: bool = False) -> None:
+        self._reduction, self._policy, self._per_sample, self._sampled = reduction, nan_policy, per_sample, sampled
+        self._sums = self._variances = self._squares = torch.zeros((), dtype=torch.float64)
         self._mass = 0.0
         self._shares: list[Tensor] = []
+        self._draws = 1
         self.samples = self.omitted = 0
 
     def add(self, part: Values, modules: dict[str, nn.Module]) -> None:
@@ -34,7 +69,7 @@ class Totals:
             NonFiniteError: NaN or infinity, under the policy ``"raise"`` or in a layer's weights.
         """
         values, mass = part.values, part.mass
-        bad = ~values.isfinite().flatten(0, 1).all(dim=0)
+        bad = ~values.isfinite().flatten(0, 2).all(dim=0)
         if bool(bad.any()) and self._policy != "propagate":
             check_finite_weights(modules)
             if self._policy == "raise":
@@ -45,10 +80,16 @@ class Totals:
             bad = torch.zeros_like(bad)
         self.samples += int((~bad).sum())
         self._mass += float(mass.sum())
-        sums = values.sum(dim=2)
-        self._sums = sums if self._sums is None else self._sums + sums
+        draws = torch.cat([values, values.sum(dim=1, keepdim=True)], dim=1)
+        means = draws.mean(dim=0)
+        self._sums = self._sums.to(means.device) + means.sum(dim=2)
+        if self._sampled:
+            self._draws = len(draws)
+            self._squares = self._squares.to(means.device) + means.square().sum(dim=2)
+            if len(draws) > 1:
+                self._variances = self._variances.to(means.device) + draws.var(dim=0).sum(dim=2)
         if self._per_sample:
-            self._shares.append(values.masked_fill(bad, torch.nan))
+            self._shares.append(means.masked_fill(bad, torch.nan))
 
     @property
     def divisor(self) -> float:
@@ -64,14 +105,28 @@ class Totals:
             raise InputError("targets: every one is ignored (or has class weight 0), so the loss has no terms")
         return self._mass if self._reduction == "mean" else 1.0
 
-    def values(self) -> Tensor:
-        """(layers, quantities) float64 on the CPU."""
-        assert self._sums is not None, "data without samples is refused where it is read"
-        return (self._sums / self.divisor).cpu()
+    def sums(self) -> Sums:
+        """Of all samples so far."""
+        return Sums(
+            values=(self._sums / self.divisor).cpu(),
+            errors=(self._variance().sqrt() / self.divisor).cpu() if self._sampled else None,
+            per_sample=torch.cat(self._shares, dim=2) * (self.samples / self.divisor) if self._per_sample else None,
+            samples=self.samples,
+            omitted=self.omitted,
+        )
 
-    def per_sample(self) -> Tensor | None:
-        """(layers, quantities, n): n times each sample's share, NaN for one that was left out."""
-        return torch.cat(self._shares, dim=2) * (self.samples / self.divisor) if self._per_sample else None
+    def _variance(self) -> Tensor:
+        """Σ_i Var_i / draws, Var_i the variance of sample i's value over its draws.
+
+        Of one draw that cannot be known: the variance between samples takes its place, which is larger by that of the
+        true values. Infinite for one draw of one sample.
+        """
+        if self._draws > 1:
+            return self._variances / self._draws
+        if self.samples < 2:
+            return torch.full_like(self._squares, torch.inf)
+        between = (self._squares - self._sums.square() / self.samples).clamp_min(0)
+        return between * (self.samples / (self.samples - 1))
 
 
 def check_finite_weights(modules: dict[str, nn.Module]) -> None:
@@ -84,7 +139,8 @@ def check_finite_weights(modules: dict[str, nn.Module]) -> None:
 
 
 def _non_finite(part: Values, bad: Tensor, names: Sequence[str]) -> NonFiniteError:
-    where = [name for name, values in zip(names, part.values, strict=True) if not bool(values.isfinite().all())]
+    finite = part.values.isfinite().all(dim=0).flatten(1).all(dim=1)
+    where = [name for name, fine in zip(names, finite, strict=True) if not bool(fine)]
     listed = ", ".join(map(repr, where[:4])) + (", …" if len(where) > 4 else "")
     return NonFiniteError(
         f"batch {part.number}: {int(bad.sum())} of {len(bad)} samples have NaN or infinity (or squares beyond the "

@@ -96,14 +96,19 @@ class Smooth(Encoder):
         return self.head(torch.tanh(self.fc2(self.fc1(x))))
 
 
-def test_hessians_that_are_not_there_yet():
-    for curvature in ("auto", "hessian"):
-        message = r"not locally linear in the weight of layer 'fc1' \(smooth .*curvature='ggn' gives"
-        refused(pf.NotYetError, message, Smooth(), layer="fc1", curvature=curvature)
-    with pytest.raises(pf.NotYetError, match="of layer 'fc1', 'fc2' "):
-        pf.measure(Smooth(), LOSS, (X, Y))
-    refused(pf.NotYetError, "probes= and target_stderr=", Encoder(), layer="fc1", probes=3)
-    refused(pf.NotYetError, "probes= and target_stderr=", Encoder(), layer="fc1", target_stderr=0.1)
+def test_second_derivatives_that_do_not_exist():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Hardsigmoid(), nn.Linear(6, 3))
+    message = r"layer '0': an operation behind it has no second derivative \(.*hardsigmoid.*curvature='ggn' gives"
+    refused(pf.InputError, message, model, layer="0")
+    assert pf.relative_flatness(model, LOSS, (X, Y), "0", curvature="ggn").value > 0
+
+
+def test_numbers_of_draws():
+    refused(pf.InputError, r"probes=0: a number of random draws", Encoder(), layer="fc1", probes=0)
+    refused(pf.InputError, r"probes=True: a number of random draws", Encoder(), layer="fc1", probes=True)
+    refused(pf.InputError, r"probes=2.5: a number of random draws", Encoder(), layer="fc1", probes=2.5)
+    refused(pf.InputError, r"target_stderr=0: a standard error above", Encoder(), layer="fc1", target_stderr=0)
+    refused(pf.InputError, r"pass one of them", Encoder(), layer="fc1", target_stderr=0.1, probes=2)
 
 
 def test_more_passes_than_are_sensible():
@@ -116,8 +121,9 @@ def test_more_passes_than_are_sensible():
             return self.head(torch.relu(self.body(x)))
 
     images, targets = torch.randn(2, 1, 40, 40), torch.zeros(2, 40, 40).long()
-    message = r"batch 0: 3200 backward passes a batch \(1600 loss terms of a sample x 2 output factors\) are more than"
-    refused(pf.NotYetError, message, Segments(), data=(images, targets), layer="body")
+    message = r"3200 backward passes a batch \(1600 loss terms of a sample x 2 output factors\) are more than"
+    refused(pf.InputError, message, Segments(), data=(images, targets), layer="body")
+    assert pf.relative_flatness(Segments(), LOSS, (images, targets), "body", probes=2).stderr > 0
     targets[:, 1:] = -100  # a sample's terms that count are few
     assert pf.relative_flatness(Segments(), LOSS, (images, targets), "body").value > 0
 

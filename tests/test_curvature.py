@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import truth
 from grid import Net
 from torch import nn
 from torch.nn import functional as F
@@ -116,15 +117,33 @@ def test_linear_tails_are_proven(name):
 
 
 @pytest.mark.parametrize("name", CURVED)
-def test_curved_tails_are_not(name):
+def test_curved_tails_take_second_derivatives(name):
     found = reading(CURVED[name])
     assert "body" not in found.proven
-    with pytest.raises(pf.NotYetError, match="not locally linear"):
-        pf.measure(network(CURVED[name]), nn.CrossEntropyLoss(), (X, Y), layers="body")
+    net, loss = network(CURVED[name]).double(), nn.CrossEntropyLoss()
+    if found.opaque:
+        with pytest.raises(pf.InputError, match=r"behind layer 'body' is a function that torch did not write"):
+            pf.relative_flatness(net, loss, (X.double(), Y), "body")
+    else:
+        estimate = pf.relative_flatness(net, loss, (X.double(), Y), "body")
+        expected = truth.of_model(net, loss, X.double(), Y, "body")
+        assert (estimate.method, estimate.exact) == ("hessian", True)
+        assert estimate.value == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert not pf.relative_flatness(net, loss, (X.double(), Y), "body", curvature="ggn").exact
+
+
+def test_functions_that_torch_did_not_write_are_taken_as_they_are_on_request():
+    net, loss, data = network(Relu.apply).double(), nn.CrossEntropyLoss(), (X.double(), Y)
+    estimate = pf.relative_flatness(net, loss, data, "body", curvature="hessian")
+    assert estimate.value == pytest.approx(truth.of_model(net, loss, X.double(), Y, "body"), rel=1e-9)
+    assert not estimate.exact
+    assert "taken as they are" in repr(estimate)
+    with pytest.raises(pf.InputError, match="layer 'body': the second derivative of a function behind it is missing"):
+        pf.relative_flatness(network(Opaque.apply).double(), loss, data, "body", curvature="hessian")
 
 
 def test_operations_without_a_second_derivative_certify_nothing():
-    with pytest.raises(pf.NotYetError, match="not locally linear"):
+    with pytest.raises(pf.InputError, match="no second derivative"):
         pf.measure(network(F.hardsigmoid), nn.CrossEntropyLoss(), (X, Y), layers="body")
 
 
@@ -140,18 +159,24 @@ def test_a_recurrence_that_begins_in_a_later_batch():
             h = F.relu(net.cell(h))
         return net.head(h)
 
-    net = Net(unrolled, body=nn.Linear(4, 5), cell=nn.Linear(5, 5), head=nn.Linear(5, 3))
-    batches = [(torch.randn(6, 2, 4), Y), (torch.randn(6, 4, 4), Y)]
+    net = Net(unrolled, body=nn.Linear(4, 5), cell=nn.Linear(5, 5), head=nn.Linear(5, 3)).double()
+    batches = [(torch.randn(6, 2, 4).double(), Y), (torch.randn(6, 4, 4).double(), Y)]
     for order in (batches, batches[::-1]):
-        with pytest.raises(pf.NotYetError, match="layer 'cell'"):
-            pf.relative_flatness(net, nn.CrossEntropyLoss(), order, "cell")
+        estimate = pf.relative_flatness(net, nn.CrossEntropyLoss(), order, "cell")
+        values = [truth.of_model(net, nn.CrossEntropyLoss(), x.double(), y, "cell") for x, y in order]
+        assert estimate.value == pytest.approx(sum(values) / 2, rel=1e-9)
+        assert estimate.exact
         assert not pf.relative_flatness(net, nn.CrossEntropyLoss(), order, "cell", curvature="ggn").exact
 
 
 def test_products_that_are_curved_at_later_samples():
-    net = network(lambda z: F.relu(z) * F.relu(z))
+    net = network(lambda z: F.relu(z) * F.relu(z)).double()
     with torch.no_grad():
         net.body.bias.fill_(-0.1)
-    x = torch.cat([torch.zeros_like(X[:2]), X[2:]])
-    with pytest.raises(pf.NotYetError, match="not locally linear"):
-        pf.measure(net, nn.CrossEntropyLoss(), (x, Y), layers="body")
+    x = torch.cat([torch.zeros_like(X[:2]), X[2:]]).double()
+    for size in (1, 2, 6):
+        estimate = pf.relative_flatness(
+            net, nn.CrossEntropyLoss(), list(zip(x.split(size), Y.split(size), strict=True)), "body"
+        )
+        assert estimate.value == pytest.approx(truth.of_model(net, nn.CrossEntropyLoss(), x, Y, "body"), rel=1e-9)
+        assert (estimate.method, estimate.exact) == ("hessian", True)

@@ -146,7 +146,7 @@ def test_float32(name):
 SCALED = {"scaled_lambda_max": "lambda_max", "scaled_trace": "trace"}
 
 
-@pytest.mark.parametrize("name", ["mlp ReLU", "cnn", "siamese", "weight norm", "tied"])
+@pytest.mark.parametrize("name", ["mlp ReLU", "mlp Tanh", "cnn", "siamese", "weight norm", "tied"])
 def test_scaled(name):
     case = CASES[name]
     model = case.build()
@@ -163,6 +163,22 @@ def test_scaled(name):
         assert report[f"largest_{measure}"].value == max(values)
         assert report.layers[values.index(max(values))] in report[f"largest_{measure}"].notes[0]
     assert float(report["scaled_trace"].per_sample.mean()) == pytest.approx(report["scaled_trace"].value)
+
+
+def test_scaled_sampled_values():
+    case = CASES["mlp Tanh"]
+    measures = ["trace", "scaled_trace", "largest_scaled_trace"]
+    report = pf.measure(case.build(), case.loss, data_of(case), measures=measures, probes=4, per_sample=True)
+    for layer in report.layers:
+        norm = float(truth.weight_of(case.build(), layer).square().sum())
+        base, estimate = report[layer, "trace"], report[layer, "scaled_trace"]
+        assert (estimate.value, estimate.stderr) == pytest.approx((norm * base.value, norm * base.stderr))
+        assert estimate.method == base.method
+        assert float(estimate.per_sample.mean()) == pytest.approx(estimate.value)
+    assert report["scaled_trace"].stderr == pytest.approx(
+        sum(report[layer, "scaled_trace"].stderr for layer in report.layers)
+    )
+    assert report["largest_scaled_trace"].stderr > 0
 
 
 def test_what_follows_costs_nothing_more_and_shows_no_base():

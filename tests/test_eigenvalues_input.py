@@ -6,7 +6,7 @@ import pytest
 import torch
 from grid import CASES
 from networks import mlp
-from test_curvature import Opaque, network
+from test_curvature import Opaque, Relu, network
 from test_user_state import assert_unchanged, snapshot
 from torch import nn
 from torch.nn import functional as F
@@ -82,22 +82,32 @@ def test_iterators_are_refused(measure):
         pf.measure(CASE.build(), LOSS, iter([(X, Y)]), measures=measure)
 
 
+IMAGES = torch.randn(6, 4, 3, 3, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
+
+
 @pytest.mark.parametrize("measure", MEASURES)
 def test_operations_without_a_second_derivative(measure):
     net = network(F.hardsigmoid)
-    data = torch.randn(6, 4, 3, 3), torch.arange(6) % 3
-    with pytest.raises(pf.NotYetError, match=r"batch 0: .* without a second derivative"):
-        pf.measure(net, nn.CrossEntropyLoss(), data, layers="body", measures=measure)
+    with pytest.raises(pf.InputError, match=r"layer 'body': an operation behind it has no second derivative"):
+        pf.measure(net, nn.CrossEntropyLoss(), IMAGES, layers="body", measures=measure)
+    with pytest.raises(pf.InputError, match=r"no second derivative .* of the GGN too"):
+        pf.measure(net, nn.CrossEntropyLoss(), IMAGES, layers="body", measures="lambda_max", curvature="ggn")
 
 
-def test_functions_that_torch_did_not_write_are_named():
-    net = network(Opaque.apply)
-    data = torch.randn(6, 4, 3, 3), torch.arange(6) % 3
-    report = pf.measure(net, nn.CrossEntropyLoss(), data, measures=MEASURES)
-    for measure in MEASURES:
-        assert not report["body", measure].exact
-        assert "trusted to be differentiable" in str(report["body", measure])
-        assert report["head", measure].exact
+@pytest.mark.parametrize("measure", MEASURES)
+def test_functions_that_torch_did_not_write(measure):
+    options = {"layers": "body", "measures": measure}
+    net, loss, bare = network(Relu.apply), nn.CrossEntropyLoss(), network(torch.square)
+    with pytest.raises(pf.InputError, match=r"behind layer 'body' is a function that torch did not write"):
+        pf.measure(net, loss, IMAGES, **options)
+    found = pf.measure(net, loss, IMAGES, curvature="hessian", **options)["body", measure]
+    expected = pf.measure(bare, loss, IMAGES, curvature="hessian", **options)["body", measure]
+    assert found.value == pytest.approx(expected.value, rel=1e-4)
+    assert expected.exact
+    assert not found.exact
+    assert "taken as they are" in str(found)
+    with pytest.raises(pf.InputError, match=r"layer 'body': the second derivative of a function behind it is missing"):
+        pf.measure(network(Opaque.apply), loss, IMAGES, curvature="hessian", **options)
 
 
 def test_more_products_than_are_reckoned_with_are_refused():

@@ -47,10 +47,12 @@ class Factors:
     Attributes:
         count: columns.
         column: c -> s_·c, (rows, C) in at least float32, and its signs σ_·c, (rows,) float64; None if all are +1.
+        mixed: signs r (rows, C) -> Σ_c r_c s_·c, (rows, C), over the columns of one sign σ together, with that σ.
     """
 
     count: int
     column: Callable[[int], tuple[Tensor, Tensor | None]]
+    mixed: Callable[[Tensor], list[tuple[Tensor, float]]]
 
 
 Curvature = Callable[[Tensor, Terms], Tensor]
@@ -120,4 +122,4 @@ def diagonal(coefficients: Tensor) -> Factors:
         values[:, c] = roots[:, c]
         return values, None
 
-    return Factors(roots.shape[1], column)
+    return Factors(roots.shape[1], column, lambda signs: [(roots * signs, 1.0)])

@@ -118,4 +118,8 @@ class CrossEntropy:
             root = roots.gather(1, j)
             return torch.scatter_add(-q * root, 1, j, root), None
 
-        return Factors(rows.shape[1] - 1, column)
+        def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
+            others = (roots * signs).scatter(1, top, 0.0)
+            return [(others - q * others.sum(dim=1, keepdim=True), 1.0)]
+
+        return Factors(rows.shape[1] - 1, column, mixed)

@@ -103,7 +103,13 @@ class CustomLoss:
         values, vectors = torch.linalg.eigh(hessians.masked_fill(bad[:, None, None], 0.0))
         values = values.masked_fill(bad[:, None], torch.nan)
         roots = vectors * (values.abs() * terms.scale.unsqueeze(1)).sqrt().unsqueeze(1)
-        return Factors(rows.shape[1], lambda c: (roots[:, :, c], values[:, c].sign()))
+
+        def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
+            kept = [((values * sign > 0) | values.isnan(), sign) for sign in (1.0, -1.0)]
+            parts = [(torch.where(chosen, signs.double(), 0.0), sign) for chosen, sign in kept]
+            return [((roots @ part.unsqueeze(2)).squeeze(2), sign) for part, sign in parts if bool((part != 0).any())]
+
+        return Factors(rows.shape[1], lambda c: (roots[:, :, c], values[:, c].sign()), mixed)
 
     def _hessians(self, rows: Tensor, targets: Tensor) -> Tensor:
         """(rows, C, C): second derivatives of every sample's loss in its own outputs, samples all at once."""

@@ -1,0 +1,65 @@
+"""Random signs that belong to a sample of the data, whatever batch it comes in.
+
+A counter-based generator: the bits are a hash of (seed, stream, draw, sample, place), by the finaliser of SplitMix64
+(Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"). So a sampled value is the same for every
+cut into batches, and on every device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Signs of some draws.
+
+    Attributes:
+        seed: of the user.
+        draws: the numbers of the draws.
+    """
+
+    seed: int
+    draws: Sequence[int]
+
+    def __call__(self, stream: int, samples: Tensor, *shape: int) -> Tensor:
+        """(draws, n, *shape) of ±1, int8, for samples by their numbers (n,) in the data.
+
+        Args:
+            stream: signs of different streams are independent; the same for all samples.
+            samples: (n,) int64.
+            shape: of one sample's signs in one draw.
+        """
+        count = torch.Size(shape).numel()
+        draws = torch.tensor(self.draws, device=samples.device)
+        words = torch.arange(-(-count // 64), device=samples.device)
+        state = _mixed(torch.tensor([self.seed, stream], device=samples.device))
+        state = _mixed(_mixed(state[0] + _STEP * state[1]) + _STEP * draws).view(-1, 1)
+        state = _mixed(state + _STEP * samples).unsqueeze(2)
+        words = _mixed(state + _STEP * words)
+        bits = (words.view(torch.uint8).unsqueeze(-1) >> torch.arange(8, device=samples.device)) & 1
+        signs: Tensor = bits.flatten(2)[..., :count].to(torch.int8) * 2 - 1
+        return signs.view(*signs.shape[:2], *shape)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+_STEP = _signed(0x9E3779B97F4A7C15)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A bijection of int64 in which every bit depends on every bit."""
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    mixed: Tensor = x ^ _shifted(x, 31)
+    return mixed
+
+
+def _shifted(x: Tensor, places: int) -> Tensor:
+    """To the right, zeros coming in: torch's own shift repeats the sign."""
+    shifted: Tensor = (x >> places) & (2 ** (64 - places) - 1)
+    return shifted
