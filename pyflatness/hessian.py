@@ -249,8 +249,10 @@ def slopes(run: Run, loss: Loss, names: Iterable[str]) -> dict[str, list[Tensor]
 
 
 @contextlib.contextmanager
-def differentiable(names: Iterable[str]) -> Iterator[None]:
-    """Inside, an operation without a second derivative is an error that says so.
+def differentiable(
+    names: Iterable[str], advice: str = "curvature='ggn' gives the GGN value, another number"
+) -> Iterator[None]:
+    """Inside, an operation without a second derivative is an error that says so, and gives some advice.
 
     Raises:
         InputError: with what torch said of it.
@@ -261,8 +263,7 @@ def differentiable(names: Iterable[str]) -> Iterator[None]:
         if not any(text in str(error) for text in _NOT_TWICE):
             raise
         raise InputError(
-            f"layer {', '.join(map(repr, names))}: an operation behind it has no second derivative ({error}); "
-            "curvature='ggn' gives the GGN value, another number"
+            f"layer {', '.join(map(repr, names))}: an operation behind it has no second derivative ({error}); {advice}"
         ) from error
 
 

@@ -147,13 +147,8 @@ class LayerValues:
     def _check(self, bent: Mapping[str, str]) -> None:
         """Raise where there is no telling whether a value would be the Hessian's."""
         opaque = [name for name, why in bent.items() if why == curvature.OPAQUE]
-        if self._options.curvature == "auto" and opaque:
-            listed = ", ".join(map(repr, opaque[:6])) + (f" and {len(opaque) - 6} more" if len(opaque) > 6 else "")
-            raise InputError(
-                f"behind layer {listed} is a function that torch did not write (a torch.autograd.Function, a kernel of "
-                "another library), whose second derivative may be missing without a sign: curvature='hessian' takes it "
-                "as it is, curvature='ggn' gives the GGN value, another number"
-            )
+        if self._options.curvature == "auto":
+            curvature.refuse_opaque(opaque)
 
     def _is_hessian(self, name: str, sweep: Sweep) -> bool:
         """Whether an exact value of the layer is certain to be the Hessian's."""
@@ -161,8 +156,7 @@ class LayerValues:
         return not why or (name in sweep.by_hessian and why != curvature.OPAQUE)
 
     def _notes(self, name: str, sweep: Sweep) -> tuple[str, ...]:
-        others = layers.ties(self._model, self._runner.modules[name])
-        notes = [f"weight tied with {', '.join(others)}: derivative through this use only"] if others else []
+        notes = [*layers.tie_notes(self._model, self._runner.modules[name])]
         if name in sweep.by_hessian and self._runner.why_not_linear(name) == curvature.OPAQUE:
-            notes.append("second derivatives of functions that torch did not write taken as they are")
+            notes.append(curvature.TAKEN_AS_THEY_ARE)
         return (*notes, *sweep.notes(name))

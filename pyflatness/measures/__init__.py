@@ -7,15 +7,24 @@ from . import at_head
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC
 from .base import Measure, Task
 from .fisher_rao import FISHER_RAO
+from .lambda_max import LAMBDA_MAX
 from .pac_bayes import PAC_BAYES
 from .relative_flatness import RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD
+from .relative_flatness_max import RELATIVE_FLATNESS_MAX
+from .scaled import LARGEST_SCALED_LAMBDA_MAX, LARGEST_SCALED_TRACE, SCALED_LAMBDA_MAX, SCALED_TRACE
 from .trace import TRACE
 from .weight_norm import WEIGHT_NORM
 
 MEASURES = (
     RELATIVE_FLATNESS,
     RELATIVE_FLATNESS_STD,
+    RELATIVE_FLATNESS_MAX,
     TRACE,
+    SCALED_TRACE,
+    LARGEST_SCALED_TRACE,
+    LAMBDA_MAX,
+    SCALED_LAMBDA_MAX,
+    LARGEST_SCALED_LAMBDA_MAX,
     ADAPTIVE_SHARPNESS_MC,
     FISHER_RAO,
     PAC_BAYES,
@@ -41,4 +50,20 @@ def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
     return tuple(table[name] for name in wanted)
 
 
-__all__ = ["MEASURES", "RELATIVE_FLATNESS", "RELATIVE_FLATNESS_STD", "TRACE", "Measure", "Task", "at_head", "named"]
+def with_bases(measures: Sequence[Measure]) -> tuple[Measure, ...]:
+    """These measures, and those that some of them are derived from."""
+    bases = [measure.base for measure in measures if measure.base is not None]
+    return tuple(dict.fromkeys([*measures, *(row for row in MEASURES if row.name in bases)]))
+
+
+__all__ = [
+    "MEASURES",
+    "RELATIVE_FLATNESS",
+    "RELATIVE_FLATNESS_STD",
+    "TRACE",
+    "Measure",
+    "Task",
+    "at_head",
+    "named",
+    "with_bases",
+]
