@@ -120,7 +120,7 @@ def relative_flatness(
             How data is cut into batches may then change the value, within its standard error; exact, without one,
             where each factor is alone. A head needs no passes and stays exact.
         target_stderr: an absolute standard error for every value asked for, by as many draws as that takes: a first few
-            say how many, so the data are read twice. Exact values where these take fewer passes.
+            say how many, so the data are read more than once. Exact values where these take fewer passes.
         rtol: of ``probes="adaptive"``: a standard error aimed at, relative to the value; 0.01 unless given. It is found
             from the outputs alone, so what is reached differs by layer; ``stderr`` says what was.
         conv: ``"filter"``: rows of a convolution are its filters. ``"affine"``: the convolution as one dense matrix of

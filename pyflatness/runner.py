@@ -156,7 +156,7 @@ class Runner:
 
         def step(start: int, stop: int) -> Result | None:
             part = data.part(batch, start, stop)
-            return self._run(part, number, numbers[start:stop], work, seen if start == 0 else None)
+            return self._tried(part, number, numbers[start:stop], work, seen if start == 0 else None)
 
         yield from self._in_parts(samples, samples, step)
 
@@ -177,7 +177,7 @@ class Runner:
             index = rows[start:stop]
             seen = data.rows_of(run.outputs, len(run.numbers), index)
             part, numbers = data.take(run.batch, index), run.numbers[index]
-            return self._run(part, run.number, numbers, lambda found: work(found, slice(start, stop)), seen)
+            return self._tried(part, run.number, numbers, lambda found: work(found, slice(start, stop)), seen)
 
         yield from self._in_parts(len(rows), len(run.numbers), again)
 
@@ -199,10 +199,18 @@ class Runner:
                 yield result
                 start = stop
 
+    def _tried(
+        self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], seen: Tensor | None
+    ) -> Result | None:
+        """None: to be tried again, with what was found out."""
+        result = self._run(part, number, numbers, work, seen)
+        if result is None and self._unseen:
+            self._look(part, again=True)
+        return result
+
     def _run(
         self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], seen: Tensor | None
     ) -> Result | None:
-        """None: the run is to be had once more, with what was found out."""
         tape, samples = self._tape, data.size(part)
 
         def forward() -> tuple[Tensor, Any]:
@@ -214,7 +222,6 @@ class Runner:
                 outputs, targets = forward()
             self._unseen = tape.calls.keys() - self._layouts.keys()
             if self._unseen:
-                self._look(part, again=True)
                 return None
             overwritten = tape.overwritten()
             if overwritten:
