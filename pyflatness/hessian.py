@@ -109,13 +109,15 @@ class BlockTraces:
         self._run, self._form, self._module, self._loss, self._slope = run, form, module, loss, slope
         self._weight = promoted(form.weight(run))
         self._basis = _basis(self._weight, quantities)
+        self._recurrent = curvature.feeds_itself(run.calls(form.name))
+        empty = [torch.empty_like(call.output) for call in run.calls(form.name)]
+        positions, columns = form.rows(run, empty).shape[2], self._weight.shape[2]
+        self._columns = columns if self._recurrent else min(positions, columns)  # directions of a sample's inputs
 
     @property
     def products(self) -> int:
         """Hessian products that an exact value takes, at most."""
-        calls, (groups, _, columns) = self._run.calls(self._form.name), self._weight.shape
-        positions = self._form.rows(self._run, [torch.empty_like(call.output) for call in calls]).shape[2]
-        return groups * self._basis.size * min(positions, columns)
+        return len(self._weight) * self._basis.size * self._columns
 
     def exact(self) -> Tensor:
         """(quantities, n) float64.
@@ -124,6 +126,7 @@ class BlockTraces:
             InputError: more than :data:`PRODUCTS` products.
         """
         total = self._weight.new_zeros(len(self._basis.readout), self._run.samples, dtype=torch.float64)
+        self._check_affordable()
         with self._directions() as directions:
             for _, _, units in self._units(directions):
                 total += self._read(directions, units).sum(dim=1)
@@ -137,6 +140,7 @@ class BlockTraces:
         """
         groups, d, _ = self._weight.shape
         total = self._weight.new_zeros(groups * d, d, dtype=torch.float64)
+        self._check_affordable()
         with self._directions() as directions:
             scale = kept.new_ones(len(kept), groups) if directions.scale is None else directions.scale
             for place, column, units in self._units(directions):
@@ -169,21 +173,22 @@ class BlockTraces:
         """Every row of a group and column, some at a time: their numbers (k,), (k,), and B (k, 1, G, ρ, r)."""
         groups, rows, columns = len(self._weight), self._basis.size, directions.columns
         count = groups * rows * columns
-        if count > PRODUCTS:
-            raise InputError(
-                f"layer {self._form.name!r}: its exact Hessian value takes {count} Hessian products ({groups * rows} "
-                f"rows of its weight x {columns} directions of a sample's inputs), more than {PRODUCTS}; pass probes= "
-                "for a sampled value with a standard error"
-            )
         for chosen in torch.arange(count, device=self._weight.device).split(directions.together):
             place, column = chosen // columns, chosen % columns
             units = self._weight.new_zeros(len(chosen), 1, groups, columns, rows)
             units[torch.arange(len(chosen)), 0, place // rows, column, place % rows] = 1.0
             yield place, column, units
 
+    def _check_affordable(self) -> None:
+        if self.products > PRODUCTS:
+            raise InputError(
+                f"layer {self._form.name!r}: its exact Hessian value takes {self.products} Hessian products "
+                f"({self.products // self._columns} rows of its weight x {self._columns} directions of a sample's "
+                f"inputs), more than {PRODUCTS}; pass probes= for a sampled value with a standard error"
+            )
+
     def _directions(self, *, sampled: bool = False) -> contextlib.AbstractContextManager[Directions]:
-        recurrent = curvature.feeds_itself(self._run.calls(self._form.name))
-        return self._of_weight() if recurrent else self._of_outputs(sampled)
+        return self._of_weight() if self._recurrent else self._of_outputs(sampled)
 
     @contextlib.contextmanager
     def _of_outputs(self, sampled: bool) -> Iterator[Directions]:
