@@ -38,7 +38,6 @@ class LayerValues:
         batches: the data.
         forward: see :func:`.capture.run`.
         options: of the user.
-
     """
 
     def __init__(
@@ -51,8 +50,7 @@ class LayerValues:
         options: Options,
     ) -> None:
         self._model, self._loss, self._options = model, loss, options
-        by_draws = options.sampled and options.probes != "adaptive"  # which looks at the order itself, for less
-        order = options.per_sample or options.nan_policy == "omit" or not loss.convex or by_draws
+        order = options.per_sample or options.nan_policy == "omit" or not loss.convex
         self._runner = Runner(
             model,
             selection,

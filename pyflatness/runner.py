@@ -177,7 +177,8 @@ class Runner:
             index = rows[start:stop]
             seen = data.rows_of(run.outputs, len(run.numbers), index)
             part, numbers = data.take(run.batch, index), run.numbers[index]
-            return self._tried(part, run.number, numbers, lambda found: work(found, slice(start, stop)), seen)
+            with capture.trial():  # these samples went through the model before
+                return self._tried(part, run.number, numbers, lambda found: work(found, slice(start, stop)), seen)
 
         yield from self._in_parts(len(rows), len(run.numbers), again)
 
@@ -217,6 +218,10 @@ class Runner:
             with torch.enable_grad(), self._attention():
                 return capture.run(self.model, part, self._forward)
 
+        def again() -> tuple[Tensor, Any]:
+            with capture.trial():
+                return forward()
+
         try:
             with tape.recording():
                 outputs, targets = forward()
@@ -237,7 +242,7 @@ class Runner:
                 self._measured |= tape.calls.keys()
             numbers = numbers.to(outputs.device)
             bent = frozenset(self._bent).intersection(tape.calls)
-            return work(Run(part, outputs, targets, samples, number, numbers, tape, first, bent, forward))
+            return work(Run(part, outputs, targets, samples, number, numbers, tape, first, bent, again))
         finally:
             tape.calls.clear()
 
@@ -273,9 +278,8 @@ class Runner:
         if bent and not self._twice_differentiable and curvature.has_fused_attention(outputs):
             self._twice_differentiable = True
             return False
-        if (
-            bent and not self._bent and self._second_order and self._cuttable
-        ):  # the graph of the first derivatives comes on top
+        if bent and not self._bent and self._second_order and self._cuttable:
+            # The graph of the first derivatives comes on top.
             self._part = max(1, self._part // _SECOND_ORDER)
         self._bent.update(bent)
         self._approve(self._bent)
