@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from . import capture, head, layers, losses, selectors
 from .data import Batches
 from .layer_values import LayerValues
-from .measures import RELATIVE_FLATNESS, Measure, Task, at_head, named
+from .measures import RELATIVE_FLATNESS, Measure, Task, at_head, named, with_bases
 from .options import Options
 from .report import Estimate, Report
 from .selectors import Selector
@@ -167,18 +167,16 @@ def layer_measure(
     options = replace(options, normalize=options.normalize or row.normalize)
     resolved = losses.resolve(loss, reduction)
     with capture.observing(model) as module:
-        reads = options.reads if row.compute is None else row.reads
-        batches = Batches(data, capture.device(module), passes=reads, shown=progress)
-        if row.compute is not None and row.of_network_alone:
-            return row.compute(Task(module, selectors.select(module, None), resolved, batches, forward, options))[""]
+        batches = Batches(data, capture.device(module), passes=_reads([row], options), shown=progress)
+        if row.of_network_alone:
+            task = Task(module, selectors.select(module, None), resolved, batches, forward, options)
+            return _estimates([row], task)["", row.name]
         name, source = head.find(module, layer, resolved, batches, forward)
         dense = options.conv == "affine" and layers.is_convolution(module.get_submodule(name))
         if source is not None and row.quantity == RELATIVE_FLATNESS.quantity and not dense:
             return at_head.relative_flatness(source, resolved, options)
-        selection = selectors.select(module, name)
-        if row.compute is not None:
-            return row.compute(Task(module, selection, resolved, batches, forward, options))[name]
-        return LayerValues(module, selection, resolved, batches, forward, options).estimates([row])[name, row.name]
+        task = Task(module, selectors.select(module, name), resolved, batches, forward, options)
+        return _estimates([row], task)[name, row.name]
 
 
 @capture.eager
@@ -276,7 +274,7 @@ def measure(
         data: batches.
         layers: a selector or several, each a name, glob, ``re:…``, ``type:…`` or module; None: every layer that can be
             measured and ran.
-        measures: names (``pyflatness measures`` lists them); None: those of one sweep; ``"all"``.
+        measures: names (``pyflatness measures`` lists them); None: relative flatness and trace; ``"all"``.
         curvature: ``"auto"``, ``"ggn"`` or ``"hessian"``.
         probes: not there yet.
         target_stderr: not there yet.
@@ -308,24 +306,39 @@ def measure(
     """
     options = Options(curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy, memory, seed)
     wanted = named(measures)
-    swept = _by_sweep(wanted, options)
-    computed = [row for row in wanted if row.compute is not None]
     resolved = losses.resolve(loss, reduction)
     with capture.observing(model) as module:
-        reads = sum(replace(options, normalize=how).reads for how in swept) + sum(row.reads for row in computed)
-        batches = Batches(data, capture.device(module), passes=reads, shown=progress)
+        batches = Batches(data, capture.device(module), passes=_reads(wanted, options), shown=progress)
         selection = selectors.select(module, layers)
-        found: dict[tuple[str, str], Estimate] = {}
-        for how, rows in swept.items():
-            values = LayerValues(module, selection, resolved, batches, forward, replace(options, normalize=how))
-            found.update(values.estimates(rows))
-        for row in computed:
-            assert row.compute is not None
-            estimates = row.compute(Task(module, selection, resolved, batches, forward, options))
-            found.update({(name, row.name): estimate for name, estimate in estimates.items()})
+        found = _estimates(wanted, Task(module, selection, resolved, batches, forward, options))
     measured = {name for name, _ in found}
     names = tuple(name for name in selection.modules if name in measured)
     return Report(names, tuple(row.name for row in wanted), found)
+
+
+def _estimates(wanted: Sequence[Measure], task: Task) -> dict[tuple[str, str], Estimate]:
+    """(layer, measure) -> value, ``""`` the network; sweeps are shared, and bases of derived measures."""
+    values: dict[str, dict[str, Estimate]] = {}
+    rows = with_bases(wanted)
+    for how, swept in _by_sweep(rows, task.options).items():
+        options = replace(task.options, normalize=how)
+        sweep = LayerValues(task.model, task.selection, task.loss, task.batches, task.forward, options)
+        for (name, measure), estimate in sweep.estimates(swept).items():
+            values.setdefault(measure, {})[name] = estimate
+    for row in rows:
+        if row.compute is not None:
+            values[row.name] = row.compute(task)
+    for row in rows:
+        if row.derive is not None and row.base is not None:
+            values[row.name] = row.derive(task.model, task.options, values[row.base])
+    return {(name, row.name): estimate for row in wanted for name, estimate in values[row.name].items()}
+
+
+def _reads(wanted: Sequence[Measure], options: Options) -> int:
+    """How often the data is read."""
+    rows = with_bases(wanted)
+    swept = sum(replace(options, normalize=how).reads for how in _by_sweep(rows, options))
+    return swept + sum(row.reads for row in rows if row.compute is not None)
 
 
 def _by_sweep(wanted: Sequence[Measure], options: Options) -> dict[str | None, list[Measure]]:

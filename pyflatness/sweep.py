@@ -10,12 +10,13 @@ Layers in whose weight the model is not linear take Hessian products instead, ea
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from . import contractions, curvature, hessian, layers, normalize, signals
+from .contractions.layer import NEURONS, Share
 from .errors import InputError
 from .hessian import BlockTraces
 from .layer_form import LayerForm
@@ -23,6 +24,8 @@ from .losses import Loss
 from .options import Options
 from .runner import Run, Runner
 from .signs import Signs
+
+Parts = dict[tuple[str, str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,13 @@ class Values:
             by the loss's divisor. One draw if they are exact. Of all selected layers; 0 for one that did not run.
         mass: (n,) float64, the samples' part of the divisor of a mean.
         number: of the user's batch.
+        parts: by layer and quantity, those of :class:`.contractions.layer.Share` summed over the samples that count.
     """
 
     values: Tensor
     mass: Tensor
     number: int
+    parts: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
 
 
 class Sweep:
@@ -88,6 +93,10 @@ class Sweep:
         dropped = int((self._scales[name] == 0).sum()) if name in self._scales else 0
         return (f"{dropped} features that are zero throughout dropped",) if dropped else ()
 
+    def weight(self, name: str) -> Tensor:
+        """(G, d, m) of a layer that ran."""
+        return self._forms[name].matrix
+
     def _values(self, run: Run, signs: Signs | None = None) -> Values:
         self._make_forms()
         sent = signals.of_run(run, self._loss)
@@ -98,13 +107,19 @@ class Sweep:
         values = torch.zeros(draws, len(places), len(self._quantities), run.samples, dtype=torch.float64)
         values = values.to(run.outputs.device)
         by_layer = {name: values[:, place] for name, place in places.items() if name in names}
-        self._add_factors(run, sent, signs, {name: part for name, part in by_layer.items() if name not in bent})
-        self._add_hessian(run, signs, {name: by_layer[name] for name in bent})
+        parts: Parts = {}
+        linear = {name: part for name, part in by_layer.items() if name not in bent}
+        self._add_factors(run, sent, signs, linear, parts)
+        self._add_hessian(run, signs, {name: by_layer[name] for name in bent}, parts)
         self.by_hessian.update(bent)
-        return Values(values, sent.mass, run.number)
+        kept = self._kept(values)
+        summed = {(name, what): part[kept].sum(dim=0) if what in NEURONS else part for (name, what), part in parts.items()}
+        return Values(values, sent.mass, run.number, summed)
 
-    def _add_factors(self, run: Run, sent: signals.Signals, signs: Signs | None, found: dict[str, Tensor]) -> None:
-        """Values (draws, quantities, n) of layers by output factors sent backward."""
+    def _add_factors(
+        self, run: Run, sent: signals.Signals, signs: Signs | None, found: dict[str, Tensor], parts: Parts
+    ) -> None:
+        """Values (draws, quantities, n) of layers by output factors sent backward, and their parts."""
         if not found:
             return
         self.exact_passes = max(self.exact_passes, sent.passes)
@@ -118,11 +133,12 @@ class Sweep:
             gradients = run.tape.gradients(run.outputs, signal, found)
             with contractions.full_precision(run.outputs):
                 for name, values in found.items():
-                    share = contract[name](self._forms[name].signal(run, gradients.pop(name)))
-                    values[draw] += share if sign is None else share * sign
+                    share = contract[name](self._forms[name].signal(run, gradients.pop(name)), sign)
+                    values[draw] += share.values
+                    _add(parts, name, share)
 
-    def _add_hessian(self, run: Run, signs: Signs | None, found: dict[str, Tensor]) -> None:
-        """Values (draws, quantities, n) of layers by second derivatives of the loss."""
+    def _add_hessian(self, run: Run, signs: Signs | None, found: dict[str, Tensor], parts: Parts) -> None:
+        """Values (draws, quantities, n) of layers by second derivatives of the loss, and their parts."""
         if not found:
             return
         with hessian.differentiable(found), contractions.full_precision(run.outputs):
@@ -133,7 +149,9 @@ class Sweep:
                 traces = self._traces(run, name, slopes[name], self._quantities)
                 self.exact_passes = max(self.exact_passes, traces.products)
                 if signs is None:
-                    values[0] += traces.exact()
+                    share = traces.exact()
+                    values[0] += share.values
+                    _add(parts, name, share)
                 else:
                     stream = signals.STREAM + 1 + list(self._runner.selected).index(name)
                     values += traces.sampled(signs, stream)
@@ -152,9 +170,7 @@ class Sweep:
                 "relative_flatness and measure need no such matrix"
             )
         values = self._values(run)
-        kept = values.values.isfinite().flatten(0, 2).all(dim=0)
-        if self._options.nan_policy != "omit":
-            kept = torch.ones_like(kept)
+        kept = self._kept(values.values)
         total = torch.zeros((), dtype=torch.float64, device=run.outputs.device)
         if not run.calls(name):
             return total, values
@@ -171,6 +187,11 @@ class Sweep:
                 coefficients = torch.ones_like(values.mass) if signs is None else torch.where(kept, signs, 0.0)
                 total = total + form.gradients(run).traces(inputs, sent, coefficients)
         return total, values
+
+    def _kept(self, values: Tensor) -> Tensor:
+        """Which samples count, (n,)."""
+        finite = values.isfinite().flatten(0, 2).all(dim=0)
+        return finite if self._options.nan_policy == "omit" else torch.ones_like(finite)
 
     def _make_forms(self) -> None:
         """For layers that came with this run."""
@@ -191,6 +212,12 @@ def _sent(run: Run, sent: signals.Signals, signs: Signs | None) -> Iterator[tupl
         yield from ((0, signal, sign) for signal, sign in sent.exact())
     else:
         yield from sent.sampled(signs, run.numbers)
+
+
+def _add(parts: Parts, name: str, share: Share) -> None:
+    for quantity, part in share.parts.items():
+        held = parts.get((name, quantity))
+        parts[name, quantity] = part if held is None else held + part
 
 
 def _masked(part: Tensor, kept: Tensor) -> Tensor:

@@ -4,9 +4,18 @@ from collections.abc import Sequence
 
 from ..errors import InputError
 from . import at_head
+from .adaptive_sharpness import ADAPTIVE_SHARPNESS
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC
 from .base import Measure, Task
 from .fisher_rao import FISHER_RAO
+from .matrix_normalized_sharpness import MATRIX_NORMALIZED_SHARPNESS, MATRIX_NORMALIZED_SHARPNESS_FROBENIUS
+from .neuron_flatness import (
+    NEURON_FLATNESS,
+    NEURON_FLATNESS_MAX,
+    NEURON_FLATNESS_ROWS,
+    NEURON_FLATNESS_ROWS_MAX,
+)
+from .normalized_sharpness import NORMALIZED_SHARPNESS
 from .pac_bayes import PAC_BAYES
 from .relative_flatness import RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD
 from .trace import TRACE
@@ -16,6 +25,14 @@ MEASURES = (
     RELATIVE_FLATNESS,
     RELATIVE_FLATNESS_STD,
     TRACE,
+    ADAPTIVE_SHARPNESS,
+    NEURON_FLATNESS,
+    NEURON_FLATNESS_MAX,
+    NEURON_FLATNESS_ROWS,
+    NEURON_FLATNESS_ROWS_MAX,
+    NORMALIZED_SHARPNESS,
+    MATRIX_NORMALIZED_SHARPNESS,
+    MATRIX_NORMALIZED_SHARPNESS_FROBENIUS,
     ADAPTIVE_SHARPNESS_MC,
     FISHER_RAO,
     PAC_BAYES,
@@ -24,13 +41,13 @@ MEASURES = (
 
 
 def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
-    """Measures by their names; ``"all"``: every one; None: those that one sweep gives.
+    """Measures by their names; ``"all"``: every one; None: relative flatness and trace, which one sweep gives.
 
     Raises:
         InputError: a name that is not in the table.
     """
     if names is None:
-        return tuple(measure for measure in MEASURES if measure.quantity and measure.normalize is None)
+        return (RELATIVE_FLATNESS, TRACE)
     if names == "all":
         return MEASURES
     table = {measure.name: measure for measure in MEASURES}
@@ -41,4 +58,20 @@ def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
     return tuple(table[name] for name in wanted)
 
 
-__all__ = ["MEASURES", "RELATIVE_FLATNESS", "RELATIVE_FLATNESS_STD", "TRACE", "Measure", "Task", "at_head", "named"]
+def with_bases(measures: Sequence[Measure]) -> tuple[Measure, ...]:
+    """These measures, and those that some of them are derived from."""
+    bases = [measure.base for measure in measures if measure.base is not None]
+    return tuple(dict.fromkeys([*measures, *(row for row in MEASURES if row.name in bases)]))
+
+
+__all__ = [
+    "MEASURES",
+    "RELATIVE_FLATNESS",
+    "RELATIVE_FLATNESS_STD",
+    "TRACE",
+    "Measure",
+    "Task",
+    "at_head",
+    "named",
+    "with_bases",
+]
