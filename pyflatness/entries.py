@@ -74,9 +74,10 @@ class Entries:
             if name in self._quantities:
                 parts[name] = self._forms(moves, samples, neurons, made)
                 found[name] = parts[name].sum(dim=1)
-        values = [found[name] for name in self._quantities]
-        empty = self._weight.new_zeros(0, samples, dtype=torch.float64)
-        return Share(torch.stack(values) if values else empty, {k: v for k, v in parts.items() if k in self._quantities})
+        values = self._weight.new_zeros(len(self._quantities), samples, dtype=torch.float64)
+        for value, name in zip(values, self._quantities, strict=True):
+            value.copy_(found[name])
+        return Share(values, {name: part for name, part in parts.items() if name in self._quantities})
 
     def sampled(self, moves: Moves, signs: Signs, stream: int, samples: Tensor) -> Tensor:
         """Of ``weighted`` (quantities, draws, n)."""
@@ -113,9 +114,7 @@ class Entries:
                         share[:, at] = (phi[:, :, at].double() * y.double()).sum(dim=1)
                         yield group, place // count, share
 
-    def _forms(
-        self, moves: Moves, samples: int, neurons: int, made: Callable[[Tensor, Tensor, int], Tensor]
-    ) -> Tensor:
+    def _forms(self, moves: Moves, samples: int, neurons: int, made: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
         """⟨Δφ, H_z Δφ⟩ of so many neurons of each group, (n, G neurons); ``made`` makes Δφ, (k, n, P, d)."""
         groups, d, _ = self._weight.shape
         patches, found = moves.patches.expand(samples, -1, -1, -1), []

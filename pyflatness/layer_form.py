@@ -48,8 +48,8 @@ class LayerForm:
         self._dense = options.conv == "affine" and layers.is_convolution(module)
         if self._dense and {*WEIGHTED, "diagonal"}.intersection(quantities):
             raise NotYetError(
-                f"layer {name!r}: of a convolution's dense matrix (conv='affine') there are relative flatness and trace "
-                "alone; conv='filter' gives the other measures of its filters"
+                f"layer {name!r}: of a convolution's dense matrix (conv='affine') there are relative flatness and "
+                "trace alone; conv='filter' gives the other measures, of its filters"
             )
         self._memory = options.memory or contractions.DEFAULT_MEMORY
         self._sizes: set[tuple[int, ...]] = set()

@@ -148,7 +148,7 @@ class LayerValues:
         target = self._options.target_stderr
         if target is None:
             probes = self._options.probes
-            return self._summed(sweep, None if probes is None else range(probes))
+            return self._summed(sweep, None if probes is None else range(int(probes)))
         sums, draws = self._summed(sweep, range(_FIRST_STAGE)), _FIRST_STAGE
         for _ in range(_LATER_STAGES):
             assert sums.errors is not None

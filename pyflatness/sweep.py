@@ -113,7 +113,7 @@ class Sweep:
         self._add_hessian(run, signs, {name: by_layer[name] for name in bent}, parts)
         self.by_hessian.update(bent)
         kept = self._kept(values)
-        summed = {(name, what): part[kept].sum(dim=0) if what in NEURONS else part for (name, what), part in parts.items()}
+        summed = {key: part[kept].sum(dim=0) if key[1] in NEURONS else part for key, part in parts.items()}
         return Values(values, sent.mass, run.number, summed)
 
     def _add_factors(

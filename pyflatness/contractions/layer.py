@@ -44,7 +44,7 @@ class Share(NamedTuple):
     values: Tensor
     """(quantities, n) float64."""
     parts: dict[str, Tensor]
-    """By quantity: of :data:`NEURONS` their summands (n, neurons); of ``diagonal`` Σ_i M_i ∘ M_i, (G, d, m); float64."""
+    """By quantity, float64: of :data:`NEURONS` the summands (n, neurons); of ``diagonal`` Σ_i M_i ∘ M_i, (G, d, m)."""
 
 
 Contraction = Callable[..., Share]
@@ -178,10 +178,8 @@ class WeightGradients:
         rows, rooted = self._geometry.rows(promoted(signal)), None
         if self._root is not None:
             root = self._root.to(gram.dtype)
-            if rows.shape[1:3] == (1, 1):
-                rooted = rows @ root.mT
-            else:  # of a convolution's signal as it lies in memory: R (r, d) times (d, P)
-                rooted = (root @ rows.mT).mT
+            # of a convolution's signal as it lies in memory: R (r, d) times (d, P)
+            rooted = rows @ root.mT if rows.shape[1:3] == (1, 1) else (root @ rows.mT).mT
             rooted = self._gram_of(rooted, gram)
         squares = self._gram_of(rows, gram) if {"squares", "diagonal"}.intersection(self._quantities) else None
         return reference.Products(squares, rooted, None, None, None)

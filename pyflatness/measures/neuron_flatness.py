@@ -19,7 +19,7 @@ from .base import Measure, Values
 
 
 def largest(model: nn.Module, options: Options, values: Values) -> Values:
-    """Of each layer its largest neuron, and of the network the largest of all; values as ``neuron_flatness`` has them."""
+    """Each layer's largest neuron, and the largest of all for the network, from their values by neuron."""
     found: Values = {}
     for name, estimate in values.items():
         if estimate.per_neuron is not None:

@@ -1,4 +1,4 @@
-"""Normalised sharpness (Tsuzuku et al. 2019; C24 Eq. 36 with λ = ½): sharpness minimised over scales of rows and columns.
+"""Normalised sharpness (Tsuzuku et al. 2019; C24 Eq. 36, λ = ½): the least over all scales of rows and columns.
 
     min_{σ, σ'} Σ_sj (H_sj (σ_s σ'_j)² + w_sj² / (4 λ² (σ_s σ'_j)²)),    H_sj = ∂²E/∂w_sj²
 
