@@ -147,17 +147,17 @@ class WeightGradients:
         """Σ_i sign_i M_i ∘ M_i, (G, d, m) float64."""
         groups, d, m = self._shape
         total = signal[0].new_zeros(groups, d, m, dtype=torch.float64)
-        signs = total.new_ones(len(signal[0])) if sign is None else total.new_ones(len(signal[0])) * sign
         rows = self._geometry.rows(promoted(signal[0]))
+        signs = None if sign is None else (rows.new_ones(len(rows)) * sign).view(-1, 1, 1, 1)
         if len(inputs) == 1 and rows.shape[2] == 1:
             patches = self._geometry.patches(inputs[0]).squeeze(2)
-            left = rows.squeeze(2).double().square() * signs.view(-1, 1, 1)
-            return torch.einsum("ngd,ngm->gdm", left, patches.double().square())
-        chunk = max(1, self._memory // (24 * groups * d * m))  # M, and its square in float64
+            left = rows.square() if signs is None else rows.square() * signs
+            return torch.einsum("ngd,ngm->gdm", left.squeeze(2).double(), patches.double().square())
+        chunk = max(1, self._memory // (rows.element_size() * groups * m * (2 * d + rows.shape[2])))  # M and patches
         for start in range(0, len(rows), chunk):
             some = slice(start, start + chunk)
-            gradients = self._gradients([x[some] for x in inputs], [delta[some] for delta in signal])
-            total += torch.einsum("ngdm,n->gdm", gradients.double().square(), signs[some])
+            gradients = self._gradients([x[some] for x in inputs], [delta[some] for delta in signal]).square_()
+            total += (gradients if signs is None else gradients.mul_(signs[some])).sum(dim=0, dtype=torch.float64)
         return total
 
     def _direct(self, phi: Tensor, signal: Tensor, root: Tensor | None, weight: Tensor | None) -> reference.Products:
@@ -204,11 +204,11 @@ class WeightGradients:
         return reference.products(gradients, self._geometry, root, weight)
 
     def _gradients(self, inputs: Signals, signal: Signals) -> Tensor:
-        gradients = [
+        first, *others = (
             self._geometry.rows(promoted(delta)).transpose(2, 3) @ self._geometry.patches(promoted(x))
             for x, delta in zip(inputs, signal, strict=True)
-        ]
-        return torch.stack(gradients).sum(dim=0)
+        )
+        return sum(others, start=first)
 
 
 class OnePosition:
