@@ -129,6 +129,8 @@ class Sweep:
             for name in found:
                 form = self._forms[name]
                 contract[name] = form.gradients(run).of(form.inputs(run), passes)
+                if sent.passes == 0:
+                    _add(parts, name, form.gradients(run).nothing(run.samples))
         for draw, signal, sign in _sent(run, sent, signs):
             gradients = run.tape.gradients(run.outputs, signal, found)
             with contractions.full_precision(run.outputs):

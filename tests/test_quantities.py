@@ -11,6 +11,9 @@ from torch import nn
 import pyflatness as pf
 from pyflatness import hessian
 from pyflatness.contractions.layer import ROUTES, WeightGradients
+from pyflatness.measures import MEASURES
+from pyflatness.options import Options
+from pyflatness.pipeline import layer_measure
 
 GRID = [(name, layer) for name, case in CASES.items() for layer in case.layers]
 BENT = [(name, layer) for name, layer in GRID if layer not in CASES[name].linear]
@@ -216,3 +219,29 @@ def test_more_products_than_are_sensible(monkeypatch):
         pf.InputError, match=r"layer '0': its exact Hessian value takes \d+ Hessian products, more than"
     ):
         pf.measure(case.build(), case.loss, data_of(case), measures="neuron_flatness")
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+def test_a_single_class(activation):
+    """Cross-entropy is zero there, and nothing is sent backward."""
+    model = nn.Sequential(nn.Linear(3, 4), activation(), nn.Linear(4, 1)).double()
+    measures = [*SUMS, *LARGEST, "normalized_sharpness"]
+    data = torch.ones(5, 3).double(), torch.zeros(5, dtype=torch.long)
+    report = pf.measure(model, nn.CrossEntropyLoss(), data, measures=measures)
+    assert [report[measure].value for measure in measures] == [0.0] * len(measures)
+    assert report["0", "neuron_flatness"].per_neuron.tolist() == [0.0] * 3
+    assert report["2", "neuron_flatness_rows"].per_neuron.tolist() == [0.0]
+
+
+def test_one_measure_of_one_layer_is_the_report_s():
+    """As ``pyflatness score`` asks for it."""
+    case = CASES["mlp ReLU"]
+    rows = [row for row in MEASURES if row.quantity or row.derive]
+    names = [row.name for row in rows if row.normalize is None]
+    report = pf.measure(case.build(), case.loss, data_of(case), measures=names, layers="2")
+    whole = pf.measure(case.build(), case.loss, data_of(case), measures=names)
+    for row in rows:
+        if row.name in names:
+            found = layer_measure(row, case.build(), case.loss, data_of(case), "2", Options())
+            expected = whole[row.name] if row.of_network_alone else report["2", row.name]
+            assert found.value == pytest.approx(expected.value, rel=1e-12)

@@ -18,6 +18,7 @@ Routes, chosen per layer by their multiply-adds per sample and signal, K signals
 There is no such form of w ∘ M: M is made for it, but for one position, where M = δ φᵀ.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NamedTuple, cast
@@ -74,7 +75,7 @@ class WeightGradients:
         route: str | None = None,
     ) -> None:
         self._geometry, self._backend, self._quantities, self._route = geometry, backend, quantities, route
-        self._shape, self._memory = weight.shape, memory
+        self._shape, self._device, self._memory = weight.shape, weight.device, memory
         self._root = root(promoted(weight)) if "rooted" in quantities else None
         self._weight = promoted(weight) if set(WEIGHTED).intersection(quantities) else None
 
@@ -94,6 +95,16 @@ class WeightGradients:
             return Share(values, parts)
 
         return share
+
+    def nothing(self, samples: int) -> Share:
+        """Of no signal at all, such as a loss over a single class has."""
+        groups, d, m = self._shape
+        zeros = functools.partial(torch.zeros, dtype=torch.float64, device=self._device)
+        neurons = {"by_column": groups * m // self._geometry.taps, "by_row": groups * d}
+        parts = {name: zeros(samples, neurons[name]) for name in NEURONS if name in self._quantities}
+        if "diagonal" in self._quantities:
+            parts["diagonal"] = zeros(groups, d, m)
+        return Share(zeros(len(self._quantities), samples), parts)
 
     def _products(self, inputs: Signals, signals: int) -> Callable[[Signals], reference.Products]:
         if len(inputs) > 1:
@@ -157,7 +168,7 @@ class WeightGradients:
         for start in range(0, len(rows), chunk):
             some = slice(start, start + chunk)
             gradients = self._gradients([x[some] for x in inputs], [delta[some] for delta in signal]).square_()
-            total += (gradients if signs is None else gradients.mul_(signs[some])).sum(dim=0, dtype=torch.float64)
+            total += (gradients if signs is None else gradients.mul_(signs[some])).sum(dim=0)
         return total
 
     def _direct(self, phi: Tensor, signal: Tensor, root: Tensor | None, weight: Tensor | None) -> reference.Products:
@@ -272,6 +283,10 @@ class DenseGradients:
             return Share(torch.stack(values) if sign is None else torch.stack(values) * sign, {})
 
         return share
+
+    def nothing(self, samples: int) -> Share:
+        """Of no signal at all."""
+        return Share(torch.zeros(len(self._quantities), samples, dtype=torch.float64), {})
 
     def traces(self, inputs: Signals, signal: Signals, coefficients: Tensor) -> Tensor:
         """Σ_i coefficient_i M_i M_iᵀ, (1, d, d) float64 for d the number of outputs of a sample."""
