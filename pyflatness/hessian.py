@@ -118,14 +118,16 @@ class BlockTraces:
         self._quantities, self._traced = quantities, [name for name in quantities if name in ("squares", "rooted")]
         self._basis = _basis(self._weight, self._traced)
         self._entries = Entries(self._weight, form.taps, [name for name in quantities if name not in self._traced])
+        self._recurrent = curvature.feeds_itself(run.calls(form.name))
+        empty = [torch.empty_like(call.output) for call in run.calls(form.name)]
+        positions, columns = form.rows(run, empty).shape[2], self._weight.shape[2]
+        self._columns = columns if self._recurrent else min(positions, columns)  # directions of a sample's inputs
 
     @property
     def products(self) -> int:
         """Hessian products that an exact value takes, at most."""
-        calls, (groups, _, columns) = self._run.calls(self._form.name), self._weight.shape
-        positions = self._form.rows(self._run, [torch.empty_like(call.output) for call in calls]).shape[2]
-        traced = groups * self._basis.size * min(positions, columns) if self._traced or not self._quantities else 0
-        return traced + self._entries.products(positions)
+        traced = len(self._weight) * self._basis.size * self._columns if self._traced or not self._quantities else 0
+        return traced + self._entries.products(self._columns)
 
     def exact(self) -> Share:
         """The quantities of every sample, and the parts of those that have some.
@@ -133,12 +135,12 @@ class BlockTraces:
         Raises:
             InputError: more than :data:`PRODUCTS` products.
         """
+        self._check_affordable()
         total = self._weight.new_zeros(len(self._traced), self._run.samples, dtype=torch.float64)
         with self._directions() as directions:
             if self._traced:
                 for _, _, units in self._units(directions):
                     total += self._read(directions, units).sum(dim=1)
-            self._check(self._entries.products(directions.patches.shape[2]))
             found = self._entries.exact(directions, self._run.samples)
         return Share(self._in_order(total, found.values), found.parts)
 
@@ -150,6 +152,7 @@ class BlockTraces:
         """
         groups, d, _ = self._weight.shape
         total = self._weight.new_zeros(groups * d, d, dtype=torch.float64)
+        self._check_affordable()
         with self._directions() as directions:
             scale = kept.new_ones(len(kept), groups) if directions.scale is None else directions.scale
             for place, column, units in self._units(directions):
@@ -192,23 +195,25 @@ class BlockTraces:
         """Every row of a group and column, some at a time: their numbers (k,), (k,), and B (k, 1, G, ρ, r)."""
         groups, rows, columns = len(self._weight), self._basis.size, directions.columns
         count = groups * rows * columns
-        self._check(count, f" ({groups * rows} rows of its weight x {columns} directions of a sample's inputs)")
         for chosen in torch.arange(count, device=self._weight.device).split(directions.together):
             place, column = chosen // columns, chosen % columns
             units = self._weight.new_zeros(len(chosen), 1, groups, columns, rows)
             units[torch.arange(len(chosen)), 0, place // rows, column, place % rows] = 1.0
             yield place, column, units
 
-    def _check(self, count: int, what: str = "") -> None:
-        if count > PRODUCTS:
+    def _check_affordable(self) -> None:
+        if self.products > PRODUCTS:
+            rows = (
+                f"{self.products // self._columns} rows of its weight x {self._columns} directions of a sample's inputs"
+            )
+            listed = f" ({rows})" if len(self._traced) == len(self._quantities) else ""
             raise InputError(
-                f"layer {self._form.name!r}: its exact Hessian value takes {count} Hessian products{what}, more than "
-                f"{PRODUCTS}; pass probes= for a sampled value with a standard error"
+                f"layer {self._form.name!r}: its exact Hessian value takes {self.products} Hessian products{listed}, "
+                f"more than {PRODUCTS}; pass probes= for a sampled value with a standard error"
             )
 
     def _directions(self, *, sampled: bool = False) -> contextlib.AbstractContextManager[Directions]:
-        recurrent = curvature.feeds_itself(self._run.calls(self._form.name))
-        return self._of_weight() if recurrent else self._of_outputs(sampled)
+        return self._of_weight() if self._recurrent else self._of_outputs(sampled)
 
     @contextlib.contextmanager
     def _of_outputs(self, sampled: bool) -> Iterator[Directions]:
@@ -277,8 +282,10 @@ def slopes(run: Run, loss: Loss, names: Iterable[str]) -> dict[str, list[Tensor]
 
 
 @contextlib.contextmanager
-def differentiable(names: Iterable[str]) -> Iterator[None]:
-    """Inside, an operation without a second derivative is an error that says so.
+def differentiable(
+    names: Iterable[str], advice: str = "curvature='ggn' gives the GGN value, another number"
+) -> Iterator[None]:
+    """Inside, an operation without a second derivative is an error that says so, and gives some advice.
 
     Raises:
         InputError: with what torch said of it.
@@ -289,8 +296,7 @@ def differentiable(names: Iterable[str]) -> Iterator[None]:
         if not any(text in str(error) for text in _NOT_TWICE):
             raise
         raise InputError(
-            f"layer {', '.join(map(repr, names))}: an operation behind it has no second derivative ({error}); "
-            "curvature='ggn' gives the GGN value, another number"
+            f"layer {', '.join(map(repr, names))}: an operation behind it has no second derivative ({error}); {advice}"
         ) from error
 
 

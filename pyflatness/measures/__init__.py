@@ -8,6 +8,7 @@ from .adaptive_sharpness import ADAPTIVE_SHARPNESS
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC
 from .base import Measure, Task
 from .fisher_rao import FISHER_RAO
+from .lambda_max import LAMBDA_MAX
 from .matrix_normalized_sharpness import MATRIX_NORMALIZED_SHARPNESS, MATRIX_NORMALIZED_SHARPNESS_FROBENIUS
 from .neuron_flatness import (
     NEURON_FLATNESS,
@@ -18,13 +19,21 @@ from .neuron_flatness import (
 from .normalized_sharpness import NORMALIZED_SHARPNESS
 from .pac_bayes import PAC_BAYES
 from .relative_flatness import RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD
+from .relative_flatness_max import RELATIVE_FLATNESS_MAX
+from .scaled import LARGEST_SCALED_LAMBDA_MAX, LARGEST_SCALED_TRACE, SCALED_LAMBDA_MAX, SCALED_TRACE
 from .trace import TRACE
 from .weight_norm import WEIGHT_NORM
 
 MEASURES = (
     RELATIVE_FLATNESS,
     RELATIVE_FLATNESS_STD,
+    RELATIVE_FLATNESS_MAX,
     TRACE,
+    SCALED_TRACE,
+    LARGEST_SCALED_TRACE,
+    LAMBDA_MAX,
+    SCALED_LAMBDA_MAX,
+    LARGEST_SCALED_LAMBDA_MAX,
     ADAPTIVE_SHARPNESS,
     NEURON_FLATNESS,
     NEURON_FLATNESS_MAX,

@@ -5,34 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..capture import Forward
-from ..data import Batches
-from ..losses import Loss
 from ..options import Options
 from ..report import Estimate
-from ..selectors import Selection
-
-
-@dataclass(frozen=True)
-class Task:
-    """What a measure that is not one of the sweep's is asked about.
-
-    Attributes:
-        model: inside :func:`.capture.observing`.
-        selection: the chosen layers.
-        loss: the user's.
-        batches: the data, to be read as often as the measure says.
-        forward: see :func:`.capture.run`.
-        options: of the user.
-    """
-
-    model: nn.Module
-    selection: Selection
-    loss: Loss
-    batches: Batches
-    forward: Forward | None
-    options: Options
-
+from ..task import Task
 
 Values = dict[str, Estimate]
 """By layer, ``""`` the network; those of a measure's granularity."""
@@ -85,3 +60,6 @@ class Measure:
     def of_network_alone(self) -> bool:
         """Whether there is one value for the whole network and none for a layer."""
         return self.granularity == "network"
+
+
+__all__ = ["Measure", "Task", "Values"]

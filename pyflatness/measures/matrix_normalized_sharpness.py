@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import layers
-from ..errors import InputError, NotYetError
+from ..errors import InputError
 from ..options import Options
 from .base import Measure, Values
+from .scaled import check_own_weights
 from .trace import TRACE
 
 
@@ -36,7 +37,7 @@ def summed(norm: Callable[[Tensor], Tensor], model: nn.Module, options: Options,
     every = [name for name in values if name] or [""]  # a model that is a layer itself has no other name
     for name in every:
         module, trace = model.get_submodule(name), values[name]
-        _check(name, module, options)
+        check_own_weights(name, module, options)
         if trace.value < 0:
             raise InputError(
                 f"layer {name!r}: the trace of its Hessian is {trace.value:.3g}, of which there is no root; the "
@@ -59,19 +60,6 @@ def _spectral(weight: Tensor) -> Tensor:
 
 def _frobenius(weight: Tensor) -> Tensor:
     return weight.square().sum().sqrt()
-
-
-def _check(name: str, module: nn.Module, options: Options) -> None:
-    if options.normalize is not None:
-        raise NotYetError(
-            f"matrix-normalised sharpness is defined for the weights as they are; normalize={options.normalize!r} is "
-            "not there for it"
-        )
-    if options.conv == "affine" and layers.is_convolution(module):
-        raise NotYetError(
-            f"layer {name!r}: the norm of a convolution's dense matrix (conv='affine') is not there yet; "
-            "conv='filter' gives that of its filters"
-        )
 
 
 _SOURCE = "From Loss Flatness to Compressed Representations, Eq. 35"
