@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..options import Options
 from ..report import Estimate
@@ -26,6 +26,8 @@ class Measure:
         source: where it is defined.
         quantity: what of the weight gradients it is; see :mod:`pyflatness.contractions.layer`. None: it is computed.
         normalize: the option of :func:`pyflatness.relative_flatness` that gives it.
+        of_parts: of a quantity with parts that are not to be summed: layer, weight (G, d, m) and the parts -> the
+            layer's value, and a note if that is not the definition's to rounding.
         compute: its values, if it is not one of the sweep's.
         base: the measure from whose values it follows without reading the data again.
         derive: its values, from the model, the user's options and its base's values.
@@ -41,6 +43,7 @@ class Measure:
     source: str
     quantity: str | None = None
     normalize: str | None = None
+    of_parts: Callable[[str, Tensor, Tensor], tuple[float, str]] | None = None
     compute: Callable[[Task], Values] | None = None
     base: str | None = None
     derive: Callable[[nn.Module, Options, Values], Values] | None = None
@@ -49,14 +52,14 @@ class Measure:
     cost: str = "one sweep, shared"
     reads: int = 1
 
+    def __post_init__(self) -> None:
+        assert sum(how is not None for how in (self.quantity, self.compute, self.derive)) == 1, self.name
+        assert (self.base is None) == (self.derive is None), self.name
+
     @property
     def of_network_alone(self) -> bool:
         """Whether there is one value for the whole network and none for a layer."""
         return self.granularity == "network"
-
-    def __post_init__(self) -> None:
-        assert sum(how is not None for how in (self.quantity, self.compute, self.derive)) == 1, self.name
-        assert (self.base is None) == (self.derive is None), self.name
 
 
 __all__ = ["Measure", "Task", "Values"]
