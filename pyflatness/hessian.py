@@ -201,7 +201,7 @@ class BlockTraces:
             return span.mT @ by_rows(span @ moves)
 
         def by_rows(moved: Tensor) -> Tensor:
-            found = _products(slope, [call.edge for call in calls], moved)
+            found = derivatives(slope, [call.edge for call in calls], moved)
             if all(part is None for part in found):
                 return torch.zeros_like(moved)
             filled = [
@@ -227,7 +227,7 @@ class BlockTraces:
 
         def turned(moves: Tensor) -> Tensor:
             moves = moves.expand(-1, run.samples, -1, -1, -1)
-            (found,) = _products(slope, [moved], moves)
+            (found,) = derivatives(slope, [moved], moves)
             return torch.zeros_like(moves) if found is None else found
 
         handle = self._module.register_forward_hook(move, with_kwargs=True, prepend=True)
@@ -249,8 +249,8 @@ def slopes(run: Run, loss: Loss, names: Iterable[str]) -> dict[str, list[Tensor]
 
 
 @contextlib.contextmanager
-def differentiable(names: Iterable[str]) -> Iterator[None]:
-    """Inside, an operation without a second derivative is an error that says so.
+def differentiable(names: Iterable[str], what: str = "layer") -> Iterator[None]:
+    """Inside, an operation without a second derivative is an error that says so, and behind ``what`` of these names.
 
     Raises:
         InputError: with what torch said of it.
@@ -261,7 +261,7 @@ def differentiable(names: Iterable[str]) -> Iterator[None]:
         if not any(text in str(error) for text in _NOT_TWICE):
             raise
         raise InputError(
-            f"layer {', '.join(map(repr, names))}: an operation behind it has no second derivative ({error}); "
+            f"{what} {', '.join(map(repr, names))}: an operation behind it has no second derivative ({error}); "
             "curvature='ggn' gives the GGN value, another number"
         ) from error
 
@@ -300,7 +300,7 @@ def _norms(patches: Tensor) -> Tensor:
     return norms.to(patches.dtype)
 
 
-def _products(slope: Tensor, inputs: Sequence[Any], directions: Tensor) -> list[Tensor | None]:
+def derivatives(slope: Tensor, inputs: Sequence[Any], directions: Tensor) -> list[Tensor | None]:
     """Derivatives of ⟨slope, direction⟩ in each input, for (k, …) directions; None where there are none."""
     if not slope.requires_grad:
         return [None] * len(inputs)

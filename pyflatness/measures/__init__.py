@@ -4,11 +4,14 @@ from collections.abc import Sequence
 
 from ..errors import InputError
 from . import at_head
+from .adaptive_sharpness import ADAPTIVE_SHARPNESS
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC
 from .base import Measure, Task
 from .fisher_rao import FISHER_RAO
+from .interpolation_sharpness import INTERPOLATION_SHARPNESS
 from .pac_bayes import PAC_BAYES
 from .relative_flatness import RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD
+from .sharpness import SHARPNESS
 from .trace import TRACE
 from .weight_norm import WEIGHT_NORM
 
@@ -16,6 +19,9 @@ MEASURES = (
     RELATIVE_FLATNESS,
     RELATIVE_FLATNESS_STD,
     TRACE,
+    SHARPNESS,
+    INTERPOLATION_SHARPNESS,
+    ADAPTIVE_SHARPNESS,
     ADAPTIVE_SHARPNESS_MC,
     FISHER_RAO,
     PAC_BAYES,

@@ -1,0 +1,141 @@
+"""A model run with parameters of each sample's own, so that one backward pass gives every sample's gradients.
+
+    f_i = f(x_i, θ_i),   θ_i = θ for all i:   ∂ Σ_i ⟨s_i, f_i⟩ / ∂θ_i = ∂⟨s_i, f(x_i, θ)⟩ / ∂θ,   and ∂²/∂θ_i∂θ_j = 0
+
+Samples go through the model together where ``torch.vmap`` takes it and gives the outputs that it had; else one by one.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from . import capture, data, parameters
+from .runner import Run, check_unchanged
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some samples of a run, with parameters of their own.
+
+    Attributes:
+        outputs: the model's, with their graph.
+        targets: as they came.
+        leaves: name -> (samples, *shape), the parameters of these names.
+        place: which of the run's samples they are.
+    """
+
+    outputs: Tensor
+    targets: Any
+    leaves: dict[str, Tensor]
+    place: slice
+
+    @property
+    def samples(self) -> int:
+        """How many."""
+        return int(self.place.stop - self.place.start)
+
+
+class OwnParameters:
+    """A model whose samples get parameters of their own.
+
+    Args:
+        model: inside :func:`.capture.observing`.
+        forward: see :func:`.capture.run`.
+    """
+
+    def __init__(self, model: nn.Module, forward: capture.Forward | None) -> None:
+        self._model, self._forward, self._together = model, forward, True
+
+    def groups(self, run: Run, values: Mapping[str, Tensor], most: int) -> Iterator[Group]:
+        """The samples of a run in groups of no more than ``most``; to be read while the run's tape is paused.
+
+        Args:
+            run: of the same model.
+            values: the parameters in question, by name.
+            most: samples.
+
+        Raises:
+            InputError: a sample has other outputs when it is alone.
+        """
+        start = 0
+        while start < run.samples:
+            stop = min(start + most, run.samples) if self._together else start + 1
+            group = self._at_once(run, values, slice(start, stop)) if stop - start > 1 else None
+            if group is None:
+                stop = start + 1
+                group = self._alone(run, values, start)
+                check_unchanged(_rows(run, group.place), group.outputs)
+            yield group
+            start = stop
+
+    def _at_once(self, run: Run, values: Mapping[str, Tensor], place: slice) -> Group | None:
+        """By ``torch.vmap``; None if the model does not take that: an error of its own comes again with one sample."""
+        samples = place.stop - place.start
+        leaves = {name: w.expand(samples, *w.shape).clone().requires_grad_() for name, w in values.items()}
+        held: list[Tensor] = []
+        _changed_samples(run, lambda tensor: held.append(_outside_inference(tensor[place])))
+
+        def one(own: dict[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
+            parts = iter(inputs)
+            return self._run(own, _changed_samples(run, lambda tensor: next(parts).unsqueeze(0)))
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of operations that vmap takes one by one
+                with torch.enable_grad():
+                    outputs, targets = (part.flatten(0, 1) for part in torch.vmap(one)(leaves, held))
+            group = Group(outputs, targets, leaves, place)
+            check_unchanged(_rows(run, place), group.outputs)
+        except Exception as error:
+            if "memory" in str(error):
+                raise
+            self._together = False
+            return None
+        return group
+
+    def _alone(self, run: Run, values: Mapping[str, Tensor], number: int) -> Group:
+        place = slice(number, number + 1)
+        leaves = {name: w.unsqueeze(0).clone().requires_grad_() for name, w in values.items()}
+        batch = _changed_samples(run, lambda tensor: _outside_inference(tensor[place]))
+        with torch.enable_grad():
+            outputs, targets = self._run({name: leaf[0] for name, leaf in leaves.items()}, batch)
+        return Group(outputs, targets, leaves, place)
+
+    def _run(self, values: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
+        with capture.trial(), _PlainWeightNorm():
+            return parameters.run(self._model, values, batch, self._forward)
+
+
+class _PlainWeightNorm(TorchFunctionMode):
+    """Inside, weight_norm is written out: the second derivative of torch's kernel in its direction is wrong (2.13)."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch._weight_norm:
+            return func(*args, **(kwargs or {}))
+        direction, size, dim = (*args, *(kwargs or {}).values(), 0)[:3]
+        return direction * (size / torch.norm_except_dim(direction, 2, dim))
+
+
+def _changed_samples(run: Run, change: Callable[[Tensor], Any]) -> Any:
+    """The run's batch with every tensor that holds its samples changed."""
+    return data.map_tensors(
+        lambda held: change(held) if held.ndim and len(held) == run.samples else held,
+        run.batch,
+    )
+
+
+def _outside_inference(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _rows(run: Run, place: slice) -> Tensor:
+    """The outputs of some samples of a run."""
+    each = len(run.outputs) // run.samples
+    return run.outputs[place.start * each : place.stop * each]
