@@ -114,9 +114,12 @@ class Diagonal:
         if rest:
             size = sum(w.numel() * w.element_size() for w in rest.values())
             most = max(1, (self._task.options.memory or DEFAULT_MEMORY) // max(1, _COPIES * size))
+
+            def add(group: Group) -> None:
+                values[:, group.place] += self._of_group(run, group, signs)
+
             with _undisturbed(run):
-                for group in self._own.groups(run, rest, most):
-                    values[:, group.place] += self._of_group(run, group, signs)
+                self._own.each(run, rest, most, add)
         return Values(values[:, None, None], sent.mass, run.number)
 
     def _by_layer(self, run: Run) -> list[str]:

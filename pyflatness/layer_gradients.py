@@ -57,13 +57,17 @@ class LayerGradients:
         if not new:
             return
         names = [parameter for name in new for parameter in self.parameters(name)]
-        leaves = {name: self._theta[name].clone().requires_grad_() for name in names}
-        with torch.enable_grad(), capture.trial():
-            outputs, _ = parameters.run(self._task.model, leaves, run.batch, self._task.forward)
-        signal = torch.randn_like(outputs.detach())
-        found: Sequence[Tensor | None] = [None] * len(names)
-        if outputs.requires_grad:
-            found = torch.autograd.grad(outputs, [*leaves.values()], signal, allow_unused=True)
+        leaves = [self._theta[name].clone().requires_grad_() for name in names]
+        signal = torch.randn_like(run.outputs.detach())
+
+        def gradients_of_all() -> Sequence[Tensor | None]:
+            with torch.enable_grad():
+                outputs, _ = capture.run(self._task.model, run.batch, self._task.forward)
+            none: Sequence[Tensor | None] = [None] * len(names)
+            return torch.autograd.grad(outputs, leaves, signal, allow_unused=True) if outputs.requires_grad else none
+
+        with capture.trial():
+            found = parameters.inside(self._task.model, dict(zip(names, leaves, strict=True)), gradients_of_all)
         whole = dict(zip(names, found, strict=True))
         gradients = run.tape.gradients(run.outputs, signal, new)
         for name in new:

@@ -6,7 +6,7 @@ Samples go through the model together where ``torch.vmap`` takes it and gives th
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,29 +49,32 @@ class OwnParameters:
     """
 
     def __init__(self, model: nn.Module, forward: capture.Forward | None) -> None:
-        self._model, self._forward, self._together = model, forward, True
+        self._model, self._forward = model, forward
+        self._together, self._tried = True, False
 
-    def groups(self, run: Run, values: Mapping[str, Tensor], most: int) -> Iterator[Group]:
-        """The samples of a run in groups of no more than ``most``; to be read while the run's tape is paused.
+    def each(self, run: Run, values: Mapping[str, Tensor], most: int, work: Callable[[Group], None]) -> None:
+        """``work`` done on the samples of a run in groups of no more than ``most``, while the run's tape is paused.
 
         Args:
             run: of the same model.
             values: the parameters in question, by name.
             most: samples.
+            work: what is done with a group; backward passes have to be in it.
 
         Raises:
             InputError: a sample has other outputs when it is alone.
         """
         start = 0
-        while start < run.samples:
-            stop = min(start + most, run.samples) if self._together else start + 1
-            group = self._at_once(run, values, slice(start, stop)) if stop - start > 1 else None
-            if group is None:
-                stop = start + 1
-                group = self._alone(run, values, start)
-                check_unchanged(_rows(run, group.place), group.outputs)
-            yield group
-            start = stop
+        with capture.trial(), _PlainWeightNorm():
+            while start < run.samples:
+                stop = min(start + most, run.samples) if self._together else start + 1
+                group = self._at_once(run, values, slice(start, stop)) if stop - start > 1 else None
+                if group is None:
+                    stop = start + 1
+                    self._alone(run, values, slice(start, stop), work)
+                else:
+                    work(group)
+                start = stop
 
     def _at_once(self, run: Run, values: Mapping[str, Tensor], place: slice) -> Group | None:
         """By ``torch.vmap``; None if the model does not take that: an error of its own comes again with one sample."""
@@ -82,33 +85,37 @@ class OwnParameters:
 
         def one(own: dict[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
             parts = iter(inputs)
-            return self._run(own, _changed_samples(run, lambda tensor: next(parts).unsqueeze(0)))
+            batch = _changed_samples(run, lambda tensor: next(parts).unsqueeze(0))
+            return parameters.run(self._model, own, batch, self._forward)
 
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), torch.enable_grad():
                 warnings.simplefilter("ignore", UserWarning)  # of operations that vmap takes one by one
-                with torch.enable_grad():
-                    outputs, targets = (part.flatten(0, 1) for part in torch.vmap(one)(leaves, held))
-            group = Group(outputs, targets, leaves, place)
-            check_unchanged(_rows(run, place), group.outputs)
+                outputs, targets = (part.flatten(0, 1) for part in torch.vmap(one)(leaves, held))
+            check_unchanged(_rows(run, place), outputs)
+            if not self._tried and outputs.requires_grad:  # activation checkpointing fails here
+                torch.autograd.grad(outputs.sum(), [*leaves.values()], retain_graph=True, allow_unused=True)
+            self._tried = True
         except Exception as error:
             if "memory" in str(error):
                 raise
             self._together = False
             return None
-        return group
-
-    def _alone(self, run: Run, values: Mapping[str, Tensor], number: int) -> Group:
-        place = slice(number, number + 1)
-        leaves = {name: w.unsqueeze(0).clone().requires_grad_() for name, w in values.items()}
-        batch = _changed_samples(run, lambda tensor: _outside_inference(tensor[place]))
-        with torch.enable_grad():
-            outputs, targets = self._run({name: leaf[0] for name, leaf in leaves.items()}, batch)
         return Group(outputs, targets, leaves, place)
 
-    def _run(self, values: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
-        with capture.trial(), _PlainWeightNorm():
-            return parameters.run(self._model, values, batch, self._forward)
+    def _alone(self, run: Run, values: Mapping[str, Tensor], place: slice, work: Callable[[Group], None]) -> None:
+        leaves = {name: w.unsqueeze(0).clone().requires_grad_() for name, w in values.items()}
+        batch = _changed_samples(run, lambda tensor: _outside_inference(tensor[place]))
+
+        def done() -> None:
+            with torch.enable_grad():
+                outputs, targets = capture.run(self._model, batch, self._forward)
+            check_unchanged(_rows(run, place), outputs)
+            work(Group(outputs, targets, leaves, place))
+
+        with torch.enable_grad():
+            own = {name: leaf[0] for name, leaf in leaves.items()}
+        parameters.inside(self._model, own, done)
 
 
 class _PlainWeightNorm(TorchFunctionMode):
