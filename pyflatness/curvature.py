@@ -51,8 +51,8 @@ def curved(outputs: Tensor, tape: Tape, names: Iterable[str]) -> dict[str, str]:
 def curved_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, str]:
     """Those of some leaves of the outputs' graph in which f is not certified to be linear, and why.
 
-    Each by itself: what it is multiplied by may depend on other leaves, but not on itself, as the weights of a recurrent
-    layer do. As in :func:`curved`, where the graph does not prove it second derivatives have to vanish exactly.
+    Each by itself: what it is multiplied by may depend on other leaves, but not on itself, as in a recurrent layer. As
+    in :func:`curved`, where the graph does not prove it second derivatives have to vanish exactly.
     """
     reading = read_parameters(outputs, leaves)
     found = dict.fromkeys(reading.opaque, OPAQUE)

@@ -34,8 +34,6 @@ from .signs import Signs
 from .sweep import Values
 from .totals import Sums, Totals
 
-_COPIES = 6  # of a sample's own parameters there are at a time, about: they, their gradients, directions, graphs
-
 
 class Diagonal:
     """The sums for the samples of a task's data, by one pass over them.
@@ -57,7 +55,7 @@ class Diagonal:
         self.curved: dict[str, str] = {}
         self.exact_passes = 0
         self._layers = LayerGradients(task, self.theta, adaptive=adaptive)
-        self._own = OwnParameters(task.model, task.forward)
+        self._own = OwnParameters(task.model, task.forward, task.options.memory or DEFAULT_MEMORY)
         options = task.options
         self._runner = Runner(
             task.model,
@@ -112,14 +110,12 @@ class Diagonal:
         done = {parameter for name in by_layer for parameter in self._layers.parameters(name)}
         rest = {name: w for name, w in self.theta.items() if name not in done}
         if rest:
-            size = sum(w.numel() * w.element_size() for w in rest.values())
-            most = max(1, (self._task.options.memory or DEFAULT_MEMORY) // max(1, _COPIES * size))
 
             def add(group: Group) -> None:
                 values[:, group.place] += self._of_group(run, group, signs)
 
             with _undisturbed(run):
-                self._own.each(run, rest, most, add)
+                self._own.each(run, rest, add)
         return Values(values[:, None, None], sent.mass, run.number)
 
     def _by_layer(self, run: Run) -> list[str]:

@@ -1,9 +1,10 @@
 """Squares of every sample's gradients in the weights and biases of linear layers and convolutions, from φ and δ.
 
-    ∂⟨s, f_i⟩/∂w = M_i = Σ_p δ_ip φ_ipᵀ,   ∂⟨s, f_i⟩/∂b = Σ_p δ_ip:    |a ∘ M_i|², a = 1 or w;   |a ∘ Σ_p δ_ip|², a = 1 or b
+    ∂⟨s, f_i⟩/∂w = M_i = Σ_p δ_ip φ_ipᵀ,   ∂⟨s, f_i⟩/∂b = Σ_p δ_ip
+    |a ∘ M_i|², a = 1 or w;   |a ∘ Σ_p δ_ip|², a = 1 or b
 
 A parameter that the model also uses in another way (tied, or read by other code) has a gradient that is not that of the
-layer's calls. It is looked at once for each layer, and such layers are left to others.
+layer's calls. It is looked at once for each layer, and such layers are not used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,10 +50,13 @@ class LayerGradients:
 
     def usable(self, run: Run) -> list[str]:
         """The layers that ran and whose parameters are used by their own calls alone; after :meth:`check`."""
-        return [name for name in self.modules if run.calls(name) and self._usable[name]]
+        return [name for name in self.modules if run.calls(name) and self._usable.get(name, False)]
 
     def check(self, run: Run) -> None:
-        """Look at the layers that ran for the first time: are the parameters' gradients those of the layers' calls?"""
+        """Look at the layers that ran for the first time: are the parameters' gradients those of the layers' calls?
+
+        Where there is NaN in them that cannot be seen, and the layer is not used until it can.
+        """
         new = [name for name in self.modules if run.calls(name) and name not in self._usable]
         if not new:
             return
@@ -71,8 +75,9 @@ class LayerGradients:
         whole = dict(zip(names, found, strict=True))
         gradients = run.tape.gradients(run.outputs, signal, new)
         for name in new:
-            self._forms[name] = self._form(name)
-            self._usable[name] = self._is_whole(run, name, gradients[name], whole)
+            self._forms.setdefault(name, self._form(name))
+            if all(bool(part.isfinite().all()) for part in gradients[name]):
+                self._usable[name] = self._is_whole(run, name, gradients[name], whole)
 
     def squares(self, run: Run, names: Sequence[str], passes: int) -> Callable[[Gradients], Tensor]:
         """For some layers, of whose outputs gradients will come so many times: gradients -> (n,) float64."""
@@ -140,9 +145,9 @@ def _joined(name: str, what: str) -> str:
 
 
 def _same(own: Tensor, whole: Tensor | None) -> bool:
-    """Up to rounding; NaN equals NaN, and no gradient zeros."""
+    """Up to rounding; no gradient is one of zeros."""
     if whole is None:
         return not bool((own != 0).any())
     tolerance = max(1e-3, 8 * torch.finfo(whole.dtype).eps)
     size = float(own.abs().amax().nan_to_num(0, 0, 0)) if own.numel() else 0.0
-    return torch.allclose(whole.to(own.dtype), own, tolerance, tolerance * size, equal_nan=True)
+    return torch.allclose(whole.to(own.dtype), own, tolerance, tolerance * size)

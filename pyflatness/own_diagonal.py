@@ -1,7 +1,7 @@
 """Σ_j a_j² ∂²ℓ_i/∂θ_j² of parameters that every sample has its own of (:mod:`.own_parameters`), sample by sample.
 
-By output factors s_ic: Σ_c σ_ic |a ∘ ∂⟨s_ic, f_i⟩/∂θ_i|². By second derivatives: exact, a product for every entry of the
-parameters; sampled, ⟨a∘r, H_i (a∘r)⟩ for random signs r, all parameters together.
+By output factors s_ic: Σ_c σ_ic |a ∘ ∂⟨s_ic, f_i⟩/∂θ_i|². By second derivatives: exact, a product for every entry of
+the parameters; sampled, ⟨a∘r, H_i (a∘r)⟩ for random signs r, all parameters together.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from . import curvature, hessian, signals
+from . import hessian, signals
 from .contractions import promoted
 from .errors import InputError
 from .losses import Loss
@@ -112,7 +112,7 @@ class OwnDiagonal:
         return total
 
     def _scaled(self, name: str, tensor: Tensor) -> Tensor:
-        """a ∘ tensor, in float32 at least."""
+        """Times a, in float32 at least."""
         tensor = promoted(tensor)
         return tensor * self._scales[name] if name in self._scales else tensor
 

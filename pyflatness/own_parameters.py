@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from . import capture, data, parameters
-from .runner import Run, check_unchanged
+from . import capture, data, parameters, preflight
+from .runner import Run, check_unchanged, is_out_of_memory
+
+_COPIES = 6  # of a sample's parameters there are at a time, about: they, their gradients, directions, changes
+_GRAPHS = 3  # about the memory that a graph takes together with that of its derivatives
 
 
 @dataclass(frozen=True)
@@ -46,19 +49,20 @@ class OwnParameters:
     Args:
         model: inside :func:`.capture.observing`.
         forward: see :func:`.capture.run`.
+        memory: bytes that the samples of a group, their parameters and graph, may take.
     """
 
-    def __init__(self, model: nn.Module, forward: capture.Forward | None) -> None:
-        self._model, self._forward = model, forward
+    def __init__(self, model: nn.Module, forward: capture.Forward | None, memory: int) -> None:
+        self._model, self._forward, self._memory = model, forward, memory
         self._together, self._tried = True, False
+        self._graph = -1  # bytes that a sample's takes, once known
 
-    def each(self, run: Run, values: Mapping[str, Tensor], most: int, work: Callable[[Group], None]) -> None:
-        """``work`` done on the samples of a run in groups of no more than ``most``, while the run's tape is paused.
+    def each(self, run: Run, values: Mapping[str, Tensor], work: Callable[[Group], None]) -> None:
+        """``work`` done on the samples of a run in groups that fit the memory, while the run's tape is paused.
 
         Args:
             run: of the same model.
             values: the parameters in question, by name.
-            most: samples.
             work: what is done with a group; backward passes have to be in it.
 
         Raises:
@@ -66,6 +70,7 @@ class OwnParameters:
         """
         start = 0
         with capture.trial(), _PlainWeightNorm():
+            most = self._most(run, values)
             while start < run.samples:
                 stop = min(start + most, run.samples) if self._together else start + 1
                 group = self._at_once(run, values, slice(start, stop)) if stop - start > 1 else None
@@ -75,6 +80,15 @@ class OwnParameters:
                 else:
                     work(group)
                 start = stop
+
+    def _most(self, run: Run, values: Mapping[str, Tensor]) -> int:
+        """How many samples go together."""
+        if self._graph < 0:
+            with preflight.saved_storages() as storages:
+                self._alone(run, values, slice(0, 1), lambda group: None)
+            self._graph = sum(storages.values())
+        size = sum(w.numel() * w.element_size() for w in values.values())
+        return max(1, self._memory // max(1, _COPIES * size + _GRAPHS * self._graph))
 
     def _at_once(self, run: Run, values: Mapping[str, Tensor], place: slice) -> Group | None:
         """By ``torch.vmap``; None if the model does not take that: an error of its own comes again with one sample."""
@@ -97,7 +111,7 @@ class OwnParameters:
                 torch.autograd.grad(outputs.sum(), [*leaves.values()], retain_graph=True, allow_unused=True)
             self._tried = True
         except Exception as error:
-            if "memory" in str(error):
+            if is_out_of_memory(error):
                 raise
             self._together = False
             return None

@@ -133,7 +133,7 @@ class Runner:
                         part = batch if stop - start == samples else data.part(batch, start, stop)
                         result = self._run(part, number, done + start, work, seen if start == 0 else None)
                     except RuntimeError as error:
-                        if stop - start == 1 or not any(text in str(error) for text in _OUT_OF_MEMORY):
+                        if stop - start == 1 or not is_out_of_memory(error):
                             raise
                         self._part = (stop - start) // 2
                         continue
@@ -245,6 +245,11 @@ class Runner:
             self._cuttable = found.cuttable
             self._part = max(1, self._memory // max(1, found.bytes)) if found.cuttable else samples
         return found.outputs
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether torch says that memory did not suffice."""
+    return any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def _even(left: int, limit: int) -> int:

@@ -19,8 +19,8 @@ from .base import Measure, Task
 
 
 @dataclass
-class _HalfSquares(SquaredError):
-    """Σ_i ½|f_i - y_i|², whose second derivative in the outputs is 1."""
+class _HalfSquaredError(SquaredError):
+    """Σ_i ½|f_i - y_i|²: its second derivative in the outputs is 1."""
 
     reduction: str = "sum"
 
@@ -31,7 +31,7 @@ class _HalfSquares(SquaredError):
 
 def _estimate(task: Task) -> Estimate:
     options = replace(task.options, curvature="ggn")
-    found = diagonal.estimate(replace(task, loss=_HalfSquares(), options=options), certify=False)
+    found = diagonal.estimate(replace(task, loss=_HalfSquaredError(), options=options), certify=False)
     return replace(
         found,
         value=found.value / found.samples,
