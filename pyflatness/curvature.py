@@ -126,6 +126,11 @@ def has_fused_attention(outputs: Tensor) -> bool:
     return any("ScaledDotProduct" in node.name() for node in _users(outputs))
 
 
+def is_cut_off(gradient: Tensor) -> bool:
+    """Whether a function that can be differentiated once only is in a gradient: its derivative lacks a part."""
+    return not gradient.requires_grad or any(node.name() == "torch::autograd::Error" for node in _users(gradient))
+
+
 @torch.enable_grad()
 def feeds_itself(calls: Sequence[Call]) -> bool:
     """Whether the input of a call depends on the output of an earlier one."""

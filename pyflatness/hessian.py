@@ -305,8 +305,16 @@ def derivatives(slope: Tensor, inputs: Sequence[Any], directions: Tensor) -> lis
     if not slope.requires_grad:
         return [None] * len(inputs)
     if len(directions) > 1:
+        there: list[int] = []  # vmap takes no None
+
+        def found(direction: Tensor) -> tuple[Tensor, ...]:
+            parts = _derivatives(slope, inputs, direction)
+            there[:] = [place for place, part in enumerate(parts) if part is not None]
+            return tuple(parts[place] for place in there)
+
         try:
-            return list(torch.func.vmap(lambda direction: _derivatives(slope, inputs, direction))(directions))
+            changes = iter(torch.func.vmap(found)(directions))
+            return [next(changes) if place in there else None for place in range(len(inputs))]
         except RuntimeError as error:
             if not any(text in str(error) for text in _NOT_BATCHED):  # one at a time may do
                 raise

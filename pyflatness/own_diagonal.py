@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from . import hessian, signals
+from . import curvature, hessian, signals
 from .contractions import promoted
 from .errors import InputError
 from .losses import Loss
@@ -49,6 +49,11 @@ class OwnDiagonal:
     def by_hessian(self, streams: Mapping[str, int], signs: Signs | None, opaque: Sequence[str] = ()) -> Tensor:
         """(draws, n) float64 over the parameters that are the keys of ``streams``, by which their signs are drawn.
 
+        Args:
+            streams: see above.
+            signs: of draws; exact without.
+            opaque: names behind which there is a function that torch did not write.
+
         Raises:
             InputError: more than :data:`PRODUCTS` products; a second derivative that is missing.
         """
@@ -60,9 +65,9 @@ class OwnDiagonal:
             leaves = [self._group.leaves[name] for name in names]
             found = torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True)
             slopes = {name: slope for name, slope in zip(names, found, strict=True) if slope is not None}
-            missing = [name for name in opaque if name in slopes and not slopes[name].requires_grad]
-            if missing:
-                raise InputError(f"parameter {missing[0]!r}: the second derivative of a function behind it is missing")
+            for name in opaque:
+                if name in slopes and curvature.is_cut_off(slopes[name]):
+                    raise InputError(f"parameter {name!r}: the second derivative of a function behind it is missing")
             turning = {name: slope for name, slope in slopes.items() if slope.requires_grad}
             if signs is None:
                 for name, slope in turning.items():

@@ -108,7 +108,8 @@ class OwnParameters:
                 outputs, targets = (part.flatten(0, 1) for part in torch.vmap(one)(leaves, held))
             check_unchanged(_rows(run, place), outputs)
             if not self._tried and outputs.requires_grad:  # activation checkpointing fails here
-                torch.autograd.grad(outputs.sum(), [*leaves.values()], retain_graph=True, allow_unused=True)
+                signal = torch.ones_like(outputs)
+                torch.autograd.grad(outputs, [*leaves.values()], signal, retain_graph=True, allow_unused=True)
             self._tried = True
         except Exception as error:
             if is_out_of_memory(error):
