@@ -115,13 +115,16 @@ class Diagonal:
                 values[:, group.place] += self._of_group(run, group, signs)
 
             with _undisturbed(run):
+                unknown = {name: w for name, w in rest.items() if name not in self.curved}
+                if self._certify and unknown:
+                    self._note(self._own.shared(run, unknown, curvature.curved_parameters))
                 self._own.each(run, rest, add)
         return Values(values[:, None, None], sent.mass, run.number)
 
     def _by_layer(self, run: Run) -> list[str]:
         """The layers whose parameters' gradients will come from the layers' own."""
         with _undisturbed(run):
-            self._layers.check(run)
+            self._layers.check(run, self._own)
         usable = self._layers.usable(run)
         for name in usable:
             if name in run.bent:
@@ -153,8 +156,6 @@ class Diagonal:
         own = OwnDiagonal(group, run.numbers[group.place], self._task.loss, self._scales)
         if not group.outputs.requires_grad:  # they depend on none of the parameters
             return own.zeros(signs)
-        unknown = {name: leaf for name, leaf in group.leaves.items() if name not in self.curved}
-        self._note(curvature.curved_parameters(group.outputs, unknown) if self._certify else {})
         by_ggn = self._task.options.curvature == "ggn"
         bent = [] if by_ggn else [name for name in group.leaves if name in self.curved]
         linear = [name for name in group.leaves if name not in bent]

@@ -13,10 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from . import capture, contractions, layers, parameters
+from . import contractions, layers
 from .contractions import promoted
 from .layer_form import LayerForm
 from .measures.base import Task
+from .own_parameters import OwnParameters
 from .runner import Run
 
 Gradients = Mapping[str, Sequence[Tensor]]
@@ -52,7 +53,7 @@ class LayerGradients:
         """The layers that ran and whose parameters are used by their own calls alone; after :meth:`check`."""
         return [name for name in self.modules if run.calls(name) and self._usable.get(name, False)]
 
-    def check(self, run: Run) -> None:
+    def check(self, run: Run, own: OwnParameters) -> None:
         """Look at the layers that ran for the first time: are the parameters' gradients those of the layers' calls?
 
         Where there is NaN in them that cannot be seen, and the layer is not used until it can.
@@ -61,17 +62,14 @@ class LayerGradients:
         if not new:
             return
         names = [parameter for name in new for parameter in self.parameters(name)]
-        leaves = [self._theta[name].clone().requires_grad_() for name in names]
         signal = torch.randn_like(run.outputs.detach())
 
-        def gradients_of_all() -> Sequence[Tensor | None]:
-            with torch.enable_grad():
-                outputs, _ = capture.run(self._task.model, run.batch, self._task.forward)
-            none: Sequence[Tensor | None] = [None] * len(names)
-            return torch.autograd.grad(outputs, leaves, signal, allow_unused=True) if outputs.requires_grad else none
+        def gradients_of_all(outputs: Tensor, leaves: dict[str, Tensor]) -> Sequence[Tensor | None]:
+            if not outputs.requires_grad:
+                return [None] * len(leaves)
+            return torch.autograd.grad(outputs, [*leaves.values()], signal, allow_unused=True)
 
-        with capture.trial():
-            found = parameters.inside(self._task.model, dict(zip(names, leaves, strict=True)), gradients_of_all)
+        found = own.shared(run, {name: self._theta[name] for name in names}, gradients_of_all)
         whole = dict(zip(names, found, strict=True))
         gradients = run.tape.gradients(run.outputs, signal, new)
         for name in new:

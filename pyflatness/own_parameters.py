@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import capture, data, parameters, preflight
+from .parameters import Result
 from .runner import Run, check_unchanged, is_out_of_memory
+
+Leaves = dict[str, Tensor]
+"""Parameters by name, in a graph."""
 
 _COPIES = 6  # of a sample's parameters there are at a time, about: they, their gradients, directions, changes
 _GRAPHS = 3  # about the memory that a graph takes together with that of its derivatives
@@ -28,13 +32,13 @@ class Group:
     Attributes:
         outputs: the model's, with their graph.
         targets: as they came.
-        leaves: name -> (samples, *shape), the parameters of these names.
+        leaves: (samples, *shape), the parameters of these names.
         place: which of the run's samples they are.
     """
 
     outputs: Tensor
     targets: Any
-    leaves: dict[str, Tensor]
+    leaves: Leaves
     place: slice
 
     @property
@@ -80,6 +84,21 @@ class OwnParameters:
                 else:
                     work(group)
                 start = stop
+
+    def shared(
+        self, run: Run, values: Mapping[str, Tensor], work: Callable[[Tensor, dict[str, Tensor]], Result]
+    ) -> Result:
+        """``work`` done on the outputs of the run's samples with parameters that they share, and on these as leaves."""
+        leaves = {name: w.clone().requires_grad_() for name, w in values.items()}
+        batch = data.map_tensors(_outside_inference, run.batch)
+
+        def done() -> Result:
+            with torch.enable_grad():
+                outputs, _ = capture.run(self._model, batch, self._forward)
+            return work(outputs, leaves)
+
+        with capture.trial(), _PlainWeightNorm():
+            return parameters.inside(self._model, leaves, done)
 
     def _most(self, run: Run, values: Mapping[str, Tensor]) -> int:
         """How many samples go together."""
