@@ -9,14 +9,14 @@ linear in its weight whatever is behind it.
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 from .errors import InputError
 from .tape import Call, Tape
@@ -66,6 +66,24 @@ def curved(outputs: Tensor, tape: Tape, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
+@torch.enable_grad()
+def curved_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, str]:
+    """Those of some leaves of the outputs' graph in which f is not certified to be linear, and why.
+
+    Each by itself: what it is multiplied by may depend on other leaves, but not on itself, as in a recurrent layer. As
+    in :func:`curved`, where the graph does not prove it second derivatives have to vanish exactly.
+    """
+    reading = read_parameters(outputs, leaves)
+    found = dict.fromkeys(reading.opaque, OPAQUE)
+    rest = {name: leaf for name, leaf in leaves.items() if name not in reading.proven | found.keys()}
+    if rest:
+        signal = torch.randn_like(outputs.detach())
+        gradients = torch.autograd.grad(outputs, [*rest.values()], signal, create_graph=True, allow_unused=True)
+        turning = zip(rest.items(), gradients, strict=True)
+        found |= {name: CURVED for (name, leaf), g in turning if g is not None and _turns(g, leaf)}
+    return found
+
+
 # As autograd's graph names them. Linear in pieces on any real inputs:
 _PIECEWISE = re.compile(
     r"(Relu|LeakyRelu|Hardtanh|Threshold|Abs|Clamp\w*|Max|Min|Amax|Amin|Maximum|Minimum|Where|MaskedFill|"
@@ -76,7 +94,8 @@ _PIECEWISE = re.compile(
 )
 # Products: linear in each of their inputs.
 _PRODUCT = re.compile(
-    r"(\w*Convolution|Addmm|Mm|Bmm|Baddbmm|Addbmm|Mv|Dot|Mul|Div|Linear|MkldnnLinear|PreluKernel)Backward\d+"
+    r"(\w*Convolution|Addmm|Mm|Bmm|Baddbmm|Addbmm|Mv|Dot|Mul|Div|Linear|MkldnnLinear|PreluKernel|Embedding|"
+    r"EmbeddingBag)Backward\d+"
 )
 _OF_TORCH = re.compile(r"\w+Backward\d+|CopyBackwards|torch::autograd::CopySlices")
 
@@ -100,13 +119,7 @@ def read(outputs: Tensor, calls: Calls) -> Reading:
     is_piecewise, is_of_torch = functools.cache(_is_piecewise), functools.cache(_is_of_torch)
     proven, opaque = set(), set()
     for name, made in calls.items():
-        behind: set[Node] = set()
-        stack = [user for call in made for user in users.get(call.edge.node, ())]
-        while stack:
-            node = stack.pop()
-            if node not in behind:
-                behind.add(node)
-                stack += users.get(node, ())
+        behind = _behind([call.edge.node for call in made], users)
         if all(map(is_piecewise, behind)):
             proven.add(name)
         if not all(map(is_of_torch, behind)):
@@ -114,9 +127,27 @@ def read(outputs: Tensor, calls: Calls) -> Reading:
     return Reading(frozenset(proven), frozenset(opaque))
 
 
+def read_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> Reading:
+    """What is behind each leaf, by the names of the graph's nodes; one that has no part in it is proven."""
+    users, proven, opaque = _users(outputs), set(), set()
+    for name, leaf in leaves.items():
+        start = get_gradient_edge(leaf).node
+        behind = _behind([start], users)
+        if all(_is_piecewise(node, behind | {start}) for node in behind):
+            proven.add(name)
+        if not all(map(_is_of_torch, behind)):
+            opaque.add(name)
+    return Reading(frozenset(proven), frozenset(opaque))
+
+
 def has_fused_attention(outputs: Tensor) -> bool:
     """Whether a kernel of attention was run that has no second derivative."""
     return any("ScaledDotProduct" in node.name() for node in _users(outputs))
+
+
+def is_cut_off(gradient: Tensor) -> bool:
+    """Whether a function that can be differentiated once only is in a gradient: its derivative lacks a part."""
+    return not gradient.requires_grad or any(node.name() == "torch::autograd::Error" for node in _users(gradient))
 
 
 @torch.enable_grad()
@@ -132,20 +163,36 @@ def feeds_itself(calls: Sequence[Call]) -> bool:
     return False
 
 
-def _is_piecewise(node: Node) -> bool:
+def _is_piecewise(node: Node, moved: Collection[Node] | None = None) -> bool:
+    """Whether an operation is linear in pieces in those of its inputs that ``moved`` nodes give; None: in all."""
     name = node.name()
     if not _is_of_torch(node) or any(entry.dtype.is_complex for entry in node._input_metadata):
         return False
-    inputs = [place for place, (source, _) in enumerate(node.next_functions) if source is not None]
+    sources = [source for source, _ in node.next_functions]
+    inputs = [place for place, source in enumerate(sources) if source and (moved is None or source in moved)]
     if _PRODUCT.fullmatch(name):
         return len(inputs) == 1 and not (name.startswith("Div") and inputs == [1])
     if re.fullmatch(r"NativeBatchNormBackward\d+", name):
-        return not getattr(node, "_saved_training", True) and inputs == [0]
+        return not getattr(node, "_saved_training", True) and len(inputs) == 1
+    if re.fullmatch(r"Native(Layer|Group)NormBackward\d+", name):
+        return inputs in ([1], [2])  # weight, bias
     return bool(_PIECEWISE.fullmatch(name))
 
 
 def _is_of_torch(node: Node) -> bool:
     return not isinstance(cast(object, node), BackwardCFunction) and bool(_OF_TORCH.fullmatch(node.name()))
+
+
+def _behind(starts: Iterable[Node], users: Mapping[Node, Sequence[Node]]) -> set[Node]:
+    """The nodes that depend on some others, these not among them."""
+    behind: set[Node] = set()
+    stack = [user for start in starts for user in users.get(start, ())]
+    while stack:
+        node = stack.pop()
+        if node not in behind:
+            behind.add(node)
+            stack += users.get(node, ())
+    return behind
 
 
 def _users(outputs: Tensor) -> dict[Node, list[Node]]:
@@ -181,6 +228,18 @@ def _bent(calls: Calls, gradients: Gradients, moved: Sequence[str]) -> set[str]:
         return set(moved)
     owners = [name for name in moved for _ in calls[name]]
     return {name for name, change in zip(owners, changes, strict=True) if _nonzero(change)}
+
+
+def _turns(gradient: Tensor, leaf: Tensor) -> bool:
+    """Whether a gradient in a leaf changes with it."""
+    if not gradient.requires_grad:
+        return False
+    pushed = (gradient * torch.randn_like(gradient)).sum(dtype=torch.float64)
+    try:
+        (change,) = torch.autograd.grad(pushed, leaf, retain_graph=True, allow_unused=True)
+    except RuntimeError:  # an operation without a second derivative: nothing is certified
+        return True
+    return _nonzero(change)
 
 
 def _nonzero(change: Tensor | None) -> bool:

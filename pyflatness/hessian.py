@@ -231,7 +231,7 @@ class BlockTraces:
             return span.mT @ by_rows(span @ moves)
 
         def by_rows(moved: Tensor) -> Tensor:
-            found = _products(slope, [call.edge for call in calls], moved)
+            found = derivatives(slope, [call.edge for call in calls], moved)
             if all(part is None for part in found):
                 return torch.zeros_like(moved)
             filled = [
@@ -258,7 +258,7 @@ class BlockTraces:
 
         def turned(moves: Tensor) -> Tensor:
             moves = moves.expand(-1, run.samples, -1, -1, -1)
-            (found,) = _products(slope, [moved], moves)
+            (found,) = derivatives(slope, [moved], moves)
             return torch.zeros_like(moves) if found is None else found
 
         handle = self._module.register_forward_hook(move, with_kwargs=True, prepend=True)
@@ -283,9 +283,11 @@ def slopes(run: Run, loss: Loss, names: Iterable[str]) -> dict[str, list[Tensor]
 
 @contextlib.contextmanager
 def differentiable(
-    names: Iterable[str], advice: str = "curvature='ggn' gives the GGN value, another number"
+    names: Iterable[str],
+    advice: str = "curvature='ggn' gives the GGN value, another number",
+    what: str = "layer",
 ) -> Iterator[None]:
-    """Inside, an operation without a second derivative is an error that says so, and gives some advice.
+    """Inside, an operation without a second derivative is an error: behind ``what`` of these names, with advice.
 
     Raises:
         InputError: with what torch said of it.
@@ -296,7 +298,7 @@ def differentiable(
         if not any(text in str(error) for text in _NOT_TWICE):
             raise
         raise InputError(
-            f"layer {', '.join(map(repr, names))}: an operation behind it has no second derivative ({error}); {advice}"
+            f"{what} {', '.join(map(repr, names))}: an operation behind it has no second derivative ({error}); {advice}"
         ) from error
 
 
@@ -334,13 +336,21 @@ def _norms(patches: Tensor) -> Tensor:
     return norms.to(patches.dtype)
 
 
-def _products(slope: Tensor, inputs: Sequence[Any], directions: Tensor) -> list[Tensor | None]:
+def derivatives(slope: Tensor, inputs: Sequence[Any], directions: Tensor) -> list[Tensor | None]:
     """Derivatives of ⟨slope, direction⟩ in each input, for (k, …) directions; None where there are none."""
     if not slope.requires_grad:
         return [None] * len(inputs)
     if len(directions) > 1:
+        there: list[int] = []  # vmap takes no None
+
+        def found(direction: Tensor) -> tuple[Tensor, ...]:
+            parts = _derivatives(slope, inputs, direction)
+            there[:] = [place for place, part in enumerate(parts) if part is not None]
+            return tuple(parts[place] for place in there)
+
         try:
-            return list(torch.func.vmap(lambda direction: _derivatives(slope, inputs, direction))(directions))
+            changes = iter(torch.func.vmap(found)(directions))
+            return [next(changes) if place in there else None for place in range(len(inputs))]
         except RuntimeError as error:
             if not any(text in str(error) for text in _NOT_BATCHED):  # one at a time may do
                 raise

@@ -1,14 +1,13 @@
 """Measures of any layers of a model: a sweep, its totals, and what is said about them."""
 
 import contextlib
-import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from . import capture, curvature, layers
+from . import capture, curvature, layers, stages
 from .contractions.layer import NEURONS
 from .data import Batches
 from .errors import InputError
@@ -18,16 +17,10 @@ from .options import Options
 from .report import Estimate
 from .runner import Runner
 from .selectors import Selection
-from .signals import PASSES
 from .sweep import Sweep, Values
 from .totals import Sums, Totals
 
 _LARGEST_MATRIX = 2**30  # bytes of block traces
-_FIRST_STAGE, _LATER_STAGES = (
-    4,
-    3,
-)  # draws from which the number for a standard error is found; how often it is corrected
-_CLOSE = 1.05  # a standard error within this of the one that was asked for is that
 
 
 class LayerValues:
@@ -138,33 +131,13 @@ class LayerValues:
         return matrix
 
     def _sums(self, sweep: Sweep) -> Sums:
-        """Exact, by so many draws, in groups, or by as many draws as a standard error takes.
-
-        For the last, a first stage of a few draws says how many there have to be in all, and a later one is added where
-        that was too few. No stage looks at the values, and all count by their draws (after Stein 1945), which keeps the
-        coverage of the interval.
-        """
+        """Exact, by so many draws, in groups, or by as many draws as a standard error takes."""
         target, probes = self._options.target_stderr, self._options.probes
         if probes == "adaptive":
             return self._totalled(sweep.by_groups())
-        if target is None:
-            return self._summed(sweep, None if probes is None else range(int(probes)))
-        sums, draws = self._summed(sweep, range(_FIRST_STAGE)), _FIRST_STAGE
-        for _ in range(_LATER_STAGES):
-            assert sums.errors is not None
-            excess = float(sums.errors.max()) / target
-            if excess <= _CLOSE:
-                break
-            needed = math.ceil(draws * excess**2)
-            if needed >= sweep.exact_passes:
-                return self._summed(sweep, None)
-            if needed > PASSES:
-                raise InputError(
-                    f"target_stderr={target:g} takes about {needed} draws (the standard error of {draws} is "
-                    f"{excess * target:.3g}), more than {PASSES}; pass a larger one, or probes="
-                )
-            sums, draws = sums.pooled(self._summed(sweep, range(draws, needed)), draws / needed), needed
-        return sums
+        if target is not None:
+            return stages.until(target, lambda draws: self._summed(sweep, draws), lambda: sweep.exact_passes)
+        return self._summed(sweep, None if probes is None else range(int(probes)))
 
     def _summed(self, sweep: Sweep, draws: range | None) -> Sums:
         return self._totalled(sweep.values(draws), sampled=draws is not None)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from . import capture
 from .errors import InputError
 
 Parameters = dict[str, Tensor]
+Result = TypeVar("Result")
 
 
 def every(model: nn.Module) -> Parameters:
@@ -66,21 +67,29 @@ def run(
         batch: see :func:`.capture.run`.
         forward: see :func:`.capture.run`.
     """
+    return inside(model, values, lambda: capture.run(model, batch, forward))
+
+
+def inside(model: nn.Module, values: Mapping[str, Tensor], work: Callable[[], Result]) -> Result:
+    """``work``, done while ``values`` are in the place of the parameters of these names.
+
+    Backward passes of a run belong in it too: activation checkpointing calls the model again in them.
+    """
     named = {f"model.{name}": tensor for name, tensor in values.items()}
     with _made_anew(), _kept_attributes(model):
-        result: tuple[Tensor, Any] = torch.func.functional_call(_Call(model, forward), named, (batch,))
+        result: Result = torch.func.functional_call(_Work(model, work), named, ())
     return result
 
 
-class _Call(nn.Module):
-    """A user's way to call the model, as a module, so that it can be called functionally."""
+class _Work(nn.Module):
+    """Anything done with a model, as a module, so that it can be called functionally."""
 
-    def __init__(self, model: nn.Module, forward: capture.Forward | None) -> None:
+    def __init__(self, model: nn.Module, work: Callable[[], Any]) -> None:
         super().__init__()
-        self.model, self._run = model, forward
+        self.model, self._work = model, work
 
-    def forward(self, batch: Any) -> tuple[Tensor, Any]:
-        return capture.run(self.model, batch, self._run)
+    def forward(self) -> Any:
+        return self._work()
 
 
 @contextlib.contextmanager

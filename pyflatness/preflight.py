@@ -116,7 +116,7 @@ def _alone(model: nn.Module, tape: Tape, batch: Any, forward: capture.Forward | 
 def _run(model: nn.Module, tape: Tape, batch: Any, forward: capture.Forward | None) -> tuple[Tensor, int]:
     """The outputs, and the bytes that the graph and the kept inputs hold."""
     for _ in range(2):
-        with capture.trial(), tape.recording(checking=True), _saved_storages() as storages:
+        with capture.trial(), tape.recording(checking=True), saved_storages() as storages:
             outputs, _ = capture.run(model, batch, forward)
         if not tape.overwritten():  # else once more, with copies
             break
@@ -126,7 +126,7 @@ def _run(model: nn.Module, tape: Tape, batch: Any, forward: capture.Forward | No
 
 
 @contextlib.contextmanager
-def _saved_storages() -> Iterator[dict[int, int]]:
+def saved_storages() -> Iterator[dict[int, int]]:
     """Sizes of the storages that autograd saves inside, parameters apart."""
     storages: dict[int, int] = {}
 

@@ -192,7 +192,7 @@ class Runner:
             try:
                 result = step(start, stop)
             except RuntimeError as error:
-                if stop - start == 1 or not any(text in str(error) for text in _OUT_OF_MEMORY):
+                if stop - start == 1 or not is_out_of_memory(error):
                     raise
                 self._part = (stop - start) // 2
                 continue
@@ -232,7 +232,7 @@ class Runner:
             if overwritten:
                 raise InputError(f"batch {number}: the inputs of {', '.join(overwritten)} are modified in place")
             if seen is not None:
-                _check_unchanged(seen, outputs)
+                check_unchanged(seen, outputs)
             preflight.check_samples(outputs, samples)
             self._narrow(outputs, samples)
             if not self._settled(outputs, samples):
@@ -300,7 +300,7 @@ class Runner:
             listed = ", ".join(map(repr, sorted(self._unseen)))
             raise InputError(f"layer {listed} runs at one call of the model and not at the next, on the same batch")
         missing = [name for name in modules if name in self._named and name not in found.layouts]
-        if not again and (missing or not found.layouts):
+        if not again and modules and (missing or not found.layouts):
             names = ", ".join(map(repr, missing or modules))
             raise InputError(f"layer: {names} did not run in the model's forward pass")
         for name in found.layouts:
@@ -314,13 +314,19 @@ class Runner:
         return found.outputs
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether torch says that memory did not suffice."""
+    return any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
 def _even(left: int, limit: int) -> int:
     """The size of the next part, such that all parts left are about equal."""
     parts = -(-left // limit)
     return -(-left // parts)
 
 
-def _check_unchanged(before: Tensor, outputs: Tensor) -> None:
+def check_unchanged(before: Tensor, outputs: Tensor) -> None:
+    """Raise an InputError if the outputs of the same samples, by two runs, are not the same up to rounding."""
     count = min(len(before), len(outputs))
     before, now = before[:count], outputs.detach()[:count]
     tolerance = max(1e-3, 8 * torch.finfo(now.dtype).eps) if now.is_floating_point() else 0.0

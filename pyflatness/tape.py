@@ -40,7 +40,7 @@ class Tape:
     """Hooks on layers; their calls, by name, of the last forward pass inside :meth:`recording`."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules, self._active, self._checking = modules, False, False
+        self._modules, self._active, self._checking, self._paused = modules, False, False, False
         self._copied: set[str] = set()
         self.calls: dict[str, list[Call]] = {}
 
@@ -72,6 +72,15 @@ class Tape:
         finally:
             self._active = False
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Layers are called as if there were no hooks inside; what was recorded stays."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
     def gradients(
         self, outputs: Tensor, signal: Tensor, names: Iterable[str] | None = None, *, create_graph: bool = False
     ) -> dict[str, list[Tensor]]:
@@ -94,6 +103,8 @@ class Tape:
 
     def _alias(self, name: str) -> Any:
         def alias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._paused:
+                return None
             if self._active and not torch.is_grad_enabled():
                 raise InputError(
                     f"layer {name!r} runs without recording a graph: under torch.no_grad() inside the model, or in "

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from ..errors import InputError
 from . import at_head
-from .adaptive_sharpness import ADAPTIVE_SHARPNESS
+from .adaptive_sharpness import ADAPTIVE_SHARPNESS, ADAPTIVE_SHARPNESS_NETWORK
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC
 from .base import Measure, Task
 from .fisher_rao import FISHER_RAO
+from .interpolation_sharpness import INTERPOLATION_SHARPNESS
 from .lambda_max import LAMBDA_MAX
 from .matrix_normalized_sharpness import MATRIX_NORMALIZED_SHARPNESS, MATRIX_NORMALIZED_SHARPNESS_FROBENIUS
 from .neuron_flatness import (
@@ -21,6 +22,7 @@ from .pac_bayes import PAC_BAYES
 from .relative_flatness import RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD
 from .relative_flatness_max import RELATIVE_FLATNESS_MAX
 from .scaled import LARGEST_SCALED_LAMBDA_MAX, LARGEST_SCALED_TRACE, SCALED_LAMBDA_MAX, SCALED_TRACE
+from .sharpness import SHARPNESS
 from .trace import TRACE
 from .weight_norm import WEIGHT_NORM
 
@@ -34,7 +36,10 @@ MEASURES = (
     LAMBDA_MAX,
     SCALED_LAMBDA_MAX,
     LARGEST_SCALED_LAMBDA_MAX,
+    SHARPNESS,
+    INTERPOLATION_SHARPNESS,
     ADAPTIVE_SHARPNESS,
+    ADAPTIVE_SHARPNESS_NETWORK,
     NEURON_FLATNESS,
     NEURON_FLATNESS_MAX,
     NEURON_FLATNESS_ROWS,

@@ -1,0 +1,19 @@
+"""Sharpness: the trace of the loss Hessian over all trainable parameters ("From Loss Flatness to Compressed …", Eq. 2).
+
+    S(θ) = Tr(∂²E/∂θ²) = Σ_j ∂²E/∂θ_j²        weights, biases, affine parameters of normalisation, embeddings, …
+
+The paper plots its root. Parameters are those that require gradients, one that is tied counts once, and of a
+parametrised weight they are the originals. How it is computed: :mod:`pyflatness.diagonal`. Not invariant to rescalings.
+"""
+
+from .. import diagonal
+from .base import Measure
+
+SHARPNESS = Measure(
+    name="sharpness",
+    formula="Tr(∂²E/∂θ²), θ all trainable parameters",
+    source="From Loss Flatness to Compressed Representations, Eq. 2",
+    compute=lambda task: {"": diagonal.estimate(task)},
+    granularity="network",
+    cost="a sweep of its own; where the model is curved in a parameter, a Hessian product for each of its entries",
+)
