@@ -313,6 +313,7 @@ def measure(
     resolved = losses.resolve(loss, reduction)
     with capture.observing(model) as module:
         reads = sum(replace(options, normalize=how).reads for how in swept) + sum(row.reads for row in computed)
+        reads += options.target_stderr is not None and bool(computed)
         batches = Batches(data, capture.device(module), passes=reads, shown=progress)
         selection = selectors.select(module, layers)
         found: dict[tuple[str, str], Estimate] = {}
