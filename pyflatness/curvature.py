@@ -239,7 +239,7 @@ def _turns(gradient: Tensor, leaf: Tensor) -> bool:
         (change,) = torch.autograd.grad(pushed, leaf, retain_graph=True, allow_unused=True)
     except RuntimeError:  # an operation without a second derivative: nothing is certified
         return True
-    return _nonzero(change)
+    return change is not None and bool((change != 0).any())  # with NaN too: samples cannot be told apart in it
 
 
 def _nonzero(change: Tensor | None) -> bool:

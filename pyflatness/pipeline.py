@@ -355,7 +355,8 @@ def _reads(wanted: Sequence[Measure], options: Options) -> int:
     rows = with_bases(wanted)
     sweeps = _by_sweep(rows, options)
     swept = sum(replace(options, normalize=how).reads for how in sweeps)
-    return swept + sum(row.reads for row in rows if row.compute is not None)
+    computed = [row.reads for row in rows if row.compute is not None]
+    return swept + sum(computed) + (options.target_stderr is not None and bool(computed))
 
 
 def _by_sweep(wanted: Sequence[Measure], options: Options) -> dict[str | None, list[Measure]]:

@@ -246,7 +246,7 @@ def test_an_older_result_is_kept_until_there_is_a_new_one(tiny: str, tmp_path: P
         (["--data-args", "[3]"], ["'--data-args'", "JSON object"]),
         (["--model-args", '{{"wide": 3}}'], ["--model-args", "'wide'", "width=5"]),
         (["--loss", "hinge"], ["--loss", "'hinge'", "mse_loss"]),
-        (["--measures", "sharpness"], ["'--measures'", "'sharpness'", *CHOICES]),
+        (["--measures", "sharpnes"], ["'--measures'", "'sharpnes'", *CHOICES]),
         (["--out", "{folder}/a.safetensors"], ["--out", "one of the checkpoints"]),
     ],
 )

@@ -217,9 +217,9 @@ def test_half_and_single_precision(activation):
             assert found[name].value == pytest.approx(float(terms.sum()), abs=rel * float(terms.abs().sum()))
 
 
-@pytest.mark.parametrize(("name", "calls"), [("layer norm", 6), ("attention", 7), ("checkpointed", 16)])
+@pytest.mark.parametrize(("name", "calls"), [("layer norm", 6), ("attention", 7), ("checkpointed", 11)])
 def test_samples_go_together_where_the_model_takes_it(name, calls):
-    """Preflight, the run, its check, one sample for the memory, all at once; else each sample."""
+    """Preflight, the run (once more for attention), two looks, one for the memory, all at once; else each sample."""
     case, made = CASES[name], []
 
     def forward(model, batch):
@@ -227,7 +227,7 @@ def test_samples_go_together_where_the_model_takes_it(name, calls):
         return model(batch[0]), batch[1]
 
     one("sharpness", case.build(), case.loss, (case.inputs, case.targets), forward=forward)
-    assert len(made) <= calls
+    assert len(made) == calls
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""Sharpness: the trace of the loss Hessian over all trainable parameters ("From Loss Flatness to Compressed …", Eq. 2).
+"""Sharpness: the trace of the loss Hessian over all trainable parameters.
 
     S(θ) = Tr(∂²E/∂θ²) = Σ_j ∂²E/∂θ_j²        weights, biases, affine parameters of normalisation, embeddings, …
 
-The paper plots its root. Parameters are those that require gradients, one that is tied counts once, and of a
-parametrised weight they are the originals. How it is computed: :mod:`pyflatness.diagonal`. Not invariant to rescalings.
+"From Loss Flatness to Compressed Representations", Eq. 2; the paper plots its root. Parameters are those that require
+gradients, one that is tied counts once, and of a parametrised weight they are the originals. How it is computed:
+:mod:`pyflatness.diagonal`. Not invariant to rescalings.
 """
 
 from .. import diagonal
