@@ -35,7 +35,7 @@ def lenet(n: int = 1000) -> tuple[str, nn.Module, torch.Tensor]:
     return f"LeNet5, 5 layers, n = {n}", lenet5().eval(), images(n)
 
 
-def resnet(n: int = 32) -> tuple[str, nn.Module, torch.Tensor]:
+def resnet(n: int = 8) -> tuple[str, nn.Module, torch.Tensor]:
     """Twenty-one layers."""
     return f"ResNet-18, 21 layers, n = {n}", settled(resnet18()), images(n)
 
