@@ -17,6 +17,7 @@ there is: D is put into the layer itself, with V the unit vectors, which takes r
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,13 +31,12 @@ from .contractions.layer import root
 from .errors import InputError
 from .layer_form import LayerForm
 from .losses import Loss
-from .runner import Run
+from .runner import Run, is_out_of_memory
 from .signs import Signs
 
 PRODUCTS = 2048  # Hessian products of a layer, for all samples of a part at once, that an exact value may take
 _TOGETHER = 2**22  # bytes of directions that go through the graph in one pass; more would only leave the caches
 _NOT_TWICE = ("is not implemented", "once_differentiable", "differentiate twice")
-_NOT_BATCHED = ("vmap", "atching rule", "functorch")
 _MOST_POSITIONS = 256  # for which a sampled value takes an eigendecomposition for every sample
 _RANK = 1e-13  # an eigenvalue below so much of the largest is rounding
 
@@ -312,10 +312,13 @@ def _products(slope: Tensor, inputs: Sequence[Any], directions: Tensor) -> list[
         return [None] * len(inputs)
     if len(directions) > 1:
         try:
-            return list(torch.func.vmap(lambda direction: _derivatives(slope, inputs, direction))(directions))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "There is a performance drop")  # not every operation batches
+                return list(torch.func.vmap(lambda direction: _derivatives(slope, inputs, direction))(directions))
         except RuntimeError as error:
-            if not any(text in str(error) for text in _NOT_BATCHED):  # one at a time may do
+            if is_out_of_memory(error):
                 raise
+            # One at a time may do: no batching rule, or one that does not take half and full precision together.
     each = [_derivatives(slope, inputs, direction) for direction in directions]
     return [None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)]
 

@@ -25,6 +25,7 @@ _FIRST_STAGE, _LATER_STAGES = (
     4,
     3,
 )  # draws from which the number for a standard error is found; how often it is corrected
+_FEWEST = 2  # draws of a stage: one has no variance of its own
 _CLOSE = 1.05  # a standard error within this of the one that was asked for is that
 
 
@@ -117,10 +118,10 @@ class LayerValues:
         sums, draws = self._summed(sweep, range(_FIRST_STAGE)), _FIRST_STAGE
         for _ in range(_LATER_STAGES):
             assert sums.errors is not None
-            excess = float(sums.errors.max()) / target
+            excess = float(sums.errors.nan_to_num(0.0).max()) / target  # more draws do not help where it is NaN
             if excess <= _CLOSE:
                 break
-            needed = math.ceil(draws * excess**2)
+            needed = max(math.ceil(draws * excess**2), draws + _FEWEST)
             if needed >= sweep.exact_passes:
                 return self._summed(sweep, None)
             if needed > PASSES:

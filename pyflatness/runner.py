@@ -192,7 +192,7 @@ class Runner:
             try:
                 result = step(start, stop)
             except RuntimeError as error:
-                if stop - start == 1 or not any(text in str(error) for text in _OUT_OF_MEMORY):
+                if stop - start == 1 or not is_out_of_memory(error):
                     raise
                 self._part = (stop - start) // 2
                 continue
@@ -204,7 +204,8 @@ class Runner:
         self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], seen: Tensor | None
     ) -> Result | None:
         """None: to be tried again, with what was found out."""
-        result = self._run(part, number, numbers, work, seen)
+        with self._attention():  # around all of it: activation checkpointing runs the model again in backward passes
+            result = self._run(part, number, numbers, work, seen)
         if result is None and self._unseen:
             self._look(part, again=True)
         return result
@@ -215,7 +216,7 @@ class Runner:
         tape, samples = self._tape, data.size(part)
 
         def forward() -> tuple[Tensor, Any]:
-            with torch.enable_grad(), self._attention():
+            with torch.enable_grad():
                 return capture.run(self.model, part, self._forward)
 
         def again() -> tuple[Tensor, Any]:
@@ -312,6 +313,11 @@ class Runner:
             self._cuttable = found.cuttable
             self._part = max(1, self._memory // max(1, found.bytes)) if found.cuttable else samples
         return found.outputs
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether that is what an error says."""
+    return any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def _even(left: int, limit: int) -> int:

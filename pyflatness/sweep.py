@@ -141,7 +141,8 @@ class Sweep:
                 contract[name] = form.gradients(run).of(form.inputs(run), passes)
 
         def values(signal: Tensor) -> Iterator[tuple[str, Tensor]]:
-            gradients = run.tape.gradients(run.outputs, signal, contract)
+            with contractions.full_precision(run.outputs):
+                gradients = run.tape.gradients(run.outputs, signal, contract)
             for name in contract:
                 with contractions.full_precision(run.outputs):
                     share = contract[name](self._forms[name].signal(run, gradients.pop(name)))
@@ -249,8 +250,8 @@ class Sweep:
                 return self._traces(run, name, slope, ()).matrix(kept), values
         inputs = [_masked(part, kept) for part in form.inputs(run)]
         for signal, signs in signals.of_run(run, self._loss).exact():
-            gradients = run.tape.gradients(run.outputs, signal)[name]
             with contractions.full_precision(run.outputs):
+                gradients = run.tape.gradients(run.outputs, signal)[name]
                 sent = [_masked(part, kept) for part in form.signal(run, gradients)]
                 coefficients = torch.ones_like(values.mass) if signs is None else torch.where(kept, signs, 0.0)
                 total = total + form.gradients(run).traces(inputs, sent, coefficients)

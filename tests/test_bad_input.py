@@ -109,6 +109,8 @@ def test_numbers_of_draws():
     refused(pf.InputError, r"probes=2.5: a number of random draws", Encoder(), layer="fc1", probes=2.5)
     refused(pf.InputError, r"target_stderr=0: a standard error above", Encoder(), layer="fc1", target_stderr=0)
     refused(pf.InputError, r"pass one of them", Encoder(), layer="fc1", target_stderr=0.1, probes=2)
+    for seed in (2**63, 0.5, None):
+        refused(pf.InputError, rf"seed={seed}: an integer of 64 bits", Encoder(), layer="fc1", probes=2, seed=seed)
 
 
 def test_more_passes_than_are_sensible():
