@@ -246,6 +246,17 @@ class BlockTraces:
             handle.remove()
 
 
+def is_missing(run: Run, name: str, slope: Sequence[Tensor]) -> bool:
+    """Whether no second derivative gets from a layer's :func:`slopes` to its outputs at all."""
+    edges = [call.edge for call in run.calls(name)]
+    return all(
+        part is None
+        for tensor in slope
+        if tensor.requires_grad
+        for part in _derivatives(tensor, edges, torch.ones_like(tensor))
+    )
+
+
 def slopes(run: Run, loss: Loss, names: Iterable[str]) -> dict[str, list[Tensor]]:
     """Gradients of the run's summed loss in the output of every call of some layers, with their graph."""
     with torch.enable_grad():
@@ -310,11 +321,22 @@ def _products(slope: Tensor, inputs: Sequence[Any], directions: Tensor) -> list[
     """Derivatives of ⟨slope, direction⟩ in each input, for (k, …) directions; None where there are none."""
     if not slope.requires_grad:
         return [None] * len(inputs)
+    found: list[Tensor | None] = [None] * len(inputs)
     if len(directions) > 1:
+        places: list[int] = []
+
+        def there(direction: Tensor) -> tuple[Tensor, ...]:
+            parts = _derivatives(slope, inputs, direction)
+            places[:] = [place for place, part in enumerate(parts) if part is not None]
+            return tuple(parts[place] for place in places)
+
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "There is a performance drop")  # not every operation batches
-                return list(torch.func.vmap(lambda direction: _derivatives(slope, inputs, direction))(directions))
+                parts = torch.func.vmap(there)(directions)
+            for place, part in zip(places, parts, strict=True):
+                found[place] = part
+            return found
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise

@@ -122,7 +122,7 @@ class LayerValues:
             if excess <= _CLOSE:
                 break
             needed = max(math.ceil(draws * excess**2), draws + _FEWEST)
-            if needed >= sweep.exact_passes:
+            if sweep.exact_passes <= min(needed, PASSES):
                 return self._summed(sweep, None)
             if needed > PASSES:
                 raise InputError(

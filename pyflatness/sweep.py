@@ -213,7 +213,8 @@ class Sweep:
         with hessian.differentiable(found), contractions.full_precision(run.outputs):
             slopes = hessian.slopes(run, self._loss, found)
             for name, values in found.items():
-                if self._runner.why_not_linear(name) == curvature.OPAQUE and not slopes[name][0].requires_grad:
+                opaque = self._runner.why_not_linear(name) == curvature.OPAQUE
+                if opaque and hessian.is_missing(run, name, slopes[name]):
                     raise InputError(f"layer {name!r}: the second derivative of a function behind it is missing")
                 traces = self._traces(run, name, slopes[name], self._quantities)
                 self.exact_passes = max(self.exact_passes, traces.products)

@@ -241,6 +241,9 @@ def test_losses():
     wrong = nn.BCEWithLogitsLoss(pos_weight=torch.ones(5))
     refused(pf.InputError, r"pos_weight of shape \(5,\) does not fit", loss=wrong, data=(X, labels))
     refused(pf.InputError, "couples samples", loss=lambda f, y: (f - f.mean(0)).square().mean())
+    weighted = nn.NLLLoss(torch.ones(3), reduction="sum")
+    refused(pf.InputError, r"outputs in float64 and does not take them .*loss\.double\(\)", loss=weighted)
+    refused(pf.InputError, "follow the outputs' dtype", loss=lambda f, y: (f @ torch.ones(3, 1)).square().mean())
     refused(pf.InputError, "a scalar tensor is wanted", loss=lambda f, y: f)
 
 

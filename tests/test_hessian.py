@@ -141,6 +141,14 @@ def test_a_few_draws_more_for_a_standard_error():
     assert 0 < found.stderr < math.inf
 
 
+def test_a_standard_error_that_neither_draws_nor_exact_values_reach(monkeypatch):
+    monkeypatch.setattr(hessian, "PRODUCTS", 3)
+    monkeypatch.setattr("pyflatness.layer_values.PASSES", 3)
+    model, loss, data = many("mlp Tanh", 4)
+    with pytest.raises(pf.InputError, match=r"target_stderr=1e-09 takes about \d+ draws .* more than 3; pass a larger"):
+        pf.relative_flatness(model, loss, data, "0", target_stderr=1e-9)
+
+
 def test_a_standard_error_of_values_that_are_not_finite():
     model, loss, (inputs, targets) = many("mlp Tanh", 4)
     inputs = torch.where(torch.arange(len(inputs))[:, None] == 2, math.nan, inputs)
@@ -328,6 +336,49 @@ def test_checkpointed_attention(options):
     found = pf.measure(model, nn.CrossEntropyLoss(), data, **options)
     for key in [("embed", "trace"), ("qkv", "relative_flatness"), "trace"]:
         assert found[key].value == pytest.approx(expected[key].value, rel=1e-9)
+
+
+class Twice(nn.Module):
+    """One of its layer's two calls is not used."""
+
+    def __init__(self, used):
+        super().__init__()
+        self.used, self.shared, self.head = used, nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh((self.shared(x), self.shared(x.flip(1)))[self.used]))
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_call_whose_output_is_not_used(used):
+    torch.manual_seed(0)
+    model, x, y = Twice(used).double(), torch.randn(6, 4).double(), torch.arange(6) % 3
+    matrix = truth.layer_hessian(model, nn.CrossEntropyLoss(), x, y, "shared")
+    found = pf.relative_flatness(model, nn.CrossEntropyLoss(), (x, y), "shared")
+    expected = truth.relative_flatness_of(matrix, truth.weight_of(model, "shared"))
+    assert found.value == pytest.approx(expected, rel=1e-9)
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return g * (1 - ctx.saved_tensors[0].tanh() ** 2)
+
+
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("probes", [None, 1, 2])
+def test_a_second_derivative_that_is_missing_without_a_sign(width, probes):
+    model = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3)).double()
+    model[1].forward = Once.apply
+    data = torch.randn(6, 4).double(), torch.arange(6) % 3
+    with pytest.raises(pf.InputError, match="layer '0': the second derivative of a function behind it is missing"):
+        pf.relative_flatness(model, nn.CrossEntropyLoss(), data, "0", curvature="hessian", probes=probes)
 
 
 def test_a_peaked_softmax_in_float32():
