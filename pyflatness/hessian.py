@@ -19,6 +19,7 @@ Quantities that are not of T are in :mod:`.entries`.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,13 +34,12 @@ from .entries import Entries
 from .errors import InputError
 from .layer_form import LayerForm
 from .losses import Loss
-from .runner import Run
+from .runner import Run, is_out_of_memory
 from .signs import Signs
 
 PRODUCTS = 2048  # Hessian products of a layer, for all samples of a part at once, that an exact value may take
 _TOGETHER = 2**22  # bytes of directions that go through the graph in one pass; more would only leave the caches
 _NOT_TWICE = ("is not implemented", "once_differentiable", "differentiate twice")
-_NOT_BATCHED = ("vmap", "atching rule", "functorch")
 _MOST_POSITIONS = 256  # for which a sampled value takes an eigendecomposition for every sample
 _RANK = 1e-13  # an eigenvalue below so much of the largest is rounding
 
@@ -274,6 +274,17 @@ class BlockTraces:
             handle.remove()
 
 
+def is_missing(run: Run, name: str, slope: Sequence[Tensor]) -> bool:
+    """Whether no second derivative gets from a layer's :func:`slopes` to its outputs at all."""
+    edges = [call.edge for call in run.calls(name)]
+    return all(
+        part is None
+        for tensor in slope
+        if tensor.requires_grad
+        for part in _derivatives(tensor, edges, torch.ones_like(tensor))
+    )
+
+
 def slopes(run: Run, loss: Loss, names: Iterable[str]) -> dict[str, list[Tensor]]:
     """Gradients of the run's summed loss in the output of every call of some layers, with their graph."""
     with torch.enable_grad():
@@ -340,20 +351,26 @@ def derivatives(slope: Tensor, inputs: Sequence[Any], directions: Tensor) -> lis
     """Derivatives of ⟨slope, direction⟩ in each input, for (k, …) directions; None where there are none."""
     if not slope.requires_grad:
         return [None] * len(inputs)
+    found: list[Tensor | None] = [None] * len(inputs)
     if len(directions) > 1:
-        there: list[int] = []  # vmap takes no None
+        places: list[int] = []
 
-        def found(direction: Tensor) -> tuple[Tensor, ...]:
+        def there(direction: Tensor) -> tuple[Tensor, ...]:
             parts = _derivatives(slope, inputs, direction)
-            there[:] = [place for place, part in enumerate(parts) if part is not None]
-            return tuple(parts[place] for place in there)
+            places[:] = [place for place, part in enumerate(parts) if part is not None]
+            return tuple(parts[place] for place in places)
 
         try:
-            changes = iter(torch.func.vmap(found)(directions))
-            return [next(changes) if place in there else None for place in range(len(inputs))]
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "There is a performance drop")  # not every operation batches
+                parts = torch.func.vmap(there)(directions)
+            for place, part in zip(places, parts, strict=True):
+                found[place] = part
+            return found
         except RuntimeError as error:
-            if not any(text in str(error) for text in _NOT_BATCHED):  # one at a time may do
+            if is_out_of_memory(error):
                 raise
+            # One at a time may do: no batching rule, or one that does not take half and full precision together.
     each = [_derivatives(slope, inputs, direction) for direction in directions]
     return [None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)]
 

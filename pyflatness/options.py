@@ -54,6 +54,8 @@ class Options:
             raise InputError(f"target_stderr={self.target_stderr!r}: a standard error above zero is wanted")
         if self.probes is not None and self.target_stderr is not None:
             raise InputError("probes= and target_stderr= both say how many draws to take; pass one of them")
+        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
+            raise InputError(f"seed={self.seed!r}: an integer of 64 bits is wanted")
         contractions.check(self.backend)
 
     @property

@@ -111,9 +111,10 @@ def relative_flatness(
             or a mapping with ``labels`` of which the rest are the model's keyword arguments. How data is cut into
             batches does not change the value. Moved to the model's device.
         layer: qualified name, glob, ``re:…``, ``type:…`` or module; None takes the last Linear that ran.
-        curvature: ``"auto"``: the Hessian value, by the head or by the GGN where the model is certified to be locally
-            linear in the layer's weight (ReLU, pooling, eval BatchNorm, sums), else an error. ``"ggn"``: the GGN value
-            (``exact`` says whether it is the Hessian's too). ``"hessian"``: as ``"auto"``.
+        curvature: ``"auto"``: the Hessian value, by the head, by the GGN where the model is certified to be locally
+            linear in the layer's weight (ReLU, pooling, eval BatchNorm, sums), else by Hessian products. ``"ggn"``: the
+            GGN value (``exact`` says whether it is the Hessian's too). ``"hessian"``: as ``"auto"``, but behind
+            functions that torch did not write too, where ``"auto"`` is an error.
         probes: a sampled value with a standard error, for fewer passes: k random draws for each sample, Hessian probes
             or signs over its output factors. ``"adaptive"``: the factors in groups with random signs, heavy ones alone,
             as many groups a sample as ``rtol`` takes; where the model is locally linear in the weight, or for the GGN.

@@ -204,7 +204,8 @@ class Runner:
         self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], seen: Tensor | None
     ) -> Result | None:
         """None: to be tried again, with what was found out."""
-        result = self._run(part, number, numbers, work, seen)
+        with self._attention():  # around all of it: activation checkpointing runs the model again in backward passes
+            result = self._run(part, number, numbers, work, seen)
         if result is None and self._unseen:
             self._look(part, again=True)
         return result
@@ -215,7 +216,7 @@ class Runner:
         tape, samples = self._tape, data.size(part)
 
         def forward() -> tuple[Tensor, Any]:
-            with torch.enable_grad(), self._attention():
+            with torch.enable_grad():
                 return capture.run(self.model, part, self._forward)
 
         def again() -> tuple[Tensor, Any]:

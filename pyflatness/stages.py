@@ -8,6 +8,7 @@ from .signals import PASSES
 from .totals import Sums
 
 _FIRST_STAGE, _LATER_STAGES = 4, 3  # draws from which their number is found; how often it is corrected
+_FEWEST = 2  # draws of a stage: one has no variance of its own
 _CLOSE = 1.05  # a standard error within this of the one that was asked for is that
 
 
@@ -29,11 +30,11 @@ def until(target: float, summed: Callable[[range | None], Sums], exact_passes: C
     sums, draws = summed(range(_FIRST_STAGE)), _FIRST_STAGE
     for _ in range(_LATER_STAGES):
         assert sums.errors is not None
-        excess = float(sums.errors.max()) / target
+        excess = float(sums.errors.nan_to_num(0.0).max()) / target  # more draws do not help where it is NaN
         if excess <= _CLOSE:
             break
-        needed = math.ceil(draws * excess**2)
-        if needed >= exact_passes():
+        needed = max(math.ceil(draws * excess**2), draws + _FEWEST)
+        if exact_passes() <= min(needed, PASSES):
             return summed(None)
         if needed > PASSES:
             raise InputError(

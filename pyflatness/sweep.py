@@ -157,7 +157,8 @@ class Sweep:
                 contract[name] = form.gradients(run).of(form.inputs(run), passes)
 
         def shares(signal: Tensor, sign: Tensor | float | None = None) -> Iterator[tuple[str, Share]]:
-            gradients = run.tape.gradients(run.outputs, signal, contract)
+            with contractions.full_precision(run.outputs):
+                gradients = run.tape.gradients(run.outputs, signal, contract)
             for name in contract:
                 with contractions.full_precision(run.outputs):
                     share = contract[name](self._forms[name].signal(run, gradients.pop(name)), sign)
@@ -228,7 +229,8 @@ class Sweep:
         with hessian.differentiable(found), contractions.full_precision(run.outputs):
             slopes = hessian.slopes(run, self._loss, found)
             for name, values in found.items():
-                if self._runner.why_not_linear(name) == curvature.OPAQUE and not slopes[name][0].requires_grad:
+                opaque = self._runner.why_not_linear(name) == curvature.OPAQUE
+                if opaque and hessian.is_missing(run, name, slopes[name]):
                     raise InputError(f"layer {name!r}: the second derivative of a function behind it is missing")
                 traces = self._traces(run, name, slopes[name], self._quantities)
                 self.exact_passes = max(self.exact_passes, traces.products)
@@ -265,8 +267,8 @@ class Sweep:
                 return self._traces(run, name, slope, ()).matrix(kept), values
         inputs = [_masked(part, kept) for part in form.inputs(run)]
         for signal, signs in signals.of_run(run, self._loss).exact():
-            gradients = run.tape.gradients(run.outputs, signal)[name]
             with contractions.full_precision(run.outputs):
+                gradients = run.tape.gradients(run.outputs, signal)[name]
                 sent = [_masked(part, kept) for part in form.signal(run, gradients)]
                 coefficients = torch.ones_like(values.mass) if signs is None else torch.where(kept, signs, 0.0)
                 total = total + form.gradients(run).traces(inputs, sent, coefficients)

@@ -115,9 +115,12 @@ class Totals:
 
     def sums(self) -> Sums:
         """Of all samples so far."""
+        values, errors = (self._sums / self.divisor).cpu(), None
+        if self._sampled or self._grouped:
+            errors = (self._variance().sqrt() / self.divisor).cpu().masked_fill(~values.isfinite(), torch.nan)
         return Sums(
-            values=(self._sums / self.divisor).cpu(),
-            errors=(self._variance().sqrt() / self.divisor).cpu() if self._sampled or self._grouped else None,
+            values=values,
+            errors=errors,
             per_sample=torch.cat(self._shares, dim=2) * (self.samples / self.divisor) if self._per_sample else None,
             samples=self.samples,
             omitted=self.omitted,

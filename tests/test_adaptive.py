@@ -310,6 +310,7 @@ def test_samples_that_are_not_finite(bad):
     assert 0 < abs(found.value - exact.value) <= 4 * found.stderr
     spread = adaptive(model, loss, (x, y), nan_policy="propagate", per_sample=True)["0", "trace"]
     assert torch.equal(spread.per_sample.isfinite(), kept)
+    assert math.isnan(spread.stderr)
 
 
 def test_the_user_s_model_is_left_as_it_was():

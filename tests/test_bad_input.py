@@ -109,6 +109,8 @@ def test_numbers_of_draws():
     refused(pf.InputError, r"probes=2.5: a number of random draws", Encoder(), layer="fc1", probes=2.5)
     refused(pf.InputError, r"target_stderr=0: a standard error above", Encoder(), layer="fc1", target_stderr=0)
     refused(pf.InputError, r"pass one of them", Encoder(), layer="fc1", target_stderr=0.1, probes=2)
+    for seed in (2**63, 0.5, None):
+        refused(pf.InputError, rf"seed={seed}: an integer of 64 bits", Encoder(), layer="fc1", probes=2, seed=seed)
 
 
 def test_more_passes_than_are_sensible():
@@ -239,6 +241,9 @@ def test_losses():
     wrong = nn.BCEWithLogitsLoss(pos_weight=torch.ones(5))
     refused(pf.InputError, r"pos_weight of shape \(5,\) does not fit", loss=wrong, data=(X, labels))
     refused(pf.InputError, "couples samples", loss=lambda f, y: (f - f.mean(0)).square().mean())
+    weighted = nn.NLLLoss(torch.ones(3), reduction="sum")
+    refused(pf.InputError, r"outputs in float64 and does not take them .*loss\.double\(\)", loss=weighted)
+    refused(pf.InputError, "follow the outputs' dtype", loss=lambda f, y: (f @ torch.ones(3, 1)).square().mean())
     refused(pf.InputError, "a scalar tensor is wanted", loss=lambda f, y: f)
 
 

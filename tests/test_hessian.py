@@ -9,6 +9,7 @@ import truth
 from networks import CASES
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import pyflatness as pf
 from pyflatness import hessian
@@ -128,6 +129,32 @@ def test_coverage_of_a_stopping_rule():
     found = [pf.relative_flatness(model, loss, data, "2", target_stderr=target, seed=seed) for seed in range(400)]
     assert 0.92 * 400 <= sum(abs(e.value - exact) <= 1.96 * e.stderr for e in found) <= 0.98 * 400
     assert max(e.stderr for e in found) <= 1.2 * target
+
+
+def test_a_few_draws_more_for_a_standard_error():
+    """Never a single one: the error of that is known between samples alone, and of one sample not at all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 3)).double()
+    data = torch.randn(1, 40, dtype=torch.float64), torch.tensor([1])
+    four = pf.relative_flatness(model, nn.CrossEntropyLoss(), data, "0", probes=4).stderr
+    found = pf.relative_flatness(model, nn.CrossEntropyLoss(), data, "0", target_stderr=four / 1.08)
+    assert 0 < found.stderr < math.inf
+
+
+def test_a_standard_error_that_neither_draws_nor_exact_values_reach(monkeypatch):
+    monkeypatch.setattr(hessian, "PRODUCTS", 3)
+    monkeypatch.setattr("pyflatness.stages.PASSES", 3)
+    model, loss, data = many("mlp Tanh", 4)
+    with pytest.raises(pf.InputError, match=r"target_stderr=1e-09 takes about \d+ draws .* more than 3; pass a larger"):
+        pf.relative_flatness(model, loss, data, "0", target_stderr=1e-9)
+
+
+def test_a_standard_error_of_values_that_are_not_finite():
+    model, loss, (inputs, targets) = many("mlp Tanh", 4)
+    inputs = torch.where(torch.arange(len(inputs))[:, None] == 2, math.nan, inputs)
+    found = pf.relative_flatness(model, loss, (inputs, targets), "0", target_stderr=1e-2, nan_policy="propagate")
+    assert math.isnan(found.value)
+    assert math.isnan(found.stderr)
 
 
 def test_a_standard_error_that_exact_values_reach_sooner():
@@ -262,6 +289,96 @@ def test_functions_that_cannot_take_several_directions_at_once():
     x, y = torch.randn(6, 4).double(), torch.arange(6) % 3
     found = pf.relative_flatness(model, nn.CrossEntropyLoss(), (x, y), "0", curvature="hessian")
     assert found.value == pytest.approx(truth.of_model(model, nn.CrossEntropyLoss(), x, y, "0"), rel=1e-9)
+
+
+def test_operations_without_a_batching_rule_raise_no_warnings():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Mish(), nn.Linear(5, 3)).double()
+    x, y = torch.randn(6, 4).double(), torch.arange(6) % 3
+    found = pf.relative_flatness(model, nn.CrossEntropyLoss(), (x, y), "0")
+    assert found.value == pytest.approx(truth.of_model(model, nn.CrossEntropyLoss(), x, y, "0"), rel=1e-9)
+
+
+@pytest.mark.parametrize("activation", [nn.GELU, nn.SiLU])
+def test_autocast(activation):
+    """LayerNorm takes half precision beside its own weights in float32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), activation(), nn.Linear(8, 3))
+    x, y = torch.randn(30, 4), torch.arange(30) % 3
+    expected = pf.relative_flatness(model, nn.CrossEntropyLoss(), (x, y), "0").value
+    with torch.autocast("cpu", torch.bfloat16):
+        found = pf.relative_flatness(model, nn.CrossEntropyLoss(), (x, y), "0")
+    assert found.value == pytest.approx(expected, rel=0.1)
+
+
+class Checkpointed(nn.Module):
+    """Fused attention that is computed again in backward passes."""
+
+    def __init__(self, *, again):
+        super().__init__()
+        self.again, self.embed, self.qkv, self.head = again, nn.Linear(4, 6), nn.Linear(6, 18), nn.Linear(6, 3)
+
+    def attend(self, x):
+        return x + F.scaled_dot_product_attention(*self.qkv(x).unsqueeze(1).chunk(3, dim=-1)).squeeze(1)
+
+    def forward(self, x):
+        x = self.embed(x)
+        x = checkpoint(self.attend, x, use_reentrant=False) if self.again else self.attend(x)
+        return self.head(x.mean(1))
+
+
+@pytest.mark.parametrize("options", [{}, {"probes": 3}, {"curvature": "ggn"}])
+def test_checkpointed_attention(options):
+    torch.manual_seed(0)
+    model = Checkpointed(again=False).double()
+    data = torch.randn(6, 5, 4, dtype=torch.float64), torch.arange(6) % 3
+    expected = pf.measure(model, nn.CrossEntropyLoss(), data, **options)
+    model.again = True
+    found = pf.measure(model, nn.CrossEntropyLoss(), data, **options)
+    for key in [("embed", "trace"), ("qkv", "relative_flatness"), "trace"]:
+        assert found[key].value == pytest.approx(expected[key].value, rel=1e-9)
+
+
+class Twice(nn.Module):
+    """One of its layer's two calls is not used."""
+
+    def __init__(self, used):
+        super().__init__()
+        self.used, self.shared, self.head = used, nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh((self.shared(x), self.shared(x.flip(1)))[self.used]))
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_call_whose_output_is_not_used(used):
+    torch.manual_seed(0)
+    model, x, y = Twice(used).double(), torch.randn(6, 4).double(), torch.arange(6) % 3
+    matrix = truth.layer_hessian(model, nn.CrossEntropyLoss(), x, y, "shared")
+    found = pf.relative_flatness(model, nn.CrossEntropyLoss(), (x, y), "shared")
+    expected = truth.relative_flatness_of(matrix, truth.weight_of(model, "shared"))
+    assert found.value == pytest.approx(expected, rel=1e-9)
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return g * (1 - ctx.saved_tensors[0].tanh() ** 2)
+
+
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("probes", [None, 1, 2])
+def test_a_second_derivative_that_is_missing_without_a_sign(width, probes):
+    model = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3)).double()
+    model[1].forward = Once.apply
+    data = torch.randn(6, 4).double(), torch.arange(6) % 3
+    with pytest.raises(pf.InputError, match="layer '0': the second derivative of a function behind it is missing"):
+        pf.relative_flatness(model, nn.CrossEntropyLoss(), data, "0", curvature="hessian", probes=probes)
 
 
 def test_a_peaked_softmax_in_float32():

@@ -125,6 +125,26 @@ def test_half_precision_and_autocast(dtype):
     assert_same(expected, pf.measure(residual().to(dtype), LOSS, (X.to(dtype), Y)), rel=0.1)
 
 
+def test_autocast_does_not_reach_backward_passes():
+    """A model that turns it off is measured as it is without."""
+
+    class Off(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 5))
+
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                return self.body(x)
+
+    torch.manual_seed(0)
+    model, data = Off(), (torch.randn(40, 16), torch.arange(40) % 5)
+    expected, blocks = pf.measure(model, LOSS, data), pf.block_traces(model, LOSS, data, "body.0")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(expected, pf.measure(model, LOSS, data), rel=1e-9)
+        torch.testing.assert_close(pf.block_traces(model, LOSS, data, "body.0"), blocks, rtol=1e-9, atol=0)
+
+
 # --- NaN and infinity -------------------------------------------------------------------------------------------------
 
 

@@ -62,7 +62,15 @@ class CustomLoss:
 
     def _sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         targets = targets.double() if targets.is_floating_point() else targets
-        value = self.loss(outputs, targets)
+        try:
+            value = self.loss(outputs, targets)
+        except RuntimeError as error:
+            if not any(text in str(error) for text in ("scalar type", "same dtype")):
+                raise
+            raise InputError(
+                f"loss: it is called on outputs in float64 and does not take them ({error}); have its own tensors in "
+                "float64 (loss.double() for a module), or follow the outputs' dtype"
+            ) from error
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise InputError(f"loss: a scalar tensor is wanted from a custom loss, got {value!r:.80}")
         return value.reshape(()) * (len(outputs) if self.reduction == "mean" else 1)
