@@ -4,6 +4,7 @@ from .capture import causal_lm
 from .errors import BackendError, FlatnessError, InputError, MissingExtraError, NonFiniteError, NotYetError
 from .measures.adaptive_sharpness_mc import adaptive_sharpness_mc
 from .measures.pac_bayes import PacBayes, pac_bayes
+from .measures.representation import representation
 from .pipeline import block_traces, head_flatness, measure, relative_flatness
 from .reparameterize import reparameterize
 from .report import Estimate, Report
@@ -30,5 +31,6 @@ __all__ = [
     "pac_bayes",
     "relative_flatness",
     "reparameterize",
+    "representation",
     "verify",
 ]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..errors import InputError
-from . import at_head
+from . import at_head, representation
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC
 from .base import Measure, Task
 from .fisher_rao import FISHER_RAO
@@ -29,6 +29,7 @@ MEASURES = (
     FISHER_RAO,
     PAC_BAYES,
     WEIGHT_NORM,
+    *representation.ROWS,
 )
 
 
