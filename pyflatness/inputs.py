@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from . import capture, data
@@ -35,9 +34,8 @@ class Inputs:
                 if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                     module.weight.requires_grad_(True)
         else:
-            self.tensor = (
-                found.detach().requires_grad_() if not found.is_inference() else found.clone().requires_grad_()
-            )
+            start = found.clone() if found.is_inference() else found.detach()
+            self.tensor = start.requires_grad_()
             batch = replaced(batch, found, self.tensor.clone())  # a leaf itself could not be changed in place
         return capture.run(model, batch, self._forward)
 

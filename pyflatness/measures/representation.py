@@ -7,7 +7,7 @@
     normalized_mls       mean_i |x_i|² s_1²              Definition F.1
     input_invariant_mls  mean_i |J_i diag(x_i)|_F²       Definition E.3
     log_volume           mean_i Σ_c log s_c              logarithm of the volumetric ratio, Definition 3.1
-    volume               mean_i Π_c s_c                  Definition 3.3; of the network Σ_l of the layers', Definition 3.5
+    volume               mean_i Π_c s_c                  Definition 3.3; the network's: Σ_l of the layers', 3.5
     local_dimension      mean_i Tr(G_i)² / Tr(G_i²)      participation ratio, Eq. 15
 
 x is the model's input (the network's value) or a layer's input (the layer's), from where J goes through everything
