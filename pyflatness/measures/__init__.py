@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 from ..errors import InputError
-from . import at_head, representation
+from . import at_head, bounds, representation
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC
 from .base import Measure, Task
 from .fisher_rao import FISHER_RAO
 from .lambda_max import LAMBDA_MAX
+from .mls_adversarial import MLS_ADVERSARIAL
 from .pac_bayes import PAC_BAYES
 from .relative_flatness import RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD
 from .relative_flatness_max import RELATIVE_FLATNESS_MAX
@@ -30,6 +31,8 @@ MEASURES = (
     PAC_BAYES,
     WEIGHT_NORM,
     *representation.ROWS,
+    MLS_ADVERSARIAL,
+    *bounds.ROWS,
 )
 
 
