@@ -139,8 +139,13 @@ class _Layer:
 
     @property
     def sensitivity(self) -> float:
-        """Mean |W|₂ g / |x|: B of Eq. 48. Infinite if an input is zero."""
-        return self.spectral * _mean(torch.where(self.x > 0, self.g / self.x, torch.inf))
+        """Mean |W|₂ g / |x|: B of Eq. 48."""
+        return _mean(torch.where(self.x > 0, self.ratios * self.g, torch.inf))
+
+    @property
+    def ratios(self) -> Tensor:
+        """|W|₂ / |x|; infinite if an input is zero."""
+        return torch.where(self.x > 0, self.spectral / self.x, torch.inf)
 
     @property
     def spread(self) -> float:
@@ -152,9 +157,10 @@ class _Layer:
         """√(mean g²)."""
         return math.sqrt(_mean(self.g.square()))
 
-    def log_ratios(self, outputs: int) -> Tensor:
-        """Log |W|₂^2N/|x|^2N."""
-        return 2 * outputs * (math.log(self.spectral) - self.x.log()) if self.spectral else self.x * 0 - torch.inf
+    @property
+    def mls_bound(self) -> float:
+        """C of Eq. 48."""
+        return _product(self.spread, self.spectral, self.weights)
 
 
 class _Network:
@@ -169,15 +175,17 @@ class _Network:
 
     def nmls(self) -> float:
         """The right-hand side of Eq. 12."""
-        ratios = [(layer.spectral / layer.x).square() for layer in self.layers]
-        return math.sqrt(_mean(torch.stack(ratios).sum(dim=0)) * self.sharpness)
+        ratios = torch.stack([layer.ratios.square() for layer in self.layers])
+        return math.sqrt(_product(_mean(ratios.sum(dim=0)), self.sharpness))
 
     def log_volume(self, layers: Sequence[_Layer]) -> float:
         """The logarithm of the right-hand side of Eq. 9 for one layer, of Eq. 10 for all."""
         n, N = self.samples, self.outputs
-        ratios = torch.stack([layer.log_ratios(N) for layer in layers]).flatten()
+        ratios = torch.stack([layer.ratios for layer in layers]).flatten()
+        if bool(ratios.isinf().any()):
+            return math.inf
         sharpness = math.log(n * self.sharpness / N) if self.sharpness else -math.inf
-        return 0.5 * float(ratios.logsumexp(dim=0)) - math.log(n) + N / 2 * sharpness
+        return 0.5 * float((2 * N * ratios.log()).logsumexp(dim=0)) - math.log(n) + N / 2 * sharpness
 
     def log_norms(self, layers: Sequence[_Layer]) -> float:
         """Log of N^(-N/2) (1/n) Σ |J|_F^N, over layers: the middle of Eq. 9 and 10."""
@@ -195,23 +203,33 @@ def _mean(values: Tensor) -> float:
     return float(values.mean())
 
 
+def _product(factor: float, *others: float) -> float:
+    """Infinite if the first factor is: a sample whose input is zero has no bound, whatever the others do."""
+    return factor if math.isinf(factor) else factor * math.prod(others)
+
+
 def _of_layer(net: _Network, layer: _Layer, behind: _Layer | None) -> list[Bound]:
     root, A = math.sqrt(net.sharpness), _mean(layer.s)
 
     def row(equation: str, what: str, left: float, right: float, *, log: bool = False) -> Bound:
         return Bound(equation, layer.name, what, left, right, log, layer.caveat)
 
-    least = float(layer.x.min())
-    factor = (layer.spectral / least) ** 2 if least else math.inf
+    factor = float(layer.ratios.max()) ** 2
+    square = _mean(layer.s.square())
     volume, both = net.log_volumes([layer]), _mean(layer.jacobian * layer.x)
     rows = [
         row("5", "mean s_max, by |∂f/∂W|/|x|: B of Eq. 48", A, layer.sensitivity),
-        row("6, W", "mean s_max², by the smallest |x| and W", _mean(layer.s.square()), factor * layer.weights**2),
-        row("6", "mean s_max², by the smallest |x| and S", _mean(layer.s.square()), factor * net.sharpness),
+        row(
+            "6, W",
+            "mean s_max², by the smallest |x| and W",
+            _mean(layer.s.square()),
+            _product(factor, layer.weights**2),
+        ),
+        row("6", "mean s_max², by the smallest |x| and S", square, _product(factor, net.sharpness)),
         row("9, middle", "log of the mean volume, by |J|_F", volume, net.log_norms([layer]), log=True),
         row("9", "log of the mean volume, by S", volume, net.log_volume([layer]), log=True),
-        row("48, C", "mean s_max, by W", A, layer.spectral * layer.spread * layer.weights),
-        row("11", "mean s_max, by S: D of Eq. 48", A, layer.spectral * layer.spread * root),
+        row("48, C", "mean s_max, by W", A, layer.mls_bound),
+        row("11", "mean s_max, by S: D of Eq. 48", A, _product(layer.spread, layer.spectral, root)),
         row("37", "2 mean |J|_F |x|, by g² + |W|²", 2 * both, layer.weights**2 + layer.frobenius**2),
     ]
     if behind is not None:
@@ -315,10 +333,7 @@ def _estimate(samples: Samples, value: float, layer: str, caveat: str) -> Estima
 
 def _mls_bounds(samples: Samples) -> Values:
     found = [_Layer(samples, name) for name in samples.layers]
-    return {
-        layer.name: _estimate(samples, layer.spectral * layer.spread * layer.weights, layer.name, layer.caveat)
-        for layer in found
-    }
+    return {layer.name: _estimate(samples, layer.mls_bound, layer.name, layer.caveat) for layer in found}
 
 
 def _nmls_bound(samples: Samples) -> Values:
