@@ -101,6 +101,14 @@ class LayerForm:
         (placed,) = torch.autograd.grad(self.rows(run, [empty]), empty, rows, create_graph=True)
         return placed
 
+    def fingerprints(self, run: Run) -> Tensor:
+        """A number for each sample's inputs, (n,), by which its row can be known again."""
+        total = torch.zeros(run.samples, dtype=torch.float64, device=run.outputs.device)
+        for number, call in enumerate(run.calls(self.name)):
+            rows = promoted(run.samples_first(self.name, call.inputs.detach())).flatten(1)
+            total += rows @ (torch.arange(rows.shape[1], device=rows.device) + number).cos().to(rows.dtype)
+        return total
+
     def patches(self, run: Run, inputs: Sequence[Tensor]) -> Tensor:
         """φ of some calls by position, (n, G, P, m), with the inputs' graph; for all of the layer's calls in a run.
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from .report import Estimate
 from .runner import Runner
 from .selectors import Selection
 from .signals import PASSES
-from .sweep import Sweep
+from .sweep import Sweep, Values
 from .totals import Sums, Totals
 
 _LARGEST_MATRIX = 2**30  # bytes of block traces
@@ -38,7 +38,6 @@ class LayerValues:
         batches: the data.
         forward: see :func:`.capture.run`.
         options: of the user.
-
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class LayerValues:
         options: Options,
     ) -> None:
         self._model, self._loss, self._options = model, loss, options
-        order = options.per_sample or options.nan_policy == "omit" or not loss.convex or options.sampled
+        order = options.per_sample or options.nan_policy == "omit" or not loss.convex
         self._runner = Runner(
             model,
             selection,
@@ -104,16 +103,17 @@ class LayerValues:
         return matrix
 
     def _sums(self, sweep: Sweep) -> Sums:
-        """Exact, by so many draws, or by as many as a standard error takes.
+        """Exact, by so many draws, in groups, or by as many draws as a standard error takes.
 
         For the last, a first stage of a few draws says how many there have to be in all, and a later one is added where
         that was too few. No stage looks at the values, and all count by their draws (after Stein 1945), which keeps the
         coverage of the interval.
         """
-        target = self._options.target_stderr
+        target, probes = self._options.target_stderr, self._options.probes
+        if probes == "adaptive":
+            return self._totalled(sweep.by_groups())
         if target is None:
-            probes = self._options.probes
-            return self._summed(sweep, None if probes is None else range(probes))
+            return self._summed(sweep, None if probes is None else range(int(probes)))
         sums, draws = self._summed(sweep, range(_FIRST_STAGE)), _FIRST_STAGE
         for _ in range(_LATER_STAGES):
             assert sums.errors is not None
@@ -132,9 +132,12 @@ class LayerValues:
         return sums
 
     def _summed(self, sweep: Sweep, draws: range | None) -> Sums:
+        return self._totalled(sweep.values(draws), sampled=draws is not None)
+
+    def _totalled(self, values: Generator[Values, None, None], *, sampled: bool = False) -> Sums:
         options, reduction = self._options, self._loss.reduction
-        totals = Totals(reduction, options.nan_policy, per_sample=options.per_sample, sampled=draws is not None)
-        with contextlib.closing(sweep.values(draws)) as parts:  # hooks go with an error, not at some later time
+        totals = Totals(reduction, options.nan_policy, per_sample=options.per_sample, sampled=sampled)
+        with contextlib.closing(values) as parts:  # hooks go with an error, not at some later time
             for part in parts:
                 totals.add(part, self._runner.selected)
         return totals.sums()
