@@ -278,3 +278,12 @@ def test_grad_modes_and_dict_batches():
     one = nn.Linear(M, C).double()
     norm = torch.linalg.matrix_norm(one.weight.detach(), 2)
     assert pf.representation(one, LOSS, (X, INDICES))["nmls"].value == pytest.approx(float(norm))
+
+
+def test_data_with_gradients_of_their_own():
+    model = network(M, 6, C)
+    expected = pf.representation(model, LOSS, (X, INDICES))["mls"].value
+    x = X.clone().requires_grad_()
+    for data in ((x, INDICES), [(2 * x / 2, INDICES)]):
+        assert pf.representation(model, LOSS, data)["mls"].value == pytest.approx(expected, rel=1e-12)
+    assert x.grad is None
