@@ -186,6 +186,28 @@ def test_measures_by_name_and_the_table():
         bounds["x", "12"]
 
 
+def test_another_sharpness():
+    """The paper's, of all parameters, weights and biases here."""
+    model = network(M, 6, C)
+    whole = 0.0
+    for x in X:
+        for f in model(x):
+            whole += sum(
+                float(g.square().sum()) for g in torch.autograd.grad(f, [*model.parameters()], retain_graph=True)
+            )
+    S = whole / len(X)
+    own, bounds = (pf.bounds(model, LOSS, (X, INDICES), sharpness=s) for s in (None, S))
+    assert bounds.sharpness == S > own.sharpness
+    for row, other in zip(bounds.rows, own.rows, strict=True):
+        powers = {"6": 1, "11": 0.5, "12": 0.5}
+        if row.equation in powers:
+            assert row.right == pytest.approx(other.right * (S / own.sharpness) ** powers[row.equation], rel=1e-10)
+        assert row.left == other.left
+        assert holds(row)
+    with pytest.raises(pf.InputError, match=r"sharpness=0\.1: of the chosen layers' weights alone it is"):
+        pf.bounds(model, LOSS, (X, INDICES), sharpness=0.1)
+
+
 def test_nan():
     x = X.clone()
     x[3] = torch.inf

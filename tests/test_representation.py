@@ -174,6 +174,18 @@ def test_values_do_not_depend_on_batches_or_memory():
             assert report[measure].value == pytest.approx(whole[measure].value, rel=1e-10)
 
 
+def test_jacobians_are_cut_to_the_memory():
+    """J of so wide an input takes most of the memory, whether a layer has that input or not."""
+    width, outputs, n, memory = 4096, 32, 64, 2**23
+    head = nn.Sequential(nn.AdaptiveAvgPool1d(8), nn.Flatten(), nn.Linear(8, outputs))
+    model, sizes = head.double(), []
+    model.register_forward_hook(lambda net, args, out: sizes.append(len(out)))
+    data = normal(5, n, 1, width), torch.zeros(n, dtype=torch.long)
+    report = pf.representation(model, LOSS, data, memory=memory, measures="mls")
+    assert max(sizes) * outputs * width * 8 <= 1.1 * memory
+    assert report["mls"].value == pytest.approx(pf.representation(model, LOSS, data, measures="mls")["mls"].value)
+
+
 def test_single_precision_and_the_reference_backend():
     case = networks.CASES["cnn"]
     data = case.inputs, case.targets

@@ -7,9 +7,10 @@ N outputs, and S the sharpness at an interpolation, (1/n) Σ_i |∂f_i/∂θ|_F�
     nmls_bound        √(mean_i Σ_l |W_l|₂²/|x_i^l|²) √S  ≥ nmls                                  Eq. 12
     log_volume_bound  log of (1/n) √(Σ_i |W|₂^2N/|x_i|^2N) (nS/N)^(N/2)  ≥ log of volume         Eq. 9; network: Eq. 10
 
-``pf.bounds`` lists all of the paper's steps with their left sides. Its S is over all parameters, which are more: the S
-here gives smaller right-hand sides for which the proofs hold as well. A convolution's W has a filter to a row, its
-groups are matrices of their own, and |W|₂ is the largest of theirs.
+``pf.bounds`` lists all of the paper's steps with their left sides. The paper's S is over all parameters, which are
+more: the S here gives smaller right-hand sides for which the proofs hold as well; another one can be passed. A
+convolution's W has a filter to a row, its groups are matrices of their own, and |W|₂ is the largest of theirs. Where an
+input is zero the right-hand sides are infinite.
 
 The inequalities rest on J = (∂f/∂z) W and g = |∂f/∂z|_F |x| at the layer's output z. They hold for Linear layers with
 one position, called once, whose input goes nowhere else; elsewhere (tokens, convolutions, shortcuts) there is **no
@@ -77,7 +78,7 @@ class Bounds:
 
     Attributes:
         rows: layer by layer, then of the network.
-        sharpness: S, of the chosen layers' weights.
+        sharpness: S, of the chosen layers' weights unless it was given.
         samples: how many all means are over.
         outputs: N.
     """
@@ -166,10 +167,13 @@ class _Layer:
 class _Network:
     """The layers together."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: Samples, sharpness: float | None = None) -> None:
         self.layers = [_Layer(samples, name) for name in samples.layers]
         self.outputs, self.samples = samples.width, int(samples.kept.sum())
-        self.sharpness = sum(layer.weights**2 for layer in self.layers)
+        own = sum(layer.weights**2 for layer in self.layers)
+        if sharpness is not None and not sharpness >= own * (1 - 1e-4):
+            raise InputError(f"sharpness={sharpness}: of the chosen layers' weights alone it is {own:.6g} already")
+        self.sharpness = own if sharpness is None else sharpness
         apart = [f"{layer.name!r}: {layer.caveat}" for layer in self.layers if layer.caveat]
         self.caveat = "; ".join(apart[:2]) + ("; …" if len(apart) > 2 else "")
 
@@ -268,6 +272,7 @@ def bounds(
     data: Any,
     *,
     layers: Selector | Sequence[Selector] | None = None,
+    sharpness: float | None = None,
     nan_policy: str = "raise",
     backend: str = "auto",
     forward: capture.Forward | None = None,
@@ -284,6 +289,7 @@ def bounds(
         loss: as for :func:`pyflatness.measure`; it has no part in the values.
         data: as for :func:`pyflatness.relative_flatness`.
         layers: whose weights θ is made of; None: all layers that can be measured and ran.
+        sharpness: S of more parameters, as the paper has it of all: (1/n) Σ_i |∂f_i/∂θ|_F².
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``.
         backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
         forward: ``(model, batch) -> (outputs, targets)``.
@@ -294,7 +300,7 @@ def bounds(
         ``bounds[layer, equation]`` and ``bounds[equation]`` are inequalities, ``str(bounds)`` a table.
 
     Raises:
-        FlatnessError: as :func:`pyflatness.representation`.
+        FlatnessError: as :func:`pyflatness.representation`; a ``sharpness`` below that of the weights.
 
     Example:
         >>> import torch, pyflatness as pf
@@ -310,7 +316,7 @@ def bounds(
     with capture.observing(model) as module:
         batches = Batches(data, capture.device(module), shown=progress)
         task = Task(module, selectors.select(module, layers), resolved, batches, forward, options)
-        net = _Network(jacobians.measured(task, ("weights", "log_volume")))
+        net = _Network(jacobians.measured(task, ("weights", "log_volume")), sharpness)
     rows: list[Bound] = []
     for layer, behind in zip(net.layers, [*net.layers[1:], None], strict=True):
         rows += _of_layer(net, layer, behind)
