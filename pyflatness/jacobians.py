@@ -5,6 +5,7 @@ a way. One sweep: every output of all samples at once is sent backward, C passes
 rows of J that arrive come G = J Jᵀ and a few sums. J is held for a part of a batch, cut to the memory budget.
 """
 
+import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -71,10 +72,13 @@ class _Part:
     numbers: Tensor
     values: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
-    def bad(self) -> Tensor:
-        """(n,), samples with NaN or infinity in them; a volume of zero has a logarithm of minus infinity."""
-        finite = [part.isfinite() for (_, quantity), part in self.values.items() if quantity != "log_volume"]
-        return ~torch.stack(finite).all(dim=0)
+    def bad(self) -> dict[str, Tensor]:
+        """By place, (n,), the samples with NaN or infinity; a volume of zero has a logarithm of minus infinity."""
+        found: dict[str, Tensor] = {}
+        for (place, quantity), values in self.values.items():
+            if quantity != "log_volume":
+                found[place] = found.get(place, False) | ~values.isfinite()
+        return found
 
 
 def measured(task: Task, needs: Collection[str] = (), top: int | None = None) -> Samples:
@@ -111,10 +115,11 @@ class _Sweep:
 
     def samples(self) -> Samples:
         parts, bad, count = [], [], 0
-        for part in self._runner.results(self._measure):
-            parts.append(part)
-            bad.append(self._checked(part))
-            count += len(part.numbers)
+        with contextlib.closing(self._runner.results(self._measure)) as results:  # hooks go with an error
+            for part in results:
+                parts.append(part)
+                bad.append(self._checked(part))
+                count += len(part.numbers)
         kept = ~torch.cat(bad)
         if not bool(kept.any()):
             raise NonFiniteError(f"nan_policy='omit': all {count} samples have NaN or infinity")
@@ -139,11 +144,12 @@ class _Sweep:
 
     def _checked(self, part: _Part) -> Tensor:
         """(n,), the samples to leave out."""
-        bad = part.bad()
+        by_place = part.bad()
+        bad = torch.stack([*by_place.values()]).any(dim=0)
         policy = self._task.options.nan_policy
         if bool(bad.any()) and policy == "raise":
-            places = {name for (name, _), values in part.values.items() if not bool(values[bad].isfinite().all())}
-            listed = ", ".join(f"layer {name!r}" if name else "the model's input" for name in sorted(places))
+            places = [name for name, where in by_place.items() if bool(where.any())]
+            listed = ", ".join(f"layer {name!r}" if name else "the model's input" for name in places[:4])
             raise NonFiniteError(
                 f"batch {part.number}: {int(bad.sum())} of {len(bad)} samples have NaN or infinity in the input, or in "
                 f"the derivatives, of {listed}; pass nan_policy='omit' or 'propagate' to go on"
@@ -151,7 +157,11 @@ class _Sweep:
         return bad if policy == "omit" else torch.zeros_like(bad)
 
     def _measure(self, run: Run) -> _Part:
-        self._width = run.outputs.numel() // run.samples
+        before, self._width = self._width, run.outputs.numel() // run.samples
+        if "weights" in self._needs and before not in (0, self._width):
+            raise InputError(
+                f"bounds: samples of {before} and of {self._width} outputs; they are for one number of them"
+            )
         if self._width > PASSES:
             raise InputError(
                 f"batch {run.number}: the {self._width} outputs of a sample are more than {PASSES} backward passes; "

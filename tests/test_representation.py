@@ -252,6 +252,27 @@ def test_refusals(options, message):
         pf.representation(network(M, 6, C), LOSS, (X, INDICES), **options)
 
 
+def test_outputs_of_several_lengths():
+    """A token's logits each: longer sequences have more outputs."""
+    case = networks.CASES["tokens"]
+    batches = [(case.inputs, case.targets), (case.inputs[:, :2], case.targets[:, :2])]
+    report = pf.representation(case.build(), case.loss, batches, measures="nmls")
+    halves = [pf.representation(case.build(), case.loss, [batch], measures="nmls")["nmls"].value for batch in batches]
+    assert report["nmls"].value == pytest.approx(sum(halves) / 2, rel=1e-10)
+    with pytest.raises(pf.InputError, match="bounds: samples of"):
+        pf.bounds(case.build(), case.loss, batches)
+
+
+def test_hooks_go_with_an_error():
+    model, x = network(M, 6, C), X.clone()
+    x[2, 1] = torch.nan
+    before = snapshot(model)
+    with pytest.raises(pf.NonFiniteError) as caught:
+        pf.representation(model, LOSS, [(X, INDICES), (x, INDICES)])
+    assert_unchanged(model, before)
+    assert "batch 1" in str(caught.value)
+
+
 def test_too_many_outputs():
     model = nn.Sequential(nn.Linear(M, 3000))
     with pytest.raises(pf.InputError, match=r"3000 outputs of a sample are more than 2048 .* mls_adversarial"):
