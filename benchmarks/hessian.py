@@ -14,8 +14,8 @@ draw's.
 Notes, experiments (tanh network, products of layers 0 and 2, n = 256, time over that of one product after the other):
 - ``torch.func.vmap`` of them in parts of 4 MiB, as it is done: 0.6 and 0.3; in parts of 1 MiB 0.9 and 0.5.
 - ``is_grads_batched``, whose vmap has no rule for tanh's derivative: 0.8 and 0.6.
-- forward over reverse, ``jvp`` of ``grad``: 1.4 and 0.9; forward over forward, ``jvp`` of ``jvp``: 2.3 and 1.1. Both run
-  the tail anew for every part. Collapsed Taylor mode needs a rule for every operation, which torch does not have.
+- forward over reverse, ``jvp`` of ``grad``: 1.4 and 0.9; forward over forward, ``jvp`` of ``jvp``: 2.3 and 1.1. Both
+  run the tail anew for every part. Collapsed Taylor mode needs a rule for every operation, which torch does not have.
 - the sweep's signals by ``is_grads_batched``: LeNet5, n = 256, 3.4 times one after the other; ResNet-18, n = 8, 1.4.
 """
 

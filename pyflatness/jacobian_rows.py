@@ -40,7 +40,7 @@ class WeightGradient:
     def add(self, deltas: Sequence[Tensor], row: Tensor) -> None:
         """Take in the gradients in the layer's outputs, and the row of J (n, M), of one output of the model."""
         with contractions.full_precision(self._run.outputs):
-            self.total += self._squares(self._form.signal(self._run, deltas))[0]
+            self.total += self._squares(self._form.signal(self._run, deltas)).values[0]
             if not self.apart:
                 own = deltas[0].reshape(len(row), -1) @ layers.matrix(self._module)[0].to(deltas[0].dtype)
                 off = (row - own).norm()

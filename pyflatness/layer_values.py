@@ -3,11 +3,13 @@
 import contextlib
 import math
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from . import capture, curvature, layers
+from .contractions.layer import NEURONS
 from .data import Batches
 from .errors import InputError
 from .losses import Loss
@@ -63,12 +65,18 @@ class LayerValues:
         )
 
     def estimates(self, measures: Sequence[Measure]) -> dict[tuple[str, str], Estimate]:
-        """(layer, measure) -> value, for every layer that ran, and for the network under the name ``""``."""
+        """(layer, measure) -> value, for every layer that ran, and for the network under the name ``""``.
+
+        Raises:
+            InputError: also for options under which a measure has no value.
+        """
+        for measure in measures:
+            self._check_options(measure)
         quantities = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
         sweep = Sweep(self._runner, self._loss, self._options, quantities)
         sums = self._sums(sweep)
         selected = [*self._runner.selected]
-        found = {}
+        found: dict[tuple[str, str], Estimate] = {}
         for measure in measures:
             column = quantities.index(str(measure.quantity))
             for name in (*self._runner.modules, ""):
@@ -86,8 +94,35 @@ class LayerValues:
                     layer=name,
                     omitted=sums.omitted,
                     notes=self._notes(name, sweep) if name else (),
+                    per_neuron=sums.parts.get((name, quantities[column])) if quantities[column] in NEURONS else None,
                 )
+            if measure.of_parts is not None:
+                found.update(self._of_parts(measure, sums, sweep, found))
         return found
+
+    def _of_parts(
+        self, measure: Measure, sums: Sums, sweep: Sweep, sweeps: Mapping[tuple[str, str], Estimate]
+    ) -> dict[tuple[str, str], Estimate]:
+        """A measure's values by its own function, and their sum, in the sweep's estimates."""
+        assert measure.of_parts is not None
+        found = {}
+        for name in self._runner.modules:
+            key, estimate = (name, measure.name), sweeps[name, measure.name]
+            value, note = measure.of_parts(name, sweep.weight(name), sums.parts[name, str(measure.quantity)])
+            notes = (*estimate.notes, note) if note else estimate.notes
+            found[key] = replace(estimate, value=value, per_sample=None, exact=estimate.exact and not note, notes=notes)
+        value, exact = sum(e.value for e in found.values()), all(e.exact for e in found.values())
+        found["", measure.name] = replace(sweeps["", measure.name], value=value, per_sample=None, exact=exact)
+        return found
+
+    def _check_options(self, measure: Measure) -> None:
+        if measure.quantity in (*NEURONS, "diagonal") and self._options.sampled:
+            raise InputError(
+                f"{measure.name} has no sampled value: pass probes=None and target_stderr=None, or leave it out of "
+                "measures="
+            )
+        if measure.quantity == "diagonal" and self._options.nan_policy == "omit":
+            raise InputError(f"{measure.name} is of all samples together: nan_policy='omit' can leave none of them out")
 
     def block_traces(self) -> Tensor:
         """(d, d) of the one layer."""

@@ -287,7 +287,7 @@ def measure(
         data: batches.
         layers: a selector or several, each a name, glob, ``re:…``, ``type:…`` or module; None: every layer that can be
             measured and ran.
-        measures: names (``pyflatness measures`` lists them); None: those of one sweep; ``"all"``.
+        measures: names (``pyflatness measures`` lists them); None: relative flatness and trace; ``"all"``.
         curvature: ``"auto"``, ``"ggn"`` or ``"hessian"``.
         probes: a number of random draws for each sample, or ``"adaptive"``.
         target_stderr: an absolute standard error for every value, the network's too.

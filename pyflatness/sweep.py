@@ -11,12 +11,13 @@ Layers in whose weight the model is not linear take Hessian products instead, ea
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from . import adaptive, contractions, curvature, groups, hessian, layers, normalize, signals
+from .contractions.layer import NEURONS, Share
 from .errors import InputError
 from .hessian import BlockTraces
 from .layer_form import LayerForm
@@ -24,6 +25,8 @@ from .losses import Loss
 from .options import Options
 from .runner import Run, Runner
 from .signs import Signs
+
+Parts = dict[tuple[str, str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,14 @@ class Values:
         number: of the user's batch.
         variances: (layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these are
             sampled in groups; None: they are exact, or their draws tell.
+        parts: by layer and quantity, those of :class:`.contractions.layer.Share` summed over the samples that count.
     """
 
     values: Tensor
     mass: Tensor
     number: int
     variances: Tensor | None = None
+    parts: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
 
 
 class Sweep:
@@ -105,6 +110,10 @@ class Sweep:
         dropped = int((self._scales[name] == 0).sum()) if name in self._scales else 0
         return (f"{dropped} features that are zero throughout dropped",) if dropped else ()
 
+    def weight(self, name: str) -> Tensor:
+        """(G, d, m) of a layer that ran."""
+        return self._forms[name].matrix
+
     def _values(self, run: Run, signs: Signs | None = None) -> Values:
         self._make_forms()
         sent = signals.of_run(run, self._loss)
@@ -115,39 +124,46 @@ class Sweep:
         values = torch.zeros(draws, len(places), len(self._quantities), run.samples, dtype=torch.float64)
         values = values.to(run.outputs.device)
         by_layer = {name: values[:, place] for name, place in places.items() if name in names}
-        self._add_factors(run, sent, signs, {name: part for name, part in by_layer.items() if name not in bent})
-        self._add_hessian(run, signs, {name: by_layer[name] for name in bent})
+        parts: Parts = {}
+        linear = {name: part for name, part in by_layer.items() if name not in bent}
+        self._add_factors(run, sent, signs, linear, parts)
+        self._add_hessian(run, signs, {name: by_layer[name] for name in bent}, parts)
         self.by_hessian.update(bent)
-        return Values(values, sent.mass, run.number)
+        kept = self._kept(values)
+        summed = {key: part[kept].sum(dim=0) if key[1] in NEURONS else part for key, part in parts.items()}
+        return Values(values, sent.mass, run.number, parts=summed)
 
-    def _add_factors(self, run: Run, sent: signals.Signals, signs: Signs | None, found: dict[str, Tensor]) -> None:
-        """Values (draws, quantities, n) of layers by output factors sent backward."""
+    def _add_factors(
+        self, run: Run, sent: signals.Signals, signs: Signs | None, found: dict[str, Tensor], parts: Parts
+    ) -> None:
+        """Values (draws, quantities, n) of layers by output factors sent backward, and their parts."""
         if not found:
             return
         self.exact_passes = max(self.exact_passes, sent.passes)
         contracted = self._contracted(run, found, sent.passes if signs is None else len(signs.draws))
+        for name in found if sent.passes == 0 else ():
+            _add(parts, name, self._forms[name].gradients(run).nothing(run.samples))
         for draw, signal, sign in _sent(run, sent, signs):
-            for name, share in contracted(signal):
-                found[name][draw] += share if sign is None else share * sign
+            for name, share in contracted(signal, sign):
+                found[name][draw] += share.values
+                _add(parts, name, share)
 
-    def _contracted(
-        self, run: Run, names: Iterable[str], passes: int
-    ) -> Callable[[Tensor], Iterator[tuple[str, Tensor]]]:
-        """Signal -> values (quantities, n) of each of the layers; about so many signals will come."""
+    def _contracted(self, run: Run, names: Iterable[str], passes: int) -> Callable[..., Iterator[tuple[str, Share]]]:
+        """(Signal, its sign) -> the share of each of the layers; about so many signals will come."""
         contract = {}
         with contractions.full_precision(run.outputs):
             for name in names:
                 form = self._forms[name]
                 contract[name] = form.gradients(run).of(form.inputs(run), passes)
 
-        def values(signal: Tensor) -> Iterator[tuple[str, Tensor]]:
+        def shares(signal: Tensor, sign: Tensor | float | None = None) -> Iterator[tuple[str, Share]]:
             gradients = run.tape.gradients(run.outputs, signal, contract)
             for name in contract:
                 with contractions.full_precision(run.outputs):
-                    share = contract[name](self._forms[name].signal(run, gradients.pop(name)))
+                    share = contract[name](self._forms[name].signal(run, gradients.pop(name)), sign)
                 yield name, share
 
-        return values
+        return shares
 
     def _begun(self, run: Run, tolerance: groups.Tolerance) -> tuple[adaptive.Part, dict[str, Tensor]]:
         """A part's sends planned, and the rounds for all samples sent; fingerprints of the layers' rows."""
@@ -198,15 +214,15 @@ class Sweep:
             )
         return names
 
-    def _stacked(self, values: Iterable[tuple[str, Tensor]], like: Tensor) -> Tensor:
+    def _stacked(self, shares: Iterable[tuple[str, Share]], like: Tensor) -> Tensor:
         """(layers, quantities, n) of all selected layers; 0 for one that did not run."""
         stacked, places = torch.zeros_like(like), [*self._runner.selected]
-        for name, share in values:
-            stacked[places.index(name)] = share
+        for name, share in shares:
+            stacked[places.index(name)] = share.values
         return stacked
 
-    def _add_hessian(self, run: Run, signs: Signs | None, found: dict[str, Tensor]) -> None:
-        """Values (draws, quantities, n) of layers by second derivatives of the loss."""
+    def _add_hessian(self, run: Run, signs: Signs | None, found: dict[str, Tensor], parts: Parts) -> None:
+        """Values (draws, quantities, n) of layers by second derivatives of the loss, and their parts."""
         if not found:
             return
         with hessian.differentiable(found), contractions.full_precision(run.outputs):
@@ -217,7 +233,9 @@ class Sweep:
                 traces = self._traces(run, name, slopes[name], self._quantities)
                 self.exact_passes = max(self.exact_passes, traces.products)
                 if signs is None:
-                    values[0] += traces.exact()
+                    share = traces.exact()
+                    values[0] += share.values
+                    _add(parts, name, share)
                 else:
                     stream = signals.STREAM + 1 + list(self._runner.selected).index(name)
                     values += traces.sampled(signs, stream)
@@ -236,9 +254,7 @@ class Sweep:
                 "relative_flatness and measure need no such matrix"
             )
         values = self._values(run)
-        kept = values.values.isfinite().flatten(0, 2).all(dim=0)
-        if self._options.nan_policy != "omit":
-            kept = torch.ones_like(kept)
+        kept = self._kept(values.values)
         total = torch.zeros((), dtype=torch.float64, device=run.outputs.device)
         if not run.calls(name):
             return total, values
@@ -255,6 +271,11 @@ class Sweep:
                 coefficients = torch.ones_like(values.mass) if signs is None else torch.where(kept, signs, 0.0)
                 total = total + form.gradients(run).traces(inputs, sent, coefficients)
         return total, values
+
+    def _kept(self, values: Tensor) -> Tensor:
+        """Which samples count, (n,)."""
+        finite = values.isfinite().flatten(0, 2).all(dim=0)
+        return finite if self._options.nan_policy == "omit" else torch.ones_like(finite)
 
     def _make_forms(self) -> None:
         """For layers that came with this run."""
@@ -275,6 +296,12 @@ def _sent(run: Run, sent: signals.Signals, signs: Signs | None) -> Iterator[tupl
         yield from ((0, signal, sign) for signal, sign in sent.exact())
     else:
         yield from sent.sampled(signs, run.numbers)
+
+
+def _add(parts: Parts, name: str, share: Share) -> None:
+    for quantity, part in share.parts.items():
+        held = parts.get((name, quantity))
+        parts[name, quantity] = part if held is None else held + part
 
 
 def _check_order(name: str, before: Tensor, now: Tensor, dtype: torch.dtype) -> None:

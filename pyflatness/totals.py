@@ -1,6 +1,6 @@
 """From the values of samples to those of the data set, by the user's policy for NaN and infinity."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,7 @@ class Sums:
         per_sample: (layers + 1, quantities, n), n times each sample's share, NaN for one that was left out; or None.
         samples: how many counted.
         omitted: how many were left out.
+        parts: by layer and quantity, the parts of a value; see :class:`.sweep.Values`.
     """
 
     values: Tensor
@@ -28,6 +29,7 @@ class Sums:
     per_sample: Tensor | None
     samples: int
     omitted: int
+    parts: Mapping[tuple[str, str], Tensor]
 
     def pooled(self, other: "Sums", weight: float) -> "Sums":
         """With independent values of the same data; ``weight`` is this one's."""
@@ -60,6 +62,7 @@ class Totals:
         self._mass = 0.0
         self._shares: list[Tensor] = []
         self._draws, self._grouped = 1, False
+        self._parts: dict[tuple[str, str], Tensor] = {}
         self.samples = self.omitted = 0
 
     def add(self, part: Values, modules: dict[str, nn.Module]) -> None:
@@ -88,6 +91,8 @@ class Totals:
             self._squares = self._squares.to(means.device) + means.square().sum(dim=2)
             if len(draws) > 1:
                 self._variances = self._variances.to(means.device) + draws.var(dim=0).sum(dim=2)
+        for key, summed in part.parts.items():
+            self._parts[key] = summed + self._parts[key] if key in self._parts else summed
         if part.variances is not None:
             self._grouped = True
             self._variances = self._variances.to(means.device) + part.variances.masked_fill(bad, 0.0).sum(dim=2)
@@ -116,6 +121,7 @@ class Totals:
             per_sample=torch.cat(self._shares, dim=2) * (self.samples / self.divisor) if self._per_sample else None,
             samples=self.samples,
             omitted=self.omitted,
+            parts={key: (part / self.divisor).cpu() for key, part in self._parts.items()},
         )
 
     def _variance(self) -> Tensor:

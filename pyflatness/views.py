@@ -24,7 +24,7 @@ def frame(report: "Report") -> "pandas.DataFrame":
         for layer, estimate in held.items()
     ]
     table = pandas.DataFrame(rows)
-    return table.drop(columns="per_sample") if table["per_sample"].isna().all() else table
+    return table.drop(columns=[name for name in ("per_sample", "per_neuron") if table[name].isna().all()])
 
 
 def profile(report: "Report") -> "tuple[Figure, Axes]":

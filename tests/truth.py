@@ -161,6 +161,32 @@ def trace_of(matrix: Tensor) -> float:
     return float(torch.einsum("sjsj->", matrix))
 
 
+def diagonal_of(matrix: Tensor) -> Tensor:
+    """∂²E/∂w_sj², (d, m)."""
+    return torch.einsum("sjsj->sj", matrix)
+
+
+def adaptive_sharpness_of(matrix: Tensor, weight: Tensor) -> float:
+    """Σ w_sj² ∂²E/∂w_sj²."""
+    return float((weight.square() * diagonal_of(matrix)).sum())
+
+
+def rows_of(matrix: Tensor, weight: Tensor) -> Tensor:
+    """w_sᵀ ∂²E/∂w_s² w_s for every row."""
+    return torch.einsum("sj,sjsk,sk->s", weight, matrix, weight)
+
+
+def columns_of(matrix: Tensor, weight: Tensor, groups: int = 1, taps: int = 1) -> Tensor:
+    """w(c)ᵀ ∂²E/∂w(c)² w(c) for the weights w(c) on every input channel: of all rows of its group, and all taps."""
+    forms = []
+    for rows in torch.arange(len(weight)).chunk(groups):
+        for columns in torch.arange(weight.shape[1]).split(taps):
+            own = torch.zeros_like(weight)
+            own[rows[:, None], columns] = weight[rows[:, None], columns]
+            forms.append(torch.einsum("sj,sjtk,tk->", own, matrix, own))
+    return torch.stack(forms)
+
+
 # --- a convolution as one dense matrix --------------------------------------------------------------------------------
 
 

@@ -4,11 +4,20 @@ from collections.abc import Sequence
 
 from ..errors import InputError
 from . import at_head, bounds, representation
+from .adaptive_sharpness import ADAPTIVE_SHARPNESS
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC
 from .base import Measure, Task
 from .fisher_rao import FISHER_RAO
 from .lambda_max import LAMBDA_MAX
+from .matrix_normalized_sharpness import MATRIX_NORMALIZED_SHARPNESS, MATRIX_NORMALIZED_SHARPNESS_FROBENIUS
 from .mls_adversarial import MLS_ADVERSARIAL
+from .neuron_flatness import (
+    NEURON_FLATNESS,
+    NEURON_FLATNESS_MAX,
+    NEURON_FLATNESS_ROWS,
+    NEURON_FLATNESS_ROWS_MAX,
+)
+from .normalized_sharpness import NORMALIZED_SHARPNESS
 from .pac_bayes import PAC_BAYES
 from .relative_flatness import RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD
 from .relative_flatness_max import RELATIVE_FLATNESS_MAX
@@ -26,6 +35,14 @@ MEASURES = (
     LAMBDA_MAX,
     SCALED_LAMBDA_MAX,
     LARGEST_SCALED_LAMBDA_MAX,
+    ADAPTIVE_SHARPNESS,
+    NEURON_FLATNESS,
+    NEURON_FLATNESS_MAX,
+    NEURON_FLATNESS_ROWS,
+    NEURON_FLATNESS_ROWS_MAX,
+    NORMALIZED_SHARPNESS,
+    MATRIX_NORMALIZED_SHARPNESS,
+    MATRIX_NORMALIZED_SHARPNESS_FROBENIUS,
     ADAPTIVE_SHARPNESS_MC,
     FISHER_RAO,
     PAC_BAYES,
@@ -37,13 +54,13 @@ MEASURES = (
 
 
 def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
-    """Measures by their names; ``"all"``: every one; None: those that one sweep gives.
+    """Measures by their names; ``"all"``: every one; None: relative flatness and trace, which one sweep gives.
 
     Raises:
         InputError: a name that is not in the table.
     """
     if names is None:
-        return tuple(measure for measure in MEASURES if measure.quantity and measure.normalize is None)
+        return (RELATIVE_FLATNESS, TRACE)
     if names == "all":
         return MEASURES
     table = {measure.name: measure for measure in MEASURES}

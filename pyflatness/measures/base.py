@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..jacobians import Samples
 from ..options import Options
@@ -27,6 +27,8 @@ class Measure:
         source: where it is defined.
         quantity: what of the weight gradients it is; see :mod:`pyflatness.contractions.layer`. None: it is computed.
         normalize: the option of :func:`pyflatness.relative_flatness` that gives it.
+        of_parts: of a quantity with parts that are not to be summed: layer, weight (G, d, m) and the parts -> the
+            layer's value, and a note if that is not the definition's to rounding.
         compute: its values, if it is not one of the sweep's.
         of_jacobians: its values from those of :func:`pyflatness.jacobians.measured`.
         needs: which quantities these must have that not all measures need.
@@ -44,6 +46,7 @@ class Measure:
     source: str
     quantity: str | None = None
     normalize: str | None = None
+    of_parts: Callable[[str, Tensor, Tensor], tuple[float, str]] | None = None
     compute: Callable[[Task], Values] | None = None
     of_jacobians: Callable[[Samples], Values] | None = None
     needs: tuple[str, ...] = ()
@@ -54,15 +57,15 @@ class Measure:
     cost: str = "one sweep, shared"
     reads: int = 1
 
-    @property
-    def of_network_alone(self) -> bool:
-        """Whether there is one value for the whole network and none for a layer."""
-        return self.granularity == "network"
-
     def __post_init__(self) -> None:
         ways = self.quantity, self.compute, self.of_jacobians, self.derive
         assert sum(how is not None for how in ways) == 1, self.name
         assert (self.base is None) == (self.derive is None), self.name
+
+    @property
+    def of_network_alone(self) -> bool:
+        """Whether there is one value for the whole network and none for a layer."""
+        return self.granularity == "network"
 
 
 __all__ = ["Measure", "Task", "Values"]

@@ -60,7 +60,7 @@ def _by_layer(model: nn.Module, options: Options, values: Values) -> Values:
     found = {}
     for name in [name for name in values if name] or [""]:  # a model that is a layer itself has no other name
         module, estimate = model.get_submodule(name), values[name]
-        _check(name, module, options)
+        check_own_weights(name, module, options)
         norm = float(layers.matrix(module)[0].double().square().sum())
         found[name] = replace(
             estimate,
@@ -71,7 +71,8 @@ def _by_layer(model: nn.Module, options: Options, values: Values) -> Values:
     return found
 
 
-def _check(name: str, module: nn.Module, options: Options) -> None:
+def check_own_weights(name: str, module: nn.Module, options: Options) -> None:
+    """Raise a NotYetError for options under which a layer's values belong to another matrix than its weight."""
     if options.normalize is not None:
         raise NotYetError(
             f"measures scaled with the weight's norm are defined for the weights as they are; normalize="
