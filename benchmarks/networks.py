@@ -58,6 +58,20 @@ def resnet18(classes: int = 10) -> nn.Sequential:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
+def vgg11(classes: int = 2) -> nn.Sequential:
+    """The network of the 2024 paper for 32 × 32 colour images: 8 convolutions and 3 linear layers."""
+    parts: list[nn.Module] = []
+    channels = 3
+    for width in (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0):  # 0: pooling
+        if width:
+            parts += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
+            channels = width
+        else:
+            parts.append(nn.MaxPool2d(2))
+    head = [nn.Linear(512, 512), nn.ReLU(inplace=True), nn.Linear(512, 512), nn.ReLU(inplace=True)]
+    return nn.Sequential(*parts, nn.Flatten(), *head, nn.Linear(512, classes))
+
+
 def images(n: int) -> Tensor:
     """(n, 3, 32, 32) of noise."""
     return torch.randn(n, 3, 32, 32)

@@ -106,8 +106,13 @@ def size(batch: Any) -> int:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on ``device``."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """The batch with every tensor in it on ``device``, and no graph in front of it."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        tensor = tensor.to(device, non_blocking=True)
+        return tensor.detach() if tensor.requires_grad else tensor
+
+    return map_tensors(moved, batch)
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import capture, head, layers, losses, selectors
+from . import capture, head, jacobians, layers, losses, selectors
 from .data import Batches
 from .layer_values import LayerValues
 from .measures import RELATIVE_FLATNESS, Measure, Task, at_head, named, with_bases
@@ -345,6 +345,10 @@ def _estimates(wanted: Sequence[Measure], task: Task) -> dict[tuple[str, str], E
     for row in rows:
         if row.compute is not None:
             values[row.name] = row.compute(task)
+    jacobian = [row for row in rows if row.of_jacobians is not None]
+    if jacobian:
+        samples = jacobians.measured(task, {need for row in jacobian for need in row.needs})
+        values.update((row.name, row.of_jacobians(samples)) for row in jacobian if row.of_jacobians is not None)
     for row in rows:
         if row.derive is not None and row.base is not None:
             values[row.name] = row.derive(task.model, task.options, values[row.base])
@@ -356,8 +360,9 @@ def _reads(wanted: Sequence[Measure], options: Options) -> int:
     rows = with_bases(wanted)
     sweeps = _by_sweep(rows, options)
     swept = sum(replace(options, normalize=how).reads for how in sweeps)
+    shared = any(row.of_jacobians is not None for row in rows)
     computed = [row.reads for row in rows if row.compute is not None]
-    return swept + sum(computed) + (options.target_stderr is not None and bool(computed))
+    return swept + shared + sum(computed) + (options.target_stderr is not None and bool(computed))
 
 
 def _by_sweep(wanted: Sequence[Measure], options: Options) -> dict[str | None, list[Measure]]:

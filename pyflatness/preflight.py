@@ -26,6 +26,7 @@ class Findings:
         layouts: where each layer that ran may keep the samples, by what was seen, likely ones first.
         outputs: the model's, for these samples.
         bytes: that the graph and the layers' inputs and signals take per sample, about.
+        inputs: bytes of the layers' inputs per sample.
         cuttable: whether the model runs on parts of a batch.
     """
 
@@ -33,6 +34,7 @@ class Findings:
     layouts: dict[str, tuple[Layout, ...]]
     outputs: Tensor
     bytes: int
+    inputs: int
     cuttable: bool
 
 
@@ -68,9 +70,11 @@ def look(
         layouts[name] = tuple(ownership.candidates(output.shape, count, dims))
     narrowed = narrow(outputs, tape, layouts, count)
     received = sum(call.output.numel() * call.output.element_size() for made in tape.calls.values() for call in made)
+    taken = sum(_bytes(call.inputs) for made in tape.calls.values() for call in made)
     if 1 < count == samples and cuttable:  # else the batch itself will show it
         outputs = _alone(model, tape, batch, forward, outputs)
-    return Findings(count, narrowed, outputs.detach(), (stored + 2 * received) // count, cuttable)
+    bytes_ = (stored + 2 * received) // count
+    return Findings(count, narrowed, outputs.detach(), bytes_, taken // count, cuttable)
 
 
 def narrow(

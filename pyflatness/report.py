@@ -32,7 +32,8 @@ class Estimate:
         stderr: standard error of ``value`` given the data; None when the value is exact.
         samples: samples (entries of dimension 0 of the batches) that the value is over; 0 if it is of no data.
         method: ``"head"``, ``"ggn"``, ``"hessian"``, ``"ggn-sampled"``, ``"hessian-sampled"`` or ``"definition"``; of
-            measures without second derivatives ``"forward-mode"``, ``"monte-carlo"`` or ``"weights"``.
+            measures without second derivatives ``"forward-mode"``, ``"monte-carlo"`` or ``"weights"``, of Jacobians
+            ``"jacobian"`` or ``"ascent"``.
         exact: True only if the value is the definition's up to rounding (that of the loss Hessian, where it is of one).
         backend: ``"compiled"`` or ``"reference"``.
         per_sample: (n,) float64, ``n`` times each sample's share, so that the mean is ``value``; None unless asked

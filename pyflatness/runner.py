@@ -90,6 +90,8 @@ class Runner:
         approve: called before each part is measured, with the layers that are not linear so far, and why.
         second_order: whether second derivatives will be taken behind those, which makes their graph larger.
         order_matters: whether values of single samples are asked for, so that rows in another order have to be noticed.
+        certify: whether it matters which layers are linear.
+        reserve: bytes a sample that the work takes besides, by what was found out on the first samples.
     """
 
     def __init__(
@@ -103,7 +105,10 @@ class Runner:
         *,
         second_order: bool = False,
         order_matters: bool = False,
+        certify: bool = True,
+        reserve: Callable[[preflight.Findings], int] = lambda found: 0,
     ) -> None:
+        self._certify, self._reserve = certify, reserve
         self.model, self.batches, self.selected = model, batches, selection.modules
         self._approve, self._second_order, self._order_matters = approve, second_order, order_matters
         self._named, self._forward, self._memory = selection.named, forward, memory or DEFAULT_MEMORY
@@ -275,6 +280,8 @@ class Runner:
 
     def _settled(self, outputs: Tensor, samples: int) -> bool:
         """Take in which layers are linear; False to have the run once more, so that it has second derivatives."""
+        if not self._certify:
+            return True
         bent = curvature.curved(outputs, self._tape, filter(self.is_linear, self._tape.calls))
         if bent and not self._twice_differentiable and curvature.has_fused_attention(outputs):
             self._twice_differentiable = True
@@ -311,7 +318,8 @@ class Runner:
         self._looked_at = max(self._looked_at, found.samples)
         if not again:
             self._cuttable = found.cuttable
-            self._part = max(1, self._memory // max(1, found.bytes)) if found.cuttable else samples
+            needed = max(1, found.bytes + self._reserve(found))
+            self._part = max(1, self._memory // needed) if found.cuttable else samples
         return found.outputs
 
 

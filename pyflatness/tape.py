@@ -27,12 +27,14 @@ class Call:
         inputs: the tensor that went in; it still has its graph.
         version: of its contents, as counted by torch, when it went in.
         edge: of the output.
+        input_edge: of the input, as it was when it went in.
         output: an empty tensor of the output's shape and dtype, on the meta device.
     """
 
     inputs: Tensor
     version: int
     edge: GradientEdge
+    input_edge: GradientEdge
     output: Tensor
 
 
@@ -137,7 +139,8 @@ class Tape:
                 )
             kept = inputs.clone() if name in self._copied else inputs
             shape = torch.empty_like(output, device="meta", requires_grad=False)
-            self.calls.setdefault(name, []).append(Call(kept, version(kept), get_gradient_edge(output), shape))
+            edges = get_gradient_edge(output), get_gradient_edge(inputs)
+            self.calls.setdefault(name, []).append(Call(kept, version(kept), *edges, shape))
 
         return keep
 

@@ -49,7 +49,8 @@ from the table in the code: `pyflatness measures --markdown > docs/measures.md`.
   all layers and measures that share it.
 
 `pf.pac_bayes` and `pf.adaptive_sharpness_mc` are the measures of these names with options (draws, the size of noise,
-initial weights, the readings of the authors' code).
+initial weights, the readings of the authors' code); so are `pf.representation` (the largest singular values alone) and
+`pf.mls_adversarial` (steps, radius). `pf.bounds` lists inequalities with both their sides.
 
 """
 

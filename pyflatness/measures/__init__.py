@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..errors import InputError
-from . import at_head
+from . import at_head, bounds, representation
 from .adaptive_sharpness import ADAPTIVE_SHARPNESS, ADAPTIVE_SHARPNESS_NETWORK
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC
 from .base import Measure, Task
@@ -11,6 +11,7 @@ from .fisher_rao import FISHER_RAO
 from .interpolation_sharpness import INTERPOLATION_SHARPNESS
 from .lambda_max import LAMBDA_MAX
 from .matrix_normalized_sharpness import MATRIX_NORMALIZED_SHARPNESS, MATRIX_NORMALIZED_SHARPNESS_FROBENIUS
+from .mls_adversarial import MLS_ADVERSARIAL
 from .neuron_flatness import (
     NEURON_FLATNESS,
     NEURON_FLATNESS_MAX,
@@ -51,6 +52,9 @@ MEASURES = (
     FISHER_RAO,
     PAC_BAYES,
     WEIGHT_NORM,
+    *representation.ROWS,
+    MLS_ADVERSARIAL,
+    *bounds.ROWS,
 )
 
 

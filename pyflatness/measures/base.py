@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from ..jacobians import Samples
 from ..options import Options
 from ..report import Estimate
 from ..task import Task
@@ -17,8 +18,8 @@ Values = dict[str, Estimate]
 class Measure:
     """A measure of the loss around a trained network: of a layer, or of all its parameters.
 
-    Either a sum over quantities of the weight gradients, and so one of the sweep's, or computed by itself, or derived
-    from another measure.
+    Either a sum over quantities of the weight gradients, and so one of the sweep's, or computed by itself, or of the
+    Jacobians, whose sweep such measures share, or derived from another measure.
 
     Attributes:
         name: in reports, tables and on the command line.
@@ -29,6 +30,8 @@ class Measure:
         of_parts: of a quantity with parts that are not to be summed: layer, weight (G, d, m) and the parts -> the
             layer's value, and a note if that is not the definition's to rounding.
         compute: its values, if it is not one of the sweep's.
+        of_jacobians: its values from those of :func:`pyflatness.jacobians.measured`.
+        needs: which quantities these must have that not all measures need.
         base: the measure from whose values it follows without reading the data again.
         derive: its values, from the model, the user's options and its base's values.
         granularity: what it is a number of: ``"layer"``, ``"network"``, ``"layer, network"``.
@@ -45,6 +48,8 @@ class Measure:
     normalize: str | None = None
     of_parts: Callable[[str, Tensor, Tensor], tuple[float, str]] | None = None
     compute: Callable[[Task], Values] | None = None
+    of_jacobians: Callable[[Samples], Values] | None = None
+    needs: tuple[str, ...] = ()
     base: str | None = None
     derive: Callable[[nn.Module, Options, Values], Values] | None = None
     granularity: str = "layer, network"
@@ -53,7 +58,8 @@ class Measure:
     reads: int = 1
 
     def __post_init__(self) -> None:
-        assert sum(how is not None for how in (self.quantity, self.compute, self.derive)) == 1, self.name
+        ways = self.quantity, self.compute, self.of_jacobians, self.derive
+        assert sum(how is not None for how in ways) == 1, self.name
         assert (self.base is None) == (self.derive is None), self.name
 
     @property

@@ -1,0 +1,128 @@
+"""What is kept of the rows of a Jacobian as they arrive at one place, for the samples of a run."""
+
+from collections.abc import Callable, Collection, Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from . import contractions, layers, spectra
+from .layer_form import LayerForm
+from .runner import Run
+
+QUANTITIES = ("size", "largest", "trace", "square", "scaled", "log_volume", "weights")
+"""Of each sample: |x|², s_max, Tr G, Tr G²; on request |J diag(x)|_F², Σ log s, |∂f/∂w|_F² of a layer's weight w."""
+
+
+class WeightGradient:
+    """|∂f/∂w|_F² of each sample for a layer's weight w, and whether the layer stands alone behind its input.
+
+    Args:
+        run: with the layer on tape.
+        name: of the layer.
+        module: the layer.
+        form: for the contraction ``"squares"``.
+        width: how many signals will come.
+
+    Attributes:
+        total: (n,) float64.
+        apart: why J is not the outputs' Jacobian times w, at one position; empty as long as it is.
+    """
+
+    def __init__(self, run: Run, name: str, module: nn.Module, form: LayerForm, width: int) -> None:
+        self._run, self._module, self._form, self.calls = run, module, form, run.calls(name)
+        with contractions.full_precision(run.outputs):
+            self._squares = form.gradients(run).of(form.inputs(run), width)
+        self.total = torch.zeros(run.samples, dtype=torch.float64, device=run.outputs.device)
+        self.apart = _shape_apart(module, [call.inputs for call in self.calls], run.samples)
+
+    def add(self, deltas: Sequence[Tensor], row: Tensor) -> None:
+        """Take in the gradients in the layer's outputs, and the row of J (n, M), of one output of the model."""
+        with contractions.full_precision(self._run.outputs):
+            self.total += self._squares(self._form.signal(self._run, deltas)).values[0]
+            if not self.apart:
+                own = deltas[0].reshape(len(row), -1) @ layers.matrix(self._module)[0].to(deltas[0].dtype)
+                off = (row - own).norm()
+                if bool(off > torch.finfo(row.dtype).eps ** 0.5 * row.norm()):
+                    self.apart = "its input goes another way too"
+
+
+class Place:
+    """The rows of J at one place, of all samples of a run, and quantities of theirs.
+
+    Args:
+        name: of the place.
+        edges: where the gradients are taken: at one tensor, or one for each call of a layer.
+        tensors: the tensors, x.
+        samples_first: lays one of them out as (n, …).
+        needs: those of :data:`QUANTITIES` on request.
+        weight: if the layer's weight is looked at.
+
+    Attributes:
+        edges: those, and where ``weight`` wants gradients.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        edges: Sequence[GradientEdge],
+        tensors: Sequence[Tensor],
+        samples_first: Callable[[Tensor], Tensor],
+        needs: Collection[str],
+        weight: WeightGradient | None = None,
+    ) -> None:
+        self.name, self.weight = name, weight
+        self.edges = [*edges, *(call.edge for call in weight.calls)] if weight else [*edges]
+        self._tensors, self._samples_first, self._needs = tensors, samples_first, needs
+        self._x = self._flat([tensor.detach() for tensor in tensors])
+        self._scaled = torch.zeros(len(self._x), dtype=torch.float64, device=self._x.device)
+        self._rows: list[Tensor] = []
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take in the gradients of one output at all edges; None where there is no way."""
+        shapes = [*self._tensors, *(call.output for call in self.weight.calls)] if self.weight else self._tensors
+        found = [
+            torch.zeros(like.shape, dtype=like.dtype, device=self._x.device) if gradient is None else gradient
+            for gradient, like in zip(gradients, shapes, strict=True)
+        ]
+        row = self._flat(found[: len(self._tensors)])
+        self._rows.append(row)
+        if "scaled" in self._needs:
+            self._scaled += (row.double() * self._x).square().sum(dim=1)
+        if self.weight is not None:
+            self.weight.add(found[len(self._tensors) :], row)
+
+    def values(self, backend: ModuleType, top: int | None) -> dict[str, Tensor]:
+        """Quantities of the rows, (n,) float64 on the CPU each; the rows are let go."""
+        rows, self._rows = self._rows, []
+        gram = spectra.gram(rows)
+        squares = spectra.eigenvalues(gram.cpu(), backend)
+        found = {
+            "size": self._x.double().square().sum(dim=1),
+            "largest": squares[:, -1].sqrt(),
+            "trace": gram.diagonal(dim1=1, dim2=2).sum(dim=1),
+            "square": gram.square().sum(dim=(1, 2)),
+        }
+        if "scaled" in self._needs:
+            found["scaled"] = self._scaled
+        if "log_volume" in self._needs:
+            found["log_volume"] = spectra.log_volumes(rows, squares, top)
+        if self.weight is not None:
+            found["weights"] = self.weight.total
+        return {quantity: values.cpu() for quantity, values in found.items()}
+
+    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """(n, M), what belongs to each sample in all calls side by side."""
+        parts = [self._samples_first(tensor) for tensor in tensors]
+        rows = [part.reshape(len(part), -1) for part in parts]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+
+
+def _shape_apart(module: nn.Module, inputs: Sequence[Tensor], samples: int) -> str:
+    """Why the layer is not one matrix that is used once, by its shapes."""
+    if layers.is_convolution(module):
+        return "a convolution"
+    if len(inputs) > 1:
+        return "called several times"
+    return "several positions" if inputs[0].numel() != samples * inputs[0].shape[-1] else ""

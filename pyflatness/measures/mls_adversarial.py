@@ -1,0 +1,187 @@
+"""Maximum local sensitivity without a Jacobian (C24, Eq. 47), for models too large for one.
+
+    s_max(∂f_i/∂x_i) ≈ max_δ |f(x_i + δ) - f(x_i)| / |δ|,    |δ| = r |x_i| held
+
+by ascent on δ from a random start: each step takes δ to the sphere's point in the direction of the gradient of
+½ |f(x + δ) - f(x)|², which for small r is JᵀJ δ, so that the steps are those of the power method. The value of a sample
+is the largest quotient seen on the way; for r → 0 and up to rounding it is at most s_max, and comes close to it from
+below as steps are made: by about (s_2/s_1)^(2k) after k of them. At the model's input alone; r is the square root of
+the dtype's ε unless given, small enough for the derivative and large enough for the difference to have digits.
+
+C24: "From Loss Flatness to Compressed Representations".
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import capture, inputs, losses, tape
+from .. import data as batching
+from ..data import Batches
+from ..errors import InputError, NonFiniteError
+from ..options import Options
+from ..report import Estimate
+from ..selectors import Selection
+from ..task import Task
+from .base import Measure
+
+STEPS = 20
+
+
+@capture.eager
+def mls_adversarial(
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    *,
+    steps: int = STEPS,
+    radius: float | None = None,
+    per_sample: bool = False,
+    seed: int = 0,
+    nan_policy: str = "raise",
+    forward: capture.Forward | None = None,
+    progress: bool | None = None,
+) -> Estimate:
+    """How much a small change of the input changes the outputs at most, by gradient ascent on the change.
+
+    mean_i max_δ |f(x_i + δ) - f(x_i)| / |δ|   ("From Loss Flatness to Compressed Representations", Eq. 47): ``mls`` of
+    models with too many outputs for a Jacobian. ``pf.measure(…, measures="mls_adversarial")`` is this by default.
+
+    Args:
+        model: in eval mode; left as it was found.
+        loss: as for :func:`pyflatness.measure`; it has no part in the value.
+        data: as for :func:`pyflatness.relative_flatness`; each batch goes through the model whole.
+        steps: of the ascent, a forward and a backward pass each.
+        radius: |δ| / |x|, √ε of the dtype unless given.
+        per_sample: also return each sample's value.
+        seed: of the starts.
+        nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        progress: show a bar.
+
+    Returns:
+        The value, an estimate from below; it has no standard error, since more steps, not more draws, improve it.
+
+    Raises:
+        InputError: options that do not fit; a batch without a floating-point input.
+        NonFiniteError: NaN or infinity, under ``nan_policy="raise"``.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> model = torch.nn.Linear(3, 2, bias=False).double()
+        >>> _ = model.weight.data.copy_(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 2.0]]))
+        >>> data = torch.randn(10, 3).double(), torch.randint(2, (10,))
+        >>> round(pf.mls_adversarial(model, torch.nn.CrossEntropyLoss(), data).value, 4)
+        3.0
+    """
+    if type(steps) is not int or steps < 1:
+        raise InputError(f"steps={steps!r}: a number of steps is wanted, at least 1")
+    if radius is not None and not 0 < radius < math.inf:
+        raise InputError(f"radius={radius}: a positive number is wanted")
+    resolved = losses.resolve(loss, None)
+    options = Options(per_sample=per_sample, nan_policy=nan_policy, seed=seed)
+    with capture.observing(model) as module:
+        batches = Batches(data, capture.device(module), shown=progress)
+        task = Task(module, Selection({}, frozenset()), resolved, batches, forward, options)
+        return _estimate(task, steps, radius)
+
+
+def _estimate(task: Task, steps: int = STEPS, radius: float | None = None) -> Estimate:
+    generator = torch.Generator(capture.device(task.model)).manual_seed(task.options.seed)
+    found = []
+    with tape.frozen(task.model):
+        for number, batch in enumerate(task.batches):
+            values = _Ascent(task, batch, number, radius).values(steps, generator)
+            bad = int((~values.isfinite()).sum())
+            if bad and task.options.nan_policy == "raise":
+                raise NonFiniteError(
+                    f"batch {number}: {bad} of {len(values)} samples have NaN or infinity in their input, outputs or "
+                    "derivatives; pass nan_policy='omit' or 'propagate' to go on"
+                )
+            found.append(torch.where(values.isfinite(), values, torch.nan))
+    each = torch.cat(found).cpu()
+    kept = ~each.isnan() if task.options.nan_policy == "omit" else torch.ones_like(each, dtype=torch.bool)
+    if not bool(kept.any()):
+        raise NonFiniteError(f"nan_policy='omit': all {len(each)} samples have NaN or infinity")
+    return Estimate(
+        value=float(each[kept].mean()),
+        stderr=None,
+        samples=int(kept.sum()),
+        method="ascent",
+        exact=False,
+        backend="reference",
+        per_sample=each if task.options.per_sample else None,
+        omitted=int((~kept).sum()),
+        notes=(f"mls_adversarial: from below, {steps} steps",),
+    )
+
+
+class _Ascent:
+    """Ascent on the inputs' changes of one batch."""
+
+    def __init__(self, task: Task, batch: Any, number: int, radius: float | None) -> None:
+        found = inputs.first_floating(batch)
+        if found is None:
+            raise InputError(
+                f"batch {number}: there is no floating-point tensor among its inputs that could be changed (tokens "
+                "have no derivative); mls has values at the inputs of layers"
+            )
+        self._task, self._batch, self._input, self._samples = task, batch, found, batching.size(batch)
+        self._size = _norms(found) * (torch.finfo(found.dtype).eps ** 0.5 if radius is None else radius)
+        self._size = torch.where(self._size == 0, torch.finfo(found.dtype).eps ** 0.5, self._size)
+        with torch.no_grad():
+            self._start = self._outputs(found)
+
+    def values(self, steps: int, generator: torch.Generator) -> Tensor:
+        """The largest quotient of each sample, (n,) float64."""
+        dtype = torch.promote_types(self._input.dtype, torch.float32)
+        shape, device = self._input.shape, self._input.device
+        direction = torch.randn(shape, generator=generator, dtype=dtype, device=device)
+        best = torch.zeros(len(self._input), dtype=torch.float64, device=device)
+        for step in range(steps + 1):
+            moved = self._moved(direction).requires_grad_()
+            with torch.enable_grad():
+                change = self._outputs(moved).double() - self._start.double()
+                rows = change.reshape(self._samples, -1)
+                went = _norms(moved.detach().double() - self._input.double())  # after rounding
+                best = torch.maximum(best, _norms(rows) / went)
+                if step == steps or not change.requires_grad:
+                    break
+                (gradient,) = torch.autograd.grad(0.5 * rows.square().sum(), moved)
+            lost = _norms(gradient) == 0
+            direction = torch.where(_like(lost, gradient), direction, gradient.to(dtype))
+        return best
+
+    def _moved(self, direction: Tensor) -> Tensor:
+        scale = self._size / _norms(direction)
+        return (self._input.double() + _like(scale, direction) * direction).to(self._input.dtype).detach()
+
+    def _outputs(self, tensor: Tensor) -> Tensor:
+        batch = inputs.replaced(self._batch, self._input, tensor.clone())
+        outputs, _ = capture.run(self._task.model, batch, self._task.forward)
+        if outputs.ndim == 0 or len(outputs) % self._samples:
+            raise InputError(f"the model's output {tuple(outputs.shape)} does not hold {self._samples} samples")
+        return outputs
+
+
+def _norms(tensor: Tensor) -> Tensor:
+    """Of samples, (n,) float64."""
+    norms: Tensor = torch.linalg.vector_norm(tensor.detach().reshape(len(tensor), -1).double(), dim=1)
+    return norms
+
+
+def _like(values: Tensor, tensor: Tensor) -> Tensor:
+    return values.view(-1, *(1,) * (tensor.ndim - 1))
+
+
+MLS_ADVERSARIAL = Measure(
+    name="mls_adversarial",
+    formula="mean_i max_δ |f(x_i + δ) - f(x_i)| / |δ|, |δ| small, by gradient ascent",
+    source="From Loss Flatness to Compressed Representations, Eq. 47",
+    compute=lambda task: {"": _estimate(task)},
+    granularity="network",
+    invariant="layer-wise, neuron-wise",
+    cost=f"{STEPS + 2} forward passes and {STEPS} backward passes",
+)

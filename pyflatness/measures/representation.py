@@ -1,0 +1,252 @@
+"""How much the network compresses around its inputs ("From Loss Flatness to Compressed Representations", C24).
+
+    J_i = ∂f_i/∂x_i, all outputs of a sample;  s_1 ≥ s_2 ≥ … its singular values;  G_i = J_i J_iᵀ
+
+    mls                  mean_i s_1                      maximum local sensitivity, Definition 3.7
+    nmls                 Σ_l of the layers' mls          Definition 3.9 (the text says average, formula and code sum)
+    normalized_mls       mean_i |x_i|² s_1²              Definition F.1
+    input_invariant_mls  mean_i |J_i diag(x_i)|_F²       Definition E.3
+    log_volume           mean_i Σ_c log s_c              logarithm of the volumetric ratio, Definition 3.1
+    volume               mean_i Π_c s_c                  Definition 3.3; the network's: Σ_l of the layers', 3.5
+    local_dimension      mean_i Tr(G_i)² / Tr(G_i²)      participation ratio, Eq. 15
+
+x is the model's input (the network's value) or a layer's input (the layer's), from where J goes through everything
+behind it: past the layer too, where its input also takes another way. Inputs of all calls of a layer are one x. The
+model's input is the first floating-point tensor of a batch; tokens have no derivative, and the network no value then
+but in nmls and volume. Means are over samples, whatever the loss: it has no part in J. Sums over layers are over the
+chosen ones, all linear and convolutional layers unless said otherwise.
+
+Where the rank of J is below the number of outputs (always if these are more than the inputs) the volume is 0, its
+logarithm minus infinity, and a note says for how many samples; ``pf.representation(…, top=k)`` takes the k largest
+singular values instead. G is summed in float64. Logarithms come from its eigenvalues where these are within 1e-4 of the
+largest, else from a QR decomposition of J. Of J = 0 the dimension is 0.
+
+All of them, and the bounds, share one sweep: a forward pass, and a backward pass for each output.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import capture, jacobians, losses, selectors
+from ..data import Batches
+from ..errors import InputError
+from ..jacobians import INPUT, Samples
+from ..options import Options
+from ..report import Estimate, Report
+from ..selectors import Selector
+from ..task import Task
+from .base import Measure, Values
+
+COST = "one forward pass and one backward pass per output of the model, shared by all measures of Jacobians"
+_SOURCE = "From Loss Flatness to Compressed Representations"
+_NO_INPUT = "the model's input has no derivative (no floating-point tensor among a batch's inputs): layers only"
+
+Of = Callable[[Samples, str], Tensor]
+"""The values of samples at a place, (n,)."""
+
+
+def _largest(samples: Samples, place: str) -> Tensor:
+    return samples.each(place, "largest")
+
+
+def _normalized(samples: Samples, place: str) -> Tensor:
+    return samples.each(place, "size") * samples.each(place, "largest").square()
+
+
+def _scaled(samples: Samples, place: str) -> Tensor:
+    return samples.each(place, "scaled")
+
+
+def _log_volume(samples: Samples, place: str) -> Tensor:
+    return samples.each(place, "log_volume")
+
+
+def _volume(samples: Samples, place: str) -> Tensor:
+    return samples.each(place, "log_volume").exp()
+
+
+def _dimension(samples: Samples, place: str) -> Tensor:
+    trace, square = samples.each(place, "trace"), samples.each(place, "square")
+    return torch.where(square == 0, 0.0, trace.square() / square)
+
+
+def _at_places(of: Of, samples: Samples) -> Values:
+    """Of each layer's input; the network's value is that of the model's."""
+    found = {name: estimate(samples, of(samples, name), name) for name in samples.layers}
+    if samples.has_input:
+        found[INPUT] = estimate(samples, of(samples, INPUT), INPUT)
+    return found
+
+
+def _summed(of: Of, samples: Samples) -> Values:
+    """The sum over layers alone."""
+    return {"": estimate(samples, torch.stack([of(samples, name) for name in samples.layers]).sum(dim=0), "")}
+
+
+def _volumes(samples: Samples) -> Values:
+    return {**_at_places(_volume, samples), **_summed(_volume, samples)}
+
+
+def estimate(samples: Samples, each: Tensor, place: str) -> Estimate:
+    """The mean over samples, of values (n,)."""
+    counted = each[samples.kept]
+    notes = []
+    calls = samples.calls.get(place, 1)
+    if place and calls > 1:
+        notes.append(f"called {calls} times: J is in the inputs of all calls, side by side")
+    if place == next(iter(samples.layers), None) and not samples.has_input:
+        notes.append(_NO_INPUT)
+    lost = int((counted == -torch.inf).sum())
+    if lost:
+        notes.append(f"log_volume: {lost} of {len(counted)} samples have a J of lower rank, and no volume")
+    return Estimate(
+        value=float(counted.mean()),
+        stderr=None,
+        samples=len(counted),
+        method="jacobian",
+        exact=True,
+        backend=samples.backend,
+        per_sample=each if samples.task.options.per_sample else None,
+        layer=place,
+        omitted=len(each) - len(counted),
+        notes=tuple(notes),
+    )
+
+
+MLS = Measure(
+    name="mls",
+    formula="mean_i s_max(∂f_i/∂x_i)",
+    source=f"{_SOURCE}, Definition 3.7",
+    of_jacobians=partial(_at_places, _largest),
+    cost=COST,
+)
+NMLS = Measure(
+    name="nmls",
+    formula="Σ_l mean_i s_max(∂f_i/∂x_i^l), x^l the input of layer l",
+    source=f"{_SOURCE}, Definition 3.9",
+    of_jacobians=partial(_summed, _largest),
+    granularity="network",
+    cost=COST,
+)
+NORMALIZED_MLS = Measure(
+    name="normalized_mls",
+    formula="mean_i |x_i|² s_max(∂f_i/∂x_i)²",
+    source=f"{_SOURCE}, Definition F.1",
+    of_jacobians=partial(_at_places, _normalized),
+    invariant="layer-wise",
+    cost=COST,
+)
+INPUT_INVARIANT_MLS = Measure(
+    name="input_invariant_mls",
+    formula="mean_i |∂f_i/∂x_i diag(x_i)|_F²",
+    source=f"{_SOURCE}, Definition E.3",
+    of_jacobians=partial(_at_places, _scaled),
+    needs=("scaled",),
+    invariant="layer-wise, neuron-wise",
+    cost=COST,
+)
+LOG_VOLUME = Measure(
+    name="log_volume",
+    formula="mean_i Σ_c log s_c(∂f_i/∂x_i)",
+    source=f"{_SOURCE}, Definition 3.1 and Eq. 7",
+    of_jacobians=partial(_at_places, _log_volume),
+    needs=("log_volume",),
+    cost=COST,
+)
+VOLUME = Measure(
+    name="volume",
+    formula="mean_i Π_c s_c(∂f_i/∂x_i); of the network Σ_l of its layers",
+    source=f"{_SOURCE}, Definitions 3.3 and 3.5",
+    of_jacobians=_volumes,
+    needs=("log_volume",),
+    cost=COST,
+)
+LOCAL_DIMENSION = Measure(
+    name="local_dimension",
+    formula="mean_i Tr(G_i)² / Tr(G_i²), G_i = ∂f_i/∂x_i (∂f_i/∂x_i)ᵀ",
+    source=f"{_SOURCE}, Eq. 15",
+    of_jacobians=partial(_at_places, _dimension),
+    invariant="layer-wise",
+    cost=COST,
+)
+ROWS = (MLS, NMLS, NORMALIZED_MLS, INPUT_INVARIANT_MLS, LOG_VOLUME, VOLUME, LOCAL_DIMENSION)
+
+
+@capture.eager
+def representation(
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    *,
+    layers: Selector | Sequence[Selector] | None = None,
+    measures: str | Sequence[str] | None = None,
+    top: int | None = None,
+    per_sample: bool = False,
+    backend: str = "auto",
+    nan_policy: str = "raise",
+    forward: capture.Forward | None = None,
+    memory: int | None = None,
+    progress: bool | None = None,
+) -> Report:
+    """How sensitive the outputs are to the model's input and to every layer's: s_max, volumes, dimension, together.
+
+    Measures of J_i = ∂f_i/∂x_i and its singular values (see docs/measures.md), of one sweep: a forward pass and one
+    backward pass per output. ``pf.measure(…, measures=[…])`` knows them by the same names, without ``top``.
+
+    Args:
+        model: in eval mode; left as it was found.
+        loss: as for :func:`pyflatness.measure`; it has no part in the values.
+        data: as for :func:`pyflatness.relative_flatness`.
+        layers: whose inputs; None: of all layers that can be measured and ran.
+        measures: names; None: all of this page.
+        top: singular values that volumes are over, the largest (3 in the code of the paper); None: all.
+        per_sample: also return each sample's values.
+        backend: of the eigenvalues: ``"auto"``, ``"compiled"`` or ``"reference"``.
+        nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``; a sample is left out of all places.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        memory: bytes for a part's graph, layer inputs and Jacobians, to which batches are cut (512 MiB).
+        progress: show a bar.
+
+    Returns:
+        ``report[layer, measure]`` at a layer's input; ``report[measure]`` at the model's, or of the network.
+
+    Raises:
+        InputError: names or options that do not fit; more outputs of a sample than backward passes are allowed.
+        NonFiniteError: NaN or infinity, under ``nan_policy="raise"``.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> model = torch.nn.Linear(3, 2, bias=False)
+        >>> _ = model.weight.data.copy_(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 2.0]]))
+        >>> data = torch.randn(10, 3), torch.randint(2, (10,))
+        >>> report = pf.representation(model, torch.nn.CrossEntropyLoss(), data)
+        >>> round(report["mls"].value, 6), round(report["volume"].value, 6)
+        (3.0, 6.0)
+    """
+    if top is not None and (type(top) is not int or top < 1):
+        raise InputError(f"top={top!r}: a number of singular values is wanted, at least 1")
+    rows = _named(measures)
+    options = Options(per_sample=per_sample, backend=backend, nan_policy=nan_policy, memory=memory)
+    resolved = losses.resolve(loss, None)
+    with capture.observing(model) as module:
+        batches = Batches(data, capture.device(module), shown=progress)
+        task = Task(module, selectors.select(module, layers), resolved, batches, forward, options)
+        samples = jacobians.measured(task, {need for row in rows for need in row.needs}, top)
+    found = {}
+    for row in rows:
+        assert row.of_jacobians is not None
+        found.update({(name, row.name): value for name, value in row.of_jacobians(samples).items()})
+    return Report(samples.layers, tuple(row.name for row in rows), found)
+
+
+def _named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
+    table = {row.name: row for row in ROWS}
+    wanted = table if names is None else dict.fromkeys([names] if isinstance(names, str) else names)
+    for name in wanted:
+        if name not in table:
+            raise InputError(f"measures: {name!r} is none of the Jacobian; choose among {', '.join(table)}")
+    return tuple(table[name] for name in wanted)

@@ -1,0 +1,74 @@
+"""Singular values of Jacobians given by their rows. Shapes: n samples, C outputs, M inputs; all results are float64."""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+_BLOCK = 2**19  # entries of J that are in float64 at a time
+_SMALL = 32  # rows that the batched solver takes
+_CLEAR = 1e-4  # an eigenvalue of G above this part of the largest is as good as the square of a singular value of J
+
+
+def gram(rows: Sequence[Tensor]) -> Tensor:
+    """G = J Jᵀ, (n, C, C), of J's C rows, (n, M) each."""
+    samples, inputs = rows[0].shape
+    total = torch.zeros(samples, len(rows), len(rows), dtype=torch.float64, device=rows[0].device)
+    step = max(1, _BLOCK // (len(rows) * samples))
+    for start in range(0, inputs, step):
+        block = torch.stack([row[:, start : start + step] for row in rows], dim=1).double()
+        total.baddbmm_(block, block.mT)
+    return total
+
+
+def eigenvalues(matrices: Tensor, backend: ModuleType) -> Tensor:
+    """Of symmetric positive semidefinite matrices (n, C, C), ascending, (n, C); NaN for one that is not finite.
+
+    Args:
+        matrices: float64.
+        backend: a module from :func:`.contractions.choose`; wide matrices go to torch.
+    """
+    if matrices.shape[1] <= _SMALL:
+        values: Tensor = backend.small_eigenvalues(matrices)
+    else:
+        finite = matrices.isfinite().flatten(1).all(dim=1)
+        values = torch.linalg.eigvalsh(torch.where(finite[:, None, None], matrices, 0.0))
+        values = torch.where(finite[:, None], values, torch.nan)
+    return values.clamp_min(0.0)
+
+
+def log_volumes(rows: Sequence[Tensor], squares: Tensor, top: int | None = None) -> Tensor:
+    """Σ log s_c over all C singular values of J, or its ``top`` largest; -inf where the rank is less; (n,).
+
+    From the eigenvalues of G where these are good to 1e-12, else from a QR decomposition of Jᵀ: the logarithms of R's
+    diagonal, which have no squares in them. The rank is numerical: singular values count above 4 C ε of the largest,
+    ε of J's dtype.
+
+    Args:
+        rows: C of (n, M).
+        squares: the eigenvalues of G, (n, C), ascending; the result is where they are.
+        top: how many.
+    """
+    inputs, outputs = rows[0].shape[1], len(rows)
+    count = outputs if top is None else min(top, outputs)
+    result: Tensor = 0.5 * squares[:, outputs - count :].log().sum(dim=1)
+    if inputs < count:
+        return torch.where(result.isnan(), torch.nan, torch.full_like(result, -torch.inf))
+    unclear = (squares[:, outputs - count] <= _CLEAR * squares[:, -1]).nonzero().flatten()
+    for index in unclear.split(max(1, _BLOCK // (outputs * inputs))):
+        matrices = torch.stack([row[index] for row in rows], dim=1).double()
+        result[index] = _by_qr(matrices, count, 4 * outputs * torch.finfo(rows[0].dtype).eps).to(result.device)
+    return result
+
+
+def _by_qr(matrices: Tensor, count: int, tolerance: float) -> Tensor:
+    """Of (n, C, M); values below ``tolerance`` of the largest are zero."""
+    triangles = torch.linalg.qr(matrices.mT, mode="r").R
+    values = torch.linalg.svdvals(triangles)
+    if count == triangles.shape[2]:
+        logs = triangles.diagonal(dim1=1, dim2=2).abs().log().sum(dim=1)
+    else:
+        logs = values[:, :count].log().sum(dim=1)
+    full = values[:, count - 1] > tolerance * values[:, 0]
+    return torch.where(full, logs, -torch.inf)
