@@ -63,6 +63,12 @@ def as_matrix(module: nn.Module, weight: Tensor) -> Tensor:
     return weight.t() if _is_transposed(module) else weight.flatten(1)
 
 
+def as_weight(module: nn.Module, matrix: Tensor) -> Tensor:
+    """A (d, m) matrix as a tensor of the shape of the layer's weight."""
+    assert isinstance(module.weight, Tensor)
+    return matrix.t() if _is_transposed(module) else matrix.reshape(module.weight.shape)
+
+
 def row_dim(module: nn.Module) -> int:
     """The dimension of the layer's weight that counts its rows."""
     return 1 if _is_transposed(module) else 0
@@ -99,11 +105,11 @@ def pad(module: nn.Module, inputs: Tensor) -> Tensor:
     return F.pad(inputs, module._reversed_padding_repeated_twice, mode=mode)
 
 
-def apply(module: nn.Module, inputs: Tensor) -> Tensor:
-    """The layer's linear part on an input: W φ, without bias or hooks."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    weight = weight.detach()
+def apply(module: nn.Module, inputs: Tensor, weight: Tensor | None = None) -> Tensor:
+    """The layer's linear part on an input: W φ, without bias or hooks; with another weight of that shape if given."""
+    if weight is None:
+        assert isinstance(module.weight, Tensor)
+        weight = module.weight.detach()
     if isinstance(module, _CONVOLUTIONS):
         outputs: Tensor = module._conv_forward(inputs, weight, None)
         return outputs
