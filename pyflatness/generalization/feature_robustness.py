@@ -6,6 +6,9 @@
 for m columns of w, at any w: the terms of odd order vanish, since A and -A are equally likely; a minimum is not needed.
 Every draw is taken with both signs, u_k(α) = (E(w + αwA_k) + E(w - αwA_k)) / 2 - E(w); the value is their mean and its
 standard error std_k u_k / √K, given the data. Each group of a convolution has a matrix of its own, as it has in κ.
+
+Theorem 5 is about twice differentiable models. Behind a ReLU the parabola holds as far as no sample crosses a kink,
+which for many samples is not far: kinks that are crossed add a rise of order α² of their own, which no Hessian sees.
 """
 
 from collections.abc import Iterable, Sequence
