@@ -101,9 +101,7 @@ def hits(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Tensor:
             f"{tuple(outputs.shape)}, got {targets.dtype} of shape {tuple(targets.shape)}"
         )
     hits = (outputs.argmax(dim) == labels) & ~outputs.isnan().any(dim)
-    if isinstance(loss, CrossEntropy) and not targets.is_floating_point():  # of probabilities none is ignored
-        return hits[labels != loss.ignore_index]
-    return hits.flatten()
+    return hits[labels != loss.ignore_index] if isinstance(loss, CrossEntropy) else hits.flatten()
 
 
 def has_classes(outputs: Tensor, targets: Tensor, loss: Loss) -> bool:

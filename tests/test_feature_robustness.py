@@ -58,7 +58,7 @@ def test_orthonormal_rows_are_uniform():
 
 @pytest.mark.parametrize("shape", [(3, 7), (7, 3), (1, 5), (5, 5)])
 def test_a_turned_weight_is_w_times_an_orthogonal_matrix(shape):
-    """The product wA (wA)ᵀ = w wᵀ, which is what an orthogonal A with that product exists by; E wA = 0, E AᵀwᵀwA = |w|²/m I."""
+    """For wA (wA)ᵀ = w wᵀ an orthogonal A with that product exists; E wA = 0, E AᵀwᵀwA = |w|²/m I."""
     layer = nn.Linear(shape[1], shape[0]).double()
     w = layer.weight.detach()
     drawn = torch.stack(turns_of(layer, 3000))
