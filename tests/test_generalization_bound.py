@@ -51,9 +51,8 @@ def test_the_bound_of_an_inner_layer_by_brute_force():
     model = net(nn.Tanh())
     cut = [*zip(DATA[0].split(50), DATA[1].split(50), strict=True)]
     found = pf.generalization_bound(model, LOSS, cut, "0", delta=0.3, draws=4, seed=1)
-    source, places, noisy = generator(1), assigned(50, 3, 1), []
-    for _ in range(4):
-        xi = noise.kernel_noise(DATA[0], 0.3, source)
+    places, noisy = assigned(50, 3, 1), []
+    for xi in noise.kernel_noise(DATA[0], 0.3, 4, generator(1)):
         noisy.append(sum(F.cross_entropy(model(DATA[0] + s * xi), DATA[1], reduction="none") for s in (1, -1)) / 2)
     values, own = (
         torch.stack(noisy).mean(0).detach(),

@@ -90,9 +90,7 @@ def double_loop(phi, weight, bias, targets, loss, places, delta, draws, seed):
     def one(phi_i, i):
         return float(loss((weight @ phi_i + bias)[None], targets[i][None]))
 
-    xi, source = [], generator(seed)
-    for _ in range(draws):
-        xi.append(noise.kernel_noise(phi, delta, source))
+    xi = [*noise.kernel_noise(phi, delta, draws, generator(seed))]
     own = [one(phi[i], i) for i in range(len(phi))]
     noisy = [sum(one(phi[i] + s * x[i], i) for x in xi for s in (1, -1)) / (2 * draws) for i in range(len(phi))]
     found = []

@@ -10,6 +10,7 @@ Uniform over all |A| ≤ δ, at a minimum and to second order, from other measur
     E_F ≤ δ² d/2 κ^φ (Theorem 14)         E_F ≤ δ²/2 |w|² λ_max (Petzka et al. 2019, appendix C.1)
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,19 +243,19 @@ def _sums(
                 f"{tuple(inputs.shape)}"
             )
         generator = generator or torch.Generator(inputs.device).manual_seed(seed)
-        change = _noisy(perturbed.layer, delta, generator)
+        change = _noisy(perturbed.layer, noise.kernel_noise(inputs, delta, draws, generator))
         moved = (outputs for _ in range(draws) for outputs in perturbed.moved(change, (1.0, -1.0)))
         sums.add(outputs, targets, places[start : start + count], moved, number)
         start += count
     return sums
 
 
-def _noisy(layer: nn.Module, delta: float, generator: torch.Generator) -> Change:
-    """Δz = w ξ."""
+def _noisy(layer: nn.Module, drawn: Iterator[Tensor]) -> Change:
+    """Δz = w ξ, with the next ξ at every call."""
     weight = layers.as_weight(layer, layers.matrix(layer)[0])
 
     def change(inputs: Tensor) -> Tensor:
-        xi = noise.kernel_noise(inputs, delta, generator)
+        xi = next(drawn)
         return layers.apply(layer, xi, weight.to(xi.dtype))
 
     return change

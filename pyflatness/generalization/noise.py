@@ -5,12 +5,16 @@ induced by matrices A = rO, O Haar-distributed on the orthogonal group (Proposit
 on the sphere and r = δt, t of density proportional to t^(m-1) exp(-t²/2) on (0, 1].
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from .. import layers
 from ..contractions import promoted_dtype
 from ..errors import InputError
+
+_TOGETHER = 2**18  # numbers
 
 
 def truncated_normal_noise(features: Tensor, delta: float, *, draws: int = 1, seed: int = 0) -> Tensor:
@@ -44,14 +48,21 @@ def truncated_normal_noise(features: Tensor, delta: float, *, draws: int = 1, se
     check_delta(delta)
     check_count("draws", draws, 1)
     generator = torch.Generator(features.device).manual_seed(seed)
-    return torch.stack([kernel_noise(features.detach(), delta, generator) for _ in range(draws)])
+    return torch.stack([*kernel_noise(features.detach(), delta, draws, generator)])
 
 
-def kernel_noise(features: Tensor, delta: float, generator: torch.Generator) -> Tensor:
-    """One ξ for each feature vector of (…, m), in at least float32."""
+def kernel_noise(features: Tensor, delta: float, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Draws of ξ for each feature vector of (…, m), in at least float32; small ones are made together."""
+    together = max(1, _TOGETHER // max(1, features.numel()))
+    for start in range(0, draws, together):
+        yield from _noise(features.expand(min(together, draws - start), *features.shape), delta, generator)
+
+
+def _noise(features: Tensor, delta: float, generator: torch.Generator) -> Tensor:
     dtype = promoted_dtype(features.dtype)
     features = features.to(dtype)
-    direction: Tensor = torch.randn(features.shape, generator=generator, dtype=dtype, device=features.device)
+    direction: Tensor = torch.randn(features.shape, generator=generator, dtype=torch.float32, device=features.device)
+    direction = direction.to(dtype)  # a direction in steps of float32 is random enough, and its numbers come faster
     lengths = direction.norm(dim=-1, keepdim=True)
     radius = radii(lengths.numel(), features.shape[-1], generator).to(dtype).view_as(lengths)
     scale: Tensor = delta * radius * features.norm(dim=-1, keepdim=True) / lengths

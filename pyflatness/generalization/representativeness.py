@@ -12,6 +12,7 @@ in the authors' experiment), or data that ψ has not seen (``test=``). Means are
 terms, and are means also for the reduction ``"sum"``.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +23,11 @@ from torch import Tensor
 from .. import capture, head, losses, risk
 from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
-from ..losses import Loss
+from ..losses import CustomLoss, Loss
 from . import noise
 
 FOLDS, DRAWS = 3, 32
+_TOGETHER = 2**18  # numbers among the outputs of all draws that are looked at together
 
 Fit = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """(features, targets) -> (weight, bias)."""
@@ -259,17 +261,19 @@ class Sums:
         order = groups.argsort(stable=True).to(outputs.device)
         sizes: list[int] = groups.bincount(minlength=len(self._own)).tolist()
         chosen = targets[order.to(targets.device)].split(sizes)
-        self._own += self._values(outputs[order].split(sizes), chosen, number)
-        for place, moved in enumerate(noisy):
-            self._noisy[place // 2] += self._values(moved[order].split(sizes), chosen, number) / 2
+        self._own += self._values(outputs[None, order].split(sizes, dim=1), chosen, number)[0]
+        together, start = 2 * max(1, _TOGETHER // outputs.numel()), 0
+        while moved := [*itertools.islice(noisy, together)]:
+            values = self._values(torch.stack(moved)[:, order].split(sizes, dim=1), chosen, number)
+            self._noisy[start : start + len(moved) // 2] += values.view(-1, 2, len(sizes)).mean(dim=1)
+            start += len(moved) // 2
 
     def _values(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], number: int) -> Tensor:
-        """(groups,): sums of the loss."""
-        pairs = zip(outputs, targets, strict=True)
-        zero = torch.zeros((), dtype=torch.float64, device=outputs[0].device)
-        values = torch.stack([self._loss.value(f, t) if len(f) else zero for f, t in pairs]).cpu()
+        """(draws, groups): sums of the loss, of outputs (draws, samples, …) by group."""
+        columns = [_by_draw(self._loss, f, t) for f, t in zip(outputs, targets, strict=True)]
+        values = torch.stack(columns, dim=1).cpu()
         if not bool(values.isfinite().all()):
-            raise NonFiniteError(f"batch {number}: the loss is {values.tolist()}; no sample can be left out here")
+            raise NonFiniteError(f"batch {number}: the loss is {float(values.sum())}; no sample can be left out here")
         return values
 
     def mean(self) -> float:
@@ -322,8 +326,8 @@ class _Head:
     def noisy(self, outputs: Tensor, delta: float, draws: int, seed: int) -> Iterator[Tensor]:
         """Outputs with noise, two of opposite signs for each draw."""
         generator = torch.Generator(outputs.device).manual_seed(seed)
-        for _ in range(draws):
-            change = noise.kernel_noise(self.features, delta, generator) @ self.weight
+        for xi in noise.kernel_noise(self.features, delta, draws, generator):
+            change = xi @ self.weight
             yield outputs + change
             yield outputs - change
 
@@ -345,6 +349,16 @@ def _risk(psi: _Head) -> float:
     sums, outputs = Sums(psi.loss, 1, 0), psi.outputs()
     sums.add(outputs, psi.targets, torch.zeros(len(outputs), dtype=torch.int64), iter(()))
     return sums.mean()
+
+
+def _by_draw(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """(draws,): sums of the loss, of outputs (draws, samples, …)."""
+    if outputs.shape[1] == 0:
+        return outputs.new_zeros(len(outputs), dtype=torch.float64)
+    if isinstance(loss, CustomLoss):  # may do what vmap does not take
+        return torch.stack([loss.value(drawn, targets) for drawn in outputs])
+    values: Tensor = torch.func.vmap(lambda drawn: loss.value(drawn, targets))(outputs)
+    return values
 
 
 def _stderr(by_draw: Tensor) -> float:
