@@ -3,8 +3,8 @@
 Run from the project's root: ``python benchmarks/representativeness.py``. n = 600 samples of m = 8 features, 3 folds, 32
 pairs of draws, squared error, one thread: the size of the 2021 paper's synthetic experiment. Every figure is a ratio
 within one run; nothing is asserted. The loop is Eq. 3 as it stands, fold by fold, a loss at a time; one that kept its
-values from fold to fold would take half as long. ``authors`` is what the authors' code calls representativeness, against their double loop over
-pairs of samples. Needs rich.
+values from fold to fold would take half as long. ``authors`` is what the authors' code calls representativeness,
+against their double loop over pairs of samples. Needs rich.
 """
 
 import argparse

@@ -72,6 +72,23 @@ def test_the_reduction_sum_gives_means():
     assert two.kappa == pytest.approx(one.kappa)
 
 
+def test_a_network_that_fitted_noise_is_above_the_approximate_bound():
+    """The folds held out were trained on: what is called a bound does not see it. A refitted head does."""
+    features, y, others, other_y = normal(1, 30, 20), normal(2, 30, 1), normal(3, 500, 20), normal(4, 500, 1)
+
+    def ridge(x, targets):
+        gram = x.t() @ x + 1e-2 * torch.eye(20).double()
+        return torch.linalg.solve(gram, x.t() @ targets).t(), None
+
+    model = nn.Linear(20, 1, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(ridge(features, y)[0])
+    found = pf.generalization_bound(model, nn.MSELoss(), (features, y), test=(others, other_y), delta=0.1)
+    assert found.bound < found.measured.gap
+    refitted = pf.representativeness(features, model.weight, targets=y, loss="mse_loss", fit=ridge, delta=0.1)
+    assert found.flatness + refitted.value > found.measured.gap
+
+
 def test_uniform_bounds():
     """Both hold at a minimum for every |A| ≤ 1, to second order; and for the example of the specification."""
     torch.manual_seed(0)

@@ -4,7 +4,9 @@
 
 to second order in δ, with labels locally constant. The first term bounds E_F on average over rO, r ≤ δ; for |E_Rep|,
 which only the distribution of the data would tell, its plug-in estimate by folds is taken
-(:mod:`.representativeness`), so this is an approximation of the bound, as in the paper's Figure 4, and not a bound.
+(:mod:`.representativeness`), so this is an approximation of the bound, as in the paper's Figure 4, and not a bound: ψ
+has seen the folds that are held out, and where it has fitted them better than new data the measured gap is larger. The
+plug-in of a ψ fitted on each fold's sample is :func:`pyflatness.representativeness` with ``fit=``, of a head's features.
 Uniform over all |A| ≤ δ, at a minimum and to second order, from other measures:
 
     E_F ≤ δ² d/2 κ^φ (Theorem 14)         E_F ≤ δ²/2 |w|² λ_max (Petzka et al. 2019, appendix C.1)
@@ -142,7 +144,8 @@ def generalization_bound(
     """The approximate bound of the generalisation gap by relative flatness and representativeness.
 
     δ² κ/(2m) + |E_Rep|, δ = n^(-1/(4+m)), |E_Rep| a mean over folds   (Petzka et al. 2021, Theorem 6 and Figure 4).
-    Labels are taken as constant around the features of each sample; so where they are not, it says nothing.
+    Labels are taken as constant around the features of each sample. Not a bound to rely on: the folds that are held out
+    have been trained on, so a network that has fitted its training data can have a larger gap; ``test=`` shows it.
 
     Args:
         model: in eval mode; left as it was found.
