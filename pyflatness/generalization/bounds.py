@@ -6,7 +6,7 @@ to second order in δ, with labels locally constant. The first term bounds E_F o
 which only the distribution of the data would tell, its plug-in estimate by folds is taken
 (:mod:`.representativeness`), so this is an approximation of the bound, as in the paper's Figure 4, and not a bound: ψ
 has seen the folds that are held out, and where it has fitted them better than new data the measured gap is larger. The
-plug-in of a ψ fitted on each fold's sample is :func:`pyflatness.representativeness` with ``fit=``, of a head's features.
+plug-in of a ψ fitted on each fold's sample is :func:`pyflatness.representativeness` with ``fit=``, for a head.
 Uniform over all |A| ≤ δ, at a minimum and to second order, from other measures:
 
     E_F ≤ δ² d/2 κ^φ (Theorem 14)         E_F ≤ δ²/2 |w|² λ_max (Petzka et al. 2019, appendix C.1)
