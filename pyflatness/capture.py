@@ -124,8 +124,15 @@ def without_product(module: nn.Module, outputs: int) -> Iterator[None]:
     def shape_only(input: Tensor) -> Tensor:  # noqa: A002, the name that callers of a Linear may use
         return torch.empty(*input.shape[:-1], outputs, dtype=input.dtype, device="meta")
 
+    with replaced_forward(module, shape_only):
+        yield
+
+
+@contextlib.contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
+    """Inside, the module computes ``forward``; its hooks run as ever."""
     before = module.__dict__.get("forward")
-    module.__dict__["forward"] = shape_only
+    module.__dict__["forward"] = forward
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from .errors import InputError
 from .tape import Call, Tape
 
 Calls = Mapping[str, Sequence[Call]]
@@ -26,6 +27,24 @@ Gradients = Mapping[str, Sequence[Tensor]]
 
 OPAQUE, RECURRENT, CURVED = "opaque", "recurrent", "curved"
 """Why a layer is not certified: a function behind it that torch did not write; its own outputs; second derivatives."""
+
+
+TAKEN_AS_THEY_ARE = "second derivatives of functions that torch did not write taken as they are"
+
+
+def refuse_opaque(names: Sequence[str]) -> None:
+    """Raise if there are layers whose Hessian value cannot be told from another one.
+
+    Raises:
+        InputError: some names are given.
+    """
+    if names:
+        listed = ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        raise InputError(
+            f"behind layer {listed} is a function that torch did not write (a torch.autograd.Function, a kernel of "
+            "another library), whose second derivative may be missing without a sign: curvature='hessian' takes it "
+            "as it is, curvature='ggn' gives the GGN value, another number"
+        )
 
 
 @torch.enable_grad()

@@ -68,6 +68,18 @@ class Batches:
         except TypeError:
             return 0
 
+    @property
+    def samples(self) -> int:
+        """About how many samples there are; 0 if the data cannot tell."""
+        if self._tensors:
+            return len(self._tensors[0])
+        if isinstance(self._data, (tuple, list)):
+            return sum(max(0, size(batch)) for batch in self._data)
+        try:
+            return len(self._data.sampler)
+        except (AttributeError, TypeError):
+            return 0
+
     def __iter__(self) -> Iterator[Any]:
         empty = True
         for batch in progress.track(self._cut(), len(self), "batches", self._shown):
@@ -117,7 +129,21 @@ def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
 def part(batch: Any, start: int, stop: int) -> Any:
     """Some samples of a batch; tensors that do not hold its samples stay whole."""
     samples = size(batch)
+    if stop - start == samples:
+        return batch
     return map_tensors(lambda held: held[start:stop] if held.ndim and len(held) == samples else held, batch)
+
+
+def take(batch: Any, index: Tensor) -> Any:
+    """Samples of a batch by their places in it, which may come more than once."""
+    samples = size(batch)
+    return map_tensors(lambda held: held[index.to(held.device)] if held.ndim and len(held) == samples else held, batch)
+
+
+def rows_of(tensor: Tensor, samples: int, index: Tensor) -> Tensor:
+    """The same of a tensor with each sample's rows together in dimension 0."""
+    rows: Tensor = tensor.unflatten(0, (samples, -1))[index].flatten(0, 1)
+    return rows
 
 
 def first(batch: Any, count: int) -> Any:

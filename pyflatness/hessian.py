@@ -14,6 +14,8 @@ is relative flatness; for unit rows ⟨w wᵀ, T⟩ is, and the trace of T is th
 
 Where the input of a call depends on the output of another (a recurrence) the outputs' second derivatives are not all
 there is: D is put into the layer itself, with V the unit vectors, which takes r m products.
+
+Quantities that are not of T are in :mod:`.entries`.
 """
 
 import contextlib
@@ -26,7 +28,8 @@ from torch import Tensor, nn
 
 from . import curvature
 from .contractions import promoted
-from .contractions.layer import root
+from .contractions.layer import Share, root
+from .entries import Entries
 from .errors import InputError
 from .layer_form import LayerForm
 from .losses import Loss
@@ -71,12 +74,16 @@ class Directions:
         columns: ρ.
         bytes: of one direction, for all samples.
         turned: D (k, n or 1, G, ρ, d) -> H D, (k, n, G, ρ, d).
+        patches: φ_p of each sample, (n or 1, G, P, m).
+        by_position: moves of z_p = w φ_p, (k, n, G, P, d) -> the Hessian in z times them.
         scale: (n, G), what H is to be multiplied by; or None.
     """
 
     columns: int
     bytes: int
     turned: Callable[[Tensor], Tensor]
+    patches: Tensor
+    by_position: Callable[[Tensor], Tensor]
     scale: Tensor | None = None
 
     @property
@@ -108,26 +115,34 @@ class BlockTraces:
     ) -> None:
         self._run, self._form, self._module, self._loss, self._slope = run, form, module, loss, slope
         self._weight = promoted(form.weight(run))
-        self._basis = _basis(self._weight, quantities)
+        self._quantities, self._traced = quantities, [name for name in quantities if name in ("squares", "rooted")]
+        self._basis = _basis(self._weight, self._traced)
+        self._entries = Entries(self._weight, form.taps, [name for name in quantities if name not in self._traced])
+        self._recurrent = curvature.feeds_itself(run.calls(form.name))
+        empty = [torch.empty_like(call.output) for call in run.calls(form.name)]
+        positions, columns = form.rows(run, empty).shape[2], self._weight.shape[2]
+        self._columns = columns if self._recurrent else min(positions, columns)  # directions of a sample's inputs
 
     @property
     def products(self) -> int:
         """Hessian products that an exact value takes, at most."""
-        calls, (groups, _, columns) = self._run.calls(self._form.name), self._weight.shape
-        positions = self._form.rows(self._run, [torch.empty_like(call.output) for call in calls]).shape[2]
-        return groups * self._basis.size * min(positions, columns)
+        traced = len(self._weight) * self._basis.size * self._columns if self._traced or not self._quantities else 0
+        return traced + self._entries.products(self._columns)
 
-    def exact(self) -> Tensor:
-        """(quantities, n) float64.
+    def exact(self) -> Share:
+        """The quantities of every sample, and the parts of those that have some.
 
         Raises:
             InputError: more than :data:`PRODUCTS` products.
         """
-        total = self._weight.new_zeros(len(self._basis.readout), self._run.samples, dtype=torch.float64)
+        self._check_affordable()
+        total = self._weight.new_zeros(len(self._traced), self._run.samples, dtype=torch.float64)
         with self._directions() as directions:
-            for _, _, units in self._units(directions):
-                total += self._read(directions, units).sum(dim=1)
-        return total
+            if self._traced:
+                for _, _, units in self._units(directions):
+                    total += self._read(directions, units).sum(dim=1)
+            found = self._entries.exact(directions, self._run.samples)
+        return Share(self._in_order(total, found.values), found.parts)
 
     def matrix(self, kept: Tensor) -> Tensor:
         """Σ_i T_i over the samples that are kept (n,), (G, d, d) float64.
@@ -137,6 +152,7 @@ class BlockTraces:
         """
         groups, d, _ = self._weight.shape
         total = self._weight.new_zeros(groups * d, d, dtype=torch.float64)
+        self._check_affordable()
         with self._directions() as directions:
             scale = kept.new_ones(len(kept), groups) if directions.scale is None else directions.scale
             for place, column, units in self._units(directions):
@@ -152,13 +168,23 @@ class BlockTraces:
             for start in range(0, len(draws), directions.together):
                 some = Signs(signs.seed, draws[start : start + directions.together])
                 drawn = some(stream, self._run.numbers, directions.columns, *size)  # fewer columns, the same signs
-                parts.append(self._read(directions, drawn.transpose(2, 3).to(self._weight.dtype)))
+                traced = self._read(directions, drawn.transpose(2, 3).to(self._weight.dtype))
+                entries = self._entries.sampled(directions, some, stream, self._run.numbers)
+                parts.append(self._in_order(traced, entries))
         return torch.cat(parts, dim=1).transpose(0, 1)
+
+    def _in_order(self, traced: Tensor, entries: Tensor) -> Tensor:
+        """As the quantities were given."""
+        names = [*self._traced, *(name for name in self._quantities if name not in self._traced)]
+        places = torch.tensor([names.index(name) for name in self._quantities], device=traced.device)
+        return torch.cat([traced, entries])[places]
 
     def _read(self, directions: Directions, coefficients: Tensor) -> Tensor:
         """⟨B C, Uᵀ H Uᵀ B⟩ over all groups, (quantities, k, n) float64."""
+        parts: list[Tensor] = []
+        if not self._traced:
+            return self._weight.new_zeros(0, len(coefficients), self._run.samples, dtype=torch.float64)
         turned = directions.turned(self._basis.moves(coefficients))
-        parts = []
         for readout in self._basis.readout:
             products = (turned * self._basis.moves(coefficients @ readout.to(coefficients.dtype))).sum(dim=(3, 4))
             scaled = products.double() if directions.scale is None else products.double() * directions.scale
@@ -169,21 +195,25 @@ class BlockTraces:
         """Every row of a group and column, some at a time: their numbers (k,), (k,), and B (k, 1, G, ρ, r)."""
         groups, rows, columns = len(self._weight), self._basis.size, directions.columns
         count = groups * rows * columns
-        if count > PRODUCTS:
-            raise InputError(
-                f"layer {self._form.name!r}: its exact Hessian value takes {count} Hessian products ({groups * rows} "
-                f"rows of its weight x {columns} directions of a sample's inputs), more than {PRODUCTS}; pass probes= "
-                "for a sampled value with a standard error"
-            )
         for chosen in torch.arange(count, device=self._weight.device).split(directions.together):
             place, column = chosen // columns, chosen % columns
             units = self._weight.new_zeros(len(chosen), 1, groups, columns, rows)
             units[torch.arange(len(chosen)), 0, place // rows, column, place % rows] = 1.0
             yield place, column, units
 
+    def _check_affordable(self) -> None:
+        if self.products > PRODUCTS:
+            rows = (
+                f"{self.products // self._columns} rows of its weight x {self._columns} directions of a sample's inputs"
+            )
+            listed = f" ({rows})" if len(self._traced) == len(self._quantities) else ""
+            raise InputError(
+                f"layer {self._form.name!r}: its exact Hessian value takes {self.products} Hessian products{listed}, "
+                f"more than {PRODUCTS}; pass probes= for a sampled value with a standard error"
+            )
+
     def _directions(self, *, sampled: bool = False) -> contextlib.AbstractContextManager[Directions]:
-        recurrent = curvature.feeds_itself(self._run.calls(self._form.name))
-        return self._of_weight() if recurrent else self._of_outputs(sampled)
+        return self._of_weight() if self._recurrent else self._of_outputs(sampled)
 
     @contextlib.contextmanager
     def _of_outputs(self, sampled: bool) -> Iterator[Directions]:
@@ -212,7 +242,8 @@ class BlockTraces:
             return rows
 
         scale = span[:, :, 0, 0].double().square() if single else None
-        yield Directions(span.shape[3], slope.numel() * slope.element_size(), turned, scale)
+        size = slope.numel() * slope.element_size()
+        yield Directions(span.shape[3], size, turned, patches, by_rows, scale)
 
     @contextlib.contextmanager
     def _of_weight(self) -> Iterator[Directions]:
@@ -236,7 +267,9 @@ class BlockTraces:
             with torch.enable_grad():
                 value = self._loss.value(outputs, targets)
                 (slope,) = torch.autograd.grad(value, moved, create_graph=True)
-            yield Directions(columns, moved.numel() * moved.element_size(), turned)
+            size = moved.numel() * moved.element_size()
+            units = torch.eye(columns, dtype=moved.dtype, device=moved.device).expand(1, groups, -1, -1)
+            yield Directions(columns, size, turned, units, turned)
         finally:
             handle.remove()
 
@@ -249,8 +282,10 @@ def slopes(run: Run, loss: Loss, names: Iterable[str]) -> dict[str, list[Tensor]
 
 
 @contextlib.contextmanager
-def differentiable(names: Iterable[str]) -> Iterator[None]:
-    """Inside, an operation without a second derivative is an error that says so.
+def differentiable(
+    names: Iterable[str], advice: str = "curvature='ggn' gives the GGN value, another number"
+) -> Iterator[None]:
+    """Inside, an operation without a second derivative is an error that says so, and gives some advice.
 
     Raises:
         InputError: with what torch said of it.
@@ -261,8 +296,7 @@ def differentiable(names: Iterable[str]) -> Iterator[None]:
         if not any(text in str(error) for text in _NOT_TWICE):
             raise
         raise InputError(
-            f"layer {', '.join(map(repr, names))}: an operation behind it has no second derivative ({error}); "
-            "curvature='ggn' gives the GGN value, another number"
+            f"layer {', '.join(map(repr, names))}: an operation behind it has no second derivative ({error}); {advice}"
         ) from error
 
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from . import contractions, layers, normalize
 from .contractions import DenseGradients, WeightGradients, promoted
-from .errors import InputError
+from .contractions.layer import WEIGHTED
+from .errors import InputError, NotYetError
 from .options import Options
 from .runner import Run
 
@@ -28,6 +29,9 @@ class LayerForm:
         backend: a module from :func:`.contractions.choose`.
         quantities: what is wanted.
         options: of the user.
+
+    Raises:
+        NotYetError: a quantity that there is not of the dense matrix of a convolution.
     """
 
     def __init__(
@@ -42,6 +46,11 @@ class LayerForm:
         self.name, self._module, self._scale = name, module, scale
         self._backend, self._quantities = backend, quantities
         self._dense = options.conv == "affine" and layers.is_convolution(module)
+        if self._dense and {*WEIGHTED, "diagonal"}.intersection(quantities):
+            raise NotYetError(
+                f"layer {name!r}: of a convolution's dense matrix (conv='affine') there are relative flatness and "
+                "trace alone; conv='filter' gives the other measures, of its filters"
+            )
         self._memory = options.memory or contractions.DEFAULT_MEMORY
         self._sizes: set[tuple[int, ...]] = set()
         self._gradients: WeightGradients | None = None
@@ -68,6 +77,11 @@ class LayerForm:
                 pixels = normalize.multiplied(pixels, self._scale, 1).to(dtype)
             dense: Tensor = layers.apply(self._module, pixels).flatten(1).t().unsqueeze(0)
             return dense
+        return self.matrix
+
+    @property
+    def matrix(self) -> Tensor:
+        """(G, d, m), of a convolution its filters."""
         weight: Tensor = layers.matrix(self._module)[0].unflatten(0, (layers.groups(self._module), -1))
         if self._scale is None:
             return weight
@@ -75,6 +89,11 @@ class LayerForm:
         columns = self._scale.view(len(weight), 1, -1).repeat_interleave(taps, dim=2)
         scaled: Tensor = promoted(weight) * columns.to(contractions.promoted_dtype(weight.dtype))
         return scaled
+
+    @property
+    def taps(self) -> int:
+        """Columns of the weight that belong to one input channel."""
+        return 1 if self._dense else layers.geometry(self._module).taps
 
     def inputs(self, run: Run) -> Parts:
         """φ of all calls, as the contractions want them."""
@@ -100,6 +119,14 @@ class LayerForm:
         empty = torch.zeros_like(output, requires_grad=True)
         (placed,) = torch.autograd.grad(self.rows(run, [empty]), empty, rows, create_graph=True)
         return placed
+
+    def fingerprints(self, run: Run) -> Tensor:
+        """A number for each sample's inputs, (n,), by which its row can be known again."""
+        total = torch.zeros(run.samples, dtype=torch.float64, device=run.outputs.device)
+        for number, call in enumerate(run.calls(self.name)):
+            rows = promoted(run.samples_first(self.name, call.inputs.detach())).flatten(1)
+            total += rows @ (torch.arange(rows.shape[1], device=rows.device) + number).cos().to(rows.dtype)
+        return total
 
     def patches(self, run: Run, inputs: Sequence[Tensor]) -> Tensor:
         """φ of some calls by position, (n, G, P, m), with the inputs' graph; for all of the layer's calls in a run.

@@ -74,6 +74,13 @@ def row_dim(module: nn.Module) -> int:
     return 1 if _is_transposed(module) else 0
 
 
+def from_matrix(module: nn.Module, matrix: Tensor) -> Tensor:
+    """A (d, m) matrix in the shape of the layer's weight; undoes :func:`as_matrix`."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return matrix.t() if _is_transposed(module) else matrix.reshape(weight.shape)
+
+
 def groups(module: nn.Module) -> int:
     """How many weight matrices of their own the layer is made of."""
     return module.groups if isinstance(module, _CONVOLUTIONS) else 1
@@ -105,15 +112,21 @@ def pad(module: nn.Module, inputs: Tensor) -> Tensor:
     return F.pad(inputs, module._reversed_padding_repeated_twice, mode=mode)
 
 
-def apply(module: nn.Module, inputs: Tensor, weight: Tensor | None = None) -> Tensor:
-    """The layer's linear part on an input: W φ, without bias or hooks; with another weight of that shape if given."""
-    if weight is None:
-        assert isinstance(module.weight, Tensor)
-        weight = module.weight.detach()
+def apply(module: nn.Module, inputs: Tensor) -> Tensor:
+    """The layer's linear part on an input: W φ, without bias or hooks."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return affine(module, inputs, weight.detach(), None)
+
+
+def affine(module: nn.Module, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """W φ + b as the layer computes it, with a weight (of the shape of the layer's) and bias that are given."""
     if isinstance(module, _CONVOLUTIONS):
-        outputs: Tensor = module._conv_forward(inputs, weight, None)
+        outputs: Tensor = module._conv_forward(inputs, weight, bias)
         return outputs
-    return inputs @ weight if _is_transposed(module) else F.linear(inputs, weight)
+    if _is_transposed(module):
+        return inputs @ weight if bias is None else inputs @ weight + bias
+    return F.linear(inputs, weight, bias)
 
 
 def computes(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
@@ -185,6 +198,12 @@ def ties(model: nn.Module, layer: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if module is not layer and any(p is weight for p in module._parameters.values())
     ]
+
+
+def tie_notes(model: nn.Module, layer: nn.Module) -> tuple[str, ...]:
+    """What a reader of a layer's value should know if its weight is tied."""
+    others = ties(model, layer)
+    return (f"weight tied with {', '.join(others)}: derivative through this use only",) if others else ()
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -31,6 +31,7 @@ class Options:
     nan_policy: str = "raise"
     memory: int | None = None
     seed: int = 0
+    rtol: float | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -39,8 +40,16 @@ class Options:
                 raise InputError(f"{name}={getattr(self, name)!r} does not exist; choose one of {listed}")
         if self.memory is not None and self.memory < 1:
             raise InputError(f"memory={self.memory}: a number of bytes is wanted")
-        if self.probes is not None and (type(self.probes) is not int or self.probes < 1):
-            raise InputError(f"probes={self.probes!r}: a number of random draws for each sample is wanted, at least 1")
+        if self.probes not in (None, "adaptive") and (type(self.probes) is not int or self.probes < 1):
+            raise InputError(
+                f"probes={self.probes!r}: a number of random draws for each sample is wanted, at least 1, or 'adaptive'"
+            )
+        if self.rtol is not None and self.probes != "adaptive":
+            raise InputError(
+                f"rtol={self.rtol!r} is for probes='adaptive'; target_stderr= is an absolute one for draws"
+            )
+        if self.rtol is not None and not 0 < self.rtol < 1:
+            raise InputError(f"rtol={self.rtol!r}: a relative standard error between 0 and 1 is wanted")
         if self.target_stderr is not None and not self.target_stderr > 0:
             raise InputError(f"target_stderr={self.target_stderr!r}: a standard error above zero is wanted")
         if self.probes is not None and self.target_stderr is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from . import capture, head, layers, losses, selectors
 from .data import Batches
 from .layer_values import LayerValues
-from .measures import RELATIVE_FLATNESS, Measure, Task, at_head, named
+from .measures import RELATIVE_FLATNESS, Measure, Task, at_head, named, with_bases
 from .options import Options
 from .report import Estimate, Report
 from .selectors import Selector
@@ -83,6 +83,7 @@ def relative_flatness(
     curvature: str = "auto",
     probes: int | str | None = None,
     target_stderr: float | None = None,
+    rtol: float | None = None,
     conv: str = "filter",
     normalize: str | None = None,
     per_sample: bool = False,
@@ -113,8 +114,15 @@ def relative_flatness(
         curvature: ``"auto"``: the Hessian value, by the head or by the GGN where the model is certified to be locally
             linear in the layer's weight (ReLU, pooling, eval BatchNorm, sums), else an error. ``"ggn"``: the GGN value
             (``exact`` says whether it is the Hessian's too). ``"hessian"``: as ``"auto"``.
-        probes: passes for a sampled value; a head needs none and stays exact. Elsewhere not there yet.
-        target_stderr: standard error to sample down to; a head's is zero. Elsewhere not there yet.
+        probes: a sampled value with a standard error, for fewer passes: k random draws for each sample, Hessian probes
+            or signs over its output factors. ``"adaptive"``: the factors in groups with random signs, heavy ones alone,
+            as many groups a sample as ``rtol`` takes; where the model is locally linear in the weight, or for the GGN.
+            How data is cut into batches may then change the value, within its standard error; exact, without one,
+            where each factor is alone. A head needs no passes and stays exact.
+        target_stderr: an absolute standard error for every value asked for, by as many draws as that takes: a first few
+            say how many, so the data are read more than once. Exact values where these take fewer passes.
+        rtol: of ``probes="adaptive"``: a standard error aimed at, relative to the value; 0.01 unless given. It is found
+            from the outputs alone, so what is reached differs by layer; ``stderr`` says what was.
         conv: ``"filter"``: rows of a convolution are its filters. ``"affine"``: the convolution as one dense matrix of
             all inputs and outputs, a row for every output pixel.
         normalize: ``"std"``: the measure of Theorem 4, invariant to every rescaling of neurons; reads the data twice.
@@ -126,7 +134,8 @@ def relative_flatness(
         forward: ``(model, batch) -> (outputs, targets)`` for models and batches that are called otherwise.
         memory: bytes for the working buffers: at a head those of the contraction (24 MiB unless given), elsewhere a
             batch's graph, layer inputs and signals (512 MiB), to which batches are cut.
-        seed: of sampled values; nothing is drawn yet.
+        seed: of the random signs, which belong to samples by their place in the data: with a number of draws one seed
+            is one value, however data is cut into batches.
         progress: show a bar; None: on a terminal.
 
     Returns:
@@ -134,7 +143,6 @@ def relative_flatness(
 
     Raises:
         InputError: a layer, batch, target, loss, mode or option that does not fit; the message names it.
-        NotYetError: a Hessian value that only second derivatives of the model would give; sampling; too many passes.
         NonFiniteError: NaN or infinity, under ``nan_policy="raise"``.
         BackendError: a backend that does not exist or cannot run here.
 
@@ -148,7 +156,9 @@ def relative_flatness(
         >>> pf.relative_flatness(model, torch.nn.CrossEntropyLoss(), (x, y), "0")
         Estimate(...: exact, method ggn, layer '0', 100 samples, ... backend)
     """
-    options = Options(curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy, memory, seed)
+    options = Options(
+        curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy, memory, seed, rtol
+    )
     return layer_measure(RELATIVE_FLATNESS, model, loss, data, layer, options, reduction, forward, progress)
 
 
@@ -167,17 +177,17 @@ def layer_measure(
     options = replace(options, normalize=options.normalize or row.normalize)
     resolved = losses.resolve(loss, reduction)
     with capture.observing(model) as module:
-        reads = options.reads if row.compute is None else row.reads
-        batches = Batches(data, capture.device(module), passes=reads, shown=progress)
-        if row.compute is not None and row.of_network_alone:
-            return row.compute(Task(module, selectors.select(module, None), resolved, batches, forward, options))[""]
+        batches = Batches(data, capture.device(module), passes=_reads([row], options), shown=progress)
+        if row.of_network_alone:
+            task = Task(module, selectors.select(module, None), resolved, batches, forward, options)
+            return _estimates([row], task)["", row.name]
         name, source = head.find(module, layer, resolved, batches, forward)
+        selection = selectors.select(module, name)
+        if row.quantity is None:
+            return _estimates([row], Task(module, selection, resolved, batches, forward, options))[name, row.name]
         dense = options.conv == "affine" and layers.is_convolution(module.get_submodule(name))
         if source is not None and row.quantity == RELATIVE_FLATNESS.quantity and not dense:
             return at_head.relative_flatness(source, resolved, options)
-        selection = selectors.select(module, name)
-        if row.compute is not None:
-            return row.compute(Task(module, selection, resolved, batches, forward, options))[name]
         return LayerValues(module, selection, resolved, batches, forward, options).estimates([row])[name, row.name]
 
 
@@ -253,6 +263,7 @@ def measure(
     curvature: str = "auto",
     probes: int | str | None = None,
     target_stderr: float | None = None,
+    rtol: float | None = None,
     conv: str = "filter",
     normalize: str | None = None,
     per_sample: bool = False,
@@ -276,10 +287,11 @@ def measure(
         data: batches.
         layers: a selector or several, each a name, glob, ``re:…``, ``type:…`` or module; None: every layer that can be
             measured and ran.
-        measures: names (``pyflatness measures`` lists them); None: those of one sweep; ``"all"``.
+        measures: names (``pyflatness measures`` lists them); None: relative flatness and trace; ``"all"``.
         curvature: ``"auto"``, ``"ggn"`` or ``"hessian"``.
-        probes: not there yet.
-        target_stderr: not there yet.
+        probes: a number of random draws for each sample, or ``"adaptive"``.
+        target_stderr: an absolute standard error for every value, the network's too.
+        rtol: of ``probes="adaptive"``, a relative standard error aimed at.
         conv: ``"filter"`` or ``"affine"``.
         normalize: ``"std"`` for all measures.
         per_sample: also return each sample's values.
@@ -288,7 +300,7 @@ def measure(
         reduction: ``"mean"`` or ``"sum"``.
         forward: ``(model, batch) -> (outputs, targets)``.
         memory: bytes to which batches are cut.
-        seed: of sampled values.
+        seed: of the random signs.
         progress: show a bar.
 
     Returns:
@@ -306,26 +318,44 @@ def measure(
         >>> report["0", "trace"].exact
         True
     """
-    options = Options(curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy, memory, seed)
+    options = Options(
+        curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy, memory, seed, rtol
+    )
     wanted = named(measures)
-    swept = _by_sweep(wanted, options)
-    computed = [row for row in wanted if row.compute is not None]
     resolved = losses.resolve(loss, reduction)
     with capture.observing(model) as module:
-        reads = sum(replace(options, normalize=how).reads for how in swept) + sum(row.reads for row in computed)
-        batches = Batches(data, capture.device(module), passes=reads, shown=progress)
+        batches = Batches(data, capture.device(module), passes=_reads(wanted, options), shown=progress)
         selection = selectors.select(module, layers)
-        found: dict[tuple[str, str], Estimate] = {}
-        for how, rows in swept.items():
-            values = LayerValues(module, selection, resolved, batches, forward, replace(options, normalize=how))
-            found.update(values.estimates(rows))
-        for row in computed:
-            assert row.compute is not None
-            estimates = row.compute(Task(module, selection, resolved, batches, forward, options))
-            found.update({(name, row.name): estimate for name, estimate in estimates.items()})
+        found = _estimates(wanted, Task(module, selection, resolved, batches, forward, options))
     measured = {name for name, _ in found}
     names = tuple(name for name in selection.modules if name in measured)
     return Report(names, tuple(row.name for row in wanted), found)
+
+
+def _estimates(wanted: Sequence[Measure], task: Task) -> dict[tuple[str, str], Estimate]:
+    """(layer, measure) -> value, ``""`` the network; sweeps are shared, and bases of derived measures."""
+    values: dict[str, dict[str, Estimate]] = {}
+    rows = with_bases(wanted)
+    for how, swept in _by_sweep(rows, task.options).items():
+        options = replace(task.options, normalize=how)
+        sweep = LayerValues(task.model, task.selection, task.loss, task.batches, task.forward, options)
+        for (name, measure), estimate in sweep.estimates(swept).items():
+            values.setdefault(measure, {})[name] = estimate
+    for row in rows:
+        if row.compute is not None:
+            values[row.name] = row.compute(task)
+    for row in rows:
+        if row.derive is not None and row.base is not None:
+            values[row.name] = row.derive(task.model, task.options, values[row.base])
+    return {(name, row.name): estimate for row in wanted for name, estimate in values[row.name].items()}
+
+
+def _reads(wanted: Sequence[Measure], options: Options) -> int:
+    """How often the data is read."""
+    rows = with_bases(wanted)
+    sweeps = _by_sweep(rows, options)
+    swept = sum(replace(options, normalize=how).reads for how in sweeps)
+    return swept + sum(row.reads for row in rows if row.compute is not None)
 
 
 def _by_sweep(wanted: Sequence[Measure], options: Options) -> dict[str | None, list[Measure]]:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_TENSORS = ("per_sample", "per_neuron")  # of an Estimate
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Estimate:
@@ -35,6 +37,7 @@ class Estimate:
         backend: ``"compiled"`` or ``"reference"``.
         per_sample: (n,) float64, ``n`` times each sample's share, so that the mean is ``value``; None unless asked
             for. Under ``nan_policy="omit"`` an omitted sample holds NaN, and the mean over the others is ``value``.
+        per_neuron: (neurons,) float64, a layer's values by neuron for measures that have them; else None.
         layer: qualified name of the measured layer; empty for bare tensors.
         omitted: samples left out by ``nan_policy="omit"``.
         notes: what a reader of the value should know (tied weights, dropped features, …).
@@ -50,6 +53,7 @@ class Estimate:
     layer: str = ""
     omitted: int = 0
     notes: tuple[str, ...] = field(default=())
+    per_neuron: Tensor | None = None
 
     def __float__(self) -> float:
         return self.value
@@ -70,7 +74,8 @@ class Estimate:
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and lists."""
         facts = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        facts["per_sample"] = None if self.per_sample is None else self.per_sample.tolist()
+        for name in _TENSORS:
+            facts[name] = None if facts[name] is None else facts[name].tolist()
         facts["notes"] = list(self.notes)
         return facts
 
@@ -83,9 +88,9 @@ class Estimate:
         """
         known = {entry.name: entry.default is MISSING and entry.default_factory is MISSING for entry in fields(cls)}
         try:
-            shares = facts.get("per_sample")
-            shares = None if shares is None else torch.tensor(shares, dtype=torch.float64)
-            return cls(**{**facts, "notes": tuple(facts.get("notes", ())), "per_sample": shares})
+            held = {name: facts[name] for name in _TENSORS if facts.get(name) is not None}
+            tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in held.items()}
+            return cls(**{**facts, "notes": tuple(facts.get("notes", ())), **tensors})
         except (AttributeError, TypeError, ValueError):
             needed = {name for name, required in known.items() if required}
             given = {*facts} if isinstance(facts, Mapping) else set()

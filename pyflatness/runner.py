@@ -63,6 +63,21 @@ class Run:
         return layout.samples_first(tensor, self.samples)
 
 
+@dataclass(frozen=True)
+class Repeatable:
+    """What is left of a run that is over: see :class:`Run`; the outputs have no graph."""
+
+    batch: Any
+    outputs: Tensor
+    number: int
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, run: Run) -> "Repeatable":
+        """A run's."""
+        return cls(run.batch, run.outputs.detach(), run.number, run.numbers)
+
+
 class Runner:
     """A model, its data and chosen layers.
 
@@ -107,6 +122,11 @@ class Runner:
         """The chosen layers that ran, in the model's order."""
         return {name: module for name, module in self.selected.items() if name in self._layouts}
 
+    @property
+    def cuttable(self) -> bool:
+        """Whether the model runs on other numbers of samples than a batch has."""
+        return self._cuttable
+
     def why_not_linear(self, name: str) -> str:
         """One of :mod:`.curvature`'s reasons; empty for a layer that is linear."""
         return self._bent.get(name, "")
@@ -125,34 +145,82 @@ class Runner:
         with self._tape.attached(), frozen(self.model):
             done = 0
             for number, batch in enumerate(self.batches):
-                seen = self._look(batch)
-                start, samples = 0, data.size(batch)
-                while start < samples:
-                    stop = start + _even(samples - start, self._part)
-                    try:
-                        part = batch if stop - start == samples else data.part(batch, start, stop)
-                        result = self._run(part, number, done + start, work, seen if start == 0 else None)
-                    except RuntimeError as error:
-                        if stop - start == 1 or not any(text in str(error) for text in _OUT_OF_MEMORY):
-                            raise
-                        self._part = (stop - start) // 2
-                        continue
-                    if result is None:  # once more, with what was found out
-                        if self._unseen:
-                            self._look(part, again=True)
-                        continue
-                    yield result
-                    start = stop
-                done += samples
+                yield from self._of_batch(batch, number, done, work)
+                done += data.size(batch)
+
+    def _of_batch(
+        self, batch: Any, number: int, done: int, work: Callable[[Run], Result]
+    ) -> Generator[Result, None, None]:
+        seen, samples = self._look(batch), data.size(batch)
+        numbers = torch.arange(done, done + samples)
+
+        def step(start: int, stop: int) -> Result | None:
+            part = data.part(batch, start, stop)
+            return self._tried(part, number, numbers[start:stop], work, seen if start == 0 else None)
+
+        yield from self._in_parts(samples, samples, step)
+
+    def repeated(
+        self, run: Repeatable, rows: Tensor, work: Callable[[Run, slice], Result]
+    ) -> Generator[Result, None, None]:
+        """``work`` done on further runs of samples of a run that is over, and on which of ``rows`` they are.
+
+        While the iteration of :meth:`results` stands at that run's result; its graph is gone by then.
+
+        Args:
+            run: what was.
+            rows: (r,) places of samples in it; one may come more than once.
+            work: to do.
+        """
+
+        def again(start: int, stop: int) -> Result | None:
+            index = rows[start:stop]
+            seen = data.rows_of(run.outputs, len(run.numbers), index)
+            part, numbers = data.take(run.batch, index), run.numbers[index]
+            with capture.trial():  # these samples went through the model before
+                return self._tried(part, run.number, numbers, lambda found: work(found, slice(start, stop)), seen)
+
+        yield from self._in_parts(len(rows), len(run.numbers), again)
+
+    def _in_parts(
+        self, samples: int, limit: int, step: Callable[[int, int], Result | None]
+    ) -> Generator[Result, None, None]:
+        """Results of steps from one sample to another; one without a result is done again."""
+        start = 0
+        while start < samples:
+            stop = start + _even(samples - start, min(self._part, limit))
+            try:
+                result = step(start, stop)
+            except RuntimeError as error:
+                if stop - start == 1 or not any(text in str(error) for text in _OUT_OF_MEMORY):
+                    raise
+                self._part = (stop - start) // 2
+                continue
+            if result is not None:
+                yield result
+                start = stop
+
+    def _tried(
+        self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], seen: Tensor | None
+    ) -> Result | None:
+        """None: to be tried again, with what was found out."""
+        result = self._run(part, number, numbers, work, seen)
+        if result is None and self._unseen:
+            self._look(part, again=True)
+        return result
 
     def _run(
-        self, part: Any, number: int, start: int, work: Callable[[Run], Result], seen: Tensor | None
+        self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], seen: Tensor | None
     ) -> Result | None:
         tape, samples = self._tape, data.size(part)
 
         def forward() -> tuple[Tensor, Any]:
             with torch.enable_grad(), self._attention():
                 return capture.run(self.model, part, self._forward)
+
+        def again() -> tuple[Tensor, Any]:
+            with capture.trial():
+                return forward()
 
         try:
             with tape.recording():
@@ -172,9 +240,9 @@ class Runner:
             first = {name: layouts[0] for name, layouts in self._layouts.items()}
             if samples > 1:
                 self._measured |= tape.calls.keys()
-            numbers = torch.arange(start, start + samples, device=outputs.device)
+            numbers = numbers.to(outputs.device)
             bent = frozenset(self._bent).intersection(tape.calls)
-            return work(Run(part, outputs, targets, samples, number, numbers, tape, first, bent, forward))
+            return work(Run(part, outputs, targets, samples, number, numbers, tape, first, bent, again))
         finally:
             tape.calls.clear()
 
@@ -210,9 +278,8 @@ class Runner:
         if bent and not self._twice_differentiable and curvature.has_fused_attention(outputs):
             self._twice_differentiable = True
             return False
-        if (
-            bent and not self._bent and self._second_order and self._cuttable
-        ):  # the graph of the first derivatives comes on top
+        if bent and not self._bent and self._second_order and self._cuttable:
+            # The graph of the first derivatives comes on top.
             self._part = max(1, self._part // _SECOND_ORDER)
         self._bent.update(bent)
         self._approve(self._bent)

@@ -7,19 +7,22 @@ together, each has its own rows everywhere. Sampled, all factors of all terms go
 the cross terms are then zero in the mean.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from . import data
 from .errors import InputError
-from .losses import Loss, Terms
+from .losses import Factors, Loss, Terms
 from .runner import Run
 from .signs import Signs
 
 PASSES = 2048  # backward passes per batch that an exact sweep is ready to take
 STREAM = 0  # of the signs
+_ROUNDING = 1e-9  # a negative weight of so much of the largest is none
 
 
 @dataclass(frozen=True)
@@ -32,17 +35,19 @@ class Signals:
         passes: how many there are.
         mass: (n,) float64, each sample's part of the divisor of a mean.
         used: (n, L), whether the loss does not ignore each of a sample's L terms.
+        outputs: the model's, without their graph.
     """
 
     passes: int
     mass: Tensor
     used: Tensor
-    _outputs: Tensor
+    outputs: Tensor
     _rows: Tensor
     _dim: int
     _terms: Terms
     _loss: Loss
     _order: Tensor
+    _factors: Callable[[], Factors]
 
     def exact(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Signals and their signs.
@@ -74,17 +79,62 @@ class Signals:
         """Draw, signal and its sign, for samples by their numbers in the data; a draw's values are to be added up."""
         if not self.passes:
             return
-        factors = self._loss.factors(self._rows, self._terms)
-        counted = (self._terms.scale != 0).unsqueeze(1)
         for draw, number in enumerate(signs.draws):
-            drawn = Signs(signs.seed, [number])(STREAM, numbers, self._rows.numel() // len(numbers))
-            for mixed, sign in factors.mixed(drawn.view_as(self._rows)):
-                yield draw, self._shaped(torch.where(counted, mixed, 0.0).to(self._rows.dtype)), sign
+            drawn = Signs(signs.seed, [number])(STREAM, numbers, self.places)
+            for mixed, sign in self._factors().mixed(drawn.view_as(self._rows)):
+                yield draw, self._counted(mixed), sign
+
+    @property
+    def places(self) -> int:
+        """Of columns of all terms of a sample."""
+        return self._rows.numel() // len(self._order)
+
+    def weights(self) -> Tensor:
+        """Of each sample's columns of all terms, (n, places) float64, none negative.
+
+        Raises:
+            InputError: a loss that is not convex in the outputs.
+        """
+        weights = torch.where((self._terms.scale != 0).unsqueeze(1), self._factors().weights(), 0.0)
+        negative = weights < -_ROUNDING * weights.nan_to_num(0.0).abs().amax()
+        if bool(negative.any()):
+            raise InputError(
+                f"probes='adaptive' is for losses that are convex in the outputs; this one curves down at "
+                f"{int(negative.view(len(self._order), -1).any(dim=1).sum())} of {len(self._order)} samples: pass "
+                "probes=k, a number of draws"
+            )
+        return weights.clamp_min(0.0).view(len(self._order), -1)
+
+    def chosen(self, signs: Tensor) -> Tensor:
+        """The signal Σ_c r_c s_c of signs r (n, places), 0 for columns that are left out."""
+        for mixed, sign in self._factors().mixed(signs.view_as(self._rows)):
+            if sign > 0:
+                return self._counted(mixed)
+        return torch.zeros_like(self.outputs)
+
+    def take(self, index: Tensor) -> "Signals":
+        """Those of some samples, by their places; one may come more than once."""
+        samples, terms = self.used.shape
+        rows = (index.unsqueeze(1) * terms + torch.arange(terms, device=index.device)).flatten()
+        return replace(
+            self,
+            mass=self.mass[index],
+            used=self.used[index],
+            outputs=data.rows_of(self.outputs, samples, index),
+            _rows=self._rows[rows],
+            _terms=self._terms.take(rows),
+            _order=self._order[index],
+            _factors=lambda: self._factors().take(rows),
+        )
+
+    def _counted(self, values: Tensor) -> Tensor:
+        """As a signal, 0 for terms that do not count."""
+        return self._shaped(torch.where((self._terms.scale != 0).unsqueeze(1), values, 0.0).to(self._rows.dtype))
 
     def _shaped(self, rows: Tensor) -> Tensor:
-        if not self._loss.positions or self._outputs.ndim == 1:
-            return rows.view_as(self._outputs)
-        moved = self._outputs.movedim(self._dim, -1)
+        if not self._loss.positions or self.outputs.ndim == 1:
+            return rows.view_as(self.outputs)
+        moved = self.outputs.movedim(self._dim, -1)
         return rows.view(moved.shape).movedim(-1, self._dim)
 
 
@@ -127,4 +177,5 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Signa
     passes = most * loss.columns(rows.shape[1])
     mass = terms.mass.reshape(samples, -1).sum(dim=1)
     used = torch.ones_like(counted) if terms.used is None else terms.used.view(samples, -1)
-    return Signals(passes, mass, used, outputs, rows, dim, terms, loss, order)
+    factors = functools.cache(lambda: loss.factors(rows, terms))
+    return Signals(passes, mass, used, outputs, rows, dim, terms, loss, order, factors)

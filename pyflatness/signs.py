@@ -33,15 +33,22 @@ class Signs:
             shape: of one sample's signs in one draw.
         """
         count = torch.Size(shape).numel()
-        draws = torch.tensor(self.draws, device=samples.device)
-        words = torch.arange(-(-count // 64), device=samples.device)
-        state = _mixed(torch.tensor([self.seed, stream], device=samples.device))
-        state = _mixed(_mixed(state[0] + _STEP * state[1]) + _STEP * draws).view(-1, 1)
-        state = _mixed(state + _STEP * samples).unsqueeze(2)
-        words = _mixed(state + _STEP * words)
+        words = self._words(stream, samples, -(-count // 64))
         bits = (words.view(torch.uint8).unsqueeze(-1) >> torch.arange(8, device=samples.device)) & 1
         signs: Tensor = bits.flatten(2)[..., :count].to(torch.int8) * 2 - 1
         return signs.view(*signs.shape[:2], *shape)
+
+    def uniform(self, stream: int, samples: Tensor, count: int) -> Tensor:
+        """(draws, n, count) float64, uniform in [0, 1); of a stream that no signs are taken from."""
+        return _shifted(self._words(stream, samples, count), 11).double() * 2.0**-53
+
+    def _words(self, stream: int, samples: Tensor, count: int) -> Tensor:
+        """(draws, n, count) of 64 random bits each."""
+        draws = torch.tensor(self.draws, device=samples.device)
+        state = _mixed(torch.tensor([self.seed, stream], device=samples.device))
+        state = _mixed(_mixed(state[0] + _STEP * state[1]) + _STEP * draws).view(-1, 1)
+        state = _mixed(state + _STEP * samples).unsqueeze(2)
+        return _mixed(state + _STEP * torch.arange(count, device=samples.device))
 
 
 def _signed(value: int) -> int:

@@ -9,13 +9,15 @@ for x, y in batches:                              # cut to the memory budget
 Layers in whose weight the model is not linear take Hessian products instead, each its own; see :mod:`.hessian`.
 """
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from . import contractions, curvature, hessian, layers, normalize, signals
+from . import adaptive, contractions, curvature, groups, hessian, layers, normalize, signals
+from .contractions.layer import NEURONS, Share
 from .errors import InputError
 from .hessian import BlockTraces
 from .layer_form import LayerForm
@@ -23,6 +25,8 @@ from .losses import Loss
 from .options import Options
 from .runner import Run, Runner
 from .signs import Signs
+
+Parts = dict[tuple[str, str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,16 @@ class Values:
             by the loss's divisor. One draw if they are exact. Of all selected layers; 0 for one that did not run.
         mass: (n,) float64, the samples' part of the divisor of a mean.
         number: of the user's batch.
+        variances: (layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these are
+            sampled in groups; None: they are exact, or their draws tell.
+        parts: by layer and quantity, those of :class:`.contractions.layer.Share` summed over the samples that count.
     """
 
     values: Tensor
     mass: Tensor
     number: int
+    variances: Tensor | None = None
+    parts: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
 
 
 class Sweep:
@@ -75,6 +84,19 @@ class Sweep:
         signs = None if draws is None else Signs(self._options.seed, draws)
         return self._runner.results(lambda run: self._values(run, signs))
 
+    def by_groups(self) -> Generator[Values, None, None]:
+        """Every sample's quantities, output factors sent in groups as large as the user's ``rtol`` allows.
+
+        Raises:
+            InputError: as :meth:`values`; layers or losses for which there are no such factors, or negative ones.
+        """
+        tolerance = groups.Tolerance(self._options.rtol or groups.RTOL, self._runner.batches.samples)
+        with contextlib.closing(self._runner.results(lambda run: self._begun(run, tolerance))) as parts:
+            for part, prints in parts:
+                self._finish(part, prints)
+                tolerance.add(part.weights)
+                yield Values(part.sums.unsqueeze(0), part.sent.mass, part.left.number, part.variances())
+
     def block_traces(self, limit: int) -> Generator[tuple[Tensor, Values], None, None]:
         """Of one layer: the sum of its block traces over samples, (G, d, d) float64, beside the samples' own values.
 
@@ -88,6 +110,10 @@ class Sweep:
         dropped = int((self._scales[name] == 0).sum()) if name in self._scales else 0
         return (f"{dropped} features that are zero throughout dropped",) if dropped else ()
 
+    def weight(self, name: str) -> Tensor:
+        """(G, d, m) of a layer that ran."""
+        return self._forms[name].matrix
+
     def _values(self, run: Run, signs: Signs | None = None) -> Values:
         self._make_forms()
         sent = signals.of_run(run, self._loss)
@@ -98,31 +124,105 @@ class Sweep:
         values = torch.zeros(draws, len(places), len(self._quantities), run.samples, dtype=torch.float64)
         values = values.to(run.outputs.device)
         by_layer = {name: values[:, place] for name, place in places.items() if name in names}
-        self._add_factors(run, sent, signs, {name: part for name, part in by_layer.items() if name not in bent})
-        self._add_hessian(run, signs, {name: by_layer[name] for name in bent})
+        parts: Parts = {}
+        linear = {name: part for name, part in by_layer.items() if name not in bent}
+        self._add_factors(run, sent, signs, linear, parts)
+        self._add_hessian(run, signs, {name: by_layer[name] for name in bent}, parts)
         self.by_hessian.update(bent)
-        return Values(values, sent.mass, run.number)
+        kept = self._kept(values)
+        summed = {key: part[kept].sum(dim=0) if key[1] in NEURONS else part for key, part in parts.items()}
+        return Values(values, sent.mass, run.number, parts=summed)
 
-    def _add_factors(self, run: Run, sent: signals.Signals, signs: Signs | None, found: dict[str, Tensor]) -> None:
-        """Values (draws, quantities, n) of layers by output factors sent backward."""
+    def _add_factors(
+        self, run: Run, sent: signals.Signals, signs: Signs | None, found: dict[str, Tensor], parts: Parts
+    ) -> None:
+        """Values (draws, quantities, n) of layers by output factors sent backward, and their parts."""
         if not found:
             return
         self.exact_passes = max(self.exact_passes, sent.passes)
-        passes = sent.passes if signs is None else len(signs.draws)
+        contracted = self._contracted(run, found, sent.passes if signs is None else len(signs.draws))
+        for name in found if sent.passes == 0 else ():
+            _add(parts, name, self._forms[name].gradients(run).nothing(run.samples))
+        for draw, signal, sign in _sent(run, sent, signs):
+            for name, share in contracted(signal, sign):
+                found[name][draw] += share.values
+                _add(parts, name, share)
+
+    def _contracted(self, run: Run, names: Iterable[str], passes: int) -> Callable[..., Iterator[tuple[str, Share]]]:
+        """(Signal, its sign) -> the share of each of the layers; about so many signals will come."""
         contract = {}
         with contractions.full_precision(run.outputs):
-            for name in found:
+            for name in names:
                 form = self._forms[name]
                 contract[name] = form.gradients(run).of(form.inputs(run), passes)
-        for draw, signal, sign in _sent(run, sent, signs):
-            gradients = run.tape.gradients(run.outputs, signal, found)
-            with contractions.full_precision(run.outputs):
-                for name, values in found.items():
-                    share = contract[name](self._forms[name].signal(run, gradients.pop(name)))
-                    values[draw] += share if sign is None else share * sign
 
-    def _add_hessian(self, run: Run, signs: Signs | None, found: dict[str, Tensor]) -> None:
-        """Values (draws, quantities, n) of layers by second derivatives of the loss."""
+        def shares(signal: Tensor, sign: Tensor | float | None = None) -> Iterator[tuple[str, Share]]:
+            gradients = run.tape.gradients(run.outputs, signal, contract)
+            for name in contract:
+                with contractions.full_precision(run.outputs):
+                    share = contract[name](self._forms[name].signal(run, gradients.pop(name)), sign)
+                yield name, share
+
+        return shares
+
+    def _begun(self, run: Run, tolerance: groups.Tolerance) -> tuple[adaptive.Part, dict[str, Tensor]]:
+        """A part's sends planned, and the rounds for all samples sent; fingerprints of the layers' rows."""
+        names, sent = self._linear(run), signals.of_run(run, self._loss)
+        self.exact_passes = max(self.exact_passes, sent.passes)
+        shape = len(self._runner.selected), len(self._quantities)
+        part = adaptive.begin(run, sent, shape, tolerance, self._options.seed)
+        rounds = part.sends.together(run.samples / 2 if self._runner.cuttable else 1) if sent.passes else 0
+        contracted = self._contracted(run, names, rounds)
+        for number in range(rounds):
+            chosen, signal = part.of_round(number)
+            values = self._stacked(contracted(signal), part.sums)
+            silent = part.silent(chosen)
+            for name, heard in zip(self._runner.selected, values.nan_to_num(0.0).any(dim=1), strict=True):
+                if bool((heard & silent).any()):
+                    raise _disordered(name)
+            part.add_round(chosen, values)
+        part.rounds = rounds
+        return part, {name: self._forms[name].fingerprints(run) for name in names}
+
+    def _finish(self, part: adaptive.Part, prints: dict[str, Tensor]) -> None:
+        """What is left to be sent, packed."""
+        left = (part.sends.rounds >= part.rounds).nonzero().flatten()
+        places = part.sends.samples[left]
+
+        def send(run: Run, which: slice) -> Tensor:
+            names = self._linear(run)
+            for name in names:
+                _check_order(name, prints[name][places[which]], self._forms[name].fingerprints(run), run.outputs.dtype)
+            values = self._contracted(run, names, 1)(part.packed(left[which]))
+            return self._stacked(values, part.sums.new_empty(*part.sums.shape[:2], run.samples))
+
+        done = 0
+        for values in self._runner.repeated(part.left, places, send):
+            part.add(left[done : done + values.shape[2]], values)
+            done += values.shape[2]
+
+    def _linear(self, run: Run) -> list[str]:
+        """The layers that ran, all of which have their values by output factors."""
+        self._make_forms()
+        names = [name for name in self._runner.selected if run.calls(name)]
+        bent = [] if self._options.curvature == "ggn" else [name for name in names if name in run.bent]
+        if bent:
+            raise InputError(
+                f"layer {', '.join(map(repr, bent))}: probes='adaptive' is for layers in whose weight the model is "
+                "locally linear (ReLU, pooling, sums behind them); pass probes=k, a number of draws, or "
+                "curvature='ggn' for the GGN value, another number"
+            )
+        return names
+
+    def _stacked(self, shares: Iterable[tuple[str, Share]], like: Tensor) -> Tensor:
+        """(layers, quantities, n) of all selected layers; 0 for one that did not run."""
+        stacked, places = torch.zeros_like(like), [*self._runner.selected]
+        for name, share in shares:
+            stacked[places.index(name)] = share.values
+        return stacked
+
+    def _add_hessian(self, run: Run, signs: Signs | None, found: dict[str, Tensor], parts: Parts) -> None:
+        """Values (draws, quantities, n) of layers by second derivatives of the loss, and their parts."""
         if not found:
             return
         with hessian.differentiable(found), contractions.full_precision(run.outputs):
@@ -133,7 +233,9 @@ class Sweep:
                 traces = self._traces(run, name, slopes[name], self._quantities)
                 self.exact_passes = max(self.exact_passes, traces.products)
                 if signs is None:
-                    values[0] += traces.exact()
+                    share = traces.exact()
+                    values[0] += share.values
+                    _add(parts, name, share)
                 else:
                     stream = signals.STREAM + 1 + list(self._runner.selected).index(name)
                     values += traces.sampled(signs, stream)
@@ -152,9 +254,7 @@ class Sweep:
                 "relative_flatness and measure need no such matrix"
             )
         values = self._values(run)
-        kept = values.values.isfinite().flatten(0, 2).all(dim=0)
-        if self._options.nan_policy != "omit":
-            kept = torch.ones_like(kept)
+        kept = self._kept(values.values)
         total = torch.zeros((), dtype=torch.float64, device=run.outputs.device)
         if not run.calls(name):
             return total, values
@@ -171,6 +271,11 @@ class Sweep:
                 coefficients = torch.ones_like(values.mass) if signs is None else torch.where(kept, signs, 0.0)
                 total = total + form.gradients(run).traces(inputs, sent, coefficients)
         return total, values
+
+    def _kept(self, values: Tensor) -> Tensor:
+        """Which samples count, (n,)."""
+        finite = values.isfinite().flatten(0, 2).all(dim=0)
+        return finite if self._options.nan_policy == "omit" else torch.ones_like(finite)
 
     def _make_forms(self) -> None:
         """For layers that came with this run."""
@@ -191,6 +296,27 @@ def _sent(run: Run, sent: signals.Signals, signs: Signs | None) -> Iterator[tupl
         yield from ((0, signal, sign) for signal, sign in sent.exact())
     else:
         yield from sent.sampled(signs, run.numbers)
+
+
+def _add(parts: Parts, name: str, share: Share) -> None:
+    for quantity, part in share.parts.items():
+        held = parts.get((name, quantity))
+        parts[name, quantity] = part if held is None else held + part
+
+
+def _check_order(name: str, before: Tensor, now: Tensor, dtype: torch.dtype) -> None:
+    """Raise if a layer's rows are of other samples in a batch of repeated rows."""
+    tolerance = max(1e-3, 8 * torch.finfo(dtype).eps)
+    size = float(before.abs().nan_to_num(0, 0, 0).amax())
+    if not torch.allclose(before, now, rtol=tolerance, atol=tolerance * size, equal_nan=True):
+        raise _disordered(name)
+
+
+def _disordered(name: str) -> InputError:
+    return InputError(
+        f"layer {name!r}: its inputs for the same samples change with the batch they are in, or come in another order "
+        "than the model's outputs; pass probes=k, a number of draws"
+    )
 
 
 def _masked(part: Tensor, kept: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """From the values of samples to those of the data set, by the user's policy for NaN and infinity."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,7 @@ class Sums:
         per_sample: (layers + 1, quantities, n), n times each sample's share, NaN for one that was left out; or None.
         samples: how many counted.
         omitted: how many were left out.
+        parts: by layer and quantity, the parts of a value; see :class:`.sweep.Values`.
     """
 
     values: Tensor
@@ -28,6 +29,7 @@ class Sums:
     per_sample: Tensor | None
     samples: int
     omitted: int
+    parts: Mapping[tuple[str, str], Tensor]
 
     def pooled(self, other: "Sums", weight: float) -> "Sums":
         """With independent values of the same data; ``weight`` is this one's."""
@@ -51,7 +53,7 @@ class Totals:
         reduction: the loss's, ``"mean"`` or ``"sum"``.
         nan_policy: see :func:`pyflatness.relative_flatness`.
         per_sample: whether each sample's values are kept.
-        sampled: whether values are means over random draws.
+        sampled: whether values are means over random draws; for those sampled in groups their variances say so.
     """
 
     def __init__(self, reduction: str, nan_policy: str, *, per_sample: bool = False, sampled: bool = False) -> None:
@@ -59,7 +61,8 @@ class Totals:
         self._sums = self._variances = self._squares = torch.zeros((), dtype=torch.float64)
         self._mass = 0.0
         self._shares: list[Tensor] = []
-        self._draws = 1
+        self._draws, self._grouped = 1, False
+        self._parts: dict[tuple[str, str], Tensor] = {}
         self.samples = self.omitted = 0
 
     def add(self, part: Values, modules: dict[str, nn.Module]) -> None:
@@ -88,6 +91,11 @@ class Totals:
             self._squares = self._squares.to(means.device) + means.square().sum(dim=2)
             if len(draws) > 1:
                 self._variances = self._variances.to(means.device) + draws.var(dim=0).sum(dim=2)
+        for key, summed in part.parts.items():
+            self._parts[key] = summed + self._parts[key] if key in self._parts else summed
+        if part.variances is not None:
+            self._grouped = True
+            self._variances = self._variances.to(means.device) + part.variances.masked_fill(bad, 0.0).sum(dim=2)
         if self._per_sample:
             self._shares.append(means.masked_fill(bad, torch.nan))
 
@@ -109,10 +117,11 @@ class Totals:
         """Of all samples so far."""
         return Sums(
             values=(self._sums / self.divisor).cpu(),
-            errors=(self._variance().sqrt() / self.divisor).cpu() if self._sampled else None,
+            errors=(self._variance().sqrt() / self.divisor).cpu() if self._sampled or self._grouped else None,
             per_sample=torch.cat(self._shares, dim=2) * (self.samples / self.divisor) if self._per_sample else None,
             samples=self.samples,
             omitted=self.omitted,
+            parts={key: (part / self.divisor).cpu() for key, part in self._parts.items()},
         )
 
     def _variance(self) -> Tensor:
@@ -121,6 +130,8 @@ class Totals:
         Of one draw that cannot be known: the variance between samples takes its place, which is larger by that of the
         true values. Infinite for one draw of one sample.
         """
+        if self._grouped:
+            return self._variances
         if self._draws > 1:
             return self._variances / self._draws
         if self.samples < 2:

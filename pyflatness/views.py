@@ -20,7 +20,7 @@ def frame(report: "Report") -> "pandas.DataFrame":
         for layer, estimate in held.items()
     ]
     table = rows_frame(rows)
-    return table.drop(columns="per_sample") if table["per_sample"].isna().all() else table
+    return table.drop(columns=[name for name in ("per_sample", "per_neuron") if table[name].isna().all()])
 
 
 def rows_frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":

@@ -393,3 +393,20 @@ def test_loss_and_accuracy_are_those_of_the_network_itself(first: str, tiny: str
     assert _status(*_arguments(tiny, checkpoint, "--measures=trace")) == 0
     for key in ("loss", "accuracy"):
         assert {float(row[key]) for row in one} == {float(_rows(tiny)[0][key])}
+
+
+def test_sampled_values_have_their_errors(tiny: str) -> None:
+    """Also where samples go through the model more than once, which counts in no loss or accuracy."""
+    path = _save(tiny, 0, "a.safetensors")
+    found = {}
+    for probes in ([], ["--probes", "4"], ["--probes", "adaptive", "--rtol", "0.2"]):
+        assert _status(*_arguments(tiny, "--layers", "body", *probes, path)) == 0
+        (found[" ".join(probes)],) = _rows(tiny)
+    exact, sampled, adaptive = found.values()
+    assert (exact["stderr"], exact["method"]) == ("", "ggn")
+    for row in (sampled, adaptive):
+        assert row["method"] == "ggn-sampled"
+        assert abs(float(row["value"]) - float(exact["value"])) <= 5 * float(row["stderr"])
+        assert float(row["loss"]) == pytest.approx(float(exact["loss"]))
+        assert row["accuracy"] == exact["accuracy"]
+    assert _status(*_arguments(tiny, "--probes", "some", path)) != 0

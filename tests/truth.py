@@ -5,7 +5,7 @@ A layer's matrix here is (d, m, d, m): entry [s, j, t, k] belongs to the weights
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +110,40 @@ def layer_ggn(
     return torch.einsum("asj,ab,btk->sjtk", jacobian, curvature, jacobian)
 
 
+def joint_hessian(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, names: Sequence[str]) -> Tensor:
+    """The Hessian (N, N) of E in the weights of several layers, one after the other, each a row-major matrix."""
+    outputs, weights = _outputs_of_all(model, inputs, names)
+    return hessian(lambda vector: loss(outputs(vector), targets), weights)
+
+
+def joint_ggn(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, names: Sequence[str]) -> Tensor:
+    """JᵀH_fJ (N, N) in the weights of several layers."""
+    outputs, weights = _outputs_of_all(model, inputs, names)
+    f = outputs(weights).detach()
+    jacobian = autograd.jacobian(outputs, weights).view(f.numel(), -1)
+    curvature = hessian(lambda z: loss(z, targets), f).view(f.numel(), f.numel())
+    return jacobian.t() @ curvature @ jacobian
+
+
+def _outputs_of_all(
+    model: nn.Module, inputs: Tensor, names: Sequence[str]
+) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """The model's outputs as a function of all weights of some layers, joined; and these."""
+    weights = [weight_of(model, name) for name in names]
+
+    def outputs(vector: Tensor) -> Tensor:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            parts = vector.split([weight.numel() for weight in weights])
+            for name, weight, part in zip(names[:-1], weights, parts, strict=False):
+                set_weight = stack.enter_context(outputs_of(model, name, inputs))
+                set_weight(part.view(weight.shape))
+            last = stack.enter_context(outputs_of(model, names[-1], inputs))
+            return last(parts[-1].view(weights[-1].shape))
+
+    return outputs, torch.cat([weight.flatten() for weight in weights])
+
+
 def block_traces(matrix: Tensor, groups: int = 1) -> Tensor:
     """T[s,s'] = Tr(H_ss') (d, d); rows of two groups of a convolution belong to two weight matrices and have none."""
     traces = torch.einsum("sjtj->st", matrix)
@@ -125,6 +159,32 @@ def relative_flatness_of(matrix: Tensor, weight: Tensor, groups: int = 1) -> flo
 def trace_of(matrix: Tensor) -> float:
     """Σ_s Tr(H_ss)."""
     return float(torch.einsum("sjsj->", matrix))
+
+
+def diagonal_of(matrix: Tensor) -> Tensor:
+    """∂²E/∂w_sj², (d, m)."""
+    return torch.einsum("sjsj->sj", matrix)
+
+
+def adaptive_sharpness_of(matrix: Tensor, weight: Tensor) -> float:
+    """Σ w_sj² ∂²E/∂w_sj²."""
+    return float((weight.square() * diagonal_of(matrix)).sum())
+
+
+def rows_of(matrix: Tensor, weight: Tensor) -> Tensor:
+    """w_sᵀ ∂²E/∂w_s² w_s for every row."""
+    return torch.einsum("sj,sjsk,sk->s", weight, matrix, weight)
+
+
+def columns_of(matrix: Tensor, weight: Tensor, groups: int = 1, taps: int = 1) -> Tensor:
+    """w(c)ᵀ ∂²E/∂w(c)² w(c) for the weights w(c) on every input channel: of all rows of its group, and all taps."""
+    forms = []
+    for rows in torch.arange(len(weight)).chunk(groups):
+        for columns in torch.arange(weight.shape[1]).split(taps):
+            own = torch.zeros_like(weight)
+            own[rows[:, None], columns] = weight[rows[:, None], columns]
+            forms.append(torch.einsum("sj,sjtk,tk->", own, matrix, own))
+    return torch.stack(forms)
 
 
 # --- a convolution as one dense matrix --------------------------------------------------------------------------------

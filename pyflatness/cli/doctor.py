@@ -125,7 +125,7 @@ def _layer_error(backend: ModuleType, dtype: torch.dtype, route: str, generator:
     gradients = geometry.rows(signal).mT @ geometry.patches(inputs)
     truth = (weight.mT @ gradients).square().sum(dim=(1, 2, 3))
     contraction = WeightGradients(weight.to(dtype), geometry, backend, ("rooted",), memory=DEFAULT_MEMORY, route=route)
-    (values,) = contraction.of([inputs.to(dtype)], 1)([signal.to(dtype)])
+    (values,) = contraction.of([inputs.to(dtype)], 1)([signal.to(dtype)]).values
     return _largest_error(values, truth)
 
 

@@ -22,6 +22,7 @@ from .. import selectors as selectors_
 from ..data import Batches
 from ..errors import InputError
 from ..measures import MEASURES, Measure
+from ..options import Options
 from . import checkpoints, specs
 from .paths import prepare_file
 from .scoring import Row, Scoring
@@ -48,6 +49,12 @@ _NAMED = {measure.name: measure for measure in MEASURES}
     show_default=True,
     help="May be repeated; one of the network alone has one row, with no layer.",
 )
+@click.option("--curvature", type=click.Choice(["auto", "ggn", "hessian"]), default="auto", show_default=True)
+@click.option(
+    "--probes", metavar="K|adaptive", help="Values from so many random draws a sample, with standard errors.  [exact]"
+)
+@click.option("--rtol", type=float, help="Relative standard error for --probes adaptive.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of random draws.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="CSV file for the rows.")
 @click.option(checkpoints.PICKLE_FLAG, "allow_pickle", is_flag=True, help="Read the tensors of .pt and .pth files too.")
 @click.argument("paths", metavar="CHECKPOINT...", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -59,6 +66,10 @@ def score(
     loss: str,
     selectors: tuple[str, ...],
     measures: tuple[str, ...],
+    curvature: str,
+    probes: str | None,
+    rtol: float | None,
+    seed: int,
     out: Path,
     allow_pickle: bool,
     paths: tuple[Path, ...],
@@ -75,8 +86,10 @@ def score(
     prepare_file(out)
     network = specs.build_model(build)
     names = tuple(dict.fromkeys(selectors_.one(layers.unwrap(network), selector) for selector in selectors))
+    draws = int(probes) if probes and probes.lstrip("-").isdigit() else probes
+    options = Options(curvature, draws, seed=seed, rtol=rtol)
     chosen = tuple(_NAMED[name] for name in dict.fromkeys(measures))
-    scoring = Scoring(network, load(), loss, names or (None,), chosen, allow_pickle)
+    scoring = Scoring(network, load(), loss, names or (None,), chosen, allow_pickle, options)
     rows: list[Row] = []
     interrupted = False
     try:
@@ -144,7 +157,7 @@ def _print(rows: list[Row]) -> None:
     names = _short([row.checkpoint for row in rows])
     for name, row in zip(names, rows, strict=True):
         numbers = ("" if x is None else f"{x:.5g}" for x in (row.loss, row.accuracy, row.seconds))
-        table.add_row(name, row.layer, row.measure, "error" if row.value is None else f"{row.value:.5g}", *numbers)
+        table.add_row(name, row.layer, row.measure, _value(row), *numbers)
     # A file or pipe has no width that lines would have to be folded at.
     width = None if sys.stdout.isatty() else 200
     console = Console(markup=False, highlight=False, emoji=False, width=width)
@@ -152,6 +165,12 @@ def _print(rows: list[Row]) -> None:
     for name, row in zip(names, rows, strict=True):
         if row.error:
             console.print(f"{name}: {row.error}", soft_wrap=True)
+
+
+def _value(row: Row) -> str:
+    if row.value is None:
+        return "error"
+    return f"{row.value:.5g}" + ("" if row.stderr is None else f" ± {row.stderr:.2g}")
 
 
 def _short(paths: list[str]) -> list[str]:

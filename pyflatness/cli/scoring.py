@@ -29,6 +29,7 @@ class Row:
     layer: str
     measure: str
     value: float | None = None
+    stderr: float | None = None
     method: str | None = None
     exact: bool | None = None
     samples: int | None = None
@@ -59,6 +60,7 @@ class Scoring:
     layers: tuple[str | None, ...]
     measures: tuple[Measure, ...]
     allow_pickle: bool
+    options: Options
 
     def pairs(self) -> list[tuple[str | None, Measure]]:
         """The layer and measure of each row."""
@@ -85,7 +87,7 @@ class Scoring:
                 if problem is not None:
                     raise problem
                 estimate = layer_measure(
-                    *(measure, self.model, self.loss, self.data, layer, Options()), forward=recorder, progress=False
+                    *(measure, self.model, self.loss, self.data, layer, self.options), forward=recorder, progress=False
                 )
                 found = fit or recorder.fit()
                 fit = found if measure.reads else fit
@@ -93,8 +95,8 @@ class Scoring:
                 yield Row(str(path), layer or "", measure.name, error=reason(error))
                 continue
             yield Row(
-                *(str(path), estimate.layer, measure.name, estimate.value, estimate.method, estimate.exact),
-                *(estimate.samples, found.loss, found.accuracy, time.perf_counter() - start),
+                *(str(path), estimate.layer, measure.name, estimate.value, estimate.stderr, estimate.method),
+                *(estimate.exact, estimate.samples, found.loss, found.accuracy, time.perf_counter() - start),
             )
 
 

@@ -3,18 +3,25 @@
 For signals δ (output factors sent backward) and R with RᵀR = w wᵀ (the R factor of wᵀ):
 
 - ``squares``: |M|², the trace of the block Hessian's GGN;
-- ``rooted``: |R M|² = ⟨w wᵀ, M Mᵀ⟩, relative flatness.
+- ``rooted``: |R M|² = ⟨w wᵀ, M Mᵀ⟩, relative flatness;
+- ``weighted``: |w ∘ M|², adaptive sharpness;
+- ``by_column``, ``by_row``: Σ_j (Σ_group j w ∘ M)², the summands beside the sum; a group is an input channel with its
+  taps, or a row;
+- ``diagonal``: |M|², and beside it M ∘ M summed over the samples, the diagonal of the Hessian.
 
 Routes, chosen per layer by their multiply-adds per sample and signal, K signals sharing φ:
 
 - ``direct``: M, then R M: d m P + r d m. Early convolutions.
 - ``gram``: Σ_pp' ⟨φ_p, φ_p'⟩ ⟨R δ_p, R δ_p'⟩: r d P + r P² + m P² / K. Late convolutions, sequences; with one position
   it is |φ|² |R δ|².
+
+There is no such form of w ∘ M: M is made for it, but for one position, where M = δ φᵀ.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,8 +33,23 @@ from .precision import promoted
 Signals = Sequence[Tensor]
 """One tensor in the form of :mod:`.geometry`, or one for each call of the layer where they cannot be joined."""
 
-QUANTITIES = ("squares", "rooted")
+NEURONS = ("by_column", "by_row")
+WEIGHTED = ("weighted", *NEURONS)
+QUANTITIES = ("squares", "rooted", *WEIGHTED, "diagonal")
 ROUTES = ("direct", "gram")
+
+
+class Share(NamedTuple):
+    """What one signal adds."""
+
+    values: Tensor
+    """(quantities, n) float64."""
+    parts: dict[str, Tensor]
+    """By quantity, float64: of :data:`NEURONS` the summands (n, neurons); of ``diagonal`` Σ_i M_i ∘ M_i, (G, d, m)."""
+
+
+Contraction = Callable[..., Share]
+"""(signal, its sign: one number, (n,), or None for +1) -> its share."""
 
 
 class WeightGradients:
@@ -53,19 +75,55 @@ class WeightGradients:
         route: str | None = None,
     ) -> None:
         self._geometry, self._backend, self._quantities, self._route = geometry, backend, quantities, route
-        self._shape, self._memory = weight.shape, memory
+        self._shape, self._device, self._memory = weight.shape, weight.device, memory
         self._root = root(promoted(weight)) if "rooted" in quantities else None
+        self._weight = promoted(weight) if set(WEIGHTED).intersection(quantities) else None
 
-    def of(self, inputs: Signals, signals: int) -> Callable[[Signals], Tensor]:
-        """For inputs φ (padded), of which so many signals will come: signal -> (quantities, n) float64."""
+    def of(self, inputs: Signals, signals: int) -> Contraction:
+        """For inputs φ (padded), of which so many signals will come."""
         inputs = [promoted(part) for part in inputs]
+        products = self._products(inputs, signals)
+
+        def share(signal: Signals, sign: Tensor | float | None = None) -> Share:
+            found = products(signal)
+            values = torch.stack([_value(found, name) for name in self._quantities])
+            parts = {name: getattr(found, name).square() for name in NEURONS if name in self._quantities}
+            if sign is not None:
+                values, parts = values * sign, {name: (part.mT * sign).mT for name, part in parts.items()}
+            if "diagonal" in self._quantities:
+                parts["diagonal"] = self.diagonal(inputs, signal, sign)
+            return Share(values, parts)
+
+        return share
+
+    def nothing(self, samples: int) -> Share:
+        """Of no signal at all, such as a loss over a single class has."""
+        groups, d, m = self._shape
+        zeros = functools.partial(torch.zeros, dtype=torch.float64, device=self._device)
+        neurons = {"by_column": groups * m // self._geometry.taps, "by_row": groups * d}
+        parts = {name: zeros(samples, neurons[name]) for name in NEURONS if name in self._quantities}
+        if "diagonal" in self._quantities:
+            parts["diagonal"] = zeros(groups, d, m)
+        return Share(zeros(len(self._quantities), samples), parts)
+
+    def _products(self, inputs: Signals, signals: int) -> Callable[[Signals], reference.Products]:
         if len(inputs) > 1:
             return lambda signal: self._summed(inputs, signal)
         (phi,) = inputs
         if (self._route or self.cheaper(phi, signals)) == "direct":
-            return lambda signal: self._direct(phi, signal[0])
+            return lambda signal: self._direct(phi, signal[0], self._root, self._weight)
         gram = self._backend.patch_gram(phi, self._geometry)
-        return lambda signal: self._gram(gram, signal[0])
+        if self._weight is None:
+            return lambda signal: self._gram(gram, signal[0])
+        if gram.shape[2] == 1:
+            single = OnePosition(self._geometry.patches(phi).squeeze(2), self._weight, self._geometry.taps)
+
+            def products(signal: Signals) -> reference.Products:
+                rows = self._geometry.rows(promoted(signal[0])).squeeze(2)
+                return single.products(self._gram(gram, signal[0]), rows, self._quantities)
+
+            return products
+        return lambda signal: self._both(gram, phi, signal[0])
 
     def cheaper(self, inputs: Tensor, signals: int) -> str:
         """The route with fewer multiply-adds."""
@@ -75,7 +133,8 @@ class WeightGradients:
         r = 0 if self._root is None else self._root.shape[1]
         pairs = (r + (d if "squares" in self._quantities else 0)) * places**2
         gram = r * d * places + pairs + m * places**2 / max(1, signals)
-        return "gram" if gram < d * m * places + r * d * m else "direct"
+        made = self._weight is not None and places > 1  # M, in either case
+        return "gram" if gram < (0 if made else d * m * places) + r * d * m else "direct"
 
     def traces(self, inputs: Signals, signal: Signals, coefficients: Tensor) -> Tensor:
         """Σ_i coefficient_i M_i M_iᵀ, (G, d, d) float64."""
@@ -95,26 +154,54 @@ class WeightGradients:
             total += ((rows.double() * some.view(-1, 1, 1, 1)).mT @ left.double()).sum(dim=0)
         return total
 
-    def _direct(self, phi: Tensor, signal: Tensor) -> Tensor:
+    def diagonal(self, inputs: Signals, signal: Signals, sign: Tensor | float | None = None) -> Tensor:
+        """Σ_i sign_i M_i ∘ M_i, (G, d, m) float64."""
         groups, d, m = self._shape
-        signal, parts, chunk = promoted(signal), [], len(phi)
-        if self._backend is reference:  # which writes patches and M out
-            places = signal.shape[2] * signal.shape[3] * signal.shape[4]
-            chunk = max(1, self._memory // (phi.element_size() * groups * m * (places + 2 * d)))
-        for x, delta in zip(phi.split(chunk), signal.split(chunk), strict=True):
-            products = self._backend.direct(x, delta, self._geometry, self._root_like(delta), None)
-            parts.append(self._stacked(products))
-        return torch.cat(parts, dim=1)
+        total = signal[0].new_zeros(groups, d, m, dtype=torch.float64)
+        rows = self._geometry.rows(promoted(signal[0]))
+        signs = None if sign is None else (rows.new_ones(len(rows)) * sign).view(-1, 1, 1, 1)
+        if len(inputs) == 1 and rows.shape[2] == 1:
+            patches = self._geometry.patches(inputs[0]).squeeze(2)
+            left = rows.square() if signs is None else rows.square() * signs
+            return torch.einsum("ngd,ngm->gdm", left.squeeze(2).double(), patches.double().square())
+        chunk = max(1, self._memory // (rows.element_size() * groups * m * (2 * d + rows.shape[2])))  # M and patches
+        for start in range(0, len(rows), chunk):
+            some = slice(start, start + chunk)
+            gradients = self._gradients([x[some] for x in inputs], [delta[some] for delta in signal]).square_()
+            total += (gradients if signs is None else gradients.mul_(signs[some])).sum(dim=0)
+        return total
 
-    def _gram(self, gram: Tensor, signal: Tensor) -> Tensor:
-        factors = {"squares": self._geometry.rows(promoted(signal))}
+    def _direct(self, phi: Tensor, signal: Tensor, root: Tensor | None, weight: Tensor | None) -> reference.Products:
+        groups, d, m = self._shape
+        signal, chunk = promoted(signal), max(1, len(phi))
+        root, weight = (None if t is None else t.to(signal.dtype) for t in (root, weight))
+        if self._backend is reference:  # which writes patches and M out, and w ∘ M
+            places = signal.shape[2] * signal.shape[3] * signal.shape[4]
+            copies = 2 if weight is None else 6
+            chunk = max(1, self._memory // (phi.element_size() * groups * m * (places + copies * d)))
+        parts = [
+            self._backend.direct(x, delta, self._geometry, root, weight)
+            for x, delta in zip(phi.split(chunk), signal.split(chunk), strict=True)
+        ]
+        return reference.Products(*(None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)))
+
+    def _gram(self, gram: Tensor, signal: Tensor) -> reference.Products:
+        rows, rooted = self._geometry.rows(promoted(signal)), None
         if self._root is not None:
             root = self._root.to(gram.dtype)
-            if factors["squares"].shape[1:3] == (1, 1):
-                factors["rooted"] = factors["squares"] @ root.mT
-            else:  # of a convolution's signal as it lies in memory: R (r, d) times (d, P)
-                factors["rooted"] = (root @ factors["squares"].mT).mT
-        return torch.stack([self._gram_of(factors[name], gram) for name in self._quantities])
+            # of a convolution's signal as it lies in memory: R (r, d) times (d, P)
+            rooted = rows @ root.mT if rows.shape[1:3] == (1, 1) else (root @ rows.mT).mT
+            rooted = self._gram_of(rooted, gram)
+        squares = self._gram_of(rows, gram) if {"squares", "diagonal"}.intersection(self._quantities) else None
+        return reference.Products(squares, rooted, None, None, None)
+
+    def _both(self, gram: Tensor, phi: Tensor, signal: Tensor) -> reference.Products:
+        """What has a form without M by that, the rest by M."""
+        by_gradients = self._direct(phi, signal, None, self._weight)
+        if self._root is None:
+            return by_gradients
+        rooted = (self._root.to(gram.dtype) @ self._geometry.rows(promoted(signal)).mT).mT
+        return by_gradients._replace(rooted=self._gram_of(rooted, gram))
 
     def _gram_of(self, rows: Tensor, gram: Tensor) -> Tensor:
         if rows.shape[1:3] != (1, 1):
@@ -122,22 +209,51 @@ class WeightGradients:
         flat = rows.flatten(1)
         return cast(Tensor, self._backend.row_dots(flat, flat)) * gram.flatten()
 
-    def _summed(self, inputs: Signals, signal: Signals) -> Tensor:
+    def _summed(self, inputs: Signals, signal: Signals) -> reference.Products:
         gradients = self._gradients(inputs, signal)
-        return self._stacked(reference.products(gradients, self._geometry, self._root_like(gradients), None))
+        root, weight = (None if t is None else t.to(gradients.dtype) for t in (self._root, self._weight))
+        return reference.products(gradients, self._geometry, root, weight)
 
     def _gradients(self, inputs: Signals, signal: Signals) -> Tensor:
-        gradients = [
+        first, *others = (
             self._geometry.rows(promoted(delta)).transpose(2, 3) @ self._geometry.patches(promoted(x))
             for x, delta in zip(inputs, signal, strict=True)
-        ]
-        return torch.stack(gradients).sum(dim=0)
+        )
+        return sum(others, start=first)
 
-    def _root_like(self, tensor: Tensor) -> Tensor | None:
-        return None if self._root is None else self._root.to(tensor.dtype)
 
-    def _stacked(self, products: reference.Products) -> Tensor:
-        return torch.stack([getattr(products, name) for name in self._quantities])
+class OnePosition:
+    """Sums over w ∘ M for layers of one position, M = δ φᵀ, with what depends on φ alone prepared once.
+
+    Σ_s δ_s² (Σ_j w_sj² φ_j²),  by row (δ_s ⟨w_s, φ⟩)²,  by column (φ_j Σ_s δ_s w_sj)²
+
+    Args:
+        phi: φ, (n, G, m).
+        weight: (G, d, m).
+        taps: columns of an input channel.
+    """
+
+    def __init__(self, phi: Tensor, weight: Tensor, taps: int) -> None:
+        self._phi, self._weight, self._taps = phi, weight.to(phi.dtype), taps
+        self._outputs = self._applied(phi, self._weight)
+        self._spread = self._applied(phi.square(), self._weight.square())
+
+    def products(self, others: reference.Products, rows: Tensor, quantities: Sequence[str]) -> reference.Products:
+        """``others``, and of these what is wanted, for δ (n, G, d)."""
+        weighted = by_column = by_row = None
+        if "weighted" in quantities:
+            weighted = reference.row_dots(rows.square().flatten(1), self._spread.flatten(1))
+        if "by_column" in quantities:
+            columns = self._phi * self._applied(rows, self._weight.mT)
+            by_column = columns.unflatten(2, (-1, self._taps)).sum(dim=3).flatten(1).double()
+        if "by_row" in quantities:
+            by_row = (rows * self._outputs).flatten(1).double()
+        return reference.Products(others.squares, others.rooted, weighted, by_column, by_row)
+
+    @staticmethod
+    def _applied(vectors: Tensor, weight: Tensor) -> Tensor:
+        """(n, G, m), (G, d, m) -> (n, G, d)."""
+        return (vectors.transpose(0, 1) @ weight.mT).transpose(0, 1)
 
 
 class DenseGradients:
@@ -148,24 +264,29 @@ class DenseGradients:
     Args:
         carry: δ (n, …) -> γ, of the shape of the unpadded inputs.
         backend: a module from :func:`.backends.choose`.
-        quantities: of :data:`QUANTITIES`.
+        quantities: ``squares``, ``rooted``.
     """
 
     def __init__(self, carry: Callable[[Tensor], Tensor], backend: ModuleType, quantities: Sequence[str]) -> None:
         self._carry, self._backend, self._quantities = carry, backend, quantities
 
-    def of(self, inputs: Signals, signals: int) -> Callable[[Signals], Tensor]:
-        """For unpadded inputs (n, …) of each call: signals (n, …) of each call -> (quantities, n) float64."""
+    def of(self, inputs: Signals, signals: int) -> Contraction:
+        """For unpadded inputs (n, …) of each call: signals (n, …) of each call."""
         columns = _flat(inputs)
         gram = (columns @ columns.transpose(1, 2)).unsqueeze(1)
 
-        def values(signal: Signals) -> Tensor:
+        def share(signal: Signals, sign: Tensor | float | None = None) -> Share:
             rows = {"squares": signal, "rooted": []}
             if "rooted" in self._quantities:
                 rows["rooted"] = [self._carry(delta) for delta in signal]
-            return torch.stack([self._backend.gram(_flat(rows[name]).unsqueeze(1), gram) for name in self._quantities])
+            values = [self._backend.gram(_flat(rows[name]).unsqueeze(1), gram) for name in self._quantities]
+            return Share(torch.stack(values) if sign is None else torch.stack(values) * sign, {})
 
-        return values
+        return share
+
+    def nothing(self, samples: int) -> Share:
+        """Of no signal at all."""
+        return Share(torch.zeros(len(self._quantities), samples, dtype=torch.float64), {})
 
     def traces(self, inputs: Signals, signal: Signals, coefficients: Tensor) -> Tensor:
         """Σ_i coefficient_i M_i M_iᵀ, (1, d, d) float64 for d the number of outputs of a sample."""
@@ -189,6 +310,12 @@ def root(weight: Tensor) -> Tensor:
         factor = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
     found: Tensor = factor.mT.to(weight.dtype)
     return found
+
+
+def _value(products: reference.Products, quantity: str) -> Tensor:
+    if quantity in NEURONS:
+        return cast(Tensor, getattr(products, quantity)).square().sum(dim=1)
+    return cast(Tensor, products.squares if quantity == "diagonal" else getattr(products, quantity))
 
 
 def _flat(calls: Signals) -> Tensor:

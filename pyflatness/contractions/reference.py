@@ -67,9 +67,9 @@ def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -
 
 
 class Products(NamedTuple):
-    """What :func:`direct` gives of each sample's M, (n, …) float64; None where not asked for."""
+    """What is made of each sample's M, (n, …) float64; None where not asked for."""
 
-    squares: Tensor
+    squares: Tensor | None
     """``|M|²``, (n,)."""
     rooted: Tensor | None
     """``|R M|²``, (n,)."""

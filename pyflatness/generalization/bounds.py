@@ -259,7 +259,7 @@ def _noisy(layer: nn.Module, drawn: Iterator[Tensor]) -> Change:
 
     def change(inputs: Tensor) -> Tensor:
         xi = next(drawn)
-        return layers.apply(layer, xi, weight.to(xi.dtype))
+        return layers.affine(layer, xi, weight.to(xi.dtype), None)
 
     return change
 

@@ -113,7 +113,7 @@ def _adding(layer: nn.Module, addition: Change) -> Iterator[None]:
 
 def by_weight(layer: nn.Module, weight: Tensor) -> Change:
     """Δz = Δw φ for a tensor of the shape of the layer's weight."""
-    return lambda inputs: layers.apply(layer, inputs.to(weight.dtype), weight)
+    return lambda inputs: layers.affine(layer, inputs.to(weight.dtype), weight, None)
 
 
 class Turns:

@@ -47,12 +47,18 @@ class Factors:
     Attributes:
         count: columns.
         column: c -> s_·c, (rows, C) in at least float32, and its signs σ_·c, (rows,) float64; None if all are +1.
-        mixed: signs r (rows, C) -> Σ_c r_c s_·c, (rows, C), over the columns of one sign σ together, with that σ.
+        mixed: signs r (rows, C) -> Σ_c r_c s_·c, (rows, C), over the columns of one sign σ together, with that σ; a
+            column whose r is 0 is left out.
+        weights: () -> (rows, C) float64: how much each column that :attr:`mixed` adds up counts, about σ |s_·c|²; 0
+            for a place in r that has none.
+        take: the same factors of some of the rows, by their places.
     """
 
     count: int
     column: Callable[[int], tuple[Tensor, Tensor | None]]
     mixed: Callable[[Tensor], list[tuple[Tensor, float]]]
+    weights: Callable[[], Tensor]
+    take: Callable[[Tensor], "Factors"]
 
 
 Curvature = Callable[[Tensor, Terms], Tensor]
@@ -122,4 +128,10 @@ def diagonal(coefficients: Tensor) -> Factors:
         values[:, c] = roots[:, c]
         return values, None
 
-    return Factors(roots.shape[1], column, lambda signs: [(roots * signs, 1.0)])
+    return Factors(
+        roots.shape[1],
+        column,
+        mixed=lambda signs: [(roots * signs, 1.0)],
+        weights=coefficients.double,
+        take=lambda index: diagonal(coefficients[index]),
+    )

@@ -112,14 +112,25 @@ class CrossEntropy:
         largest, top = p.max(dim=1, keepdim=True)
         q = (p / (1 + largest.sqrt())).scatter(1, top, largest.sqrt())
         roots = (p.double() * terms.scale.unsqueeze(1)).sqrt().to(p.dtype)
+        return _factors(q, roots, top)
 
-        def column(c: int) -> tuple[Tensor, None]:
-            j = c + (top <= c).long()  # the c-th class that is not k
-            root = roots.gather(1, j)
-            return torch.scatter_add(-q * root, 1, j, root), None
 
-        def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
-            others = (roots * signs).scatter(1, top, 0.0)
-            return [(others - q * others.sum(dim=1, keepdim=True), 1.0)]
+def _factors(q: Tensor, roots: Tensor, top: Tensor) -> Factors:
+    """Columns roots_j (e_j - q), j ≠ ``top``; q and roots (rows, C), top (rows, 1)."""
 
-        return Factors(rows.shape[1] - 1, column, mixed)
+    def column(c: int) -> tuple[Tensor, None]:
+        j = c + (top <= c).long()  # the c-th class that is not k
+        root = roots.gather(1, j)
+        return torch.scatter_add(-q * root, 1, j, root), None
+
+    def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
+        others = (roots * signs).scatter(1, top, 0.0)
+        return [(others - q * others.sum(dim=1, keepdim=True), 1.0)]
+
+    return Factors(
+        roots.shape[1] - 1,
+        column,
+        mixed,
+        weights=lambda: roots.double().square().scatter(1, top, 0.0),
+        take=lambda index: _factors(q[index], roots[index], top[index]),
+    )

@@ -102,14 +102,7 @@ class CustomLoss:
         bad = ~hessians.isfinite().all(dim=(1, 2))  # one such sample would make eigh refuse them all
         values, vectors = torch.linalg.eigh(hessians.masked_fill(bad[:, None, None], 0.0))
         values = values.masked_fill(bad[:, None], torch.nan)
-        roots = vectors * (values.abs() * terms.scale.unsqueeze(1)).sqrt().unsqueeze(1)
-
-        def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
-            kept = [((values * sign > 0) | values.isnan(), sign) for sign in (1.0, -1.0)]
-            parts = [(torch.where(chosen, signs.double(), 0.0), sign) for chosen, sign in kept]
-            return [((roots @ part.unsqueeze(2)).squeeze(2), sign) for part, sign in parts if bool((part != 0).any())]
-
-        return Factors(rows.shape[1], lambda c: (roots[:, :, c], values[:, c].sign()), mixed)
+        return _factors(values * terms.scale.unsqueeze(1), vectors)
 
     def _hessians(self, rows: Tensor, targets: Tensor) -> Tensor:
         """(rows, C, C): second derivatives of every sample's loss in its own outputs, samples all at once."""
@@ -122,3 +115,21 @@ class CustomLoss:
                 (row,) = torch.autograd.grad(slope[:, c].sum(), outputs, retain_graph=True)
                 hessians[:, c] = row
         return (hessians + hessians.transpose(1, 2)) / 2
+
+
+def _factors(values: Tensor, vectors: Tensor) -> Factors:
+    """Columns √|λ_c| v_c with the signs of λ; values (rows, C), vectors (rows, C, C)."""
+    roots = vectors * values.abs().sqrt().unsqueeze(1)
+
+    def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
+        kept = [((values * sign > 0) | values.isnan(), sign) for sign in (1.0, -1.0)]
+        parts = [(torch.where(chosen, signs.double(), 0.0), sign) for chosen, sign in kept]
+        return [((roots @ part.unsqueeze(2)).squeeze(2), sign) for part, sign in parts if bool((part != 0).any())]
+
+    return Factors(
+        values.shape[1],
+        lambda c: (roots[:, :, c], values[:, c].sign()),
+        mixed,
+        weights=lambda: values,
+        take=lambda index: _factors(values[index], vectors[index]),
+    )

@@ -4,18 +4,44 @@ from collections.abc import Sequence
 
 from ..errors import InputError
 from . import at_head
+from .adaptive_sharpness import ADAPTIVE_SHARPNESS
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC
 from .base import Measure, Task
 from .fisher_rao import FISHER_RAO
+from .lambda_max import LAMBDA_MAX
+from .matrix_normalized_sharpness import MATRIX_NORMALIZED_SHARPNESS, MATRIX_NORMALIZED_SHARPNESS_FROBENIUS
+from .neuron_flatness import (
+    NEURON_FLATNESS,
+    NEURON_FLATNESS_MAX,
+    NEURON_FLATNESS_ROWS,
+    NEURON_FLATNESS_ROWS_MAX,
+)
+from .normalized_sharpness import NORMALIZED_SHARPNESS
 from .pac_bayes import PAC_BAYES
 from .relative_flatness import RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD
+from .relative_flatness_max import RELATIVE_FLATNESS_MAX
+from .scaled import LARGEST_SCALED_LAMBDA_MAX, LARGEST_SCALED_TRACE, SCALED_LAMBDA_MAX, SCALED_TRACE
 from .trace import TRACE
 from .weight_norm import WEIGHT_NORM
 
 MEASURES = (
     RELATIVE_FLATNESS,
     RELATIVE_FLATNESS_STD,
+    RELATIVE_FLATNESS_MAX,
     TRACE,
+    SCALED_TRACE,
+    LARGEST_SCALED_TRACE,
+    LAMBDA_MAX,
+    SCALED_LAMBDA_MAX,
+    LARGEST_SCALED_LAMBDA_MAX,
+    ADAPTIVE_SHARPNESS,
+    NEURON_FLATNESS,
+    NEURON_FLATNESS_MAX,
+    NEURON_FLATNESS_ROWS,
+    NEURON_FLATNESS_ROWS_MAX,
+    NORMALIZED_SHARPNESS,
+    MATRIX_NORMALIZED_SHARPNESS,
+    MATRIX_NORMALIZED_SHARPNESS_FROBENIUS,
     ADAPTIVE_SHARPNESS_MC,
     FISHER_RAO,
     PAC_BAYES,
@@ -24,13 +50,13 @@ MEASURES = (
 
 
 def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
-    """Measures by their names; ``"all"``: every one; None: those that one sweep gives.
+    """Measures by their names; ``"all"``: every one; None: relative flatness and trace, which one sweep gives.
 
     Raises:
         InputError: a name that is not in the table.
     """
     if names is None:
-        return tuple(measure for measure in MEASURES if measure.quantity and measure.normalize is None)
+        return (RELATIVE_FLATNESS, TRACE)
     if names == "all":
         return MEASURES
     table = {measure.name: measure for measure in MEASURES}
@@ -41,4 +67,20 @@ def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
     return tuple(table[name] for name in wanted)
 
 
-__all__ = ["MEASURES", "RELATIVE_FLATNESS", "RELATIVE_FLATNESS_STD", "TRACE", "Measure", "Task", "at_head", "named"]
+def with_bases(measures: Sequence[Measure]) -> tuple[Measure, ...]:
+    """These measures, and those that some of them are derived from."""
+    bases = [measure.base for measure in measures if measure.base is not None]
+    return tuple(dict.fromkeys([*measures, *(row for row in MEASURES if row.name in bases)]))
+
+
+__all__ = [
+    "MEASURES",
+    "RELATIVE_FLATNESS",
+    "RELATIVE_FLATNESS_STD",
+    "TRACE",
+    "Measure",
+    "Task",
+    "at_head",
+    "named",
+    "with_bases",
+]

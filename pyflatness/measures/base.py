@@ -3,36 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
-from ..capture import Forward
-from ..data import Batches
-from ..losses import Loss
 from ..options import Options
 from ..report import Estimate
-from ..selectors import Selection
-
-
-@dataclass(frozen=True)
-class Task:
-    """What a measure that is not one of the sweep's is asked about.
-
-    Attributes:
-        model: inside :func:`.capture.observing`.
-        selection: the chosen layers.
-        loss: the user's.
-        batches: the data, to be read as often as the measure says.
-        forward: see :func:`.capture.run`.
-        options: of the user.
-    """
-
-    model: nn.Module
-    selection: Selection
-    loss: Loss
-    batches: Batches
-    forward: Forward | None
-    options: Options
-
+from ..task import Task
 
 Values = dict[str, Estimate]
 """By layer, ``""`` the network; those of a measure's granularity."""
@@ -42,7 +17,8 @@ Values = dict[str, Estimate]
 class Measure:
     """A measure of the loss around a trained network: of a layer, or of all its parameters.
 
-    Either a sum over quantities of the weight gradients, and so one of the sweep's, or computed by itself.
+    Either a sum over quantities of the weight gradients, and so one of the sweep's, or computed by itself, or derived
+    from another measure.
 
     Attributes:
         name: in reports, tables and on the command line.
@@ -50,7 +26,11 @@ class Measure:
         source: where it is defined.
         quantity: what of the weight gradients it is; see :mod:`pyflatness.contractions.layer`. None: it is computed.
         normalize: the option of :func:`pyflatness.relative_flatness` that gives it.
+        of_parts: of a quantity with parts that are not to be summed: layer, weight (G, d, m) and the parts -> the
+            layer's value, and a note if that is not the definition's to rounding.
         compute: its values, if it is not one of the sweep's.
+        base: the measure from whose values it follows without reading the data again.
+        derive: its values, from the model, the user's options and its base's values.
         granularity: what it is a number of: ``"layer"``, ``"network"``, ``"layer, network"``.
         invariant: reparameterisations that change the network's weights but neither its function nor the measure:
             ``"none"``, ``"layer-wise"``, ``"layer-wise, neuron-wise"``.
@@ -63,13 +43,23 @@ class Measure:
     source: str
     quantity: str | None = None
     normalize: str | None = None
+    of_parts: Callable[[str, Tensor, Tensor], tuple[float, str]] | None = None
     compute: Callable[[Task], Values] | None = None
+    base: str | None = None
+    derive: Callable[[nn.Module, Options, Values], Values] | None = None
     granularity: str = "layer, network"
     invariant: str = "none"
     cost: str = "one sweep, shared"
     reads: int = 1
 
+    def __post_init__(self) -> None:
+        assert sum(how is not None for how in (self.quantity, self.compute, self.derive)) == 1, self.name
+        assert (self.base is None) == (self.derive is None), self.name
+
     @property
     def of_network_alone(self) -> bool:
         """Whether there is one value for the whole network and none for a layer."""
         return self.granularity == "network"
+
+
+__all__ = ["Measure", "Task", "Values"]

@@ -1,0 +1,86 @@
+"""Measures of one sweep together, against relative flatness alone.
+
+Run from the project's root: ``python benchmarks/measures.py [lenet] [resnet]``; both unless one is named. Whole calls
+of ``pf.measure`` over all layers, alternatives in turn; every figure is a ratio within one run. ``together`` is what
+one sweep gives but normalised sharpness, for which weight gradients are made and squared entry by entry; that has a
+line of its own.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from networks import images, lenet5, resnet18, settled
+from rich.console import Console
+from rich.table import Table
+from timing import in_turn
+from torch import nn
+
+import pyflatness as pf
+
+ALONE = "relative_flatness"
+BESIDE = {
+    "trace": ["trace"],
+    "matrix-normalised": ["matrix_normalized_sharpness", "matrix_normalized_sharpness_frobenius"],
+    "adaptive sharpness": ["adaptive_sharpness"],
+    "neurons, columns": ["neuron_flatness", "neuron_flatness_max"],
+    "neurons, rows": ["neuron_flatness_rows", "neuron_flatness_rows_max"],
+}
+LIMIT = 1.3  # of the measures together, over relative flatness alone
+
+
+def lenet(n: int = 1000) -> tuple[str, nn.Module, torch.Tensor]:
+    """Five layers."""
+    return f"LeNet5, 5 layers, n = {n}", lenet5().eval(), images(n)
+
+
+def resnet(n: int = 32) -> tuple[str, nn.Module, torch.Tensor]:
+    """Twenty-one layers."""
+    return f"ResNet-18, 21 layers, n = {n}", settled(resnet18()), images(n)
+
+
+NETWORKS: dict[str, Callable[[], tuple[str, nn.Module, torch.Tensor]]] = {"lenet": lenet, "resnet": resnet}
+
+
+def ratios(make: Callable[[], tuple[str, nn.Module, torch.Tensor]], rounds: int) -> Table:
+    """Relative flatness alone, with each family beside it, and with all of them."""
+    title, model, x = make()
+    data, loss = (x, torch.arange(len(x)) % 10), nn.CrossEntropyLoss()
+    together = [ALONE, *(name for names in BESIDE.values() for name in names)]
+    calls = {
+        "relative flatness alone": [ALONE],
+        **{f"+ {what}": [ALONE, *names] for what, names in BESIDE.items()},
+        "together": together,
+        "together + normalised sharpness": [*together, "normalized_sharpness"],
+    }
+    timings = in_turn(
+        {what: partial(pf.measure, model, loss, data, measures=names, progress=False) for what, names in calls.items()},
+        rounds,
+        repeats=1,
+    )
+    alone = timings["relative flatness alone"]
+    table = Table("measures", "median ms", "it / alone", "to reach", "reached", title=title)
+    for what, timing in timings.items():
+        ratio = timing.ratio(alone)
+        goal = (f"≤ {LIMIT}", "yes" if ratio <= LIMIT else "NO") if what == "together" else ("", "")
+        table.add_row(what, f"{1e3 * timing.median:.0f}", f"{ratio:.2f}", *goal)
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=", ".join(NETWORKS))
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    console = Console()
+    for name, make in NETWORKS.items():
+        if not options.names or name in options.names:
+            console.print(ratios(make, options.rounds))
+    console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+
+
+if __name__ == "__main__":
+    main()

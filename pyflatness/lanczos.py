@@ -1,0 +1,128 @@
+"""The largest eigenvalue of symmetric matrices from products with vectors: Lanczos, fully reorthogonalised, restarted.
+
+Axes: ``b`` matrices at once, each (N, N); ``k`` vectors of the basis. One product is one for all matrices together.
+
+    basis Q (b, k, N) orthonormal rows       T = Q H Qᵀ (b, k, k)       θ, s: the largest eigenvalue of T, its vector
+    Ritz value θ,  Ritz vector y = Qᵀ s,  residual r = |H y - θ y|:  an eigenvalue of H lies within r of θ
+
+That bound holds for any y and any symmetric H (Parlett 1998, Theorem 4.5.1), and r is measured at the end by a product
+of its own. No vector has a larger quotient than the largest eigenvalue, so θ never lies above it by more than the
+products' rounding. That no larger eigenvalue was missed is not certified: it holds unless the random start has
+(nearly) no share in its eigenvectors.
+"""
+
+from collections.abc import Callable, Generator, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+_FEWEST = 4  # vectors of a basis that is restarted, at least
+
+
+@dataclass(frozen=True)
+class Ritz:
+    """The largest eigenvalues of some matrices.
+
+    Attributes:
+        values: (b,) float64.
+        residuals: (b,), an eigenvalue lies so near.
+        products: how many were taken.
+        converged: whether every residual was brought down to the tolerance.
+    """
+
+    values: Tensor
+    residuals: Tensor
+    products: int
+    converged: bool
+
+
+Key = TypeVar("Key", bound=Hashable)
+Search = Generator[Tensor, Tensor, Ritz]
+"""Yields vectors (b, N), wants their products with the matrices (b, N), and returns what it found."""
+
+
+def largest(start: Tensor, *, tolerance: float, limit: int, size: int) -> Search:
+    """The algebraically largest eigenvalue of each matrix.
+
+    Args:
+        start: (b, N) float64, random.
+        tolerance: for the residual, relative to the matrix's norm (as seen so far).
+        limit: products at most, besides the one that measures the residual.
+        size: vectors that a basis may have; a full one is restarted from its upper half of Ritz vectors.
+    """
+    basis = torch.nn.functional.normalize(start, dim=1).unsqueeze(1)
+    projected = start.new_zeros(len(start), 0, 0)
+    found, done = torch.zeros_like(start), torch.zeros(len(start), dtype=torch.bool, device=start.device)
+    products = 0
+    while True:
+        image = yield basis[:, -1]
+        products += 1
+        if not bool(image.isfinite().all()):  # the caller said that NaN is to be handed on
+            nothing = start.new_full((len(start),), torch.nan)
+            return Ritz(nothing, nothing, products, converged=False)
+        coefficients, rest = _orthogonalised(basis, image)
+        projected = _bordered(projected, coefficients)
+        values, vectors = torch.linalg.eigh(projected)
+        norm = rest.norm(dim=1)
+        small = norm * vectors[:, -1, -1].abs() <= tolerance * values.abs().amax(dim=1)
+        fresh = ~done  # one that is done stays as it was: its basis may hold no further directions
+        found[fresh] = torch.einsum("bk,bkn->bn", vectors[fresh, :, -1], basis[fresh])
+        done |= small
+        if bool(done.all()) or products >= limit:
+            break
+        if basis.shape[1] >= max(size, _FEWEST):
+            basis, projected = _restarted(basis, values, vectors)
+        following = torch.where(norm > 0, 1 / norm, 0.0).unsqueeze(1) * rest
+        basis = torch.cat([basis, following.unsqueeze(1)], dim=1)
+    found = torch.nn.functional.normalize(found, dim=1)
+    image = yield found
+    quotients = (found * image).sum(dim=1)
+    residuals = (image - quotients.unsqueeze(1) * found).norm(dim=1)
+    return Ritz(quotients, residuals, products + 1, bool(done.all()))
+
+
+def solved(search: Search, times: Callable[[Tensor], Tensor]) -> Ritz:
+    """What a search finds with products from a function."""
+    return solved_in_step({0: search}, lambda vectors: {0: times(vectors[0])})[0]
+
+
+def solved_in_step(
+    searches: Mapping[Key, Search], times: Callable[[Mapping[Key, Tensor]], Mapping[Key, Tensor]]
+) -> dict[Key, Ritz]:
+    """What several searches find, with a product for all that are still going on at each step."""
+    wanted, found = {key: next(search) for key, search in searches.items()}, {}
+    while wanted:
+        for key, image in times(wanted).items():
+            try:
+                wanted[key] = searches[key].send(image)
+            except StopIteration as end:
+                found[key] = end.value
+                del wanted[key]
+    return found
+
+
+def _orthogonalised(basis: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+    """Coefficients (b, k) in the basis, and what is left (b, N); twice, or rounding brings converged vectors back."""
+    coefficients = image.new_zeros(basis.shape[:2])
+    for _ in range(2):
+        part = torch.einsum("bkn,bn->bk", basis, image)
+        image = image - torch.einsum("bk,bkn->bn", part, basis)
+        coefficients += part
+    return coefficients, image
+
+
+def _bordered(projected: Tensor, coefficients: Tensor) -> Tensor:
+    """T with the coefficients of the newest vector's product as last row and column."""
+    size = coefficients.shape[1]
+    bordered = projected.new_zeros(len(projected), size, size)
+    bordered[:, :-1, :-1] = projected
+    bordered[:, -1] = bordered[:, :, -1] = coefficients
+    return bordered
+
+
+def _restarted(basis: Tensor, values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """The upper half of the Ritz vectors as a basis; H takes them to themselves and the one direction left over."""
+    kept = basis.shape[1] // 2
+    return vectors[:, :, -kept:].mT @ basis, torch.diag_embed(values[:, -kept:])

@@ -1,0 +1,53 @@
+"""The largest eigenvalue of the loss Hessian, of a layer's block and of all measured layers together.
+
+    λ_max(∂²E/∂w²), algebraically largest: negative where the loss is concave in w; GGN: λ_max(Σ_i Σ_c σ_ic m_ic m_icᵀ)
+    with m_ic = vec(M_i^(c)), over Σ_i mass_i
+
+w is the layer's effective weight, all its groups together, without the bias; the network's value is that of the joint
+Hessian of the measured layers' weights, with the blocks between layers (where the GGN is another matrix even for ReLU
+networks). By Lanczos (:mod:`pyflatness.lanczos`), every product a pass over the data. Certified is that an eigenvalue
+lies within the reported residual of the value, up to the rounding of the products; that it is the largest one is as
+certain as that a random start has a share in its eigenvector. Not invariant to rescalings.
+"""
+
+from ..eigenvalues import largest
+from ..lanczos import Ritz
+from ..products import Products
+from ..report import Estimate
+from .base import Measure, Task, Values
+
+
+def lambda_max(task: Task) -> Values:
+    """Of every layer that ran, and under ``""`` of the joint Hessian."""
+    products = Products(task)
+    every = tuple(products.modules)
+    blocks = dict.fromkeys([*((name,) for name in every), every])  # a single layer is the network too
+    found = largest(products, list(blocks), task.options.seed)
+    estimates = {name: _estimate(task, products, found[name,], name) for name in every}
+    return {**estimates, "": _estimate(task, products, found[every], "")}
+
+
+def _estimate(task: Task, products: Products, ritz: Ritz, name: str) -> Estimate:
+    opaque = products.opaque & {name} if name else products.opaque
+    method = "ggn" if task.options.curvature == "ggn" else "hessian"
+    certificate = f"λ_max: an eigenvalue within {float(ritz.residuals):.1e} ({ritz.products} Lanczos products)"
+    return Estimate(
+        value=float(ritz.values),
+        stderr=None,
+        samples=products.samples,
+        method=method,
+        exact=method == "hessian" and ritz.converged and not opaque,
+        backend="reference",
+        layer=name,
+        notes=(*products.notes(name), certificate if ritz.converged else f"{certificate}: not converged"),
+    )
+
+
+LAMBDA_MAX = Measure(
+    name="lambda_max",
+    formula="λ_max(∂²E/∂w²)",
+    source="the largest eigenvalue of the block Hessian; Petzka et al. 2019",
+    compute=lambda_max,
+    cost="Lanczos: a pass over the data for each product",
+    reads=2,
+)

@@ -1,0 +1,86 @@
+"""Matrix-normalised sharpness (Tsuzuku et al. 2019; C24 Eq. 35): norms of the weights times roots of traces.
+
+    Σ_l ‖W_l‖₂ √Tr(∂²E/∂w_l²)        and with ‖W_l‖_F
+
+over the measured layers, W_l the effective weight matrix: of a convolution its flattened filters, of a grouped one
+block-diagonal. Each layer's trace is that of the measure ``trace``, which costs nothing more. It has no value where a
+layer's trace is negative. Invariant to layer-wise rescalings.
+
+C24: "From Loss Flatness to Compressed Representations".
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from .. import layers
+from ..errors import InputError
+from ..options import Options
+from .base import Measure, Values
+from .scaled import check_own_weights
+from .trace import TRACE
+
+
+def summed(norm: Callable[[Tensor], Tensor], model: nn.Module, options: Options, values: Values) -> Values:
+    """Σ_l norm(W_l) √trace_l for the network; norm of (G, d, m).
+
+    The standard error is that of the roots to first order, and a bound: layers share the draws.
+
+    Raises:
+        InputError: a negative trace.
+        NotYetError: options under which the traces are of other matrices than the layers' weights.
+    """
+    value, errors = 0.0, []
+    every = [name for name in values if name] or [""]  # a model that is a layer itself has no other name
+    for name in every:
+        module, trace = model.get_submodule(name), values[name]
+        check_own_weights(name, module, options)
+        if trace.value < 0:
+            raise InputError(
+                f"layer {name!r}: the trace of its Hessian is {trace.value:.3g}, of which there is no root; the "
+                "matrix-normalised sharpness of these layers does not exist"
+            )
+        size = float(norm(layers.matrix(module)[0].double().unflatten(0, (layers.groups(module), -1))))
+        value += size * trace.value**0.5
+        if trace.stderr is not None:
+            errors.append(size * trace.stderr / (2 * trace.value**0.5) if trace.value else float("inf"))
+    exact = all(values[name].exact for name in every)
+    return {"": replace(values[""], value=value, stderr=sum(errors) if errors else None, exact=exact, per_sample=None)}
+
+
+def _spectral(weight: Tensor) -> Tensor:
+    """From the smaller Gram matrix, whose largest eigenvalue is as accurate; twelve times as fast as an SVD."""
+    gram = weight @ weight.mT if weight.shape[1] <= weight.shape[2] else weight.mT @ weight
+    squared: Tensor = torch.linalg.eigvalsh(gram).max()
+    return squared.clamp_min(0).sqrt()
+
+
+def _frobenius(weight: Tensor) -> Tensor:
+    return weight.square().sum().sqrt()
+
+
+_SOURCE = "From Loss Flatness to Compressed Representations, Eq. 35"
+
+MATRIX_NORMALIZED_SHARPNESS = Measure(
+    name="matrix_normalized_sharpness",
+    formula="Σ_l ‖W_l‖₂ √Tr(∂²E/∂w_l²)",
+    source=_SOURCE,
+    base=TRACE.name,
+    derive=functools.partial(summed, _spectral),
+    granularity="network",
+    invariant="layer-wise",
+    cost="that of trace, shared",
+)
+MATRIX_NORMALIZED_SHARPNESS_FROBENIUS = Measure(
+    name="matrix_normalized_sharpness_frobenius",
+    formula="Σ_l ‖W_l‖_F √Tr(∂²E/∂w_l²)",
+    source=_SOURCE,
+    base=TRACE.name,
+    derive=functools.partial(summed, _frobenius),
+    granularity="network",
+    invariant="layer-wise",
+    cost="that of trace, shared",
+)

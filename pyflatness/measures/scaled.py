@@ -1,0 +1,127 @@
+"""Measures scaled with the weight's norm (Petzka et al. 2019, Definition 1, Section 2 and Table 1).
+
+    κ^l = |w_l|_F² λ_max(∂²E/∂w_l²)        κ_τ^l = |w_l|_F² Tr(∂²E/∂w_l²)        of a layer
+    κ^Σ = Σ_l κ^l,  κ^max = max_l κ^l       κ_τ^Σ, κ_τ^max likewise                of a network, its measured layers
+
+Each is the unscaled measure's value times a number that the weights alone give, so both together cost one of them. w is
+the effective weight. Invariant to layer-wise rescalings of ReLU networks.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from .. import layers
+from ..errors import NotYetError
+from ..options import Options
+from .base import Measure, Values
+from .lambda_max import LAMBDA_MAX
+from .trace import TRACE
+
+
+def scaled(model: nn.Module, options: Options, values: Values) -> Values:
+    """|w_l|² times each layer's value, and their sum for the network.
+
+    Raises:
+        NotYetError: options under which the values belong to other matrices than the layers' weights.
+    """
+    found = _by_layer(model, options, values)
+    shares = [estimate.per_sample for estimate in found.values() if estimate.per_sample is not None]
+    errors = [estimate.stderr for estimate in found.values() if estimate.stderr is not None]
+    network = replace(
+        next(iter(found.values())),
+        value=sum(estimate.value for estimate in found.values()),
+        stderr=sum(errors) if errors else None,  # a bound: layers share the draws, so their errors may go together
+        exact=all(estimate.exact for estimate in found.values()),
+        per_sample=torch.stack(shares).sum(dim=0) if shares else None,
+        layer="",
+        notes=(),
+    )
+    return {**found, "": network}
+
+
+def largest_scaled(model: nn.Module, options: Options, values: Values) -> Values:
+    """The largest of the layers' scaled values, for the network.
+
+    Raises:
+        NotYetError: see :func:`scaled`.
+    """
+    found = _by_layer(model, options, values)
+    place = int(
+        torch.tensor([estimate.value for estimate in found.values()]).argmax()
+    )  # that of a NaN, if there is one
+    name, largest = [*found.items()][place]
+    exact = all(estimate.exact for estimate in found.values())
+    return {"": replace(largest, exact=exact, layer="", notes=(f"that of layer {name!r}",))}
+
+
+def _by_layer(model: nn.Module, options: Options, values: Values) -> Values:
+    found = {}
+    for name in [name for name in values if name] or [""]:  # a model that is a layer itself has no other name
+        module, estimate = model.get_submodule(name), values[name]
+        check_own_weights(name, module, options)
+        norm = float(layers.matrix(module)[0].double().square().sum())
+        found[name] = replace(
+            estimate,
+            value=norm * estimate.value,
+            stderr=None if estimate.stderr is None else norm * estimate.stderr,
+            per_sample=None if estimate.per_sample is None else norm * estimate.per_sample,
+        )
+    return found
+
+
+def check_own_weights(name: str, module: nn.Module, options: Options) -> None:
+    """Raise a NotYetError for options under which a layer's values belong to another matrix than its weight."""
+    if options.normalize is not None:
+        raise NotYetError(
+            f"measures scaled with the weight's norm are defined for the weights as they are; normalize="
+            f"{options.normalize!r} is not there for them"
+        )
+    if options.conv == "affine" and layers.is_convolution(module):
+        raise NotYetError(
+            f"layer {name!r}: measures scaled with the norm of a convolution's dense matrix (conv='affine') are not "
+            "there yet; conv='filter' gives those of its filters"
+        )
+
+
+SCALED_LAMBDA_MAX = Measure(
+    name="scaled_lambda_max",
+    formula="κ^l = |w|² λ_max(∂²E/∂w²); network: their sum κ^Σ",
+    source="Petzka et al. 2019, Definition 1, Table 1",
+    base=LAMBDA_MAX.name,
+    derive=scaled,
+    invariant="layer-wise",
+    cost="that of lambda_max, shared",
+    reads=LAMBDA_MAX.reads,
+)
+LARGEST_SCALED_LAMBDA_MAX = Measure(
+    name="largest_scaled_lambda_max",
+    formula="κ^max = max_l |w_l|² λ_max(∂²E/∂w_l²)",
+    source="Petzka et al. 2019, Table 1",
+    base=LAMBDA_MAX.name,
+    derive=largest_scaled,
+    granularity="network",
+    invariant="layer-wise",
+    cost="that of lambda_max, shared",
+    reads=LAMBDA_MAX.reads,
+)
+SCALED_TRACE = Measure(
+    name="scaled_trace",
+    formula="κ_τ^l = |w|² Tr(∂²E/∂w²); network: their sum κ_τ^Σ",
+    source="Petzka et al. 2019, Section 2, Table 1",
+    base=TRACE.name,
+    derive=scaled,
+    invariant="layer-wise",
+    cost="that of trace, shared",
+)
+LARGEST_SCALED_TRACE = Measure(
+    name="largest_scaled_trace",
+    formula="κ_τ^max = max_l |w_l|² Tr(∂²E/∂w_l²)",
+    source="Petzka et al. 2019, Table 1",
+    base=TRACE.name,
+    derive=largest_scaled,
+    granularity="network",
+    invariant="layer-wise",
+    cost="that of trace, shared",
+)

@@ -1,0 +1,90 @@
+"""How the output factors of samples are put in groups, and which groups are sent twice."""
+
+import math
+
+import pytest
+import torch
+
+from pyflatness import groups
+from pyflatness.signs import Signs
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def weights_of(samples=50, columns=30, power=6, seed=0):
+    weights = torch.rand(samples, columns, generator=seeded(seed), dtype=torch.float64) ** power
+    weights[:, :3] = 0
+    weights[7] = 0
+    return weights
+
+
+@pytest.mark.parametrize("allowed", [0.0, 1e-3, 1.0, 1e9])
+def test_every_column_is_in_one_group(allowed):
+    weights = weights_of()
+    found = groups.group(weights, allowed)
+    assert torch.equal(found.of == -1, weights == 0)
+    assert torch.equal(found.of.amax(dim=1) + 1, found.counts)
+    for row, counts in zip(found.of, found.counts, strict=True):
+        assert set(row[row >= 0].tolist()) == set(range(int(counts)))
+    assert float(found.variances.sum()) <= 1.5 * allowed + 1e-20
+    if allowed == 0:
+        assert torch.equal(found.counts, (weights > 0).sum(dim=1))
+        assert not found.variances.any()
+    if allowed == 1e9:
+        assert int(found.counts.max()) == 1
+
+
+def test_groups_are_of_about_equal_mass_and_heavy_columns_alone():
+    ordered = weights_of().sort(dim=1, descending=True).values
+    tau = 0.5
+    numbers = groups.cut(ordered, tau)
+    for row, of in zip(ordered, numbers, strict=True):
+        assert bool((of[1:][of[1:] >= 0] >= of[: int((of[1:] >= 0).sum())]).all())  # heaviest first
+        for number in range(int(of.max()) + 1):
+            members = row[of == number]
+            assert len(members) == 1 or (float(members.max()) < tau and float(members.sum()) <= 2 * tau)
+
+
+def test_the_threshold_is_the_largest_that_is_allowed():
+    ordered = weights_of(power=2).sort(dim=1, descending=True).values
+
+    def predicted(tau):
+        light = torch.where(ordered < tau, ordered, 0.0)
+        mass = light.sum(dim=1)
+        return float(2 * (mass * mass.clamp(max=tau) - light.square().sum(dim=1)).clamp_min(0).sum())
+
+    for allowed in (1.0, 20.0, 100.0):
+        tau = groups.threshold(ordered, allowed)
+        assert predicted(tau) <= allowed
+        assert predicted(tau * 1.05) > allowed
+    assert groups.threshold(torch.zeros(3, 4).double(), 1.0) > 0
+
+
+def test_groups_that_are_sent_twice():
+    found = groups.group(weights_of(), 10.0)
+    chances = groups.chances(found.variances, 10_000)
+    assert float(chances.sum()) <= groups.TWICE * 50 + 1e-9
+    assert torch.equal(chances > 0, found.variances > 0)
+    uniform = torch.rand(chances.shape, generator=seeded(0), dtype=torch.float64)
+    sends = groups.sends(found, chances, uniform)
+    twice = int((uniform < chances).sum())
+    assert len(sends.samples) == int(found.counts.sum()) + twice
+    assert float(sends.shares.sum()) == float(found.counts.sum())
+    assert int((sends.draws == 1).sum()) == len(sends.chances) == twice
+    for sample in range(50):
+        rounds = sends.rounds[sends.samples == sample].tolist()
+        assert sorted(rounds) == list(range(len(rounds)))
+    for pair in range(twice):
+        (a, b), of = sends.draws[sends.pairs == pair].tolist(), sends.pairs == pair
+        assert {a, b} == {0, 1}
+        assert len(sends.groups[of].unique()) == len(sends.samples[of].unique()) == 1
+
+
+def test_uniform_numbers_belong_to_samples():
+    drawn = Signs(3, [0]).uniform(5, torch.arange(400), 50)
+    assert torch.equal(drawn[:, [4, 1]], Signs(3, [0]).uniform(5, torch.tensor([4, 1]), 50))
+    assert 0 <= float(drawn.min()) < 0.001
+    assert 0.999 < float(drawn.max()) < 1
+    assert float(drawn.mean()) == pytest.approx(0.5, abs=4 / math.sqrt(12 * drawn.numel()))
