@@ -15,8 +15,8 @@ import torch
 from timing import in_turn
 
 from pyflatness.cli import specs
-from pyflatness.cli.demo import STATISTICS, Correlation, correlation
 from pyflatness.cli.scoring import Scoring
+from pyflatness.generalization.correlation import STATISTICS, Correlation, correlation
 from pyflatness.measures import MEASURES
 
 

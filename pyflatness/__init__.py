@@ -2,6 +2,18 @@
 
 from .capture import causal_lm
 from .errors import BackendError, FlatnessError, InputError, MissingExtraError, NonFiniteError, NotYetError
+from .generalization.authors import authors_representativeness
+from .generalization.bounds import (
+    GeneralizationBound,
+    generalization_bound,
+    spectral_robustness_bound,
+    uniform_robustness_bound,
+)
+from .generalization.correlation import Correlation, Correlations, correlations, plot_correlation
+from .generalization.feature_robustness import FeatureRobustness, feature_robustness
+from .generalization.gap import GeneralizationGap, Performance, generalization_gap
+from .generalization.noise import truncated_normal_noise
+from .generalization.representativeness import Decomposition, Representativeness, representativeness
 from .measures.adaptive_sharpness_mc import adaptive_sharpness_mc
 from .measures.bounds import Bound, Bounds, bounds
 from .measures.mls_adversarial import mls_adversarial
@@ -18,25 +30,43 @@ __all__ = [
     "BackendError",
     "Bound",
     "Bounds",
+    "Correlation",
+    "Correlations",
+    "Decomposition",
     "Estimate",
+    "FeatureRobustness",
     "FlatnessError",
+    "GeneralizationBound",
+    "GeneralizationGap",
     "InputError",
     "MissingExtraError",
     "NonFiniteError",
     "NotYetError",
     "PacBayes",
+    "Performance",
     "Report",
+    "Representativeness",
     "Verification",
     "adaptive_sharpness_mc",
+    "authors_representativeness",
     "block_traces",
     "bounds",
     "causal_lm",
+    "correlations",
+    "feature_robustness",
+    "generalization_bound",
+    "generalization_gap",
     "head_flatness",
     "measure",
     "mls_adversarial",
     "pac_bayes",
+    "plot_correlation",
     "relative_flatness",
     "reparameterize",
     "representation",
+    "representativeness",
+    "spectral_robustness_bound",
+    "truncated_normal_noise",
+    "uniform_robustness_bound",
     "verify",
 ]

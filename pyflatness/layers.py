@@ -63,6 +63,12 @@ def as_matrix(module: nn.Module, weight: Tensor) -> Tensor:
     return weight.t() if _is_transposed(module) else weight.flatten(1)
 
 
+def as_weight(module: nn.Module, matrix: Tensor) -> Tensor:
+    """A (d, m) matrix as a tensor of the shape of the layer's weight."""
+    assert isinstance(module.weight, Tensor)
+    return matrix.t() if _is_transposed(module) else matrix.reshape(module.weight.shape)
+
+
 def row_dim(module: nn.Module) -> int:
     """The dimension of the layer's weight that counts its rows."""
     return 1 if _is_transposed(module) else 0

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from . import capture, data, parameters
 from .data import Batches
 from .errors import InputError, NonFiniteError
-from .losses import Loss, Terms
+from .losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError, Terms
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,57 @@ def divisor(loss: Loss, mass: float) -> float:
     Raises:
         InputError: no target counts.
     """
+    mass = divisor_of_mean(mass)
+    return mass if loss.reduction == "mean" else 1.0
+
+
+def divisor_of_mean(mass: float) -> float:
+    """What sums over loss terms of so much mass are divided by for their mean, whatever the loss's reduction.
+
+    Raises:
+        InputError: no target counts.
+    """
     if mass == 0:
         raise InputError("targets: every one is ignored (or has class weight 0), so the loss has no terms")
-    return mass if loss.reduction == "mean" else 1.0
+    return mass
+
+
+def hits(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Tensor:
+    """For each prediction of a batch whether it is right: the largest output of a term, or the sign of a binary one.
+
+    Raises:
+        InputError: targets that are no classes.
+    """
+    if not isinstance(targets, Tensor):
+        raise InputError(f"targets of batch {number}: a tensor is wanted, got {type(targets).__name__}")
+    if isinstance(loss, BinaryCrossEntropy):
+        if outputs.shape != targets.shape:
+            raise InputError(
+                f"targets of batch {number}: the outputs' shape {tuple(outputs.shape)}, got {tuple(targets.shape)}"
+            )
+        return ((outputs > 0) == (targets > 0.5)).flatten() & ~outputs.isnan().flatten()
+    dim = 0 if outputs.ndim == 1 else 1
+    labels = targets
+    if isinstance(loss, CrossEntropy) and targets.is_floating_point() and targets.shape == outputs.shape:
+        labels = targets.argmax(dim)
+    wanted = (*outputs.shape[:dim], *outputs.shape[dim + 1 :])
+    if labels.is_floating_point() or tuple(labels.shape) != wanted:
+        raise InputError(
+            f"targets of batch {number}: an accuracy needs classes of shape {wanted} for outputs "
+            f"{tuple(outputs.shape)}, got {targets.dtype} of shape {tuple(targets.shape)}"
+        )
+    hits = (outputs.argmax(dim) == labels) & ~outputs.isnan().any(dim)
+    return hits[labels != loss.ignore_index] if isinstance(loss, CrossEntropy) else hits.flatten()
+
+
+def has_classes(outputs: Tensor, targets: Tensor, loss: Loss) -> bool:
+    """Whether the targets are something a prediction can be right about, so that :func:`hits` takes them."""
+    if isinstance(loss, SquaredError):
+        return False
+    if isinstance(loss, (BinaryCrossEntropy, CrossEntropy)):
+        return True
+    dim = 0 if outputs.ndim == 1 else 1
+    return not targets.is_floating_point() and targets.shape == (*outputs.shape[:dim], *outputs.shape[dim + 1 :])
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Reports as data frames and figures; pandas and matplotlib are imported when they are asked for."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import InputError, MissingExtraError
 
@@ -14,31 +14,49 @@ if TYPE_CHECKING:
 
 def frame(report: "Report") -> "pandas.DataFrame":
     """See :meth:`.Report.to_frame`."""
-    try:
-        import pandas
-    except ImportError:
-        raise MissingExtraError("a data frame needs pandas: pip install 'pyflatness[frame]'") from None
     rows = [
         {"layer": layer, "measure": measure, **estimate}
         for measure, held in report.to_dict().items()
         for layer, estimate in held.items()
     ]
-    table = pandas.DataFrame(rows)
+    table = rows_frame(rows)
     return table.drop(columns=[name for name in ("per_sample", "per_neuron") if table[name].isna().all()])
+
+
+def rows_frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
+    """A data frame of rows.
+
+    Raises:
+        MissingExtraError: without pandas.
+    """
+    try:
+        import pandas
+    except ImportError:
+        raise MissingExtraError("a data frame needs pandas: pip install 'pyflatness[frame]'") from None
+    return pandas.DataFrame(rows)
+
+
+def figure(width: float = 6.0) -> "tuple[Figure, Axes]":
+    """An empty figure, outside of pyplot: no window, no global state.
+
+    Raises:
+        MissingExtraError: without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("a figure needs matplotlib: pip install 'pyflatness[plot]'") from None
+    empty = Figure(figsize=(width, 4.5), layout="constrained")
+    return empty, empty.subplots()
 
 
 def profile(report: "Report") -> "tuple[Figure, Axes]":
     """See :meth:`.Report.plot`."""
-    try:
-        from matplotlib.figure import Figure  # without pyplot: no window, no global state
-    except ImportError:
-        raise MissingExtraError("a figure needs matplotlib: pip install 'pyflatness[plot]'") from None
     held = {measure: {layer: e for layer, e in of.items() if layer} for measure, of in report.to_dict().items()}
     drawn = {measure: of for measure, of in held.items() if of}
     if not drawn:
         raise InputError(f"report: {', '.join(report.measures)} has values of the network alone; no profile of layers")
-    figure = Figure(figsize=(max(6.0, 2.5 + 0.35 * len(report.layers)), 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure_, axes = figure(max(6.0, 2.5 + 0.35 * len(report.layers)))
     places = {layer: place for place, layer in enumerate(report.layers)}
     for measure, of in drawn.items():
         x, y = [places[layer] for layer in of], [e["value"] for e in of.values()]
@@ -51,4 +69,4 @@ def profile(report: "Report") -> "tuple[Figure, Axes]":
     axes.set_ylabel("value")
     axes.grid(alpha=0.3)
     axes.legend()
-    return figure, axes
+    return figure_, axes

@@ -17,6 +17,7 @@ import pyflatness as pf
 from pyflatness import cli
 from pyflatness.cli import demo, demo_networks, doctor
 from pyflatness.contractions import compiled
+from pyflatness.generalization.correlation import STATISTICS, correlation
 
 TINY = [
     demo_networks.Recipe("MLP-1", "Adam", 0.005, 64, seed=3),
@@ -238,13 +239,13 @@ SCIPY = {
 }
 
 
-@pytest.mark.parametrize("statistic", demo.STATISTICS)
+@pytest.mark.parametrize("statistic", STATISTICS)
 @pytest.mark.parametrize("decimals", [1, 16])  # one decimal: with ties
 def test_correlation_against_scipy(statistic: str, decimals: int) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=30).round(decimals)
     y = (x + rng.normal(size=30)).round(decimals)
-    value, low, high = demo.correlation(x, y, statistic, seed=0)
+    value, low, high = correlation(x, y, statistic, seed=0)
     assert value == pytest.approx(SCIPY[statistic](x, y), abs=1e-12)
     truth = stats.bootstrap(
         (x, y), SCIPY[statistic], paired=True, vectorized=False, method="percentile", n_resamples=1000, rng=rng
@@ -253,11 +254,11 @@ def test_correlation_against_scipy(statistic: str, decimals: int) -> None:
     assert low < value < high
 
 
-@pytest.mark.parametrize("statistic", demo.STATISTICS)
+@pytest.mark.parametrize("statistic", STATISTICS)
 def test_correlation_of_a_line_and_of_degenerate_values(statistic: str) -> None:
     line = np.arange(5.0)
-    assert demo.correlation(line, -1e-9 * line, statistic, seed=0) == pytest.approx((-1, -1, -1))
+    assert correlation(line, -1e-9 * line, statistic, seed=0) == pytest.approx((-1, -1, -1))
     for bad in (np.full(5, 0.1), np.array([0, 1, 2, 3, math.nan]), np.array([0, 1, 2, 3, math.inf])):
-        assert all(map(math.isnan, demo.correlation(line, bad, statistic, seed=0)))
-        assert all(map(math.isnan, demo.correlation(bad, line, statistic, seed=0)))
-    assert all(map(math.isnan, demo.correlation(line[:1], line[:1], statistic, seed=0)))
+        assert all(map(math.isnan, correlation(line, bad, statistic, seed=0)))
+        assert all(map(math.isnan, correlation(bad, line, statistic, seed=0)))
+    assert all(map(math.isnan, correlation(line[:1], line[:1], statistic, seed=0)))

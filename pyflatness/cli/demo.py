@@ -11,21 +11,20 @@ import itertools
 import json
 import math
 import platform
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
 from ..errors import MissingExtraError
+from ..generalization.correlation import STATISTICS, Correlation, correlation
 from . import demo_networks
 from .demo_networks import Row
 from .paths import prepare_folder
@@ -33,25 +32,8 @@ from .paths import prepare_folder
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Vector = NDArray[np.float64]
-
 # By their field, the labels in the plot.
 MEASURES = {"kappa": "κ", "normalised_kappa": "κ normalised"}
-_RESAMPLES = 2000
-
-
-@dataclass(frozen=True)
-class Correlation:
-    """How two quantities go together over the networks, and the 95 % bootstrap interval; NaN where undefined."""
-
-    measure: str
-    statistic: str
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.statistic} {self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 @click.command()
@@ -86,28 +68,6 @@ def correlate(rows: list[Row], seed: int) -> list[Correlation]:
     ]
 
 
-def correlation(x: Vector, y: Vector, statistic: str, seed: int) -> tuple[float, float, float]:
-    """Correlation of two samples, with the 95 % percentile interval of the paired bootstrap.
-
-    Args:
-        x: (n,) values.
-        y: (n,) values.
-        statistic: ``"Pearson"``, ``"Spearman"`` or ``"Kendall"`` (τ_b).
-        seed: of the resampling.
-
-    Returns:
-        The value and the ends of its interval; all NaN if x or y is constant or has an entry that is not finite.
-    """
-    aspect = STATISTICS[statistic]
-    value = _cosine(x, y, aspect)
-    if np.isnan(value):
-        return value, value, value
-    draws = np.random.default_rng(seed).integers(len(x), size=(_RESAMPLES, len(x)))
-    resampled = np.array([_cosine(x[draw], y[draw], aspect) for draw in draws])
-    low, high = np.percentile(resampled[np.isfinite(resampled)], [2.5, 97.5])
-    return value, float(low), float(high)
-
-
 def write(folder: Path, rows: list[Row], correlations: list[Correlation], seed: int) -> None:
     """Write the plot, and all numbers in full precision as JSON and CSV."""
     _plot(folder / "scatter.png", rows, correlations)
@@ -130,27 +90,6 @@ def _require_extras() -> None:
         import sklearn  # noqa: F401
     except ImportError as error:
         raise MissingExtraError(f"the demo needs {error.name}: pip install 'pyflatness[demo]'") from None
-
-
-def _signs(values: Vector) -> Vector:
-    """The order of every pair, (n, n)."""
-    return np.sign(values[:, None] - values)
-
-
-# Each statistic is the cosine of the angle between one aspect of x and the same of y.
-STATISTICS: dict[str, Callable[[Vector], Vector]] = {
-    "Pearson": lambda values: (values - values.mean()) / np.ptp(values),
-    "Spearman": lambda values: _signs(values).sum(axis=1),  # ranks (of ties, the mean rank), centred and doubled
-    "Kendall": lambda values: _signs(values).ravel(),  # τ_b
-}
-
-
-def _cosine(x: Vector, y: Vector, aspect: Callable[[Vector], Vector]) -> float:
-    for values in (x, y):
-        if not np.isfinite(values).all() or np.ptp(values) == 0:
-            return math.nan
-    a, b = aspect(x), aspect(y)
-    return float(a @ b / np.sqrt((a @ a) * (b @ b)))
 
 
 def _print(rows: list[Row], correlations: list[Correlation]) -> None:

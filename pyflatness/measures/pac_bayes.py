@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, layers, losses, parameters
+from .. import capture, layers, losses, parameters, risk
 from ..data import Batches, size
 from ..errors import InputError, NonFiniteError
 from ..folding import Folding
-from ..losses import Loss
 from ..options import Options
 from ..reparameterize import duplicate
 from ..report import Estimate
@@ -225,7 +224,7 @@ class _Search:
         right = total = samples = 0
         for number, batch in enumerate(self._task.batches):
             outputs, targets = parameters.run(self._model, values, batch, self._task.forward)
-            hits = _hits(outputs, targets, self._task.loss, number)
+            hits = risk.hits(outputs, targets, self._task.loss, number)
             if not values and bool(outputs.isnan().any()):
                 raise NonFiniteError(f"batch {number}: the model's outputs have NaN in them, so it has no accuracy")
             right, total, samples = right + int(hits.sum()), total + len(hits), samples + size(batch)
@@ -249,30 +248,6 @@ def _magnitude_bound(steps: Tensor, sigma: float) -> float:
     mean = steps.square().mean()
     ratios = (EPSILON**2 + (sigma**2 + 1) * mean) / (EPSILON**2 + sigma**2 * steps.square())
     return float(ratios.log().sum()) / 4
-
-
-def _hits(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Tensor:
-    """For each prediction of a batch whether it is right: the largest output of a term, or the sign of a binary one."""
-    if not isinstance(targets, Tensor):
-        raise InputError(f"targets of batch {number}: a tensor is wanted, got {type(targets).__name__}")
-    if isinstance(loss, losses.BinaryCrossEntropy):
-        if outputs.shape != targets.shape:
-            raise InputError(
-                f"targets of batch {number}: the outputs' shape {tuple(outputs.shape)}, got {tuple(targets.shape)}"
-            )
-        return ((outputs > 0) == (targets > 0.5)).flatten() & ~outputs.isnan().flatten()
-    dim = 0 if outputs.ndim == 1 else 1
-    labels = targets
-    if isinstance(loss, losses.CrossEntropy) and targets.is_floating_point() and targets.shape == outputs.shape:
-        labels = targets.argmax(dim)
-    wanted = (*outputs.shape[:dim], *outputs.shape[dim + 1 :])
-    if labels.is_floating_point() or tuple(labels.shape) != wanted:
-        raise InputError(
-            f"targets of batch {number}: an accuracy needs classes of shape {wanted} for outputs "
-            f"{tuple(outputs.shape)}, got {targets.dtype} of shape {tuple(targets.shape)}"
-        )
-    hits = (outputs.argmax(dim) == labels) & ~outputs.isnan().any(dim)
-    return hits[labels != loss.ignore_index] if isinstance(loss, losses.CrossEntropy) else hits.flatten()
 
 
 def _values(task: Task) -> Values:

@@ -1,0 +1,270 @@
+"""Bounds on feature robustness and on the generalisation gap (Petzka et al. 2021, Theorems 5, 6 and 14, Figure 4).
+
+    E_gen = E_Rep + E_F ≤ δ² κ / (2m) + |E_Rep|,   δ = n^(-1/(4+m))
+
+to second order in δ, with labels locally constant. The first term bounds E_F on average over rO, r ≤ δ; for |E_Rep|,
+which only the distribution of the data would tell, its plug-in estimate by folds is taken
+(:mod:`.representativeness`), so this is an approximation of the bound, as in the paper's Figure 4, and not a bound: ψ
+has seen the folds that are held out, and where it has fitted them better than new data the measured gap is larger. The
+plug-in of a ψ fitted on each fold's sample is :func:`pyflatness.representativeness` with ``fit=``, for a head.
+Uniform over all |A| ≤ δ, at a minimum and to second order, from other measures:
+
+    E_F ≤ δ² d/2 κ^φ (Theorem 14)         E_F ≤ δ²/2 |w|² λ_max (Petzka et al. 2019, appendix C.1)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import capture, data, head, layers, losses
+from ..data import Batches
+from ..errors import InputError
+from ..losses import Loss
+from ..measures import RELATIVE_FLATNESS
+from ..options import Options
+from ..pipeline import layer_measure
+from ..report import Estimate
+from ..selectors import Selector
+from . import noise
+from .gap import GeneralizationGap, performance
+from .perturbed import Change, Perturbed
+from .representativeness import DRAWS, FOLDS, Representativeness, Sums, assigned, default_delta, summary
+
+
+def uniform_robustness_bound(delta: float, rows: int, maximal_flatness: float) -> float:
+    """δ² d/2 κ^φ: E_F over all feature matrices |A| ≤ δ at a minimum, up to O(δ³)   (Petzka et al. 2021, Theorem 14).
+
+    Args:
+        delta: δ.
+        rows: d, rows of the weight matrix.
+        maximal_flatness: κ^φ = Σ_s |w_s|² λ_max(H_ss)   (Definition 13).
+
+    Returns:
+        The bound, in units of the loss.
+
+    Raises:
+        InputError: numbers that do not fit.
+
+    Example:
+        >>> import pyflatness as pf
+        >>> round(pf.uniform_robustness_bound(0.1, 2, 1.286842), 8)
+        0.01286842
+    """
+    noise.check_delta(delta)
+    noise.check_count("rows", rows, 1)
+    return delta**2 * rows / 2 * _number("maximal_flatness", maximal_flatness)
+
+
+def spectral_robustness_bound(delta: float, weight_norm: float, lambda_max: float) -> float:
+    """δ²/2 |w|² λ_max: E_F over all |A| ≤ δ at a minimum, up to O(δ³)   (Petzka et al. 2019, appendix C.1).
+
+    Args:
+        delta: δ.
+        weight_norm: |w|², the squared Frobenius norm, as the measure ``weight_norm``.
+        lambda_max: the largest eigenvalue of the Hessian in w.
+
+    Returns:
+        The bound, in units of the loss.
+
+    Raises:
+        InputError: numbers that do not fit.
+
+    Example:
+        >>> import pyflatness as pf
+        >>> round(pf.spectral_robustness_bound(0.1, 5.0, 0.514737), 8)
+        0.01286843
+    """
+    noise.check_delta(delta)
+    return delta**2 / 2 * _number("weight_norm", weight_norm) * _number("lambda_max", lambda_max)
+
+
+@dataclass(frozen=True, repr=False)
+class GeneralizationBound:
+    """The approximate bound of a network's generalisation gap, its terms, and the gap if there are test data.
+
+    Attributes:
+        bound: ``flatness`` + ``representativeness.magnitude``.
+        flatness: δ² κ / (2m).
+        representativeness: by folds; its ``test`` is E_gen = E_Rep + E_F with the test data.
+        kappa: κ, of the mean loss.
+        delta: δ.
+        features: m.
+        samples: n.
+        layer: whose features these are.
+        measured: loss and accuracy on training and test data; None without test data.
+    """
+
+    bound: float
+    flatness: float
+    representativeness: Representativeness
+    kappa: float
+    delta: float
+    features: int
+    samples: int
+    layer: str
+    measured: GeneralizationGap | None = None
+
+    def __repr__(self) -> str:
+        terms = f"{self.flatness:.4g} flatness + {self.representativeness.magnitude:.4g} representativeness"
+        facts = [
+            f"{self.bound:.6g} = {terms}",
+            f"layer {self.layer!r}",
+            f"κ = {self.kappa:.6g}",
+            f"δ = {self.delta:.4g}",
+            f"m = {self.features}",
+            f"{self.samples} samples",
+        ]
+        parts = self.representativeness.test
+        if parts is not None:
+            split = f"{parts.representativeness:.4g} representativeness + {parts.robustness:.4g} robustness"
+            facts.insert(1, f"measured gap {parts.gap:.6g} = {split}")
+        return f"GeneralizationBound({', '.join(facts)})"
+
+
+@capture.eager
+def generalization_bound(
+    model: nn.Module,
+    loss: Any,
+    train: Any,
+    layer: Selector | None = None,
+    *,
+    test: Any = None,
+    delta: float | None = None,
+    kappa: Estimate | float | None = None,
+    folds: int = FOLDS,
+    draws: int = DRAWS,
+    seed: int = 0,
+    reduction: str | None = None,
+    forward: capture.Forward | None = None,
+    progress: bool | None = None,
+) -> GeneralizationBound:
+    """The approximate bound of the generalisation gap by relative flatness and representativeness.
+
+    δ² κ/(2m) + |E_Rep|, δ = n^(-1/(4+m)), |E_Rep| a mean over folds   (Petzka et al. 2021, Theorem 6 and Figure 4).
+    Labels are taken as constant around the features of each sample. Not a bound to rely on: the folds that are held out
+    have been trained on, so a network that has fitted its training data can have a larger gap; ``test=`` shows it.
+
+    Args:
+        model: in eval mode; left as it was found.
+        loss: its options count; all values are means over its terms.
+        train: the training data, as for :func:`pyflatness.relative_flatness`; read several times.
+        layer: a Linear layer that gets one feature vector a sample; None takes the last Linear that ran.
+        test: test data, for the measured gap and its decomposition E_gen = E_Rep + E_F.
+        delta: δ; None: n^(-1/(4+m)).
+        kappa: κ, if it is known or to be found with options; of the same loss and reduction.
+        folds: of the training data, for representativeness.
+        draws: pairs ±ξ of noise for each sample, at least 2.
+        seed: of folds and noise.
+        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        progress: show a bar.
+
+    Returns:
+        The bound, its terms, and the gap beside it.
+
+    Raises:
+        FlatnessError: see :func:`pyflatness.relative_flatness`; features that are not one vector a sample.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> _ = torch.manual_seed(0)
+        >>> x = torch.randn(600, 8).double()
+        >>> y, model = (x[:, 0] > 0).long(), torch.nn.Linear(8, 2).double()
+        >>> data = (x[:300], y[:300]), (x[300:], y[300:])
+        >>> found = pf.generalization_bound(model, torch.nn.CrossEntropyLoss(), data[0], test=data[1])
+        >>> parts = found.representativeness.test
+        >>> abs(parts.gap - found.measured.gap) < 1e-12, found.delta == 300 ** (-1 / 12)
+        (True, True)
+    """
+    noise.check_count("folds", folds, 2)
+    noise.check_count("draws", draws, 2)
+    resolved = losses.resolve(loss, reduction)
+    with capture.observing(model) as module:
+        place = capture.device(module)
+        batches = Batches(train, place, passes=3, shown=progress)
+        name, source = head.find(module, layer, resolved, batches, forward)
+        perturbed = Perturbed(module, name, forward, head=source is not None)
+        m = _features(perturbed, name)
+        samples = sum(data.size(batch) for batch in batches)
+        delta = default_delta(samples, m) if delta is None else delta
+        noise.check_delta(delta)
+        sums = _sums(perturbed, resolved, batches, assigned(samples, folds, seed), (folds, draws), delta, seed)
+        measured = None
+        if test is not None:
+            sets = batches, Batches(test, place, shown=progress)
+            measured = GeneralizationGap(*(performance(module, resolved, held, forward) for held in sets))
+    if kappa is None:
+        kappa = layer_measure(RELATIVE_FLATNESS, model, loss, train, name, Options(), reduction, forward, progress)
+    mean_kappa = float(kappa) / (1.0 if resolved.reduction == "mean" else sums.mass())
+    found = summary(
+        [sums.against_the_rest([k]) for k in range(folds)],
+        None if measured is None else sums.against(measured.test.loss),
+        delta=delta,
+        features=m,
+        samples=samples,
+        draws=draws,
+        refitted=False,
+    )
+    flatness = delta**2 * mean_kappa / (2 * m)
+    return GeneralizationBound(
+        flatness + found.magnitude, flatness, found, mean_kappa, delta, m, samples, name, measured
+    )
+
+
+def _features(perturbed: Perturbed, name: str) -> int:
+    """The features of the layer, which must be linear."""
+    if layers.is_convolution(perturbed.layer):
+        raise InputError(
+            f"layer {name!r} is a {type(perturbed.layer).__name__}: its patches overlap, so that there is no one "
+            "feature vector for a sample; pf.feature_robustness takes it"
+        )
+    return int(layers.matrix(perturbed.layer)[0].shape[1])
+
+
+def _sums(
+    perturbed: Perturbed,
+    loss: Loss,
+    batches: Batches,
+    places: Tensor,
+    counts: tuple[int, int],
+    delta: float,
+    seed: int,
+) -> Sums:
+    """Sums of the loss over each fold, without and with noise on the layer's features."""
+    (folds, draws), start = counts, 0
+    sums = Sums(loss, folds, draws)
+    generator: torch.Generator | None = None
+    for number, batch in enumerate(batches):
+        outputs, targets = perturbed.outputs(batch)
+        inputs, count = perturbed.inputs(), data.size(batch)
+        if inputs.ndim != 2 or len(inputs) != count:
+            raise InputError(
+                f"batch {number}: one feature vector a sample is wanted, ({count}, m), and the layer's input is "
+                f"{tuple(inputs.shape)}"
+            )
+        generator = generator or torch.Generator(inputs.device).manual_seed(seed)
+        change = _noisy(perturbed.layer, noise.kernel_noise(inputs, delta, draws, generator))
+        moved = (outputs for _ in range(draws) for outputs in perturbed.moved(change, (1.0, -1.0)))
+        sums.add(outputs, targets, places[start : start + count], moved, number)
+        start += count
+    return sums
+
+
+def _noisy(layer: nn.Module, drawn: Iterator[Tensor]) -> Change:
+    """Δz = w ξ, with the next ξ at every call."""
+    weight = layers.as_weight(layer, layers.matrix(layer)[0])
+
+    def change(inputs: Tensor) -> Tensor:
+        xi = next(drawn)
+        return layers.affine(layer, xi, weight.to(xi.dtype), None)
+
+    return change
+
+
+def _number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, Estimate)) or float(value) != float(value):
+        raise InputError(f"{name}={value!r}: a number is wanted")
+    return float(value)

@@ -1,0 +1,229 @@
+"""Feature robustness (Petzka et al. 2021, Definition 1 and Eq. 4) on average over orthogonal matrices, as a curve.
+
+    E_F(f, S, αA) = E(w + αwA) - E(w),   A Haar-distributed on O(m): features φ + αAφ, labels unchanged
+    E_A E_F = α² κ / (2m) + O(α⁴)                                                               (Theorem 5)
+
+for m columns of w, at any w: the terms of odd order vanish, since A and -A are equally likely; a minimum is not needed.
+Every draw is taken with both signs, u_k(α) = (E(w + αwA_k) + E(w - αwA_k)) / 2 - E(w); the value is their mean and its
+standard error std_k u_k / √K, given the data. Each group of a convolution has a matrix of its own, as it has in κ.
+
+Theorem 5 is about twice differentiable models. Behind a ReLU the parabola holds as far as no sample crosses a kink,
+which for many samples is not far: kinks that are crossed add a rise of order α² of their own, which no Hessian sees.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import capture, head, losses, risk, views
+from ..data import Batches, size
+from ..errors import InputError, NonFiniteError
+from ..losses import Loss
+from ..measures import RELATIVE_FLATNESS
+from ..options import Options
+from ..pipeline import layer_measure
+from ..report import Estimate
+from ..selectors import Selector
+from . import noise
+from .perturbed import Perturbed, Turns, by_weight
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ALPHAS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
+DRAWS = 16
+_MEMORY = 2**28  # bytes of the turned weights that are kept for one pass over the data
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class FeatureRobustness:
+    """How much the loss rises when a layer's features are turned and added, α at a time.
+
+    Attributes:
+        alphas: α, (k,) float64.
+        rises: E_A E_F(f, S, αA), (k,) float64, in units of the loss.
+        stderr: standard errors of ``rises`` over the draws of A, given the data, (k,) float64.
+        parabola: α² κ / (2m), (k,) float64.
+        kappa: κ.
+        features: m.
+        loss: E(w).
+        draws: pairs ±A.
+        samples: of the data.
+        layer: its qualified name.
+    """
+
+    alphas: Tensor
+    rises: Tensor
+    stderr: Tensor
+    parabola: Tensor
+    kappa: float
+    features: int
+    loss: float
+    draws: int
+    samples: int
+    layer: str
+
+    def __repr__(self) -> str:
+        facts = f"layer {self.layer!r}, κ = {self.kappa:.6g}, m = {self.features}, {self.draws} pairs of draws"
+        rows = zip(*(column.tolist() for column in (self.alphas, self.rises, self.stderr, self.parabola)), strict=True)
+        lines = [f"  α = {a:g}: {rise:.4g} ± {error:.2g}, parabola {p:.4g}" for a, rise, error, p in rows]
+        return "\n".join([f"FeatureRobustness({facts}, {self.samples} samples:", *lines]) + ")"
+
+    def plot(self, path: str | Path | None = None) -> "tuple[Figure, Axes]":
+        """The curve with its standard errors, and the parabola.
+
+        Args:
+            path: where the figure is written too; its ending is its format.
+
+        Returns:
+            Figure and axes of matplotlib, outside of pyplot.
+
+        Raises:
+            MissingExtraError: without matplotlib.
+        """
+        figure, axes = views.figure()
+        steps = torch.linspace(0, float(self.alphas.abs().max()), 101, dtype=torch.float64)
+        parabola = steps.square() * self.kappa / (2 * self.features)
+        axes.plot(steps.tolist(), parabola.tolist(), color="0.4", label="α² κ / 2m")
+        columns = self.alphas.abs().tolist(), self.rises.tolist(), self.stderr.tolist()
+        axes.errorbar(*columns, fmt="o", markersize=4, capsize=2, label=f"mean of {self.draws} pairs ±A")
+        axes.set_xlabel("α")
+        axes.set_ylabel("rise of the loss, features φ + αAφ")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        if path is not None:
+            figure.savefig(path)
+        return figure, axes
+
+
+@capture.eager
+def feature_robustness(
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    layer: Selector | None = None,
+    *,
+    alphas: Iterable[float] = ALPHAS,
+    draws: int = DRAWS,
+    kappa: Estimate | float | None = None,
+    seed: int = 0,
+    nan_policy: str = "raise",
+    reduction: str | None = None,
+    forward: capture.Forward | None = None,
+    progress: bool | None = None,
+) -> FeatureRobustness:
+    """Feature robustness of a layer on average over orthogonal matrices, beside the parabola that κ predicts.
+
+    E_A[E(w + αwA) - E(w)], A Haar on O(m), in pairs ±A; α² κ/(2m)   (Petzka et al. 2021, Eq. 4 and Theorem 5).
+
+    Args:
+        model: in eval mode; left as it was found.
+        loss: its options and reduction count.
+        data: as for :func:`pyflatness.relative_flatness`; read twice or more.
+        layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
+        alphas: α of the curve.
+        draws: pairs ±A, at least 2. At a head the model runs once a batch; elsewhere 2 · draws · alphas times.
+        kappa: κ of the layer, if it is known or to be found with options; None: :func:`pyflatness.relative_flatness`.
+        seed: of the draws.
+        nan_policy: ``"raise"`` or ``"propagate"``; no sample can be left out.
+        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        progress: show a bar.
+
+    Returns:
+        The curve, its standard errors, and the parabola.
+
+    Raises:
+        FlatnessError: options that do not fit, or see :func:`pyflatness.relative_flatness`.
+        NonFiniteError: a loss that is NaN or infinite, but under ``nan_policy="propagate"``.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double().eval()
+        >>> data = torch.randn(100, 4).double(), torch.randint(3, (100,))
+        >>> found = pf.feature_robustness(model, torch.nn.CrossEntropyLoss(), data, alphas=[0.1], draws=200)
+        >>> bool(abs(found.rises - found.parabola) < 3 * found.stderr)
+        True
+    """
+    steps = _checked(alphas)
+    noise.check_count("draws", draws, 2)
+    if nan_policy == "omit":
+        raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
+    options, resolved = Options(nan_policy=nan_policy, seed=seed), losses.resolve(loss, reduction)
+    with capture.observing(model) as module:
+        batches = Batches(data, capture.device(module), passes=2, shown=progress)
+        name, source = head.find(module, layer, resolved, batches, forward)
+        perturbed = Perturbed(module, name, forward, head=source is not None)
+        turns = Turns(perturbed.layer, torch.Generator(capture.device(module)).manual_seed(seed))
+        curve = _Curve(perturbed, resolved, batches, steps, policy=nan_policy)
+        for start in range(0, draws, curve.kept):
+            curve.add([turns.draw() for _ in range(min(curve.kept, draws - start))])
+    if kappa is None:
+        kappa = layer_measure(RELATIVE_FLATNESS, model, loss, data, name, options, reduction, forward, progress)
+    rises = torch.stack(curve.rises)
+    grid = torch.tensor(steps, dtype=torch.float64)
+    return FeatureRobustness(
+        alphas=grid,
+        rises=rises.mean(dim=0),
+        stderr=rises.std(dim=0) / draws**0.5,
+        parabola=grid.square() * float(kappa) / (2 * turns.features),
+        kappa=float(kappa),
+        features=turns.features,
+        loss=curve.loss,
+        draws=draws,
+        samples=curve.samples,
+        layer=name,
+    )
+
+
+class _Curve:
+    """The rises of the loss of each draw, (alphas,)."""
+
+    def __init__(
+        self, perturbed: Perturbed, loss: Loss, batches: Batches, alphas: Sequence[float], policy: str
+    ) -> None:
+        self._perturbed, self._loss, self._batches, self._policy = perturbed, loss, batches, policy
+        self._scales = [sign * alpha for alpha in alphas for sign in (1.0, -1.0)]
+        weight = perturbed.layer.weight
+        assert isinstance(weight, Tensor)
+        self.kept = max(1, _MEMORY // (4 * weight.numel()))  # draws in one pass over the data
+        self.rises: list[Tensor] = []
+
+    def add(self, turned: Sequence[Tensor]) -> None:
+        """One pass over the data."""
+        values = torch.zeros(len(turned), len(self._scales), dtype=torch.float64)
+        own = mass = 0.0
+        self.samples = 0
+        for number, batch in enumerate(self._batches):
+            outputs, targets = self._perturbed.outputs(batch)
+            mass += float(risk.observed(outputs, targets, self._loss, number).terms.mass.sum())
+            own += self._checked(self._loss.value(outputs, targets), number, "")
+            self.samples += size(batch)
+            for row, weight in zip(values, turned, strict=True):
+                moved = self._perturbed.moved(by_weight(self._perturbed.layer, weight), self._scales)
+                for place, outputs in enumerate(moved):
+                    row[place] += self._checked(self._loss.value(outputs, targets), number, " with turned features")
+        whole = risk.divisor(self._loss, mass)
+        self.loss = own / whole
+        self.rises.extend(values.view(len(turned), -1, 2).mean(dim=2) / whole - self.loss)
+
+    def _checked(self, value: Tensor, number: int, where: str) -> float:
+        if self._policy != "propagate" and not bool(value.isfinite()):
+            raise NonFiniteError(f"batch {number}: the loss of the model{where} is {float(value)}")
+        return float(value)
+
+
+def _checked(alphas: Iterable[float]) -> list[float]:
+    try:
+        steps = [float(alpha) for alpha in alphas]
+    except (TypeError, ValueError):
+        raise InputError(f"alphas={alphas!r}: numbers are wanted") from None
+    if not steps or not all(0 < alpha < float("inf") for alpha in steps):
+        raise InputError(f"alphas={steps}: one positive number at least is wanted, and no others")
+    return steps

@@ -1,0 +1,110 @@
+"""Random directions in feature space: orthogonal matrices, and feature noise with a truncated normal law.
+
+The kernel k_h(0, z) ∝ exp(-|z|²/2h²) on |z| < h (Petzka et al. 2021, Eq. 6, with a width of 1 in units of h = δ|φ|) is
+induced by matrices A = rO, O Haar-distributed on the orthogonal group (Proposition 2): ξ = Aφ = r |φ| u with u uniform
+on the sphere and r = δt, t of density proportional to t^(m-1) exp(-t²/2) on (0, 1].
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .. import layers
+from ..contractions import promoted_dtype
+from ..errors import InputError
+
+_TOGETHER = 2**18  # numbers
+
+
+def truncated_normal_noise(features: Tensor, delta: float, *, draws: int = 1, seed: int = 0) -> Tensor:
+    """Feature noise ξ of the truncated normal kernel with bandwidth δ|φ| (Petzka et al. 2021, Eq. 6, Proposition 2).
+
+    ξ = r |φ| u, u uniform on the unit sphere of R^m, r on (0, δ] of density proportional to (r/δ)^(m-1) exp(-(r/δ)²/2).
+
+    Args:
+        features: φ, (…, m), floating-point.
+        delta: δ, positive.
+        draws: how many for each feature vector.
+        seed: of a generator of its own; the global random state is left alone.
+
+    Returns:
+        (draws, …, m), of the features' dtype (at least float32) and device; 0 where φ is.
+
+    Raises:
+        InputError: no such tensor, or numbers that do not fit.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> phi = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+        >>> noise = pf.truncated_normal_noise(phi, 0.1, draws=1000)
+        >>> noise.shape, bool((noise.norm(dim=-1) <= 0.1 * phi.norm(dim=-1)).all())
+        (torch.Size([1000, 2, 2]), True)
+    """
+    if not isinstance(features, Tensor) or features.ndim == 0 or features.shape[-1] == 0:
+        got = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+        raise InputError(f"features: a tensor of shape (…, m) is wanted, got {got}")
+    layers.check_dtype("features", features.dtype)
+    check_delta(delta)
+    check_count("draws", draws, 1)
+    generator = torch.Generator(features.device).manual_seed(seed)
+    return torch.stack([*kernel_noise(features.detach(), delta, draws, generator)])
+
+
+def kernel_noise(features: Tensor, delta: float, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Draws of ξ for each feature vector of (…, m), in at least float32; small ones are made together."""
+    together = max(1, _TOGETHER // max(1, features.numel()))
+    for start in range(0, draws, together):
+        yield from _noise(features.expand(min(together, draws - start), *features.shape), delta, generator)
+
+
+def _noise(features: Tensor, delta: float, generator: torch.Generator) -> Tensor:
+    dtype = promoted_dtype(features.dtype)
+    features = features.to(dtype)
+    direction: Tensor = torch.randn(features.shape, generator=generator, dtype=torch.float32, device=features.device)
+    direction = direction.to(dtype)  # a direction in steps of float32 is random enough, and its numbers come faster
+    lengths = direction.norm(dim=-1, keepdim=True)
+    radius = radii(lengths.numel(), features.shape[-1], generator).to(dtype).view_as(lengths)
+    scale: Tensor = delta * radius * features.norm(dim=-1, keepdim=True) / lengths
+    return direction * scale
+
+
+def radii(count: int, m: int, generator: torch.Generator) -> Tensor:
+    """(count,) float64: t on (0, 1] of density proportional to t^(m-1) exp(-t²/2), by exact rejection.
+
+    A proposal u^(1/m) has density m t^(m-1) and is kept with probability exp(-t²/2), 0.61 or more for every m; the
+    inverse of the distribution function would underflow from a few hundred features on.
+    """
+    kept: list[Tensor] = []
+    missing = count
+    while missing > 0:
+        size = int(1.7 * missing) + 16
+        u = torch.rand(2, size, generator=generator, dtype=torch.float64, device=generator.device)
+        t = (1 - u[0]) ** (1 / m)
+        kept.append(t[u[1] < (-t.square() / 2).exp()][:missing])
+        missing -= len(kept[-1])
+    return torch.cat(kept) if kept else torch.empty(0, dtype=torch.float64, device=generator.device)
+
+
+def orthonormal(groups: int, rows: int, m: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """(groups, rows, m), rows ≤ m: the first rows of Haar-distributed orthogonal matrices, independent by group.
+
+    The Q factor of a Gaussian matrix, with the signs of R's diagonal fixed: QR alone is not uniform.
+    """
+    normal = torch.randn(groups, m, rows, generator=generator, dtype=dtype, device=generator.device)
+    q, r = torch.linalg.qr(normal)
+    signs = torch.where(r.diagonal(dim1=1, dim2=2) < 0, -1.0, 1.0).to(dtype)
+    rows_of: Tensor = (q * signs.unsqueeze(1)).transpose(1, 2)
+    return rows_of
+
+
+def check_delta(delta: float) -> None:
+    """Raise unless δ is a positive number."""
+    if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not 0 < delta < float("inf"):
+        raise InputError(f"delta={delta!r}: a positive number is wanted")
+
+
+def check_count(name: str, count: int, least: int) -> None:
+    """Raise unless a number of draws or folds is whole and at least ``least``."""
+    if type(count) is not int or count < least:
+        raise InputError(f"{name}={count!r}: a whole number is wanted, at least {least}")

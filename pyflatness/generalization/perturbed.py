@@ -1,0 +1,138 @@
+"""A model whose layer gives z + s Δz(φ) in the place of z: the layer's features, or its weight, moved along a line."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import capture, layers
+from ..contractions import promoted, promoted_dtype
+from ..errors import InputError
+from .noise import orthonormal
+
+Change = Callable[[Tensor], Tensor]
+"""The layer's input φ -> Δz, of the shape of the layer's output."""
+
+
+class Perturbed:
+    """One layer of a model, moved.
+
+    At a head, where the outputs are a view of z, the model runs once a batch, and all moves are of its outputs.
+
+    Args:
+        model: inside :func:`.capture.observing`.
+        name: the layer.
+        forward: see :func:`.capture.run`.
+        head: whether the layer was found to be the head.
+    """
+
+    def __init__(self, model: nn.Module, name: str, forward: capture.Forward | None, *, head: bool) -> None:
+        self._model, self._name, self._forward, self._head = model, name, forward, head
+        self.layer = model.get_submodule(name)
+        layers.check_measurable(name, self.layer)
+        self._batch: Any = None
+        self._call: capture.Call | None = None  # of a layer that was called once
+
+    def outputs(self, batch: Any) -> tuple[Tensor, Any]:
+        """Outputs of the model as it is, and targets, of the batch that the moves to come are of.
+
+        Raises:
+            InputError: the layer did not run.
+        """
+        with capture.Calls({self._name: self.layer}) as calls:
+            outputs, targets = capture.run(self._model, batch, self._forward)
+            if self._name not in calls.last:
+                raise InputError(f"layer: {self._name!r} did not run in the model's forward pass")
+            call = calls.last[self._name]
+            single = calls.count[self._name] == 1 and capture.version(call.inputs) == call.versions[0]
+            self._call = call if single else None
+            self._at_head = self._head and single and not call.changed()
+        self._batch, self._outputs = batch, outputs
+        return outputs, targets
+
+    def inputs(self) -> Tensor:
+        """φ of the batch, of a layer that is called once.
+
+        Raises:
+            InputError: it is not, or its input is modified in place.
+        """
+        if self._call is None:
+            raise InputError(
+                f"layer {self._name!r} runs several times in one forward pass, or its input is modified in place: "
+                "there is no one set of features to put noise on"
+            )
+        return self._call.inputs.detach()
+
+    def moved(self, change: Change, scales: Sequence[float]) -> Iterator[Tensor]:
+        """Outputs of the batch at z + s Δz for each s."""
+        delta = None if self._call is None else change(self._call.inputs.detach())
+        shift = None if delta is None else self._of_outputs(delta)
+        for scale in scales:
+            if shift is not None:
+                yield self._outputs.double() + scale * shift
+                continue
+            with capture.trial(), _adding(self.layer, _scaled(change, delta, scale)):
+                outputs, _ = capture.run(self._model, self._batch, self._forward)
+            yield outputs
+
+    def _of_outputs(self, delta: Tensor) -> Tensor | None:
+        """Δz as a move of the model's outputs, where these are a view of z; float64."""
+        assert self._call is not None
+        z, outputs = self._call.output, self._outputs
+        if (
+            not self._at_head
+            or outputs.untyped_storage()._cdata != z.untyped_storage()._cdata
+            or outputs.dtype != z.dtype
+        ):
+            return None
+        like_z = torch.empty_strided(z.shape, z.stride(), dtype=torch.float64, device=z.device)
+        like_z.copy_(delta)
+        return like_z.as_strided(outputs.shape, outputs.stride(), outputs.storage_offset() - z.storage_offset())
+
+
+def _scaled(change: Change, known: Tensor | None, scale: float) -> Change:
+    return lambda inputs: scale * (change(inputs) if known is None else known)
+
+
+@contextlib.contextmanager
+def _adding(layer: nn.Module, addition: Change) -> Iterator[None]:
+    """Inside, the layer's output has something of its input added to it."""
+
+    def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        inputs = args[0] if args else kwargs["input"]
+        return (promoted(output) + addition(inputs)).to(output.dtype)
+
+    handle = layer.register_forward_hook(add, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def by_weight(layer: nn.Module, weight: Tensor) -> Change:
+    """Δz = Δw φ for a tensor of the shape of the layer's weight."""
+    return lambda inputs: layers.affine(layer, inputs.to(weight.dtype), weight, None)
+
+
+class Turns:
+    """wA for random A, Haar on O(m), independent for each group of a convolution.
+
+    With w = Rᵀ Q, Q of orthonormal rows, wA = Rᵀ (QA), and QA is a set of the first rows of such a matrix again: min(d,
+    m) rows are drawn, not m.
+    """
+
+    def __init__(self, layer: nn.Module, generator: torch.Generator) -> None:
+        matrix, _ = layers.matrix(layer)
+        groups = layers.groups(layer)
+        self._dtype = promoted_dtype(matrix.dtype)
+        parts = matrix.to(self._dtype).view(groups, -1, matrix.shape[1]) if groups > 1 else matrix.to(self._dtype)[None]
+        self._left = torch.linalg.qr(parts.transpose(1, 2)).R.transpose(1, 2)  # (groups, d / groups, rows)
+        self._layer, self._generator, self.features = layer, generator, matrix.shape[1]
+
+    def draw(self) -> Tensor:
+        """A wA, as a tensor of the shape of the layer's weight."""
+        groups, _, rows = self._left.shape
+        turned = self._left @ orthonormal(groups, rows, self.features, self._generator, self._dtype)
+        return layers.as_weight(self._layer, turned.flatten(0, 1))

@@ -1,0 +1,365 @@
+"""Representativeness (Petzka et al. 2021, Eq. 3) of a sample in feature space, by k-fold plug-in.
+
+For a fold T of the data, S the rest, and ξ of the truncated normal kernel of bandwidth δ|φ_i| (Eq. 6),
+
+    E_Rep = mean_T ℓ(ψ(φ_j), y_j) - (1/|S|) Σ_{i∈S} E_ξ ℓ(ψ(φ_i + ξ), y_i)
+    E_F   = (1/|S|) Σ_{i∈S} E_ξ [ℓ(ψ(φ_i + ξ), y_i) - ℓ(ψ(φ_i), y_i)]
+    E_gen = mean_T ℓ - mean_S ℓ = E_Rep + E_F                                                   (Eq. 5)
+
+E_ξ is a mean over draws in pairs ±ξ. With one ψ for all folds the folds' E_gen cancel, and so their mean E_Rep is -E_F
+whatever the data: only its size by fold, ``magnitude``, says something, or a ψ that is fitted on each S (``fit=``, as
+in the authors' experiment), or data that ψ has not seen (``test=``). Means are weighted as the user's loss weights its
+terms, and are means also for the reduction ``"sum"``.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import capture, head, losses, risk
+from ..contractions import promoted
+from ..errors import InputError, NonFiniteError
+from ..losses import CustomLoss, Loss
+from . import noise
+
+FOLDS, DRAWS = 3, 32
+_TOGETHER = 2**18  # numbers among the outputs of all draws that are looked at together
+
+Fit = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""(features, targets) -> (weight, bias)."""
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """E_gen = E_Rep + E_F   (Petzka et al. 2021, Eq. 5) between data that were held out and a sample.
+
+    Attributes:
+        gap: E_gen, the mean loss of the data held out less that of the sample.
+        representativeness: E_Rep.
+        robustness: E_F, averaged over the kernel.
+        stderr: standard error of the last two over the draws of ξ, given the data.
+    """
+
+    gap: float
+    representativeness: float
+    robustness: float
+    stderr: float
+
+
+@dataclass(frozen=True, repr=False)
+class Representativeness:
+    """How well samples with noise on their features stand for data that were held out.
+
+    Attributes:
+        value: E_Rep, its mean over the folds.
+        stderr: of ``value`` over the draws of ξ, given the data.
+        magnitude: the mean over the folds of |E_Rep|.
+        folds: E_gen = E_Rep + E_F of each fold.
+        test: the same between test data and the whole sample; None without test data.
+        delta: δ.
+        features: m.
+        samples: n, of the whole sample.
+        draws: pairs ±ξ for each sample.
+        refitted: whether ψ was fitted on each fold's sample.
+    """
+
+    value: float
+    stderr: float
+    magnitude: float
+    folds: tuple[Decomposition, ...]
+    test: Decomposition | None
+    delta: float
+    features: int
+    samples: int
+    draws: int
+    refitted: bool
+
+    def __repr__(self) -> str:
+        facts = [
+            f"{self.value:.6g} ± {self.stderr:.2g}",
+            f"magnitude {self.magnitude:.6g}",
+            f"{len(self.folds)} folds{', refitted' if self.refitted else ''}",
+            f"δ = {self.delta:.4g}",
+            f"m = {self.features}",
+            f"{self.samples} samples",
+        ]
+        if self.test is not None:
+            parts = self.test
+            facts.append(f"test: gap {parts.gap:.4g} = {parts.representativeness:.4g} + {parts.robustness:.4g}")
+        return f"Representativeness({', '.join(facts)})"
+
+
+@capture.eager
+def representativeness(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    targets: Tensor | None = None,
+    *,
+    loss: Any = "cross_entropy",
+    delta: float | None = None,
+    folds: int = FOLDS,
+    draws: int = DRAWS,
+    fit: Fit | None = None,
+    test: tuple[Tensor, Tensor] | None = None,
+    seed: int = 0,
+    reduction: str | None = None,
+) -> Representativeness:
+    """Representativeness of a sample in the feature space of a linear head, from the features (plug-in of Eq. 3).
+
+    mean_T ℓ(ψ(φ), y) - (1/|S|) Σ_S E_ξ ℓ(ψ(φ_i + ξ), y_i), ψ(φ) = wφ + b, over k folds T; ξ of
+    :func:`pyflatness.truncated_normal_noise`   (Petzka et al. 2021, Eq. 3, 5 and 6).
+
+    Args:
+        features: φ, (n, m), of any floating-point dtype.
+        weight: w, (d, m).
+        bias: (d,) or None.
+        targets: what ``loss`` takes, one per sample.
+        loss: as for :func:`pyflatness.head_flatness`.
+        delta: δ; None: n^(-1/(4+m)), as in Theorem 6.
+        folds: k, at least 2.
+        draws: pairs ±ξ for each sample, at least 2.
+        fit: (features, targets) -> (weight, bias), called on the sample of each fold; None keeps w and b, and then the
+            mean over folds of one size is -E_F whatever the data: read ``magnitude``, or pass ``test``.
+        test: features and targets that w was not fitted to, for E_gen = E_Rep + E_F of the whole sample.
+        seed: of folds and noise.
+        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another; the values are means.
+
+    Returns:
+        The value, and the decomposition of each fold.
+
+    Raises:
+        InputError: shapes, dtypes, targets or options that do not fit.
+        NonFiniteError: NaN or infinity in a loss.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> _ = torch.manual_seed(0)
+        >>> phi, w = torch.randn(600, 8).double(), torch.randn(2, 8).double()
+        >>> y = (phi @ w.t()).argmax(1)
+        >>> found = pf.representativeness(phi[:300], w, targets=y[:300], test=(phi[300:], y[300:]))
+        >>> parts = found.test
+        >>> abs(parts.gap - parts.representativeness - parts.robustness) < 1e-12
+        True
+    """
+    resolved = losses.resolve(loss, reduction)
+    noise.check_count("folds", folds, 2)
+    noise.check_count("draws", draws, 2)
+    with torch.inference_mode(False), torch.no_grad():
+        psi = _Head(features, weight, bias, targets, resolved)
+        n, m = psi.features.shape
+        delta = default_delta(n, m) if delta is None else delta
+        noise.check_delta(delta)
+        places = assigned(n, folds, seed)
+        whole = _sums(psi, places, folds, delta, draws, seed)
+        if fit is None:
+            parts = [whole.against_the_rest([k]) for k in range(folds)]
+        else:
+            refitted = [psi.refitted(fit, places != k) for k in range(folds)]
+            parts = [
+                _sums(psi_k, (places == k).long(), 2, delta, draws, seed).against_the_rest([1])
+                for k, psi_k in enumerate(refitted)
+            ]
+        tested = None if test is None else whole.against(_risk(_Head(test[0], weight, bias, test[1], resolved)))
+    return summary(parts, tested, delta=delta, features=m, samples=n, draws=draws, refitted=fit is not None)
+
+
+def default_delta(samples: int, features: int) -> float:
+    """n^(-1/(4+m))   (Petzka et al. 2021, Theorem 6)."""
+    return float(samples ** (-1 / (4 + features)))
+
+
+def refit(fit: Fit, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias that the user's function finds.
+
+    Raises:
+        InputError: it returns something else.
+    """
+    with torch.enable_grad():
+        result = fit(features, targets)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise InputError(f"fit: a pair (weight, bias) is wanted, got {type(result).__name__}")
+    weight, bias = (None if part is None else part.detach() for part in result)
+    if weight is None:
+        raise InputError("fit: a pair (weight, bias) is wanted, got None for the weight")
+    return weight, bias
+
+
+def assigned(samples: int, folds: int, seed: int) -> Tensor:
+    """(samples,): a fold for each, at random; folds are of one size, or two sizes one apart.
+
+    Raises:
+        InputError: fewer samples than folds.
+    """
+    if samples < folds:
+        raise InputError(f"folds={folds}: there are {samples} samples")
+    order = torch.randperm(samples, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return order % folds
+
+
+def summary(
+    parts: Sequence[tuple[Decomposition, Tensor]],
+    test: tuple[Decomposition, Tensor] | None,
+    *,
+    delta: float,
+    features: int,
+    samples: int,
+    draws: int,
+    refitted: bool,
+) -> Representativeness:
+    """The result of folds: decompositions, each with E_Rep draw by draw."""
+    values = torch.stack([by_draw for _, by_draw in parts])
+    return Representativeness(
+        value=float(values.mean()),
+        stderr=_stderr(values.mean(dim=0)),
+        magnitude=float(values.mean(dim=1).abs().mean()),
+        folds=tuple(part for part, _ in parts),
+        test=None if test is None else test[0],
+        delta=delta,
+        features=features,
+        samples=samples,
+        draws=draws,
+        refitted=refitted,
+    )
+
+
+class Sums:
+    """Sums of the loss over groups of samples: as they are, and with noise, draw by draw.
+
+    Args:
+        loss: the user's.
+        groups: how many.
+        draws: of the noise.
+    """
+
+    def __init__(self, loss: Loss, groups: int, draws: int) -> None:
+        self._loss = loss
+        self._own, self._mass = (torch.zeros(groups, dtype=torch.float64) for _ in range(2))
+        self._noisy = torch.zeros(draws, groups, dtype=torch.float64)
+
+    def add(self, outputs: Tensor, targets: Any, groups: Tensor, noisy: Iterator[Tensor], number: int = 0) -> None:
+        """A batch.
+
+        Args:
+            outputs: (samples, …).
+            targets: one per sample.
+            groups: (samples,), of each sample.
+            noisy: outputs with noise, two of opposite signs for each draw.
+            number: of the batch.
+        """
+        mass = risk.observed(outputs, targets, self._loss, number).terms.mass.double().cpu()
+        if len(outputs) != len(groups) or len(targets) != len(groups) or len(mass) % len(groups):
+            raise InputError(
+                f"batch {number}: outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} do not hold "
+                f"{len(groups)} samples in dimension 0"
+            )
+        self._mass.index_add_(0, groups, mass.view(len(groups), -1).sum(dim=1))
+        order = groups.argsort(stable=True).to(outputs.device)
+        sizes: list[int] = groups.bincount(minlength=len(self._own)).tolist()
+        chosen = targets[order.to(targets.device)].split(sizes)
+        self._own += self._values(outputs[None, order].split(sizes, dim=1), chosen, number)[0]
+        together, start = 2 * max(1, _TOGETHER // outputs.numel()), 0
+        while moved := [*itertools.islice(noisy, together)]:
+            values = self._values(torch.stack(moved)[:, order].split(sizes, dim=1), chosen, number)
+            self._noisy[start : start + len(moved) // 2] += values.view(-1, 2, len(sizes)).mean(dim=1)
+            start += len(moved) // 2
+
+    def _values(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], number: int) -> Tensor:
+        """(draws, groups): sums of the loss, of outputs (draws, samples, …) by group."""
+        columns = [_by_draw(self._loss, f, t) for f, t in zip(outputs, targets, strict=True)]
+        values = torch.stack(columns, dim=1).cpu()
+        if not bool(values.isfinite().all()):
+            raise NonFiniteError(f"batch {number}: the loss is {float(values.sum())}; no sample can be left out here")
+        return values
+
+    def mean(self) -> float:
+        """Of all samples, without noise."""
+        return float(self._own.sum() / self.mass())
+
+    def mass(self) -> float:
+        """Of all loss terms."""
+        return risk.divisor_of_mean(float(self._mass.sum()))
+
+    def against(self, held_out: float) -> tuple[Decomposition, Tensor]:
+        """All groups as the sample, beside a mean loss of other data; and E_Rep draw by draw."""
+        return self._decomposed(held_out, torch.ones(len(self._own), dtype=torch.bool))
+
+    def against_the_rest(self, held_out: Sequence[int]) -> tuple[Decomposition, Tensor]:
+        """Some groups held out, the others as the sample; and E_Rep draw by draw."""
+        sample = torch.ones(len(self._own), dtype=torch.bool)
+        sample[[*held_out]] = False
+        mass = risk.divisor_of_mean(float(self._mass[~sample].sum()))
+        return self._decomposed(float(self._own[~sample].sum()) / mass, sample)
+
+    def _decomposed(self, held_out: float, sample: Tensor) -> tuple[Decomposition, Tensor]:
+        mass = risk.divisor_of_mean(float(self._mass[sample].sum()))
+        own, noisy = float(self._own[sample].sum()) / mass, self._noisy[:, sample].sum(dim=1) / mass
+        smooth = float(noisy.mean())
+        parts = Decomposition(held_out - own, held_out - smooth, smooth - own, _stderr(noisy))
+        return parts, held_out - noisy
+
+
+class _Head:
+    """ψ, and the data it is looked at on."""
+
+    def __init__(self, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Any, loss: Loss) -> None:
+        if not isinstance(targets, Tensor):
+            raise InputError(
+                f"targets: a tensor is wanted, got {'none' if targets is None else type(targets).__name__}"
+            )
+        head.from_tensors(features, weight, bias, targets, loss)  # checks
+        if features.ndim != 2:
+            raise InputError(f"features: one vector a sample, (n, m), is wanted, got shape {tuple(features.shape)}")
+        self.loss, self.features, self.targets = loss, promoted(features.detach()), targets.detach().to(features.device)
+        self.weight = promoted(weight.detach()).t()
+        self._bias = None if bias is None else promoted(bias.detach())
+
+    def outputs(self) -> Tensor:
+        """(n, d)."""
+        outputs: Tensor = self.features @ self.weight + (0 if self._bias is None else self._bias)
+        return outputs
+
+    def noisy(self, outputs: Tensor, delta: float, draws: int, seed: int) -> Iterator[Tensor]:
+        """Outputs with noise, two of opposite signs for each draw."""
+        generator = torch.Generator(outputs.device).manual_seed(seed)
+        for xi in noise.kernel_noise(self.features, delta, draws, generator):
+            change = xi @ self.weight
+            yield outputs + change
+            yield outputs - change
+
+    def refitted(self, fit: Fit, sample: Tensor) -> "_Head":
+        """ψ of the fit on some of the samples, looked at on all of them."""
+        index = sample.to(self.features.device)
+        weight, bias = refit(fit, self.features[index], self.targets[index])
+        return _Head(self.features, weight, bias, self.targets, self.loss)
+
+
+def _sums(psi: _Head, groups: Tensor, count: int, delta: float, draws: int, seed: int) -> Sums:
+    sums, outputs = Sums(psi.loss, count, draws), psi.outputs()
+    sums.add(outputs, psi.targets, groups, psi.noisy(outputs, delta, draws, seed))
+    return sums
+
+
+def _risk(psi: _Head) -> float:
+    """The mean loss."""
+    sums, outputs = Sums(psi.loss, 1, 0), psi.outputs()
+    sums.add(outputs, psi.targets, torch.zeros(len(outputs), dtype=torch.int64), iter(()))
+    return sums.mean()
+
+
+def _by_draw(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """(draws,): sums of the loss, of outputs (draws, samples, …)."""
+    if outputs.shape[1] == 0:
+        return outputs.new_zeros(len(outputs), dtype=torch.float64)
+    if isinstance(loss, CustomLoss):  # may do what vmap does not take
+        return torch.stack([loss.value(drawn, targets) for drawn in outputs])
+    values: Tensor = torch.func.vmap(lambda drawn: loss.value(drawn, targets))(outputs)
+    return values
+
+
+def _stderr(by_draw: Tensor) -> float:
+    return float(by_draw.std() / len(by_draw) ** 0.5)

@@ -1,0 +1,146 @@
+"""Correlations over tables of networks: every form of table, no point left out but by name, figures."""
+
+import csv
+import math
+import sys
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import pyflatness as pf
+
+RNG = np.random.default_rng(0)
+KAPPA = RNG.lognormal(size=20)
+GAP = KAPPA**0.3 + 0.5 * RNG.normal(size=20)
+NAMES = [f"runs/net{k}.safetensors" for k in range(20)]
+TABLE = {"checkpoint": NAMES, "kappa": KAPPA.tolist(), "trace": (-KAPPA).tolist(), "gap": GAP.tolist()}
+
+
+def write(path, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0]])
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def scored(path, losses, layers=("fc",), skip=()):
+    """As `pyflatness score` writes it."""
+    rows = []
+    for k, name in enumerate(NAMES):
+        for layer in layers:
+            facts = {"checkpoint": name, "layer": layer, "measure": "relative_flatness", "value": KAPPA[k]}
+            facts |= {"method": "head", "exact": True, "samples": 9, "loss": losses[k], "accuracy": 0.5, "error": ""}
+            if k in skip:
+                facts |= {"value": "", "loss": "", "accuracy": "", "error": "broken"}
+            rows.append(facts)
+        rows.append({**rows[-1], "layer": "", "measure": "weight_norm", "value": "" if k in skip else k})
+    return write(path, rows)
+
+
+def test_against_scipy():
+    found = pf.correlations(TABLE)
+    assert (found.points, found.excluded, found.y) == (20, (), "gap")
+    assert found["kappa", "Pearson"].value == pytest.approx(stats.pearsonr(KAPPA, GAP).statistic)
+    assert found["kappa", "Spearman"].value == pytest.approx(stats.spearmanr(KAPPA, GAP).statistic)
+    assert found["kappa", "Kendall"].value == pytest.approx(stats.kendalltau(KAPPA, GAP).statistic)
+    for row in found.rows:
+        assert row.low < row.value < row.high
+    assert found["trace", "Spearman"].value == pytest.approx(-found["kappa", "Spearman"].value)
+    assert pf.correlations(TABLE) == found
+    other = pf.correlations(TABLE, seed=1)
+    assert other["kappa", "Pearson"].value == found["kappa", "Pearson"].value
+    assert other["kappa", "Pearson"].low != found["kappa", "Pearson"].low
+
+
+def test_every_form_of_table(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    found = pf.correlations(TABLE, "kappa")
+    rows = [dict(zip(TABLE, row, strict=True)) for row in zip(*TABLE.values(), strict=True)]
+    wide = write(tmp_path / "wide.csv", rows)
+    frame = pandas.DataFrame(TABLE)
+    indexed = frame.set_index("checkpoint")
+    for table in (wide, str(wide), frame, indexed):
+        assert pf.correlations(table, "kappa") == found
+        assert pf.correlations(table, "kappa", exclude=["net3"]).excluded == (NAMES[3],)
+    assert list(found.to_frame().columns) == ["measure", "statistic", "value", "low", "high", "y", "points"]
+
+
+def test_files_of_score(tmp_path):
+    train, test = np.linspace(0, 1, 20), np.linspace(0, 1, 20) + GAP
+    paths = [scored(tmp_path / f"{name}.csv", losses) for name, losses in (("train", train), ("test", test))]
+    found = pf.correlations(paths[0], test=paths[1])
+    assert found["relative_flatness", "Pearson"].value == pytest.approx(stats.pearsonr(KAPPA, GAP).statistic)
+    assert {row.measure for row in found.rows} == {"relative_flatness", "weight_norm"}
+    with pytest.raises(pf.InputError, match=r"no column of numbers 'gap'.*pass test="):
+        pf.correlations(paths[0])
+    assert pf.correlations(paths[0], y="loss").points == 20
+    several = scored(tmp_path / "several.csv", train, ("conv", "fc"))
+    measures = {row.measure for row in pf.correlations(several, test=paths[1]).rows}
+    assert measures == {"relative_flatness conv", "relative_flatness fc", "weight_norm"}
+    broken = scored(tmp_path / "broken.csv", train, skip=(3, 5))
+    with pytest.raises(pf.InputError, match=r"'gap' is empty, NaN or infinite for runs/net3.safetensors, runs/net5"):
+        pf.correlations(broken, test=paths[1])
+    assert pf.correlations(broken, test=paths[1], exclude=["net3", "net5"]).points == 18
+
+
+def test_figures(tmp_path):
+    pytest.importorskip("matplotlib")
+    figure, axes = pf.plot_correlation(TABLE, "kappa", path=tmp_path / "scatter.png")
+    assert (tmp_path / "scatter.png").stat().st_size > 0
+    assert figure.axes == [axes]
+    (points,) = axes.get_lines()
+    assert np.array_equal(points.get_xydata(), np.stack([KAPPA, GAP], 1))
+    assert axes.get_title().splitlines() == [str(row) for row in pf.correlations(TABLE, "kappa").rows]
+    _, axes = pf.plot_correlation(TABLE, "kappa", exclude=NAMES[:2])
+    full, hollow = axes.get_lines()
+    assert len(full.get_xdata()) == 18
+    assert hollow.get_fillstyle() == "none"
+    assert np.array_equal(hollow.get_xydata(), np.stack([KAPPA, GAP], 1)[:2])
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["18 networks", "2 excluded by name, not in the correlations"]
+    wide = {"kappa": [1, 10, 1000], "gap": [1, 2, 3]}
+    assert pf.plot_correlation(wide, "kappa")[1].get_xscale() == "log"
+    _, axes = pf.plot_correlation({"kappa": [1, 2, math.nan], "gap": [1, 2, 3]}, "kappa", exclude=["2"])
+    assert axes.get_xscale() == "linear"
+
+
+def test_what_is_undefined_and_what_is_shown():
+    found = pf.correlations({"kappa": [1, 1, 1], "gap": [1, 2, 3]})
+    assert all(math.isnan(row.value) for row in found.rows)
+    text = str(pf.correlations(TABLE, "kappa", exclude=[NAMES[0]]))
+    assert text.startswith(f"with gap, 19 networks, 1 excluded: {NAMES[0]}")
+    assert "Kendall" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((3,), {}, "got int"),
+        (("nowhere.csv",), {}, "cannot be read"),
+        (({},), {}, "columns of one length"),
+        (({"a": [1, 2], "gap": [1]},), {}, r"'a': 2, 'gap': 1"),
+        (({"a": ["x", "y"], "gap": [1, 2]},), {}, "no column of numbers but 'gap'"),
+        ((TABLE, "kapa"), {}, "no column of numbers 'kapa'; there are kappa"),
+        ((TABLE,), {"exclude": ["net33"]}, "'net33' is not in the table"),
+        ((TABLE,), {"exclude": "net3"}, "a list of names"),
+        ((TABLE,), {"exclude": NAMES}, "every row is excluded"),
+        (({"a": [1, math.inf], "gap": [1, 2]},), {}, "'a' is empty, NaN or infinite for 1;"),
+        ((TABLE,), {"test": {"checkpoint": ["other"], "loss": [1]}}, "20 of the 20 networks are not in it"),
+    ],
+)
+def test_refusals(arguments, options, message):
+    with pytest.raises(pf.InputError, match=message):
+        pf.correlations(*arguments, **options)
+    with pytest.raises(pf.InputError, match="no \\('kappa', 'Spear'\\)"):
+        pf.correlations(TABLE)["kappa", "Spear"]
+
+
+def test_without_the_extras(monkeypatch):
+    found = pf.correlations(TABLE)
+    for extra, call in (("pandas", found.to_frame), ("matplotlib", lambda: pf.plot_correlation(TABLE, "kappa"))):
+        name = "matplotlib.figure" if extra == "matplotlib" else extra
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(pf.MissingExtraError, match=f"needs {extra}: pip install 'pyflatness"):
+            call()
