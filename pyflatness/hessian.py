@@ -49,17 +49,14 @@ class Basis:
     """Rows in which a layer's weight is moved, and what is read off T in them.
 
     Attributes:
+        size: how many, r.
         rows: U, (G, r, d); None: unit vectors.
-        readout: C, (quantities, G, r, r): a quantity is ⟨C, U T Uᵀ⟩.
+        readouts: C of each quantity ⟨C, U T Uᵀ⟩, (G, r, r); None: the identity.
     """
 
+    size: int
     rows: Tensor | None
-    readout: Tensor
-
-    @property
-    def size(self) -> int:
-        """How many rows, r."""
-        return self.readout.shape[-1]
+    readouts: Sequence[Tensor | None]
 
     def moves(self, coefficients: Tensor) -> Tensor:
         """D of B: (k, n or 1, G, ρ, r) -> (k, n or 1, G, ρ, d)."""
@@ -184,9 +181,13 @@ class BlockTraces:
         parts: list[Tensor] = []
         if not self._traced:
             return self._weight.new_zeros(0, len(coefficients), self._run.samples, dtype=torch.float64)
-        turned = directions.turned(self._basis.moves(coefficients))
-        for readout in self._basis.readout:
-            products = (turned * self._basis.moves(coefficients @ readout.to(coefficients.dtype))).sum(dim=(3, 4))
+        moves = self._basis.moves(coefficients)
+        turned = directions.turned(moves)
+        for readout in self._basis.readouts:
+            read = moves
+            if readout is not None:
+                read = self._basis.moves(coefficients @ readout.to(coefficients.dtype))
+            products = (turned * read).sum(dim=(3, 4))
             scaled = products.double() if directions.scale is None else products.double() * directions.scale
             parts.append(scaled.sum(dim=2))
         return torch.stack(parts)
@@ -315,14 +316,11 @@ def differentiable(
 
 def _basis(weight: Tensor, quantities: Sequence[str]) -> Basis:
     """For relative flatness alone the rows of R, min(d, m) of them; else unit vectors, d."""
-    groups, d, _ = weight.shape
     if tuple(quantities) == ("rooted",):
         rows = root(weight)
-        return Basis(rows, torch.eye(rows.shape[1], device=weight.device).expand(1, groups, -1, -1))
-    unit = torch.eye(d, dtype=torch.float64, device=weight.device).expand(groups, -1, -1)
-    readout = {"squares": unit, "rooted": weight.double() @ weight.double().mT}
-    chosen = [readout[name] for name in quantities]
-    return Basis(None, torch.stack(chosen) if chosen else unit.unsqueeze(0))
+        return Basis(rows.shape[1], rows, [None])
+    gram = weight.double() @ weight.double().mT if "rooted" in quantities else None
+    return Basis(weight.shape[1], None, [gram if name == "rooted" else None for name in quantities])
 
 
 def _spanning(patches: Tensor, most: int) -> Tensor:
