@@ -71,8 +71,9 @@ def exponentiate_rounded(
     _, _, top = exponentiate(logits, None, 0.0, maximum)
     rounded = logits.bfloat16()
     values = rounded.to(logits.dtype)
-    rest = values.sum(dim=1, dtype=torch.float64).masked_fill_(maximum == torch.inf, torch.nan)
-    return rounded, rest, row_dots(values, row_norms.expand_as(values)), top
+    sums = values.sum(dim=1, dtype=torch.float64), row_dots(values, row_norms.expand_as(values))
+    rest, moment = (rows.masked_fill_(maximum == torch.inf, torch.nan) for rows in sums)
+    return rounded, rest, moment, top
 
 
 def norms_about(weight: Tensor, centre: Tensor) -> Tensor:
