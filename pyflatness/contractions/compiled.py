@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError
-from .arrays import SUFFIX, array, dense_rows, span, strided
 from .geometry import Geometry
 from .reference import Products, exponentiate_rounded, norms_about, products, rejoin, spread
 
@@ -38,6 +37,8 @@ __all__ = [
     "unavailable",
 ]
 
+_SUFFIX = {torch.float32: "_f32", torch.float64: "_f64"}
+
 _C: Any
 try:
     # After torch, so that both use the OpenMP runtime that torch brings and not a pool of threads each.
@@ -58,7 +59,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str:
     _require()
     if device.type != "cpu":
         return f"the compiled kernels run on the CPU, the tensors are on {device}"
-    if dtype not in SUFFIX:
+    if dtype not in _SUFFIX:
         return f"the compiled kernels take float32 and float64, the tensors are {dtype}"
     return ""
 
@@ -105,18 +106,18 @@ def pair_distances(weight: Tensor) -> Tensor:
     weight = weight.contiguous()
     d, m = weight.shape
     out = weight.new_empty(d, d)
-    _kernel("pair_distances", weight)(array(weight), d, m, array(out), torch.get_num_threads())
+    _kernel("pair_distances", weight)(_array(weight), d, m, _array(out), torch.get_num_threads())
     return out
 
 
 def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor, distances: Tensor) -> Tensor:
     """See :func:`.reference.softmax_variance`; at most ``_C.MAX_FUSED_OUTPUTS`` outputs."""
-    features, weight, bias = dense_rows(features), weight.contiguous(), bias.contiguous()
+    features, weight, bias = _rows(features), weight.contiguous(), bias.contiguous()
     (n, m), d = features.shape, weight.shape[0]
     out = features.new_empty(n, dtype=torch.float64)
     _kernel("softmax_variance", features, weight, bias, distances)(
-        strided(features), features.stride(0), array(weight), array(bias), array(distances), n, m, d,
-        array(out), torch.get_num_threads(),
+        _strided(features), features.stride(0), _array(weight), _array(bias), _array(distances), n, m, d,
+        _array(out), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -131,7 +132,7 @@ def exponentiate(
     moment = rest.new_empty(0 if row_norms is None else n)
     top = logits.new_empty(n, dtype=torch.int64)
     _kernel("exponentiate", logits, norms, maximum)(
-        array(logits), array(norms), top_value, n, d, array(maximum), array(rest), array(moment), array(top),
+        _array(logits), _array(norms), top_value, n, d, _array(maximum), _array(rest), _array(moment), _array(top),
         torch.get_num_threads(),
     )  # fmt: skip
     return rest, (None if row_norms is None else moment), top
@@ -139,11 +140,11 @@ def exponentiate(
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
     """See :func:`.reference.row_dots`."""
-    a, b = dense_rows(a), dense_rows(b)
+    a, b = _rows(a), _rows(b)
     n, k = a.shape
     out = a.new_empty(n, dtype=torch.float64)
     _kernel("row_dots", a, b)(
-        strided(a), a.stride(0), strided(b), b.stride(0), n, k, array(out), torch.get_num_threads()
+        _strided(a), a.stride(0), _strided(b), b.stride(0), n, k, _array(out), torch.get_num_threads()
     )
     return out
 
@@ -154,7 +155,7 @@ def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -
     n, d = logits.shape
     out = logits.new_empty(n, dtype=torch.float64)
     _kernel("sigmoid_curvature", logits, coefficients, row_norms)(
-        array(logits), array(coefficients), array(row_norms), n, d, array(out), torch.get_num_threads()
+        _array(logits), _array(coefficients), _array(row_norms), n, d, _array(out), torch.get_num_threads()
     )
     return out
 
@@ -173,9 +174,9 @@ def direct(inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | No
     kernel = _kernel("direct", inputs, signal, given_root, given_weight)
     workspace = inputs.new_empty(_kernel("direct_workspace", inputs)(sizes, roots, weighted, threads))
     kernel(
-        sizes, span(inputs), inputs.stride(), span(signal), signal.stride(), array(given_root), roots,
-        array(given_weight), splits, array(totals), array(by_column), array(by_row),
-        array(workspace), threads,
+        sizes, _span(inputs), inputs.stride(), _span(signal), signal.stride(), _array(given_root), roots,
+        _array(given_weight), splits, _array(totals), _array(by_column), _array(by_row),
+        _array(workspace), threads,
     )  # fmt: skip
     squares, rooted, weighted_squares = totals.sum(dim=(1, 2)).unbind(1)
     return Products(
@@ -194,7 +195,7 @@ def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:
     positions = a * b * c
     out = inputs.new_empty(len(inputs), geometry.groups, positions, positions)
     workspace = inputs.new_empty(_kernel("patch_gram_workspace", inputs)(sizes, threads))
-    _kernel("patch_gram", inputs)(sizes, span(inputs), inputs.stride(), array(out), array(workspace), threads)
+    _kernel("patch_gram", inputs)(sizes, _span(inputs), inputs.stride(), _array(out), _array(workspace), threads)
     return out
 
 
@@ -205,7 +206,7 @@ def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:
     out = rows.new_empty(n, groups, dtype=torch.float64)
     workspace = rows.new_empty(_kernel("gram_workspace", rows)(positions, r, threads))
     _kernel("gram", rows, patch_gram)(
-        span(rows), rows.stride(), n, groups, positions, r, array(patch_gram), array(out), array(workspace), threads
+        _span(rows), rows.stride(), n, groups, positions, r, _array(patch_gram), _array(out), _array(workspace), threads
     )
     return out.sum(dim=1)
 
@@ -217,7 +218,7 @@ def small_eigenvalues(matrices: Tensor) -> Tensor:
     out = matrices.new_empty(n, size)
     if matrices.dtype != torch.float64:
         raise BackendError(f"small_eigenvalues: wants float64, got {matrices.dtype}")
-    _kernel("small_eigenvalues", matrices)(array(matrices), n, size, array(out), torch.get_num_threads())
+    _kernel("small_eigenvalues", matrices)(_array(matrices), n, size, _array(out), torch.get_num_threads())
     return out
 
 
@@ -238,9 +239,21 @@ def _kernel(name: str, *tensors: Tensor) -> Any:
     _require()
     dtype = tensors[0].dtype
     kinds = sorted({f"{t.dtype} on {t.device}" for t in tensors})
-    if len(kinds) > 1 or tensors[0].device.type != "cpu" or dtype not in SUFFIX:
+    if len(kinds) > 1 or tensors[0].device.type != "cpu" or dtype not in _SUFFIX:
         raise BackendError(f"{name}: wants float32 or float64 tensors of one dtype on the CPU, got {', '.join(kinds)}")
-    return getattr(_C, name + SUFFIX[dtype])
+    return getattr(_C, name + _SUFFIX[dtype])
+
+
+def _rows(matrix: Tensor) -> Tensor:
+    """The matrix, copied only if the elements of a row are not neighbours."""
+    dense = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
+    return matrix if dense and min(matrix.shape) > 0 else matrix.contiguous()
+
+
+def _array(tensor: Tensor) -> tuple[int, int]:
+    if not tensor.is_contiguous():
+        raise BackendError(f"a contiguous tensor is wanted, got strides {tensor.stride()}")
+    return tensor.data_ptr(), tensor.numel()
 
 
 def _sizes(inputs: Tensor, signal: Tensor | None, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
@@ -253,3 +266,14 @@ def _sizes(inputs: Tensor, signal: Tensor | None, geometry: Geometry) -> tuple[t
         if len(signal) != n:
             raise BackendError(f"inputs of {n} samples, signal of {len(signal)}")
     return (n, groups, channels // groups, rows), size, places, geometry.kernel, geometry.stride, geometry.dilation
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Address and elements from the first to the last of a tensor of any strides."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), last + 1 if tensor.numel() else 0
+
+
+def _strided(matrix: Tensor) -> tuple[int, int]:
+    n, m = matrix.shape
+    return matrix.data_ptr(), (n - 1) * matrix.stride(0) + m if n and m else 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError
-from .arrays import SUFFIX, array, dense_rows, strided
+from .compiled import _rows, _strided
 from .precision import promoted_dtype
 
 __all__ = [
@@ -33,7 +33,8 @@ __all__ = [
 AUTOMATIC = False
 """Whether ``backend="auto"`` takes these kernels: not before their tests have run on a GPU."""
 
-_WEIGHT_SUFFIX = {**SUFFIX, torch.bfloat16: "_bf16", torch.float16: "_f16"}  # where a weight may be in half precision
+_SUFFIX = {torch.float32: "_f32", torch.float64: "_f64"}
+_WEIGHT_SUFFIX = {**_SUFFIX, torch.bfloat16: "_bf16", torch.float16: "_f16"}  # where a weight may be in half precision
 _CAPABILITY = (8, 0)
 _DEVICE = "cuda"
 
@@ -57,7 +58,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str:
         return f"the CUDA kernels run on CUDA devices, the tensors are on {device}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CAPABILITY:
         return f"the CUDA kernels need compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
-    if dtype not in SUFFIX:
+    if dtype not in _SUFFIX:
         return f"the CUDA kernels take float32 and float64, the tensors are {dtype}"
     return ""
 
@@ -79,18 +80,18 @@ def pair_distances(weight: Tensor) -> Tensor:
     weight = weight.contiguous()
     d, m = weight.shape
     out = weight.new_empty(d, d)
-    _launch("pair_distances", [weight], array(weight), d, m, array(out))
+    _launch("pair_distances", [weight], _array(weight), d, m, _array(out))
     return out
 
 
 def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor, distances: Tensor) -> Tensor:
     """See :func:`.reference.softmax_variance`; at most ``_cuda.MAX_FUSED_OUTPUTS`` outputs."""
-    features, weight, bias = dense_rows(features), weight.contiguous(), bias.contiguous()
+    features, weight, bias = _rows(features), weight.contiguous(), bias.contiguous()
     (n, m), d = features.shape, weight.shape[0]
     out = features.new_empty(n, dtype=torch.float64)
     _launch(
         "softmax_variance", [features, weight, bias, distances],
-        strided(features), features.stride(0), array(weight), array(bias), array(distances), n, m, d, array(out),
+        _strided(features), features.stride(0), _array(weight), _array(bias), _array(distances), n, m, d, _array(out),
     )  # fmt: skip
     return out
 
@@ -106,7 +107,7 @@ def exponentiate(
     top = logits.new_empty(n, dtype=torch.int64)
     _launch(
         "exponentiate", [logits, norms, maximum],
-        array(logits), array(norms), top_value, n, d, array(maximum), array(rest), array(moment), array(top),
+        _array(logits), _array(norms), top_value, n, d, _array(maximum), _array(rest), _array(moment), _array(top),
     )  # fmt: skip
     return rest, (None if row_norms is None else moment), top
 
@@ -124,18 +125,18 @@ def exponentiate_rounded(
         raise BackendError(f"exponentiate_rounded: wants float32 logits, got {logits.dtype}")
     _launch(
         "exponentiate_rounded", [logits, given_bias, row_norms, maximum],
-        array(logits), array(given_bias), array(row_norms), n, d, array(maximum), array(rounded), array(rest),
-        array(moment), array(top), suffix="_bf16",
+        _array(logits), _array(given_bias), _array(row_norms), n, d, _array(maximum), _array(rounded), _array(rest),
+        _array(moment), _array(top), suffix="_bf16",
     )  # fmt: skip
     return rounded, rest, moment, top
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
     """See :func:`.reference.row_dots`."""
-    a, b = dense_rows(a), dense_rows(b)
+    a, b = _rows(a), _rows(b)
     n, k = a.shape
     out = a.new_empty(n, dtype=torch.float64)
-    _launch("row_dots", [a, b], strided(a), a.stride(0), strided(b), b.stride(0), n, k, array(out))
+    _launch("row_dots", [a, b], _strided(a), a.stride(0), _strided(b), b.stride(0), n, k, _array(out))
     return out
 
 
@@ -146,7 +147,7 @@ def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -
     out = logits.new_empty(n, dtype=torch.float64)
     _launch(
         "sigmoid_curvature", [logits, coefficients, row_norms],
-        array(logits), array(coefficients), array(row_norms), n, d, array(out),
+        _array(logits), _array(coefficients), _array(row_norms), n, d, _array(out),
     )  # fmt: skip
     return out
 
@@ -157,7 +158,7 @@ def norms_about(weight: Tensor, centre: Tensor) -> Tensor:
     d, m = weight.shape
     out = centre.new_empty(d)
     suffix = _weight_suffix("norms_about", weight, centre)
-    _launch("norms_about", [centre], array(weight), array(centre), d, m, array(out), suffix=suffix)
+    _launch("norms_about", [centre], _array(weight), _array(centre), d, m, _array(out), suffix=suffix)
     return out
 
 
@@ -168,7 +169,7 @@ def rejoin(summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, f
     given_centre = summed.new_empty(0) if centre is None else centre.contiguous()
     _launch(
         "rejoin", [summed, given_centre],
-        array(summed), array(weight), array(given_centre), array(top), array(factor), n, d, m,
+        _array(summed), _array(weight), _array(given_centre), _array(top), _array(factor), n, d, m,
         suffix=_weight_suffix("rejoin", weight, summed),
     )  # fmt: skip
 
@@ -182,8 +183,8 @@ def spread(
     out = features.new_empty(n, dtype=torch.float64)
     _launch(
         "spread", [features, maximum, mean, centre, bias],
-        array(features), array(maximum), array(mean), array(weight), array(centre), array(bias), array(chosen),
-        n, d, m, array(out), suffix=_weight_suffix("spread", weight, features),
+        _array(features), _array(maximum), _array(mean), _array(weight), _array(centre), _array(bias), _array(chosen),
+        n, d, m, _array(out), suffix=_weight_suffix("spread", weight, features),
     )  # fmt: skip
     return out
 
@@ -195,7 +196,7 @@ def small_eigenvalues(matrices: Tensor) -> Tensor:
     out = matrices.new_empty(n, size)
     if matrices.dtype != torch.float64:
         raise BackendError(f"small_eigenvalues: wants float64, got {matrices.dtype}")
-    _launch("small_eigenvalues", [matrices], array(matrices), n, size, array(out))
+    _launch("small_eigenvalues", [matrices], _array(matrices), n, size, _array(out))
     return out
 
 
@@ -217,10 +218,24 @@ def _launch(name: str, tensors: list[Tensor], *arguments: Any, suffix: str = "")
         raise BackendError(_MISSING)
     kinds = sorted({f"{t.dtype} on {t.device}" for t in tensors})
     (device, dtype) = tensors[0].device, tensors[0].dtype
-    if len(kinds) > 1 or device.type != _DEVICE or dtype not in SUFFIX:
+    if len(kinds) > 1 or device.type != _DEVICE or dtype not in _SUFFIX:
         raise BackendError(
             f"{name}: wants float32 or float64 tensors of one dtype on {_DEVICE}, got {', '.join(kinds)}"
         )
-    kernel = getattr(_cuda, name + (suffix or SUFFIX[dtype]))
+    _on_stream(name + (suffix or _SUFFIX[dtype]), device, *arguments)
+
+
+def _on_stream(kernel: str, device: torch.device, *arguments: Any) -> None:
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    _on_device(device, getattr(_cuda, kernel), *arguments, stream)
+
+
+def _on_device(device: torch.device, function: Any, *arguments: Any) -> Any:
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel(*arguments, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+        return function(*arguments)
+
+
+def _array(tensor: Tensor) -> tuple[int, int]:
+    if not tensor.is_contiguous():
+        raise BackendError(f"a contiguous tensor is wanted, got strides {tensor.stride()}")
+    return tensor.data_ptr(), tensor.numel()
