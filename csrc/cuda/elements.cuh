@@ -22,10 +22,10 @@ __device__ To same_bits(From from) {
   return to;
 }
 
-__device__ float widen(float x) { return x; }
-__device__ double widen(double x) { return x; }
-__device__ float widen(BFloat16 x) { return same_bits<float>(uint32_t{x.bits} << 16); }
-__device__ float widen(Float16 x) {
+__device__ inline float widen(float x) { return x; }
+__device__ inline double widen(double x) { return x; }
+__device__ inline float widen(BFloat16 x) { return same_bits<float>(uint32_t{x.bits} << 16); }
+__device__ inline float widen(Float16 x) {
   const uint32_t magnitude = (x.bits & 0x7fffu) << 13;
   const bool finite = magnitude < (0x7c00u << 13);
   const float size = finite ? same_bits<float>(magnitude) * 0x1p112f : same_bits<float>(magnitude | 0x7f800000u);

@@ -50,6 +50,11 @@ except ImportError as error:
     )
 
 
+def missing() -> str:
+    """Why the module is not here; empty if it is."""
+    return _MISSING
+
+
 def unavailable(device: torch.device, dtype: torch.dtype) -> str:
     """Why tensors of this kind cannot be served; empty if they can."""
     if _MISSING:

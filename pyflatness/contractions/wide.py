@@ -172,7 +172,10 @@ class WideHead:
         """(n, m) features to values; ``scale`` (n,) says how much each row counts in the sum that ``rtol`` is of."""
         half = self._takes_half(features)
         (d, m), dtype = self._weight.shape, promoted_dtype(features.dtype)
-        planned = plan(len(features), d, m, dtype, self._memory, half=half, keeps=self._rtol > 0)
+        memory = (
+            self._memory // 3 if half and self._backend is not cuda else self._memory
+        )  # torch's own steps make more
+        planned = plan(len(features), d, m, dtype, memory, half=half, keeps=self._rtol > 0)
         chunks: Iterable[Tensor] = features.split(planned.rows)
         if not half:
             chunks = map(promoted, chunks)  # each when its turn comes
