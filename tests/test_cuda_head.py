@@ -240,7 +240,7 @@ PAIRS = [(torch.float32, torch.float32), (torch.float64, torch.float64), *((torc
 
 
 @pytest.mark.parametrize(("dtype", "stored"), PAIRS)
-@pytest.mark.parametrize("shape", [(1, 1), (7, 9), (5, 600)])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 9), (5, 600), (3, 64)])
 def test_rows_of_the_weight(cuda_device, dtype, stored, shape):
     """Norms about the centre, rows that join a sum, spreads: in every dtype that a weight can have."""
     (d, m), n = shape, 6

@@ -38,6 +38,7 @@ __global__ void exponentiate_kernel(Exponents<T, Out> call) {
   T* kept = dynamic_shared<T>();  // [d]
   const int64_t row = blockIdx.x, step = static_cast<int64_t>(blockDim.x) * Width;
   Largest<T> largest{-INFINITY, 0};
+#pragma unroll 4
   for (int64_t s = threadIdx.x * Width; s < call.d; s += step) {
     const Pack<T, Width> z = logits_at<Width>(call, row, s);
 #pragma unroll

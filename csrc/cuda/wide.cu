@@ -6,14 +6,20 @@
 namespace pyflatness::cuda {
 namespace {
 
-template <typename T, typename W>
+template <typename T, typename W, int Width>
 __global__ void norms_about_kernel(const W* weight, const T* centre, int64_t m, T* out) {
   weight += blockIdx.x * m;
   double total = 0;
 #pragma unroll 4
-  for (int64_t j = threadIdx.x; j < m; j += blockDim.x) {
-    const T difference = widen(weight[j]) - centre[j];
-    total += difference * difference;
+  for (int64_t j = threadIdx.x * Width; j < m; j += static_cast<int64_t>(blockDim.x) * Width) {
+    const Pack<W, Width> w = load<Width>(weight + j);
+    T sum = 0;
+#pragma unroll
+    for (int v = 0; v < Width; ++v) {
+      const T difference = widen(w.value[v]) - centre[j + v];
+      sum += difference * difference;
+    }
+    total += sum;
   }
   total = block_sum(total);
   if (threadIdx.x == 0) out[blockIdx.x] = static_cast<T>(total);
@@ -62,7 +68,8 @@ unsigned rows_of(int64_t n) { return static_cast<unsigned>(n); }
 
 template <typename T, typename W>
 int norms_about(const W* weight, const T* centre, int64_t d, int64_t m, T* out, void* stream) {
-  return launch(norms_about_kernel<T, W>, dim3(rows_of(d)), threads_for(m), 0, stream, weight, centre, m, out);
+  const auto kernel = packed(weight, m, m) ? norms_about_kernel<T, W, kPack<W>> : norms_about_kernel<T, W, 1>;
+  return launch(kernel, dim3(rows_of(d)), threads_for(m), 0, stream, weight, centre, m, out);
 }
 
 template <typename T, typename W>

@@ -172,9 +172,9 @@ class WideHead:
         """(n, m) features to values; ``scale`` (n,) says how much each row counts in the sum that ``rtol`` is of."""
         half = self._takes_half(features)
         (d, m), dtype = self._weight.shape, promoted_dtype(features.dtype)
-        memory = (
-            self._memory // 3 if half and self._backend is not cuda else self._memory
-        )  # torch's own steps make more
+        memory = self._memory
+        if half and self._backend is not cuda:
+            memory //= 3  # torch's operations leave as much between them
         planned = plan(len(features), d, m, dtype, memory, half=half, keeps=self._rtol > 0)
         chunks: Iterable[Tensor] = features.split(planned.rows)
         if not half:
