@@ -55,6 +55,7 @@ __global__ void exponentiate_kernel(Exponents<T, Out> call) {
   double rest = 0, moment = 0;
   for (int64_t s = threadIdx.x * Width; s < call.d; s += step) {
     const Pack<T, Width> z = Kept ? load<Width>(kept + s) : logits_at<Width>(call, row, s);
+    const Pack<T, Width> norms = call.row_norms ? load<Width>(call.row_norms + s) : Pack<T, Width>{};
     Pack<Out, Width> e;
     T sum = 0, weighted = 0;
 #pragma unroll
@@ -63,7 +64,7 @@ __global__ void exponentiate_kernel(Exponents<T, Out> call) {
       e.value[v] = narrowed<Out>(exp(z.value[v] - reference));
       const T value = hidden && top ? T(0) : widen(e.value[v]);
       sum += value;
-      if (call.row_norms) weighted += value * call.row_norms[s + v];
+      weighted += value * norms.value[v];
       if (top) e.value[v] = narrowed<Out>(call.top_value);
     }
     store(call.out + row * call.d + s, e);
@@ -82,7 +83,8 @@ int launch_exponentiate(const Exponents<T, Out>& call, void* stream) {
   const size_t bytes = call.d * sizeof(T);
   const bool kept = bytes <= kMostKept;
   const bool wide = packed(call.logits, call.d, call.d) && packed(call.out, call.d, call.d) &&
-                    (!call.bias || packed(call.bias, call.d, call.d));
+                    (!call.bias || packed(call.bias, call.d, call.d)) &&
+                    (!call.row_norms || packed(call.row_norms, call.d, call.d));
   constexpr int kWide = kPack<T>;
   const auto kernel =
       wide ? (kept ? exponentiate_kernel<T, Out, kWide, true> : exponentiate_kernel<T, Out, kWide, false>)
