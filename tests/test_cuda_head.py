@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 import truth
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from truth import exact_formula_error, tolerance
 
 from pyflatness import BackendError
@@ -313,6 +315,31 @@ def test_wide_heads(cuda_device, dtype):
     assert relative(variance(features / 4, weight, equal), expected) < limit
     features[7, 2], features[9, 0] = math.nan, math.inf
     assert variance(features, weight, bias).isfinite().tolist() == [i not in (7, 9) for i in range(20)]
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises at operations whose result the host must know, which a graph could not be made of."""
+
+    WAIT = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "is_nonzero")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name().removeprefix("aten::")
+        by_mask = name.startswith("index") and any(
+            isinstance(t, torch.Tensor) and t.dtype == torch.bool for t in tree_leaves(args[1:])
+        )
+        waits = by_mask or name.startswith(self.WAIT)
+        assert not waits, name
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+@pytest.mark.parametrize("route", ["fused", "pairs", "rows"])
+def test_the_host_waits_for_nothing(cuda_device, route, dtype):
+    features, weight, bias = (t.to(dtype) for t in head(cuda_device, 20, 40, 12, torch.float64))
+    with NoWaiting():
+        variance(features, weight, bias, route)
+    with pytest.raises(AssertionError, match="nonzero"), NoWaiting():
+        features.nonzero()
 
 
 def test_wrong_tensors_are_refused(cuda_device):

@@ -207,11 +207,8 @@ def small_eigenvalues(matrices: Tensor) -> Tensor:
 
 def _weight_suffix(name: str, weight: Tensor, beside: Tensor) -> str:
     """Of a kernel whose weight may be in half precision beside float32."""
-    if (
-        weight.device != beside.device
-        or weight.dtype not in _WEIGHT_SUFFIX
-        or promoted_dtype(weight.dtype) != beside.dtype
-    ):
+    fits = (weight.device, promoted_dtype(weight.dtype)) == (beside.device, beside.dtype)
+    if not fits or weight.dtype not in _WEIGHT_SUFFIX:
         kinds = f"{weight.dtype} on {weight.device}, what is beside it {beside.dtype} on {beside.device}"
         raise BackendError(f"{name}: the weight is {kinds}")
     return _WEIGHT_SUFFIX[weight.dtype]
