@@ -54,14 +54,14 @@ void bind_direct(const LayerSizes& sizes, Array inputs, const std::array<int64_t
   const Sum* r = pointer<const Sum>("root", root, rooted ? product({groups, roots, d}) : 0);
   const Sum* w = pointer<const Sum>("weight", weight, weighted ? product({groups, d, m}) : 0);
   limit_count("places", {layer.positions()}), limit_count("weights", {d, m}), limit_count("root", {roots, d});
-  const int64_t tiles = (m + kDirectTile - 1) / kDirectTile;
+  const int64_t across = direct_columns<Kind>(d, rooted && roots), tiles = (m + across - 1) / across;
   if (splits < 1 || splits > tiles)
     throw std::invalid_argument("direct: " + std::to_string(splits) + " splits of " + std::to_string(tiles) +
                                 " tiles of columns");
   limit_count("blocks", {n, groups, splits});
   int64_t limit = 0;
   check("direct", shared_limit(&limit));
-  if (direct_shared<Kind>(d, rooted, weighted) > limit)
+  if (direct_shared<Kind>(d, rooted && roots, weighted) > limit)
     throw std::invalid_argument("direct: " + std::to_string(d) + " rows do not fit " + std::to_string(limit) +
                                 " bytes of shared memory");
   double* t = pointer<double>("totals", totals, product({n, groups, splits, 3}));
@@ -72,13 +72,13 @@ void bind_direct(const LayerSizes& sizes, Array inputs, const std::array<int64_t
                                stream_of(stream)));
 }
 
-template <class Kind>
+template <class Kind, bool TensorCores>
 void bind_patch_gram(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>& input_strides, Array out,
                      uintptr_t stream) {
   const Layer layer = checked(sizes);
   limit_patch_gram(layer);
   const auto x = checked_inputs<typename Kind::Element>(layer, inputs, input_strides);
-  const int64_t positions = layer.positions(), tiles = positions / kDirectTile + 1;
+  const int64_t positions = layer.positions(), side = gram_tile(1, TensorCores), tiles = (positions + side - 1) / side;
   limit_count("columns", {layer.columns()}), limit_count("blocks", {layer.n, layer.groups, tiles, tiles});
   auto* o = pointer<typename Kind::Sum>("out", out, product({layer.n, layer.groups, positions, positions}));
   py::gil_scoped_release release;
@@ -119,12 +119,13 @@ void bind_gram(Array rows, const std::array<int64_t, 4>& strides, int64_t n, int
 
 template <class Kind, bool TensorCores>
 void define(py::module_& module, const std::string& suffix) {
+  module.def(("direct_columns" + suffix).c_str(), &direct_columns<Kind>);
   module.def(("direct_shared" + suffix).c_str(), [](int64_t rows, bool rooted, bool weighted) {
     limit_count("rows", {rows});
     return direct_shared<Kind>(rows, rooted, weighted);
   });
   module.def(("direct" + suffix).c_str(), &bind_direct<Kind>);
-  module.def(("patch_gram" + suffix).c_str(), &bind_patch_gram<Kind>);
+  module.def(("patch_gram" + suffix).c_str(), &bind_patch_gram<Kind, TensorCores>);
   module.def(("gram_tile" + suffix).c_str(), [](int64_t positions) { return gram_tile(positions, TensorCores); });
   module.def(("gram" + suffix).c_str(), &bind_gram<Kind, TensorCores>);
 }
@@ -132,7 +133,6 @@ void define(py::module_& module, const std::string& suffix) {
 }  // namespace
 
 void define_layers(py::module_& module) {
-  module.attr("DIRECT_TILE") = kDirectTile;
   module.def("shared_limit", [] {
     int64_t bytes = 0;
     check("shared_limit", shared_limit(&bytes));

@@ -13,7 +13,10 @@ template <class Kind>
 constexpr bool kOnTensorCores = !std::is_same_v<Kind, F32> && !std::is_same_v<Kind, F64>;
 
 template <class Form>
-constexpr size_t kRoom = 2 * Side<Form>::kBytes + sizeof(double) * Form::kThreads / kWarp;
+using Square = Side<Form, Form::kTileRows>;
+
+template <class Form>
+constexpr size_t kRoom = 2 * Square<Form>::kBytes + sizeof(double) * Form::kThreads / kWarp;
 
 // A block's matrix and its pair of tiles.
 struct Pair {
@@ -31,14 +34,13 @@ template <class Form>
 __device__ void make_square(Form& tile, const Operand<typename Form::Element>& x, int64_t groups, const Pair& pair,
                             int positions, int depth, unsigned char* shared) {
   const int64_t sample = pair.item / groups, group = pair.item % groups;
-  Side<Form> a(x, sample, group, positions, depth, shared);
-  Side<Form> b(x, sample, group, positions, depth, shared + Side<Form>::kBytes);
-  a.first = pair.row * Form::kTile, b.first = pair.column * Form::kTile;
+  Square<Form> a(x, sample, group, pair.row * Form::kTileRows, positions, depth, shared);
+  Square<Form> b(x, sample, group, pair.column * Form::kTileRows, positions, depth, shared + Square<Form>::kBytes);
   make_tile(tile, a, b);
 }
 
 template <class Form>
-__global__ void __launch_bounds__(Form::kThreads)
+__global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
     patch_gram_kernel(Operand<typename Form::Element> patches, int64_t groups, int positions, int depth, int tiles,
                       typename Form::Sum* out) {
   const Pair pair = pair_of_block(tiles);
@@ -47,7 +49,7 @@ __global__ void __launch_bounds__(Form::kThreads)
   make_square(tile, patches, groups, pair, positions, depth, dynamic_shared<unsigned char>());
   auto* square = out + pair.item * positions * positions;
   tile.each([&](int row, int column, typename Form::Sum value) {
-    const int64_t p = pair.row * Form::kTile + row, q = pair.column * Form::kTile + column;
+    const int64_t p = pair.row * Form::kTileRows + row, q = pair.column * Form::kTileRows + column;
     if (p >= positions || q >= positions) return;
     square[p * positions + q] = value;
     if (pair.row < pair.column) square[q * positions + p] = value;
@@ -55,7 +57,7 @@ __global__ void __launch_bounds__(Form::kThreads)
 }
 
 template <class Form>
-__global__ void __launch_bounds__(Form::kThreads)
+__global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
     gram_kernel(Operand<typename Form::Element> rows, int64_t groups, int positions, int depth, int tiles,
                 const typename Form::Sum* g, double* out) {
   using Sum = typename Form::Sum;
@@ -70,10 +72,10 @@ __global__ void __launch_bounds__(Form::kThreads)
   const Sum* square = g + pair.item * positions * positions;
   Sum sum = 0;
   tile.each([&](int row, int column, Sum value) {
-    const int64_t p = pair.row * Form::kTile + row, q = pair.column * Form::kTile + column;
+    const int64_t p = pair.row * Form::kTileRows + row, q = pair.column * Form::kTileRows + column;
     if (p < positions && q < positions) sum += value * square[p * positions + q];
   });
-  auto* scratch = reinterpret_cast<double*>(shared + 2 * Side<Form>::kBytes);
+  auto* scratch = reinterpret_cast<double*>(shared + 2 * Square<Form>::kBytes);
   const double total = block_sum<Form::kThreads>(static_cast<double>(sum), scratch);
   if (threadIdx.x == 0) out[blockIdx.x] = pair.row < pair.column ? 2 * total : total;
 }
@@ -104,7 +106,7 @@ __global__ void __launch_bounds__(kShiftThreads) sum_shifts_kernel(Shifts shifts
 template <class Form>
 int launch_gram(const Operand<typename Form::Element>& rows, int64_t samples, int64_t groups, int64_t positions,
                 int64_t r, const typename Form::Sum* g, double* out, void* stream) {
-  const int64_t tiles = blocks_of(positions, Form::kTile);
+  const int64_t tiles = blocks_of(positions, Form::kTileRows);
   const dim3 grid(static_cast<unsigned>(samples * groups * tiles * tiles));
   return launch(gram_kernel<Form>, grid, Form::kThreads, kRoom<Form>, stream, rows, groups, static_cast<int>(positions),
                 static_cast<int>(r), static_cast<int>(tiles), g, out);
@@ -119,8 +121,8 @@ int64_t gram_tile(int64_t positions, bool tensor_cores) {
 template <class Kind>
 int patch_gram(const Layer& layer, const Strided<typename Kind::Element>& inputs, typename Kind::Sum* out,
                void* stream) {
-  using Form = std::conditional_t<kOnTensorCores<Kind>, Tensor<Kind>, Plain<Kind>>;
-  const int64_t positions = layer.positions(), tiles = blocks_of(positions, Form::kTile);
+  using Form = std::conditional_t<kOnTensorCores<Kind>, Tensor<Kind, kSmallTile, kSmallTile>, Plain<Kind>>;
+  const int64_t positions = layer.positions(), tiles = blocks_of(positions, Form::kTileRows);
   const auto patches = operand(inputs.data, inputs.stride[0], layer.channels * inputs.stride[1], layer.columns(),
                                patch_columns(layer, inputs.stride), patch_places(layer, inputs.stride));
   const dim3 grid(static_cast<unsigned>(layer.n * layer.groups * tiles * tiles));
@@ -148,9 +150,9 @@ int gram(const Strided<typename Kind::Element>& a, int64_t samples, int64_t grou
   if constexpr (!kOnTensorCores<Kind>)
     return launch_gram<Plain<Kind>>(rows, samples, groups, positions, r, g, out, stream);
   else if (gram_tile(positions, true) == kLargeTile)
-    return launch_gram<Tensor<Kind, kLargeTile>>(rows, samples, groups, positions, r, g, out, stream);
+    return launch_gram<Tensor<Kind, kLargeTile, kLargeTile>>(rows, samples, groups, positions, r, g, out, stream);
   else
-    return launch_gram<Tensor<Kind, kSmallTile>>(rows, samples, groups, positions, r, g, out, stream);
+    return launch_gram<Tensor<Kind, kSmallTile, kSmallTile>>(rows, samples, groups, positions, r, g, out, stream);
 }
 
 #define PYFLATNESS_GRAM(Kind)                                                                                  \

@@ -43,14 +43,16 @@ struct F16 {
   using Sum = float;
 };
 
-// Side of the tiles of columns that `direct` makes M by, and of the tiles of places of `gram`.
-constexpr int64_t kDirectTile = 64;
-int64_t gram_tile(int64_t positions, bool tensor_cores);
-
-// Bytes of shared memory that a block of `direct` asks for, and that the current device has for one.
+// Columns of the tiles that `direct` makes M by, bytes of shared memory that a block of it asks for, and those that the
+// current device has for one.
+template <class Kind>
+int64_t direct_columns(int64_t rows, bool rooted);
 template <class Kind>
 int64_t direct_shared(int64_t rows, bool rooted, bool weighted);
 int shared_limit(int64_t* bytes);
+
+// Places along a side of the tiles of `gram`.
+int64_t gram_tile(int64_t positions, bool tensor_cores);
 
 // As the CPU's, but that each sum over a part of M is written apart. Offsets within a sample are below 2^31.
 template <class Kind>

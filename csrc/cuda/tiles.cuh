@@ -1,4 +1,4 @@
-// Square tiles of products C[i, j] = Σ_k A[k, i] B[k, j], A and B read through axes of their own. A block of threads
+// Tiles of products C[i, j] = Σ_k A[k, i] B[k, j], A and B read through axes of their own. A block of threads
 // makes a tile: some depths of both operands at a time go to shared memory while those before are multiplied, so that
 // one barrier is enough for each step. The elements stay in registers, for the caller to use and forget.
 #pragma once
@@ -22,17 +22,19 @@ struct Plain {
   using Element = typename Kind::Element;
   using Sum = typename Kind::Sum;
   using Word = Sum;
-  static constexpr int kTile = 64, kThreads = sizeof(Sum) == 4 ? 64 : 128;
+  static constexpr int kTileRows = 64, kTileColumns = 64, kThreads = sizeof(Sum) == 4 ? 64 : 128;
   static constexpr int kWords = 8, kPerWord = 1, kDepth = kWords;
-  static constexpr int kLanes = Quad<Sum>::kCount;  // elements of a 16-byte access
-  static constexpr int kLd = kTile + kLanes, kStage = kWords * kLd;
-  static constexpr int kRows = 8, kColumns = kTile * kTile / kThreads / kRows;  // of a thread
-  static constexpr int kAcross = kTile / kColumns;                              // threads along a row of the tile
+  static constexpr int kBlocks = sizeof(Sum) == 4 ? 6 : 3;  // of a multiprocessor, that registers are to suffice for
+  static constexpr int kLanes = Quad<Sum>::kCount;          // elements of a 16-byte access
+  static constexpr int kLd = kTileRows + kLanes;
+  static constexpr int kRows = 8, kColumns = kTileRows * kTileColumns / kThreads / kRows;  // of a thread
+  static constexpr int kAcross = kTileColumns / kColumns;  // threads along a row of the tile
   static constexpr bool kWordsTogether = false;
 
   Sum sums[kRows][kColumns];
 
   __device__ static int index(int place, int word) { return word * kLd + place; }
+  __host__ __device__ static constexpr int stage(int) { return kWords * kLd; }  // words of a step of so many places
   __device__ static Word word(const Element* element) { return *element; }
   __device__ static Word fetch(const Element* data, const int32_t* depths, int32_t place) {
     return depths[0] < 0 || place < 0 ? Word{0} : data[depths[0] + place];
@@ -45,7 +47,7 @@ struct Plain {
   __device__ static int step(int number, int ld) { return number * kWords * ld; }
 
   __device__ static int row(int i) {
-    return i / kLanes * (kTile / kRows * kLanes) + threadIdx.x / kAcross * kLanes + i % kLanes;
+    return i / kLanes * (kTileRows / kRows * kLanes) + threadIdx.x / kAcross * kLanes + i % kLanes;
   }
   __device__ static int column(int j) {
     return j / kLanes * (kAcross * kLanes) + threadIdx.x % kAcross * kLanes + j % kLanes;
@@ -85,23 +87,26 @@ struct Plain {
   }
 };
 
-// Tiles of 64 x 64 or 128 x 128 on tensor cores. A step is 16 words deep, those of one place neighbours in shared
-// memory and places 20 words apart: the words of a fragment then lie in different banks.
-template <class Kind, int Tile = 64>
+// Tiles of 64 x 64, 64 x 128 or 128 x 128 on tensor cores, of which a warp has 32 x 32, 64 x 32 and 64 x 32. A step is
+// 16 words deep, for the larger tiles 8, so that their registers suffice. The words of a place are neighbours in shared
+// memory, and the places as many and 4 words apart: the words of a fragment then lie in different banks.
+template <class Kind, int Rows, int Columns>
 struct Tensor {
   using Element = typename Kind::Element;
   using Sum = float;
   using Word = uint32_t;
-  static constexpr int kTile = Tile, kThreads = Tile == 64 ? 128 : 256;
-  static constexpr int kWords = 16, kPerWord = 4 / sizeof(Element), kDepth = kWords * kPerWord;
-  static constexpr int kLd = kWords + 4, kStage = kTile * kLd;
-  static constexpr int kWarpsAcross = Tile == 64 ? 2 : 4, kWarpsDown = 2;
-  static constexpr int kRows = Tile / kWarpsDown / 16, kColumns = Tile / kWarpsAcross / 8;  // fragments of a warp
+  static constexpr int kTileRows = Rows, kTileColumns = Columns, kThreads = Rows == 64 ? 128 : 256;
+  static constexpr int kWords = Columns == 128 ? 8 : 16, kPerWord = 4 / sizeof(Element), kDepth = kWords * kPerWord;
+  static constexpr int kLd = kWords + 4;
+  static constexpr int kBlocks = Rows == 128 ? 2 : 3;
+  static constexpr int kWarpsAcross = Columns / 32, kWarpsDown = kThreads / kWarp / kWarpsAcross;
+  static constexpr int kRows = Rows / kWarpsDown / 16, kColumns = Columns / kWarpsAcross / 8;  // fragments of a warp
   static constexpr bool kWordsTogether = true;
 
   Sum sums[kRows][kColumns][4];
 
   __device__ static int index(int place, int word) { return place * kLd + word; }
+  __host__ __device__ static constexpr int stage(int places) { return places * kLd; }
   __device__ static Word bits(uint16_t value) { return value; }
   __device__ static Word bits(float value) { return nearest(Tf32{}, value); }
   __device__ static Word word(const Element* elements) {
@@ -117,7 +122,7 @@ struct Tensor {
 
   __device__ static int element(int row, int column, int ld) { return column * ld + row; }
   __host__ __device__ static int leading(int rows) { return rows + 4; }
-  __host__ __device__ static int64_t elements(int rows) { return int64_t{kTile} * leading(rows); }
+  __host__ __device__ static int64_t elements(int rows) { return int64_t{Columns} * leading(rows); }
   __device__ static int step(int number, int) { return number * kWords; }
 
   __device__ static int lane() { return threadIdx.x % kWarp; }
@@ -164,38 +169,48 @@ struct Tensor {
   }
 };
 
-// An operand on its way to shared memory: the offsets of its places and depths, two steps of its elements.
-template <class Form>
+// An operand on its way to shared memory, so many places of it: the offsets of its places and depths, two steps of its
+// elements. A thread takes the same places at each step, and keeps their offsets.
+template <class Form, int Places>
 struct Side {
   using Word = typename Form::Word;
   using Element = typename Form::Element;
-  static constexpr int kThreads = Form::kThreads, kHeld = Form::kTile * Form::kWords / kThreads;
+  static constexpr int kThreads = Form::kThreads, kHeld = Places * Form::kWords / kThreads;
   static constexpr int kQuad = Quad<Word>::kCount, kQuads = Form::kWords / kQuad;  // of 16 bytes at one place
-  static constexpr size_t kBytes = sizeof(Word) * 2 * Form::kStage + sizeof(int32_t) * (Form::kTile + 2 * kThreads);
+  static constexpr int kStage = Form::stage(Places);
+  static constexpr size_t kBytes = sizeof(Word) * 2 * kStage + sizeof(int32_t) * (Places + 2 * kThreads);
 
   const Operand<Element>& operand;
-  const Element* data;       // of the sample and group
-  int first, places, depth;  // of all places those from `first`
-  Word* buffers;             // [2][kStage]
+  const Element* data;      // of the sample and group
+  int first, count, depth;  // of all `count` places those from `first`
+  Word* buffers;            // [2][kStage]
   int32_t *of_place, *of_depth;
+  int32_t own[kHeld];
   Word held[kHeld];
 
-  __device__ Side(const Operand<Element>& operand, int64_t sample, int64_t group, int places, int depth,
+  __device__ Side(const Operand<Element>& operand, int64_t sample, int64_t group, int first, int count, int depth,
                   unsigned char* shared)
       : operand(operand),
         data(operand.data + sample * operand.of_sample + group * operand.of_group),
-        first(0),
-        places(places),
+        first(first),
+        count(count),
         depth(depth),
         buffers(reinterpret_cast<Word*>(shared)),
-        of_place(reinterpret_cast<int32_t*>(buffers + 2 * Form::kStage)),
-        of_depth(of_place + Form::kTile) {}
+        of_place(reinterpret_cast<int32_t*>(buffers + 2 * kStage)),
+        of_depth(of_place + Places) {}
 
   // Offsets of the tile's places; -1 behind the last.
   __device__ void begin() {
-    for (int i = threadIdx.x; i < Form::kTile; i += kThreads)
-      of_place[i] = first + i < places ? operand.place.offset(first + i) : -1;
+    for (int i = threadIdx.x; i < Places; i += kThreads)
+      of_place[i] = first + i < count ? operand.place.offset(first + i) : -1;
     look_up(0);
+  }
+
+  __device__ void keep() {
+#pragma unroll
+    for (int e = 0; e < kHeld; ++e)
+      if (!operand.wide || e < kHeld / kQuad)
+        own[e] = of_place[operand.wide ? (threadIdx.x + e * kThreads) / kQuads : place(e)];
   }
 
   // Offsets of as many depths as there are threads, into one of two places in turn.
@@ -211,17 +226,17 @@ struct Side {
   // Threads run along what is closer in memory.
   __device__ int place(int e) const {
     const int number = threadIdx.x + e * kThreads;
-    return operand.along_depth ? number / Form::kWords : number % Form::kTile;
+    return operand.along_depth ? number / Form::kWords : number % Places;
   }
   __device__ int word(int e) const {
     const int number = threadIdx.x + e * kThreads;
-    return operand.along_depth ? number % Form::kWords : number / Form::kTile;
+    return operand.along_depth ? number % Form::kWords : number / Places;
   }
 
   __device__ void load(int step) {
     if (operand.wide) return load_whole(step);
 #pragma unroll
-    for (int e = 0; e < kHeld; ++e) held[e] = Form::fetch(data, depths(step, word(e)), of_place[place(e)]);
+    for (int e = 0; e < kHeld; ++e) held[e] = Form::fetch(data, depths(step, word(e)), own[e]);
   }
 
   // The words of 16 bytes by one access.
@@ -229,7 +244,7 @@ struct Side {
 #pragma unroll
     for (int q = 0; q < kHeld / kQuad; ++q) {
       const int number = threadIdx.x + q * kThreads;
-      const int32_t from = *depths(step, number % kQuads * kQuad), to = of_place[number / kQuads];
+      const int32_t from = *depths(step, number % kQuads * kQuad), to = own[q];
       Quad<Element> quad{};
       if (from >= 0 && to >= 0) quad = *reinterpret_cast<const Quad<Element>*>(data + from + to);
 #pragma unroll
@@ -238,7 +253,7 @@ struct Side {
   }
 
   __device__ void store(int step) {
-    Word* buffer = buffers + step % 2 * Form::kStage;
+    Word* buffer = buffers + step % 2 * kStage;
     if (operand.wide) return store_whole(buffer);
 #pragma unroll
     for (int e = 0; e < kHeld; ++e) buffer[Form::index(place(e), word(e))] = held[e];
@@ -260,17 +275,18 @@ struct Side {
     }
   }
 
-  __device__ const Word* at(int step) const { return buffers + step % 2 * Form::kStage; }
+  __device__ const Word* at(int step) const { return buffers + step % 2 * kStage; }
   __device__ int ld() const { return Form::kLd; }
 };
 
-// A second operand that lies in shared memory as a whole.
+// A second operand that lies in shared memory as a whole: a tile of so many rows of M.
 template <class Form>
 struct Resident {
   const typename Form::Sum* elements;
   int rows;
 
   __device__ void begin() {}
+  __device__ void keep() {}
   __device__ void look_up(int) {}
   __device__ void load(int) {}
   __device__ void store(int) {}
@@ -281,7 +297,7 @@ struct Resident {
 // Makes a tile. What the operands' shared memory held before is not read after the call begins, and it may be used
 // again once the next one has.
 template <class Form, class Second>
-__device__ void make_tile(Form& tile, Side<Form>& a, Second& b) {
+__device__ void make_tile(Form& tile, Side<Form, Form::kTileRows>& a, Second& b) {
   constexpr int kChunk = Form::kThreads / Form::kDepth;  // steps whose depths are looked up at once
   static_assert(kChunk >= 2, "a step is loaded while the one before it is multiplied");
   const int steps = (a.depth + Form::kDepth - 1) / Form::kDepth;
@@ -289,6 +305,7 @@ __device__ void make_tile(Form& tile, Side<Form>& a, Second& b) {
   __syncthreads();
   a.begin(), b.begin();
   __syncthreads();
+  a.keep(), b.keep();
   a.load(0), b.load(0);
   a.store(0), b.store(0);
   __syncthreads();

@@ -108,7 +108,7 @@ def _direct(
     like = promoted(inputs.new_empty(0))
     given_root, given_weight = (like if t is None else t.contiguous() for t in (root, weight))
     _same("direct", inputs, given_root, given_weight, dtype=like.dtype)
-    tiles = -(-columns // _cuda.DIRECT_TILE)
+    tiles = -(-columns // getattr(_cuda, "direct_columns" + kind)(d, root is not None and len(root[0]) > 0))
     splits = max(1, min(tiles, -(-_BLOCKS * _multiprocessors(inputs.device) // max(1, n * groups))))
     weighted = weight is not None
     totals = inputs.new_empty(n, groups, splits, 3, dtype=torch.float64)
@@ -180,7 +180,7 @@ def _kind(name: str, *tensors: Tensor) -> str:
             f"{name}: wants float32, float64, bfloat16 or float16 tensors of one dtype on {_DEVICE}, got "
             f"{', '.join(kinds)}"
         )
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "_tf32"
     return {**_SUFFIX, **HALF}[dtype]
 
@@ -201,8 +201,8 @@ def _product_of_pixels(inputs: Tensor, groups: int) -> Tensor:
         columns = promoted(columns)
         return columns.mT @ columns
     flat = columns.flatten(0, 1)
-    square: Tensor = torch.bmm(flat.mT, flat, out_dtype=torch.float32)
-    return square.unflatten(0, columns.shape[:2])
+    square: Tensor = torch.bmm(flat.mT, flat, out_dtype=torch.float32).unflatten(0, columns.shape[:2])
+    return square
 
 
 def _multiprocessors(device: torch.device) -> int:
