@@ -124,7 +124,7 @@ def _direct(
         squares,
         None if root is None else rooted,
         weighted_squares if weighted else None,
-        by_column.view(n, groups * channels, -1).sum(dim=2) if weighted else None,
+        by_column.view(n, groups * channels, geometry.taps).sum(dim=2) if weighted else None,
         by_row.sum(dim=2).flatten(1) if weighted else None,
     )
 
