@@ -59,6 +59,13 @@ def tf32():
         torch.backends.cuda.matmul.fp32_precision = before
 
 
+@pytest.fixture
+def module(_emulated_cuda):
+    if isinstance(_emulated_cuda, str):
+        pytest.skip(_emulated_cuda)
+    return _emulated_cuda
+
+
 def moved(tensor, device):
     """The tensor on a device, with the strides that it has."""
     if device.type == "cpu":
@@ -170,17 +177,15 @@ def test_whole_numbers_have_no_rounding(cuda_device, precision, kind, name):
     "name", ["late block", "depthwise", "groups", "sequence", "downsampling", "more rows than a tile"]
 )
 @kinds
-def test_the_order_of_threads_changes_nothing(_emulated_cuda, precision, kind, name):
-    if isinstance(_emulated_cuda, str):
-        pytest.skip(_emulated_cuda)
+def test_the_order_of_threads_changes_nothing(module, precision, kind, name):
     inputs, signal, *rest = layer(CASES[name], kind, torch.device("cpu"))
     found = []
     for order in range(3):
-        _emulated_cuda.set_order(order)
-        with cuda.emulated(_emulated_cuda):
+        module.set_order(order)
+        with cuda.emulated(module):
             gram = cuda.patch_gram(inputs, rest[0])
             found.append([*cuda.direct(inputs, signal, *rest), gram, cuda.gram(rest[0].rows(signal), gram)])
-    _emulated_cuda.set_order(0)
+    module.set_order(0)
     for values in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(values, found[0], strict=True))
 
@@ -383,13 +388,6 @@ def calls(module, suffix):
 def call(module, name, values):
     plain = [(v.data_ptr(), v.numel()) if isinstance(v, torch.Tensor) else v for v in values]
     return getattr(module, name)(*plain)
-
-
-@pytest.fixture
-def module(_emulated_cuda):
-    if isinstance(_emulated_cuda, str):
-        pytest.skip(_emulated_cuda)
-    return _emulated_cuda
 
 
 @pytest.mark.parametrize("suffix", ["_f32", "_f64", "_bf16"])
