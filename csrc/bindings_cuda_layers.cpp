@@ -54,14 +54,14 @@ void bind_direct(const LayerSizes& sizes, Array inputs, const std::array<int64_t
   const Sum* r = pointer<const Sum>("root", root, rooted ? product({groups, roots, d}) : 0);
   const Sum* w = pointer<const Sum>("weight", weight, weighted ? product({groups, d, m}) : 0);
   limit_count("places", {layer.positions()}), limit_count("weights", {d, m}), limit_count("root", {roots, d});
-  const int64_t across = direct_columns<Kind>(d, rooted && roots), tiles = (m + across - 1) / across;
+  const int64_t across = direct_columns<Kind>(d, m, rooted && roots), tiles = (m + across - 1) / across;
   if (splits < 1 || splits > tiles)
     throw std::invalid_argument("direct: " + std::to_string(splits) + " splits of " + std::to_string(tiles) +
                                 " tiles of columns");
   limit_count("blocks", {n, groups, splits});
   int64_t limit = 0;
   check("direct", shared_limit(&limit));
-  if (direct_shared<Kind>(d, rooted && roots, weighted) > limit)
+  if (direct_shared<Kind>(d, m, rooted && roots, weighted) > limit)
     throw std::invalid_argument("direct: " + std::to_string(d) + " rows do not fit " + std::to_string(limit) +
                                 " bytes of shared memory");
   double* t = pointer<double>("totals", totals, product({n, groups, splits, 3}));
@@ -120,9 +120,9 @@ void bind_gram(Array rows, const std::array<int64_t, 4>& strides, int64_t n, int
 template <class Kind, bool TensorCores>
 void define(py::module_& module, const std::string& suffix) {
   module.def(("direct_columns" + suffix).c_str(), &direct_columns<Kind>);
-  module.def(("direct_shared" + suffix).c_str(), [](int64_t rows, bool rooted, bool weighted) {
-    limit_count("rows", {rows});
-    return direct_shared<Kind>(rows, rooted, weighted);
+  module.def(("direct_shared" + suffix).c_str(), [](int64_t rows, int64_t columns, bool rooted, bool weighted) {
+    limit_count("weights", {rows, columns});
+    return direct_shared<Kind>(rows, columns, rooted, weighted);
   });
   module.def(("direct" + suffix).c_str(), &bind_direct<Kind>);
   module.def(("patch_gram" + suffix).c_str(), &bind_patch_gram<Kind, TensorCores>);

@@ -1,7 +1,7 @@
 // Weight gradients of single samples, never in global memory: a block makes the tiles of columns of one M one after the
 // other, looks at them, forgets them. Where |root M|^2 is wanted, all rows of a tile of columns stay in shared memory
 // as the second operand of a product.
-#include "tiles.cuh"
+#include "small.cuh"
 
 namespace pyflatness::cuda {
 namespace {
@@ -154,12 +154,14 @@ int kept_rows(int64_t rows, bool rooted, bool weighted) {
 }  // namespace
 
 template <class Kind>
-int64_t direct_columns(int64_t rows, bool rooted) {
+int64_t direct_columns(int64_t rows, int64_t columns, bool rooted) {
+  if (is_small(rows, columns)) return columns;
   return with_form<Kind>(rows, rooted, [](auto form) { return int64_t{decltype(form)::kTileColumns}; });
 }
 
 template <class Kind>
-int64_t direct_shared(int64_t rows, bool rooted, bool weighted) {
+int64_t direct_shared(int64_t rows, int64_t columns, bool rooted, bool weighted) {
+  if (is_small(rows, columns)) return 0;
   return with_form<Kind>(rows, rooted, [&](auto form) {
     using Form = decltype(form);
     return static_cast<int64_t>(Room<Form>::bytes(kept_rows<Form>(rows, rooted, weighted)));
@@ -177,6 +179,10 @@ int direct(const Layer& layer, const Strided<typename Kind::Element>& inputs,
       operand(signal.data, from[0], layer.rows * from[1], layer.positions(), positions, axis({{layer.rows, from[1]}}));
   const auto right = operand(inputs.data, inputs.stride[0], layer.channels * inputs.stride[1], layer.positions(),
                              patch_places(layer, inputs.stride), patch_columns(layer, inputs.stride));
+  if (is_small(layer.rows, layer.columns())) {
+    using Exact = std::conditional_t<std::is_same_v<Kind, Tf32>, F32, Kind>;
+    return small_direct<Exact>(layer, left, right, root, roots, weight, totals, by_column, by_row, stream);
+  }
   const auto second =
       operand(root, 0, roots * layer.rows, layer.rows, axis({{layer.rows, 1}}), axis({{roots, layer.rows}}));
   Sizes sizes{layer.groups,
@@ -205,8 +211,8 @@ int shared_limit(int64_t* bytes) {
 }
 
 #define PYFLATNESS_DIRECT(Kind)                                                                         \
-  template int64_t direct_columns<Kind>(int64_t, bool);                                                 \
-  template int64_t direct_shared<Kind>(int64_t, bool, bool);                                            \
+  template int64_t direct_columns<Kind>(int64_t, int64_t, bool);                                        \
+  template int64_t direct_shared<Kind>(int64_t, int64_t, bool, bool);                                   \
   template int direct<Kind>(const Layer&, const Strided<Kind::Element>&, const Strided<Kind::Element>&, \
                             const Kind::Sum*, int64_t, const Kind::Sum*, int64_t, double*, double*, double*, void*);
 PYFLATNESS_DIRECT(F32)

@@ -46,9 +46,9 @@ struct F16 {
 // Columns of the tiles that `direct` makes M by, bytes of shared memory that a block of it asks for, and those that the
 // current device has for one.
 template <class Kind>
-int64_t direct_columns(int64_t rows, bool rooted);
+int64_t direct_columns(int64_t rows, int64_t columns, bool rooted);
 template <class Kind>
-int64_t direct_shared(int64_t rows, bool rooted, bool weighted);
+int64_t direct_shared(int64_t rows, int64_t columns, bool rooted, bool weighted);
 int shared_limit(int64_t* bytes);
 
 // Places along a side of the tiles of `gram`.

@@ -1,5 +1,6 @@
-// Tensor cores by warps of 32: C += A Bᵀ for tiles of 16 rows of A and 8 rows of B, both 8 words of 32 bits long. A
-// word is one float32 number of which the first 19 bits count (TF32), or two of half precision, the earlier one below.
+// Kinds of numbers, and tensor cores by warps of 32: C += A Bᵀ for tiles of 16 rows of A and 8 rows of B, both 8 words
+// of 32 bits long. A word is one float32 number of which the first 19 bits count (TF32), or two of half precision, the
+// earlier one below.
 //
 // Lane 4 g + t holds, as the PTX manual has it for m16n8k8 (TF32) and m16n8k16 (half precision), which are the same in
 // words:
@@ -8,6 +9,8 @@
 //     b[0], b[1]               words (g, t), (g, t + 4) of B
 //     c[0], c[1], c[2], c[3]   (row of A, row of B) = (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1)
 #pragma once
+
+#include <cstring>
 
 #include "launch.cuh"
 
@@ -22,6 +25,12 @@ __device__ inline uint32_t nearest(Tf32, float value) {
   uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
   return bits;
+}
+
+__device__ inline float widened(F16, uint16_t value) {
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value));
+  return wide;
 }
 
 #define PYFLATNESS_MMA(Kind, instruction)                                                           \
@@ -46,3 +55,17 @@ __device__ void multiply_fragments(float (&c)[M][N][4], const uint32_t (&a)[M][4
 
 }  // namespace pyflatness::cuda
 #endif
+
+namespace pyflatness::cuda {
+
+// An element of a kind of numbers, to be reckoned with.
+__device__ inline float widened(F32, float value) { return value; }
+__device__ inline double widened(F64, double value) { return value; }
+__device__ inline float widened(Bf16, uint16_t value) {
+  const uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float wide;
+  memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+}  // namespace pyflatness::cuda

@@ -91,7 +91,8 @@ def direct(inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | No
     """
     kind = _kind("direct", inputs, signal)
     if root is not None:
-        size = getattr(_cuda, "direct_shared" + kind)(root.shape[2], True, weight is not None)
+        columns = inputs.shape[1] // geometry.groups * geometry.taps
+        size = getattr(_cuda, "direct_shared" + kind)(root.shape[2], columns, True, weight is not None)
         if size > _on_device(inputs.device, _cuda.shared_limit):
             others = _direct(kind, inputs, signal, geometry, None, weight)
             turned = (root @ geometry.rows(promoted(signal)).mT).flatten(1, 2).unflatten(2, signal.shape[2:])
@@ -108,7 +109,7 @@ def _direct(
     like = promoted(inputs.new_empty(0))
     given_root, given_weight = (like if t is None else t.contiguous() for t in (root, weight))
     _same("direct", inputs, given_root, given_weight, dtype=like.dtype)
-    tiles = -(-columns // getattr(_cuda, "direct_columns" + kind)(d, root is not None and len(root[0]) > 0))
+    tiles = -(-columns // getattr(_cuda, "direct_columns" + kind)(d, columns, root is not None and root.shape[1] > 0))
     splits = max(1, min(tiles, -(-_BLOCKS * _multiprocessors(inputs.device) // max(1, n * groups))))
     weighted = weight is not None
     totals = inputs.new_empty(n, groups, splits, 3, dtype=torch.float64)

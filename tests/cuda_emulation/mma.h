@@ -41,6 +41,8 @@ inline uint32_t nearest(Tf32, float value) {
   return std::isfinite(value) ? (bits + 0x1000) & ~0x1fffu : bits;
 }
 
+inline float widened(F16, uint16_t value) { return emulation::half(value); }
+
 template <class Kind, int M, int N>
 void multiply_fragments(float (&c)[M][N][4], const uint32_t (&a)[M][4], const uint32_t (&b)[N][2]) {
   static_assert(4 * M + 2 * N <= 32);
