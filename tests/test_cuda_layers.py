@@ -324,6 +324,29 @@ def test_routes(cuda_device, kind, quantities, form):
 
 
 @in_one_order
+@pytest.mark.parametrize("columns", [200, 300])
+@pytest.mark.parametrize("places", [1, 3])
+def test_wide_layers_in_bfloat16(cuda_device, columns, places):
+    """R δ is a product of bfloat16: one row of the signal alone, where R's own rounding would show most."""
+    _, _, geometry, _, weight = layer((1, 1, columns, 260, ONE, ONE, ONE, ONE), "bfloat16", cuda_device)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(8, places, columns, generator=generator).bfloat16().to(cuda_device)
+    signal = torch.randn(8, places, 260, generator=generator).bfloat16().to(cuda_device)
+    for alone in (False, True):
+        if alone:
+            signal[:, :, 1:] = 0
+        phi, delta = (t.transpose(1, 2)[..., None, None] for t in (inputs, signal))
+        found, expected = (
+            WeightGradients(w, geometry, backend, ("rooted",), memory=1 << 24, route=route).of([x], 1)([d]).values
+            for w, x, d, backend, route in (
+                (weight.bfloat16(), phi, delta, cuda, "gram"),
+                (weight.bfloat16().double(), phi.double(), delta.double(), reference, "direct"),
+            )
+        )
+        assert float(((found - expected) / expected).abs().max()) < 1e-3
+
+
+@in_one_order
 def test_inputs_and_signals_of_two_dtypes(cuda_device):
     """As autocast leaves them."""
     inputs, signal, geometry, _, weight = layer(CASES["groups"], "float32", cuda_device)

@@ -159,7 +159,18 @@ def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:
 
 def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:
     """See :func:`.reference.gram`; rows may have any strides, and be of half precision beside a float32 Gram matrix."""
-    kind, patch_gram = _kind("gram", rows), patch_gram.contiguous()
+    return _gram(_kind("gram", rows), rows, patch_gram)
+
+
+def rooted_gram(root: Tensor, rows: Tensor, patch_gram: Tensor) -> Tensor:
+    """The same of a = R δ for R (G, r, d) and δ (n, G, P, d) of half precision: a is float32, multiplied as TF32."""
+    flat = rows.flatten(0, 1)
+    turned = root.mT.expand(len(rows), *root.mT.shape).flatten(0, 1)
+    return _gram("_tf32", _wide_product(flat, turned).unflatten(0, rows.shape[:2]), patch_gram)
+
+
+def _gram(kind: str, rows: Tensor, patch_gram: Tensor) -> Tensor:
+    patch_gram = patch_gram.contiguous()
     _same("gram", rows, patch_gram, dtype=promoted(rows.new_empty(0)).dtype)
     n, groups, positions, r = rows.shape
     tiles = -(-positions // getattr(_cuda, "gram_tile" + kind)(positions))
@@ -198,12 +209,17 @@ def _same(name: str, like: Tensor, *tensors: Tensor, dtype: torch.dtype) -> None
 def _product_of_pixels(inputs: Tensor, groups: int) -> Tensor:
     """⟨x_p, x_p'⟩ for all pairs of pixels, (n, G, pixels, pixels); of half precision as float32."""
     columns = inputs.unflatten(1, (groups, -1)).flatten(3)  # n, G, c, pixels
-    if inputs.dtype not in HALF or inputs.device.type != "cuda":
-        columns = promoted(columns)
-        return columns.mT @ columns
     flat = columns.flatten(0, 1)
-    square: Tensor = torch.bmm(flat.mT, flat, out_dtype=torch.float32).unflatten(0, columns.shape[:2])
+    square: Tensor = _wide_product(flat.mT, flat).unflatten(0, columns.shape[:2])
     return square
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Products of matrices (n, …), of half precision as float32."""
+    if a.dtype in HALF and a.device.type == "cuda":
+        product: Tensor = torch.bmm(a, b, out_dtype=torch.float32)
+        return product
+    return promoted(a) @ promoted(b)
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -38,8 +38,8 @@ WEIGHTED = ("weighted", *NEURONS)
 QUANTITIES = ("squares", "rooted", *WEIGHTED, "diagonal")
 ROUTES = ("direct", "gram")
 
-_MANY_ROWS = 64
-"""From here on the rounding of R δ to bfloat16 averages out of |R M|²: below 5e-4, as measured over random layers."""
+_MANY_ROWS = 256
+"""From here on the rounding of R to bfloat16 averages out of |R M|², if all its entries are of one size."""
 
 
 class Share(NamedTuple):
@@ -80,6 +80,7 @@ class WeightGradients:
         self._geometry, self._backend, self._quantities, self._route = geometry, backend, quantities, route
         self._shape, self._device, self._memory = weight.shape, weight.device, memory
         self._root = root(promoted(weight)) if "rooted" in quantities else None
+        self._half_root = self._as_bfloat16(weight.dtype)
         self._weight = promoted(weight) if set(WEIGHTED).intersection(quantities) else None
 
     def of(self, inputs: Signals, signals: int) -> Contraction:
@@ -200,19 +201,33 @@ class WeightGradients:
         rows = self._geometry.rows(self._taken(signal))
         if rows.shape[2] == 1:
             rows = promoted(rows)
-        rooted = None if self._root is None else self._gram_of(self._turned(rows), gram)
+        rooted = None if self._root is None else self._rooted_gram(self._root, rows, gram)
         squares = self._gram_of(rows, gram) if {"squares", "diagonal"}.intersection(self._quantities) else None
         return reference.Products(squares, rooted, None, None, None)
 
-    def _turned(self, rows: Tensor) -> Tensor:
-        """R δ, (n, G, P, r)."""
-        assert self._root is not None
-        if rows.dtype != torch.bfloat16 or min(self._root.shape[1:]) < _MANY_ROWS:  # float16 would leave its range
-            rows = promoted(rows)
-        root = self._root.to(rows.dtype)
-        # as the signal lies in memory: of a convolution, R (r, d) times (d, P)
-        by_rows = rows.shape[1:3] == (1, 1) or (self._backend is cuda and rows.stride(3) == 1)
-        return rows @ root.mT if by_rows else (root @ rows.mT).mT
+    def _rooted_gram(self, root: Tensor, rows: Tensor, gram: Tensor) -> Tensor:
+        """``|R M|²`` of rows δ, (n, G, P, d)."""
+        if self._half_root is not None and rows.dtype == torch.bfloat16:
+            return cuda.rooted_gram(self._half_root, rows, gram)
+        rows = promoted(rows)  # float16 would leave its range
+        root = root.to(rows.dtype)
+        # of a convolution's signal as it lies in memory: R (r, d) times (d, P)
+        return self._gram_of(rows @ root.mT if rows.shape[1:3] == (1, 1) else (root @ rows.mT).mT, gram)
+
+    def _as_bfloat16(self, dtype: torch.dtype) -> Tensor | None:
+        """R for products with signals of bfloat16; None where its rounding could show.
+
+        wᵀ is such already. Another R is multiplied by an orthogonal matrix, which leaves |R M|² alone and makes its
+        entries of one size: of Cholesky's factor few count, and their rounding would not average out.
+        """
+        _, d, m = self._shape
+        if self._root is None or self._backend is not cuda or dtype != torch.bfloat16 or min(d, m) < _MANY_ROWS:
+            return None
+        found = self._root
+        if m > d:
+            directions = torch.randn(d, d, generator=torch.Generator().manual_seed(0)).to(found.device)
+            found = torch.linalg.qr(directions).Q @ found
+        return found.bfloat16()
 
     def _both(self, gram: Tensor, phi: Tensor, signal: Tensor) -> reference.Products:
         """What has a form without M by that, the rest by M."""
@@ -220,7 +235,7 @@ class WeightGradients:
         if self._root is None:
             return by_gradients
         rows = self._geometry.rows(self._taken(signal))
-        return by_gradients._replace(rooted=self._gram_of(self._turned(rows), gram))
+        return by_gradients._replace(rooted=self._rooted_gram(self._root, rows, gram))
 
     def _gram_of(self, rows: Tensor, gram: Tensor) -> Tensor:
         if rows.shape[1:3] != (1, 1):
