@@ -495,3 +495,22 @@ def test_without_a_device(monkeypatch):
     monkeypatch.setattr(cuda, "_MISSING", "there is no module")
     with pytest.raises(BackendError, match="there is no module"):
         cuda.patch_gram(torch.ones(1, 1, 1, 2, 2), Geometry())
+
+
+@pytest.mark.parametrize("cuda_device", ["emulated"], indirect=True)
+def test_jacobians(cuda_device, monkeypatch):
+    """Their Gram matrices' eigenvalues."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)).eval()
+    data = torch.randn(5, 6), torch.arange(5) % 4
+    measures = ["mls", "log_volume", "local_dimension"]
+    truth, ours = (
+        pf.measure(model, torch.nn.CrossEntropyLoss(), data, measures=measures, backend=backend, progress=False)
+        for backend in ("reference", "compiled")
+    )
+    monkeypatch.setattr(backends, "compiled", cuda)
+    kernels = pf.measure(
+        model, torch.nn.CrossEntropyLoss(), data, measures=measures, backend="compiled", progress=False
+    )
+    for name in measures:
+        assert kernels[name].value == pytest.approx(truth[name].value, rel=1e-4)
+        assert ours[name].value == pytest.approx(truth[name].value, rel=1e-4)
