@@ -233,7 +233,7 @@ def test_no_samples(cuda_device, precision, kind):
 @kinds
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_in_its_sample(cuda_device, precision, kind, bad):
-    for name in ("late block", "groups"):
+    for name in ("3-D", "groups"):  # by tiles, and small
         for spoiled in range(2):
             inputs, signal, geometry, root, weight = layer((3, *CASES[name][1:]), kind, cuda_device)
             clean = cuda.direct(inputs, signal, geometry, root, weight)

@@ -16,15 +16,15 @@ struct SecondForm<Plain<Kind>> {
   using Type = Plain<Kind>;
 };
 
-// On tensor cores wide tiles, which read less of shared memory for each product, where their rows of M leave room for
-// other blocks.
+// On tensor cores wide tiles, which read less of shared memory for each product, where there are the columns for them
+// and their rows of M leave room for other blocks.
 constexpr int64_t kWideRows = 192;
 
 template <class Kind, typename Use>
-auto with_form(int64_t rows, bool rooted, const Use& use) {
+auto with_form(int64_t rows, int64_t columns, bool rooted, const Use& use) {
   if constexpr (std::is_same_v<Kind, F32> || std::is_same_v<Kind, F64>)
     return use(Plain<Kind>{});
-  else if (!rooted || rows <= kWideRows)
+  else if (columns > 64 && (!rooted || rows <= kWideRows))
     return use(Tensor<Kind, 64, 128>{});
   else
     return use(Tensor<Kind, 64, 64>{});
@@ -156,13 +156,13 @@ int kept_rows(int64_t rows, bool rooted, bool weighted) {
 template <class Kind>
 int64_t direct_columns(int64_t rows, int64_t columns, bool rooted) {
   if (is_small(rows, columns)) return columns;
-  return with_form<Kind>(rows, rooted, [](auto form) { return int64_t{decltype(form)::kTileColumns}; });
+  return with_form<Kind>(rows, columns, rooted, [](auto form) { return int64_t{decltype(form)::kTileColumns}; });
 }
 
 template <class Kind>
 int64_t direct_shared(int64_t rows, int64_t columns, bool rooted, bool weighted) {
   if (is_small(rows, columns)) return 0;
-  return with_form<Kind>(rows, rooted, [&](auto form) {
+  return with_form<Kind>(rows, columns, rooted, [&](auto form) {
     using Form = decltype(form);
     return static_cast<int64_t>(Room<Form>::bytes(kept_rows<Form>(rows, rooted, weighted)));
   });
@@ -193,7 +193,7 @@ int direct(const Layer& layer, const Strided<typename Kind::Element>& inputs,
               static_cast<int>(root ? roots : 0),
               0};
   const dim3 grid(static_cast<unsigned>(layer.n * layer.groups * splits));
-  return with_form<Kind>(layer.rows, sizes.roots, [&](auto form) {
+  return with_form<Kind>(layer.rows, layer.columns(), sizes.roots, [&](auto form) {
     using Form = decltype(form);
     sizes.kept = kept_rows<Form>(layer.rows, sizes.roots, weight);
     return launch(direct_kernel<Form>, grid, Form::kThreads, Room<Form>::bytes(sizes.kept), stream, left, right, second,
