@@ -92,7 +92,8 @@ void bind_sum_shifts(const LayerSizes& sizes, Array pixel_gram, Array out, uintp
   for (int64_t stride : layer.stride)
     if (stride != 1) throw std::invalid_argument("sum_shifts: stride " + std::to_string(stride) + " is not 1");
   const int64_t pixels = layer.size[0] * layer.size[1] * layer.size[2], positions = layer.positions();
-  limit_count("pixels", {pixels}), limit_count("blocks", {layer.n, layer.groups, positions});
+  limit_count("pixels", {pixels}), limit_count("pairs of places and a block", {positions * positions + kShiftThreads});
+  limit_count("blocks", {layer.n, layer.groups, positions * positions / kShiftThreads + 1});
   const T* g = pointer<const T>("pixel_gram", pixel_gram, product({layer.n, layer.groups, pixels, pixels}));
   T* o = pointer<T>("out", out, product({layer.n, layer.groups, positions, positions}));
   py::gil_scoped_release release;

@@ -7,7 +7,6 @@ namespace {
 
 constexpr int64_t kLargeTile = 128, kSmallTile = 64;
 constexpr int64_t kManyPlaces = 256;  // from here on large tiles, on tensor cores
-constexpr int kShiftThreads = 128;
 
 template <class Kind>
 constexpr bool kOnTensorCores = !std::is_same_v<Kind, F32> && !std::is_same_v<Kind, F64>;
@@ -82,25 +81,27 @@ __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
 
 struct Shifts {
   Axis pixel;  // of a place, at the first tap
-  int64_t pixels, positions;
+  Divisor positions;
+  int64_t pixels;
+  uint32_t blocks;          // of a matrix
   int64_t taps[3], tap[3];  // of the kernel, and from one to the next
 };
 
-// A block has one place, its threads the others.
+// A thread has one pair of places.
 template <typename T>
 __global__ void __launch_bounds__(kShiftThreads) sum_shifts_kernel(Shifts shifts, const T* pixel_gram, T* out) {
-  const int64_t item = blockIdx.x / shifts.positions, p = blockIdx.x % shifts.positions;
+  const int64_t item = blockIdx.x / shifts.blocks;
+  const uint32_t pair = blockIdx.x % shifts.blocks * kShiftThreads + threadIdx.x;
+  const uint32_t positions = shifts.positions.value, p = quotient(pair, shifts.positions), q = pair - p * positions;
+  if (p >= positions) return;
   const T* square = pixel_gram + item * shifts.pixels * shifts.pixels;
-  const T* row = square + shifts.pixel.offset(static_cast<uint32_t>(p)) * shifts.pixels;
-  for (int64_t q = threadIdx.x; q < shifts.positions; q += kShiftThreads) {
-    const T* from = row + shifts.pixel.offset(static_cast<uint32_t>(q));
-    T sum = 0;
-    for (int64_t i = 0; i < shifts.taps[0]; ++i)
-      for (int64_t j = 0; j < shifts.taps[1]; ++j)
-        for (int64_t k = 0; k < shifts.taps[2]; ++k)
-          sum += from[(i * shifts.tap[0] + j * shifts.tap[1] + k * shifts.tap[2]) * (shifts.pixels + 1)];
-    out[blockIdx.x * shifts.positions + q] = sum;
-  }
+  const T* from = square + shifts.pixel.offset(p) * shifts.pixels + shifts.pixel.offset(q);
+  T sum = 0;
+  for (int64_t i = 0; i < shifts.taps[0]; ++i)
+    for (int64_t j = 0; j < shifts.taps[1]; ++j)
+      for (int64_t k = 0; k < shifts.taps[2]; ++k)
+        sum += from[(i * shifts.tap[0] + j * shifts.tap[1] + k * shifts.tap[2]) * (shifts.pixels + 1)];
+  out[item * positions * positions + pair] = sum;
 }
 
 template <class Form>
@@ -134,11 +135,12 @@ template <typename T>
 int sum_shifts(const Layer& layer, const T* pixel_gram, T* out, void* stream) {
   const int64_t *size = layer.size, *places = layer.places, *taps = layer.kernel, *by = layer.dilation;
   const Shifts shifts{axis({{places[2], 1}, {places[1], size[2]}, {places[0], size[1] * size[2]}}),
+                      divisor(layer.positions()),
                       size[0] * size[1] * size[2],
-                      layer.positions(),
+                      static_cast<uint32_t>(blocks_of(layer.positions() * layer.positions(), kShiftThreads)),
                       {taps[0], taps[1], taps[2]},
                       {by[0] * size[1] * size[2], by[1] * size[2], by[2]}};
-  const dim3 grid(static_cast<unsigned>(layer.n * layer.groups * shifts.positions));
+  const dim3 grid(static_cast<unsigned>(layer.n * layer.groups * int64_t{shifts.blocks}));
   return launch(sum_shifts_kernel<T>, grid, kShiftThreads, 0, stream, shifts, pixel_gram, out);
 }
 

@@ -74,6 +74,9 @@ int patch_gram(const Layer& layer,
                typename Kind::Sum* out,                        // [n, groups, positions, positions]
                void* stream);
 
+// Pairs of places of a block of sum_shifts.
+constexpr int kShiftThreads = 128;
+
 // out[p, p'] = Σ_taps pixel_gram[pixel(p) + tap, pixel(p') + tap], for layers of stride 1.
 template <typename T>
 int sum_shifts(const Layer& layer,

@@ -13,6 +13,25 @@ struct SmallSizes {
   int rows, columns, positions, roots;  // roots: 0 for none
 };
 
+// The sums over a warp of eight values of each lane, the one numbered lane / 4 in every lane: lanes that are one bit
+// apart share the values out, half of them each.
+template <typename T>
+__device__ T strip_sum(T (&values)[kStrip], int lane) {
+  static_assert(kStrip == 8);
+  int offset = kWarp / 2;
+#pragma unroll
+  for (int half = kStrip / 2; half > 0; half /= 2, offset /= 2) {
+    const bool upper = lane & offset;
+#pragma unroll
+    for (int j = 0; j < half; ++j) {
+      const T given = upper ? values[j] : values[j + half], kept = upper ? values[j + half] : values[j];
+      values[j] = kept + __shfl_xor_sync(kAllLanes, given, offset);
+    }
+  }
+  for (; offset > 0; offset /= 2) values[0] += __shfl_xor_sync(kAllLanes, values[0], offset);
+  return values[0];
+}
+
 template <class Kind>
 __device__ void make_small(const Operand<typename Kind::Element>& signal, const Operand<typename Kind::Element>& inputs,
                            const SmallSizes& sizes, int64_t item, typename Kind::Sum* m) {
@@ -33,11 +52,8 @@ __device__ void make_small(const Operand<typename Kind::Element>& signal, const 
 #pragma unroll
       for (int j = 0; j < kStrip; ++j) sums[j] += left * widened(Kind{}, pixel[columns[j]]);
     }
-#pragma unroll
-    for (int j = 0; j < kStrip; ++j) {
-      const auto sum = warp_sum(sums[j]);
-      if (lane == 0 && j < count) m[row * sizes.columns + first + j] = sum;
-    }
+    const auto sum = strip_sum(sums, lane);
+    if (lane % 4 == 0 && lane / 4 < count) m[row * sizes.columns + first + lane / 4] = sum;
   }
 }
 
