@@ -1,5 +1,6 @@
 """The GPU benchmarks' own work, small and on the CPU: what they time is set up right."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -11,11 +12,14 @@ from pyflatness.contractions import cuda, reference
 
 @pytest.fixture
 def gpu_layers(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-    before = set(sys.modules)
-    yield __import__("gpu_layers")
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    folder = Path(__file__).parent.parent / "benchmarks"
+    names = [path.stem for path in folder.glob("*.py")]
+    for name in names:  # some are tests' modules too
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module("gpu_layers")
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 def test_rows_of_layers(gpu_layers):
