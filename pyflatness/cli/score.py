@@ -53,7 +53,11 @@ _NAMED = {measure.name: measure for measure in MEASURES}
 @click.option(
     "--probes", metavar="K|adaptive", help="Values from so many random draws a sample, with standard errors.  [exact]"
 )
-@click.option("--rtol", type=float, help="Relative standard error for --probes adaptive.")
+@click.option(
+    "--rtol",
+    type=float,
+    help="Relative standard error for --probes adaptive; of heads alone, a guaranteed relative error.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of random draws.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="CSV file for the rows.")
 @click.option(checkpoints.PICKLE_FLAG, "allow_pickle", is_flag=True, help="Read the tensors of .pt and .pth files too.")

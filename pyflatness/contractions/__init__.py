@@ -7,10 +7,12 @@ from .backends import check, choose, choose_for_few, describe
 from .geometry import Geometry
 from .layer import DenseGradients, WeightGradients
 from .precision import full_precision, promoted, promoted_dtype, squared_norms
-from .softmax import DEFAULT_MEMORY, SoftmaxVariance
+from .softmax import DEFAULT_MEMORY, SoftmaxVariance, default_memory
+from .wide import Bounded
 
 __all__ = [
     "DEFAULT_MEMORY",
+    "Bounded",
     "DenseGradients",
     "Geometry",
     "SoftmaxVariance",
@@ -18,6 +20,7 @@ __all__ = [
     "check",
     "choose",
     "choose_for_few",
+    "default_memory",
     "describe",
     "full_precision",
     "promoted",

@@ -184,6 +184,7 @@ inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask,
 
 inline double rsqrt(double x) { return 1 / std::sqrt(x); }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+using std::exp;
 using std::fabs;
 using std::isfinite;
 using std::max;
