@@ -27,6 +27,7 @@ PYBIND11_MODULE(PYFLATNESS_CUDA_MODULE, module) {
   module.doc() = "CUDA kernels of pyflatness; see csrc/kernels.h for what each computes.";
   module.attr("MAX_EIGEN_SIZE") = kMaxEigenSize;
   module.def("small_eigenvalues_f64", &small_eigenvalues);
+  cuda::define_layers(module);
   cuda::define_head(module);
 #ifdef PYFLATNESS_EMULATED
   module.def("set_order", [](int order) { emulation::order = order; }, "In which threads run between barriers.");

@@ -93,11 +93,17 @@ class Place:
         if self.weight is not None:
             self.weight.add(found[len(self._tensors) :], row)
 
-    def values(self, backend: ModuleType, top: int | None) -> dict[str, Tensor]:
-        """Quantities of the rows, (n,) float64 on the CPU each; the rows are let go."""
+    def values(self, backend: ModuleType, device: torch.device, top: int | None) -> dict[str, Tensor]:
+        """Quantities of the rows, (n,) float64 on the CPU each; the rows are let go.
+
+        Args:
+            backend: of the eigenvalues of G.
+            device: where it has them.
+            top: see :func:`.spectra.log_volumes`.
+        """
         rows, self._rows = self._rows, []
         gram = spectra.gram(rows)
-        squares = spectra.eigenvalues(gram.cpu(), backend)
+        squares = spectra.eigenvalues(gram.to(device), backend)
         found = {
             "size": self._x.double().square().sum(dim=1),
             "largest": squares[:, -1].sqrt(),

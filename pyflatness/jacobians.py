@@ -107,7 +107,7 @@ class _Sweep:
             certify=False,
             reserve=self._reserve,
         )
-        self._backend = contractions.choose(options.backend, torch.device("cpu"), torch.float64)
+        self._backend = contractions.choose(options.backend, torch.device("cpu"), torch.float64)  # raises early
         self._forms: dict[str, LayerForm] = {}
         self._calls: dict[str, int] = {}
         self._apart: dict[str, str] = {}
@@ -176,9 +176,11 @@ class _Sweep:
             gradients = iter(found)
             for place in places:
                 place.add([next(gradients) for _ in place.edges])
+        device = run.outputs.device
+        self._backend, where = contractions.choose_for_few(self._task.options.backend, device, torch.float64)
         part = _Part(run.number, run.numbers.cpu())
         for place in places:
-            values = place.values(self._backend, self._top)
+            values = place.values(self._backend, where, self._top)
             part.values.update(((place.name, quantity), numbers) for quantity, numbers in values.items())
             if place.weight is not None:
                 self._apart[place.name] = self._apart.get(place.name) or place.weight.apart

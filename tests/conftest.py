@@ -65,6 +65,14 @@ def _emulated_cuda():
     return emulated.build()
 
 
+@pytest.fixture
+def emulated_cuda(_emulated_cuda):
+    """The CUDA kernels' module, compiled for the CPU."""
+    if isinstance(_emulated_cuda, str):
+        pytest.skip(f"the CUDA kernels cannot be compiled for the CPU: {_emulated_cuda}")
+    return _emulated_cuda
+
+
 @pytest.fixture(params=["cuda", "emulated", "emulated, threads in reverse", "emulated, odd threads first"])
 def cuda_device(request):
     """Where tensors for the CUDA kernels go: a GPU, or the CPU with kernels compiled for it."""

@@ -3,7 +3,7 @@
 ``kernels in C++ (compiled) or torch (reference)  ->  contractions (here)  ->  losses  ->  measures``
 """
 
-from .backends import check, choose, describe
+from .backends import check, choose, choose_for_few, describe
 from .geometry import Geometry
 from .layer import DenseGradients, WeightGradients
 from .precision import full_precision, promoted, promoted_dtype, squared_norms
@@ -19,6 +19,7 @@ __all__ = [
     "WeightGradients",
     "check",
     "choose",
+    "choose_for_few",
     "default_memory",
     "describe",
     "full_precision",

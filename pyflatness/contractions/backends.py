@@ -32,6 +32,16 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
     return reference if reason or (name == "auto" and kernels is cuda and not cuda.AUTOMATIC) else kernels
 
 
+def choose_for_few(name: str, device: torch.device, dtype: torch.dtype) -> tuple[ModuleType, torch.device]:
+    """The backend for small things, and where they go: a CPU has kernels for what comes from a device without.
+
+    Raises:
+        BackendError: see :func:`choose`.
+    """
+    backend, cpu = choose(name, device, dtype), torch.device("cpu")
+    return (choose(name, cpu, dtype), cpu) if backend is reference else (backend, device)
+
+
 def describe(backend: ModuleType) -> str:
     """The name that results carry: ``"compiled"`` or ``"reference"``."""
     return "reference" if backend is reference else "compiled"

@@ -26,9 +26,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from . import reference
+from . import cuda, reference
 from .geometry import Geometry
-from .precision import promoted
+from .precision import promoted, promoted_dtype
 
 Signals = Sequence[Tensor]
 """One tensor in the form of :mod:`.geometry`, or one for each call of the layer where they cannot be joined."""
@@ -37,6 +37,9 @@ NEURONS = ("by_column", "by_row")
 WEIGHTED = ("weighted", *NEURONS)
 QUANTITIES = ("squares", "rooted", *WEIGHTED, "diagonal")
 ROUTES = ("direct", "gram")
+
+_MANY_ROWS = 256
+"""From here on the rounding of R to bfloat16 averages out of |R M|², if all its entries are of one size."""
 
 
 class Share(NamedTuple):
@@ -77,11 +80,12 @@ class WeightGradients:
         self._geometry, self._backend, self._quantities, self._route = geometry, backend, quantities, route
         self._shape, self._device, self._memory = weight.shape, weight.device, memory
         self._root = root(promoted(weight)) if "rooted" in quantities else None
+        self._half_root = self._as_bfloat16(weight.dtype)
         self._weight = promoted(weight) if set(WEIGHTED).intersection(quantities) else None
 
     def of(self, inputs: Signals, signals: int) -> Contraction:
         """For inputs φ (padded), of which so many signals will come."""
-        inputs = [promoted(part) for part in inputs]
+        inputs = [self._taken(part) for part in inputs]
         products = self._products(inputs, signals)
 
         def share(signal: Signals, sign: Tensor | float | None = None) -> Share:
@@ -116,7 +120,7 @@ class WeightGradients:
         if self._weight is None:
             return lambda signal: self._gram(gram, signal[0])
         if gram.shape[2] == 1:
-            single = OnePosition(self._geometry.patches(phi).squeeze(2), self._weight, self._geometry.taps)
+            single = OnePosition(self._geometry.patches(promoted(phi)).squeeze(2), self._weight, self._geometry.taps)
 
             def products(signal: Signals) -> reference.Products:
                 rows = self._geometry.rows(promoted(signal[0])).squeeze(2)
@@ -171,10 +175,16 @@ class WeightGradients:
             total += (gradients if signs is None else gradients.mul_(signs[some])).sum(dim=0)
         return total
 
+    def _taken(self, tensor: Tensor) -> Tensor:
+        """As the kernels take it: half precision as it is, where they do, else as float32."""
+        return tensor if self._backend is cuda and tensor.dtype in cuda.HALF else promoted(tensor)
+
     def _direct(self, phi: Tensor, signal: Tensor, root: Tensor | None, weight: Tensor | None) -> reference.Products:
         groups, d, m = self._shape
-        signal, chunk = promoted(signal), max(1, len(phi))
-        root, weight = (None if t is None else t.to(signal.dtype) for t in (root, weight))
+        signal, chunk = self._taken(signal), max(1, len(phi))
+        if signal.dtype != phi.dtype:
+            phi, signal = promoted(phi), promoted(signal)
+        root, weight = (None if t is None else t.to(promoted_dtype(signal.dtype)) for t in (root, weight))
         if self._backend is reference:  # which writes patches and M out, and w ∘ M
             places = signal.shape[2] * signal.shape[3] * signal.shape[4]
             copies = 2 if weight is None else 6
@@ -183,25 +193,49 @@ class WeightGradients:
             self._backend.direct(x, delta, self._geometry, root, weight)
             for x, delta in zip(phi.split(chunk), signal.split(chunk), strict=True)
         ]
+        if len(parts) == 1:
+            return cast(reference.Products, parts[0])
         return reference.Products(*(None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)))
 
     def _gram(self, gram: Tensor, signal: Tensor) -> reference.Products:
-        rows, rooted = self._geometry.rows(promoted(signal)), None
-        if self._root is not None:
-            root = self._root.to(gram.dtype)
-            # of a convolution's signal as it lies in memory: R (r, d) times (d, P)
-            rooted = rows @ root.mT if rows.shape[1:3] == (1, 1) else (root @ rows.mT).mT
-            rooted = self._gram_of(rooted, gram)
+        rows = self._geometry.rows(self._taken(signal))
+        if rows.shape[2] == 1:
+            rows = promoted(rows)
+        rooted = None if self._root is None else self._rooted_gram(self._root, rows, gram)
         squares = self._gram_of(rows, gram) if {"squares", "diagonal"}.intersection(self._quantities) else None
         return reference.Products(squares, rooted, None, None, None)
+
+    def _rooted_gram(self, root: Tensor, rows: Tensor, gram: Tensor) -> Tensor:
+        """``|R M|²`` of rows δ, (n, G, P, d)."""
+        if self._half_root is not None and rows.dtype == torch.bfloat16:
+            return cuda.rooted_gram(self._half_root, rows, gram)
+        rows = promoted(rows)  # float16 would leave its range
+        root = root.to(rows.dtype)
+        # of a convolution's signal as it lies in memory: R (r, d) times (d, P)
+        return self._gram_of(rows @ root.mT if rows.shape[1:3] == (1, 1) else (root @ rows.mT).mT, gram)
+
+    def _as_bfloat16(self, dtype: torch.dtype) -> Tensor | None:
+        """R for products with signals of bfloat16; None where its rounding could show.
+
+        wᵀ is such already. Another R is multiplied by an orthogonal matrix, which leaves |R M|² alone and makes its
+        entries of one size: of Cholesky's factor few count, and their rounding would not average out.
+        """
+        _, d, m = self._shape
+        if self._root is None or self._backend is not cuda or dtype != torch.bfloat16 or min(d, m) < _MANY_ROWS:
+            return None
+        found = self._root
+        if m > d:
+            directions = torch.randn(d, d, generator=torch.Generator().manual_seed(0)).to(found.device)
+            found = torch.linalg.qr(directions).Q @ found
+        return found.bfloat16()
 
     def _both(self, gram: Tensor, phi: Tensor, signal: Tensor) -> reference.Products:
         """What has a form without M by that, the rest by M."""
         by_gradients = self._direct(phi, signal, None, self._weight)
         if self._root is None:
             return by_gradients
-        rooted = (self._root.to(gram.dtype) @ self._geometry.rows(promoted(signal)).mT).mT
-        return by_gradients._replace(rooted=self._gram_of(rooted, gram))
+        rows = self._geometry.rows(self._taken(signal))
+        return by_gradients._replace(rooted=self._rooted_gram(self._root, rows, gram))
 
     def _gram_of(self, rows: Tensor, gram: Tensor) -> Tensor:
         if rows.shape[1:3] != (1, 1):
