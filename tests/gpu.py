@@ -54,7 +54,7 @@ SAYS_WHY = """
 import sys, torch
 from pyflatness.contractions import cuda
 reason = cuda.unavailable(torch.device("cuda"), torch.float32)
-print("CUDA kernels:", reason or f"{cuda._cuda.__file__} on {torch.cuda.get_device_name()}")
+print("CUDA kernels:", reason or f"{cuda.module().__file__} on {torch.cuda.get_device_name()}")
 sys.exit(bool(reason))
 """
 

@@ -89,9 +89,9 @@ def test_self_check_on_cuda(cuda_device: torch.device) -> None:
 
 
 def test_doctor_says_whether_the_cuda_kernels_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_MISSING", "no nvcc")
+    monkeypatch.setattr("pyflatness.contractions.cuda_device._MISSING", "no nvcc")
     assert doctor._facts()["CUDA kernels"] == "not built (no nvcc)"
-    monkeypatch.setattr(cuda, "_MISSING", "")
+    monkeypatch.setattr("pyflatness.contractions.cuda_device._MISSING", "")
     assert "not yet run on a GPU" in doctor._facts()["CUDA kernels"]
     assert "backend='compiled' asks for them" in doctor._facts()["CUDA kernels"]
 

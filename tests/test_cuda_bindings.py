@@ -40,7 +40,7 @@ def call(name, values, dtype=torch.float32):
     suffix = "_bf16" if name == "exponentiate_rounded" else "_f32" if dtype == torch.float32 else "_f64"
     plain = [(v.data_ptr(), v.numel()) if isinstance(v, torch.Tensor) else v for v in values]
     stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
-    return getattr(cuda._cuda, name + suffix)(*plain, stream)
+    return getattr(cuda.module(), name + suffix)(*plain, stream)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -79,4 +79,4 @@ def test_strides_and_outputs_are_checked(cuda_device):
         call("row_dots", [values[0], 4, *values[2:]])
     with pytest.raises(ValueError, match="takes 1 to 64 outputs, got 65"):
         cuda.softmax_variance(*(torch.ones(shape, device=cuda_device) for shape in ((4, 5), (65, 5), (65,), (65, 65))))
-    assert softmax._FUSED_OUTPUTS <= cuda._cuda.MAX_FUSED_OUTPUTS
+    assert softmax._FUSED_OUTPUTS <= cuda.module().MAX_FUSED_OUTPUTS

@@ -303,9 +303,9 @@ def test_the_plan_is_what_is_taken(request, monkeypatch, rtol, half):
     if half:  # a product that promotes has copies that one on a GPU has not
         features, weight = features.bfloat16(), weight.bfloat16()
         monkeypatch.setattr(wide, "_product", lambda a, b: torch.zeros(a.shape[0], b.shape[1]))
-        monkeypatch.setattr(cuda, "_cuda", module)
-        monkeypatch.setattr(cuda, "_MISSING", "")
-        monkeypatch.setattr(cuda, "_DEVICE", "cpu")
+        monkeypatch.setattr("pyflatness.contractions.cuda_device._cuda", module)
+        monkeypatch.setattr("pyflatness.contractions.cuda_device._MISSING", "")
+        monkeypatch.setattr("pyflatness.contractions.cuda_device._DEVICE", "cpu")
     backend = cuda if half else compiled
     planned = wide.plan(n, d, m, torch.float32, memory, half=half, keeps=rtol > 0)
     assert planned.rows < n

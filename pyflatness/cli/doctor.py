@@ -121,7 +121,7 @@ def _check(engine: str, backend: ModuleType, dtype: torch.dtype, seed: int, devi
             for route in ROUTES:
                 head = SoftmaxVariance(weight.to(device), bias.to(device), backend, rows=n, route=route)
                 errors.append((_largest_error(head(features.to(device)), truth), route))
-    for route in layer.ROUTES if hasattr(backend, "direct") else ():
+    for route in layer.ROUTES:
         errors.append((_layer_error(backend, dtype, route, generator, device), f"layers, {route}"))
     error, route = max(errors)
     return Check(engine, dtype, error, route, BUDGETS[dtype])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError
+from .arrays import array, dense_rows, layer_sizes, span, strided
 from .geometry import Geometry
 from .reference import Products, exponentiate_rounded, norms_about, products, rejoin, spread
 
@@ -106,18 +107,18 @@ def pair_distances(weight: Tensor) -> Tensor:
     weight = weight.contiguous()
     d, m = weight.shape
     out = weight.new_empty(d, d)
-    _kernel("pair_distances", weight)(_array(weight), d, m, _array(out), torch.get_num_threads())
+    _kernel("pair_distances", weight)(array(weight), d, m, array(out), torch.get_num_threads())
     return out
 
 
 def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor, distances: Tensor) -> Tensor:
     """See :func:`.reference.softmax_variance`; at most ``_C.MAX_FUSED_OUTPUTS`` outputs."""
-    features, weight, bias = _rows(features), weight.contiguous(), bias.contiguous()
+    features, weight, bias = dense_rows(features), weight.contiguous(), bias.contiguous()
     (n, m), d = features.shape, weight.shape[0]
     out = features.new_empty(n, dtype=torch.float64)
     _kernel("softmax_variance", features, weight, bias, distances)(
-        _strided(features), features.stride(0), _array(weight), _array(bias), _array(distances), n, m, d,
-        _array(out), torch.get_num_threads(),
+        strided(features), features.stride(0), array(weight), array(bias), array(distances), n, m, d,
+        array(out), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -132,7 +133,7 @@ def exponentiate(
     moment = rest.new_empty(0 if row_norms is None else n)
     top = logits.new_empty(n, dtype=torch.int64)
     _kernel("exponentiate", logits, norms, maximum)(
-        _array(logits), _array(norms), top_value, n, d, _array(maximum), _array(rest), _array(moment), _array(top),
+        array(logits), array(norms), top_value, n, d, array(maximum), array(rest), array(moment), array(top),
         torch.get_num_threads(),
     )  # fmt: skip
     return rest, (None if row_norms is None else moment), top
@@ -140,11 +141,11 @@ def exponentiate(
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
     """See :func:`.reference.row_dots`."""
-    a, b = _rows(a), _rows(b)
+    a, b = dense_rows(a), dense_rows(b)
     n, k = a.shape
     out = a.new_empty(n, dtype=torch.float64)
     _kernel("row_dots", a, b)(
-        _strided(a), a.stride(0), _strided(b), b.stride(0), n, k, _array(out), torch.get_num_threads()
+        strided(a), a.stride(0), strided(b), b.stride(0), n, k, array(out), torch.get_num_threads()
     )
     return out
 
@@ -155,14 +156,14 @@ def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -
     n, d = logits.shape
     out = logits.new_empty(n, dtype=torch.float64)
     _kernel("sigmoid_curvature", logits, coefficients, row_norms)(
-        _array(logits), _array(coefficients), _array(row_norms), n, d, _array(out), torch.get_num_threads()
+        array(logits), array(coefficients), array(row_norms), n, d, array(out), torch.get_num_threads()
     )
     return out
 
 
 def direct(inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | None, weight: Tensor | None) -> Products:
     """See :func:`.reference.direct`; inputs and signal may have any strides."""
-    sizes, threads = _sizes(inputs, signal, geometry), torch.get_num_threads()
+    sizes, threads = layer_sizes(inputs, signal, geometry), torch.get_num_threads()
     (n, groups, channels, d), *_ = sizes
     roots = 0 if root is None else root.shape[1]
     given_root, given_weight = (inputs.new_empty(0) if t is None else t.contiguous() for t in (root, weight))
@@ -174,9 +175,9 @@ def direct(inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | No
     kernel = _kernel("direct", inputs, signal, given_root, given_weight)
     workspace = inputs.new_empty(_kernel("direct_workspace", inputs)(sizes, roots, weighted, threads))
     kernel(
-        sizes, _span(inputs), inputs.stride(), _span(signal), signal.stride(), _array(given_root), roots,
-        _array(given_weight), splits, _array(totals), _array(by_column), _array(by_row),
-        _array(workspace), threads,
+        sizes, span(inputs), inputs.stride(), span(signal), signal.stride(), array(given_root), roots,
+        array(given_weight), splits, array(totals), array(by_column), array(by_row),
+        array(workspace), threads,
     )  # fmt: skip
     squares, rooted, weighted_squares = totals.sum(dim=(1, 2)).unbind(1)
     return Products(
@@ -190,12 +191,12 @@ def direct(inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | No
 
 def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:
     """See :func:`.reference.patch_gram`; inputs may have any strides."""
-    sizes, threads = _sizes(inputs, None, geometry), torch.get_num_threads()
+    sizes, threads = layer_sizes(inputs, None, geometry), torch.get_num_threads()
     a, b, c = sizes[2]
     positions = a * b * c
     out = inputs.new_empty(len(inputs), geometry.groups, positions, positions)
     workspace = inputs.new_empty(_kernel("patch_gram_workspace", inputs)(sizes, threads))
-    _kernel("patch_gram", inputs)(sizes, _span(inputs), inputs.stride(), _array(out), _array(workspace), threads)
+    _kernel("patch_gram", inputs)(sizes, span(inputs), inputs.stride(), array(out), array(workspace), threads)
     return out
 
 
@@ -206,7 +207,7 @@ def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:
     out = rows.new_empty(n, groups, dtype=torch.float64)
     workspace = rows.new_empty(_kernel("gram_workspace", rows)(positions, r, threads))
     _kernel("gram", rows, patch_gram)(
-        _span(rows), rows.stride(), n, groups, positions, r, _array(patch_gram), _array(out), _array(workspace), threads
+        span(rows), rows.stride(), n, groups, positions, r, array(patch_gram), array(out), array(workspace), threads
     )
     return out.sum(dim=1)
 
@@ -218,7 +219,7 @@ def small_eigenvalues(matrices: Tensor) -> Tensor:
     out = matrices.new_empty(n, size)
     if matrices.dtype != torch.float64:
         raise BackendError(f"small_eigenvalues: wants float64, got {matrices.dtype}")
-    _kernel("small_eigenvalues", matrices)(_array(matrices), n, size, _array(out), torch.get_num_threads())
+    _kernel("small_eigenvalues", matrices)(array(matrices), n, size, array(out), torch.get_num_threads())
     return out
 
 
@@ -242,38 +243,3 @@ def _kernel(name: str, *tensors: Tensor) -> Any:
     if len(kinds) > 1 or tensors[0].device.type != "cpu" or dtype not in _SUFFIX:
         raise BackendError(f"{name}: wants float32 or float64 tensors of one dtype on the CPU, got {', '.join(kinds)}")
     return getattr(_C, name + _SUFFIX[dtype])
-
-
-def _rows(matrix: Tensor) -> Tensor:
-    """The matrix, copied only if the elements of a row are not neighbours."""
-    dense = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
-    return matrix if dense and min(matrix.shape) > 0 else matrix.contiguous()
-
-
-def _array(tensor: Tensor) -> tuple[int, int]:
-    if not tensor.is_contiguous():
-        raise BackendError(f"a contiguous tensor is wanted, got strides {tensor.stride()}")
-    return tensor.data_ptr(), tensor.numel()
-
-
-def _sizes(inputs: Tensor, signal: Tensor | None, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
-    """The sizes of a layer as the binding takes them; a signal's own places, which it checks."""
-    (n, channels), size = inputs.shape[:2], tuple(inputs.shape[2:])
-    groups, rows = geometry.groups, 1
-    places: tuple[int, ...] = geometry.places(size)
-    if signal is not None:
-        rows, places = signal.shape[1] // groups, tuple(signal.shape[2:])
-        if len(signal) != n:
-            raise BackendError(f"inputs of {n} samples, signal of {len(signal)}")
-    return (n, groups, channels // groups, rows), size, places, geometry.kernel, geometry.stride, geometry.dilation
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Address and elements from the first to the last of a tensor of any strides."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), last + 1 if tensor.numel() else 0
-
-
-def _strided(matrix: Tensor) -> tuple[int, int]:
-    n, m = matrix.shape
-    return matrix.data_ptr(), (n - 1) * matrix.stride(0) + m if n and m else 0

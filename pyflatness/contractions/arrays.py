@@ -1,0 +1,43 @@
+"""Tensors as the bindings take them: an address and how many elements may be reached from it."""
+
+from torch import Tensor
+
+from ..errors import BackendError
+from .geometry import Geometry
+
+
+def dense_rows(matrix: Tensor) -> Tensor:
+    """The matrix, copied only if the elements of a row are not neighbours."""
+    dense = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
+    return matrix if dense and min(matrix.shape) > 0 else matrix.contiguous()
+
+
+def array(tensor: Tensor) -> tuple[int, int]:
+    """Address and elements of a contiguous tensor."""
+    if not tensor.is_contiguous():
+        raise BackendError(f"a contiguous tensor is wanted, got strides {tensor.stride()}")
+    return tensor.data_ptr(), tensor.numel()
+
+
+def layer_sizes(inputs: Tensor, signal: Tensor | None, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
+    """The sizes of a layer as the binding takes them; a signal's own places, which it checks."""
+    (n, channels), size = inputs.shape[:2], tuple(inputs.shape[2:])
+    groups, rows = geometry.groups, 1
+    places: tuple[int, ...] = geometry.places(size)
+    if signal is not None:
+        rows, places = signal.shape[1] // groups, tuple(signal.shape[2:])
+        if len(signal) != n:
+            raise BackendError(f"inputs of {n} samples, signal of {len(signal)}")
+    return (n, groups, channels // groups, rows), size, places, geometry.kernel, geometry.stride, geometry.dilation
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """Address and elements from the first to the last of a tensor of any strides."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), last + 1 if tensor.numel() else 0
+
+
+def strided(matrix: Tensor) -> tuple[int, int]:
+    """Address and elements from the first to the last of a matrix whose rows are dense."""
+    n, m = matrix.shape
+    return matrix.data_ptr(), (n - 1) * matrix.stride(0) + m if n and m else 0
