@@ -2,8 +2,8 @@
 // tested where no GPU is. Each CUDA thread is a fiber that runs until its next barrier. It says nothing of speed, of
 // memory order or of the compiler's own choices; it does find what a GPU may hide:
 //
-// - a missing barrier: the order in which threads run between barriers can be turned round (`set_order`), and results
-//   must not change;
+// - a missing barrier: the order in which threads run between barriers can be turned round (`set_order`), with warps
+//   far ahead of others or side by side, and results must not change;
 // - a barrier that not all threads reach, or threads that wait at different ones: an error;
 // - shared memory that nothing wrote: it is filled with NaNs (0xff) before each block.
 #pragma once
@@ -73,7 +73,7 @@ struct Block {
 };
 
 inline Block block;
-inline int order = 0;  // 0: ascending, 1: descending, 2: odd threads first
+inline int order = 0;  // 0: warp after warp, 1: from the last, 2: odd threads first, all to the next barrier
 
 inline void wait(State state) {
   Fiber& fiber = block.fibers[block.running];
@@ -106,6 +106,20 @@ inline bool release(int first, int last, State barrier) {
   return any;
 }
 
+// Runs the threads of these turns that are ready, each to its next barrier; whether there were any.
+inline bool run_ready(int first, int last) {
+  bool any = false;
+  for (int turn = first; turn < last; ++turn) {
+    const int i = place(turn);
+    if (block.fibers[i].state != State::ready) continue;
+    any = true;
+    block.running = i;
+    threadIdx = dim3(i, 0, 0);
+    swapcontext(&block.scheduler, &block.fibers[i].context);
+  }
+  return any;
+}
+
 inline void run_block() {
   for (int i = 0; i < block.threads; ++i) {
     Fiber& fiber = block.fibers[i];
@@ -117,17 +131,16 @@ inline void run_block() {
     fiber.state = State::ready;
   }
   std::memset(block.shared, 0xff, sizeof block.shared);
+  const int together = order == 2 ? block.threads : kWarp;  // else a warp goes as far as the block's barriers let it
   for (;;) {
-    for (int turn = 0; turn < block.threads; ++turn) {
-      const int i = place(turn);
-      if (block.fibers[i].state != State::ready) continue;
-      block.running = i;
-      threadIdx = dim3(i, 0, 0);
-      swapcontext(&block.scheduler, &block.fibers[i].context);
-    }
-    bool moved = release(0, block.threads, State::at_block_barrier), done = true;
-    for (int first = 0; first < block.threads; first += kWarp)
-      moved = release(first, first + kWarp, State::at_warp_barrier) || moved;
+    bool moved = false, done = true;
+    for (int turn = 0; turn < block.threads; turn += together)
+      while (run_ready(turn, turn + together)) {
+        moved = true;
+        for (int first = 0; first < block.threads; first += kWarp)
+          release(first, first + kWarp, State::at_warp_barrier);
+      }
+    moved = release(0, block.threads, State::at_block_barrier) || moved;
     for (const Fiber& fiber : block.fibers) done = done && fiber.state == State::done;
     if (done) return;
     if (!moved) throw std::runtime_error("emulated CUDA: threads of a block wait at different barriers");
