@@ -32,15 +32,14 @@ auto with_form(int64_t rows, int64_t columns, bool rooted, const Use& use) {
 
 constexpr int round_up(int n, int size) { return (n + size - 1) / size * size; }
 
-// Bytes of a block: two operands, sums of the warps, and the rows of the tiles that are kept.
+// Bytes of a block: two operands, and the rows of the tiles that are kept.
 template <class Form>
 struct Room {
   using Second = typename SecondForm<Form>::Type;
   static constexpr size_t kLeft = Side<Form, Form::kTileRows>::kBytes;
   static constexpr size_t kRight = Side<Form, Form::kTileColumns>::kBytes;
   static_assert(Side<Second, Form::kTileRows>::kBytes <= kLeft);
-  static constexpr size_t kSums = sizeof(double) * Form::kThreads / kWarp;
-  static constexpr size_t kKept = kLeft + kRight + kSums;
+  static constexpr size_t kKept = kLeft + kRight;
   static_assert(kLeft % 16 == 0 && kRight % 16 == 0 && kKept % 16 == 0);
 
   static size_t bytes(int rows) { return kKept + sizeof(typename Form::Sum) * Second::elements(rows); }
@@ -98,7 +97,6 @@ __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
   using Right = Side<Form, Form::kTileColumns>;
   constexpr int kDown = Form::kTileRows, kAcross = Form::kTileColumns;
   auto* shared = dynamic_shared<unsigned char>();
-  auto* scratch = reinterpret_cast<double*>(shared + Room<Form>::kLeft + Room<Form>::kRight);
   auto* kept = reinterpret_cast<Sum*>(shared + Room<Form>::kKept);
   const int64_t item = blockIdx.x / sizes.splits, split = blockIdx.x % sizes.splits;
   const int64_t sample = item / sizes.groups, group = item % sizes.groups;
@@ -141,7 +139,7 @@ __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
   }
   const double found[3] = {sums.squares, sums.rooted, sums.weighted};
   for (int i = 0; i < 3; ++i) {
-    const double total = block_sum<Form::kThreads>(found[i], scratch);
+    const double total = block_sum(found[i]);
     if (threadIdx.x == 0) totals[static_cast<int64_t>(blockIdx.x) * 3 + i] = total;
   }
 }
@@ -164,7 +162,8 @@ int64_t direct_shared(int64_t rows, int64_t columns, bool rooted, bool weighted)
   if (is_small(rows, columns)) return 0;
   return with_form<Kind>(rows, columns, rooted, [&](auto form) {
     using Form = decltype(form);
-    return static_cast<int64_t>(Room<Form>::bytes(kept_rows<Form>(rows, rooted, weighted)));
+    const size_t sums = sizeof(double) * kMostWarps;  // block_sum's own, beside what a launch asks for
+    return static_cast<int64_t>(Room<Form>::bytes(kept_rows<Form>(rows, rooted, weighted)) + sums);
   });
 }
 

@@ -15,7 +15,7 @@ template <class Form>
 using Square = Side<Form, Form::kTileRows>;
 
 template <class Form>
-constexpr size_t kRoom = 2 * Square<Form>::kBytes + sizeof(double) * Form::kThreads / kWarp;
+constexpr size_t kRoom = 2 * Square<Form>::kBytes;
 
 // A block's matrix and its pair of tiles.
 struct Pair {
@@ -74,8 +74,7 @@ __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
     const int64_t p = pair.row * Form::kTileRows + row, q = pair.column * Form::kTileRows + column;
     if (p < positions && q < positions) sum += value * square[p * positions + q];
   });
-  auto* scratch = reinterpret_cast<double*>(shared + 2 * Square<Form>::kBytes);
-  const double total = block_sum<Form::kThreads>(static_cast<double>(sum), scratch);
+  const double total = block_sum(static_cast<double>(sum));
   if (threadIdx.x == 0) out[blockIdx.x] = pair.row < pair.column ? 2 * total : total;
 }
 

@@ -72,7 +72,6 @@ __global__ void __launch_bounds__(kSmallThreads)
                  double* by_row) {
   using Sum = typename Kind::Sum;
   __shared__ Sum m[kSmall];
-  __shared__ double scratch[kSmallWarps];
   const int64_t item = blockIdx.x, group = item % sizes.groups;
   const int d = sizes.rows, c = sizes.columns;
   make_small<Kind>(signal, inputs, sizes, item, m);
@@ -92,7 +91,7 @@ __global__ void __launch_bounds__(kSmallThreads)
   for (int column = threadIdx.x; column < c && weight; column += kSmallThreads)
     by_column[item * c + column] = static_cast<double>(dot(weight + group * d * c + column, c, m + column, c, d));
   for (int i = 0; i < 3; ++i) {
-    const double total = block_sum<kSmallThreads>(found[i], scratch);
+    const double total = block_sum(found[i]);
     if (threadIdx.x == 0) totals[item * 3 + i] = total;
   }
 }

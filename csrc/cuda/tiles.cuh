@@ -7,6 +7,7 @@
 
 #include "axes.cuh"
 #include "mma.cuh"
+#include "reduce.cuh"
 
 namespace pyflatness::cuda {
 
@@ -317,18 +318,6 @@ __device__ void make_tile(Form& tile, Side<Form, Form::kTileRows>& a, Second& b)
     if (more) a.store(step + 1), b.store(step + 1);
     __syncthreads();
   }
-}
-
-// The sum over a block, in its first thread; `scratch` holds one value for each warp.
-template <int Threads>
-__device__ double block_sum(double value, double* scratch) {
-  value = warp_sum(value);
-  __syncthreads();
-  if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = value;
-  __syncthreads();
-  double total = 0;
-  for (int warp = 0; warp < Threads / kWarp; ++warp) total += scratch[warp];
-  return total;
 }
 
 }  // namespace pyflatness::cuda
