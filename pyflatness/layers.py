@@ -112,6 +112,11 @@ def pad(module: nn.Module, inputs: Tensor) -> Tensor:
     return F.pad(inputs, module._reversed_padding_repeated_twice, mode=mode)
 
 
+def repeats_inputs(module: nn.Module) -> bool:
+    """Whether a layer is a convolution whose padding repeats pixels of its input."""
+    return isinstance(module, _CONVOLUTIONS) and module.padding_mode != "zeros"
+
+
 def apply(module: nn.Module, inputs: Tensor) -> Tensor:
     """The layer's linear part on an input: W φ, without bias or hooks."""
     weight = module.weight
