@@ -62,7 +62,7 @@ def _by_layer(model: nn.Module, options: Options, values: Values) -> Values:
     for name in [name for name in values if name] or [""]:  # a model that is a layer itself has no other name
         module, estimate = model.get_submodule(name), values[name]
         check_own_weights(name, module, options)
-        norm = float(layers.matrix(module)[0].double().square().sum())
+        norm = layers.squared_norm(module)
         found[name] = replace(
             estimate,
             value=norm * estimate.value,

@@ -16,8 +16,7 @@ def _values(task: Task) -> Values:
     found, norms = {}, {}
     for name, module in task.selection.modules.items():
         layers.check_measurable(name, module)
-        weight = layers.matrix(module)[0]
-        norm = float(weight.double().square().sum())
+        norm = layers.squared_norm(module)
         shared = module._parameters.get("weight")
         norms[id(module if shared is None else shared)] = norm
         found[name] = _estimate(norm, name)
