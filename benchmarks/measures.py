@@ -6,7 +6,7 @@ of ``pf.measure`` over all layers, alternatives in turn; every figure is a ratio
 its own.
 
 Notes, what lost:
-- By its multiply-adds, not run: |w ∘ M|² with pairs of positions first, Σ_s δ_ps δ_p's (Σ_j w_sj² φ_pj φ_p'j), shared by
+- By multiply-adds, not run: |w ∘ M|² with pairs of positions first, Σ_s δ_ps δ_p's (Σ_j w_sj² φ_pj φ_p'j), shared by
   K = 9 signals: as many as M takes at P = 16; and the columns' sums need M, or a pass back through the layer alone,
   which takes as many again.
 - One accumulator for each of the sums in the product's inner loop, or halves of them chosen at run time: 5 to 15 %
