@@ -23,7 +23,12 @@ class Timing:
         return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
 
 
-def in_turn(alternatives: Mapping[str, Callable[[], Any]], rounds: int, repeats: int = 3) -> dict[str, Timing]:
+def in_turn(
+    alternatives: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    repeats: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Timing]:
     """Times every alternative once a round: the mean of some calls in a row, after an uncounted one.
 
     Without that call an alternative would find its data in a cache, or not, by what ran before it. One call in a row is
@@ -34,8 +39,8 @@ def in_turn(alternatives: Mapping[str, Callable[[], Any]], rounds: int, repeats:
         for name, function in alternatives.items():
             if repeats > 1:
                 function()
-            start = time.perf_counter()
+            start = clock()
             for _ in range(repeats):
                 function()
-            seconds[name].append((time.perf_counter() - start) / repeats)
+            seconds[name].append((clock() - start) / repeats)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}

@@ -15,7 +15,7 @@ is relative flatness; for unit rows ⟨w wᵀ, T⟩ is, and the trace of T is th
 Where the input of a call depends on the output of another (a recurrence) the outputs' second derivatives are not all
 there is: D is put into the layer itself, with V the unit vectors, which takes r m products.
 
-Quantities that are not of T are in :mod:`.entries`.
+Quantities that are not of T are in :mod:`.entries`, and those of T beside them, from the same products.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from . import curvature
 from .contractions import promoted
 from .contractions.layer import Share, root
-from .entries import Entries
+from .entries import Entries, tells_all
 from .errors import InputError
 from .layer_form import LayerForm
 from .losses import Loss
@@ -114,7 +114,9 @@ class BlockTraces:
         self._weight = promoted(form.weight(run))
         self._quantities, self._traced = quantities, [name for name in quantities if name in ("squares", "rooted")]
         self._basis = _basis(self._weight, self._traced)
-        self._entries = Entries(self._weight, form.taps, [name for name in quantities if name not in self._traced])
+        others = [name for name in quantities if name not in self._traced]
+        self._entries = Entries(self._weight, form.taps, others)
+        self._everything = Entries(self._weight, form.taps, quantities) if tells_all(quantities) else None
         self._recurrent = curvature.feeds_itself(run.calls(form.name))
         empty = [torch.empty_like(call.output) for call in run.calls(form.name)]
         positions, columns = form.rows(run, empty).shape[2], self._weight.shape[2]
@@ -123,6 +125,8 @@ class BlockTraces:
     @property
     def products(self) -> int:
         """Hessian products that an exact value takes, at most."""
+        if self._everything is not None:
+            return self._everything.products(self._columns)
         traced = len(self._weight) * self._basis.size * self._columns if self._traced or not self._quantities else 0
         return traced + self._entries.products(self._columns)
 
@@ -135,6 +139,8 @@ class BlockTraces:
         self._check_affordable()
         total = self._weight.new_zeros(len(self._traced), self._run.samples, dtype=torch.float64)
         with self._directions() as directions:
+            if self._everything is not None:
+                return self._everything.exact(directions, self._run.samples)
             if self._traced:
                 for _, _, units in self._units(directions):
                     total += self._read(directions, units).sum(dim=1)

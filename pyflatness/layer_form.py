@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from . import contractions, layers, normalize
 from .contractions import DenseGradients, WeightGradients, promoted
-from .contractions.layer import WEIGHTED
-from .errors import InputError, NotYetError
+from .errors import InputError
 from .options import Options
 from .runner import Run
 
@@ -29,9 +28,6 @@ class LayerForm:
         backend: a module from :func:`.contractions.choose`.
         quantities: what is wanted.
         options: of the user.
-
-    Raises:
-        NotYetError: a quantity that there is not of the dense matrix of a convolution.
     """
 
     def __init__(
@@ -46,11 +42,6 @@ class LayerForm:
         self.name, self._module, self._scale = name, module, scale
         self._backend, self._quantities = backend, quantities
         self._dense = options.conv == "affine" and layers.is_convolution(module)
-        if self._dense and {*WEIGHTED, "diagonal"}.intersection(quantities):
-            raise NotYetError(
-                f"layer {name!r}: of a convolution's dense matrix (conv='affine') there are relative flatness and "
-                "trace alone; conv='filter' gives the other measures, of its filters"
-            )
         self._memory = options.memory or contractions.DEFAULT_MEMORY
         self._sizes: set[tuple[int, ...]] = set()
         self._gradients: WeightGradients | None = None
@@ -58,8 +49,8 @@ class LayerForm:
     def gradients(self, run: Run) -> WeightGradients | DenseGradients:
         """The contractions for the layer's calls in this run."""
         if self._dense:
-            size = self._size(run)
-            return DenseGradients(lambda delta: self._carried(delta, size), self._backend, self._quantities)
+            dense = Dense(self._module, self._scale, self._size(run), run.calls(self.name)[0].output)
+            return DenseGradients(dense, self._backend, self._quantities)
         if self._gradients is None:
             geometry = layers.geometry(self._module)
             self._gradients = WeightGradients(
@@ -159,13 +150,36 @@ class LayerForm:
         (size,) = self._sizes
         return size
 
-    def _carried(self, delta: Tensor, size: tuple[int, ...]) -> Tensor:
-        """γ = Wᵀ δ: the gradient in the layer's unpadded input through this layer alone."""
+
+class Dense:
+    """A convolution as one dense matrix W (d, m), never written out; see :class:`.contractions.layer.DenseLayer`.
+
+    Args:
+        module: the convolution.
+        scale: of its input channels, by which inputs are divided and columns multiplied, or None.
+        size: of a sample's unpadded input.
+        output: of one of its calls.
+    """
+
+    def __init__(self, module: nn.Module, scale: Tensor | None, size: tuple[int, ...], output: Tensor) -> None:
+        self._module, self._scale, self._size = module, scale, size
+        self.d, self.m = output[0].numel(), torch.Size(size).numel()
+
+    def carried(self, delta: Tensor) -> Tensor:
+        """Wᵀ δ: the gradient in the layer's unpadded input through this layer alone."""
         weight = layers.matrix(self._module)[0]
-        inputs = torch.zeros(len(delta), *size, dtype=weight.dtype, device=weight.device, requires_grad=True)
+        inputs = torch.zeros(len(delta), *self._size, dtype=weight.dtype, device=weight.device, requires_grad=True)
         with torch.enable_grad():
             (gamma,) = torch.autograd.grad(layers.apply(self._module, inputs), inputs, delta.to(weight.dtype))
         return gamma if self._scale is None else normalize.multiplied(gamma, self._scale, 1)
+
+    def applied(self, inputs: Tensor, power: int) -> Tensor:
+        """W x, or (W ∘ W) x: of a convolution padded with zeros an entry of W is an entry of its weight."""
+        weight = self._module.weight
+        assert isinstance(weight, Tensor)
+        if self._scale is not None:
+            inputs = normalize.multiplied(inputs, self._scale**power, 1)
+        return layers.affine(self._module, promoted(inputs), promoted(weight.detach()) ** power, None)
 
 
 def _joined(calls: Parts) -> Tensor:

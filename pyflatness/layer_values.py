@@ -1,7 +1,7 @@
 """Measures of any layers of a model: a sweep, its totals, and what is said about them."""
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from . import capture, curvature, layers, stages
 from .contractions.layer import NEURONS
 from .data import Batches
-from .errors import InputError
+from .errors import InputError, NotYetError
 from .losses import Loss
 from .measures import Measure
 from .options import Options
@@ -20,6 +20,7 @@ from .selectors import Selection
 from .sweep import Sweep, Values
 from .totals import Sums, Totals
 
+Attempt = Callable[[Measure], contextlib.AbstractContextManager[None]]
 _LARGEST_MATRIX = 2**30  # bytes of block traces
 
 
@@ -44,7 +45,7 @@ class LayerValues:
         forward: capture.Forward | None,
         options: Options,
     ) -> None:
-        self._model, self._loss, self._options = model, loss, options
+        self._model, self._selected, self._loss, self._options = model, selection.modules, loss, options
         order = options.per_sample or options.nan_policy == "omit" or not loss.convex
         self._runner = Runner(
             model,
@@ -57,14 +58,18 @@ class LayerValues:
             order_matters=order,
         )
 
-    def estimates(self, measures: Sequence[Measure]) -> dict[tuple[str, str], Estimate]:
+    def estimates(
+        self, measures: Sequence[Measure], attempt: Attempt = lambda _: contextlib.nullcontext()
+    ) -> dict[tuple[str, str], Estimate]:
         """(layer, measure) -> value, for every layer that ran, and for the network under the name ``""``.
 
+        Args:
+            measures: which pass :meth:`check_options`.
+            attempt: around what concerns one measure alone, and may be an error of it.
+
         Raises:
-            InputError: also for options under which a measure has no value.
+            InputError: what concerns all measures.
         """
-        for measure in measures:
-            self._check_options(measure)
         quantities = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
         sweep = Sweep(self._runner, self._loss, self._options, quantities)
         sums = self._sums(sweep)
@@ -72,11 +77,12 @@ class LayerValues:
         found: dict[tuple[str, str], Estimate] = {}
         for measure in measures:
             column = quantities.index(str(measure.quantity))
+            estimates: dict[str, Estimate] = {}
             for name in (*self._runner.modules, ""):
                 row = selected.index(name) if name else -1
                 layers_of = [name] if name else [*self._runner.modules]
                 by = "hessian" if sweep.by_hessian.intersection(layers_of) else "ggn"
-                found[name, measure.name] = Estimate(
+                estimates[name] = Estimate(
                     value=float(sums.values[row, column]),
                     stderr=None if sums.errors is None else float(sums.errors[row, column]),
                     samples=sums.samples,
@@ -89,26 +95,30 @@ class LayerValues:
                     notes=self._notes(name, sweep) if name else (),
                     per_neuron=sums.parts.get((name, quantities[column])) if quantities[column] in NEURONS else None,
                 )
-            if measure.of_parts is not None:
-                found.update(self._of_parts(measure, sums, sweep, found))
+            with attempt(measure):
+                if measure.of_parts is not None:
+                    estimates = self._of_parts(measure, sums, sweep, estimates)
+                found.update(((name, measure.name), estimate) for name, estimate in estimates.items())
         return found
 
     def _of_parts(
-        self, measure: Measure, sums: Sums, sweep: Sweep, sweeps: Mapping[tuple[str, str], Estimate]
-    ) -> dict[tuple[str, str], Estimate]:
+        self, measure: Measure, sums: Sums, sweep: Sweep, estimates: Mapping[str, Estimate]
+    ) -> dict[str, Estimate]:
         """A measure's values by its own function, and their sum, in the sweep's estimates."""
         assert measure.of_parts is not None
         found = {}
         for name in self._runner.modules:
-            key, estimate = (name, measure.name), sweeps[name, measure.name]
+            estimate = estimates[name]
             value, note = measure.of_parts(name, sweep.weight(name), sums.parts[name, str(measure.quantity)])
             notes = (*estimate.notes, note) if note else estimate.notes
-            found[key] = replace(estimate, value=value, per_sample=None, exact=estimate.exact and not note, notes=notes)
+            exact = estimate.exact and not note
+            found[name] = replace(estimate, value=value, per_sample=None, exact=exact, notes=notes)
         value, exact = sum(e.value for e in found.values()), all(e.exact for e in found.values())
-        found["", measure.name] = replace(sweeps["", measure.name], value=value, per_sample=None, exact=exact)
+        found[""] = replace(estimates[""], value=value, per_sample=None, exact=exact)
         return found
 
-    def _check_options(self, measure: Measure) -> None:
+    def check_options(self, measure: Measure) -> None:
+        """Raise an error for options under which a measure has no value."""
         if measure.quantity in (*NEURONS, "diagonal") and self._options.sampled:
             raise InputError(
                 f"{measure.name} has no sampled value: pass probes=None and target_stderr=None, or leave it out of "
@@ -116,6 +126,14 @@ class LayerValues:
             )
         if measure.quantity == "diagonal" and self._options.nan_policy == "omit":
             raise InputError(f"{measure.name} is of all samples together: nan_policy='omit' can leave none of them out")
+        for name, module in self._selected.items() if self._options.conv == "affine" else ():
+            repeated = measure.quantity == "weighted" and layers.repeats_inputs(module)
+            if repeated or (measure.quantity == "diagonal" and layers.is_convolution(module)):
+                of = "one whose padding repeats pixels" if repeated else "a convolution"
+                raise NotYetError(
+                    f"layer {name!r}: there is no {measure.name} of the dense matrix (conv='affine') of {of} yet; "
+                    "conv='filter' gives that of its filters"
+                )
 
     def block_traces(self) -> Tensor:
         """(d, d) of the one layer."""

@@ -58,6 +58,11 @@ def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     return as_matrix(module, weight.detach()), bias.detach() if isinstance(bias, Tensor) else None
 
 
+def squared_norm(module: nn.Module) -> float:
+    """|w|² of the effective weight, summed in float64."""
+    return float(torch.linalg.vector_norm(matrix(module)[0], dtype=torch.float64)) ** 2
+
+
 def as_matrix(module: nn.Module, weight: Tensor) -> Tensor:
     """A tensor of the shape of the layer's weight as (d, m)."""
     return weight.t() if _is_transposed(module) else weight.flatten(1)
@@ -110,6 +115,11 @@ def pad(module: nn.Module, inputs: Tensor) -> Tensor:
         return inputs
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     return F.pad(inputs, module._reversed_padding_repeated_twice, mode=mode)
+
+
+def repeats_inputs(module: nn.Module) -> bool:
+    """Whether a layer is a convolution whose padding repeats pixels of its input."""
+    return isinstance(module, _CONVOLUTIONS) and module.padding_mode != "zeros"
 
 
 def apply(module: nn.Module, inputs: Tensor) -> Tensor:

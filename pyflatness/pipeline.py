@@ -1,19 +1,20 @@
 """From tensors, or a model and its data, to numbers: the public calls, each readable in one screen."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import capture, head, jacobians, layers, losses, selectors
+from . import capture, head, layers, losses, selectors
 from .data import Batches
 from .layer_values import LayerValues
-from .measures import RELATIVE_FLATNESS, Measure, Task, at_head, named, with_bases
+from .measures import RELATIVE_FLATNESS, Measure, Task, at_head, named
 from .options import Options
 from .report import Estimate, Report
 from .selectors import Selector
+from .together import Together, reads
 
 
 @capture.eager
@@ -183,19 +184,26 @@ def layer_measure(
     options = replace(options, normalize=options.normalize or row.normalize)
     resolved = losses.resolve(loss, reduction)
     with capture.observing(model) as module:
-        batches = Batches(data, capture.device(module), passes=_reads([row], options), shown=progress)
+        batches = Batches(data, capture.device(module), passes=reads([row], options), shown=progress)
+
+        def alone(selection: selectors.Selection) -> Mapping[tuple[str, str], Estimate]:
+            options.refuse_tolerance()
+            task = Task(module, selection, resolved, batches, forward, options)
+            return Together([row], task, named=True, networks=False).estimates()[0]
+
         if row.of_network_alone:
-            task = Task(module, selectors.select(module, None), resolved, batches, forward, options)
-            return _estimates([row], task)["", row.name]
+            return alone(selectors.select(module, None))["", row.name]
         name, source = head.find(module, layer, resolved, batches, forward)
         selection = selectors.select(module, name)
         if row.quantity is None:
-            return _estimates([row], Task(module, selection, resolved, batches, forward, options))[name, row.name]
+            return alone(selection)[name, row.name]
         dense = options.conv == "affine" and layers.is_convolution(module.get_submodule(name))
         if source is not None and row.quantity == RELATIVE_FLATNESS.quantity and not dense:
             return at_head.relative_flatness(source, resolved, options)
         options.refuse_tolerance()
-        return LayerValues(module, selection, resolved, batches, forward, options).estimates([row])[name, row.name]
+        values = LayerValues(module, selection, resolved, batches, forward, options)
+        values.check_options(row)
+        return values.estimates([row])[name, row.name]
 
 
 @capture.eager
@@ -285,7 +293,9 @@ def measure(
     """Measures of many layers of a model out of one sweep over the data.
 
     The cost is a forward pass and one backward pass per output factor of the loss (C - 1 for cross-entropy), whatever
-    the number of layers and measures; the sum over layers is the network's value. One sweep more for measures that are
+    the number of layers and measures; the sum over layers is the network's value. Behind curved layers (smooth
+    activations) it is Hessian products, and there the measures count: relative flatness alone takes min(d, m) for a
+    layer of d outputs and m inputs (times its positions), with any others d. One sweep more for measures that are
     normalised in another way; measures that are not of the sweep have costs of their own (``pyflatness measures``).
 
     Args:
@@ -294,7 +304,12 @@ def measure(
         data: batches.
         layers: a selector or several, each a name, glob, ``re:…``, ``type:…`` or module; None: every layer that can be
             measured and ran.
-        measures: names (``pyflatness measures`` lists them); None: relative flatness and trace; ``"all"``.
+        measures: names (``pyflatness measures`` lists them); None: those of one sweep, which are relative flatness, the
+            trace and what follows from it, layers' adaptive sharpness, the flatness of neurons, and the norm of the
+            weights; ``"all"``. A name that cannot be had is an error. Of None and ``"all"`` such a measure is left out,
+            and ``report.skipped`` says why: options that it does not know (``probes=``, ``normalize=``), curvature of
+            the wrong sign, a model or loss that it is not defined for. What no measure can be had with (data, targets,
+            NaN, a model in training mode) is an error all the same.
         curvature: ``"auto"``, ``"ggn"`` or ``"hessian"``.
         probes: a number of random draws for each sample, or ``"adaptive"``.
         target_stderr: an absolute standard error for every value, the network's too.
@@ -328,54 +343,17 @@ def measure(
     options = Options(
         curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy, memory, seed, rtol
     )
-    wanted = named(measures)
+    options.refuse_tolerance()
+    wanted, networks = named(measures), measures is not None
     resolved = losses.resolve(loss, reduction)
     with capture.observing(model) as module:
-        batches = Batches(data, capture.device(module), passes=_reads(wanted, options), shown=progress)
+        batches = Batches(
+            data, capture.device(module), passes=reads(wanted, options, networks=networks), shown=progress
+        )
         selection = selectors.select(module, layers)
-        found = _estimates(wanted, Task(module, selection, resolved, batches, forward, options))
+        task = Task(module, selection, resolved, batches, forward, options)
+        by_name = measures is not None and measures != "all"
+        found, skipped = Together(wanted, task, named=by_name, networks=networks).estimates()
     measured = {name for name, _ in found}
     names = tuple(name for name in selection.modules if name in measured)
-    return Report(names, tuple(row.name for row in wanted), found)
-
-
-def _estimates(wanted: Sequence[Measure], task: Task) -> dict[tuple[str, str], Estimate]:
-    """(layer, measure) -> value, ``""`` the network; sweeps are shared, and bases of derived measures."""
-    task.options.refuse_tolerance()
-    values: dict[str, dict[str, Estimate]] = {}
-    rows = with_bases(wanted)
-    for how, swept in _by_sweep(rows, task.options).items():
-        options = replace(task.options, normalize=how)
-        sweep = LayerValues(task.model, task.selection, task.loss, task.batches, task.forward, options)
-        for (name, measure), estimate in sweep.estimates(swept).items():
-            values.setdefault(measure, {})[name] = estimate
-    for row in rows:
-        if row.compute is not None:
-            values[row.name] = row.compute(task)
-    jacobian = [row for row in rows if row.of_jacobians is not None]
-    if jacobian:
-        samples = jacobians.measured(task, {need for row in jacobian for need in row.needs})
-        values.update((row.name, row.of_jacobians(samples)) for row in jacobian if row.of_jacobians is not None)
-    for row in rows:
-        if row.derive is not None and row.base is not None:
-            values[row.name] = row.derive(task.model, task.options, values[row.base])
-    return {(name, row.name): estimate for row in wanted for name, estimate in values[row.name].items()}
-
-
-def _reads(wanted: Sequence[Measure], options: Options) -> int:
-    """How often the data is read."""
-    rows = with_bases(wanted)
-    sweeps = _by_sweep(rows, options)
-    swept = sum(replace(options, normalize=how).reads for how in sweeps)
-    shared = any(row.of_jacobians is not None for row in rows)
-    computed = [row.reads for row in rows if row.compute is not None]
-    return swept + shared + sum(computed) + (options.target_stderr is not None and bool(computed))
-
-
-def _by_sweep(wanted: Sequence[Measure], options: Options) -> dict[str | None, list[Measure]]:
-    """The measures of each sweep, by how it is normalised."""
-    sweeps: dict[str | None, list[Measure]] = {}
-    for row in wanted:
-        if row.quantity:
-            sweeps.setdefault(options.normalize or row.normalize, []).append(row)
-    return sweeps
+    return Report(names, tuple(row.name for row in wanted if any(row.name == m for _, m in found)), found, skipped)

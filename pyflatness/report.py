@@ -1,7 +1,7 @@
 """What a measurement returns: numbers with everything needed to read them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _TENSORS = ("per_sample", "per_neuron")  # of an Estimate
+_SKIPPED = "skipped"  # beside the measures of a report as a dict
+_WIDTH = 96  # of the columns of values and layers in a table
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -117,15 +119,19 @@ class Report:
 
     Attributes:
         layers: names of the measured layers, in the model's order.
-        measures: names of the measures.
+        measures: names of the measures that have values.
+        skipped: measures that were left out, and why; also of one with values of layers that has none of the network.
     """
 
     layers: tuple[str, ...]
     measures: tuple[str, ...]
     _estimates: Mapping[tuple[str, str], Estimate]
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, key: str | tuple[str, str]) -> Estimate:
         layer, measure = ("", key) if isinstance(key, str) else key
+        if measure in self.skipped and (not layer or measure not in self.measures):
+            raise InputError(f"report: no value of {measure!r}: {self.skipped[measure]}")
         if measure not in self.measures:
             raise InputError(f"report: no measure {measure!r}; there are {', '.join(self.measures)}")
         if layer and layer not in self.layers:
@@ -134,15 +140,18 @@ class Report:
             raise InputError(f"report: {measure!r} has no value of {f'layer {layer!r}' if layer else 'the network'}")
         return self._estimates[layer, measure]
 
-    def to_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """By measure, then layer (``""``: the network): each estimate as a dict."""
-        found = self._estimates
-        return {
-            measure: {
-                layer: found[layer, measure].to_dict() for layer in (*self.layers, "") if (layer, measure) in found
-            }
-            for measure in self.measures
+    def by_measure(self) -> dict[str, dict[str, Estimate]]:
+        """By measure, then layer (``""``: the network)."""
+        held, places = self._estimates, (*self.layers, "")
+        return {name: {layer: held[layer, name] for layer in places if (layer, name) in held} for name in self.measures}
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """:meth:`by_measure`, each estimate as a dict; and the reasons under ``skipped``, if there are any."""
+        facts: dict[str, dict[str, Any]] = {
+            measure: {layer: estimate.to_dict() for layer, estimate in held.items()}
+            for measure, held in self.by_measure().items()
         }
+        return {**facts, _SKIPPED: dict(self.skipped)} if self.skipped else facts
 
     def to_json(self, path: str | Path | None = None) -> str:
         """:meth:`to_dict` as JSON, also written to ``path``; NaN and infinity as Python writes them."""
@@ -152,7 +161,7 @@ class Report:
         return text
 
     @classmethod
-    def from_dict(cls, facts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> "Report":
+    def from_dict(cls, facts: Mapping[str, Mapping[str, Any]]) -> "Report":
         """What :meth:`to_dict` was made from.
 
         Raises:
@@ -160,6 +169,8 @@ class Report:
         """
         if not isinstance(facts, Mapping) or not all(isinstance(held, Mapping) for held in facts.values()):
             raise InputError("report: a dict as of Report.to_dict() is wanted: measure -> layer -> estimate")
+        facts = dict(facts)
+        skipped = dict(facts.pop(_SKIPPED, {}))
         found = {
             (layer, measure): Estimate.from_dict(estimate)
             for measure, held in facts.items()
@@ -167,7 +178,7 @@ class Report:
         }
         fullest = sorted(facts.values(), key=len, reverse=True)  # the one with most layers says their order
         layers = dict.fromkeys(layer for held in fullest for layer in held if layer)
-        return cls(tuple(layers), tuple(facts), found)
+        return cls(tuple(layers), tuple(facts), found, skipped)
 
     @classmethod
     def from_json(cls, source: str | Path) -> "Report":
@@ -215,29 +226,56 @@ class Report:
 
     def __str__(self) -> str:
         first = max(self._estimates.values(), key=lambda estimate: estimate.samples)
+        lines = [line for measures in self._side_by_side() for line in ("", *self._table(measures))][1:]
+        omitted = f", {first.omitted} omitted" if first.omitted else ""
+        samples = f"{first.samples} samples" if first.samples else "no data read"
+        notes = dict.fromkeys(
+            f"{layer or 'network'}: {note}"
+            for layer in (*self.layers, "")
+            for measure in self.measures
+            if (layer, measure) in self._estimates
+            for note in self._estimates[layer, measure].notes
+        )
+        skipped: dict[str, list[str]] = {}
+        for measure, reason in self.skipped.items():
+            skipped.setdefault(reason, []).append(measure)
+        left_out = [f"skipped {', '.join(measures)}: {reason}" for reason, measures in skipped.items()]
+        return "\n".join([*lines, f"{samples}{omitted}, {first.backend} backend", *notes, *left_out])
+
+    def _side_by_side(self) -> list[list[str]]:
+        """The measures, as many to a table as there is room for."""
+        layers = max(map(len, (*self.layers, "network")))
+        tables: list[list[str]] = []
+        room = 0
+        for measure, held in self.by_measure().items():
+            width = 2 + max([len(measure), *(len(_number(estimate)) for estimate in held.values())])
+            if width > room:
+                tables, room = [*tables, []], _WIDTH - layers
+            tables[-1].append(measure)
+            room -= width
+        return tables
+
+    def _table(self, measures: Sequence[str]) -> list[str]:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("layer", overflow="fold")
-        for measure in self.measures:
+        for measure in measures:
             table.add_column(measure, justify="right", no_wrap=True)
         for header in ("value of", "exact"):
             table.add_column(header)
-        notes: dict[str, None] = {}
         for layer in (*self.layers, ""):
-            cells = [self._estimates.get((layer, measure)) for measure in self.measures]
+            cells = [self._estimates.get((layer, measure)) for measure in measures]
             row = [estimate for estimate in cells if estimate is not None]
-            exact = "yes" if all(e.exact for e in row) else "no"
+            if not row:
+                continue
             if not layer:
                 table.add_section()
             methods = ", ".join(dict.fromkeys(e.method for e in row))
+            exact = "yes" if all(e.exact for e in row) else "no"
             table.add_row(layer or "network", *map(_number, cells), methods, exact)
-            notes.update((f"{layer or 'network'}: {note}", None) for e in row for note in e.notes)
         console = Console(width=200, markup=False, highlight=False, emoji=False, color_system=None)
         with console.capture() as capture:
             console.print(table)
-        omitted = f", {first.omitted} omitted" if first.omitted else ""
-        lines = [line.rstrip() for line in capture.get().splitlines() if line.strip()]
-        samples = f"{first.samples} samples" if first.samples else "no data read"
-        return "\n".join([*lines, f"{samples}{omitted}, {first.backend} backend", *notes])
+        return [line.rstrip() for line in capture.get().splitlines() if line.strip()]
 
     __repr__ = __str__
 

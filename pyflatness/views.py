@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def frame(report: "Report") -> "pandas.DataFrame":
     """See :meth:`.Report.to_frame`."""
     rows = [
-        {"layer": layer, "measure": measure, **estimate}
-        for measure, held in report.to_dict().items()
+        {"layer": layer, "measure": measure, **estimate.to_dict()}
+        for measure, held in report.by_measure().items()
         for layer, estimate in held.items()
     ]
     table = rows_frame(rows)
@@ -52,17 +52,17 @@ def figure(width: float = 6.0) -> "tuple[Figure, Axes]":
 
 def profile(report: "Report") -> "tuple[Figure, Axes]":
     """See :meth:`.Report.plot`."""
-    held = {measure: {layer: e for layer, e in of.items() if layer} for measure, of in report.to_dict().items()}
+    held = {measure: {layer: e for layer, e in of.items() if layer} for measure, of in report.by_measure().items()}
     drawn = {measure: of for measure, of in held.items() if of}
     if not drawn:
         raise InputError(f"report: {', '.join(report.measures)} has values of the network alone; no profile of layers")
     figure_, axes = figure(max(6.0, 2.5 + 0.35 * len(report.layers)))
     places = {layer: place for place, layer in enumerate(report.layers)}
     for measure, of in drawn.items():
-        x, y = [places[layer] for layer in of], [e["value"] for e in of.values()]
-        errors = [e["stderr"] or 0.0 for e in of.values()]
+        x, y = [places[layer] for layer in of], [e.value for e in of.values()]
+        errors = [e.stderr or 0.0 for e in of.values()]
         axes.errorbar(x, y, yerr=errors if any(errors) else None, marker="o", markersize=4, capsize=2, label=measure)
-    if all(e["value"] > 0 for of in drawn.values() for e in of.values()):
+    if all(e.value > 0 for of in drawn.values() for e in of.values()):
         axes.set_yscale("log")
     axes.set_xticks(range(len(report.layers)), report.layers, rotation=45, ha="right", rotation_mode="anchor")
     axes.set_xlabel("layer, in the model's order")

@@ -38,7 +38,11 @@ def residual():
 
 
 def values(report):
-    return {(layer, measure): report[layer, measure].value for layer in report.layers for measure in report.measures}
+    return {
+        (layer, measure): estimate.value
+        for measure, held in report.by_measure().items()
+        for layer, estimate in held.items()
+    }
 
 
 def assert_same(report, other, rel=1e-5):

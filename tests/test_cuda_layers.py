@@ -186,7 +186,7 @@ def test_the_order_of_threads_changes_nothing(emulated_cuda, precision, kind, na
 @pytest.mark.parametrize("blocks", [1, 6])
 def test_blocks_of_several_tiles(cuda_device, precision, monkeypatch, kind, blocks):
     monkeypatch.setattr("pyflatness.contractions.cuda_layers._multiprocessors", lambda device: 1)
-    monkeypatch.setattr(cuda, "_BLOCKS", blocks)
+    monkeypatch.setattr("pyflatness.contractions.cuda_layers._BLOCKS", blocks)
     check_direct(kind, *layer((2, 1, 64, 20, (1, 4, 4), (1, 3, 3), ONE, ONE), kind, cuda_device))
     check_direct(kind, *layer((2, 1, 64, 200, (1, 4, 4), (1, 3, 3), ONE, ONE), kind, cuda_device))
 

@@ -163,7 +163,7 @@ CALLS = {
     "pac_bayes": lambda *a, **o: pf.pac_bayes(*a, steps=3, draws=2, **o),
     "sharpness": lambda *a, **o: pf.measure(*a, measures="sharpness", **o),
     "interpolation_sharpness": lambda *a, **o: pf.measure(*a, measures="interpolation_sharpness", **o),
-    "adaptive_sharpness_network": lambda *a, **o: pf.measure(*a, measures="adaptive_sharpness_network", **o),
+    "adaptive_sharpness": lambda *a, **o: pf.measure(*a, measures="adaptive_sharpness", **o),
     "weight_norm": lambda *a, **o: pf.measure(*a, measures="weight_norm", **o),
 }
 

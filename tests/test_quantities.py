@@ -17,6 +17,7 @@ from pyflatness.pipeline import layer_measure
 
 GRID = [(name, layer) for name, case in CASES.items() for layer in case.layers]
 BENT = [(name, layer) for name, layer in GRID if layer not in CASES[name].linear]
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 SUMS = ("adaptive_sharpness", "neuron_flatness", "neuron_flatness_rows")
 LARGEST = ("neuron_flatness_max", "neuron_flatness_rows_max")
 
@@ -70,7 +71,7 @@ def test_every_layer(name, curvature):
                 estimate = report[layer, measure]
                 assert float(estimate.per_sample.mean()) == pytest.approx(estimate.value, rel=1e-9, abs=1e-12)
                 assert estimate.exact == (curvature == "auto" or layer in case.linear)
-        for measure in SUMS:
+        for measure in SUMS[1:]:  # the network's adaptive sharpness is over all parameters: tests/test_sharpness.py
             total = sum(report[layer, measure].value for layer in case.layers)
             assert report[measure].value == pytest.approx(total, rel=1e-9, abs=1e-12)
         for measure in LARGEST:
@@ -164,13 +165,65 @@ def test_normalised_features_change_nothing(name, layer):
         assert scaled[layer, measure].value == pytest.approx(plain[layer, measure].value, rel=1e-6)
 
 
-@pytest.mark.parametrize("measure", [*SUMS, *LARGEST, "normalized_sharpness", "matrix_normalized_sharpness"])
-def test_not_of_a_dense_convolution(measure):
-    case = CASES["cnn"]
-    convolution = next(name for name in case.layers if hasattr(case.build().get_submodule(name), "groups"))
-    options = {"layers": convolution, "conv": "affine", "measures": measure}
+LARGE = ("cnn", "cnn, one sample, channels last", "residual", "residual network")  # for a Hessian of the dense matrix
+DENSE = [
+    (name, layer)
+    for name, layer in GRID
+    if name not in LARGE and isinstance(CASES[name].build().get_submodule(layer), CONVOLUTIONS)
+]
+OF_DENSE = ("relative_flatness", "trace", *SUMS, *LARGEST)
+
+
+@pytest.mark.parametrize("options", [{}, {"curvature": "ggn"}, {"backend": "reference"}, {"normalize": "std"}])
+@pytest.mark.parametrize(("name", "layer"), DENSE)
+def test_dense_convolutions(name, layer, options):
+    """Rows are output pixels and columns input pixels, against the layer as a Linear."""
+    case = CASES[name]
+    dense, dense_name = truth.affine(case.build(), layer, case.inputs)
+    repeats = case.build().get_submodule(layer).padding_mode != "zeros"
+    measures = tuple(measure for measure in OF_DENSE if not (repeats and measure == "adaptive_sharpness"))
+    matrix_of = truth.layer_ggn if options.get("curvature") == "ggn" else truth.layer_hessian
+    matrix = matrix_of(dense, case.loss, case.inputs, case.targets, dense_name)
+    weight = truth.weight_of(dense, dense_name)
+    options = {"layers": layer, "conv": "affine", "measures": measures, "per_sample": True, **options}
+    report = pf.measure(case.build(), case.loss, data_of(case), **options)
+    columns, rows = truth.columns_of(matrix, weight), truth.rows_of(matrix, weight)
+    for measure, expected in (("neuron_flatness", columns), ("neuron_flatness_rows", rows)):
+        floor = 1e-12 + 1e-9 * float(expected.abs().max())
+        torch.testing.assert_close(report[layer, measure].per_neuron, expected, rtol=1e-9, atol=floor)
+        assert report[layer, f"{measure}_max"].value == pytest.approx(float(expected.max()), rel=1e-9, abs=floor)
+    for measure in measures[2:-2]:
+        estimate = report[layer, measure]
+        assert float(estimate.per_sample.mean()) == pytest.approx(estimate.value, rel=1e-9, abs=1e-12)
+    if not repeats:
+        expected = truth.adaptive_sharpness_of(matrix, weight)
+        assert report[layer, "adaptive_sharpness"].value == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_a_dense_convolution_of_a_single_class():
+    model = nn.Sequential(nn.Conv1d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(9, 1)).double()
+    data = torch.ones(4, 2, 5).double(), torch.zeros(4, dtype=torch.long)
+    report = pf.measure(model, nn.CrossEntropyLoss(), data, layers="0", conv="affine", measures=OF_DENSE)
+    assert [report["0", measure].value for measure in OF_DENSE] == [0.0] * len(OF_DENSE)
+    assert report["0", "neuron_flatness"].per_neuron.shape == (10,)
+    assert report["0", "neuron_flatness_rows"].per_neuron.shape == (9,)
+
+
+@pytest.mark.parametrize(
+    ("name", "measure"),
+    [
+        ("cnn", "normalized_sharpness"),
+        ("cnn", "matrix_normalized_sharpness"),
+        ("conv 2d, circular", "adaptive_sharpness"),
+    ],
+)
+def test_not_of_a_dense_convolution(name, measure):
+    case = CASES[name]
+    convolution = next(layer for layer in case.layers if isinstance(case.build().get_submodule(layer), CONVOLUTIONS))
+    options = {"layers": convolution, "conv": "affine"}
     with pytest.raises(pf.NotYetError, match=f"layer '{convolution}': .*conv='filter' gives"):
-        pf.measure(case.build(), case.loss, data_of(case), **options)
+        pf.measure(case.build(), case.loss, data_of(case), measures=measure, **options)
+    assert measure not in pf.measure(case.build(), case.loss, data_of(case), **options).measures
 
 
 @pytest.mark.parametrize("options", [{"probes": 3}, {"target_stderr": 0.1}])

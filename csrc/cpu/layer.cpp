@@ -10,6 +10,7 @@ using pyflatness::DirectForm;
 using pyflatness::Layer;
 using pyflatness::Strided;
 
+constexpr int64_t kTogether = 8;       // samples that are looked at together where the weight is as large as all else
 constexpr int64_t kTileColumns = 252;  // columns of M at a time: with 512 rows of float, 512 KiB
 
 // Places along a side of Winograd's tiles, if M is to be made by his transforms; else 0.
@@ -33,6 +34,8 @@ struct DirectPlan {
   int64_t depth_ld;                     // between columns of packed patches
   int64_t rows_ld;                      // between columns of M
   int64_t root_size, weight_size;       // of a group
+  bool fused;                           // whether no more is to be made of M than its weighted sums
+  int64_t weight_ld, weight_panel;      // between columns of the weight, turned; between its strips of so many rows
   int64_t signal_size, block_size;      // of a sample's packed signal, and of a block of it
   int64_t shared, own;                  // in all, and of a thread
   int step;
@@ -48,14 +51,15 @@ struct DirectPlan {
     depth_ld = round_up(minimum(positions, kDepth), kLanes) + kLanes;
     rows_ld = round_up(d, kLanes) + kLanes;  // not a power of two: the columns of a tile must not share cache sets
     root_size = round_up(packed_size<T>(roots, d), kLanes);
-    weight_size = weighted ? m * rows_ld : 0;
+    fused = weighted && roots == 0 && step == 0 && blocks == 1 && !few_rows<T>(d);
+    weight_ld = fused ? kPanelVectors * kLanes : rows_ld;
+    weight_panel = (m + kColumnPad) * weight_ld;
+    weight_size = !weighted ? 0 : fused ? blocks_of(d, weight_ld) * weight_panel : weight_panel;
     block_size = round_up(packed_size<T>(d, minimum(positions, kDepth)), kLanes);
     signal_size = blocks * block_size;
     shared = layer.groups * (root_size + weight_size);
-    own = (tile_columns + 1) * rows_ld + (step == 4 ? tiles4.own
-                                          : step == 2
-                                              ? tiles2.own
-                                              : signal_size + tile_columns * depth_ld + kLanes * (kDepth + kLanes));
+    const int64_t packed = (fused ? kTogether : 1) * signal_size + tile_columns * depth_ld + kLanes * (kDepth + kLanes);
+    own = (tile_columns + 1) * rows_ld + (step == 4 ? tiles4.own : step == 2 ? tiles2.own : packed);
   }
 };
 
@@ -132,6 +136,53 @@ void reduce_tile(const T* tile, const T* weight, int64_t rows_ld, int64_t rows, 
     for (int64_t r = 0; r < rows; ++r) by_row[r] += static_cast<double>(row_sums[r]);
 }
 
+// The same, of a tile that is never written: the products are reduced as they come.
+template <typename T>
+void reduce_products(const T* signal, int64_t rows, int64_t depth, const T* patches, int64_t depth_ld,
+                     const T* weight,  // of these columns: strips of weight_ld rows, weight_panel apart
+                     int64_t weight_ld, int64_t weight_panel, int64_t channels, int64_t taps,
+                     T* sums,  // [columns and the last step's padding, lanes]
+                     double* totals, double* by_column, double* by_row) {
+  using S = Simd<T>;
+  const int64_t columns = channels * taps;
+  for (int64_t i = 0; i < round_up(columns, kColumnPad) * S::kLanes; ++i) sums[i] = 0;
+  const auto strip = [&](int64_t first, auto vectors) __attribute__((always_inline)) {
+    constexpr int kVectors = decltype(vectors)::value;
+    const T* own_weight = weight + first / weight_ld * weight_panel;
+    typename S::Vec squares = {}, weighted_squares = {}, row_sums[kVectors] = {};
+    for (int64_t j = 0; j < columns; j += kPanelColumns)
+      with_columns<kPanelColumns, kPanelStep>(columns - j, [&](auto width) __attribute__((always_inline)) {
+        typename S::Vec all[kVectors] = {}, weighted[kVectors] = {}, by_strip[kVectors] = {}, column = {};
+        panel_tile<T, kVectors, decltype(width)::value, false>(
+            signal + first * depth, kVectors * S::kLanes, patches + j * depth_ld, depth_ld, depth,
+            [&](int c, int v, typename S::Vec sum) __attribute__((always_inline)) {
+              const typename S::Vec x = sum * S::load(own_weight + (j + c) * weight_ld + v * S::kLanes);
+              all[v] += sum * sum;
+              weighted[v] += x * x;
+              by_strip[v] += x;
+              column = v == 0 ? x : column + x;
+              if (v == kVectors - 1) S::store(sums + (j + c) * S::kLanes, S::load(sums + (j + c) * S::kLanes) + column);
+            });
+        for (int v = 0; v < kVectors; ++v)
+          squares += all[v], weighted_squares += weighted[v], row_sums[v] += by_strip[v];
+      });
+    totals[0] += S::sum(squares);
+    totals[2] += S::sum(weighted_squares);
+    T lanes[kVectors * S::kLanes];
+    for (int v = 0; v < kVectors; ++v) S::store(lanes + v * S::kLanes, row_sums[v]);
+    for (int64_t r = 0; r < minimum(kVectors * S::kLanes, rows - first); ++r)
+      by_row[first + r] += static_cast<double>(lanes[r]);
+  };
+  int64_t row = 0;
+  for (; row + S::kLanes < rows; row += 2 * S::kLanes) strip(row, Count<2>{});
+  if (row < rows) strip(row, Count<1>{});
+  for (int64_t channel = 0; channel < channels; ++channel) {
+    typename S::Vec column = {};
+    for (int64_t tap = 0; tap < taps; ++tap) column += S::load(sums + (channel * taps + tap) * S::kLanes);
+    by_column[channel] = S::sum(column);
+  }
+}
+
 // One sample's input and signal, one group.
 template <typename T>
 struct Sample {
@@ -141,35 +192,46 @@ struct Sample {
   const int64_t* signal_strides;
 };
 
+template <typename T>
+void pack_signal(const Layer& layer, const DirectPlan<T>& plan, const Sample<T>& sample, T* scratch, T* packed) {
+  const Grid grid(layer.places, sample.signal_strides + 2, nullptr);
+  Runs runs;
+  for (int64_t block = 0; block < plan.blocks; ++block) {
+    grid.runs(block * kDepth, minimum(kDepth, plan.positions - block * kDepth), &runs);
+    pack_places(sample.signal, sample.signal_strides[1], plan.d, runs, sample.signal_end, scratch,
+                packed + block * plan.block_size);
+  }
+}
+
+// The patches of some channels at the places of the runs, and zeros for what the product reads beyond them.
+template <typename T>
+void pack_tile(const Layer& layer, const DirectPlan<T>& plan, const Sample<T>& sample, const Runs& runs,
+               int64_t channel, int64_t channels, T* patches) {
+  const int64_t columns = channels * plan.taps, depth = runs.total, length = round_up(depth, Simd<T>::kLanes);
+  pack_patches(layer, sample.inputs, sample.input_strides, runs, sample.inputs_end, channel, channel + channels,
+               patches, plan.depth_ld);
+  if (few_rows<T>(plan.d))
+    for (int64_t c = 0; c < columns; ++c)
+      for (int64_t k = depth; k < length; ++k) patches[c * plan.depth_ld + k] = 0;
+  for (int64_t c = columns; c < round_up(columns, kColumnPad); ++c)
+    for (int64_t k = 0; k < length; ++k) patches[c * plan.depth_ld + k] = 0;
+}
+
 // use(channel, channels) with the tiles of M of the channels from `first` to `last`, by products of packed patches.
 template <typename T, typename Use>
 PYFLATNESS_INLINE void patch_products(const Layer& layer, const DirectPlan<T>& plan, const Sample<T>& sample,
                                       int64_t first, int64_t last, T* tile, T* buffers, const Use& use) {
   T* packed = buffers;
   T* patches = packed + plan.signal_size;
-  T* scratch = patches + plan.tile_columns * plan.depth_ld;
-  const Grid signal_grid(layer.places, sample.signal_strides + 2, nullptr);
-  const Grid input_grid(layer.places, sample.input_strides + 2, layer.stride);
+  pack_signal(layer, plan, sample, patches + plan.tile_columns * plan.depth_ld, packed);
+  const Grid grid(layer.places, sample.input_strides + 2, layer.stride);
   Runs runs;
-  for (int64_t block = 0; block < plan.blocks; ++block) {
-    signal_grid.runs(block * kDepth, minimum(kDepth, plan.positions - block * kDepth), &runs);
-    pack_places(sample.signal, sample.signal_strides[1], plan.d, runs, sample.signal_end, scratch,
-                packed + block * plan.block_size);
-  }
   for (int64_t channel = first; channel < last; channel += plan.tile_channels) {
     const int64_t channels = minimum(plan.tile_channels, last - channel), columns = channels * plan.taps;
-    const int64_t padded = round_up(columns, kColumnPad);
     for (int64_t block = 0; block < plan.blocks; ++block) {
       const int64_t depth = minimum(kDepth, plan.positions - block * kDepth);
-      if (block == 0 || plan.blocks > 1) input_grid.runs(block * kDepth, depth, &runs);
-      pack_patches(layer, sample.inputs, sample.input_strides, runs, sample.inputs_end, channel, channel + channels,
-                   patches, plan.depth_ld);
-      const int64_t length = round_up(depth, Simd<T>::kLanes);
-      if (few_rows<T>(plan.d))
-        for (int64_t c = 0; c < columns; ++c)
-          for (int64_t k = depth; k < length; ++k) patches[c * plan.depth_ld + k] = 0;
-      for (int64_t c = columns; c < padded; ++c)
-        for (int64_t k = 0; k < length; ++k) patches[c * plan.depth_ld + k] = 0;
+      if (block == 0 || plan.blocks > 1) grid.runs(block * kDepth, depth, &runs);
+      pack_tile(layer, plan, sample, runs, channel, channels, patches);
       const T* block_signal = packed + block * plan.block_size;
       if (block == 0)
         make_tile<false>(block_signal, plan.d, depth, patches, plan.depth_ld, columns, tile, plan.rows_ld);
@@ -229,6 +291,31 @@ void direct_share(const Layer& layer, const DirectPlan<T>& plan, const Sample<T>
     patch_products(layer, plan, sample, first, last, tile, buffers, use);
 }
 
+// Of some samples, one group, the channels from `first` to `last`, for a fused plan: a tile of the weight, which is as
+// large as M, is read once for all of them.
+template <typename T>
+void fused_share(const Layer& layer, const DirectPlan<T>& plan, const Sample<T>* samples, int64_t count,
+                 const T* weight, int64_t first, int64_t last, double* const* totals, double* const* by_column,
+                 double* const* by_row, T* own) {  // [count]
+  T* sums = own;
+  T* packed = sums + plan.tile_columns * Simd<T>::kLanes;
+  T* patches = packed + kTogether * plan.signal_size;
+  for (int64_t i = 0; i < count; ++i)
+    pack_signal(layer, plan, samples[i], patches + plan.tile_columns * plan.depth_ld, packed + i * plan.signal_size);
+  const Grid grid(layer.places, samples[0].input_strides + 2, layer.stride);
+  Runs runs;
+  grid.runs(0, plan.positions, &runs);
+  for (int64_t channel = first; channel < last; channel += plan.tile_channels) {
+    const int64_t channels = minimum(plan.tile_channels, last - channel);
+    for (int64_t i = 0; i < count; ++i) {
+      pack_tile(layer, plan, samples[i], runs, channel, channels, patches);
+      reduce_products(packed + i * plan.signal_size, plan.d, plan.positions, patches, plan.depth_ld,
+                      weight + channel * plan.taps * plan.weight_ld, plan.weight_ld, plan.weight_panel, channels,
+                      plan.taps, sums, totals[i], by_column[i] + channel, by_row[i]);
+    }
+  }
+}
+
 template <typename T>
 void direct(const Layer& layer, DirectForm form, const Strided<T>& inputs, const Strided<T>& signal, const T* root,
             int64_t roots, const T* weight, int64_t splits, double* totals, double* by_column, double* by_row,
@@ -238,7 +325,8 @@ void direct(const Layer& layer, DirectForm form, const Strided<T>& inputs, const
   const int64_t root_strips = root ? 1 : 0, weight_strips = weight ? blocks_of(d, lanes) : 0;
   T* roots_packed = workspace;
   T* weights_turned = roots_packed + layer.groups * plan.root_size;
-  const int64_t items = layer.n * layer.groups * splits;
+  const int64_t together = plan.fused ? maximum(1, minimum(kTogether, layer.n / maximum(threads, 1))) : 1;
+  const int64_t items = blocks_of(layer.n, together) * layer.groups * splits;
 #pragma omp parallel num_threads(product_team(threads, layer.n* layer.groups, d * m * (plan.positions + roots)))
   {
 #pragma omp for schedule(dynamic)
@@ -247,30 +335,41 @@ void direct(const Layer& layer, DirectForm form, const Strided<T>& inputs, const
       if (strip < root_strips) {
         pack_rows(root + group * roots * d, d, roots, d, roots_packed + group * plan.root_size);
       } else {
-        const int64_t row = (strip - root_strips) * lanes;
-        transpose_rows(weight + (group * d + row) * m, m, minimum(lanes, d - row), m,
-                       weights_turned + group * plan.weight_size + row, plan.rows_ld);
+        const int64_t row = (strip - root_strips) * lanes, ld = plan.weight_ld;
+        T* turned = weights_turned + group * plan.weight_size + row / ld * plan.weight_panel + row % ld;
+        transpose_rows(weight + (group * d + row) * m, m, minimum(lanes, d - row), m, turned, ld);
+        for (int64_t c = m; c < m + kColumnPad; ++c)  // columns of the last step
+          for (int64_t r = 0; r < lanes; ++r) turned[c * ld + r] = 0;
       }
     }
     T* own = workspace + plan.shared + thread_index() * plan.own;
 #pragma omp for schedule(dynamic)
     for (int64_t item = 0; item < items; ++item) {
-      const int64_t share = item % splits, matrix = item / splits;
-      const int64_t group = matrix % layer.groups, sample = matrix / layer.groups;
-      double* item_totals = totals + item * 3;
-      for (int i = 0; i < 3; ++i) item_totals[i] = 0;
-      if (weight)
-        for (int64_t r = 0; r < d; ++r) by_row[item * d + r] = 0;
-      const Sample<T> place{inputs.data + sample * inputs.stride[0] + group * layer.channels * inputs.stride[1],
-                            inputs.data + inputs.count,
-                            inputs.stride,
-                            signal.data + sample * signal.stride[0] + group * d * signal.stride[1],
-                            signal.data + signal.count,
-                            signal.stride};
-      direct_share(layer, plan, place, root ? roots_packed + group * plan.root_size : nullptr, roots,
-                   weight ? weights_turned + group * plan.weight_size : nullptr, layer.channels * share / splits,
-                   layer.channels * (share + 1) / splits, item_totals,
-                   weight ? by_column + matrix * layer.channels : nullptr, weight ? by_row + item * d : nullptr, own);
+      const int64_t share = item % splits, group = item / splits % layer.groups,
+                    start = item / splits / layer.groups * together, count = minimum(together, layer.n - start);
+      const int64_t first = layer.channels * share / splits, last = layer.channels * (share + 1) / splits;
+      Sample<T> samples[kTogether];
+      double *own_totals[kTogether], *own_columns[kTogether], *own_rows[kTogether];
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t matrix = (start + i) * layer.groups + group, place = matrix * splits + share;
+        samples[i] = {inputs.data + (start + i) * inputs.stride[0] + group * layer.channels * inputs.stride[1],
+                      inputs.data + inputs.count,
+                      inputs.stride,
+                      signal.data + (start + i) * signal.stride[0] + group * d * signal.stride[1],
+                      signal.data + signal.count,
+                      signal.stride};
+        own_totals[i] = totals + place * 3;
+        own_columns[i] = weight ? by_column + matrix * layer.channels : nullptr;
+        own_rows[i] = weight ? by_row + place * d : nullptr;
+        for (int j = 0; j < 3; ++j) own_totals[i][j] = 0;
+        for (int64_t r = 0; r < (weight ? d : 0); ++r) own_rows[i][r] = 0;
+      }
+      const T* own_weight = weight ? weights_turned + group * plan.weight_size : nullptr;
+      if (plan.fused)
+        fused_share(layer, plan, samples, count, own_weight, first, last, own_totals, own_columns, own_rows, own);
+      else
+        direct_share(layer, plan, samples[0], root ? roots_packed + group * plan.root_size : nullptr, roots, own_weight,
+                     first, last, own_totals[0], own_columns[0], own_rows[0], own);
     }
   }
 }

@@ -19,9 +19,10 @@ There is no such form of w ∘ M: M is made for it, but for one position, where 
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -89,14 +90,10 @@ class WeightGradients:
         products = self._products(inputs, signals)
 
         def share(signal: Signals, sign: Tensor | float | None = None) -> Share:
-            found = products(signal)
-            values = torch.stack([_value(found, name) for name in self._quantities])
-            parts = {name: getattr(found, name).square() for name in NEURONS if name in self._quantities}
-            if sign is not None:
-                values, parts = values * sign, {name: (part.mT * sign).mT for name, part in parts.items()}
+            found = _share(products(signal), self._quantities, sign)
             if "diagonal" in self._quantities:
-                parts["diagonal"] = self.diagonal(inputs, signal, sign)
-            return Share(values, parts)
+                found.parts["diagonal"] = self.diagonal(inputs, signal, sign)
+            return found
 
         return share
 
@@ -290,37 +287,64 @@ class OnePosition:
         return (vectors.transpose(0, 1) @ weight.mT).transpose(0, 1)
 
 
-class DenseGradients:
-    """The same for a convolution as one dense matrix W (all outputs × all inputs): M = Σ_calls vec(δ) vec(x)ᵀ.
+class DenseLayer(Protocol):
+    """A convolution as one dense matrix W (d, m), all outputs × all inputs, by what it does."""
 
-    |Wᵀ M|² = Σ ⟨x_a, x_b⟩ ⟨γ_a, γ_b⟩ with γ = Wᵀ δ, the signal carried back through this layer alone.
+    d: int
+    m: int
+
+    def carried(self, delta: Tensor) -> Tensor:
+        """Wᵀ δ of δ (n, …), of the shape of the unpadded inputs."""
+
+    def applied(self, inputs: Tensor, power: int) -> Tensor:
+        """W x of unpadded inputs (n, …), of the shape of the outputs; for power 2 of W ∘ W."""
+
+
+class DenseGradients:
+    """The same for a convolution as one dense matrix W: M = Σ_q vec(δ_q) vec(x_q)ᵀ over its calls q, never made.
+
+    |Wᵀ M|² = Σ ⟨x_q, x_q'⟩ ⟨γ_q, γ_q'⟩ with γ = Wᵀ δ, the signal carried back through this layer alone. Sums over W ∘ M
+    by row Σ_q δ_q ∘ W x_q, by column Σ_q x_q ∘ γ_q; |W ∘ M|² = Σ_qq' ⟨δ_q ∘ δ_q', (W ∘ W)(x_q ∘ x_q')⟩.
 
     Args:
-        carry: δ (n, …) -> γ, of the shape of the unpadded inputs.
+        layer: the convolution.
         backend: a module from :func:`.backends.choose`.
-        quantities: ``squares``, ``rooted``.
+        quantities: of :data:`QUANTITIES`, but ``diagonal``.
     """
 
-    def __init__(self, carry: Callable[[Tensor], Tensor], backend: ModuleType, quantities: Sequence[str]) -> None:
-        self._carry, self._backend, self._quantities = carry, backend, quantities
+    def __init__(self, layer: DenseLayer, backend: ModuleType, quantities: Sequence[str]) -> None:
+        self._layer, self._backend, self._quantities = layer, backend, quantities
 
     def of(self, inputs: Signals, signals: int) -> Contraction:
         """For unpadded inputs (n, …) of each call: signals (n, …) of each call."""
         columns = _flat(inputs)
         gram = (columns @ columns.transpose(1, 2)).unsqueeze(1)
+        wants, layer = set(self._quantities).intersection, self._layer
+        outputs = _flat([layer.applied(x, 1) for x in inputs]) if wants({"by_row"}) else None
+        pairs = [*itertools.combinations_with_replacement(range(len(inputs)), 2)] if wants({"weighted"}) else []
+        spreads = [layer.applied(promoted(inputs[a] * inputs[b]), 2).flatten(1) * (1 + (a != b)) for a, b in pairs]
 
         def share(signal: Signals, sign: Tensor | float | None = None) -> Share:
-            rows = {"squares": signal, "rooted": []}
-            if "rooted" in self._quantities:
-                rows["rooted"] = [self._carry(delta) for delta in signal]
-            values = [self._backend.gram(_flat(rows[name]).unsqueeze(1), gram) for name in self._quantities]
-            return Share(torch.stack(values) if sign is None else torch.stack(values) * sign, {})
+            rows, dots = _flat(signal), self._backend.row_dots
+            carried = _flat([layer.carried(delta) for delta in signal]) if wants({"rooted", "by_column"}) else None
+            weighted = [dots(rows[:, a] * rows[:, b], spread) for (a, b), spread in zip(pairs, spreads, strict=True)]
+            found = reference.Products(
+                self._backend.gram(rows.unsqueeze(1), gram) if wants({"squares"}) else None,
+                self._backend.gram(carried.unsqueeze(1), gram) if carried is not None and wants({"rooted"}) else None,
+                sum(weighted[1:], start=weighted[0]) if weighted else None,
+                None if carried is None else (columns * carried).sum(dim=1).double(),
+                None if outputs is None else (rows * outputs).sum(dim=1).double(),
+            )
+            return _share(found, self._quantities, sign)
 
         return share
 
     def nothing(self, samples: int) -> Share:
         """Of no signal at all."""
-        return Share(torch.zeros(len(self._quantities), samples, dtype=torch.float64), {})
+        zeros = functools.partial(torch.zeros, dtype=torch.float64)
+        neurons = {"by_column": self._layer.m, "by_row": self._layer.d}
+        parts = {name: zeros(samples, neurons[name]) for name in NEURONS if name in self._quantities}
+        return Share(zeros(len(self._quantities), samples), parts)
 
     def traces(self, inputs: Signals, signal: Signals, coefficients: Tensor) -> Tensor:
         """Σ_i coefficient_i M_i M_iᵀ, (1, d, d) float64 for d the number of outputs of a sample."""
@@ -344,6 +368,15 @@ def root(weight: Tensor) -> Tensor:
         factor = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
     found: Tensor = factor.mT.to(weight.dtype)
     return found
+
+
+def _share(products: reference.Products, quantities: Sequence[str], sign: Tensor | float | None) -> Share:
+    """The values, and the summands of neurons, of a signal of this sign."""
+    values = torch.stack([_value(products, name) for name in quantities])
+    parts = {name: getattr(products, name).square() for name in NEURONS if name in quantities}
+    if sign is not None:
+        values, parts = values * sign, {name: (part.mT * sign).mT for name, part in parts.items()}
+    return Share(values, parts)
 
 
 def _value(products: reference.Products, quantity: str) -> Tensor:

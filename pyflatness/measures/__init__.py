@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..errors import InputError
 from . import at_head, bounds, representation
-from .adaptive_sharpness import ADAPTIVE_SHARPNESS, ADAPTIVE_SHARPNESS_NETWORK
+from .adaptive_sharpness import ADAPTIVE_SHARPNESS
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC
 from .base import Measure, Task
 from .fisher_rao import FISHER_RAO
@@ -40,7 +40,6 @@ MEASURES = (
     SHARPNESS,
     INTERPOLATION_SHARPNESS,
     ADAPTIVE_SHARPNESS,
-    ADAPTIVE_SHARPNESS_NETWORK,
     NEURON_FLATNESS,
     NEURON_FLATNESS_MAX,
     NEURON_FLATNESS_ROWS,
@@ -59,13 +58,13 @@ MEASURES = (
 
 
 def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
-    """Measures by their names; ``"all"``: every one; None: relative flatness and trace, which one sweep gives.
+    """Measures by their names; ``"all"``: every one; None: those of one sweep.
 
     Raises:
         InputError: a name that is not in the table.
     """
     if names is None:
-        return (RELATIVE_FLATNESS, TRACE)
+        return tuple(row for row in MEASURES if _of_one_sweep(row))
     if names == "all":
         return MEASURES
     table = {measure.name: measure for measure in MEASURES}
@@ -74,6 +73,17 @@ def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
         if name not in table:
             raise InputError(f"measures: {name!r} does not exist; choose among {', '.join(table)}, or 'all'")
     return tuple(table[name] for name in wanted)
+
+
+def _of_one_sweep(row: Measure) -> bool:
+    """Whether relative flatness' own sweep gives it, at about the price of that; or the weights alone do.
+
+    Not normalised sharpness, for which weight gradients are written out, and which most networks behind curved layers
+    do not have.
+    """
+    if row.base is not None:
+        return any(_of_one_sweep(other) for other in MEASURES if other.name == row.base)
+    return row.reads == 0 or (row.quantity is not None and row.normalize is None and row.of_parts is None)
 
 
 def with_bases(measures: Sequence[Measure]) -> tuple[Measure, ...]:

@@ -29,6 +29,7 @@ class Measure:
         normalize: the option of :func:`pyflatness.relative_flatness` that gives it.
         of_parts: of a quantity with parts that are not to be summed: layer, weight (G, d, m) and the parts -> the
             layer's value, and a note if that is not the definition's to rounding.
+        of_network: of a quantity whose network value is not the sum of its layers': that, from a sweep of its own.
         compute: its values, if it is not one of the sweep's.
         of_jacobians: its values from those of :func:`pyflatness.jacobians.measured`.
         needs: which quantities these must have that not all measures need.
@@ -47,6 +48,7 @@ class Measure:
     quantity: str | None = None
     normalize: str | None = None
     of_parts: Callable[[str, Tensor, Tensor], tuple[float, str]] | None = None
+    of_network: Callable[[Task], Estimate] | None = None
     compute: Callable[[Task], Values] | None = None
     of_jacobians: Callable[[Samples], Values] | None = None
     needs: tuple[str, ...] = ()

@@ -10,11 +10,12 @@ C24: "From Loss Flatness to Compressed Representations".
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import layers
 from ..errors import InputError
@@ -24,8 +25,8 @@ from .scaled import check_own_weights
 from .trace import TRACE
 
 
-def summed(norm: Callable[[Tensor], Tensor], model: nn.Module, options: Options, values: Values) -> Values:
-    """Σ_l norm(W_l) √trace_l for the network; norm of (G, d, m).
+def summed(norm: Callable[[nn.Module], float], model: nn.Module, options: Options, values: Values) -> Values:
+    """Σ_l norm(W_l) √trace_l for the network; norm of a layer.
 
     The standard error is that of the roots to first order, and a bound: layers share the draws.
 
@@ -43,7 +44,7 @@ def summed(norm: Callable[[Tensor], Tensor], model: nn.Module, options: Options,
                 f"layer {name!r}: the trace of its Hessian is {trace.value:.3g}, of which there is no root; the "
                 "matrix-normalised sharpness of these layers does not exist"
             )
-        size = float(norm(layers.matrix(module)[0].double().unflatten(0, (layers.groups(module), -1))))
+        size = norm(module)
         value += size * trace.value**0.5
         if trace.stderr is not None:
             errors.append(size * trace.stderr / (2 * trace.value**0.5) if trace.value else float("inf"))
@@ -51,15 +52,15 @@ def summed(norm: Callable[[Tensor], Tensor], model: nn.Module, options: Options,
     return {"": replace(values[""], value=value, stderr=sum(errors) if errors else None, exact=exact, per_sample=None)}
 
 
-def _spectral(weight: Tensor) -> Tensor:
+def _spectral(module: nn.Module) -> float:
     """From the smaller Gram matrix, whose largest eigenvalue is as accurate; twelve times as fast as an SVD."""
+    weight = layers.matrix(module)[0].double().unflatten(0, (layers.groups(module), -1))
     gram = weight @ weight.mT if weight.shape[1] <= weight.shape[2] else weight.mT @ weight
-    squared: Tensor = torch.linalg.eigvalsh(gram).max()
-    return squared.clamp_min(0).sqrt()
+    return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram).max())))
 
 
-def _frobenius(weight: Tensor) -> Tensor:
-    return weight.square().sum().sqrt()
+def _frobenius(module: nn.Module) -> float:
+    return math.sqrt(layers.squared_norm(module))
 
 
 _SOURCE = "From Loss Flatness to Compressed Representations, Eq. 35"

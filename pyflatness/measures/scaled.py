@@ -7,6 +7,7 @@ Each is the unscaled measure's value times a number that the weights alone give,
 the effective weight. Invariant to layer-wise rescalings of ReLU networks.
 """
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -41,8 +42,8 @@ def scaled(model: nn.Module, options: Options, values: Values) -> Values:
     return {**found, "": network}
 
 
-def largest_scaled(model: nn.Module, options: Options, values: Values) -> Values:
-    """The largest of the layers' scaled values, for the network.
+def largest_scaled(measure: str, model: nn.Module, options: Options, values: Values) -> Values:
+    """The largest of the layers' scaled values, for the network, and which that is in the name of the measure.
 
     Raises:
         NotYetError: see :func:`scaled`.
@@ -53,7 +54,7 @@ def largest_scaled(model: nn.Module, options: Options, values: Values) -> Values
     )  # that of a NaN, if there is one
     name, largest = [*found.items()][place]
     exact = all(estimate.exact for estimate in found.values())
-    return {"": replace(largest, exact=exact, layer="", notes=(f"that of layer {name!r}",))}
+    return {"": replace(largest, exact=exact, layer="", notes=(f"{measure}: that of layer {name!r}",))}
 
 
 def _by_layer(model: nn.Module, options: Options, values: Values) -> Values:
@@ -61,7 +62,7 @@ def _by_layer(model: nn.Module, options: Options, values: Values) -> Values:
     for name in [name for name in values if name] or [""]:  # a model that is a layer itself has no other name
         module, estimate = model.get_submodule(name), values[name]
         check_own_weights(name, module, options)
-        norm = float(layers.matrix(module)[0].double().square().sum())
+        norm = layers.squared_norm(module)
         found[name] = replace(
             estimate,
             value=norm * estimate.value,
@@ -100,7 +101,7 @@ LARGEST_SCALED_LAMBDA_MAX = Measure(
     formula="κ^max = max_l |w_l|² λ_max(∂²E/∂w_l²)",
     source="Petzka et al. 2019, Table 1",
     base=LAMBDA_MAX.name,
-    derive=largest_scaled,
+    derive=functools.partial(largest_scaled, "largest_scaled_lambda_max"),
     granularity="network",
     invariant="layer-wise",
     cost="that of lambda_max, shared",
@@ -120,7 +121,7 @@ LARGEST_SCALED_TRACE = Measure(
     formula="κ_τ^max = max_l |w_l|² Tr(∂²E/∂w_l²)",
     source="Petzka et al. 2019, Table 1",
     base=TRACE.name,
-    derive=largest_scaled,
+    derive=functools.partial(largest_scaled, "largest_scaled_trace"),
     granularity="network",
     invariant="layer-wise",
     cost="that of trace, shared",

@@ -2,8 +2,9 @@
 
     ‖w‖² = Σ_sj w_sj²        of a layer's effective weight, whatever a parametrisation makes it of
 
-A network's value is the sum over the weights of its chosen layers, a weight that two layers share counted once; whether
-a layer runs is not looked at, since no data is. Not invariant to rescalings.
+A network's value is the sum over the weights of its chosen layers, a weight that two layers share counted once. No data
+is read for it: asked for beside measures of a sweep it is of the layers that ran, by itself of all that were chosen.
+Not invariant to rescalings.
 """
 
 from .. import layers
@@ -15,8 +16,7 @@ def _values(task: Task) -> Values:
     found, norms = {}, {}
     for name, module in task.selection.modules.items():
         layers.check_measurable(name, module)
-        weight = layers.matrix(module)[0]
-        norm = float(weight.double().square().sum())
+        norm = layers.squared_norm(module)
         shared = module._parameters.get("weight")
         norms[id(module if shared is None else shared)] = norm
         found[name] = _estimate(norm, name)
