@@ -10,13 +10,14 @@ Layers in whose weight the model is not linear take Hessian products instead, ea
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from . import adaptive, contractions, curvature, groups, hessian, layers, normalize, signals
+from .contracted import Contracted
 from .contractions.layer import NEURONS, Share
 from .errors import InputError
 from .hessian import BlockTraces
@@ -136,31 +137,20 @@ class Sweep:
         if not found:
             return
         self.exact_passes = max(self.exact_passes, sent.passes)
-        contracted = self._contracted(run, found, sent.passes if signs is None else len(signs.draws))
+        contracted = self._contracted(
+            run, found, sent.passes if signs is None else len(signs.draws), stack=signs is None
+        )
         for name in found if sent.passes == 0 else ():
             _add(parts, name, self._forms[name].gradients(run).nothing(run.samples))
         for draw, signal, sign in _sent(run, sent, signs):
-            for name, share in contracted(signal, sign):
+            for name, share in contracted.of(signal, sign):
                 found[name][draw] += share.values
                 _add(parts, name, share)
+        for name, share in contracted.rest():
+            found[name][0] += share.values
 
-    def _contracted(self, run: Run, names: Iterable[str], passes: int) -> Callable[..., Iterator[tuple[str, Share]]]:
-        """(Signal, its sign) -> the share of each of the layers; about so many signals will come."""
-        contract = {}
-        with contractions.full_precision(run.outputs):
-            for name in names:
-                form = self._forms[name]
-                contract[name] = form.gradients(run).of(form.inputs(run), passes)
-
-        def shares(signal: Tensor, sign: Tensor | float | None = None) -> Iterator[tuple[str, Share]]:
-            with contractions.full_precision(run.outputs):
-                gradients = run.tape.gradients(run.outputs, signal, contract)
-            for name in contract:
-                with contractions.full_precision(run.outputs):
-                    share = contract[name](self._forms[name].signal(run, gradients.pop(name)), sign)
-                yield name, share
-
-        return shares
+    def _contracted(self, run: Run, names: Iterable[str], signals: int, *, stack: bool = False) -> Contracted:
+        return Contracted(run, {name: self._forms[name] for name in names}, signals, stack=stack)
 
     def _begun(self, run: Run, tolerance: groups.Tolerance) -> tuple[adaptive.Part, dict[str, Tensor]]:
         """A part's sends planned, and the rounds for all samples sent; fingerprints of the layers' rows."""
@@ -172,7 +162,7 @@ class Sweep:
         contracted = self._contracted(run, names, rounds)
         for number in range(rounds):
             chosen, signal = part.of_round(number)
-            values = self._stacked(contracted(signal), part.sums)
+            values = self._stacked(contracted.of(signal), part.sums)
             silent = part.silent(chosen)
             for name, heard in zip(self._runner.selected, values.nan_to_num(0.0).any(dim=1), strict=True):
                 if bool((heard & silent).any()):
@@ -190,7 +180,7 @@ class Sweep:
             names = self._linear(run)
             for name in names:
                 _check_order(name, prints[name][places[which]], self._forms[name].fingerprints(run), run.outputs.dtype)
-            values = self._contracted(run, names, 1)(part.packed(left[which]))
+            values = self._contracted(run, names, 1).of(part.packed(left[which]))
             return self._stacked(values, part.sums.new_empty(*part.sums.shape[:2], run.samples))
 
         done = 0

@@ -97,6 +97,12 @@ class WeightGradients:
 
         return share
 
+    def stacks(self, inputs: Signals) -> bool:
+        """Whether signals may come several at a time, one behind the other in dimension 0: see :class:`Stacked`."""
+        single = len(inputs) == 1 and self._shape[0] == 1 and self._geometry.places(inputs[0].shape[2:]) == (1, 1, 1)
+        sums = set(self._quantities) <= {"squares", "rooted"}
+        return single and sums and (self._route or self.cheaper(inputs[0], 1)) == "gram"
+
     def nothing(self, samples: int) -> Share:
         """Of no signal at all, such as a loss over a single class has."""
         groups, d, m = self._shape
@@ -238,7 +244,8 @@ class WeightGradients:
         if rows.shape[1:3] != (1, 1):
             return cast(Tensor, self._backend.gram(rows, gram))
         flat = rows.flatten(1)
-        return cast(Tensor, self._backend.row_dots(flat, flat)) * gram.flatten()
+        squares = cast(Tensor, self._backend.row_dots(flat, flat))
+        return (squares.view(-1, len(gram)) * gram.flatten()).flatten()  # of signals that share the inputs
 
     def _summed(self, inputs: Signals, signal: Signals) -> reference.Products:
         gradients = self._gradients(inputs, signal)
@@ -251,6 +258,38 @@ class WeightGradients:
             for x, delta in zip(inputs, signal, strict=True)
         )
         return sum(others, start=first)
+
+
+class Stacked:
+    """A contraction of several signals at a time, for layers where one is too little work to be worth the calls.
+
+    Args:
+        contract: of a layer that :meth:`WeightGradients.stacks`.
+        memory: bytes of signals that may be held back.
+    """
+
+    def __init__(self, contract: Contraction, memory: int = 2**22) -> None:
+        self._contract, self._memory = contract, memory
+        self._held: list[tuple[Tensor, Tensor | float | None]] = []
+
+    def __call__(self, signal: Signals, sign: Tensor | float | None = None) -> Share | None:
+        """The share of the signals held back and this one; None if this one is held back too."""
+        (delta,) = signal
+        self._held.append((delta, sign))
+        return self.rest() if len(self._held) * delta.numel() * delta.element_size() >= self._memory else None
+
+    def rest(self) -> Share | None:
+        """That of the signals held back; None if there are none."""
+        if not self._held:
+            return None
+        deltas, signs = zip(*self._held, strict=True)
+        self._held.clear()
+        n, sign = len(deltas[0]), None
+        if any(one is not None for one in signs):
+            each = deltas[0].new_ones(n, dtype=torch.float64)
+            sign = torch.cat([each if one is None else each * one for one in signs])
+        share = self._contract([torch.cat(deltas)], sign)
+        return Share(share.values.unflatten(1, (-1, n)).sum(dim=1), share.parts)
 
 
 class OnePosition:
