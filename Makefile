@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: setup demo test lint kernels-check bench clean
+.PHONY: setup demo test test-gpu lint kernels-check bench bench-gpu clean
 
 setup: $(READY)
 
@@ -26,7 +26,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.* csrc/*/*.* tests/*.cpp)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.* csrc/*/*.* tests/*.cpp tests/*/*.h)
 
 # The kernels without Python: run under the sanitizers, and no symbol that two instruction sets could share.
 kernels-check: setup
@@ -40,6 +40,15 @@ kernels-check: setup
 bench: setup
 	$(BIN)/python benchmarks/head.py
 	$(BIN)/python benchmarks/layers.py
+
+# On a machine with a GPU, with PYTHON a Python whose torch has CUDA: builds the kernels for it, runs their tests, then
+# the same under compute-sanitizer's memcheck and racecheck.
+test-gpu:
+	$(PYTHON) tests/gpu.py
+
+# The benchmark of the same machine: floors, composed torch, kernels.
+bench-gpu:
+	$(PYTHON) benchmarks/gpu.py
 
 clean:
 	rm -rf $(VENV) build demo

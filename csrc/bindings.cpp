@@ -7,17 +7,13 @@
 #include <array>
 #include <stdexcept>
 #include <string>
-#include <tuple>
-#include <utility>
 
-#include "kernels.h"
+#include "checks.h"
 
 namespace py = pybind11;
-using pyflatness::Kernels;
+using namespace pyflatness;
 
 namespace {
-
-using Array = std::pair<uintptr_t, int64_t>;
 
 const Kernels* selected = [] {
   const Kernels* const* list;
@@ -27,7 +23,7 @@ const Kernels* selected = [] {
 
 py::list instruction_sets() {
   const Kernels* const* list;
-  const int count = pyflatness::available(&list);
+  const int count = available(&list);
   py::list names;
   for (int i = 0; i < count; ++i) names.append(list[i]->name);
   return names;
@@ -35,7 +31,7 @@ py::list instruction_sets() {
 
 void select_instruction_set(const std::string& name) {
   const Kernels* const* list;
-  const int count = pyflatness::available(&list);
+  const int count = available(&list);
   std::string names;
   for (int i = 0; i < count; ++i) {
     if (name == list[i]->name) {
@@ -49,52 +45,22 @@ void select_instruction_set(const std::string& name) {
 }
 
 const std::array<const char*, 4> kDirectForms = {"automatic", "patches", "tiles2", "tiles4"};
-pyflatness::DirectForm direct_form = pyflatness::DirectForm::automatic;
+DirectForm direct_form = DirectForm::automatic;
 
 void select_direct_form(const std::string& name) {
   for (size_t i = 0; i < kDirectForms.size(); ++i)
     if (name == kDirectForms[i]) {
-      direct_form = static_cast<pyflatness::DirectForm>(i);
+      direct_form = static_cast<DirectForm>(i);
       return;
     }
   throw std::invalid_argument("direct has no form '" + name + "'; it has: automatic, patches, tiles2, tiles4");
-}
-
-int64_t product(int64_t a, int64_t b) {
-  int64_t result;
-  if (a < 0 || b < 0 || __builtin_mul_overflow(a, b, &result))
-    throw std::invalid_argument("sizes " + std::to_string(a) + " x " + std::to_string(b) +
-                                " are not those of an array");
-  return result;
-}
-
-int64_t product(std::initializer_list<int64_t> sizes) {
-  int64_t total = 1;
-  for (int64_t size : sizes) total = product(total, size);
-  return total;
-}
-
-// The elements of n rows of m, `stride` apart.
-int64_t strided(int64_t n, int64_t m, int64_t stride) {
-  if (stride < m)
-    throw std::invalid_argument("row stride " + std::to_string(stride) + " < row length " + std::to_string(m));
-  return n == 0 || m == 0 ? 0 : product(n - 1, stride) + m;
-}
-
-template <typename T>
-T* pointer(const char* name, Array array, int64_t needed) {
-  if (array.second != needed)
-    throw std::invalid_argument(std::string("`") + name + "` has " + std::to_string(array.second) +
-                                " elements, its sizes ask for " + std::to_string(needed));
-  if (array.first == 0 && needed > 0) throw std::invalid_argument(std::string("`") + name + "` is a null pointer");
-  return reinterpret_cast<T*>(array.first);
 }
 
 template <typename T>
 void pair_distances(Array weight, int64_t d, int64_t m, Array out, int threads) {
   const T* w = pointer<const T>("weight", weight, product(d, m));
   T* o = pointer<T>("out", out, product(d, d));
-  const auto& kernels = pyflatness::of<T>(selected->head);  // while the GIL is held
+  const auto& kernels = of<T>(selected->head);  // while the GIL is held
   py::gil_scoped_release release;
   kernels.pair_distances(w, d, m, o, threads);
 }
@@ -102,15 +68,15 @@ void pair_distances(Array weight, int64_t d, int64_t m, Array out, int threads) 
 template <typename T>
 void softmax_variance(Array features, int64_t stride, Array weight, Array bias, Array distances, int64_t n, int64_t m,
                       int64_t d, Array out, int threads) {
-  if (d < 1 || d > pyflatness::kMaxFusedOutputs)
-    throw std::invalid_argument("softmax_variance: takes 1 to " + std::to_string(pyflatness::kMaxFusedOutputs) +
-                                " outputs, got " + std::to_string(d));
+  if (d < 1 || d > kMaxFusedOutputs)
+    throw std::invalid_argument("softmax_variance: takes 1 to " + std::to_string(kMaxFusedOutputs) + " outputs, got " +
+                                std::to_string(d));
   const T* x = pointer<const T>("features", features, strided(n, m, stride));
   const T* w = pointer<const T>("weight", weight, product(d, m));
   const T* b = pointer<const T>("bias", bias, d);
   const T* g = pointer<const T>("distances", distances, product(d, d));
   double* o = pointer<double>("out", out, n);
-  const auto& kernels = pyflatness::of<T>(selected->head);  // while the GIL is held
+  const auto& kernels = of<T>(selected->head);  // while the GIL is held
   py::gil_scoped_release release;
   kernels.softmax_variance(x, stride, w, b, g, n, m, d, o, threads);
 }
@@ -126,7 +92,7 @@ void exponentiate(Array logits, Array row_norms, T top_value, int64_t n, int64_t
   double* r = pointer<double>("rest", rest, n);
   double* mo = pointer<double>("moment", moment, weighted ? n : 0);
   int64_t* t = pointer<int64_t>("top", top, n);
-  const auto& kernels = pyflatness::of<T>(selected->head);  // while the GIL is held
+  const auto& kernels = of<T>(selected->head);  // while the GIL is held
   py::gil_scoped_release release;
   kernels.exponentiate(z, weighted ? norms : nullptr, top_value, n, d, largest, r, mo, t, threads);
 }
@@ -136,7 +102,7 @@ void row_dots(Array a, int64_t stride_a, Array b, int64_t stride_b, int64_t n, i
   const T* x = pointer<const T>("a", a, strided(n, k, stride_a));
   const T* y = pointer<const T>("b", b, strided(n, k, stride_b));
   double* o = pointer<double>("out", out, n);
-  const auto& kernels = pyflatness::of<T>(selected->head);  // while the GIL is held
+  const auto& kernels = of<T>(selected->head);  // while the GIL is held
   py::gil_scoped_release release;
   kernels.row_dots(x, stride_a, y, stride_b, n, k, o, threads);
 }
@@ -148,91 +114,23 @@ void sigmoid_curvature(Array logits, Array coefficients, Array row_norms, int64_
   const T* c = pointer<const T>("coefficients", coefficients, product(n, d));
   const T* w = pointer<const T>("row_norms", row_norms, d);
   double* o = pointer<double>("out", out, n);
-  const auto& kernels = pyflatness::of<T>(selected->head);  // while the GIL is held
+  const auto& kernels = of<T>(selected->head);  // while the GIL is held
   py::gil_scoped_release release;
   kernels.sigmoid_curvature(z, c, w, n, d, o, threads);
 }
 
-// (n, groups, channels and rows of a group), pixels of the padded input, places, kernel, stride, dilation.
-using Triple = std::array<int64_t, 3>;
-using LayerSizes = std::tuple<std::array<int64_t, 4>, Triple, Triple, Triple, Triple, Triple>;
-
-constexpr int64_t kMostWork = int64_t{1} << 53;  // multiply-adds of one call: within it no size of a buffer overflows
-
-pyflatness::Layer checked(const LayerSizes& sizes) {
-  const auto& [counts, size, places, kernel, stride, dilation] = sizes;
-  pyflatness::Layer layer{counts[0], counts[1], counts[2], counts[3], {}, {}, {}, {}, {}};
-  if (layer.n < 0 || layer.groups < 1 || layer.channels < 1 || layer.rows < 1)
-    throw std::invalid_argument("a layer of " + std::to_string(layer.groups) + " groups of " +
-                                std::to_string(layer.channels) + " channels and " + std::to_string(layer.rows) +
-                                " rows, " + std::to_string(layer.n) + " samples");
-  for (size_t i = 0; i < 3; ++i) {
-    if (kernel[i] < 1 || stride[i] < 1 || dilation[i] < 1 || size[i] < 1 || places[i] < 1 || size[i] > kMostWork ||
-        product(kernel[i] - 1, dilation[i]) >= size[i] ||
-        places[i] != (size[i] - 1 - (kernel[i] - 1) * dilation[i]) / stride[i] + 1)
-      throw std::invalid_argument("a kernel of " + std::to_string(kernel[i]) + " pixels, stride " +
-                                  std::to_string(stride[i]) + " and dilation " + std::to_string(dilation[i]) +
-                                  " does not have " + std::to_string(places[i]) + " places in " +
-                                  std::to_string(size[i]) + " pixels");
-    layer.size[i] = size[i], layer.places[i] = places[i], layer.kernel[i] = kernel[i];
-    layer.stride[i] = stride[i], layer.dilation[i] = dilation[i];
-  }
-  return layer;
-}
-
-void limit_work(std::initializer_list<int64_t> sizes) {
-  if (product(sizes) > kMostWork) throw std::invalid_argument("sizes of more than 2^53 multiply-adds");
-}
-
-void limit_direct(const pyflatness::Layer& layer, int64_t roots) {
-  limit_work({std::max<int64_t>(layer.n, 1), layer.groups, layer.rows, layer.channels, layer.kernel[0], layer.kernel[1],
-              layer.kernel[2], std::max(product({layer.places[0], layer.places[1], layer.places[2]}), roots)});
-}
-
-void limit_patch_gram(const pyflatness::Layer& layer) {
-  const int64_t places = product({layer.places[0], layer.places[1], layer.places[2]});
-  limit_work({layer.size[0], layer.size[1], layer.size[2]});
-  limit_work({std::max<int64_t>(layer.n, 1), layer.groups, layer.channels, layer.kernel[0], layer.kernel[1],
-              layer.kernel[2], places, places});
-}
-
-// An array of these sizes and strides, whose count is that of the elements from its first to its last.
-template <typename T>
-pyflatness::Strided<T> strided_array(const char* name, Array array, const std::array<int64_t, 5>& sizes,
-                                     const std::array<int64_t, 5>& strides) {
-  int64_t last = 0;
-  pyflatness::Strided<T> result{};
-  for (size_t i = 0; i < 5; ++i) {
-    if (__builtin_add_overflow(last, product(std::max<int64_t>(sizes[i] - 1, 0), strides[i]), &last))
-      throw std::invalid_argument(std::string("the strides of `") + name + "` are not those of an array");
-    result.stride[i] = strides[i];
-  }
-  const bool empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
-  result.count = empty ? 0 : last + 1;
-  result.data = pointer<const T>(name, array, result.count);
-  return result;
-}
-
-template <typename T>
-pyflatness::Strided<T> layer_inputs(const pyflatness::Layer& layer, Array inputs,
-                                    const std::array<int64_t, 5>& strides) {
-  return strided_array<T>("inputs", inputs,
-                          {layer.n, product(layer.groups, layer.channels), layer.size[0], layer.size[1], layer.size[2]},
-                          strides);
-}
-
 template <typename T>
 int64_t direct_workspace(const LayerSizes& sizes, int64_t roots, bool weighted, int threads) {
-  const pyflatness::Layer layer = checked(sizes);
+  const Layer layer = checked(sizes);
   limit_direct(layer, roots);
-  return pyflatness::of<T>(selected->layer).direct_workspace(layer, direct_form, roots, weighted, threads);
+  return of<T>(selected->layer).direct_workspace(layer, direct_form, roots, weighted, threads);
 }
 
 template <typename T>
 void direct(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>& input_strides, Array signal,
             const std::array<int64_t, 5>& signal_strides, Array root, int64_t roots, Array weight, int64_t splits,
             Array totals, Array by_column, Array by_row, Array workspace, int threads) {
-  const pyflatness::Layer layer = checked(sizes);
+  const Layer layer = checked(sizes);
   limit_direct(layer, roots);
   if (splits < 1) throw std::invalid_argument("direct: " + std::to_string(splits) + " splits");
   const bool rooted = root.second != 0, weighted = weight.second != 0;
@@ -245,7 +143,7 @@ void direct(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>&
   double* t = pointer<double>("totals", totals, product({n, groups, splits, 3}));
   double* c = pointer<double>("by_column", by_column, weighted ? product(n, channels) : 0);
   double* o = pointer<double>("by_row", by_row, weighted ? product({n, groups, splits, d}) : 0);
-  const auto& kernels = pyflatness::of<T>(selected->layer);  // while the GIL is held
+  const auto& kernels = of<T>(selected->layer);  // while the GIL is held
   const auto form = direct_form;
   T* b =
       pointer<T>("workspace", workspace, kernels.direct_workspace(layer, form, rooted ? roots : 0, weighted, threads));
@@ -255,19 +153,19 @@ void direct(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>&
 
 template <typename T>
 int64_t patch_gram_workspace(const LayerSizes& sizes, int threads) {
-  const pyflatness::Layer layer = checked(sizes);
+  const Layer layer = checked(sizes);
   limit_patch_gram(layer);
-  return pyflatness::of<T>(selected->gram).patch_gram_workspace(layer, threads);
+  return of<T>(selected->gram).patch_gram_workspace(layer, threads);
 }
 
 template <typename T>
 void patch_gram(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>& input_strides, Array out,
                 Array workspace, int threads) {
-  const pyflatness::Layer layer = checked(sizes);
+  const Layer layer = checked(sizes);
   limit_patch_gram(layer);
   const auto x = layer_inputs<T>(layer, inputs, input_strides);
   T* o = pointer<T>("out", out, product({layer.n, layer.groups, layer.positions(), layer.positions()}));
-  const auto& kernels = pyflatness::of<T>(selected->gram);  // while the GIL is held
+  const auto& kernels = of<T>(selected->gram);  // while the GIL is held
   T* b = pointer<T>("workspace", workspace, kernels.patch_gram_workspace(layer, threads));
   py::gil_scoped_release release;
   kernels.patch_gram(layer, x, o, b, threads);
@@ -276,7 +174,7 @@ void patch_gram(const LayerSizes& sizes, Array inputs, const std::array<int64_t,
 template <typename T>
 int64_t gram_workspace(int64_t positions, int64_t r, int threads) {
   limit_work({positions, positions, r});
-  return pyflatness::of<T>(selected->gram).gram_workspace(positions, r, threads);
+  return of<T>(selected->gram).gram_workspace(positions, r, threads);
 }
 
 template <typename T>
@@ -290,16 +188,16 @@ void gram(Array rows, const std::array<int64_t, 4>& strides, int64_t n, int64_t 
       strided_array<T>("rows", rows, {n, groups, positions, r, 1}, {strides[0], strides[1], strides[2], strides[3], 0});
   const T* g = pointer<const T>("patch_gram", patch_gram, product({n, groups, positions, positions}));
   double* o = pointer<double>("out", out, product(n, groups));
-  const auto& kernels = pyflatness::of<T>(selected->gram);  // while the GIL is held
+  const auto& kernels = of<T>(selected->gram);  // while the GIL is held
   T* b = pointer<T>("workspace", workspace, kernels.gram_workspace(positions, r, threads));
   py::gil_scoped_release release;
   kernels.gram(a, n, groups, positions, r, g, o, b, threads);
 }
 
 void small_eigenvalues(Array matrices, int64_t n, int64_t size, Array out, int threads) {
-  if (size < 1 || size > pyflatness::kMaxEigenSize)
-    throw std::invalid_argument("small_eigenvalues: takes matrices of 1 to " +
-                                std::to_string(pyflatness::kMaxEigenSize) + " rows, got " + std::to_string(size));
+  if (size < 1 || size > kMaxEigenSize)
+    throw std::invalid_argument("small_eigenvalues: takes matrices of 1 to " + std::to_string(kMaxEigenSize) +
+                                " rows, got " + std::to_string(size));
   const double* a = pointer<const double>("matrices", matrices, product({n, size, size}));
   double* o = pointer<double>("out", out, product(n, size));
   const auto& kernels = selected->eigen;  // while the GIL is held
@@ -326,8 +224,8 @@ void define(py::module_& module, const std::string& suffix) {
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "CPU kernels of pyflatness; see csrc/kernels.h for what each computes.";
-  module.attr("MAX_FUSED_OUTPUTS") = pyflatness::kMaxFusedOutputs;
-  module.attr("MAX_EIGEN_SIZE") = pyflatness::kMaxEigenSize;
+  module.attr("MAX_FUSED_OUTPUTS") = kMaxFusedOutputs;
+  module.attr("MAX_EIGEN_SIZE") = kMaxEigenSize;
   module.def("small_eigenvalues_f64", &small_eigenvalues);
   module.def("instruction_sets", &instruction_sets, "Those this build and processor have, widest first.");
   module.def("instruction_set", [] { return selected->name; }, "The one in use.");

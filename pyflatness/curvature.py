@@ -145,9 +145,16 @@ def has_fused_attention(outputs: Tensor) -> bool:
     return any("ScaledDotProduct" in node.name() for node in _users(outputs))
 
 
-def is_cut_off(gradient: Tensor) -> bool:
-    """Whether a function that can be differentiated once only is in a gradient: its derivative lacks a part."""
-    return not gradient.requires_grad or any(node.name() == "torch::autograd::Error" for node in _users(gradient))
+def check_complete(what: str, gradients: Sequence[Tensor]) -> None:
+    """Raise if the graph of gradients in one layer or parameter lacks a function behind it that is opaque.
+
+    Raises:
+        InputError: it does not depend on anything, or on what a function gave that can be differentiated once only.
+    """
+    turning = [gradient for gradient in gradients if gradient.requires_grad]
+    nodes = {node.name() for part in turning for node in (part.grad_fn, *_users(part)) if node}
+    if not turning or "torch::autograd::Error" in nodes:
+        raise InputError(f"{what}: the second derivative of a function behind it is missing")
 
 
 @torch.enable_grad()

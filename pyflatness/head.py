@@ -178,14 +178,11 @@ class Head:
         module = self._candidates[self.name]
         layers.check_dtype(f"layer {self.name!r}: input", call.inputs.dtype)
         layers.check_dtype(f"layer {self.name!r}: output", call.output.dtype)
-        if not isinstance(targets, Tensor):
-            raise InputError(f"targets of batch {number}: a tensor is wanted, got {type(targets).__name__}")
+        targets = losses.tensor_targets(targets, number)
         outputs, targets, dim, order = self._places(call, outputs, targets)
         features = layers.input_rows(module, call.inputs)
-        try:
-            terms = self._loss.terms(outputs, targets.detach(), dim)
-        except InputError as error:
-            raise type(error)(f"batch {number}: {error}") from None
+        with losses.of_batch(number):
+            terms = self._loss.terms(outputs, targets, dim)
         features = features if order.numel() == 0 else features[order.to(features.device)]
         told_apart = len(outputs) == samples and dim != 0
         return HeadBatch(features, terms, samples, len(features) // samples if told_apart else 0, number)

@@ -141,14 +141,15 @@ class BlockTraces:
             found = self._entries.exact(directions, self._run.samples)
         return Share(self._in_order(total, found.values), found.parts)
 
-    def matrix(self, kept: Tensor) -> Tensor:
-        """Σ_i T_i over the samples that are kept (n,), (G, d, d) float64.
+    def matrix(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ_i T_i over the samples that are kept (n,), (G, d, d); Tr T_i of every sample, (n,); float64.
 
         Raises:
             InputError: more than :data:`PRODUCTS` products.
         """
         groups, d, _ = self._weight.shape
         total = self._weight.new_zeros(groups * d, d, dtype=torch.float64)
+        traces = self._weight.new_zeros(len(kept), dtype=torch.float64)
         self._check_affordable()
         with self._directions() as directions:
             scale = kept.new_ones(len(kept), groups) if directions.scale is None else directions.scale
@@ -156,7 +157,8 @@ class BlockTraces:
                 k, group = torch.arange(len(place)), place // d
                 row = directions.turned(units)[k, :, group, column].double() * scale.t()[group].unsqueeze(2)
                 total.index_add_(0, place, row[:, kept].sum(dim=1))
-        return total.view(groups, d, d)
+                traces += row[k, :, place % d].sum(dim=0)
+        return total.view(groups, d, d), traces
 
     def sampled(self, signs: Signs, stream: int) -> Tensor:
         """(draws, quantities, n) float64, each with the exact value for its mean."""
@@ -273,17 +275,6 @@ class BlockTraces:
             yield Directions(columns, size, turned, units, turned)
         finally:
             handle.remove()
-
-
-def is_missing(run: Run, name: str, slope: Sequence[Tensor]) -> bool:
-    """Whether no second derivative gets from a layer's :func:`slopes` to its outputs at all."""
-    edges = [call.edge for call in run.calls(name)]
-    return all(
-        part is None
-        for tensor in slope
-        if tensor.requires_grad
-        for part in _derivatives(tensor, edges, torch.ones_like(tensor))
-    )
 
 
 def slopes(run: Run, loss: Loss, names: Iterable[str]) -> dict[str, list[Tensor]]:

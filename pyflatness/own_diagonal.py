@@ -66,8 +66,8 @@ class OwnDiagonal:
             found = torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True)
             slopes = {name: slope for name, slope in zip(names, found, strict=True) if slope is not None}
             for name in opaque:
-                if name in slopes and curvature.is_cut_off(slopes[name]):
-                    raise InputError(f"parameter {name!r}: the second derivative of a function behind it is missing")
+                if name in slopes:
+                    curvature.check_complete(f"parameter {name!r}", [slopes[name]])
             turning = {name: slope for name, slope in slopes.items() if slope.requires_grad}
             if signs is None:
                 for name, slope in turning.items():

@@ -154,7 +154,7 @@ class Products:
     def _hessian(self, run: Run) -> Callable[[Names, Tensor], Tensor]:
         leaves = self._runner.leaves
         value = self._loss.value(run.outputs, run.targets.detach())
-        self._check_opaque(run, value, torch.ones_like(value))
+        self._check_complete(run, value, torch.ones_like(value))
         gradients = _gradients(value, leaves, create_graph=True)
 
         def multiply(names: Names, vector: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class Products:
     def _ggn(self, run: Run) -> Callable[[Names, Tensor], Tensor]:
         leaves = self._runner.leaves
         u = torch.zeros_like(run.outputs.detach(), requires_grad=True)
-        self._check_opaque(run, run.outputs, u)
+        self._check_complete(run, run.outputs, u)
         gradients = _gradients(run.outputs, leaves, u, create_graph=True)  # Jᵀu
         outputs = run.outputs.detach().requires_grad_()
         (slope,) = _gradients(
@@ -180,12 +180,10 @@ class Products:
 
         return multiply
 
-    def _check_opaque(self, run: Run, value: Tensor, signal: Tensor) -> None:
-        """Raise where the gradient in a layer's outputs does not depend on anything: it came without a graph."""
+    def _check_complete(self, run: Run, value: Tensor, signal: Tensor) -> None:
         names = self.opaque.intersection(run.tape.calls)
         for name, found in run.tape.gradients(value, signal, names, create_graph=True).items() if names else ():
-            if not any(gradient.requires_grad for gradient in found):
-                raise InputError(f"layer {name!r}: the second derivative of a function behind it is missing")
+            curvature.check_complete(f"layer {name!r}", found)
 
     def _along(self, gradients: Mapping[str, Tensor], names: Names, vector: Tensor) -> Tensor:
         """⟨gradients, v⟩, float64."""

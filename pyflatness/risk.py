@@ -7,52 +7,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import capture, data, parameters
+from . import capture, data, losses, parameters
 from .data import Batches
 from .errors import InputError, NonFiniteError
-from .losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError, Terms
+from .losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError
 
 
-@dataclass(frozen=True)
-class Observed:
-    """The loss terms of a batch: rows of the model's outputs.
-
-    Attributes:
-        terms: scales and masses of the rows.
-        dim: the dimension of the outputs that a term's outputs are in; None: all but the first.
-    """
-
-    terms: Terms
-    dim: int | None
-
-    def sums(self, entries: Tensor) -> Tensor:
-        """(rows,): entries of the outputs' shape, added up over each term."""
-        if self.dim is None:
-            return entries.reshape(len(entries), -1).sum(dim=1)
-        return (entries if entries.ndim == 1 else entries.sum(dim=self.dim)).reshape(-1)
-
-
-def observed(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Observed:
+def rows(outputs: Tensor, targets: Any, loss: Loss, number: int) -> losses.Rows:
     """The loss terms of the outputs of batch ``number``.
 
     Raises:
         InputError: targets that do not fit.
     """
-    if not isinstance(targets, Tensor):
-        raise InputError(f"targets of batch {number}: a tensor is wanted, got {type(targets).__name__}")
-    single = loss.positions and outputs.ndim == 1
-    dim = 0 if single else loss.class_dim(outputs)
-    if dim >= outputs.ndim:
-        raise InputError(f"the model's output {tuple(outputs.shape)} has no dimension {dim} for the classes")
-    outputs, targets = outputs.detach(), targets.detach()
-    try:
-        if single:
-            terms = loss.terms(outputs.unsqueeze(-1), targets.unsqueeze(-1) if targets.ndim == 1 else targets, 1)
-        else:
-            terms = loss.terms(outputs, targets, dim)
-    except InputError as error:
-        raise type(error)(f"batch {number}: {error}") from None
-    return Observed(terms, dim if loss.positions else None)
+    targets = losses.tensor_targets(targets, number)
+    with losses.of_batch(number):
+        return losses.rows(outputs, targets, loss)
 
 
 def divisor(loss: Loss, mass: float) -> float:
@@ -82,18 +51,16 @@ def hits(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Tensor:
     Raises:
         InputError: targets that are no classes.
     """
-    if not isinstance(targets, Tensor):
-        raise InputError(f"targets of batch {number}: a tensor is wanted, got {type(targets).__name__}")
+    labels = losses.tensor_targets(targets, number)
     if isinstance(loss, BinaryCrossEntropy):
-        if outputs.shape != targets.shape:
+        if outputs.shape != labels.shape:
             raise InputError(
-                f"targets of batch {number}: the outputs' shape {tuple(outputs.shape)}, got {tuple(targets.shape)}"
+                f"targets of batch {number}: the outputs' shape {tuple(outputs.shape)}, got {tuple(labels.shape)}"
             )
-        return ((outputs > 0) == (targets > 0.5)).flatten() & ~outputs.isnan().flatten()
+        return ((outputs > 0) == (labels > 0.5)).flatten() & ~outputs.isnan().flatten()
     dim = 0 if outputs.ndim == 1 else 1
-    labels = targets
-    if isinstance(loss, CrossEntropy) and targets.is_floating_point() and targets.shape == outputs.shape:
-        labels = targets.argmax(dim)
+    if isinstance(loss, CrossEntropy) and labels.is_floating_point() and labels.shape == outputs.shape:
+        labels = labels.argmax(dim)
     wanted = (*outputs.shape[:dim], *outputs.shape[dim + 1 :])
     if labels.is_floating_point() or tuple(labels.shape) != wanted:
         raise InputError(
@@ -141,7 +108,7 @@ def at(
         for place, values in enumerate(points):
             outputs, targets = parameters.run(model, values, batch, forward)
             if place == 0:
-                terms = observed(outputs, targets, loss, number).terms
+                terms = rows(outputs, targets, loss, number).terms
                 mass += float(terms.mass.sum())
                 samples += data.size(batch)
             value = float(loss.value(outputs, targets))

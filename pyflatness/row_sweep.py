@@ -251,8 +251,8 @@ class RowSweep:
 
     def _diagonal(self, run: Run, name: str, slope: Tensor) -> Tensor:
         """(n, b), a pass for each row; all samples at once, none of whose slopes depends on another."""
-        if name in self._opaque and not slope.requires_grad:
-            raise InputError(f"layer {name!r}: the second derivative of a function behind it is missing")
+        if name in self._opaque:
+            curvature.check_complete(f"layer {name!r}", [slope])
         (call,), dim = run.calls(name), layers.class_dim(self._runner.modules[name])
         columns = []
         for s in range(slope.shape[dim]):

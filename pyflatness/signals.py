@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from . import data
+from . import data, losses
 from .errors import InputError
 from .losses import Factors, Loss, Terms
 from .runner import Run
@@ -144,12 +144,9 @@ def of_run(run: Run, loss: Loss) -> Signals:
     Raises:
         InputError: targets that are no tensor, or see :func:`prepare`.
     """
-    if not isinstance(run.targets, Tensor):
-        raise InputError(f"targets of batch {run.number}: a tensor is wanted, got {type(run.targets).__name__}")
-    try:
-        return prepare(run.outputs, run.targets.detach(), loss, run.samples)
-    except InputError as error:
-        raise InputError(f"batch {run.number}: {error}") from None
+    targets = losses.tensor_targets(run.targets, run.number)
+    with losses.of_batch(run.number):
+        return prepare(run.outputs, targets, loss, run.samples)
 
 
 def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Signals:
@@ -161,16 +158,8 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Signa
     outputs = outputs.detach()
     if outputs.ndim == 0 or len(outputs) % samples:
         raise InputError(f"the model's output {tuple(outputs.shape)} does not hold {samples} samples in dimension 0")
-    if loss.positions and outputs.ndim == 1:
-        terms = loss.terms(outputs.unsqueeze(-1), targets.unsqueeze(-1) if targets.ndim == 1 else targets, 1)
-        dim, rows = 0, outputs.unsqueeze(-1)
-    else:
-        dim = loss.class_dim(outputs)
-        if dim >= outputs.ndim:
-            raise InputError(f"the model's output {tuple(outputs.shape)} has no dimension {dim} for the classes")
-        terms = loss.terms(outputs, targets, dim)
-        moved = outputs.movedim(dim, -1) if loss.positions else outputs.reshape(len(outputs), -1)
-        rows = moved.reshape(-1, moved.shape[-1])
+    found = losses.rows(outputs, targets, loss)
+    terms, rows = found.terms, found.of(outputs)
     counted = (terms.scale != 0).view(samples, -1)
     most = int(counted.sum(dim=1).max()) if counted.numel() else 0
     order = counted.int().argsort(dim=1, descending=True, stable=True)[:, :most]
@@ -178,4 +167,4 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Signa
     mass = terms.mass.reshape(samples, -1).sum(dim=1)
     used = torch.ones_like(counted) if terms.used is None else terms.used.view(samples, -1)
     factors = functools.cache(lambda: loss.factors(rows, terms))
-    return Signals(passes, mass, used, outputs, rows, dim, terms, loss, order, factors)
+    return Signals(passes, mass, used, outputs, rows, found.dim, terms, loss, order, factors)

@@ -115,19 +115,15 @@ class Sweep:
         return self._forms[name].matrix
 
     def _values(self, run: Run, signs: Signs | None = None) -> Values:
-        self._make_forms()
+        linear, bent = self._ran(run)
         sent = signals.of_run(run, self._loss)
-        names = [name for name in self._runner.selected if run.calls(name)]
-        bent = [] if self._options.curvature == "ggn" else [name for name in names if name in run.bent]
         draws = 1 if signs is None else len(signs.draws)
         places = {name: place for place, name in enumerate(self._runner.selected)}
         values = torch.zeros(draws, len(places), len(self._quantities), run.samples, dtype=torch.float64)
         values = values.to(run.outputs.device)
-        by_layer = {name: values[:, place] for name, place in places.items() if name in names}
         parts: Parts = {}
-        linear = {name: part for name, part in by_layer.items() if name not in bent}
-        self._add_factors(run, sent, signs, linear, parts)
-        self._add_hessian(run, signs, {name: by_layer[name] for name in bent}, parts)
+        self._add_factors(run, sent, signs, {name: values[:, places[name]] for name in linear}, parts)
+        self._add_hessian(run, signs, {name: values[:, places[name]] for name in bent}, parts)
         self.by_hessian.update(bent)
         kept = self._kept(values)
         summed = {key: part[kept].sum(dim=0) if key[1] in NEURONS else part for key, part in parts.items()}
@@ -204,9 +200,7 @@ class Sweep:
 
     def _linear(self, run: Run) -> list[str]:
         """The layers that ran, all of which have their values by output factors."""
-        self._make_forms()
-        names = [name for name in self._runner.selected if run.calls(name)]
-        bent = [] if self._options.curvature == "ggn" else [name for name in names if name in run.bent]
+        names, bent = self._ran(run)
         if bent:
             raise InputError(
                 f"layer {', '.join(map(repr, bent))}: probes='adaptive' is for layers in whose weight the model is "
@@ -227,11 +221,8 @@ class Sweep:
         if not found:
             return
         with hessian.differentiable(found), contractions.full_precision(run.outputs):
-            slopes = hessian.slopes(run, self._loss, found)
+            slopes = self._slopes(run, found)
             for name, values in found.items():
-                opaque = self._runner.why_not_linear(name) == curvature.OPAQUE
-                if opaque and hessian.is_missing(run, name, slopes[name]):
-                    raise InputError(f"layer {name!r}: the second derivative of a function behind it is missing")
                 traces = self._traces(run, name, slopes[name], self._quantities)
                 self.exact_passes = max(self.exact_passes, traces.products)
                 if signs is None:
@@ -241,6 +232,13 @@ class Sweep:
                 else:
                     stream = signals.STREAM + 1 + list(self._runner.selected).index(name)
                     values += traces.sampled(signs, stream)
+
+    def _slopes(self, run: Run, names: Iterable[str]) -> dict[str, list[Tensor]]:
+        slopes = hessian.slopes(run, self._loss, names)
+        for name, slope in slopes.items():
+            if self._runner.why_not_linear(name) == curvature.OPAQUE:
+                curvature.check_complete(f"layer {name!r}", slope)
+        return slopes
 
     def _traces(self, run: Run, name: str, slope: Sequence[Tensor], quantities: Sequence[str]) -> BlockTraces:
         return BlockTraces(run, self._forms[name], self._runner.selected[name], self._loss, slope, quantities)
@@ -255,29 +253,55 @@ class Sweep:
                 f"layer {name!r}: its block traces are a matrix of {rows} x {rows}, more than {limit >> 20} MiB; "
                 "relative_flatness and measure need no such matrix"
             )
-        values = self._values(run)
-        kept = self._kept(values.values)
-        total = torch.zeros((), dtype=torch.float64, device=run.outputs.device)
-        if not run.calls(name):
-            return total, values
-        form = self._forms[name]
-        if name in self.by_hessian:
-            with hessian.differentiable([name]), contractions.full_precision(run.outputs):
-                slope = hessian.slopes(run, self._loss, [name])[name]
-                return self._traces(run, name, slope, ()).matrix(kept), values
-        inputs = [_masked(part, kept) for part in form.inputs(run)]
-        for signal, signs in signals.of_run(run, self._loss).exact():
-            with contractions.full_precision(run.outputs):
-                gradients = run.tape.gradients(run.outputs, signal)[name]
-                sent = [_masked(part, kept) for part in form.signal(run, gradients)]
-                coefficients = torch.ones_like(values.mass) if signs is None else torch.where(kept, signs, 0.0)
-                total = total + form.gradients(run).traces(inputs, sent, coefficients)
+        linear, bent = self._ran(run)
+        sent = signals.of_run(run, self._loss)
+        kept = torch.ones_like(sent.mass, dtype=torch.bool)
+        traced = self._traced_by_hessian if bent else self._traced_by_factors
+        if linear or bent:
+            total, traces = traced(run, sent, name, kept)
+        else:
+            total, traces = torch.zeros_like(sent.mass.sum()), torch.zeros_like(sent.mass)
+        values = Values(traces[None, None, None], sent.mass, run.number)
+        left = self._kept(values.values)
+        if not bool(left.all()):
+            total, _ = traced(run, sent, name, left)
         return total, values
+
+    def _traced_by_factors(self, run: Run, sent: signals.Signals, name: str, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ_i T_i (G, d, d) of one layer over the samples that are kept, and Tr T_i, (n,)."""
+        form = self._forms[name]
+        gradients, inputs = form.gradients(run), [_masked(part, kept) for part in form.inputs(run)]
+        with contractions.full_precision(run.outputs):
+            contract = gradients.of(inputs, sent.passes)
+        share = gradients.nothing(run.samples)
+        total = torch.zeros((), dtype=torch.float64, device=run.outputs.device)
+        traces = share.values[0]
+        for signal, signs in sent.exact():
+            with contractions.full_precision(run.outputs):
+                delta = form.signal(run, run.tape.gradients(run.outputs, signal)[name])
+                delta = [_masked(part, kept) for part in delta]
+                traces = traces + contract(delta, signs).values[0]
+                coefficients = kept.double() if signs is None else signs.where(kept, 0.0)
+                total = total + gradients.traces(inputs, delta, coefficients)
+        return total, traces
+
+    def _traced_by_hessian(self, run: Run, sent: signals.Signals, name: str, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """The same by second derivatives."""
+        with hessian.differentiable([name]), contractions.full_precision(run.outputs):
+            slopes = self._slopes(run, [name])
+            return self._traces(run, name, slopes[name], ()).matrix(kept)
 
     def _kept(self, values: Tensor) -> Tensor:
         """Which samples count, (n,)."""
         finite = values.isfinite().flatten(0, 2).all(dim=0)
         return finite if self._options.nan_policy == "omit" else torch.ones_like(finite)
+
+    def _ran(self, run: Run) -> tuple[list[str], list[str]]:
+        """The layers that ran: those whose values come by output factors, and those by second derivatives."""
+        self._make_forms()
+        names = [name for name in self._runner.selected if run.calls(name)]
+        bent = [] if self._options.curvature == "ggn" else [name for name in names if name in run.bent]
+        return [name for name in names if name not in bent], bent
 
     def _make_forms(self) -> None:
         """For layers that came with this run."""

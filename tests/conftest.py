@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import emulated
 import pytest
 import torch
 from hypothesis import settings
 
-from pyflatness.contractions import compiled, reference
+from pyflatness.contractions import compiled, cuda, reference
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("default")
@@ -57,3 +58,26 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for name in set(sys.modules) - before:
         if name in ("tiny", "lenet5", "broken", "package", "package.inner") or name.endswith(".py"):
             del sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def _emulated_cuda():
+    return emulated.build()
+
+
+@pytest.fixture(params=["cuda", "emulated", "emulated, threads in reverse", "emulated, odd threads first"])
+def cuda_device(request):
+    """Where tensors for the CUDA kernels go: a GPU, or the CPU with kernels compiled for it."""
+    if request.param == "cuda":
+        reason = cuda.unavailable(torch.device("cuda"), torch.float32) if torch.cuda.is_available() else "no CUDA GPU"
+        if reason:
+            pytest.skip(reason)
+        yield torch.device("cuda")
+        return
+    module = request.getfixturevalue("_emulated_cuda")
+    if isinstance(module, str):
+        pytest.skip(f"the CUDA kernels cannot be compiled for the CPU: {module}")
+    orders = ["emulated", "emulated, threads in reverse", "emulated, odd threads first"]
+    module.set_order(orders.index(request.param))
+    with cuda.emulated(module):
+        yield torch.device("cpu")

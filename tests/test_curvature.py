@@ -180,3 +180,41 @@ def test_products_that_are_curved_at_later_samples():
         )
         assert estimate.value == pytest.approx(truth.of_model(net, nn.CrossEntropyLoss(), x, Y, "body"), rel=1e-9)
         assert (estimate.method, estimate.exact) == ("hessian", True)
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return g * (1 - ctx.saved_tensors[0].tanh() ** 2)
+
+
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("probes", [None, 1, 2])
+def test_a_second_derivative_that_is_missing_without_a_sign(width, probes):
+    model = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3)).double()
+    model[1].forward = Once.apply
+    data = torch.randn(6, 4).double(), torch.arange(6) % 3
+    with pytest.raises(pf.InputError, match="layer '0': the second derivative of a function behind it is missing"):
+        pf.relative_flatness(model, nn.CrossEntropyLoss(), data, "0", curvature="hessian", probes=probes)
+
+
+@pytest.mark.parametrize(
+    ("measure", "curvature"),
+    [("relative_flatness", "hessian"), ("lambda_max", "hessian"), ("lambda_max", "ggn"),
+     ("relative_flatness_max", "hessian"), ("sharpness", "hessian")],
+)  # fmt: skip
+def test_a_second_derivative_that_is_missing_on_one_of_two_ways(measure, curvature):
+    def forward(self, x):
+        z = self.body(x)
+        return self.head(z.tanh() + Once.apply(z))
+
+    net = Net(forward, body=nn.Linear(4, 5), head=nn.Linear(5, 3))
+    data = torch.randn(6, 4), torch.arange(6) % 3
+    with pytest.raises(pf.InputError, match=r"'body.*': the second derivative of a function behind it is missing"):
+        pf.measure(net, nn.CrossEntropyLoss(), data, layers="body", measures=measure, curvature=curvature)

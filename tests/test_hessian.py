@@ -359,28 +359,6 @@ def test_a_call_whose_output_is_not_used(used):
     assert found.value == pytest.approx(expected, rel=1e-9)
 
 
-class Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.tanh()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        return g * (1 - ctx.saved_tensors[0].tanh() ** 2)
-
-
-@pytest.mark.parametrize("width", [1, 5])
-@pytest.mark.parametrize("probes", [None, 1, 2])
-def test_a_second_derivative_that_is_missing_without_a_sign(width, probes):
-    model = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3)).double()
-    model[1].forward = Once.apply
-    data = torch.randn(6, 4).double(), torch.arange(6) % 3
-    with pytest.raises(pf.InputError, match="layer '0': the second derivative of a function behind it is missing"):
-        pf.relative_flatness(model, nn.CrossEntropyLoss(), data, "0", curvature="hessian", probes=probes)
-
-
 def test_a_peaked_softmax_in_float32():
     """The residual p - y at a trained minimum comes out of float64."""
     torch.manual_seed(1)

@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 
 from ..errors import BackendError
-from . import compiled, reference
+from . import compiled, cuda, reference
 
 NAMES = ("auto", "compiled", "reference")
 
@@ -25,12 +25,13 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
     check(name)
     if name == "reference":
         return reference
-    reason = compiled.unavailable(device, dtype)
+    kernels = cuda if device.type == "cuda" else compiled
+    reason = kernels.unavailable(device, dtype)
     if reason and name == "compiled":
         raise BackendError(reason)
-    return reference if reason else compiled
+    return reference if reason or (name == "auto" and kernels is cuda and not cuda.AUTOMATIC) else kernels
 
 
 def describe(backend: ModuleType) -> str:
     """The name that results carry: ``"compiled"`` or ``"reference"``."""
-    return backend.__name__.rpartition(".")[2]
+    return "reference" if backend is reference else "compiled"

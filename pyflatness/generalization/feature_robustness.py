@@ -202,7 +202,7 @@ class _Curve:
         self.samples = 0
         for number, batch in enumerate(self._batches):
             outputs, targets = self._perturbed.outputs(batch)
-            mass += float(risk.observed(outputs, targets, self._loss, number).terms.mass.sum())
+            mass += float(risk.rows(outputs, targets, self._loss, number).terms.mass.sum())
             own += self._checked(self._loss.value(outputs, targets), number, "")
             self.samples += size(batch)
             for row, weight in zip(values, turned, strict=True):

@@ -126,7 +126,7 @@ def performance(
     classes = True
     for number, batch in enumerate(batches):
         outputs, targets = capture.run(model, batch, forward)
-        terms, count = risk.observed(outputs, targets, loss, number).terms, size(batch)
+        terms, count = risk.rows(outputs, targets, loss, number).terms, size(batch)
         value = float(loss.value(outputs, targets))
         if not math.isfinite(value) and nan_policy != "propagate":
             if nan_policy == "raise":
@@ -136,7 +136,7 @@ def performance(
                 )
             kept = _finite(loss, outputs, targets, count, number)
             outputs, targets, omitted = outputs[kept], targets[kept], omitted + int((~kept).sum())
-            terms, count = risk.observed(outputs, targets, loss, number).terms, int(kept.sum())
+            terms, count = risk.rows(outputs, targets, loss, number).terms, int(kept.sum())
             value = float(loss.value(outputs, targets)) if count else 0.0
         total, mass, samples = total + value, mass + float(terms.mass.sum()), samples + count
         classes = classes and risk.has_classes(outputs, targets, loss)

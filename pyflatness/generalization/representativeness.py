@@ -251,7 +251,7 @@ class Sums:
             noisy: outputs with noise, two of opposite signs for each draw.
             number: of the batch.
         """
-        mass = risk.observed(outputs, targets, self._loss, number).terms.mass.double().cpu()
+        mass = risk.rows(outputs, targets, self._loss, number).terms.mass.double().cpu()
         if len(outputs) != len(groups) or len(targets) != len(groups) or len(mass) % len(groups):
             raise InputError(
                 f"batch {number}: outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} do not hold "

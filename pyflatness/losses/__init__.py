@@ -21,6 +21,7 @@ from .base import Factors, Loss, Reduction, Terms
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
 from .elementwise import BinaryCrossEntropy, SquaredError
+from .rows import Rows, of_batch, rows, tensor_targets
 
 __all__ = [
     "BinaryCrossEntropy",
@@ -28,9 +29,13 @@ __all__ = [
     "CustomLoss",
     "Factors",
     "Loss",
+    "Rows",
     "SquaredError",
     "Terms",
+    "of_batch",
     "resolve",
+    "rows",
+    "tensor_targets",
 ]
 
 

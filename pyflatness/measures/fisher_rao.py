@@ -30,8 +30,8 @@ def _values(task: Task) -> Values:
     moved = _Moved(task, theta)
     for number, batch in enumerate(task.batches):
         outputs, change, targets = moved.of(batch)
-        seen = risk.observed(outputs, targets, task.loss, number)
-        products = seen.sums(_slope(task, outputs, targets) * change.double())
+        seen = risk.rows(outputs, targets, task.loss, number)
+        products = seen.of(_slope(task, outputs, targets) * change.double()).sum(dim=1)
         weights = seen.terms.mass
         squares = torch.where(weights > 0, products.square() / weights, 0.0 * products)
         count = data.size(batch)

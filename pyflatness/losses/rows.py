@@ -1,0 +1,69 @@
+"""A batch's outputs as rows, one loss term each; errors name the batch."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import InputError
+from .base import Loss, Terms
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The loss terms of a model's outputs.
+
+    Attributes:
+        terms: scales and masses of the rows, and what else the loss needs.
+        positions: whether each position is a term; else a sample is.
+        dim: the dimension that a term's outputs are in, if so.
+    """
+
+    terms: Terms
+    positions: bool
+    dim: int
+
+    def of(self, entries: Tensor) -> Tensor:
+        """Entries of the outputs' shape as (rows, C)."""
+        if not self.positions:
+            return entries.reshape(len(entries), -1)
+        moved = entries.unsqueeze(-1) if entries.ndim == 1 else entries.movedim(self.dim, -1)
+        return moved.reshape(-1, moved.shape[-1])
+
+
+def rows(outputs: Tensor, targets: Tensor, loss: Loss) -> Rows:
+    """The rows of outputs, without their graph: (n, C, …), (n,) for one output of each sample, or as the loss says.
+
+    Raises:
+        InputError: targets or outputs that do not fit.
+    """
+    outputs, targets = outputs.detach(), targets.detach()
+    if loss.positions and outputs.ndim == 1:
+        outputs, targets = outputs.unsqueeze(-1), targets.unsqueeze(-1) if targets.ndim == 1 else targets
+        return Rows(loss.terms(outputs, targets, 1), True, 1)
+    dim = loss.class_dim(outputs)
+    if dim >= outputs.ndim:
+        raise InputError(f"the model's output {tuple(outputs.shape)} has no dimension {dim} for the classes")
+    return Rows(loss.terms(outputs, targets, dim), loss.positions, dim)
+
+
+def tensor_targets(targets: Any, number: int) -> Tensor:
+    """The targets of batch ``number``.
+
+    Raises:
+        InputError: they are no tensor.
+    """
+    if not isinstance(targets, Tensor):
+        raise InputError(f"targets of batch {number}: a tensor is wanted, got {type(targets).__name__}")
+    return targets.detach()
+
+
+@contextlib.contextmanager
+def of_batch(number: int) -> Iterator[None]:
+    """Inside, errors of input say that it is that of batch ``number``."""
+    try:
+        yield
+    except InputError as error:
+        raise type(error)(f"batch {number}: {error}") from None
