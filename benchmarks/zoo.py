@@ -2,7 +2,7 @@
 
     python benchmarks/zoo.py time MODEL.py CHECKPOINT...      # MODEL.py with LeNet5 and train_data
     python benchmarks/zoo.py reparameterize MODEL.py FOLDER CHECKPOINT...
-    python benchmarks/zoo.py table TRAIN.csv TEST.csv BEFORE.csv AFTER.csv --out FOLDER   # files of `pyflatness score`
+    python benchmarks/zoo.py table TRAIN.csv TEST.csv --before FILE.csv --after FILE.csv --out FOLDER
 
 Every timing is a ratio within one run; all checkpoints count, whatever the correlation is.
 """
@@ -27,10 +27,11 @@ from pyflatness.measures import MEASURES
 from pyflatness.options import Options
 
 FACTORS = 5.0, 25.0
-DRAWN = "relative_flatness {}", "relative_flatness network", "trace {}", "sharpness", "weight_norm network", "pac_bayes"
+DRAWN = "relative_flatness {}", "trace {}", "pac_bayes", "weight_norm network", "mls network"
 
 Columns = dict[str, list[Any]]
 Found = dict[str, pf.Correlations]
+_FILE = click.Path(exists=True, path_type=Path)
 
 
 @click.group()
@@ -90,37 +91,42 @@ def reparameterize(model: str, folder: Path, paths: tuple[Path, ...], seed: int)
 
 
 @main.command()
-@click.argument("train", type=click.Path(exists=True, path_type=Path))
-@click.argument("test", type=click.Path(exists=True, path_type=Path))
-@click.argument("before", type=click.Path(exists=True, path_type=Path))
-@click.argument("after", type=click.Path(exists=True, path_type=Path))
+@click.argument("train", type=_FILE)
+@click.argument("test", type=_FILE)
+@click.option("--before", type=_FILE, multiple=True, required=True, help="Measures of the networks; may be repeated.")
+@click.option("--after", type=_FILE, multiple=True, required=True, help="The same of the reparameterised ones.")
 @click.option("--head", default="fc3", show_default=True, help="The layer whose inputs are the penultimate features.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the tables and the figure.")
-def table(train: Path, test: Path, before: Path, after: Path, head: str, out: Path) -> None:
+def table(train: Path, test: Path, before: tuple[Path, ...], after: tuple[Path, ...], head: str, out: Path) -> None:
     """Every measure's correlations with the gap, before and after a reparameterisation; as tables and a figure.
 
-    TRAIN and TEST are the same networks on all training and test data, of whose losses the gap is made.
+    All are files of `pyflatness score`; TRAIN and TEST are of the networks on all training and test data, for the gap.
     """
     out.mkdir(parents=True, exist_ok=True)
-    whole = tables.read(train, test)
-    known = [dict(zip(map(_stem, whole.names), whole.column(name), strict=True)) for name in ("gap", "loss")]
+    held = {"before": _columns(train, test, before), "after": _columns(train, test, after)}
     found: dict[str, Found] = {}
-    held: dict[str, Columns] = {}
-    for name, path in (("before", before), ("after", after)):
-        networks = tables.read(path)
-        stems = [_stem(network) for network in networks.names]
-        columns: Columns = {"checkpoint": stems}
-        columns |= {what: [values[stem] for stem in stems] for what, values in zip(("gap", "loss"), known, strict=True)}
-        columns |= {measure: [*networks.column(measure)] for measure in networks.measures}
-        held[name] = columns
-        _write(out / f"{name}.csv", columns)
-        found[name] = {measure: _correlations(columns, measure) for measure in networks.measures}
+    for weights, columns in held.items():
+        _write(out / f"{weights}.csv", columns)
+        measures = [name for name in columns if name not in ("checkpoint", "gap", "loss")]
+        found[weights] = {measure: _correlations(columns, measure) for measure in measures}
     _write_correlations(out / "correlations.csv", found)
     for title, rows in _by_place(found["before"], head).items():
         _print(title, rows, found)
     for measure in (f"{MEASURES[0].name} {head}", f"{MEASURES[0].name} network"):
-        print(pf.correlations(held["before"], measure, "loss"))
+        print(f"\n{pf.correlations(held['before'], measure, 'loss')}")
     _draw(out / "gap.png", held, [name.format(head) for name in DRAWN])
+
+
+def _columns(train: Path, test: Path, paths: tuple[Path, ...]) -> Columns:
+    """The gap, the training loss and the measures of each checkpoint."""
+    whole = tables.read(train, test)
+    stems = [_stem(name) for name in whole.names]
+    columns: Columns = {"checkpoint": stems, "gap": [*whole.column("gap")], "loss": [*whole.column("loss")]}
+    for path in paths:
+        networks = tables.read(path)
+        place = {_stem(name): number for number, name in enumerate(networks.names)}
+        columns |= {name: [networks.column(name)[place[stem]] for stem in stems] for name in networks.measures}
+    return columns
 
 
 def _stem(path: str) -> str:
@@ -186,7 +192,7 @@ def _draw(path: Path, held: dict[str, Columns], measures: list[str]) -> None:
             panel.set_xlabel(f"{measure}, {weights}")
             for line in panel.get_lines():
                 line.set_markersize(3)
-    figure.savefig(path, dpi=70)
+    figure.savefig(path, dpi=60)
 
 
 if __name__ == "__main__":

@@ -93,13 +93,16 @@ def test_the_zoo_reparameterised_and_its_tables(zoo, capsys):
     assert len({*factors}) == len(factors)
     assert all(5 <= factor <= 25 for factor in factors)
 
-    chosen = ["--layers=*", *(f"--measures={name}" for name in ("relative_flatness", "trace", "sharpness", "volume"))]
-    chosen += ["--measures=weight_norm", "--measures=pac_bayes"]
     files = [_score(folder, name, f"{name}.csv", *paths) for name in ("train_data", "test_data")]
-    files += [_score(folder, "train_data", "before.csv", *chosen, *paths)]
-    files += [_score(folder, "train_data", "after.csv", *chosen, *(scaled / path.name for path in paths))]
+    groups = ("relative_flatness", "trace", "sharpness", "mls"), ("weight_norm", "pac_bayes")
+    options = []
+    for weights, where in (("before", folder), ("after", scaled)):
+        for number, names in enumerate(groups):
+            chosen = ["--layers=*", *(f"--measures={name}" for name in names)]
+            scored = _score(folder, "train_data", f"{weights}{number}.csv", *chosen, *(where / p.name for p in paths))
+            options.append(f"--{weights}={scored}")
     capsys.readouterr()
-    _run("table", *files, "--head=4", "--out", folder / "docs")
+    _run("table", *files, *options, "--head=4", "--out", folder / "docs")
     printed = capsys.readouterr().out
     before, after = (folder / "docs" / f"{name}.csv" for name in ("before", "after"))
     rows = _rows(before)
