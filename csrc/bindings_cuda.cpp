@@ -1,10 +1,6 @@
 // Python's door to the CUDA kernels: checks every size against the element count that came with its pointer, launches
 // on the stream it is given, throws on a status that is not success. An array comes as (address, element count).
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include "checks.h"
-#include "cuda/kernels.h"
+#include "bindings_cuda.h"
 
 #ifndef PYFLATNESS_CUDA_MODULE
 #define PYFLATNESS_CUDA_MODULE _cuda
@@ -15,14 +11,6 @@ using namespace pyflatness;
 
 namespace {
 
-void check(const char* kernel, int status) {
-  if (status == 0) return;
-  throw std::runtime_error(std::string(kernel) + ": CUDA says " + cuda::error_name(status) + ", " +
-                           cuda::error_text(status));
-}
-
-void* stream_of(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
-
 void small_eigenvalues(Array matrices, int64_t n, int64_t size, Array out, uintptr_t stream) {
   if (size < 1 || size > kMaxEigenSize)
     throw std::invalid_argument("small_eigenvalues: takes matrices of 1 to " + std::to_string(kMaxEigenSize) +
@@ -30,7 +18,7 @@ void small_eigenvalues(Array matrices, int64_t n, int64_t size, Array out, uintp
   const double* a = pointer<const double>("matrices", matrices, product({n, size, size}));
   double* o = pointer<double>("out", out, product(n, size));
   py::gil_scoped_release release;
-  check("small_eigenvalues", cuda::small_eigenvalues(a, n, size, o, stream_of(stream)));
+  cuda::check("small_eigenvalues", cuda::small_eigenvalues(a, n, size, o, cuda::stream_of(stream)));
 }
 
 }  // namespace
@@ -39,6 +27,7 @@ PYBIND11_MODULE(PYFLATNESS_CUDA_MODULE, module) {
   module.doc() = "CUDA kernels of pyflatness; see csrc/kernels.h for what each computes.";
   module.attr("MAX_EIGEN_SIZE") = kMaxEigenSize;
   module.def("small_eigenvalues_f64", &small_eigenvalues);
+  cuda::define_head(module);
 #ifdef PYFLATNESS_EMULATED
   module.def("set_order", [](int order) { emulation::order = order; }, "In which threads run between barriers.");
 #endif

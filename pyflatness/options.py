@@ -44,12 +44,14 @@ class Options:
             raise InputError(
                 f"probes={self.probes!r}: a number of random draws for each sample is wanted, at least 1, or 'adaptive'"
             )
-        if self.rtol is not None and self.probes != "adaptive":
+        if self.rtol is not None and self.probes != "adaptive" and self.sampled:
             raise InputError(
                 f"rtol={self.rtol!r} is for probes='adaptive'; target_stderr= is an absolute one for draws"
             )
-        if self.rtol is not None and not 0 < self.rtol < 1:
+        if self.rtol is not None and self.sampled and not 0 < self.rtol < 1:
             raise InputError(f"rtol={self.rtol!r}: a relative standard error between 0 and 1 is wanted")
+        if self.rtol is not None and not 0 <= self.rtol < 1:
+            raise InputError(f"rtol={self.rtol!r}: a relative error from 0 to less than 1 is wanted")
         if self.target_stderr is not None and not self.target_stderr > 0:
             raise InputError(f"target_stderr={self.target_stderr!r}: a standard error above zero is wanted")
         if self.probes is not None and self.target_stderr is not None:
@@ -57,6 +59,23 @@ class Options:
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise InputError(f"seed={self.seed!r}: an integer of 64 bits is wanted")
         contractions.check(self.backend)
+
+    @property
+    def tolerance(self) -> float:
+        """The relative error that a value of a head may have for the sake of time."""
+        return 0.0 if self.sampled or self.rtol is None else self.rtol
+
+    def refuse_tolerance(self) -> None:
+        """Raise if a value of a head was asked for, and this is to be another.
+
+        Raises:
+            InputError: ``rtol`` without draws.
+        """
+        if self.tolerance:
+            raise InputError(
+                f"rtol={self.rtol!r} is for probes='adaptive', or for the relative flatness of a head; this is another "
+                "layer or measure"
+            )
 
     @property
     def sampled(self) -> bool:

@@ -29,6 +29,7 @@ def head_flatness(
     nan_policy: str = "raise",
     reduction: str | None = None,
     backend: str = "auto",
+    rtol: float = 0.0,
 ) -> Estimate:
     """Relative flatness of a linear head, from its input features: exact, no derivative taken.
 
@@ -50,9 +51,12 @@ def head_flatness(
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"`` samples with NaN or infinity.
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
+        rtol: how far the value may be off, relative to it, for the sake of time. At a cross-entropy head of many
+            classes, classes are then left out of the second of its two products where all of them together matter no
+            more than that, which is guaranteed: ``estimate.bound`` says what the value can be off by. 0: exact.
 
     Returns:
-        The value in units of the loss, exact up to rounding.
+        The value in units of the loss, exact up to rounding, or to within its ``bound``.
 
     Raises:
         InputError: shapes, dtypes, devices, targets or options that do not fit; the message says what was received.
@@ -66,7 +70,7 @@ def head_flatness(
         >>> pf.head_flatness(phi, w)
         Estimate(1.47459: exact, method head, 2 samples, ... backend)
     """
-    options = Options(normalize=normalize, per_sample=per_sample, nan_policy=nan_policy, backend=backend)
+    options = Options(normalize=normalize, per_sample=per_sample, nan_policy=nan_policy, backend=backend, rtol=rtol)
     resolved = losses.resolve(loss, reduction)
     with torch.inference_mode(False), torch.no_grad():
         source = head.from_tensors(features, weight, bias, targets, resolved)
@@ -123,7 +127,8 @@ def relative_flatness(
         target_stderr: an absolute standard error for every value asked for, by as many draws as that takes: a first few
             say how many, so the data are read more than once. Exact values where these take fewer passes.
         rtol: of ``probes="adaptive"``: a standard error aimed at, relative to the value; 0.01 unless given. It is found
-            from the outputs alone, so what is reached differs by layer; ``stderr`` says what was.
+            from the outputs alone, so what is reached differs by layer; ``stderr`` says what was. Without ``probes`` it
+            is for heads: the error that is guaranteed, see :func:`head_flatness`; other layers refuse it.
         conv: ``"filter"``: rows of a convolution are its filters. ``"affine"``: the convolution as one dense matrix of
             all inputs and outputs, a row for every output pixel.
         normalize: ``"std"``: the measure of Theorem 4, invariant to every rescaling of neurons; reads the data twice.
@@ -189,6 +194,7 @@ def layer_measure(
         dense = options.conv == "affine" and layers.is_convolution(module.get_submodule(name))
         if source is not None and row.quantity == RELATIVE_FLATNESS.quantity and not dense:
             return at_head.relative_flatness(source, resolved, options)
+        options.refuse_tolerance()
         return LayerValues(module, selection, resolved, batches, forward, options).estimates([row])[name, row.name]
 
 
@@ -335,6 +341,7 @@ def measure(
 
 def _estimates(wanted: Sequence[Measure], task: Task) -> dict[tuple[str, str], Estimate]:
     """(layer, measure) -> value, ``""`` the network; sweeps are shared, and bases of derived measures."""
+    task.options.refuse_tolerance()
     values: dict[str, dict[str, Estimate]] = {}
     rows = with_bases(wanted)
     for how, swept in _by_sweep(rows, task.options).items():

@@ -42,6 +42,8 @@ class Estimate:
         layer: qualified name of the measured layer; empty for bare tensors.
         omitted: samples left out by ``nan_policy="omit"``.
         notes: what a reader of the value should know (tied weights, dropped features, …).
+        bound: what ``value`` is off by at most, besides rounding, where ``rtol=`` let a head leave out what matters
+            little; None where nothing was left out.
     """
 
     value: float
@@ -55,6 +57,7 @@ class Estimate:
     omitted: int = 0
     notes: tuple[str, ...] = field(default=())
     per_neuron: Tensor | None = None
+    bound: float | None = None
 
     def __float__(self) -> float:
         return self.value
@@ -63,6 +66,7 @@ class Estimate:
         number = _number(self)
         facts = [
             "exact" if self.exact else "not exact",
+            "" if self.bound is None else f"off by at most {self.bound:.2g}",
             f"method {self.method}",
             f"layer {self.layer!r}" if self.layer else "",
             f"{self.samples} samples" if self.samples else "no data read",

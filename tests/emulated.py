@@ -22,19 +22,19 @@ def build():
         return "pybind11 is not installed"
     import sysconfig
 
-    sources = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+    sources = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), *sorted((ROOT / "csrc").glob("bindings_cuda*.cpp"))]
     headers = [
         *(ROOT / "csrc").glob("*.h"),
         *(ROOT / "csrc/cuda").glob("*.*h"),
         *(ROOT / "tests/cuda_emulation").iterdir(),
     ]
-    everything = [*sources, *sorted(headers), ROOT / "csrc/bindings_cuda.cpp"]
+    everything = [*sources, *sorted(headers)]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in everything)).hexdigest()[:16]
     target = ROOT / "build" / "emulated" / digest / (NAME + sysconfig.get_config_var("EXT_SUFFIX"))
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         whole = target.parent / "whole.cpp"  # one translation unit: CUDA's built-in variables are one set
-        whole.write_text("".join(f'#include "{path}"\n' for path in [*sources, ROOT / "csrc/bindings_cuda.cpp"]))
+        whole.write_text("".join(f'#include "{path}"\n' for path in sources))
         partial = target.with_suffix(f".{os.getpid()}")
         options = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w", "-DPYFLATNESS_EMULATED"]
         includes = [ROOT / "csrc", ROOT / "csrc/cuda", ROOT / "tests/cuda_emulation", pybind11.get_include()]

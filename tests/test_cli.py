@@ -16,7 +16,7 @@ from scipy import stats
 import pyflatness as pf
 from pyflatness import cli
 from pyflatness.cli import demo, demo_networks, doctor
-from pyflatness.contractions import compiled
+from pyflatness.contractions import compiled, cuda
 from pyflatness.generalization.correlation import STATISTICS, correlation
 
 TINY = [
@@ -55,7 +55,7 @@ def test_doctor_in_a_process() -> None:
         pf.__version__,
         torch.__version__,
         "CUDA",
-        "not in this version",
+        "CUDA kernels",
         "threads",
         "float32",
         "float64",
@@ -79,6 +79,21 @@ def test_self_check_covers_every_engine_within_budget() -> None:
     engines = [*compiled.instruction_sets(), "reference"]
     assert [(c.engine, c.dtype) for c in checks] == [(e, d) for e in engines for d in (torch.float32, torch.float64)]
     assert all(check.ok and check.error > 0 for check in checks), checks
+
+
+def test_self_check_on_cuda(cuda_device: torch.device) -> None:
+    for dtype in (torch.float32, torch.float64):
+        check = doctor._check("CUDA", cuda, dtype, 1, cuda_device.type)
+        assert check.ok, check
+        assert check.error > 0
+
+
+def test_doctor_says_whether_the_cuda_kernels_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_MISSING", "no nvcc")
+    assert doctor._facts()["CUDA kernels"] == "not built (no nvcc)"
+    monkeypatch.setattr(cuda, "_MISSING", "")
+    assert "not yet run on a GPU" in doctor._facts()["CUDA kernels"]
+    assert "backend='compiled' asks for them" in doctor._facts()["CUDA kernels"]
 
 
 def test_self_check_heads_are_flat_and_peaked() -> None:

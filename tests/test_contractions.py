@@ -8,25 +8,13 @@ import torch
 import truth
 from hypothesis import given
 from hypothesis import strategies as st
+from truth import exact_formula_error, tolerance
 
 from pyflatness import BackendError
 from pyflatness.contractions import SoftmaxVariance, choose, compiled, reference
 
 ROUTES = ["fused", "pairs", "rows"]
 DTYPES = [torch.float32, torch.float64]
-
-
-def tolerance(dtype, exact_formula_error=0.0):
-    return max(1e-5, 2 * exact_formula_error) if dtype == torch.float32 else 1e-12
-
-
-def exact_formula_error(features, weight, bias, expected):
-    """The error of the exact formula on float32 logits: what no float32 method can be asked to beat."""
-    logits = (features @ weight.t() + bias).double()
-    p = torch.softmax(logits, 1)
-    pairs = torch.cdist(weight.double(), weight.double(), compute_mode="donot_use_mm_for_euclid_dist").square()
-    values = features.double().square().sum(1) * ((p @ pairs) * p).sum(1) / 2
-    return float(((values - expected).abs() / expected).max())
 
 
 def softmax_variance(engine, features, weight, bias, route, **options):

@@ -49,6 +49,20 @@ def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor | None) -> T
     return features.square().sum(dim=1) * ((p @ pairs) * p).sum(dim=1) / 2
 
 
+def tolerance(dtype: torch.dtype, formula_error: float = 0.0) -> float:
+    """What a head's values may be off by, relatively; in float32 twice what the exact formula is off by there."""
+    return max(1e-5, 2 * formula_error) if dtype == torch.float32 else 1e-12
+
+
+def exact_formula_error(features: Tensor, weight: Tensor, bias: Tensor | float, expected: Tensor) -> float:
+    """The error of the exact formula on float32 logits: what no float32 method can be asked to beat."""
+    logits = (features @ weight.t() + bias).double()
+    p = torch.softmax(logits, 1)
+    pairs = torch.cdist(weight.double(), weight.double(), compute_mode="donot_use_mm_for_euclid_dist").square()
+    values = features.double().square().sum(1) * ((p @ pairs) * p).sum(1) / 2
+    return float(((values - expected).abs() / expected).max())
+
+
 # --- any layer --------------------------------------------------------------------------------------------------------
 
 

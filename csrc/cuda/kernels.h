@@ -15,6 +15,96 @@ namespace pyflatness::cuda {
 const char* error_name(int status);
 const char* error_text(int status);
 
+struct BFloat16;  // half precision, two bytes
+struct Float16;
+
+// T is float or double; W is T, or with T = float one of half precision.
+
+template <typename T>
+int pair_distances(const T* weight,  // [d, m]
+                   int64_t d, int64_t m,
+                   T* out,  // [d, d]
+                   void* stream);
+
+template <typename T>
+int softmax_variance(const T* features,  // [n, m], row i at features + i * stride
+                     int64_t stride,
+                     const T* weight,     // [d, m]
+                     const T* bias,       // [d]
+                     const T* distances,  // [d, d]
+                     int64_t n, int64_t m, int64_t d,
+                     double* out,  // [n]
+                     void* stream);
+
+template <typename T>
+int exponentiate(T* logits,           // [n, d]
+                 const T* row_norms,  // [d] or null
+                 T top_value, int64_t n, int64_t d,
+                 T* maximum,      // [n]
+                 double* rest,    // [n]
+                 double* moment,  // [n], written where row_norms is given
+                 int64_t* top,    // [n]
+                 void* stream);
+
+// `exponentiate` of logits + bias into bfloat16, rounded once: the sums are those of the rounded values. The place of
+// a row's maximum takes 0.
+int exponentiate_rounded(const float* logits,     // [n, d]
+                         const float* bias,       // [d] or null
+                         const float* row_norms,  // [d]
+                         int64_t n, int64_t d,
+                         float* maximum,  // [n]
+                         BFloat16* out,   // [n, d]
+                         double* rest,    // [n]
+                         double* moment,  // [n]
+                         int64_t* top,    // [n]
+                         void* stream);
+
+template <typename T>
+int row_dots(const T* a,  // [n, k], row i at a + i * stride_a
+             int64_t stride_a,
+             const T* b,  // [n, k], row i at b + i * stride_b
+             int64_t stride_b, int64_t n, int64_t k,
+             double* out,  // [n]
+             void* stream);
+
+template <typename T>
+int sigmoid_curvature(const T* logits,        // [n, d]
+                      const T* coefficients,  // [n, d]
+                      const T* row_norms,     // [d]
+                      int64_t n, int64_t d,
+                      double* out,  // [n]
+                      void* stream);
+
+// out[s] = |w_s - centre|^2
+template <typename T, typename W>
+int norms_about(const W* weight,  // [d, m]
+                const T* centre,  // [m]
+                int64_t d, int64_t m,
+                T* out,  // [d]
+                void* stream);
+
+// summed[i] = factor[i] (summed[i] + w_t - centre) for t = top[i]; a row is left alone where that is no class.
+template <typename T, typename W>
+int rejoin(T* summed,             // [n, m]
+           const W* weight,       // [d, m]
+           const T* centre,       // [m] or null: 0
+           const int64_t* top,    // [n]
+           const double* factor,  // [n]
+           int64_t n, int64_t d, int64_t m, void* stream);
+
+// out[i] = sum_s exp(<phi_i, w_s - centre> + b_s - maximum[i]) |w_s - centre - mean[i]|^2 in the chosen rows, else 0.
+template <typename T, typename W>
+int spread(const T* features,   // [n, m]
+           const T* maximum,    // [n]
+           const T* mean,       // [n, m]
+           const W* weight,     // [d, m]
+           const T* centre,     // [m]
+           const T* bias,       // [d]
+           const bool* chosen,  // [n]
+           int64_t n, int64_t d, int64_t m,
+           double* out,  // [n]
+           void* stream);
+
 int small_eigenvalues(const double* matrices,  // [n, size, size]
                       int64_t n, int64_t size,
                       double* out,  // [n, size]

@@ -28,7 +28,7 @@ from rich.text import Text
 from torch import Tensor
 
 from .. import __version__
-from ..contractions import DEFAULT_MEMORY, Geometry, SoftmaxVariance, WeightGradients, compiled, layer, reference
+from ..contractions import DEFAULT_MEMORY, Geometry, SoftmaxVariance, WeightGradients, compiled, cuda, layer, reference
 
 BUDGETS = {torch.float32: 1e-5, torch.float64: 1e-12}
 ROUTES = ("fused", "pairs", "rows")
@@ -84,25 +84,34 @@ def self_check(seed: int = 0) -> list[Check]:
         seed: of the random heads.
 
     Returns:
-        One entry per engine and dtype: the compiled kernels by instruction set, then the reference.
+        One entry per engine and dtype: the compiled kernels by instruction set, then those on CUDA where they can run,
+        then the reference.
     """
     checks = []
-    for engine in (*compiled.instruction_sets(), "reference"):
+    for engine in (*compiled.instruction_sets(), *_gpu(), "reference"):
         with _forced(engine) as backend:
-            checks += [_check(engine, backend, dtype, seed) for dtype in BUDGETS]
+            device = "cuda" if backend is cuda else "cpu"
+            checks += [_check(engine, backend, dtype, seed, device) for dtype in BUDGETS]
     return checks
+
+
+def _gpu() -> list[str]:
+    """The engine of the GPU, if there is one that the kernels can run on."""
+    if not torch.cuda.is_available() or cuda.unavailable(torch.device("cuda"), torch.float32):
+        return []
+    return ["CUDA"]
 
 
 @contextlib.contextmanager
 def _forced(engine: str) -> Iterator[ModuleType]:
-    if engine == "reference":
-        yield reference
+    if engine in ("reference", "CUDA"):
+        yield reference if engine == "reference" else cuda
         return
     with compiled.forced_instruction_set(engine):
         yield compiled
 
 
-def _check(engine: str, backend: ModuleType, dtype: torch.dtype, seed: int) -> Check:
+def _check(engine: str, backend: ModuleType, dtype: torch.dtype, seed: int, device: str) -> Check:
     generator = torch.Generator().manual_seed(seed)
     errors = []
     for n, d, m in _SHAPES:
@@ -110,22 +119,24 @@ def _check(engine: str, backend: ModuleType, dtype: torch.dtype, seed: int) -> C
             features, weight, bias = _head(n, d, m, peak, dtype, generator)
             truth = _truth(features.double(), weight.double(), bias.double())
             for route in ROUTES:
-                values = SoftmaxVariance(weight, bias, backend, rows=n, route=route)(features)
-                errors.append((_largest_error(values, truth), route))
-    errors += [(_layer_error(backend, dtype, route, generator), f"layers, {route}") for route in layer.ROUTES]
+                head = SoftmaxVariance(weight.to(device), bias.to(device), backend, rows=n, route=route)
+                errors.append((_largest_error(head(features.to(device)), truth), route))
+    for route in layer.ROUTES if hasattr(backend, "direct") else ():
+        errors.append((_layer_error(backend, dtype, route, generator, device), f"layers, {route}"))
     error, route = max(errors)
     return Check(engine, dtype, error, route, BUDGETS[dtype])
 
 
-def _layer_error(backend: ModuleType, dtype: torch.dtype, route: str, generator: torch.Generator) -> float:
+def _layer_error(backend: ModuleType, dtype: torch.dtype, route: str, generator: torch.Generator, device: str) -> float:
     """Of the contraction of a 3 × 3 convolution in two groups, against patches written out in float64."""
     geometry = Geometry(groups=2, kernel=(1, 3, 3), stride=(1, 2, 1))
     shapes = (3, 10, 1, 9, 8), (3, 14, 1, 4, 6), (2, 7, 45)
     inputs, signal, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     gradients = geometry.rows(signal).mT @ geometry.patches(inputs)
     truth = (weight.mT @ gradients).square().sum(dim=(1, 2, 3))
-    contraction = WeightGradients(weight.to(dtype), geometry, backend, ("rooted",), memory=DEFAULT_MEMORY, route=route)
-    (values,) = contraction.of([inputs.to(dtype)], 1)([signal.to(dtype)]).values
+    inputs, signal, weight = (t.to(device, dtype) for t in (inputs, signal, weight))
+    contraction = WeightGradients(weight, geometry, backend, ("rooted",), memory=DEFAULT_MEMORY, route=route)
+    (values,) = contraction.of([inputs], 1)([signal]).values
     return _largest_error(values, truth)
 
 
@@ -153,7 +164,7 @@ def _truth(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _largest_error(values: Tensor, truth: Tensor) -> float:
-    return float(((values - truth) / truth).abs().nan_to_num(nan=torch.inf).max())
+    return float(((values.cpu() - truth) / truth).abs().nan_to_num(nan=torch.inf).max())
 
 
 def _environment() -> Table:
@@ -171,7 +182,7 @@ def _facts() -> dict[str, str]:
         "numpy": numpy.__version__,
         "platform": platform.platform(),
         "compiled kernels": _kernels(),
-        "CUDA kernels": "not in this version",
+        "CUDA kernels": _cuda_kernels(),
         "CUDA in torch": _cuda(),
         "NVIDIA driver": _driver(),
         "threads": f"{torch.get_num_threads()} (torch) of {os.cpu_count()} processors",
@@ -183,6 +194,16 @@ def _kernels() -> str:
     if not available:
         return compiled.unavailable(torch.device("cpu"), torch.float32)
     return f"{', '.join(available)}; in use: {compiled.instruction_set()} (force one: PYFLATNESS_ISA={available[-1]})"
+
+
+def _cuda_kernels() -> str:
+    """Whether they are built, and what becomes of that."""
+    reason = cuda.missing()
+    if reason:
+        return f"not built ({reason})"
+    if cuda.AUTOMATIC:
+        return "built"
+    return "built, not yet run on a GPU: backend='auto' takes plain torch there, backend='compiled' asks for them"
 
 
 def _cuda() -> str:

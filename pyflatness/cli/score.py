@@ -56,7 +56,11 @@ _ALL = "all"
 @click.option(
     "--target-stderr", type=float, help="Absolute standard error for every value, by as many draws as needed."
 )
-@click.option("--rtol", type=float, help="Relative standard error for --probes adaptive.")
+@click.option(
+    "--rtol",
+    type=float,
+    help="Relative standard error for --probes adaptive; of heads alone, a guaranteed relative error.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of random draws.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="CSV file for the rows.")
 @click.option(checkpoints.PICKLE_FLAG, "allow_pickle", is_flag=True, help="Read the tensors of .pt and .pth files too.")

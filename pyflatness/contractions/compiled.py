@@ -12,24 +12,28 @@ from torch import Tensor
 
 from ..errors import BackendError
 from .geometry import Geometry
-from .reference import Products, products
+from .reference import Products, exponentiate_rounded, norms_about, products, rejoin, spread
 
 __all__ = [
     "Products",
     "direct",
     "exponentiate",
+    "exponentiate_rounded",
     "forced_direct_form",
     "forced_instruction_set",
     "gram",
     "instruction_set",
     "instruction_sets",
+    "norms_about",
     "pair_distances",
     "patch_gram",
     "products",
+    "rejoin",
     "row_dots",
     "sigmoid_curvature",
     "small_eigenvalues",
     "softmax_variance",
+    "spread",
     "unavailable",
 ]
 

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from .geometry import Geometry
+from .precision import promoted
+
+_PROMOTED = 2**20  # elements of a weight that are promoted at once
 
 # torch's first exp of a process, if several threads make it at once, can be right to 1e-4 only (seen in one process
 # of ten with torch 2.13's CPU build, MKL behind it). One serial call beforehand settles it.
@@ -53,6 +56,64 @@ def exponentiate(
     moment = None if row_norms is None else row_dots(logits, row_norms.expand_as(logits))
     logits.scatter_(1, top, torch.where(raised.unsqueeze(1), top_value, logits.gather(1, top)))
     return rest, moment, torch.where(raised, top.squeeze(1), -1)
+
+
+def exponentiate_rounded(
+    logits: Tensor, bias: Tensor | None, row_norms: Tensor, maximum: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`exponentiate` of ``logits + bias`` into bfloat16, 0 where a maximum was raised; the logits may be lost.
+
+    Returns:
+        The values (n, d), rounded once; ``rest`` and the sums weighted by ``row_norms`` (n,), of the rounded values;
+        the places of the maxima (n,).
+    """
+    logits = logits if bias is None else logits + bias
+    _, _, top = exponentiate(logits, None, 0.0, maximum)
+    rounded = logits.bfloat16()
+    values = rounded.to(logits.dtype)
+    sums = values.sum(dim=1, dtype=torch.float64), row_dots(values, row_norms.expand_as(values))
+    rest, moment = (rows.masked_fill_(maximum == torch.inf, torch.nan) for rows in sums)
+    return rounded, rest, moment, top
+
+
+def norms_about(weight: Tensor, centre: Tensor) -> Tensor:
+    """``|w_s - centre|²`` as (d,) in the dtype of ``centre`` (m,); ``weight`` (d, m) may be in half precision."""
+    parts = weight.split(max(1, _PROMOTED // max(1, weight.shape[1])))
+    return torch.cat([_squares(promoted(part) - centre) for part in parts]).to(centre.dtype)
+
+
+def rejoin(summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, factor: Tensor) -> None:
+    """``summed_i = factor_i (summed_i + w_t - centre)`` in place, t = ``top_i``; a row of -1 is left alone.
+
+    Args:
+        summed: (n, m).
+        weight: (d, m), may be in half precision.
+        centre: (m,); None: 0.
+        top: (n,) int64.
+        factor: (n,) float64.
+    """
+    index = (top >= 0).nonzero().squeeze(1)
+    if len(index):
+        rows = promoted(weight[top[index]])
+        rows = rows if centre is None else rows - centre
+        summed[index] = (summed[index] + rows) * factor[index].unsqueeze(1).to(summed.dtype)
+
+
+def spread(
+    features: Tensor, maximum: Tensor, mean: Tensor, weight: Tensor, centre: Tensor, bias: Tensor, chosen: Tensor
+) -> Tensor:
+    """``Σ_s exp(⟨φ_i, w_s - centre⟩ + b_s - maximum_i) |w_s - centre - mean_i|²`` in the chosen rows, else 0; (n,).
+
+    An error in ``mean`` (n, m) enters squared. ``weight`` (d, m) may be in half precision.
+    """
+    total = torch.zeros(len(features), dtype=torch.float64, device=features.device)
+    index = chosen.nonzero().squeeze(1)
+    if len(index):
+        rows = promoted(weight) - centre
+        scores = torch.addmm(bias, features[index], rows.t()).sub_(maximum[index].unsqueeze(1)).exp_()
+        distances = torch.cdist(mean[index], rows, compute_mode="donot_use_mm_for_euclid_dist").square()
+        total[index] = row_dots(scores, distances)
+    return total
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:

@@ -18,18 +18,23 @@ The weight is centred first: a row common to all classes moves no probability, b
 last digits. The centre is the median of some rows: a mean would follow an outlier row.
 """
 
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from .precision import promoted
+from .wide import Bounded, WideHead
 
-DEFAULT_MEMORY = 24 * 2**20  # bytes that working buffers may take
+DEFAULT_MEMORY = 24 * 2**20  # bytes that working buffers may take: near to what a processor's caches hold
+CUDA_MEMORY = 416 * 2**20  # the same on a GPU, which wants much at once
 _FUSED_OUTPUTS = 64
 _CENTRE_ROWS = 31
-_CONDITION = 30.0  # amplification of rounding above which a row of the `rows` route is done by differences
+
+
+def default_memory(device: torch.device) -> int:
+    """Bytes that working buffers may take, unless a user says otherwise."""
+    return CUDA_MEMORY if device.type == "cuda" else DEFAULT_MEMORY
 
 
 class SoftmaxVariance:
@@ -42,6 +47,7 @@ class SoftmaxVariance:
         rows: about how many rows of features will come; the cheaper route depends on it.
         memory: bytes for working buffers. Neither the logits of all rows nor a copy of the weight is ever made.
         route: ``"fused"``, ``"pairs"`` or ``"rows"``; None takes the cheapest that fits.
+        rtol: for route ``rows``, which may leave out what does not matter; see :class:`.wide.WideHead`. 0: nothing.
     """
 
     def __init__(
@@ -53,34 +59,39 @@ class SoftmaxVariance:
         rows: int,
         memory: int = DEFAULT_MEMORY,
         route: str | None = None,
+        rtol: float = 0.0,
     ) -> None:
         weight = weight.contiguous()  # torch's median of an expanded tensor is uninitialised memory (2.13)
         d, m = weight.shape
-        self._backend, self._weight = backend, weight
+        self._backend = backend
         self._centre = promoted(weight[:: -(-d // _CENTRE_ROWS)]).median(dim=0).values
         bias = self._centre.new_zeros(d) if bias is None else promoted(bias)
         self._bias = bias - bias.median().nan_to_num(0.0, 0.0, 0.0)  # -inf where most classes are masked
         entries = memory // self._centre.element_size()
         self.route = route or _cheapest_route(rows, d, m, entries)
         if self.route == "rows":
-            # scores, and five matrices of m columns: a tile of weights, features, their sum, its mean, a difference
-            self._chunk = self._tile = max(16, int((6.25 * m * m + entries) ** 0.5 - 2.5 * m))
-            if d < self._tile:
-                self._tile, self._chunk = d, max(16, (entries - d * m) // (d + 4 * m))
+            self._wide = WideHead(weight, self._centre, self._bias, backend, memory, rtol)
         else:
-            self._centred = self._rows_of_weight(slice(None))
+            self._centred = promoted(weight) - self._centre
             self._distances = backend.pair_distances(promoted(weight))
             self._chunk = max(1, entries // (2 * d))
 
     def __call__(self, features: Tensor) -> Tensor:
         """(n, m) features to (n,) float64 values; a row with NaN or infinity in it gives a non-finite value."""
-        compute = {"fused": self._fused, "pairs": self._pairs, "rows": self._rows}[self.route]
-        chunks = [compute(promoted(chunk)) for chunk in features.split(self._chunk)]
-        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+        return self.bounded(features).values
 
-    def _rows_of_weight(self, which: slice | Tensor) -> Tensor:
-        """Some rows of the weight, centred."""
-        return promoted(self._weight[which]) - self._centre
+    def bounded(self, features: Tensor, scale: Tensor | None = None) -> Bounded:
+        """The same with bounds on their errors, where ``rtol`` lets there be any.
+
+        Args:
+            features: (n, m).
+            scale: (n,) float64, how much each row counts in the sum that ``rtol`` is of; None: all the same.
+        """
+        if self.route == "rows":
+            return self._wide(features, scale)
+        compute = self._fused if self.route == "fused" else self._pairs
+        chunks = [compute(promoted(chunk)) for chunk in features.split(self._chunk)]
+        return Bounded(chunks[0] if len(chunks) == 1 else torch.cat(chunks), None)
 
     def _fused(self, features: Tensor) -> Tensor:
         values: Tensor = self._backend.softmax_variance(features, self._centred, self._bias, self._distances)
@@ -94,79 +105,6 @@ class SoftmaxVariance:
         pairs = backend.row_dots(scores, scores @ self._distances) / 2
         values: Tensor = backend.row_dots(features, features) * pairs / (1 + rest).square()
         return values.masked_fill_(maximum.isinf(), torch.nan)
-
-    def _rows(self, features: Tensor) -> Tensor:
-        backend, run = self._backend, self._sums(features)
-        total = 1 + run.rest
-        tiny = torch.finfo(features.dtype).tiny
-        mean = run.summed / run.rest.to(features.dtype).clamp_min(tiny).unsqueeze(1)
-        away = mean - self._rows_of_weight(run.top.clamp_min(0))
-        between = run.rest / total.square() * backend.row_dots(away, away)
-        second = run.rest * backend.row_dots(mean, mean)
-        variance = ((run.moment - second) / total).clamp_min(0) + between
-        ill = ((run.moment + second) / total > _CONDITION * variance).nonzero().squeeze(1)
-        if len(ill):
-            mean = torch.addcmul(mean, away, (-1 / total).unsqueeze(1).to(mean.dtype))[ill]
-            variance[ill] = self._by_differences(features[ill], run.maximum[ill], mean, total[ill])
-        values: Tensor = backend.row_dots(features, features) * variance
-        return values.masked_fill_(run.maximum.isinf(), torch.nan)
-
-    def _sums(self, features: Tensor) -> "_Running":
-        backend, run = self._backend, _Running(features)
-        for tile in self._tiles():
-            weight = self._rows_of_weight(tile)
-            scores = torch.addmm(self._bias[tile], features, weight.t())
-            norms = backend.row_dots(weight, weight).to(weight.dtype)
-            before = run.maximum.clone()
-            rest, moment, place = backend.exponentiate(scores, norms, 0.0, run.maximum)
-            run.rescale(before, place >= 0, self._rows_of_weight)
-            run.add(tile.start, rest, moment, place)
-            run.summed.addmm_(scores, weight)
-            del scores, weight  # before the next tile's are made
-        return run
-
-    def _by_differences(self, features: Tensor, maximum: Tensor, mean: Tensor, total: Tensor) -> Tensor:
-        """Σ_s p_s |w_s - μ|²: an error in μ enters squared, so μ from the product is good enough."""
-        squares = torch.zeros_like(total)
-        for tile in self._tiles():
-            weight = self._rows_of_weight(tile)
-            scores = torch.addmm(self._bias[tile], features, weight.t()).sub_(maximum.unsqueeze(1)).exp_()
-            distances = torch.cdist(mean, weight, compute_mode="donot_use_mm_for_euclid_dist").square()
-            squares += self._backend.row_dots(scores, distances)
-        return squares / total
-
-    def _tiles(self) -> list[slice]:
-        d = len(self._weight)
-        return [slice(start, min(start + self._tile, d)) for start in range(0, d, self._tile)]
-
-
-class _Running:
-    """Sums over the classes seen so far, without the most probable of them, relative to its exp(z)."""
-
-    def __init__(self, features: Tensor) -> None:
-        n = len(features)
-        self.maximum = features.new_full((n,), -torch.inf)
-        self.rest = features.new_zeros(n, dtype=torch.float64)  # Σ e_s
-        self.moment = torch.zeros_like(self.rest)  # Σ e_s |w_s|²
-        self.summed = torch.zeros_like(features)  # Σ e_s w_s
-        self.top = features.new_full((n,), -1, dtype=torch.int64)
-
-    def rescale(self, before: Tensor, raised: Tensor, rows_of_weight: Callable[[Tensor], Tensor]) -> None:
-        """Where the maximum was raised: what was relative to the old one, with the old top class among it now."""
-        index = (raised & (self.top >= 0)).nonzero().squeeze(1)
-        if len(index) == 0:
-            return
-        factor = (before[index] - self.maximum[index]).double().exp()
-        weight = rows_of_weight(self.top[index])
-        self.rest[index] = factor * (self.rest[index] + 1)
-        self.moment[index] = factor * (self.moment[index] + weight.double().square().sum(dim=1))
-        self.summed[index] = (self.summed[index] + weight) * factor.unsqueeze(1).to(weight.dtype)
-
-    def add(self, start: int, rest: Tensor, moment: Tensor, place: Tensor) -> None:
-        """The sums of one more tile of classes, which begins at ``start``."""
-        self.rest += rest
-        self.moment += moment
-        self.top = torch.where(place >= 0, place + start, self.top)
 
 
 def _cheapest_route(n: int, d: int, m: int, entries: int) -> str:

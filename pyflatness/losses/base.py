@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from ..contractions import Bounded
 from ..errors import InputError
 
 Reduction = str
@@ -61,8 +62,8 @@ class Factors:
     take: Callable[[Tensor], "Factors"]
 
 
-Curvature = Callable[[Tensor, Terms], Tensor]
-"""(features (rows, m), terms) -> (rows,) float64: |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩."""
+Curvature = Callable[[Tensor, Terms], Bounded]
+"""(features (rows, m), terms) -> (rows,) float64: |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, and what they can be off by."""
 
 
 class Loss(Protocol):
@@ -94,8 +95,13 @@ class Loss(Protocol):
     def factors(self, rows: Tensor, terms: Terms) -> Factors:
         """Output factors for ``rows`` (rows, C) of outputs, in their order in ``terms``."""
 
-    def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
-        """The curvature at a head for one weight matrix, prepared once; about ``rows`` rows will come."""
+    def curvature(
+        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int, rtol: float
+    ) -> Curvature:
+        """The curvature at a head for one weight matrix, prepared once; about ``rows`` rows will come.
+
+        A relative error up to ``rtol`` may be made where that saves time.
+        """
 
 
 def uniform(rows: int, scale: float, mass: float, device: torch.device) -> Terms:

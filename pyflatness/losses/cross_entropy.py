@@ -81,10 +81,12 @@ class CrossEntropy:
             raise InputError(f"loss: {len(self.weight)} class weights for {classes} classes")
         return self.weight.to(device, torch.float64)
 
-    def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
+    def curvature(
+        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int, rtol: float
+    ) -> Curvature:
         """See :class:`.base.Loss`."""
-        variance = SoftmaxVariance(weight, bias, backend, rows=rows, memory=memory)
-        return lambda features, terms: variance(features)
+        variance = SoftmaxVariance(weight, bias, backend, rows=rows, memory=memory, rtol=rtol)
+        return lambda features, terms: variance.bounded(features, terms.scale)
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..contractions import promoted, squared_norms
+from ..contractions import Bounded, promoted, squared_norms
 from ..errors import InputError
 from .base import Curvature, Factors, Reduction, Terms, uniform
 
@@ -75,11 +75,13 @@ class CustomLoss:
             raise InputError(f"loss: a scalar tensor is wanted from a custom loss, got {value!r:.80}")
         return value.reshape(()) * (len(outputs) if self.reduction == "mean" else 1)
 
-    def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
+    def curvature(
+        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int, rtol: float
+    ) -> Curvature:
         """See :class:`.base.Loss`."""
         directions = torch.linalg.qr(weight.double().t()).R
 
-        def values(features: Tensor, terms: Terms) -> Tensor:
+        def values(features: Tensor, terms: Terms) -> Bounded:
             assert terms.extra is not None
             logits = (promoted(features) @ promoted(weight).t()).double() + (0 if bias is None else bias.double())
             with torch.enable_grad():
@@ -91,7 +93,7 @@ class CustomLoss:
                     for u in directions:
                         (turn,) = torch.autograd.grad(slope, logits, u.expand_as(slope), retain_graph=True)
                         total = total + turn @ u
-            return total.detach() * squared_norms(features, backend, memory)
+            return Bounded(total.detach() * squared_norms(features, backend, memory), None)
 
         return values
 

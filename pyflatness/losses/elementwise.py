@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..contractions import promoted, promoted_dtype, squared_norms
+from ..contractions import Bounded, promoted, promoted_dtype, squared_norms
 from ..errors import InputError
 from .base import Curvature, Factors, Reduction, Terms, diagonal, rows_like, uniform
 
@@ -41,10 +41,12 @@ class SquaredError(_Elementwise):
         d = outputs.shape[class_dim]
         return uniform(outputs.numel() // d, 2.0, float(d), outputs.device if targets is None else targets.device)
 
-    def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
+    def curvature(
+        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int, rtol: float
+    ) -> Curvature:
         """See :class:`.base.Loss`."""
         norm = squared_norms(weight, backend, memory).sum()
-        return lambda features, terms: norm * squared_norms(features, backend, memory)
+        return lambda features, terms: Bounded(norm * squared_norms(features, backend, memory), None)
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""
@@ -96,20 +98,22 @@ class BinaryCrossEntropy(_Elementwise):
                 f"loss: {name} of shape {tuple(value.shape)} does not fit outputs {tuple(outputs.shape)}"
             ) from None
 
-    def curvature(self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int) -> Curvature:
+    def curvature(
+        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int, rtol: float
+    ) -> Curvature:
         """See :class:`.base.Loss`."""
         weight, bias = promoted(weight), None if bias is None else promoted(bias)
         norms = backend.row_dots(weight, weight).to(weight.dtype)
         chunk = max(1, memory // (weight.element_size() * 3 * len(weight)))
 
-        def values(features: Tensor, terms: Terms) -> Tensor:
+        def values(features: Tensor, terms: Terms) -> Bounded:
             assert terms.extra is not None
             parts = []
             for rows, coefficients in zip(features.split(chunk), terms.extra.split(chunk), strict=True):
                 rows = promoted(rows)
                 logits = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
                 parts.append(backend.sigmoid_curvature(logits, coefficients, norms))
-            return torch.cat(parts) * squared_norms(features, backend, memory)
+            return Bounded(torch.cat(parts) * squared_norms(features, backend, memory), None)
 
         return values
 

@@ -63,15 +63,16 @@ class _Sum:
         if scale is not None:
             weight = normalize.apply(scale, weight)
         self._backend = contractions.choose(options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
-        memory = options.memory or contractions.DEFAULT_MEMORY
-        self._curvature = loss.curvature(weight, bias, self._backend, rows, memory)
-        self._value = self._mass = 0.0
+        memory = options.memory or contractions.default_memory(weight.device)
+        self._curvature = loss.curvature(weight, bias, self._backend, rows, memory, options.tolerance)
+        self._value = self._mass = self._bound = 0.0
         self._shares: list[Tensor] = []
         self._samples = self._omitted = 0
 
     def add(self, batch: HeadBatch) -> None:
         features = batch.features if self._scale is None else normalize.apply(self._scale, batch.features, inverse=True)
-        rows = self._curvature(features, batch.terms).mul_(batch.terms.scale)
+        curvature = self._curvature(features, batch.terms)
+        rows = curvature.values.mul_(batch.terms.scale)
         total, mass, kept = float(rows.sum()), batch.terms.mass, None
         if not math.isfinite(total):
             rows = torch.where(batch.terms.scale != 0, rows, 0.0)
@@ -79,6 +80,10 @@ class _Sum:
             total = float(rows.sum())
         self._samples += batch.samples if kept is None else int(kept.sum())
         self._value, self._mass = self._value + total, self._mass + float(mass.sum())
+        if curvature.bounds is not None:
+            bounds = curvature.bounds * batch.terms.scale.abs()
+            counted = bounds.isfinite() & (rows != 0)  # not in rows that were left out
+            self._bound += float(torch.where(counted, bounds, 0.0).sum())
         if self._options.per_sample:
             shares = _by_sample(batch, rows).sum(dim=1)
             self._shares.append(shares if kept is None else shares.masked_fill(~kept, torch.nan))
@@ -107,12 +112,13 @@ class _Sum:
             stderr=None,
             samples=self._samples,
             method="head",
-            exact=True,
+            exact=self._bound == 0,
             backend=contractions.describe(self._backend),
             per_sample=torch.cat(self._shares) * (self._samples / divisor) if self._options.per_sample else None,
             layer=self._source.name,
             omitted=self._omitted,
             notes=(*self._source.notes(), *self._scale_note()),
+            bound=self._bound / divisor if self._bound else None,
         )
 
     def _scale_note(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -21,7 +22,7 @@
 #include <vector>
 
 #define __global__ static
-#define __device__ inline
+#define __device__
 #define __host__
 #define __forceinline__ inline
 #define __shared__ static  // one block at a time; not filled with NaNs, unlike the dynamic pool
@@ -38,6 +39,13 @@ using cudaError_t = int;
 constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidConfiguration = 9;
 inline const char* cudaGetErrorName(cudaError_t) { return "cudaErrorInvalidConfiguration"; }
 inline const char* cudaGetErrorString(cudaError_t) { return "invalid configuration argument"; }
+
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin };
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int device);
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
@@ -141,6 +149,11 @@ T exchange(T value, int source) {
 
 }  // namespace emulation
 
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = emulation::kMostShared;
+  return cudaSuccess;
+}
+
 inline void __syncthreads() { emulation::wait(emulation::State::at_block_barrier); }
 inline void __syncwarp(unsigned = ~0u) { emulation::wait(emulation::State::at_warp_barrier); }
 
@@ -171,8 +184,11 @@ inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask,
 
 inline double rsqrt(double x) { return 1 / std::sqrt(x); }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+using std::exp;
 using std::fabs;
 using std::isfinite;
+using std::max;
+using std::min;
 using std::nan;
 using std::sqrt;
 

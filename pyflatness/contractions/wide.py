@@ -1,0 +1,354 @@
+"""The curvature of a head of many classes by rows of its weight: the route ``rows`` of :mod:`.softmax`.
+
+Rows of features meet tiles of classes. A product makes a tile's logits, a kernel their exponentials relative to the
+largest logit so far and all sums over them, a second product Σ_s e_s w_s; neither n × d numbers nor a copy of the
+weight are ever in memory. The most probable class t so far stays out of the sums, which keeps what the others sum to,
+however small, to full precision; where a tile brings a larger logit, the old t joins the others.
+
+Bfloat16 on CUDA is multiplied as it is, with float32 results. Probabilities are rounded to bfloat16 once, and all sums
+and moments are those of the rounded ones: E|w|² and |E w|² cancel as if these were the probabilities.
+
+With ``rtol`` tiles are left out of the second product, all of those whose probability is too small to matter. With
+u = Σ_s p_s w_s about the centre, var_p(w) = Σ_s p_s |w_s|² - |u|², and the first sum is over all classes in any case.
+Tiles D that are left out take e with |e| ≤ b = Σ_{k in D} (Σ_{s in k} p_s Σ_{s in k} p_s |w_s|²)^½ from u, so that of a
+value |φ|² var from u' = u - e
+
+    |value' - value| ≤ |φ|² (2 |u'| b + b²),
+
+which is known once u' is. Tiles are chosen for each chunk of rows by what the same says beforehand, with the bound
+Σ_s p_s |w_s|² on |u'|²; then the sum of these bounds is held against ``rtol`` times the least that the sum of the
+values can be, and tiles are put back, heaviest first, until it fits. A threshold on p would not do: what counts is the
+probability left out relative to 1 - p_t.
+"""
+
+from collections.abc import Iterable
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import cuda
+from .precision import promoted, promoted_dtype
+
+_CONDITION = 30.0  # amplification of rounding above which a row is done by differences
+_HALF = 2  # bytes of an element in half precision
+_MOST_ROWS = 2048  # at once where products are in half precision: the weight is read seldom enough
+_ATTEMPTS = 3  # at choosing tiles, before all are taken
+_BLOCK, _ALIGNED = 256, 64  # rows or columns that a product takes at once; classes
+_PARTS = 32  # tiles of classes to choose among, if they are not too narrow for a product
+_NARROW, _WIDE = 64, 4096  # classes of a tile to choose
+
+
+class Bounded(NamedTuple):
+    """Values of rows, and what they can be off by."""
+
+    values: Tensor
+    """(n,) float64."""
+    bounds: Tensor | None
+    """(n,) float64, on each error besides rounding; None where nothing is left out."""
+
+
+class Plan(NamedTuple):
+    """How much is done at once."""
+
+    rows: int
+    """Rows of features."""
+    tile: int
+    """Classes."""
+    bytes: int
+    """What that takes on top of features and weight."""
+
+
+def plan(n: int, d: int, m: int, dtype: torch.dtype, memory: int, *, half: bool, keeps: bool) -> Plan:
+    """Rows and classes that fit the memory.
+
+    Args:
+        n: rows of features.
+        d: classes.
+        m: features.
+        dtype: in which is computed.
+        memory: bytes; sixteen rows and classes are always taken.
+        half: whether products are in half precision: logits and exponentials beside each other, no copy of weights.
+        keeps: whether the exponentials of all classes stay until tiles are chosen.
+    """
+    item = dtype.itemsize
+    if keeps:
+        tile = max(_NARROW, min(_WIDE, -(-d // _PARTS)))
+        if half:
+            tile = min(d, _up(tile))
+            weights, row = 0, _HALF * d + item * tile
+        else:
+            tile = min(d, tile, max(16, memory // (8 * m * item)))
+            weights, row = 2 * tile * m * item, item * d
+        row += 5 * m * item
+        rows = _down(max(16, (memory - weights) // row))
+    elif half:
+        rows = _down(min(n, _MOST_ROWS, max(16, memory // (8 * m * item))))
+        tile = _down(max(16, (memory - 4 * rows * m * item) // (rows * (item + _HALF))))
+        tile = min(d, _up(-(-d // -(-d // tile))))  # all about as wide
+        weights, row = 0, (item + _HALF) * tile + 4 * m * item
+    else:
+        # scores, and five matrices of m columns: a tile of weights, features, their sum, its mean, a difference
+        entries = memory // item
+        rows = tile = max(16, int((6.25 * m * m + entries) ** 0.5 - 2.5 * m))
+        if d < tile:
+            tile, rows = d, max(16, (entries - d * m) // (d + 4 * m))
+        weights, row = tile * m * item, (tile + 4 * m) * item
+    rows = max(1, min(n, rows))
+    return Plan(rows, tile, weights + rows * row)
+
+
+def _down(count: int) -> int:
+    """To whole tiles of a matrix product, where there are any."""
+    return count // _BLOCK * _BLOCK or count
+
+
+def _up(count: int) -> int:
+    """To whole accesses of 16 bytes, so that all rows begin at one."""
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
+def lightest(bounds: Tensor, reach: Tensor, weights: Tensor, target: Tensor) -> tuple[list[int], int]:
+    """Tiles from the lightest on, and how many of them can be left out for Σ_i a_i (2 c_i b_i + b_i²) ≤ ``target``.
+
+    Args:
+        bounds: (n, tiles), what leaving a tile out takes from u at most; b is their sum.
+        reach: c, (n,), at least |u'|.
+        weights: a, (n,).
+        target: a scalar.
+    """
+    order = (weights * reach) @ bounds
+    order = order.argsort()
+    left = bounds[:, order].cumsum(dim=1)
+    cost = weights @ (2 * reach.unsqueeze(1) * left + left.square())
+    *places, count = torch.cat([order, (cost <= target).sum().unsqueeze(0)]).tolist()  # the chunk's one wait
+    return places, count
+
+
+class _Scores(NamedTuple):
+    """A tile's exponentials, and the sums over them without the class that raised a row's maximum."""
+
+    tile: slice
+    values: Tensor  # (n, tile) e^(z - maximum), 0 at a class that raised it
+    rest: Tensor  # (n,) their sum
+    moment: Tensor  # (n,) the same weighted by |w_s|²
+    top: Tensor  # (n,) the class that raised the maximum, -1: none did
+    maximum: Tensor  # (n,) with this tile
+
+
+class _Sums(NamedTuple):
+    """Sums over the classes but the most probable one, relative to its exp(z)."""
+
+    maximum: Tensor
+    top: Tensor
+    rest: Tensor  # Σ e_s
+    moment: Tensor  # Σ e_s |w_s|²
+    summed: Tensor  # Σ e_s w_s, maybe without some tiles
+    weight: Tensor  # Σ e_s of what is in `summed`
+    left_out: Tensor | None  # at least |Σ e_s w_s| of what is not
+
+
+class WideHead:
+    """``|φ_i|² var_{p_i}(w)`` of a head of many classes.
+
+    Args:
+        weight: (d, m).
+        centre: (m,), about which moments are taken.
+        bias: (d,).
+        backend: a module from :func:`.backends.choose`.
+        memory: bytes for working buffers.
+        rtol: error that may be made to save time, relative to the sum over a chunk of rows; 0: none.
+    """
+
+    def __init__(
+        self, weight: Tensor, centre: Tensor, bias: Tensor, backend: ModuleType, memory: int, rtol: float
+    ) -> None:
+        self._weight, self._centre, self._bias, self._backend = weight, centre, bias, backend
+        self._memory, self._rtol = memory, rtol
+        self._norms = backend.norms_about(weight, centre)
+
+    def __call__(self, features: Tensor, scale: Tensor | None = None) -> Bounded:
+        """(n, m) features to values; ``scale`` (n,) says how much each row counts in the sum that ``rtol`` is of."""
+        half = self._takes_half(features)
+        (d, m), dtype = self._weight.shape, promoted_dtype(features.dtype)
+        memory = self._memory
+        if half and self._backend is not cuda:
+            memory //= 3  # torch's operations leave as much between them
+        planned = plan(len(features), d, m, dtype, memory, half=half, keeps=self._rtol > 0)
+        chunks: Iterable[Tensor] = features.split(planned.rows)
+        if not half:
+            chunks = map(promoted, chunks)  # each when its turn comes
+        if self._rtol == 0:
+            return Bounded(torch.cat([self._finish(x, self._all(x, planned.tile)).values for x in chunks]), None)
+        scale = features.new_ones(len(features), dtype=torch.float64) if scale is None else scale
+        parts = [self._few(x, planned.tile, part) for x, part in zip(chunks, scale.split(planned.rows), strict=True)]
+        return Bounded(
+            torch.cat([p.values for p in parts]), torch.cat([p.bounds for p in parts if p.bounds is not None])
+        )
+
+    def _takes_half(self, features: Tensor) -> bool:
+        both = features.dtype == self._weight.dtype == torch.bfloat16
+        return both and (features.is_cuda or self._backend is cuda)
+
+    def _tiles(self, width: int) -> list[slice]:
+        d = len(self._weight)
+        return [slice(start, min(start + width, d)) for start in range(0, d, width)]
+
+    def _matrix(self, which: slice, half: bool) -> Tensor:
+        """Rows of the weight as products take them: in half precision as they are, else centred."""
+        return self._weight[which] if half else promoted(self._weight[which]) - self._centre
+
+    def _scores(self, features: Tensor, tile: slice, matrix: Tensor, maximum: Tensor) -> _Scores:
+        """The exponentials of a tile; raises ``maximum`` in place."""
+        backend, bias, norms = self._backend, self._bias[tile], self._norms[tile]
+        if matrix.dtype == torch.bfloat16:
+            values, rest, moment, place = backend.exponentiate_rounded(
+                _product(features, matrix.t()), bias, norms, maximum
+            )
+        else:
+            values = torch.addmm(bias, features, matrix.t())
+            rest, moment, place = backend.exponentiate(values, norms, 0.0, maximum)
+        top = torch.where(place >= 0, place + tile.start, -1)
+        return _Scores(tile, values, rest, moment, top, maximum.clone())
+
+    def _start(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Maxima, places and Σ e_s w_s before the first tile."""
+        summed = torch.zeros_like(features, dtype=self._centre.dtype)
+        maximum = summed.new_full((len(features),), -torch.inf)
+        return maximum, summed.new_full((len(features),), -1, dtype=torch.int64), summed
+
+    def _all(self, features: Tensor, width: int) -> _Sums:
+        """One tile after the other, both products at once; nothing that the host would have to wait for."""
+        half = self._takes_half(features)
+        maximum, top, summed = self._start(features)
+        rest = moment = torch.zeros_like(maximum, dtype=torch.float64)
+        for tile in self._tiles(width):
+            matrix, before = self._matrix(tile, half), maximum.clone()
+            part = self._scores(features, tile, matrix, maximum)
+            old = torch.where(part.top >= 0, top, -1)
+            joined = old >= 0
+            factor = torch.where(joined, (before - maximum).double().exp(), 1.0)
+            rest = factor * (rest + joined) + part.rest
+            moment = factor * (moment + torch.where(joined, self._norms[old.clamp_min(0)], 0.0)) + part.moment
+            self._backend.rejoin(summed, self._weight, None if half else self._centre, old, factor)
+            if half:
+                summed.add_(_product(part.values, matrix))
+            else:
+                summed.addmm_(part.values, matrix)
+            top = torch.where(part.top >= 0, part.top, top)
+            del part, matrix  # before the next tile's are made
+        return _Sums(maximum, top, rest, moment, summed, rest, None)
+
+    def _few(self, features: Tensor, width: int, scale: Tensor) -> Bounded:
+        """The logits of all tiles, then the second product of those that matter."""
+        half = self._takes_half(features)
+        maximum, top, summed = self._start(features)
+        parts = []
+        for tile in self._tiles(width):
+            parts.append(self._scores(features, tile, self._matrix(tile, half), maximum))
+            top = torch.where(parts[-1].top >= 0, parts[-1].top, top)
+        rest, moment, shrink = self._settle(parts, top, maximum)
+        left_out = (rest * moment).sqrt()
+        sums = _Sums(maximum, top, rest.sum(dim=1), moment.sum(dim=1), summed, torch.zeros_like(scale), None)
+        weights = self._squares(features) * scale
+        order, count = self._choose(sums, left_out, weights, 1.0)
+        done, attempts = len(order), 0  # tiles order[done:] are summed
+        while True:
+            for k in order[count:done]:
+                product = _product(parts[k].values, self._matrix(parts[k].tile, half))
+                summed.addcmul_(product, shrink[:, k, None].to(summed.dtype))
+            done, gone, attempts = count, order[:count], attempts + 1
+            sums = sums._replace(
+                summed=summed.clone() if count else summed,
+                weight=rest[:, order[count:]].sum(dim=1),
+                left_out=left_out[:, gone].sum(dim=1),
+            )
+            result = self._finish(features, sums)
+            share = self._share(result, scale) if count else 1.0
+            if share >= 1:
+                return result
+            fewer = self._choose(sums, left_out, weights, 0.9 * share)[1] if attempts < _ATTEMPTS else 0
+            count = min(count - 1, fewer)
+
+    def _settle(self, parts: list[_Scores], top: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums of each tile (n, tiles) relative to the last maximum, and the factors to it.
+
+        A class that was the most probable one for a while joins the others of its tile.
+        """
+        rests, moments, shrinks = [], [], []
+        for part in parts:
+            old = (part.top >= 0) & (part.top != top)
+            place = (part.top - part.tile.start).clamp_min(0).unsqueeze(1)
+            part.values.scatter_(1, place, part.values.gather(1, place).masked_fill(old.unsqueeze(1), 1.0))
+            shrinks.append(torch.where(part.maximum > -torch.inf, (part.maximum - maximum).double().exp(), 0.0))
+            rests.append(shrinks[-1] * (part.rest + old))
+            moments.append(shrinks[-1] * (part.moment + torch.where(old, self._norms[part.top.clamp_min(0)], 0.0)))
+        return torch.stack(rests, dim=1), torch.stack(moments, dim=1), torch.stack(shrinks, dim=1)
+
+    def _choose(self, sums: _Sums, left_out: Tensor, weights: Tensor, share: float) -> tuple[list[int], int]:
+        """Tiles as :func:`lightest` has them for a share of ``rtol``, by what u' and the value will about be."""
+        total, norm = 1 + sums.rest, self._norms[sums.top.clamp_min(0)].double()
+        likely = (sums.moment + sums.rest / total * norm) / total  # were the others' mean at the centre
+        reach = ((sums.moment + norm) / total).sqrt()
+        usable = (weights * (likely + reach)).isfinite() & left_out.isfinite().all(dim=1)
+        total, reach, left_out = (
+            torch.where(usable if t.ndim == 1 else usable.unsqueeze(1), t, 1.0) for t in (total, reach, left_out)
+        )
+        weights = torch.where(usable, weights, 0.0)
+        target = share * self._rtol / (1 + self._rtol) * (weights @ torch.where(usable, likely, 0.0))
+        return lightest(left_out / total.unsqueeze(1), reach, weights, target)
+
+    def _share(self, result: Bounded, scale: Tensor) -> float:
+        """What the sum of the bounds may be, ``rtol`` of the least that the values' sum can be, over what it is."""
+        assert result.bounds is not None
+        usable = result.values.isfinite() & (scale != 0)
+        both = torch.stack([torch.where(usable, rows * scale, 0.0).sum() for rows in (result.values, result.bounds)])
+        value, bound = both.tolist()
+        return self._rtol * (value - bound) / bound if bound > 0 else 1.0
+
+    def _finish(self, features: Tensor, sums: _Sums) -> Bounded:
+        """Values from the sums, whose ``summed`` is used up."""
+        backend, half, total = self._backend, self._takes_half(features), 1 + sums.rest
+        dtype = sums.summed.dtype
+        if half:  # about the centre from here on
+            sums.summed.addr_(sums.weight.to(dtype), self._centre, alpha=-1)
+        top = promoted(self._weight[sums.top.clamp_min(0)]).sub_(self._centre)
+        reach = None if sums.left_out is None else backend.row_dots(*[sums.summed + top] * 2).sqrt() / total
+        mean = sums.summed.div_(sums.rest.to(dtype).clamp_min(torch.finfo(dtype).tiny).unsqueeze(1))
+        away = top.neg_().add_(mean)
+        between = sums.rest / total.square() * backend.row_dots(away, away)
+        second = sums.rest * backend.row_dots(mean, mean)
+        variance = ((sums.moment - second) / total).clamp_min(0) + between
+        ill = (sums.moment + second) / total > _CONDITION * variance
+        mean.addcmul_(away, (-1 / total).unsqueeze(1).to(dtype))
+        variance = torch.where(ill, self._by_differences(features, sums.maximum, mean, ill) / total, variance)
+        squares, lost = self._squares(features), sums.maximum.isinf()
+        values = (squares * variance).masked_fill_(lost, torch.nan)
+        if sums.left_out is None or reach is None:
+            return Bounded(values, None)
+        left_out = sums.left_out / total
+        return Bounded(values, (squares * (2 * reach * left_out + left_out.square())).masked_fill_(lost, torch.nan))
+
+    def _by_differences(self, features: Tensor, maximum: Tensor, mean: Tensor, chosen: Tensor) -> Tensor:
+        """Σ_s e_s |w_s - μ|² of the chosen rows: an error in μ enters squared, so μ from the product is good enough."""
+        single = promoted(features)
+        if self._takes_half(features):  # there logits are of the weight as it is
+            maximum = maximum - single @ self._centre
+        squares = torch.zeros_like(maximum, dtype=torch.float64)
+        for tile in self._tiles(max(1, self._memory // (4 * self._weight.shape[1] * single.itemsize))):
+            weight, bias = self._weight[tile], self._bias[tile]
+            squares += self._backend.spread(single, maximum, mean, weight, self._centre, bias, chosen)
+        return squares
+
+    def _squares(self, features: Tensor) -> Tensor:
+        single = promoted(features)
+        squares: Tensor = self._backend.row_dots(single, single)
+        return squares
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """The product of two matrices; of half precision in float32."""
+    if a.dtype != torch.bfloat16:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
