@@ -1,23 +1,37 @@
 """A zoo of checkpoints: what scoring costs over the bare forward passes, and how κ goes with the generalisation gap.
 
     python benchmarks/zoo.py time MODEL.py CHECKPOINT...      # MODEL.py with LeNet5 and train_data
-    python benchmarks/zoo.py gap TRAIN.csv TEST.csv           # two files that `pyflatness score` wrote
+    python benchmarks/zoo.py reparameterize MODEL.py FOLDER CHECKPOINT...
+    python benchmarks/zoo.py table TRAIN.csv TEST.csv --before FILE.csv --after FILE.csv --out FOLDER
 
-Every figure is a ratio within one run; all checkpoints count, whatever the correlation is.
+Every timing is a ratio within one run; all checkpoints count, whatever the correlation is.
 """
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from timing import in_turn
 
-from pyflatness.cli import specs
+import pyflatness as pf
+from pyflatness import selectors
+from pyflatness.cli import checkpoints, specs
 from pyflatness.cli.scoring import Scoring
-from pyflatness.generalization.correlation import STATISTICS, Correlation, correlation
+from pyflatness.generalization import tables
+from pyflatness.generalization.correlation import STATISTICS
 from pyflatness.measures import MEASURES
+from pyflatness.options import Options
+
+FACTORS = 5.0, 25.0
+DRAWN = "relative_flatness {}", "trace {}", "pac_bayes", "weight_norm network", "mls network"
+
+Columns = dict[str, list[Any]]
+Found = dict[str, pf.Correlations]
+_FILE = click.Path(exists=True, path_type=Path)
 
 
 @click.group()
@@ -33,7 +47,7 @@ def time(model: str, paths: tuple[Path, ...], rounds: int) -> None:
     """Scoring one checkpoint after the other (reading, κ, loss, accuracy), against forward passes alone."""
     network = specs.resolve(f"{model}:LeNet5")().eval()
     data = specs.resolve(f"{model}:train_data")()
-    scoring = Scoring(network, data, "cross_entropy", (None,), (MEASURES[0],), False)
+    scoring = Scoring(network, data, "cross_entropy", (), (MEASURES[0],), False, Options())
 
     def forward() -> None:
         with torch.no_grad():
@@ -43,7 +57,7 @@ def time(model: str, paths: tuple[Path, ...], rounds: int) -> None:
 
     def score() -> None:
         for path in paths:
-            for row in scoring.rows(path, lambda measure: None):
+            for row in scoring.rows(path, lambda share: None):
                 if row.error:
                     raise click.ClickException(row.error)
 
@@ -55,25 +69,130 @@ def time(model: str, paths: tuple[Path, ...], rounds: int) -> None:
 
 
 @main.command()
-@click.argument("train", type=click.Path(exists=True, path_type=Path))
-@click.argument("test", type=click.Path(exists=True, path_type=Path))
-def gap(train: Path, test: Path) -> None:
-    """Correlations with the gap (test loss minus training loss), and with the training loss, 95 % intervals."""
-    tests = {row["checkpoint"]: float(row["loss"]) for row in _read(test)}
-    rows = _read(train)
-    for measure in dict.fromkeys(row["measure"] for row in rows):
-        own = [row for row in rows if row["measure"] == measure]
-        kappa = np.array([float(row["value"]) for row in own])
-        loss = np.array([float(row["loss"]) for row in own])
-        gaps = np.array([tests[row["checkpoint"]] for row in own]) - loss
-        for name, other in (("gap", gaps), ("training loss", loss)):
-            shown = [str(Correlation(measure, how, *correlation(kappa, other, how, 0))) for how in STATISTICS]
-            print(f"{measure}, {len(own)} checkpoints, with the {name}: {'; '.join(shown)}")
+@click.argument("model", type=click.Path(exists=True))
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--seed", default=0, show_default=True)
+def reparameterize(model: str, folder: Path, paths: tuple[Path, ...], seed: int) -> None:
+    """Write each checkpoint at other weights of the same function, every layer but the last by a factor in [5, 25].
+
+    The factors are uniform, drawn anew for each checkpoint; outputs are compared on the first batch of train_data.
+    """
+    network = specs.resolve(f"{model}:LeNet5")().eval()
+    batch = next(iter(specs.resolve(f"{model}:train_data")()))[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(seed)
+    for path in paths:
+        checkpoints.fit(network, checkpoints.load(path, allow_pickle=False))
+        *hidden, _ = selectors.select(network, None).modules
+        factors = dict(zip(hidden, generator.uniform(*FACTORS, len(hidden)), strict=True))
+        save_file(pf.reparameterize(network, factors, batch).state_dict(), folder / path.name)
+        print(f"{path.name}: {', '.join(f'{layer} × {factor:.4g}' for layer, factor in factors.items())}")
 
 
-def _read(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if not row["error"]]
+@main.command()
+@click.argument("train", type=_FILE)
+@click.argument("test", type=_FILE)
+@click.option("--before", type=_FILE, multiple=True, required=True, help="Measures of the networks; may be repeated.")
+@click.option("--after", type=_FILE, multiple=True, required=True, help="The same of the reparameterised ones.")
+@click.option("--head", default="fc3", show_default=True, help="The layer whose inputs are the penultimate features.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the tables and the figure.")
+def table(train: Path, test: Path, before: tuple[Path, ...], after: tuple[Path, ...], head: str, out: Path) -> None:
+    """Every measure's correlations with the gap, before and after a reparameterisation; as tables and a figure.
+
+    All are files of `pyflatness score`; TRAIN and TEST are of the networks on all training and test data, for the gap.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    held = {"before": _columns(train, test, before), "after": _columns(train, test, after)}
+    found: dict[str, Found] = {}
+    for weights, columns in held.items():
+        _write(out / f"{weights}.csv", columns)
+        measures = [name for name in columns if name not in ("checkpoint", "gap", "loss")]
+        found[weights] = {measure: _correlations(columns, measure) for measure in measures}
+    _write_correlations(out / "correlations.csv", found)
+    for title, rows in _by_place(found["before"], head).items():
+        _print(title, rows, found)
+    for measure in (f"{MEASURES[0].name} {head}", f"{MEASURES[0].name} network"):
+        print(f"\n{pf.correlations(held['before'], measure, 'loss')}")
+    _draw(out / "gap.png", held, [name.format(head) for name in DRAWN])
+
+
+def _columns(train: Path, test: Path, paths: tuple[Path, ...]) -> Columns:
+    """The gap, the training loss and the measures of each checkpoint."""
+    whole = tables.read(train, test)
+    stems = [_stem(name) for name in whole.names]
+    columns: Columns = {"checkpoint": stems, "gap": [*whole.column("gap")], "loss": [*whole.column("loss")]}
+    for path in paths:
+        networks = tables.read(path)
+        place = {_stem(name): number for number, name in enumerate(networks.names)}
+        columns |= {name: [networks.column(name)[place[stem]] for stem in stems] for name in networks.measures}
+    return columns
+
+
+def _stem(path: str) -> str:
+    return Path(path).stem
+
+
+def _correlations(columns: Columns, measure: str) -> pf.Correlations:
+    """Over the networks that have a value of the measure."""
+    values = zip(columns["checkpoint"], columns[measure], strict=True)
+    return pf.correlations(columns, measure, exclude=[name for name, value in values if not np.isfinite(value)])
+
+
+def _write(path: Path, columns: Columns) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        for row in zip(*columns.values(), strict=True):
+            writer.writerow([cell if isinstance(cell, str) else f"{cell:.5g}" for cell in row])
+
+
+def _write_correlations(path: Path, found: dict[str, Found]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["measure", "weights", "networks", "statistic", "value", "low", "high"])
+        for weights, by_measure in found.items():
+            for measure, correlations in by_measure.items():
+                for row in correlations.rows:
+                    numbers = (f"{number:.3f}" for number in (row.value, row.low, row.high))
+                    writer.writerow([measure, weights, correlations.points, row.statistic, *numbers])
+
+
+def _by_place(found: Found, head: str) -> dict[str, list[str]]:
+    """Columns by the table that they are in."""
+    places: dict[str, list[str]] = {head: [], "network": [], "other layers": []}
+    for column in found:
+        _, _, layer = column.partition(" ")
+        places["network" if layer in ("", "network") else head if layer == head else "other layers"].append(column)
+    places["other layers"].sort(key=lambda column: [measure.name for measure in MEASURES].index(column.split(" ")[0]))
+    return places
+
+
+def _print(title: str, columns: list[str], found: dict[str, Found]) -> None:
+    """As Markdown; of what stays the same to two digits once."""
+    statistics = " | ".join(STATISTICS)
+    print(f"\n### {title}\n\n| measure | weights | networks | {statistics} |\n|---|---|---|{'---|' * len(STATISTICS)}")
+    for column in columns:
+        lines: dict[str, list[str]] = {}
+        for weights, by_measure in found.items():
+            shown = by_measure[column]
+            cells = " | ".join(f"{row.value:.2f} [{row.low:.2f}, {row.high:.2f}]" for row in shown.rows)
+            lines.setdefault(f"{shown.points} | {cells}".replace("-", "−"), []).append(weights)
+        for line, weights in lines.items():
+            print(f"| {column} | {' and '.join(weights)} | {line} |")
+
+
+def _draw(path: Path, held: dict[str, Columns], measures: list[str]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(measures), 7.5), layout="constrained")
+    for panels, (weights, columns) in zip(figure.subplots(len(held), len(measures)), held.items(), strict=True):
+        for panel, measure in zip(panels, measures, strict=True):
+            pf.plot_correlation(columns, measure, axes=panel)
+            panel.set_xlabel(f"{measure}, {weights}")
+            for line in panel.get_lines():
+                line.set_markersize(3)
+    figure.savefig(path, dpi=60)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from .generalization.feature_robustness import FeatureRobustness, feature_robust
 from .generalization.gap import GeneralizationGap, Performance, generalization_gap
 from .generalization.noise import truncated_normal_noise
 from .generalization.representativeness import Decomposition, Representativeness, representativeness
+from .inequalities import Bound, Bounds, bounds
 from .measures.adaptive_sharpness_mc import adaptive_sharpness_mc
-from .measures.bounds import Bound, Bounds, bounds
 from .measures.mls_adversarial import mls_adversarial
 from .measures.pac_bayes import PacBayes, pac_bayes
 from .measures.representation import representation

@@ -11,8 +11,9 @@ from . import contractions, layers, spectra
 from .layer_form import LayerForm
 from .runner import Run
 
-QUANTITIES = ("size", "largest", "trace", "square", "scaled", "log_volume", "weights")
-"""Of each sample: |x|², s_max, Tr G, Tr G²; on request |J diag(x)|_F², Σ log s, |∂f/∂w|_F² of a layer's weight w."""
+QUANTITIES = ("size", "largest", "trace", "square", "scaled", "log_volume", "weights", "rescaled")
+"""Of each sample: |x|², s_max, Tr G, Tr G²; on request |J diag(x)|_F², Σ log s, |∂f/∂w|_F² of a layer's weight w; and
+|J diag(b)^-½|_F² |diag(b)^½ x|² over the features with b > 0, where there is a b for them."""
 
 
 class WeightGradient:
@@ -58,6 +59,7 @@ class Place:
         samples_first: lays one of them out as (n, …).
         needs: those of :data:`QUANTITIES` on request.
         weight: if the layer's weight is looked at.
+        scales: (m,) b of ``"rescaled"``, for an x of m features.
 
     Attributes:
         edges: those, and where ``weight`` wants gradients.
@@ -71,6 +73,7 @@ class Place:
         samples_first: Callable[[Tensor], Tensor],
         needs: Collection[str],
         weight: WeightGradient | None = None,
+        scales: Tensor | None = None,
     ) -> None:
         self.name, self.weight = name, weight
         self.edges = [*edges, *(call.edge for call in weight.calls)] if weight else [*edges]
@@ -78,6 +81,10 @@ class Place:
         self._x = self._flat([tensor.detach() for tensor in tensors])
         self._scaled = torch.zeros(len(self._x), dtype=torch.float64, device=self._x.device)
         self._rows: list[Tensor] = []
+        self._scales: Tensor | None = None
+        if scales is not None and len(scales) == self._x.shape[1]:
+            self._scales = scales.to(self._x.device)
+            self._rescaled = torch.zeros_like(self._scaled)
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Take in the gradients of one output at all edges; None where there is no way."""
@@ -90,6 +97,8 @@ class Place:
         self._rows.append(row)
         if "scaled" in self._needs:
             self._scaled += (row.double() * self._x).square().sum(dim=1)
+        if self._scales is not None:
+            self._rescaled += (row.double().square() / self._scales)[:, self._scales > 0].sum(dim=1)
         if self.weight is not None:
             self.weight.add(found[len(self._tensors) :], row)
 
@@ -114,6 +123,8 @@ class Place:
             found["scaled"] = self._scaled
         if "log_volume" in self._needs:
             found["log_volume"] = spectra.log_volumes(rows, squares, top)
+        if self._scales is not None:
+            found["rescaled"] = self._rescaled * (self._x.double().square() @ self._scales)
         if self.weight is not None:
             found["weights"] = self.weight.total
         return {quantity: values.cpu() for quantity, values in found.items()}

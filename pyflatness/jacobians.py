@@ -6,7 +6,7 @@ rows of J that arrive come G = J Jᵀ and a few sums. J is held for a part of a 
 """
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -53,7 +53,11 @@ class Samples:
     @property
     def has_input(self) -> bool:
         """Whether the model's input has a derivative."""
-        return (INPUT, "largest") in self._found
+        return self.has(INPUT, "largest")
+
+    def has(self, place: str, quantity: str) -> bool:
+        """Whether a place has a quantity."""
+        return (place, quantity) in self._found
 
     def each(self, place: str, quantity: str) -> Tensor:
         """(n,) float64; NaN for a sample that was left out."""
@@ -81,24 +85,30 @@ class _Part:
         return found
 
 
-def measured(task: Task, needs: Collection[str] = (), top: int | None = None) -> Samples:
+def measured(
+    task: Task,
+    needs: Collection[str] = (),
+    top: int | None = None,
+    scales: Mapping[str, Tensor] | None = None,
+) -> Samples:
     """The sweep.
 
     Args:
         task: of the user.
         needs: those of :data:`QUANTITIES` on request.
         top: singular values that ``log_volume`` is over, the largest; None: all.
+        scales: by layer, those of its features for ``rescaled``.
 
     Raises:
         InputError: see :meth:`.Runner.results`; more outputs than backward passes are allowed.
         NonFiniteError: NaN or infinity, under ``nan_policy="raise"``, or in all samples.
     """
-    return _Sweep(task, frozenset(needs), top).samples()
+    return _Sweep(task, frozenset(needs), top, scales or {}).samples()
 
 
 class _Sweep:
-    def __init__(self, task: Task, needs: frozenset[str], top: int | None) -> None:
-        self._task, self._needs, self._top = task, needs, top
+    def __init__(self, task: Task, needs: frozenset[str], top: int | None, scales: Mapping[str, Tensor]) -> None:
+        self._task, self._needs, self._top, self._scales = task, needs, top, scales
         self._inputs = inputs.Inputs(task.forward)
         options = task.options
         self._runner = Runner(
@@ -195,7 +205,8 @@ class _Sweep:
             self._calls[name] = max(self._calls.get(name, 0), len(calls))
             edges, tensors = [call.input_edge for call in calls], [call.inputs for call in calls]
             weight = self._weight(run, name) if "weights" in self._needs else None
-            places.append(Place(name, edges, tensors, partial(run.samples_first, name), self._needs, weight))
+            arrange = partial(run.samples_first, name)
+            places.append(Place(name, edges, tensors, arrange, self._needs, weight, self._scales.get(name)))
         return places
 
     def _weight(self, run: Run, name: str) -> WeightGradient:

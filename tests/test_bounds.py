@@ -12,9 +12,11 @@ from cases import INDICES, C, M
 from grid import Net, normal
 from jacobian_truth import places
 from residual import LOSS
+from test_normalized_sharpness import brute_force
 from torch import nn
 
 import pyflatness as pf
+from pyflatness.measures.normalized_sharpness import minimised
 
 X = normal(10, 6, M)
 
@@ -105,7 +107,8 @@ def test_the_inequalities_hold_for_linear_layers(seed):
         if isinstance(module, nn.Linear):
             module.weight.data.mul_(10 ** float(torch.randn((), generator=generator)))
     x = torch.randn(n, widths[0], generator=generator, dtype=torch.float64).exp()
-    bounds = pf.bounds(model, nn.MSELoss(), (x, torch.zeros(n, widths[-1], dtype=torch.float64)))
+    data = x, torch.zeros(n, widths[-1], dtype=torch.float64)
+    bounds = pf.bounds(model, nn.MSELoss(), data, normalized=True)
     for row in bounds.rows:
         assert row.guaranteed, row
         assert holds(row), row
@@ -113,6 +116,38 @@ def test_the_inequalities_hold_for_linear_layers(seed):
         chain = [bounds[layer, equation] for equation in ("5", "48, C", "11")]
         values = [chain[0].left, *(row.right for row in chain)]
         assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(values))  # A ≤ B ≤ C ≤ D
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+def test_the_scales_of_normalised_sharpness(activation):
+    model = network(M, 6, 5, C, activation=activation)
+    model[2].weight.data[:, 1] = 0  # a column that drops out
+    data = [(X[:4], INDICES[:4]), (X[4:], INDICES[4:])]
+    bounds, plain = pf.bounds(model, LOSS, data, normalized=True), pf.bounds(model, LOSS, data)
+    assert [row for row in bounds.rows if row.equation != "37, least"] == [*plain.rows]
+    for name in ("0", "2", "4"):
+        weight, at = (
+            model.get_submodule(name).weight,
+            [places(model, X[i : i + 1], [name])[name] for i in range(len(X))],
+        )
+        rows = [
+            torch.autograd.grad(value, weight, retain_graph=True)[0].square() for x in X for value in model(x[None])[0]
+        ]
+        h, w = sum(rows) / len(X), weight.detach()
+        b = minimised(h, w).columns
+        kept = b > 0
+        sides = [
+            (jacobian[:, kept] / b[kept].sqrt()).norm() * (phi.flatten()[kept] * b[kept].sqrt()).norm()
+            for phi, jacobian in at
+        ]
+        row = bounds[name, "37, least"]
+        assert row.left == pytest.approx(2 * float(torch.stack(sides).mean()), rel=1e-6), name
+        assert row.right == pytest.approx(brute_force(h, w), rel=1e-6), name
+        assert row.right <= bounds[name, "37"].right * (1 + 1e-9)
+        assert holds(row)
+    convolution = networks.CASES["cnn"]
+    found = pf.bounds(convolution.build(), convolution.loss, (convolution.inputs, convolution.targets), normalized=True)
+    assert [row.layer for row in found.rows if row.equation == "37, least"] == ["7"]
 
 
 def residual(net, x):
@@ -204,6 +239,11 @@ def test_another_sharpness():
             assert row.right == pytest.approx(other.right * (S / own.sharpness) ** powers[row.equation], rel=1e-10)
         assert row.left == other.left
         assert holds(row)
+    found = pf.bounds(model, LOSS, (X, INDICES), sharpness="all", normalized=True)
+    assert found.sharpness == pytest.approx(S, rel=1e-10)
+    assert found["12"].right == pytest.approx(bounds["12"].right, rel=1e-10)
+    with pytest.raises(pf.InputError, match="sharpness='some': a number or 'all' is wanted"):
+        pf.bounds(model, LOSS, (X, INDICES), sharpness="some")
     with pytest.raises(pf.InputError, match=r"sharpness=0\.1: of the chosen layers' weights alone it is"):
         pf.bounds(model, LOSS, (X, INDICES), sharpness=0.1)
 

@@ -102,6 +102,8 @@ def test_figures(tmp_path):
     assert legend == ["18 networks", "2 excluded by name, not in the correlations"]
     wide = {"kappa": [1, 10, 1000], "gap": [1, 2, 3]}
     assert pf.plot_correlation(wide, "kappa")[1].get_xscale() == "log"
+    panel = figure.add_subplot()
+    assert pf.plot_correlation(wide, "kappa", axes=panel) == (figure, panel)
     _, axes = pf.plot_correlation({"kappa": [1, 2, math.nan], "gap": [1, 2, 3]}, "kappa", exclude=["2"])
     assert axes.get_xscale() == "linear"
 

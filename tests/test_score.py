@@ -20,8 +20,8 @@ ZOO = Path(__file__).resolve().parents[2] / "shared" / "zoo"
 CHOICES = ("relative_flatness", "relative_flatness_std", "trace")
 
 
-def _network(tiny: str, seed: int) -> torch.nn.Module:
-    network = specs.resolve(f"{tiny}:Tiny")
+def _network(tiny: str, seed: int, name: str = "Tiny") -> torch.nn.Module:
+    network = specs.resolve(f"{tiny}:{name}")
     torch.manual_seed(seed)
     return network().eval()
 
@@ -269,7 +269,8 @@ def test_usage_errors(options: list[str], words: list[str], tiny: str, capsys: p
     ("options", "words"),
     [
         (["--layers", "heads"], ["'heads'", "did you mean head"]),
-        (["--layers", "*"], ["matches 2 layers"]),
+        (["--layers", "re:("], ["'re:('", "is not a regular expression"]),
+        (["--target-stderr", "0.1", "--probes", "3"], ["pass one of them"]),
         (["--data", "{tiny}:once"], ["--data", "read once"]),
         (["--data", "{tiny}:failing"], ["--data", "OSError: no such disk"]),
         (["--data", "{tiny}:Tiny"], ["data", "got Tiny"]),
@@ -287,9 +288,11 @@ def test_errors_that_concern_every_checkpoint_are_one(options: list[str], words:
 def test_hidden_layers_are_rows_too(tiny: str) -> None:
     checkpoint = _save(tiny, 1, "a.safetensors")
     assert _status(*_arguments(tiny, checkpoint, "--layers", "body", "--layers", "head")) == 0
-    hidden, head = _rows(tiny)
+    hidden, head, network = _rows(tiny)
     assert (hidden["layer"], hidden["method"], hidden["exact"]) == ("body", "ggn", "True")
-    assert (head["layer"], head["method"], head["exact"]) == ("head", "head", "True")
+    assert (head["layer"], head["method"], head["exact"]) == ("head", "ggn", "True")
+    assert network["layer"] == ""
+    assert float(network["value"]) == pytest.approx(float(hidden["value"]) + float(head["value"]), rel=1e-12)
     assert (hidden["loss"], hidden["accuracy"]) == (head["loss"], head["accuracy"])
 
 
@@ -362,7 +365,7 @@ def test_measures_of_the_network_alone_are_one_row(tiny: str) -> None:
     assert _status(*_arguments(tiny, checkpoint, *chosen, "--layers=body", "--layers=head")) == 0
     rows = _rows(tiny)
     assert [(row["layer"], row["measure"]) for row in rows] == [
-        *((layer, name) for layer in ("body", "head") for name in names[:2]),
+        *((layer, name) for layer in ("body", "head", "") for name in names[:2]),
         *(("", name) for name in names[2:]),
     ]
     network, batches = _network(tiny, 1), specs.resolve(f"{tiny}:data")()
@@ -377,9 +380,6 @@ def test_measures_of_the_network_alone_are_one_row(tiny: str) -> None:
             str(expected.exact),
             str(expected.samples),
         )
-        if row["measure"] == "weight_norm" and row is rows[0]:
-            assert (row["loss"], row["accuracy"]) == ("", "")  # nothing was read
-            continue
         assert float(row["loss"]) == pytest.approx(float(F.cross_entropy(logits, targets)), rel=1e-6)
         assert float(row["accuracy"]) == float((logits.argmax(dim=1) == targets)[targets != -100].double().mean())
 
@@ -410,3 +410,66 @@ def test_sampled_values_have_their_errors(tiny: str) -> None:
         assert float(row["loss"]) == pytest.approx(float(exact["loss"]))
         assert row["accuracy"] == exact["accuracy"]
     assert _status(*_arguments(tiny, "--probes", "some", path)) != 0
+
+
+def _in_report(report: pf.Report) -> set[tuple[str, str]]:
+    return {(layer, measure) for measure, held in report.to_dict().items() for layer in held}
+
+
+def test_all_measures_of_all_layers(tiny: str) -> None:
+    checkpoint = _save(tiny, 1, "a.safetensors")
+    assert _status(*_arguments(tiny, checkpoint, "--layers=*", "--measures=all")) == 0
+    rows = _rows(tiny)
+    report = pf.measure(_network(tiny, 1), "cross_entropy", specs.resolve(f"{tiny}:data")(), measures="all")
+    assert {(row["layer"], row["measure"]) for row in rows} == _in_report(report)
+    assert len({(row["layer"], row["measure"]) for row in rows}) == len(rows)
+    for row in rows:
+        assert float(row["value"]) == pytest.approx(report[row["layer"], row["measure"]].value, rel=1e-9), row
+    assert len({(row["loss"], row["accuracy"]) for row in rows}) == 1
+
+
+@pytest.mark.parametrize("layers", [[], ["--layers=body"], ["--layers=*"]])
+def test_measures_share_their_passes(layers: list[str], tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = _save(tiny, 1, "a.safetensors")
+    network, calls = specs.resolve(f"{tiny}:Tiny"), []
+    forward = network.forward
+    monkeypatch.setattr(network, "forward", lambda self, x: calls.append(len(x)) or forward(self, x))
+    swept = ["trace", "scaled_trace", "adaptive_sharpness", "neuron_flatness", "weight_norm"]
+    for names in (swept, ["mls", "nmls", "volume"], [*swept, "mls", "nmls", "volume"]):
+        assert _status(*_arguments(tiny, checkpoint, *layers, *(f"--measures={name}" for name in names))) == 0
+    passes = sum(size > 2 for size in calls) / 4  # batches; nmls is of all layers, and so apart where one is chosen
+    assert passes == (4 if layers == ["--layers=*"] else 6)
+
+
+def test_a_measure_that_fails_stops_no_other(tiny: str) -> None:
+    checkpoint = Path(tiny).with_name("a.safetensors")
+    network = _network(tiny, 1, "Curved")
+    save_file(network.state_dict(), checkpoint)
+    names = ["trace", "normalized_sharpness", "adaptive_sharpness", "weight_norm"]
+    chosen = [f"--measures={name}" for name in names]
+    arguments = _arguments(tiny, checkpoint, "--model", f"{tiny}:Curved", "--layers=*", *chosen, data="data")
+    assert _status(*arguments, "--data-args", '{"kind": "values"}', "--loss", "mse_loss") == 1
+    rows = _rows(tiny)
+    assert len(rows) == 3 + 3 + 4 + 4  # that "spare" does not run is not known of weights, nor where there is no value
+    data = specs.resolve(f"{tiny}:data")("values")
+    report = pf.measure(network, "mse_loss", data, measures=[name for name in names if name != names[1]])
+    for row in rows:
+        if row["measure"] == "normalized_sharpness":
+            assert "has no lower bound" in row["error"]
+            assert row["value"] == row["loss"] == ""
+            continue
+        assert row["error"] == ""
+        assert float(row["value"]) == pytest.approx(report[row["layer"], row["measure"]].value, rel=1e-6)
+        assert row["loss"] != ""
+    assert _status(*arguments, "--layers=spare") == 1  # by its own name, so that it has to run
+    assert all("'spare' did not run" in row["error"] for row in _rows(tiny) if row["measure"] == "trace")
+
+
+def test_values_to_a_standard_error(tiny: str) -> None:
+    path = _save(tiny, 0, "a.safetensors")
+    assert _status(*_arguments(tiny, "--layers", "body", "--target-stderr", "0.05", path)) == 0
+    (row,) = _rows(tiny)
+    expected = pf.relative_flatness(
+        *(_network(tiny, 0), "cross_entropy", specs.resolve(f"{tiny}:data")(), "body"), target_stderr=0.05
+    )
+    assert float(row["value"]) == expected.value

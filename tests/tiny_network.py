@@ -17,6 +17,17 @@ class Tiny(torch.nn.Module):
         return self.head(self.drop(self.body(x).relu()))
 
 
+class Curved(Tiny):
+    """Its Hessian has negative entries on the diagonal, and one of its layers never runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(3 * self.body(x)))
+
+
 class Tied(torch.nn.Module):
     def __init__(self):
         super().__init__()

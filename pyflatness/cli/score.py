@@ -1,6 +1,7 @@
 """``pyflatness score``: many checkpoints of one network, measured on one data set, as a table.
 
-A checkpoint that cannot be measured is a row with its error, and the others go on. Rows reach the file as they come.
+A checkpoint that cannot be measured is a row with its error, and the others go on; so is a measure that fails of one.
+A checkpoint's rows reach the file as soon as it is done.
 """
 
 import csv
@@ -17,17 +18,16 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Table
 from rich.text import Text
 
-from .. import capture, layers, losses
-from .. import selectors as selectors_
+from .. import capture, losses
 from ..data import Batches
 from ..errors import InputError
-from ..measures import MEASURES, Measure
+from ..measures import MEASURES, named
 from ..options import Options
 from . import checkpoints, specs
 from .paths import prepare_file
 from .scoring import Row, Scoring
 
-_NAMED = {measure.name: measure for measure in MEASURES}
+_ALL = "all"
 
 
 @click.command()
@@ -39,19 +39,22 @@ _NAMED = {measure.name: measure for measure in MEASURES}
     "selectors",
     metavar="SELECTOR",
     multiple=True,
-    help="A layer: name, glob, re:… or type:…; may be repeated.  [default: the last Linear that ran]",
+    help="Layers: name, glob ('*': all), re:… or type:…; may be repeated.  [default: the last Linear that ran]",
 )
 @click.option(
     "--measures",
-    type=click.Choice([*_NAMED]),
+    type=click.Choice([*(measure.name for measure in MEASURES), _ALL]),
     multiple=True,
     default=[MEASURES[0].name],
     show_default=True,
-    help="May be repeated; one of the network alone has one row, with no layer.",
+    help="May be repeated. Of several layers there is a row for the network too, with no layer.",
 )
 @click.option("--curvature", type=click.Choice(["auto", "ggn", "hessian"]), default="auto", show_default=True)
 @click.option(
     "--probes", metavar="K|adaptive", help="Values from so many random draws a sample, with standard errors.  [exact]"
+)
+@click.option(
+    "--target-stderr", type=float, help="Absolute standard error for every value, by as many draws as needed."
 )
 @click.option(
     "--rtol",
@@ -72,6 +75,7 @@ def score(
     measures: tuple[str, ...],
     curvature: str,
     probes: str | None,
+    target_stderr: float | None,
     rtol: float | None,
     seed: int,
     out: Path,
@@ -89,11 +93,10 @@ def score(
     checkpoints.check_readers(paths)
     prepare_file(out)
     network = specs.build_model(build)
-    names = tuple(dict.fromkeys(selectors_.one(layers.unwrap(network), selector) for selector in selectors))
     draws = int(probes) if probes and probes.lstrip("-").isdigit() else probes
-    options = Options(curvature, draws, seed=seed, rtol=rtol)
-    chosen = tuple(_NAMED[name] for name in dict.fromkeys(measures))
-    scoring = Scoring(network, load(), loss, names or (None,), chosen, allow_pickle, options)
+    options = Options(curvature, draws, target_stderr, seed=seed, rtol=rtol)
+    chosen = named(_ALL if _ALL in measures else measures)
+    scoring = Scoring(network, load(), loss, selectors, chosen, allow_pickle, options)
     rows: list[Row] = []
     interrupted = False
     try:
@@ -117,25 +120,26 @@ def _check_loss(name: str) -> None:
 
 
 def _score(scoring: Scoring, paths: tuple[Path, ...], out: Path, rows: list[Row]) -> None:
-    """Appends each row to the list and to the file, at once."""
+    """Appends each checkpoint's rows to the list and to the file, at once."""
     if hasattr(scoring.data, "__next__"):
         raise InputError("--data: an iterator can be read once; have the callable return a list or a DataLoader")
     batches = len(Batches(scoring.data, capture.device(scoring.model)))
 
-    def step(measure: Measure) -> None:
+    def step(share: float) -> None:
         if batches:
-            progress.advance(task, 1 / (measure.reads * batches))  # a measure that reads no data takes no step
+            progress.advance(task, share / batches)
 
+    each = len(scoring.pairs())
     with out.open("w", newline="", encoding="utf-8") as file, _progress() as progress:
-        task = progress.add_task("scoring", total=len(paths) * len(scoring.pairs()))
+        task = progress.add_task("scoring", total=len(paths) * each)
         writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
-        for path in paths:
-            for row in scoring.rows(path, step):
-                writer.writerow(asdict(row))
-                file.flush()
-                rows.append(row)
-                progress.update(task, completed=len(rows))
+        for done, path in enumerate(paths, 1):
+            found = scoring.rows(path, step)
+            writer.writerows(map(asdict, found))
+            file.flush()
+            rows += found
+            progress.update(task, completed=done * each)
 
 
 class _Rate(ProgressColumn):
@@ -166,9 +170,8 @@ def _print(rows: list[Row]) -> None:
     width = None if sys.stdout.isatty() else 200
     console = Console(markup=False, highlight=False, emoji=False, width=width)
     console.print(table)
-    for name, row in zip(names, rows, strict=True):
-        if row.error:
-            console.print(f"{name}: {row.error}", soft_wrap=True)
+    for line in dict.fromkeys(f"{name}: {row.error}" for name, row in zip(names, rows, strict=True) if row.error):
+        console.print(line, soft_wrap=True)
 
 
 def _value(row: Row) -> str:

@@ -2,8 +2,9 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import capture
-from ..measures import Measure
+from .. import capture, head, layers, losses, pipeline, selectors
+from ..data import Batches
+from ..measures import RELATIVE_FLATNESS, Measure, with_bases
+from ..measures.base import Values
 from ..options import Options
 from ..pipeline import layer_measure
+from ..report import Estimate
 from . import checkpoints
 from .specs import reason
 
@@ -49,55 +53,146 @@ class Fit:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What is the same for all checkpoints; a layer of None is the last Linear that ran.
+    """What is the same for all checkpoints; without selectors the layer is the last Linear that ran.
 
-    Measures of the network alone have one row, with no layer.
+    With several layers a measure has a row for the network too, with no layer; measures of the network alone have only
+    that one, over all layers whatever was chosen.
     """
 
     model: nn.Module
     data: Any
     loss: str
-    layers: tuple[str | None, ...]
+    selectors: tuple[str, ...]
     measures: tuple[Measure, ...]
     allow_pickle: bool
     options: Options
 
-    def pairs(self) -> list[tuple[str | None, Measure]]:
-        """The layer and measure of each row."""
-        rows = [(layer, measure) for layer in self.layers for measure in self.measures if not measure.of_network_alone]
-        return [*rows, *((None, measure) for measure in self.measures if measure.of_network_alone)]
+    def layers(self) -> tuple[str | None, ...]:
+        """The chosen layers' names; None for the last Linear that ran.
 
-    def rows(self, path: Path, step: Callable[[Measure], None]) -> Iterator[Row]:
+        Raises:
+            InputError: a selector that matches nothing.
+        """
+        if not self.selectors:
+            return (None,)
+        return tuple(selectors.select(layers.unwrap(self.model), self.selectors).modules)
+
+    def pairs(self) -> list[tuple[str | None, Measure]]:
+        """The layer and measure of each row; the layer of the network's is empty."""
+        chosen = self.layers()
+        rows = [(layer, measure) for layer in chosen for measure in self.measures if not measure.of_network_alone]
+        several = len(chosen) > 1
+        network = (m for m in self.measures if m.of_network_alone or (several and "network" in m.granularity))
+        return [*rows, *(("", measure) for measure in network)]
+
+    def rows(self, path: Path, step: Callable[[float], None]) -> list[Row]:
         """A row for each layer and measure; nothing is raised.
+
+        Measures that can share their passes over the data do. If one of them raises, each is taken by itself.
 
         Args:
             path: the checkpoint.
-            step: called after each batch.
+            step: called after each batch, with the rows that it is worth, times the number of batches.
         """
-        problem: Exception | None = None
-        fit: Fit | None = None
         try:
             checkpoints.fit(self.model, checkpoints.load(path, allow_pickle=self.allow_pickle))
         except Exception as error:
-            problem = error
-        for layer, measure in self.pairs():
-            recorder = Recorder(self.loss, functools.partial(step, measure), active=fit is None)
+            return [Row(str(path), layer or "", measure.name, error=reason(error)) for layer, measure in self.pairs()]
+        fit: Fit | None = None
+        found: dict[str, Measured | str] = {}
+        waiting = deque(self._runs())
+        while waiting:
+            run = waiting.popleft()
+            recorder = Recorder(self.loss, functools.partial(step, self._worth(run)), active=fit is None)
             start = time.perf_counter()
             try:
-                if problem is not None:
-                    raise problem
-                estimate = layer_measure(
-                    *(measure, self.model, self.loss, self.data, layer, self.options), forward=recorder, progress=False
-                )
-                found = fit or recorder.fit()
-                fit = found if measure.reads else fit
+                values = self._values(run, recorder)
+                seconds = time.perf_counter() - start
+                if fit is None and any(measure.reads for measure in run):
+                    fit = recorder.fit()
             except Exception as error:  # the user's model and data run here: whatever it is, the next row goes on
-                yield Row(str(path), layer or "", measure.name, error=reason(error))
+                if len(run) > 1:
+                    waiting.extendleft((measure,) for measure in reversed(run))
+                else:
+                    found[run[0].name] = reason(error)
                 continue
-            yield Row(
-                *(str(path), estimate.layer, measure.name, estimate.value, estimate.stderr, estimate.method),
-                *(estimate.exact, estimate.samples, found.loss, found.accuracy, time.perf_counter() - start),
-            )
+            found.update((measure.name, Measured(values[measure.name], seconds)) for measure in run)
+        return [*self._table(path, found, fit or Fit(None, None))]
+
+    def _table(self, path: Path, found: Mapping[str, "Measured | str"], fit: "Fit") -> Iterator[Row]:
+        for layer, measure in self.pairs():
+            held = found[measure.name]
+            if isinstance(held, str):
+                yield Row(str(path), layer or "", measure.name, error=held)
+                continue
+            estimate = held.of(layer)
+            if estimate is not None:  # a layer of a pattern that did not run
+                yield Row(
+                    *(str(path), estimate.layer, measure.name, estimate.value, estimate.stderr, estimate.method),
+                    *(estimate.exact, estimate.samples, fit.loss, fit.accuracy, held.seconds),
+                )
+
+    def _runs(self) -> list[tuple[Measure, ...]]:
+        """The measures, by what shares its passes over the data."""
+        every = [*selectors.select(layers.unwrap(self.model), None).modules]
+        rows = {row.name: row for row in with_bases(self.measures)}
+        runs: dict[Hashable, list[Measure]] = {}
+        for measure in self.measures:
+            row = rows[measure.base] if measure.base else measure
+            apart = measure.of_network_alone and [*self.layers()] != every  # of all layers, and not of the chosen ones
+            how: Hashable = row.name
+            if row.of_jacobians is not None:
+                how = "jacobians"
+            elif row.quantity is not None and not self._by_head(row):
+                how = "sweep", self.options.normalize or row.normalize
+            runs.setdefault((apart, how), []).append(measure)
+        return [tuple(run) for run in runs.values()]
+
+    def _by_head(self, measure: Measure) -> bool:
+        """Whether a forward pass may be enough for it."""
+        return len(self.layers()) == 1 and measure.quantity == RELATIVE_FLATNESS.quantity
+
+    def _worth(self, run: Sequence[Measure]) -> float:
+        """Rows for a pass over the data; a measure that reads none takes no step."""
+        names = {measure.name for measure in run}
+        rows = sum(measure.name in names for _, measure in self.pairs())
+        return rows / max(1, *(measure.reads for measure in run))
+
+    def _values(self, run: Sequence[Measure], forward: "Recorder") -> dict[str, Values]:
+        """By measure."""
+        measure, *others = run
+        if len(self.layers()) == 1 and not others:  # by the head if it is that
+            arguments = measure, self.model, self.loss, self.data, self.layers()[0], self.options
+            estimate = layer_measure(*arguments, forward=forward, progress=False)
+            return {measure.name: {estimate.layer: estimate}}
+        chosen = None if all(one.of_network_alone for one in run) else self.selectors or self._last()
+        report = pipeline.measure(
+            *(self.model, self.loss, self.data),
+            layers=chosen,
+            measures=[one.name for one in run],
+            forward=forward,
+            progress=False,
+            **asdict(self.options),
+        )
+        return report.by_measure()
+
+    def _last(self) -> str:
+        """The last Linear that ran."""
+        with capture.observing(self.model) as module:
+            batches = Batches(self.data, capture.device(module))
+            return head.find(module, None, losses.resolve(self.loss), batches, None)[0]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measure's values by layer, ``""`` the network, and how long the run took that gave them."""
+
+    values: Values
+    seconds: float
+
+    def of(self, layer: str | None) -> Estimate | None:
+        """A layer's; None: the only one's."""
+        return next(iter(self.values.values())) if layer is None else self.values.get(layer)
 
 
 class Recorder:

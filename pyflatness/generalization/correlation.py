@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -135,19 +135,21 @@ def plot_correlation(
     test: Any = None,
     seed: int = 0,
     path: str | Path | None = None,
+    axes: "Axes | None" = None,
 ) -> "tuple[Figure, Axes]":
     """A scatter plot of a measure against the generalisation gap, with the correlations above it.
 
     Every network is drawn; those in ``exclude`` hollow, counted in the legend and left out of the correlations.
 
     Args:
-        table: as for :func:`pyflatness.correlations`, like all that follow but the last.
+        table: as for :func:`pyflatness.correlations`, like all that follow but the last two.
         x: a column.
         y: a column.
         exclude: names of rows.
         test: a table of the same networks on test data.
         seed: of the resampling.
         path: where the figure is written too; its ending is its format.
+        axes: matplotlib's, to draw into; None: those of a new figure.
 
     Returns:
         Figure and axes of matplotlib, outside of pyplot.
@@ -165,7 +167,7 @@ def plot_correlation(
     found = correlations(table, x, y, exclude=exclude, test=test, seed=seed)
     networks = read(table, test)
     kept, values, against = networks.kept(exclude), networks.column(x), networks.column(y)
-    figure, axes = views.figure()
+    figure, axes = views.figure() if axes is None else (cast("Figure", axes.get_figure()), axes)
     axes.plot(values[kept], against[kept], "o", color="C0", label=f"{found.points} networks")
     if found.excluded:
         label = f"{len(found.excluded)} excluded by name, not in the correlations"

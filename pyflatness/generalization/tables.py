@@ -1,7 +1,8 @@
 """Tables of networks: names and columns of numbers, from a data frame, a dict of lists, or a CSV file.
 
 A file of ``pyflatness score`` has a row for each checkpoint, layer and measure; here it becomes a row for each
-checkpoint, with a column for each measure (and layer, ``measure layer``, where a measure has several).
+checkpoint, with a column for each measure (and layer, ``measure layer``, where a measure has several; ``measure
+network`` for the network's).
 """
 
 import csv
@@ -136,7 +137,8 @@ def _scored(cells: Mapping[str, Sequence[Any]], what: str) -> Networks:
     columns: dict[str, Vector] = {}
     for row in rows:
         several = len(layers.get(row["measure"], ())) > 1
-        name, place = f"{row['measure']} {row['layer']}" if several else row["measure"], places[str(row["checkpoint"])]
+        name = f"{row['measure']} {row['layer'] or 'network'}" if several else row["measure"]
+        place = places[str(row["checkpoint"])]
         for key, cell in ((name, row["value"]), ("loss", row["loss"]), ("accuracy", row.get("accuracy"))):
             value = _number(cell)
             column = columns.setdefault(key, np.full(len(places), math.nan))

@@ -19,7 +19,7 @@ from .base import Measure, Task
 
 
 @dataclass
-class _HalfSquaredError(SquaredError):
+class HalfSquaredError(SquaredError):
     """Σ_i ½|f_i - y_i|²: its second derivative in the outputs is 1."""
 
     reduction: str = "sum"
@@ -31,7 +31,7 @@ class _HalfSquaredError(SquaredError):
 
 def _estimate(task: Task) -> Estimate:
     options = replace(task.options, curvature="ggn")
-    found = diagonal.estimate(replace(task, loss=_HalfSquaredError(), options=options), certify=False)
+    found = diagonal.estimate(replace(task, loss=HalfSquaredError(), options=options), certify=False)
     return replace(
         found,
         value=found.value / found.samples,

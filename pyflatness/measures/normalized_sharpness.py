@@ -32,17 +32,20 @@ class Minimum:
     Attributes:
         value: the least value found.
         gradient: Σ |gradient entries| in log a and log b, over the value.
+        columns: (m,), b; 0 for a column that was left out.
     """
 
     value: float
     gradient: float
+    columns: Tensor
 
 
 def minimised(curvature: Tensor, weight: Tensor) -> Minimum:
     """The minimum over a, b > 0 of Σ_sj H_sj a_s b_j + w_sj² / (a_s b_j), for H ≥ 0 and w of shape (d, m), float64."""
-    squares, curvature = _shrunk(weight.square(), curvature)
+    squares, curvature, kept = _shrunk(weight.square(), curvature)
+    columns = squares.new_zeros(weight.shape[1])
     if not squares.numel():
-        return Minimum(0.0, 0.0)
+        return Minimum(0.0, 0.0, columns)
     b = squares.new_ones(squares.shape[1])
     value, gradient = float("inf"), float("inf")
     for _ in range(STEPS):
@@ -53,18 +56,20 @@ def minimised(curvature: Tensor, weight: Tensor) -> Minimum:
         if gradient <= TOLERANCE or not value < before:
             break
         b = b * (falling / rising).sqrt()
-    return Minimum(value, gradient)
+    columns[kept] = b
+    return Minimum(value, gradient, columns)
 
 
-def _shrunk(squares: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor]:
-    """Without the rows and columns in which one of the two vanishes."""
+def _shrunk(squares: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Without the rows and columns in which one of the two vanishes; and which columns are left."""
+    kept = torch.arange(squares.shape[1], device=squares.device)
     while squares.numel():
         rows = (squares > 0).any(dim=1) & (curvature > 0).any(dim=1)
         columns = (squares > 0).any(dim=0) & (curvature > 0).any(dim=0)
         if bool(rows.all()) and bool(columns.all()):
             break
-        squares, curvature = squares[rows][:, columns], curvature[rows][:, columns]
-    return squares, curvature
+        squares, curvature, kept = squares[rows][:, columns], curvature[rows][:, columns], kept[columns]
+    return squares, curvature, kept
 
 
 def of_layer(name: str, weight: Tensor, diagonal: Tensor) -> tuple[float, str]:
