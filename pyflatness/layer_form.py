@@ -152,7 +152,7 @@ class LayerForm:
 
 
 class Dense:
-    """A convolution as one dense matrix W (d, m), never written out; see :class:`.contractions.layer.DenseLayer`.
+    """A convolution as one dense matrix W (d, m), never written out; see :class:`.contractions.dense.DenseLayer`.
 
     Args:
         module: the convolution.

@@ -1,6 +1,5 @@
 """``pyflatness score`` and ``layers``: right numbers, and bad checkpoints that stop nothing."""
 
-import csv
 import json
 import os
 import subprocess
@@ -10,53 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from score_runs import arguments_of, built_mark, rows_of, saved, status, tiny_net
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness import cli
 from pyflatness.cli import checkpoints, paths, scoring, specs
 
 ZOO = Path(__file__).resolve().parents[2] / "shared" / "zoo"
 CHOICES = ("relative_flatness", "relative_flatness_std", "trace")
 
 
-def _network(tiny: str, seed: int, name: str = "Tiny") -> torch.nn.Module:
-    network = specs.resolve(f"{tiny}:{name}")
-    torch.manual_seed(seed)
-    return network().eval()
-
-
-def _built(tiny: str) -> Path:
-    return Path(tiny).with_name("built")
-
-
-def _arguments(tiny: str, *rest: object, data: str = "data", loss: str = "cross_entropy") -> list[str]:
-    out = str(Path(tiny).with_name("out") / "scores.csv")
-    spec = ["--model", f"{tiny}:Tiny", "--data", f"{tiny}:{data}"]
-    return ["score", *spec, "--loss", loss, "--out", out, *map(str, rest)]
-
-
-def _rows(tiny: str) -> list[dict[str, str]]:
-    with (Path(tiny).with_name("out") / "scores.csv").open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def _status(*arguments: str) -> object:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(arguments)
-    return exit_.value.code or 0
-
-
-def _save(tiny: str, seed: int, name: str) -> Path:
-    path = Path(tiny).with_name(name)
-    save_file(_network(tiny, seed).state_dict(), path)
-    return path
-
-
 def _bad_safetensors(tiny: str) -> dict[str, list[str]]:
     """Files that cannot be scored, and words of the errors that say why."""
-    folder, good = Path(tiny).parent, _network(tiny, 0).state_dict()
-    whole = _save(tiny, 0, "whole.safetensors").read_bytes()
+    folder, good = Path(tiny).parent, tiny_net(tiny, 0).state_dict()
+    whole = saved(tiny, 0, "whole.safetensors").read_bytes()
     (folder / "truncated.safetensors").write_bytes(whole[:-20])
     (folder / "garbage.safetensors").write_bytes(b"x" * 100)
     (folder / "empty.safetensors").touch()
@@ -86,9 +52,9 @@ def _bad_safetensors(tiny: str) -> dict[str, list[str]]:
 
 def test_bad_checkpoints_between_good_ones(tiny: str) -> None:
     folder, bad = Path(tiny).parent, _bad_safetensors(tiny)
-    first, last = _save(tiny, 1, "first.safetensors"), _save(tiny, 2, "last.safetensors")
+    first, last = saved(tiny, 1, "first.safetensors"), saved(tiny, 2, "last.safetensors")
     every = [first, *(folder / name for name in bad), last]
-    arguments = _arguments(tiny, *every, *(f"--measures={name}" for name in CHOICES))
+    arguments = arguments_of(tiny, *every, *(f"--measures={name}" for name in CHOICES))
     done = subprocess.run(
         [sys.executable, "-m", "pyflatness", *arguments], capture_output=True, text=True, encoding="utf-8", check=False
     )
@@ -97,7 +63,7 @@ def test_bad_checkpoints_between_good_ones(tiny: str) -> None:
     assert done.stdout.endswith(f"scores.csv: {3 * len(every)} rows, {3 * len(bad)} errors\n")
     assert "\x1b" not in done.stdout
 
-    rows = _rows(tiny)
+    rows = rows_of(tiny)
     assert [(row["checkpoint"], row["measure"]) for row in rows] == [(str(p), m) for p in every for m in CHOICES]
     for row in rows[3:-3]:
         name = Path(row["checkpoint"]).name
@@ -108,7 +74,7 @@ def test_bad_checkpoints_between_good_ones(tiny: str) -> None:
         assert f"{name}: {row['error']}" in done.stdout.splitlines()
     inputs, targets = (torch.cat(parts) for parts in zip(*specs.resolve(f"{tiny}:data")(), strict=True))
     for row, seed in zip(rows[:3] + rows[-3:], (1, 1, 1, 2, 2, 2), strict=True):
-        network, name = _network(tiny, seed), row["measure"]
+        network, name = tiny_net(tiny, seed), row["measure"]
         report = pf.measure(network, "cross_entropy", (inputs, targets), layers="head", measures=name)
         truth, method = report["head", name], "ggn" if name == "trace" else "head"
         logits = network(inputs).detach().double()
@@ -132,7 +98,7 @@ class _Malicious:
 
 def test_pickles_give_tensors_and_run_nothing(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    folder, network, marker = Path(tiny).parent, _network(tiny, 1), Path(tiny).with_name("marker")
+    folder, network, marker = Path(tiny).parent, tiny_net(tiny, 1), Path(tiny).with_name("marker")
     state = network.state_dict()
     contents = {
         "malicious.pt": _Malicious(marker),
@@ -148,9 +114,9 @@ def test_pickles_give_tensors_and_run_nothing(tiny: str, monkeypatch: pytest.Mon
     (folder / "truncated.pt").write_bytes((folder / "plain.pt").read_bytes()[:200])
     (folder / "empty.pt").touch()
     names = [*contents, "truncated.pt", "empty.pt"]
-    assert _status(*_arguments(tiny, checkpoints.PICKLE_FLAG, *(folder / name for name in names))) == 1
+    assert status(*arguments_of(tiny, checkpoints.PICKLE_FLAG, *(folder / name for name in names))) == 1
     assert not marker.exists()
-    rows = {Path(row["checkpoint"]).name: row for row in _rows(tiny)}
+    rows = {Path(row["checkpoint"]).name: row for row in rows_of(tiny)}
     assert list(rows) == names
     truth = pf.relative_flatness(network, "cross_entropy", specs.resolve(f"{tiny}:data")())
     for name in ("plain.pt", "lightning.pth", "trainer.pt"):
@@ -175,11 +141,11 @@ def test_pickles_give_tensors_and_run_nothing(tiny: str, monkeypatch: pytest.Mon
 )
 def test_losses_and_kinds_of_data(data: str, kind: str | None, loss: str, tiny: str) -> None:
     arguments = {"count": 29, **({"kind": kind} if kind else {})}
-    network, checkpoint = _network(tiny, 1), _save(tiny, 1, "a.safetensors")
+    network, checkpoint = tiny_net(tiny, 1), saved(tiny, 1, "a.safetensors")
     batches = specs.resolve(f"{tiny}:{data}")(**arguments)
     options = ("--data-args", json.dumps(arguments), "--layers", "h*")
-    assert _status(*_arguments(tiny, *options, checkpoint, data=data, loss=loss)) == 0
-    (row,) = _rows(tiny)
+    assert status(*arguments_of(tiny, *options, checkpoint, data=data, loss=loss)) == 0
+    (row,) = rows_of(tiny)
     inputs, targets = batches if data == "pair" else (torch.cat(parts) for parts in zip(*batches, strict=True))
     outputs = network.double()(inputs.double()).detach()
     targets = targets.double() if kind else targets.long()
@@ -189,7 +155,7 @@ def test_losses_and_kinds_of_data(data: str, kind: str | None, loss: str, tiny: 
 
 
 def test_the_models_are_run_once_per_pass(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [_save(tiny, seed, f"{seed}.safetensors") for seed in (1, 2)]
+    files = [saved(tiny, seed, f"{seed}.safetensors") for seed in (1, 2)]
     calls = []
     network = specs.resolve(f"{tiny}:Tiny")
     forward = network.forward
@@ -201,10 +167,10 @@ def test_the_models_are_run_once_per_pass(tiny: str, monkeypatch: pytest.MonkeyP
         "cross_entropy",
         lambda outputs, *rest, **how: counted.append(len(outputs)) or cross_entropy(outputs, *rest, **how),
     )
-    assert _status(*_arguments(tiny, *files, *(f"--measures={name}" for name in CHOICES))) == 0
+    assert status(*arguments_of(tiny, *files, *(f"--measures={name}" for name in CHOICES))) == 0
     assert [size for size in calls if size > 2] == [10, 10, 10, 7] * 4 * len(files)  # two for the normalised measure
     assert counted == [10, 10, 10, 7] * len(files)
-    assert len({(row["loss"], row["accuracy"]) for row in _rows(tiny)}) == len(files)
+    assert len({(row["loss"], row["accuracy"]) for row in rows_of(tiny)}) == len(files)
 
 
 def test_outputs_without_values_have_no_loss() -> None:
@@ -217,18 +183,18 @@ def test_outputs_without_values_have_no_loss() -> None:
 def test_an_unwritable_out_is_refused_before_work(existing: bool, tiny: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     out = tmp_path if existing else tmp_path / "file" / "scores.csv"
-    checkpoint = _save(tiny, 0, "a.safetensors")
-    _built(tiny).unlink()
-    message = _status(*_arguments(tiny, checkpoint, "--out", out))
+    checkpoint = saved(tiny, 0, "a.safetensors")
+    built_mark(tiny).unlink()
+    message = status(*arguments_of(tiny, checkpoint, "--out", out))
     assert str(message).startswith(f"Error: --out {out}: ")
-    assert not _built(tiny).exists()
+    assert not built_mark(tiny).exists()
 
 
 def test_an_older_result_is_kept_until_there_is_a_new_one(tiny: str, tmp_path: Path) -> None:
     paths.prepare_file(tmp_path / "deep" / "new.csv")
     assert list((tmp_path / "deep").iterdir()) == []
     (tmp_path / "old.csv").write_text("old")
-    assert "no such disk" in str(_status(*_arguments(tiny, "a.pt", "--out", tmp_path / "old.csv", data="failing")))
+    assert "no such disk" in str(status(*arguments_of(tiny, "a.pt", "--out", tmp_path / "old.csv", data="failing")))
     assert (tmp_path / "old.csv").read_text() == "old"
 
 
@@ -251,11 +217,11 @@ def test_an_older_result_is_kept_until_there_is_a_new_one(tiny: str, tmp_path: P
     ],
 )
 def test_usage_errors(options: list[str], words: list[str], tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint = _save(tiny, 0, "a.safetensors")
+    checkpoint = saved(tiny, 0, "a.safetensors")
     folder = checkpoint.parent
     (folder / "broken.py").write_text("1 / 0")
     filled = [option.format(tiny=tiny, folder=folder) for option in options]
-    assert _status(*_arguments(tiny, checkpoint, *filled)) == 2
+    assert status(*arguments_of(tiny, checkpoint, *filled)) == 2
     out, err = capsys.readouterr()
     for word in words:
         assert word in " ".join(err.split())
@@ -278,7 +244,7 @@ def test_usage_errors(options: list[str], words: list[str], tiny: str, capsys: p
     ],
 )
 def test_errors_that_concern_every_checkpoint_are_one(options: list[str], words: list[str], tiny: str) -> None:
-    message = str(_status(*_arguments(tiny, "a.pt", *(option.format(tiny=tiny) for option in options))))
+    message = str(status(*arguments_of(tiny, "a.pt", *(option.format(tiny=tiny) for option in options))))
     assert message.startswith("Error: ")
     for word in words:
         assert word in message
@@ -286,9 +252,9 @@ def test_errors_that_concern_every_checkpoint_are_one(options: list[str], words:
 
 
 def test_hidden_layers_are_rows_too(tiny: str) -> None:
-    checkpoint = _save(tiny, 1, "a.safetensors")
-    assert _status(*_arguments(tiny, checkpoint, "--layers", "body", "--layers", "head")) == 0
-    hidden, head, network = _rows(tiny)
+    checkpoint = saved(tiny, 1, "a.safetensors")
+    assert status(*arguments_of(tiny, checkpoint, "--layers", "body", "--layers", "head")) == 0
+    hidden, head, network = rows_of(tiny)
     assert (hidden["layer"], hidden["method"], hidden["exact"]) == ("body", "ggn", "True")
     assert (head["layer"], head["method"], head["exact"]) == ("head", "ggn", "True")
     assert network["layer"] == ""
@@ -297,19 +263,19 @@ def test_hidden_layers_are_rows_too(tiny: str) -> None:
 
 
 def test_an_interrupt_keeps_the_rows_so_far(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
-    first, last = _save(tiny, 1, "first.safetensors"), _save(tiny, 2, "last.safetensors")
-    state = _network(tiny, 3).state_dict()
+    first, last = saved(tiny, 1, "first.safetensors"), saved(tiny, 2, "last.safetensors")
+    state = tiny_net(tiny, 3).state_dict()
     state["head.bias"][0] = 1234
     save_file(state, Path(tiny).with_name("stop.safetensors"))
-    assert _status(*_arguments(tiny, first, Path(tiny).with_name("stop.safetensors"), last)) == 130
-    assert [row["checkpoint"] for row in _rows(tiny)] == [str(first)]
+    assert status(*arguments_of(tiny, first, Path(tiny).with_name("stop.safetensors"), last)) == 130
+    assert [row["checkpoint"] for row in rows_of(tiny)] == [str(first)]
     assert "interrupted; wrote" in capsys.readouterr().out
 
 
 def test_progress_on_a_terminal(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    files = [_save(tiny, seed, f"{seed}.safetensors") for seed in (1, 2)]
-    assert _status(*_arguments(tiny, *files)) == 0
+    files = [saved(tiny, seed, f"{seed}.safetensors") for seed in (1, 2)]
+    assert status(*arguments_of(tiny, *files)) == 0
     err = capsys.readouterr().err
     for word in ("scoring", "2.0 of 2 rows", "rows/min", "0:00:00"):
         assert word in err
@@ -334,142 +300,6 @@ def test_many_differences_are_shortened() -> None:
 
 def test_without_safetensors(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    message = _status(*_arguments(tiny, "a.safetensors"))
+    message = status(*arguments_of(tiny, "a.safetensors"))
     assert message == "Error: safetensors files need safetensors: pip install 'pyflatness[cli]'"
-    assert not _built(tiny).exists()
-
-
-@pytest.mark.usefixtures("tiny")
-@pytest.mark.skipif(not ZOO.is_dir(), reason="the zoo of trained networks is not beside the repository")
-def test_zoo(tmp_path: Path) -> None:
-    pytest.importorskip("PIL", reason="the zoo's images are JPEG files")
-    files = [str(path) for path in sorted(ZOO.glob("*.safetensors"))[:2]]
-    data = {"split": "train", "count": 200}
-    arguments = ["--model", f"{ZOO}/lenet5.py:LeNet5", "--data", f"{ZOO}/lenet5.py:images", "--loss", "cross_entropy"]
-    arguments += ["--data-args", json.dumps(data), "--out", str(tmp_path / "zoo.csv")]
-    assert _status("score", *arguments, *files) == 0
-    with (tmp_path / "zoo.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["checkpoint"] for row in rows] == files
-    network = specs.resolve(f"{ZOO}/lenet5.py:LeNet5")().eval()
-    checkpoints.fit(network, checkpoints.load(Path(files[0]), allow_pickle=False))
-    truth = pf.relative_flatness(network, "cross_entropy", specs.resolve(f"{ZOO}/lenet5.py:images")(**data))
-    assert float(rows[0]["value"]) == pytest.approx(truth.value, rel=1e-6)
-    assert all(row["layer"] == "fc3" and float(row["accuracy"]) > 0.9 for row in rows)
-
-
-def test_measures_of_the_network_alone_are_one_row(tiny: str) -> None:
-    checkpoint = _save(tiny, 1, "a.safetensors")
-    names = ["weight_norm", "trace", "pac_bayes", "fisher_rao", "adaptive_sharpness_mc"]
-    chosen = [f"--measures={name}" for name in names]
-    assert _status(*_arguments(tiny, checkpoint, *chosen, "--layers=body", "--layers=head")) == 0
-    rows = _rows(tiny)
-    assert [(row["layer"], row["measure"]) for row in rows] == [
-        *((layer, name) for layer in ("body", "head", "") for name in names[:2]),
-        *(("", name) for name in names[2:]),
-    ]
-    network, batches = _network(tiny, 1), specs.resolve(f"{tiny}:data")()
-    logits = torch.cat([network(x) for x, _ in batches]).detach().double()
-    targets = torch.cat([y for _, y in batches]).long()
-    for row in rows:
-        report = pf.measure(network, "cross_entropy", batches, layers=row["layer"] or None, measures=row["measure"])
-        expected = report[row["layer"], row["measure"]]
-        assert float(row["value"]) == pytest.approx(expected.value, rel=1e-6)
-        assert (row["method"], row["exact"], row["samples"]) == (
-            expected.method,
-            str(expected.exact),
-            str(expected.samples),
-        )
-        assert float(row["loss"]) == pytest.approx(float(F.cross_entropy(logits, targets)), rel=1e-6)
-        assert float(row["accuracy"]) == float((logits.argmax(dim=1) == targets)[targets != -100].double().mean())
-
-
-@pytest.mark.parametrize("first", ["pac_bayes", "adaptive_sharpness_mc", "fisher_rao"])
-def test_loss_and_accuracy_are_those_of_the_network_itself(first: str, tiny: str) -> None:
-    """Not of it under noise; nor of derivatives in forward mode."""
-    checkpoint = _save(tiny, 1, "a.safetensors")
-    assert _status(*_arguments(tiny, checkpoint, f"--measures={first}", "--measures=trace")) == 0
-    one = _rows(tiny)
-    assert _status(*_arguments(tiny, checkpoint, "--measures=trace")) == 0
-    for key in ("loss", "accuracy"):
-        assert {float(row[key]) for row in one} == {float(_rows(tiny)[0][key])}
-
-
-def test_sampled_values_have_their_errors(tiny: str) -> None:
-    """Also where samples go through the model more than once, which counts in no loss or accuracy."""
-    path = _save(tiny, 0, "a.safetensors")
-    found = {}
-    for probes in ([], ["--probes", "4"], ["--probes", "adaptive", "--rtol", "0.2"]):
-        assert _status(*_arguments(tiny, "--layers", "body", *probes, path)) == 0
-        (found[" ".join(probes)],) = _rows(tiny)
-    exact, sampled, adaptive = found.values()
-    assert (exact["stderr"], exact["method"]) == ("", "ggn")
-    for row in (sampled, adaptive):
-        assert row["method"] == "ggn-sampled"
-        assert abs(float(row["value"]) - float(exact["value"])) <= 5 * float(row["stderr"])
-        assert float(row["loss"]) == pytest.approx(float(exact["loss"]))
-        assert row["accuracy"] == exact["accuracy"]
-    assert _status(*_arguments(tiny, "--probes", "some", path)) != 0
-
-
-def _in_report(report: pf.Report) -> set[tuple[str, str]]:
-    return {(layer, measure) for measure, held in report.to_dict().items() for layer in held}
-
-
-def test_all_measures_of_all_layers(tiny: str) -> None:
-    checkpoint = _save(tiny, 1, "a.safetensors")
-    assert _status(*_arguments(tiny, checkpoint, "--layers=*", "--measures=all")) == 0
-    rows = _rows(tiny)
-    report = pf.measure(_network(tiny, 1), "cross_entropy", specs.resolve(f"{tiny}:data")(), measures="all")
-    assert {(row["layer"], row["measure"]) for row in rows} == _in_report(report)
-    assert len({(row["layer"], row["measure"]) for row in rows}) == len(rows)
-    for row in rows:
-        assert float(row["value"]) == pytest.approx(report[row["layer"], row["measure"]].value, rel=1e-9), row
-    assert len({(row["loss"], row["accuracy"]) for row in rows}) == 1
-
-
-@pytest.mark.parametrize("layers", [[], ["--layers=body"], ["--layers=*"]])
-def test_measures_share_their_passes(layers: list[str], tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = _save(tiny, 1, "a.safetensors")
-    network, calls = specs.resolve(f"{tiny}:Tiny"), []
-    forward = network.forward
-    monkeypatch.setattr(network, "forward", lambda self, x: calls.append(len(x)) or forward(self, x))
-    swept = ["trace", "scaled_trace", "adaptive_sharpness", "neuron_flatness", "weight_norm"]
-    for names in (swept, ["mls", "nmls", "volume"], [*swept, "mls", "nmls", "volume"]):
-        assert _status(*_arguments(tiny, checkpoint, *layers, *(f"--measures={name}" for name in names))) == 0
-    passes = sum(size > 2 for size in calls) / 4  # batches; nmls is of all layers, and so apart where one is chosen
-    assert passes == (4 if layers == ["--layers=*"] else 6)
-
-
-def test_a_measure_that_fails_stops_no_other(tiny: str) -> None:
-    checkpoint = Path(tiny).with_name("a.safetensors")
-    network = _network(tiny, 1, "Curved")
-    save_file(network.state_dict(), checkpoint)
-    names = ["trace", "normalized_sharpness", "adaptive_sharpness", "weight_norm"]
-    chosen = [f"--measures={name}" for name in names]
-    arguments = _arguments(tiny, checkpoint, "--model", f"{tiny}:Curved", "--layers=*", *chosen, data="data")
-    assert _status(*arguments, "--data-args", '{"kind": "values"}', "--loss", "mse_loss") == 1
-    rows = _rows(tiny)
-    assert len(rows) == 3 + 3 + 4 + 4  # that "spare" does not run is not known of weights, nor where there is no value
-    data = specs.resolve(f"{tiny}:data")("values")
-    report = pf.measure(network, "mse_loss", data, measures=[name for name in names if name != names[1]])
-    for row in rows:
-        if row["measure"] == "normalized_sharpness":
-            assert "has no lower bound" in row["error"]
-            assert row["value"] == row["loss"] == ""
-            continue
-        assert row["error"] == ""
-        assert float(row["value"]) == pytest.approx(report[row["layer"], row["measure"]].value, rel=1e-6)
-        assert row["loss"] != ""
-    assert _status(*arguments, "--layers=spare") == 1  # by its own name, so that it has to run
-    assert all("'spare' did not run" in row["error"] for row in _rows(tiny) if row["measure"] == "trace")
-
-
-def test_values_to_a_standard_error(tiny: str) -> None:
-    path = _save(tiny, 0, "a.safetensors")
-    assert _status(*_arguments(tiny, "--layers", "body", "--target-stderr", "0.05", path)) == 0
-    (row,) = _rows(tiny)
-    expected = pf.relative_flatness(
-        *(_network(tiny, 0), "cross_entropy", specs.resolve(f"{tiny}:data")(), "body"), target_stderr=0.05
-    )
-    assert float(row["value"]) == expected.value
+    assert not built_mark(tiny).exists()

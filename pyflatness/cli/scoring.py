@@ -143,14 +143,15 @@ class Scoring:
             how: Hashable = row.name
             if row.of_jacobians is not None:
                 how = "jacobians"
-            elif row.quantity is not None and not self._by_head(row):
+            elif row.quantity is not None and not self._by_itself(row):
                 how = "sweep", self.options.normalize or row.normalize
             runs.setdefault((apart, how), []).append(measure)
         return [tuple(run) for run in runs.values()]
 
-    def _by_head(self, measure: Measure) -> bool:
-        """Whether a forward pass may be enough for it."""
-        return len(self.layers()) == 1 and measure.quantity == RELATIVE_FLATNESS.quantity
+    def _by_itself(self, measure: Measure) -> bool:
+        """Whether one layer is cheaper alone: a forward pass may be enough, or the network's value takes a sweep."""
+        alone = measure.quantity == RELATIVE_FLATNESS.quantity or measure.of_network is not None
+        return len(self.layers()) == 1 and alone
 
     def _worth(self, run: Sequence[Measure]) -> float:
         """Rows for a pass over the data; a measure that reads none takes no step."""

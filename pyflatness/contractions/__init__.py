@@ -4,8 +4,9 @@
 """
 
 from .backends import check, choose, choose_for_few, describe
+from .dense import DenseGradients
 from .geometry import Geometry
-from .layer import DenseGradients, WeightGradients
+from .layer import WeightGradients
 from .precision import full_precision, promoted, promoted_dtype, squared_norms
 from .softmax import DEFAULT_MEMORY, SoftmaxVariance, default_memory
 from .wide import Bounded

@@ -1,0 +1,44 @@
+"""Runs of ``pyflatness score`` on the tiny network, and the rows they write."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pyflatness import cli
+from pyflatness.cli import specs
+
+
+def tiny_net(tiny: str, seed: int, name: str = "Tiny") -> torch.nn.Module:
+    network = specs.resolve(f"{tiny}:{name}")
+    torch.manual_seed(seed)
+    return network().eval()
+
+
+def built_mark(tiny: str) -> Path:
+    return Path(tiny).with_name("built")
+
+
+def arguments_of(tiny: str, *rest: object, data: str = "data", loss: str = "cross_entropy") -> list[str]:
+    out = str(Path(tiny).with_name("out") / "scores.csv")
+    spec = ["--model", f"{tiny}:Tiny", "--data", f"{tiny}:{data}"]
+    return ["score", *spec, "--loss", loss, "--out", out, *map(str, rest)]
+
+
+def rows_of(tiny: str) -> list[dict[str, str]]:
+    with (Path(tiny).with_name("out") / "scores.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def status(*arguments: str) -> object:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    return exit_.value.code or 0
+
+
+def saved(tiny: str, seed: int, name: str) -> Path:
+    path = Path(tiny).with_name(name)
+    save_file(tiny_net(tiny, seed).state_dict(), path)
+    return path
