@@ -48,7 +48,7 @@ test-gpu:
 
 # The benchmark of the same machine: floors, composed torch, kernels.
 bench-gpu:
-	$(PYTHON) benchmarks/gpu.py
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu.py
 
 clean:
 	rm -rf $(VENV) build demo

@@ -1,7 +1,8 @@
 """Everything that is to be fast on a GPU, beside its floors, in one table.
 
-Run from the project's root on a machine with one: ``make bench-gpu PYTHON=python``, or ``python benchmarks/gpu.py
-[head|layers]``. Floors are measured in the same run; times are medians of rounds in which alternatives come in turn.
+Run from the project's root on a machine with one, once ``make test-gpu`` has built the kernels there: ``make bench-gpu
+PYTHON=python``, or ``PYTHONPATH=. python benchmarks/gpu.py [head|layers]``. Floors are measured in the same run; times
+are medians of rounds in which alternatives come in turn.
 """
 
 import argparse

@@ -154,7 +154,11 @@ def check_complete(what: str, gradients: Sequence[Tensor]) -> None:
     turning = [gradient for gradient in gradients if gradient.requires_grad]
     nodes = {node.name() for part in turning for node in (part.grad_fn, *_users(part)) if node}
     if not turning or "torch::autograd::Error" in nodes:
-        raise InputError(f"{what}: the second derivative of a function behind it is missing")
+        raise InputError(
+            f"{what}: the second derivative of a function behind it is missing (its backward pass is not "
+            "differentiable); write that in differentiable operations, or take relative flatness by curvature='ggn', "
+            "another number"
+        )
 
 
 @torch.enable_grad()

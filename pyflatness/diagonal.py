@@ -186,10 +186,15 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
         certify: see :class:`Diagonal`.
 
     Raises:
-        InputError: see :meth:`Diagonal.values`; no trainable parameter.
+        InputError: see :meth:`Diagonal.values`; no trainable parameter; ``probes="adaptive"``.
         NonFiniteError: NaN or infinity, by the policy.
     """
     options = task.options
+    if options.probes == "adaptive":
+        raise InputError(
+            "probes='adaptive' is for sums over layers; a value over all trainable parameters takes probes=k, a "
+            "number of draws, or target_stderr="
+        )
     diagonal = Diagonal(task, adaptive=adaptive, certify=certify)
     if options.target_stderr is not None:
         sums = stages.until(options.target_stderr, diagonal.sums, lambda: diagonal.exact_passes)

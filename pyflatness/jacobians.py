@@ -130,7 +130,8 @@ class _Sweep:
                 parts.append(part)
                 bad.append(self._checked(part))
                 count += len(part.numbers)
-        kept = ~torch.cat(bad)
+        spoiled = torch.cat(bad)
+        kept = ~spoiled if self._task.options.nan_policy == "omit" else torch.ones_like(spoiled)
         if not bool(kept.any()):
             raise NonFiniteError(f"nan_policy='omit': all {count} samples have NaN or infinity")
         found: dict[tuple[str, str], Tensor] = {}
@@ -141,7 +142,7 @@ class _Sweep:
                 whole = found.setdefault(key, torch.full((count,), empty, dtype=torch.float64))
                 whole[part.numbers] = values
         for whole in found.values():
-            whole[~kept] = torch.nan
+            whole[spoiled] = torch.nan
         names = tuple(name for name in self._task.selection.modules if (name, "largest") in found)
         backend = contractions.describe(self._backend)
         return Samples(self._task, names, self._width, kept, self._calls, self._apart, backend, found)
@@ -153,7 +154,7 @@ class _Sweep:
         return width * (found.inputs + own)
 
     def _checked(self, part: _Part) -> Tensor:
-        """(n,), the samples to leave out."""
+        """(n,), the samples that have no values."""
         by_place = part.bad()
         bad = torch.stack([*by_place.values()]).any(dim=0)
         policy = self._task.options.nan_policy
@@ -164,7 +165,7 @@ class _Sweep:
                 f"batch {part.number}: {int(bad.sum())} of {len(bad)} samples have NaN or infinity in the input, or in "
                 f"the derivatives, of {listed}; pass nan_policy='omit' or 'propagate' to go on"
             )
-        return bad if policy == "omit" else torch.zeros_like(bad)
+        return bad
 
     def _measure(self, run: Run) -> _Part:
         before, self._width = self._width, run.outputs.numel() // run.samples

@@ -164,6 +164,7 @@ class Dense:
     def __init__(self, module: nn.Module, scale: Tensor | None, size: tuple[int, ...], output: Tensor) -> None:
         self._module, self._scale, self._size = module, scale, size
         self.d, self.m = output[0].numel(), torch.Size(size).numel()
+        self.device = layers.matrix(module)[0].device
 
     def carried(self, delta: Tensor) -> Tensor:
         """Wᵀ δ: the gradient in the layer's unpadded input through this layer alone."""

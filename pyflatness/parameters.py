@@ -75,10 +75,24 @@ def inside(model: nn.Module, values: Mapping[str, Tensor], work: Callable[[], Re
 
     Backward passes of a run belong in it too: activation checkpointing calls the model again in them.
     """
-    named = {f"model.{name}": tensor for name, tensor in values.items()}
     with _made_anew(), _kept_attributes(model):
-        result: Result = torch.func.functional_call(_Work(model, work), named, ())
+        result: Result = torch.func.functional_call(_Work(model, work), _places(model, values), (), tie_weights=False)
     return result
+
+
+def _places(model: nn.Module, values: Mapping[str, Tensor]) -> Parameters:
+    """The values by every place that holds their parameter, once: torch does not undo it where it swaps one twice.
+
+    So of tied parameters every module's, and of a module that has several names only the first.
+    """
+    own = dict(model.named_parameters())
+    by_parameter = {id(own[name]): tensor for name, tensor in values.items()}
+    return {
+        ".".join(filter(None, ("model", prefix, key))): by_parameter[id(parameter)]
+        for prefix, module in model.named_modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and id(parameter) in by_parameter
+    }
 
 
 class _Work(nn.Module):

@@ -312,7 +312,8 @@ def measure(
             NaN, a model in training mode) is an error all the same.
         curvature: ``"auto"``, ``"ggn"`` or ``"hessian"``.
         probes: a number of random draws for each sample, or ``"adaptive"``.
-        target_stderr: an absolute standard error for every value, the network's too.
+        target_stderr: an absolute standard error for every value of a sweep, the network's too; those derived from one
+            (the trace scaled by weights) have its error, scaled as it is.
         rtol: of ``probes="adaptive"``, a relative standard error aimed at.
         conv: ``"filter"`` or ``"affine"``.
         normalize: ``"std"`` for all measures.

@@ -22,7 +22,7 @@ class Together:
         task: of what, and how.
         named: they were asked for by name, so that what cannot be had is an error. Else such a measure is left out and
             the reason kept, but for what stands in the way of relative flatness too: errors of its sweep concern the
-            model, loss and data, and NaN concerns them as well.
+            model, loss and data, and NaN under ``nan_policy="raise"`` concerns them as well.
         networks: whether to make a sweep for network values that are not the sum of their layers'.
     """
 
@@ -84,13 +84,14 @@ class Together:
         """Of a measure whose layers have their values: without its network's they are still worth having."""
         assert row.of_network is not None
         values = self._values[row.name]
+        if "" in self._task.selection.modules:  # a model that is a layer itself: its value has the network's place
+            return
         values.pop("", None)
         if self._networks:
             try:
                 values[""] = row.of_network(self._task)
-            except NonFiniteError:
-                raise
-            except (InputError, NotYetError) as error:
+            except (InputError, NotYetError, NonFiniteError) as error:
+                self._check_own(error)
                 self._skipped[row.name] = f"of the network: {error}"
 
     def _take_jacobians(self) -> None:
@@ -109,12 +110,16 @@ class Together:
         """Inside, what these measures cannot be had for is an error if they were named, else a reason."""
         try:
             yield
-        except NonFiniteError:
-            raise
-        except (InputError, NotYetError) as error:
+        except (InputError, NotYetError, NonFiniteError) as error:
+            self._check_own(error)
             if self._named:
                 raise
             self._skipped.update((row.name, str(error)) for row in rows)
+
+    def _check_own(self, error: Exception) -> None:
+        """Raise an error that is not of one measure: NaN, unless a policy for it is what the measure cannot follow."""
+        if isinstance(error, NonFiniteError) and self._task.options.nan_policy == "raise":
+            raise error
 
 
 def reads(wanted: Sequence[Measure], options: Options, *, networks: bool = False) -> int:

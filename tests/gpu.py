@@ -1,10 +1,13 @@
-"""The tests that need a GPU, from a checkout: ``make test-gpu PYTHON=python``, or ``python tests/gpu.py``.
+"""The tests that need a GPU, from a checkout: ``make test-gpu PYTHON=python``, or ``python tests/gpu.py [STEP …]``.
 
-Builds the kernels for this machine's GPU into the source tree, with the running Python's pybind11 and with cmake and
-nvcc as they are found; nothing is downloaded. Runs what the tests' fixture has for a GPU, then the same under
-compute-sanitizer's memcheck and racecheck, where that is installed. Exits with status 1 if anything fails.
+Steps: ``build`` compiles the kernels for this machine's GPU into the source tree, with the running Python's pybind11
+and with cmake and nvcc as they are found; nothing is downloaded. ``test`` runs what the tests' fixture has for a GPU,
+``memcheck`` and ``racecheck`` the same under compute-sanitizer, where that is installed. All of them unless some are
+named. Each step runs whatever became of the one before, but for a failed build; the last lines say what came out, and
+the exit status is 1 if anything failed.
 """
 
+import argparse
 import importlib.util
 import os
 import shutil
@@ -15,14 +18,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "gpu"
-SELECTED = ["-k", "cuda and not emulated", "-p", "no:cacheprovider"]
+SELECTED = [
+    "-k",
+    "cuda and not emulated",
+    "-p",
+    "no:cacheprovider",
+    "-W",
+    "default",
+]  # torch's own warnings are its own
 OPTIONAL = {"test_cli.py": ("click", "scipy", "sklearn", "matplotlib")}  # what some files import besides
 NEEDED = ("torch", "pybind11", "numpy", "rich", "pytest", "hypothesis")
+NOT_INSTALLED = "left out: compute-sanitizer is not installed"
 KERNELS = "pyflatness"  # in every kernel's name: torch's own are not looked at
 
 
 def main() -> int:
-    """Builds, tests, and tests under the sanitizer; returns the exit status."""
+    """Runs the steps; returns the exit status."""
+    steps = {"build": build, "test": test, "memcheck": sanitized, "racecheck": sanitized}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="*", metavar="|".join(steps), help="all unless named")
+    chosen = parser.parse_args().steps or [*steps]
+    if not {*chosen} <= {*steps}:
+        parser.error(f"there are {', '.join(steps)}, not {', '.join(chosen)}")
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         return failed(f"{sys.executable} has no {', '.join(missing)}")
@@ -30,12 +47,22 @@ def main() -> int:
 
     if not torch.cuda.is_available():
         return failed(f"needs a CUDA GPU, and a torch built for it; torch {torch.__version__} finds none")
-    problem = build(torch.cuda.get_device_capability())
-    if problem:
-        return failed(problem)
-    status = run([sys.executable, "-c", SAYS_WHY])
-    status = status or run([sys.executable, "-m", "pytest", "-q", *SELECTED, *files()])
-    return status or sanitized()
+    found = {}
+    for name in chosen:
+        problem = build(torch.cuda.get_device_capability()) if name == "build" else steps[name](name)
+        found[name] = problem or "passed"
+        if name == "build" and problem:
+            break
+    for name, outcome in found.items():
+        print(f"tests/gpu.py: {name}: {outcome}", flush=True)
+    return int(any(outcome not in ("passed", NOT_INSTALLED) for outcome in found.values()))
+
+
+def test(name: str) -> str:
+    """The tests; returns what is wrong."""
+    if run([sys.executable, "-c", SAYS_WHY]):
+        return "the kernels cannot run"
+    return "FAILED" if run([sys.executable, "-m", "pytest", "-q", *SELECTED, *files()]) else ""
 
 
 def files() -> list[str]:
@@ -94,29 +121,28 @@ def nvcc() -> str | None:
     return next((place for place in places if place and Path(place).exists()), None)
 
 
-def sanitized() -> int:
-    """The same tests under compute-sanitizer; each allocation one of its own, so that none hides an overrun."""
-    sanitizer = shutil.which("compute-sanitizer") or shutil.which(
-        "compute-sanitizer", path=str(Path(nvcc() or "").parent)
-    )
+def sanitized(tool: str) -> str:
+    """The tests under a tool of compute-sanitizer; each allocation one of its own, so that none hides an overrun."""
+    folders = [Path(nvcc() or "").parent, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"]
+    folders.append(Path("/usr/local/cuda/bin"))
+    found = [shutil.which("compute-sanitizer"), *(shutil.which("compute-sanitizer", path=str(f)) for f in folders)]
+    sanitizer = next((path for path in found if path), None)
     if sanitizer is None:
-        print("tests/gpu.py: compute-sanitizer is not installed: memcheck and racecheck are left out", flush=True)
-        return 0
+        return NOT_INSTALLED
     said = subprocess.run([sanitizer, "--help"], capture_output=True, text=True, check=False).stdout
     chosen = ["--kernel-name", f"kns={KERNELS}"] if "--kernel-name" in said else []
-    status = 0
-    for tool in ("memcheck", "racecheck"):
-        command = [sanitizer, "--tool", tool, *chosen, "--target-processes", "all", "--error-exitcode", "1"]
-        tests = [name for name in files() if not name.endswith("test_cuda_streams.py")]
-        python = [sys.executable, "-m", "pytest", "-q", "-x", *SELECTED, *tests]
-        status = run([*command, *python], PYTORCH_NO_CUDA_MEMORY_CACHING="1") or status
-    return status
+    # Errors of torch's own calls are not ours; the binding raises on those of a launch.
+    chosen += ["--report-api-errors", "no"] if "--report-api-errors" in said else []
+    command = [sanitizer, "--tool", tool, *chosen, "--target-processes", "all", "--error-exitcode", "1"]
+    tests = [name for name in files() if not name.endswith("test_cuda_streams.py")]
+    python = [sys.executable, "-m", "pytest", "-q", *SELECTED, *tests]
+    return "FAILED" if run([*command, *python], PYTORCH_NO_CUDA_MEMORY_CACHING="1") else ""
 
 
 def run(command: Sequence[str], **environment: str) -> int:
     """The command's exit status, from the project's root."""
     print("+", *command, flush=True)
-    there = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    there = {**os.environ, "PYTHONPATH": str(ROOT), "PYFLATNESS_TESTS": "gpu", **environment}
     return subprocess.run(command, cwd=ROOT, env=there, check=False).returncode
 
 

@@ -87,13 +87,19 @@ def test_inputs_and_signals_of_two_dtypes(cuda_device):
             assert float(((found - expected) / expected).abs().max()) < 2e-3
 
 
-@pytest.mark.parametrize("cuda_device", ["emulated"], indirect=True)
+def take_for_cpu(monkeypatch, device):
+    """Emulated, the kernels are those of the CPU."""
+    if device.type == "cpu":
+        monkeypatch.setattr(backends, "compiled", cuda)
+
+
+@pytest.mark.parametrize("cuda_device", ["cuda", "emulated"], indirect=True)
 def test_a_network(cuda_device, monkeypatch):
-    monkeypatch.setattr(backends, "compiled", cuda)
+    take_for_cpu(monkeypatch, cuda_device)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 5, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(5, 6, 3, stride=2), torch.nn.ReLU(),
         torch.nn.Flatten(), torch.nn.Linear(54, 7), torch.nn.ReLU(), torch.nn.Linear(7, 4),
-    ).eval()  # fmt: skip
+    ).eval().to(cuda_device)  # fmt: skip
     data = torch.randn(5, 3, 8, 8), torch.arange(5) % 4
     options = {"layers": ["0", "2", "5"], "progress": False}
     names = ["relative_flatness", "trace", "adaptive_sharpness", "neuron_flatness"]
@@ -104,24 +110,25 @@ def test_a_network(cuda_device, monkeypatch):
     for name in ("0", "2", "5"):
         for measure in names:
             assert ours[name, measure].value == pytest.approx(truth[name, measure].value, rel=1e-4)
-    traces = [
-        pf.block_traces(model, torch.nn.CrossEntropyLoss(), data, "2", backend=backend, progress=False)
-        for backend in ("compiled", "reference")
-    ]
-    torch.testing.assert_close(*traces, rtol=1e-4, atol=1e-7)
+    for conv in ("filter", "affine"):
+        traces = [
+            pf.block_traces(model, torch.nn.CrossEntropyLoss(), data, "2", conv=conv, backend=name, progress=False)
+            for name in ("compiled", "reference")
+        ]
+        torch.testing.assert_close(*traces, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("cuda_device", ["emulated"], indirect=True)
+@pytest.mark.parametrize("cuda_device", ["cuda", "emulated"], indirect=True)
 def test_jacobians(cuda_device, monkeypatch):
     """Their Gram matrices' eigenvalues."""
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)).eval()
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)).eval().to(cuda_device)
     data = torch.randn(5, 6), torch.arange(5) % 4
     measures = ["mls", "log_volume", "local_dimension"]
     truth, ours = (
         pf.measure(model, torch.nn.CrossEntropyLoss(), data, measures=measures, backend=backend, progress=False)
         for backend in ("reference", "compiled")
     )
-    monkeypatch.setattr(backends, "compiled", cuda)
+    take_for_cpu(monkeypatch, cuda_device)
     kernels = pf.measure(
         model, torch.nn.CrossEntropyLoss(), data, measures=measures, backend="compiled", progress=False
     )

@@ -234,3 +234,20 @@ def test_all_measures_at_once():
     for measure in MEASURES:
         places = {"layer" if layer else "network" for layer in facts[measure.name]}
         assert places == set(measure.granularity.split(", "))
+
+
+@pytest.mark.parametrize(
+    "measure", ["sharpness", "adaptive_sharpness", "adaptive_sharpness_mc", "fisher_rao", "pac_bayes"]
+)
+def test_a_module_of_two_names_is_left_as_it_was(measure):
+    torch.manual_seed(0)
+    shared, own = nn.Linear(4, 4), nn.Linear(4, 4)
+    x, y = torch.randn(20, 4), torch.arange(20) % 3
+    head = nn.Linear(4, 3)
+    model = nn.Sequential(shared, nn.ReLU(), shared, nn.ReLU(), own, nn.ReLU(), shared, nn.ReLU(), head).eval()
+    own.weight = shared.weight  # tied too
+    parameters, before = dict(model.named_parameters()), model(x)
+    found = pf.measure(model, nn.CrossEntropyLoss(), (x, y), measures=measure)
+    assert math.isfinite(found[measure].value)
+    assert {name: id(value) for name, value in model.named_parameters()} == {k: id(v) for k, v in parameters.items()}
+    assert torch.equal(model(x), before)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -74,8 +75,8 @@ def test_the_default_has_no_sum_for_a_network_s_adaptive_sharpness():
         ({}, []),
         ({"curvature": "ggn"}, []),
         ({"nan_policy": "omit"}, []),
-        ({"probes": 3}, NEURONS),
-        ({"target_stderr": 1.0}, NEURONS),
+        ({"probes": 3}, [SCALED[1], *NEURONS]),
+        ({"target_stderr": 1.0}, [SCALED[1], *NEURONS]),
         ({"probes": "adaptive"}, NEURONS),
         ({"normalize": "std"}, [*SCALED, *NORMALISED]),
         ({"normalize": "std", "probes": 3}, [*SCALED, *NORMALISED, *NEURONS]),
@@ -247,3 +248,35 @@ def test_how_often_data_are_read():
     for row in MEASURES:
         if row.compute is not None or row.quantity is not None:
             assert together.reads([row], Options()) == row.reads
+
+
+def test_measures_of_nothing():
+    with pytest.raises(pf.InputError, match="at least one name is wanted"):
+        pf.measure(mlp(), LOSS, (X, Y), measures=[])
+
+
+def test_a_model_that_is_a_layer_keeps_its_own_adaptive_sharpness():
+    model = nn.Linear(4, 3).double()
+    data = torch.randn(6, 4).double(), torch.arange(6) % 3
+    report = pf.measure(model, nn.CrossEntropyLoss(), data)
+    assert "adaptive_sharpness" in report.measures
+    assert not report.skipped
+
+
+@pytest.mark.parametrize("policy", ["omit", "propagate"])
+def test_all_measures_beside_a_sample_of_nan(policy):
+    spoiled = X.clone()
+    spoiled[3] = torch.nan
+    report = pf.measure(mlp(), LOSS, (spoiled, Y), measures="all", nan_policy=policy)
+    assert {"pac_bayes", "normalized_sharpness"} & report.skipped.keys()
+    for measure in ("relative_flatness", "trace", "mls", "nmls", "volume", "local_dimension"):
+        assert math.isnan(report[measure].value) == (policy == "propagate"), measure
+
+
+def test_sampled_values_have_no_largest():
+    report = pf.measure(mlp(nn.Tanh), LOSS, (X, Y), probes=3)
+    assert "largest of several" in report.skipped["largest_scaled_trace"]
+    report = pf.measure(mlp(), LOSS, (X, Y), measures=["trace", "adaptive_sharpness"], probes="adaptive", rtol=0.1)
+    assert "takes probes=k" in report.skipped["adaptive_sharpness"]
+    with pytest.raises(pf.InputError, match="takes probes=k"):
+        pf.measure(mlp(), LOSS, (X, Y), measures="sharpness", probes="adaptive")

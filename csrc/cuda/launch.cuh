@@ -17,7 +17,8 @@ namespace pyflatness::cuda {
 
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr size_t kPlainShared = 48 << 10;  // bytes of shared memory that a block gets without asking
+constexpr size_t kPlainShared = 48 << 10;  // bytes of shared memory, static ones too, that a block gets without asking
+constexpr size_t kMostStatic = 2 << 10;    // of them are declared in kernels that ask for more
 
 inline int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
@@ -29,14 +30,26 @@ __device__ T* dynamic_shared() {
   return reinterpret_cast<T*>(pool);
 }
 
+// Lets a kernel have as much shared memory as there is: always the same amount, so that threads do not disturb each
+// other.
+inline int allow_shared(const void* function) {
+  int device = 0, most = 0;
+  cudaFuncAttributes facts;
+  auto status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (status == cudaSuccess) status = cudaFuncGetAttributes(&facts, function);
+  if (status != cudaSuccess) return status;
+  return cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              most - static_cast<int>(facts.sharedSizeBytes));
+}
+
 // Launches a kernel on a grid of blocks; an empty grid is no launch. Grids are at most 2^31 - 1 by 65,535 by 65,535.
 template <typename... Parameters, typename... Arguments>
 int launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, void* stream, Arguments... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaSuccess;
   const void* function = reinterpret_cast<const void*>(kernel);
-  if (shared > kPlainShared) {
-    const auto status =
-        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  if (shared + kMostStatic > kPlainShared) {
+    const int status = allow_shared(function);
     if (status != cudaSuccess) return status;
   }
   std::tuple<Parameters...> values(static_cast<Parameters>(arguments)...);

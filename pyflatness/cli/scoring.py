@@ -106,7 +106,7 @@ class Scoring:
             recorder = Recorder(self.loss, functools.partial(step, self._worth(run)), active=fit is None)
             start = time.perf_counter()
             try:
-                values = self._values(run, recorder)
+                values, missing = self._values(run, recorder)
                 seconds = time.perf_counter() - start
                 if fit is None and any(measure.reads for measure in run):
                     fit = recorder.fit()
@@ -116,7 +116,10 @@ class Scoring:
                 else:
                     found[run[0].name] = reason(error)
                 continue
-            found.update((measure.name, Measured(values[measure.name], seconds)) for measure in run)
+            found.update(
+                (measure.name, Measured(values[measure.name], seconds, missing.get(measure.name, "")))
+                for measure in run
+            )
         return [*self._table(path, found, fit or Fit(None, None))]
 
     def _table(self, path: Path, found: Mapping[str, "Measured | str"], fit: "Fit") -> Iterator[Row]:
@@ -126,6 +129,8 @@ class Scoring:
                 yield Row(str(path), layer or "", measure.name, error=held)
                 continue
             estimate = held.of(layer)
+            if layer == "" and estimate is None:
+                yield Row(str(path), "", measure.name, error=held.missing)
             if estimate is not None:  # a layer of a pattern that did not run
                 yield Row(
                     *(str(path), estimate.layer, measure.name, estimate.value, estimate.stderr, estimate.method),
@@ -159,13 +164,13 @@ class Scoring:
         rows = sum(measure.name in names for _, measure in self.pairs())
         return rows / max(1, *(measure.reads for measure in run))
 
-    def _values(self, run: Sequence[Measure], forward: "Recorder") -> dict[str, Values]:
-        """By measure."""
+    def _values(self, run: Sequence[Measure], forward: "Recorder") -> tuple[dict[str, Values], Mapping[str, str]]:
+        """By measure; and why there is none of the network."""
         measure, *others = run
         if len(self.layers()) == 1 and not others:  # by the head if it is that
             arguments = measure, self.model, self.loss, self.data, self.layers()[0], self.options
             estimate = layer_measure(*arguments, forward=forward, progress=False)
-            return {measure.name: {estimate.layer: estimate}}
+            return {measure.name: {estimate.layer: estimate}}, {}
         chosen = None if all(one.of_network_alone for one in run) else self.selectors or self._last()
         report = pipeline.measure(
             *(self.model, self.loss, self.data),
@@ -175,7 +180,7 @@ class Scoring:
             progress=False,
             **asdict(self.options),
         )
-        return report.by_measure()
+        return report.by_measure(), report.skipped
 
     def _last(self) -> str:
         """The last Linear that ran."""
@@ -186,10 +191,11 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Measured:
-    """A measure's values by layer, ``""`` the network, and how long the run took that gave them."""
+    """A measure's values by layer, ``""`` the network, how long the run took, and why the network's is missing."""
 
     values: Values
     seconds: float
+    missing: str = ""
 
     def of(self, layer: str | None) -> Estimate | None:
         """A layer's; None: the only one's."""

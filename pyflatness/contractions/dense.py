@@ -19,6 +19,7 @@ class DenseLayer(Protocol):
 
     d: int
     m: int
+    device: torch.device
 
     def carried(self, delta: Tensor) -> Tensor:
         """Wᵀ δ of δ (n, …), of the shape of the unpadded inputs."""
@@ -68,7 +69,7 @@ class DenseGradients:
 
     def nothing(self, samples: int) -> Share:
         """Of no signal at all."""
-        zeros = functools.partial(torch.zeros, dtype=torch.float64)
+        zeros = functools.partial(torch.zeros, dtype=torch.float64, device=self._layer.device)
         neurons = {"by_column": self._layer.m, "by_row": self._layer.d}
         parts = {name: zeros(samples, neurons[name]) for name in NEURONS if name in self._quantities}
         return Share(zeros(len(self._quantities), samples), parts)

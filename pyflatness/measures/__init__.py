@@ -61,7 +61,7 @@ def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
     """Measures by their names; ``"all"``: every one; None: those of one sweep.
 
     Raises:
-        InputError: a name that is not in the table.
+        InputError: no name, or one that is not in the table.
     """
     if names is None:
         return tuple(row for row in MEASURES if _of_one_sweep(row))
@@ -69,6 +69,8 @@ def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
         return MEASURES
     table = {measure.name: measure for measure in MEASURES}
     wanted = dict.fromkeys([names] if isinstance(names, str) else names)
+    if not wanted:
+        raise InputError("measures: at least one name is wanted, or 'all', or None for those of one sweep")
     for name in wanted:
         if name not in table:
             raise InputError(f"measures: {name!r} does not exist; choose among {', '.join(table)}, or 'all'")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .. import layers
-from ..errors import NotYetError
+from ..errors import InputError, NotYetError
 from ..options import Options
 from .base import Measure, Values
 from .lambda_max import LAMBDA_MAX
@@ -47,8 +47,14 @@ def largest_scaled(measure: str, model: nn.Module, options: Options, values: Val
 
     Raises:
         NotYetError: see :func:`scaled`.
+        InputError: the values are sampled.
     """
     found = _by_layer(model, options, values)
+    if any(estimate.stderr is not None for estimate in found.values()):
+        raise InputError(
+            f"{measure} has no sampled value: the largest of several is too large in the mean; pass probes=None and "
+            "target_stderr=None, or leave it out of measures="
+        )
     place = int(
         torch.tensor([estimate.value for estimate in found.values()]).argmax()
     )  # that of a NaN, if there is one
