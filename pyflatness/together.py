@@ -84,9 +84,8 @@ class Together:
         """Of a measure whose layers have their values: without its network's they are still worth having."""
         assert row.of_network is not None
         values = self._values[row.name]
-        if "" in self._task.selection.modules:  # a model that is a layer itself: its value has the network's place
-            return
-        values.pop("", None)
+        if "" not in self._task.selection.modules:  # that of a model which is a layer itself stands there
+            values.pop("", None)
         if self._networks:
             try:
                 values[""] = row.of_network(self._task)

@@ -291,6 +291,6 @@ def test_tensors_of_the_wrong_kind_are_refused(cuda_device):
 
 
 def test_without_a_device(monkeypatch):
-    monkeypatch.setattr(cuda, "_MISSING", "there is no module")
+    monkeypatch.setattr("pyflatness.contractions.cuda_device._MISSING", "there is no module")
     with pytest.raises(BackendError, match="there is no module"):
         cuda.patch_gram(torch.ones(1, 1, 1, 2, 2), Geometry())

@@ -230,6 +230,7 @@ n, d, m = 4096, 128256, 512
 features, weight = torch.empty(n, m).normal_(), torch.empty(d, m).normal_().div_(m**0.5)
 targets = torch.randint(d, (n,))
 pf.head_flatness(features[:600], weight[:6000], None)  # threads, libraries and their buffers
+weight.sum(), features.sum()  # so that all of them is in memory, whatever the kernel has moved out meanwhile
 open("/proc/self/clear_refs", "w").write("5")
 before = peak()
 value = pf.head_flatness(features, weight, None, targets)

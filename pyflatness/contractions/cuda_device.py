@@ -78,8 +78,9 @@ def check_kind(name: str, tensors: Sequence[Tensor], dtypes: Collection[torch.dt
     """The one dtype of the tensors.
 
     Raises:
-        BackendError: they are of several, or elsewhere, or the dtype is not among ``dtypes``.
+        BackendError: they are of several, or elsewhere, or the dtype is not among ``dtypes``; there is no module.
     """
+    module()
     kinds = sorted({f"{t.dtype} on {t.device}" for t in tensors})
     device, dtype = tensors[0].device, tensors[0].dtype
     if len(kinds) > 1 or device.type != _DEVICE or dtype not in dtypes:
