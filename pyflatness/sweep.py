@@ -247,10 +247,9 @@ class Sweep:
         sent = signals.of_run(run, self._loss)
         kept = torch.ones_like(sent.mass, dtype=torch.bool)
         traced = self._traced_by_hessian if bent else self._traced_by_factors
+        total, traces = torch.zeros_like(sent.mass.sum()), torch.zeros_like(sent.mass)
         if linear or bent:
             total, traces = traced(run, sent, name, kept)
-        else:
-            total, traces = torch.zeros_like(sent.mass.sum()), torch.zeros_like(sent.mass)
         values = Values(traces[None, None, None], sent.mass, run.number)
         left = self._kept(values.values)
         if not bool(left.all()):
@@ -263,9 +262,7 @@ class Sweep:
         gradients, inputs = form.gradients(run), [_masked(part, kept) for part in form.inputs(run)]
         with contractions.full_precision(run.outputs):
             contract = gradients.of(inputs, sent.passes)
-        share = gradients.nothing(run.samples)
-        total = torch.zeros((), dtype=torch.float64, device=run.outputs.device)
-        traces = share.values[0]
+        total, traces = torch.zeros_like(sent.mass.sum()), torch.zeros_like(sent.mass)
         for signal, signs in sent.exact():
             with contractions.full_precision(run.outputs):
                 delta = form.signal(run, run.tape.gradients(run.outputs, signal)[name])

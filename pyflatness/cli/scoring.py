@@ -130,8 +130,8 @@ class Scoring:
                 continue
             estimate = held.of(layer)
             if layer == "" and estimate is None:
-                yield Row(str(path), "", measure.name, error=held.missing)
-            if estimate is not None:  # a layer of a pattern that did not run
+                yield Row(str(path), "", measure.name, error=held.missing or "the network has no value of it")
+            if estimate is not None:  # None: a layer of a pattern that did not run
                 yield Row(
                     *(str(path), estimate.layer, measure.name, estimate.value, estimate.stderr, estimate.method),
                     *(estimate.exact, estimate.samples, fit.loss, fit.accuracy, held.seconds),
