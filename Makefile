@@ -20,7 +20,7 @@ demo: setup
 
 # Many small parallel regions: threads that spin while they wait would fight over shared cores.
 test: setup
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

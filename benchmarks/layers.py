@@ -11,11 +11,11 @@ ways give the same value. Needs rich; rows of libraries that are not installed s
 alone, by the cheapest route for each layer. ``as a head`` is ``pf.relative_flatness``, which sends nothing backward.
 
 Notes, experiments that lost:
-- Signals of layers with few rows stacked into one matrix (LeNet5: 9 × 6 rows, n = 5,000): 0.60 s to 0.39 s in the
-  kernel, and 0.57 s to copy them.
-- M from the places where the signal is not zero alone, a quarter of them behind max-pooling, kernel rows in registers:
-  4.7 to 3.9 ms for conv1 of LeNet5 (256 samples, one thread), 2.0 to 2.3 ms for conv2; half of either is the scan for
-  the zeros and what is done with M.
+- Signals of layers with few rows copied into one matrix (LeNet5: 9 × 6 rows, n = 5,000): 0.60 s to 0.39 s in the
+  kernel, and 0.57 s to copy them. Their places are listed instead, in the signals as they lie.
+- Every signal's own nonzero places, kernel rows in registers: 4.7 to 3.9 ms for conv1 of LeNet5 (256 samples, one
+  thread), 2.0 to 2.3 ms for conv2; half of either is the scan for the zeros and what is done with M. Nine signals
+  together, which share the scan and the patches, take 0.8 and 0.6 ms each.
 - R as the factor of a thin QR of wᵀ: 0.19 s for ResNet-18's layers against 0.09 s by Cholesky of w wᵀ in float64, and
   up to 15 s where another process holds a core.
 - R δ as one product over all samples' rows: the copy costs more than it saves (ResNet-18, P = 256: 3.0 ms, by batched

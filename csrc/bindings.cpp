@@ -7,6 +7,7 @@
 #include <array>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "checks.h"
 
@@ -136,8 +137,7 @@ void direct(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>&
   const bool rooted = root.second != 0, weighted = weight.second != 0;
   const int64_t n = layer.n, groups = layer.groups, d = layer.rows, channels = product(groups, layer.channels);
   const auto x = layer_inputs<T>(layer, inputs, input_strides);
-  const auto s = strided_array<T>(
-      "signal", signal, {n, product(groups, d), layer.places[0], layer.places[1], layer.places[2]}, signal_strides);
+  const auto s = layer_signal<T>(layer, signal, signal_strides);
   const T* r = pointer<const T>("root", root, rooted ? product({groups, roots, d}) : 0);
   const T* w = pointer<const T>("weight", weight, weighted ? product({groups, d, layer.columns()}) : 0);
   double* t = pointer<double>("totals", totals, product({n, groups, splits, 3}));
@@ -149,6 +149,40 @@ void direct(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>&
       pointer<T>("workspace", workspace, kernels.direct_workspace(layer, form, rooted ? roots : 0, weighted, threads));
   py::gil_scoped_release release;
   kernels.direct(layer, form, x, s, rooted ? r : nullptr, roots, weighted ? w : nullptr, splits, t, c, o, b, threads);
+}
+
+template <typename T>
+bool listed_pays(const LayerSizes& sizes) {
+  return of<T>(selected->listed).pays(checked(sizes));
+}
+
+template <typename T>
+int64_t direct_listed_workspace(const LayerSizes& sizes, int64_t roots, int64_t signals, int threads) {
+  const Layer layer = checked(sizes);
+  limit_listed(layer, roots, signals);
+  return of<T>(selected->listed).workspace(layer, roots, signals, threads);
+}
+
+template <typename T>
+void direct_listed(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>& input_strides,
+                   const std::vector<Array>& signals, const std::vector<std::array<int64_t, 5>>& signal_strides,
+                   Array root, int64_t roots, Array totals, Array workspace, int threads) {
+  const Layer layer = checked(sizes);
+  const auto count = static_cast<int64_t>(signals.size());
+  limit_listed(layer, roots, count);
+  if (signal_strides.size() != signals.size())
+    throw std::invalid_argument("direct_listed: " + std::to_string(count) + " signals, strides of " +
+                                std::to_string(signal_strides.size()));
+  const bool rooted = root.second != 0;
+  const auto x = layer_inputs<T>(layer, inputs, input_strides);
+  std::vector<Strided<T>> all;
+  for (size_t k = 0; k < signals.size(); ++k) all.push_back(layer_signal<T>(layer, signals[k], signal_strides[k]));
+  const T* r = pointer<const T>("root", root, rooted ? product({layer.groups, roots, layer.rows}) : 0);
+  double* t = pointer<double>("totals", totals, product({count, layer.n, layer.groups, 2}));
+  const auto& kernels = of<T>(selected->listed);  // while the GIL is held
+  T* b = pointer<T>("workspace", workspace, kernels.workspace(layer, rooted ? roots : 0, count, threads));
+  py::gil_scoped_release release;
+  kernels.direct_listed(layer, x, all.data(), count, rooted ? r : nullptr, roots, t, b, threads);
 }
 
 template <typename T>
@@ -214,6 +248,9 @@ void define(py::module_& module, const std::string& suffix) {
   module.def(("sigmoid_curvature" + suffix).c_str(), &sigmoid_curvature<T>);
   module.def(("direct_workspace" + suffix).c_str(), &direct_workspace<T>);
   module.def(("direct" + suffix).c_str(), &direct<T>);
+  module.def(("listed_pays" + suffix).c_str(), &listed_pays<T>);
+  module.def(("direct_listed_workspace" + suffix).c_str(), &direct_listed_workspace<T>);
+  module.def(("direct_listed" + suffix).c_str(), &direct_listed<T>);
   module.def(("patch_gram_workspace" + suffix).c_str(), &patch_gram_workspace<T>);
   module.def(("patch_gram" + suffix).c_str(), &patch_gram<T>);
   module.def(("gram_workspace" + suffix).c_str(), &gram_workspace<T>);

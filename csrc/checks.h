@@ -78,9 +78,15 @@ inline void limit_work(std::initializer_list<int64_t> sizes) {
   if (product(sizes) > kMostWork) throw std::invalid_argument("sizes of more than 2^53 multiply-adds");
 }
 
-inline void limit_direct(const Layer& layer, int64_t roots) {
-  limit_work({std::max<int64_t>(layer.n, 1), layer.groups, layer.rows, layer.channels, layer.kernel[0], layer.kernel[1],
-              layer.kernel[2], std::max(product({layer.places[0], layer.places[1], layer.places[2]}), roots)});
+inline void limit_direct(const Layer& layer, int64_t roots, int64_t signals = 1) {
+  limit_work({std::max<int64_t>(signals, 1), std::max<int64_t>(layer.n, 1), layer.groups, layer.rows, layer.channels,
+              layer.kernel[0], layer.kernel[1], layer.kernel[2],
+              std::max(product({layer.places[0], layer.places[1], layer.places[2]}), roots)});
+}
+
+inline void limit_listed(const Layer& layer, int64_t roots, int64_t signals) {
+  limit_direct(layer, roots, signals);
+  limit_work({layer.size[0], layer.size[1], layer.places[2], layer.channels, layer.kernel[2]});
 }
 
 inline void limit_patch_gram(const Layer& layer) {
@@ -112,6 +118,13 @@ Strided<T> layer_inputs(const Layer& layer, Array inputs, const std::array<int64
   return strided_array<T>("inputs", inputs,
                           {layer.n, product(layer.groups, layer.channels), layer.size[0], layer.size[1], layer.size[2]},
                           strides);
+}
+
+template <typename T>
+Strided<T> layer_signal(const Layer& layer, Array signal, const std::array<int64_t, 5>& strides) {
+  return strided_array<T>(
+      "signal", signal, {layer.n, product(layer.groups, layer.rows), layer.places[0], layer.places[1], layer.places[2]},
+      strides);
 }
 
 }  // namespace pyflatness

@@ -1,11 +1,13 @@
 """The contractions of several layers in one run: a signal goes backward once for all of them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from . import contractions
-from .contractions.layer import Contraction, Share, Stacked, WeightGradients
+from .contractions import DenseGradients, WeightGradients
+from .contractions.layer import Contraction, Share
+from .contractions.stacked import Stacked
 from .layer_form import LayerForm
 from .runner import Run
 
@@ -23,22 +25,22 @@ class Contracted:
     def __init__(self, run: Run, forms: Mapping[str, LayerForm], signals: int, *, stack: bool = False) -> None:
         self._run, self._forms = run, forms
         self._contract: dict[str, Contraction | Stacked] = {}
+        self._gradients: Mapping[str, list[Tensor]] = {}
         with contractions.full_precision(run.outputs):
             for name, form in forms.items():
-                gradients, inputs = form.gradients(run), form.inputs(run)
-                contract = gradients.of(inputs, signals)
-                late = stack and isinstance(gradients, WeightGradients) and gradients.stacks(inputs)
-                self._contract[name] = Stacked(contract) if late else contract
+                self._contract[name] = _contraction(form.gradients(run), form.inputs(run), signals, stack)
 
-    def of(self, signal: Tensor, sign: Tensor | float | None = None) -> Iterator[tuple[str, Share]]:
+    def of(self, signal: Tensor, sign: Tensor | float | None = None) -> list[tuple[str, Share]]:
         """Each layer's share of a signal of the run's outputs."""
+        shares = []
         with contractions.full_precision(self._run.outputs):
-            gradients = self._run.tape.gradients(self._run.outputs, signal, self._contract)
-        for name, contract in self._contract.items():
-            with contractions.full_precision(self._run.outputs):
-                share = contract(self._forms[name].signal(self._run, gradients.pop(name)), sign)
-            if share is not None:
-                yield name, share
+            # The last signal's are kept meanwhile: their memory would go back to the system, a page fault each.
+            self._gradients = self._run.tape.gradients(self._run.outputs, signal, self._contract)
+            for name, contract in self._contract.items():
+                share = contract(self._forms[name].signal(self._run, self._gradients[name]), sign)
+                if share is not None:
+                    shares.append((name, share))
+        return shares
 
     def rest(self) -> Iterator[tuple[str, Share]]:
         """Shares that did not come yet."""
@@ -48,3 +50,13 @@ class Contracted:
                     share = contract.rest()
                 if share is not None:
                     yield name, share
+
+
+def _contraction(
+    gradients: WeightGradients | DenseGradients, inputs: Sequence[Tensor], signals: int, stack: bool
+) -> Contraction | Stacked:
+    if stack and isinstance(gradients, WeightGradients):
+        count = gradients.together(inputs, signals)
+        if count > 1:
+            return Stacked(gradients.of_several(inputs, signals), count)
+    return gradients.of(inputs, signals)

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from . import curvature
 from .contractions import promoted
-from .contractions.layer import Share, root
+from .contractions.layer import Share
+from .contractions.root import root
 from .entries import Entries, tells_all
 from .errors import InputError
 from .layer_form import LayerForm

@@ -1,5 +1,6 @@
 """The compiled module's door: a size that does not fit an element count never reaches memory."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -39,7 +40,12 @@ def arguments(name, dtype):
     suffix = "_f32" if dtype == torch.float32 else "_f64"
     works = [
         torch.ones(getattr(_C, f"{kernel}_workspace{suffix}")(*sizes), dtype=dtype)
-        for kernel, sizes in (("direct", (layer, 7, True, 1)), ("patch_gram", (layer, 1)), ("gram", (9, 2, 1)))
+        for kernel, sizes in (
+            ("direct", (layer, 7, True, 1)),
+            ("patch_gram", (layer, 1)),
+            ("gram", (9, 2, 1)),
+            ("direct_listed", (layer, 7, 2, 1)),
+        )
     ]
     return {
         "pair_distances": [w, 3, 5, square, 1],
@@ -50,6 +56,10 @@ def arguments(name, dtype):
         "direct": [
             layer, inputs, inputs.stride(), signal, signal.stride(), root, 7, weight, 2, totals, channels, rows,
             works[0], 1,
+        ],
+        "direct_listed": [
+            layer, inputs, inputs.stride(), [signal, signal.clone()], [signal.stride()] * 2, root, 7,
+            totals.flatten()[:32].clone(), works[3], 1,
         ],
         "patch_gram": [layer, inputs, inputs.stride(), places, works[1], 1],
         "gram": [signal, (36, 18, 1, 9), 4, 2, 9, 2, places, totals[..., 0, 0].contiguous(), works[2], 1],
@@ -64,16 +74,32 @@ KERNELS = [
     "row_dots",
     "sigmoid_curvature",
     "direct",
+    "direct_listed",
     "patch_gram",
     "gram",
     "small_eigenvalues",
 ]
 
 
+def plain(value):
+    """As the binding takes it: addresses and element counts."""
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return (value.data_ptr(), value.numel()) if isinstance(value, torch.Tensor) else value
+
+
 def call(name, dtype, values):
     suffix = "_f32" if dtype == torch.float32 else "_f64"
-    plain = [(v.data_ptr(), v.numel()) if isinstance(v, torch.Tensor) else v for v in values]
-    return getattr(_C, name + suffix)(*plain)
+    return getattr(_C, name + suffix)(*map(plain, values))
+
+
+def tensors(values):
+    """Paths of all tensors."""
+    for place, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            yield (place,)
+        elif isinstance(value, list):
+            yield from ((place, *path) for path in tensors(value))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -83,18 +109,12 @@ def test_wrong_element_counts_are_refused(name, dtype):
         pytest.skip("float64 only")
     values = arguments(name, dtype)
     call(name, dtype, values)
-    tensors = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
-    for place in tensors:
-        for change in (-1, 1):
-            wrong = [(v.data_ptr(), v.numel()) if isinstance(v, torch.Tensor) else v for v in values]
-            wrong[place] = (wrong[place][0], wrong[place][1] + change)
-            with pytest.raises(ValueError, match="elements"):
-                getattr(_C, name + ("_f32" if dtype == torch.float32 else "_f64"))(*wrong)
-        null = list(values)
-        wrong = [(v.data_ptr(), v.numel()) if isinstance(v, torch.Tensor) else v for v in null]
-        wrong[place] = (0, wrong[place][1])
-        with pytest.raises(ValueError, match="null pointer"):
-            getattr(_C, name + ("_f32" if dtype == torch.float32 else "_f64"))(*wrong)
+    for path in tensors(values):
+        address, count = functools.reduce(lambda inner, place: inner[place], path, [plain(v) for v in values])
+        for wrong, message in {(address, count - 1): "elements", (address, count + 1): "elements",
+                               (0, count): "null pointer"}.items():  # fmt: skip
+            with pytest.raises(ValueError, match=message):
+                call(name, dtype, changed([plain(v) for v in values], *path, wrong))
 
 
 @pytest.mark.parametrize("sizes", [(-4, 5), (4, -5), (2**62, 2**62)])
@@ -121,10 +141,10 @@ def changed(values, place, *path):
     if not indices:
         return [*values[:place], new, *values[place + 1 :]]
     inner = values[place]
-    return [*values[:place], tuple(changed(list(inner), *indices, new)), *values[place + 1 :]]
+    return [*values[:place], type(inner)(changed(list(inner), *indices, new)), *values[place + 1 :]]
 
 
-@pytest.mark.parametrize("name", ["direct", "patch_gram"])
+@pytest.mark.parametrize("name", ["direct", "direct_listed", "patch_gram"])
 def test_a_layer_that_reaches_outside_is_refused(name):
     values = arguments(name, torch.float32)
     call(name, torch.float32, values)
@@ -167,6 +187,18 @@ def test_sizes_of_the_layer_kernels_are_checked():
     }.items():
         with pytest.raises(ValueError, match=message):
             call("direct", torch.float32, changed(direct, *path))
+    listed = arguments("direct_listed", torch.float32)
+    for wrong, message in ((3, "1 signals, strides of 2"), (8, "`workspace` has")):
+        with pytest.raises(ValueError, match=message):
+            call("direct_listed", torch.float32, changed(listed, wrong, listed[wrong][:1]))
+    for path, message in {
+        (4, 1, (36, 9, 9, 3, 100)): "`signal` has 144 elements",
+        (6, 6): "`root` has 28 elements",
+        (6, 2**60): "multiply-adds|not those of an array",
+        (9, 2): "`workspace` has",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call("direct_listed", torch.float32, changed(listed, *path))
     gram = arguments("gram", torch.float32)
     for path, message in {
         (1, 2, 2): "`rows` has",

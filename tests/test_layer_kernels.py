@@ -6,9 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pyflatness import BackendError
-from pyflatness.contractions import WeightGradients, compiled, reference
+from pyflatness.contractions import compiled, reference
 from pyflatness.contractions.geometry import Geometry
-from pyflatness.contractions.layer import Stacked
 
 DTYPES = [torch.float32, torch.float64]
 ONE = (1, 1, 1)
@@ -357,40 +356,3 @@ def test_arguments_that_do_not_fit():
         compiled.small_eigenvalues(torch.zeros(2, 33, 33, dtype=torch.float64))
     with pytest.raises(BackendError, match=r"wants float64, got torch\.float32"):
         compiled.small_eigenvalues(torch.zeros(2, 3, 3))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("memory", [1, 3000, 2**30])
-@pytest.mark.parametrize("quantities", [("rooted",), ("rooted", "squares")])
-def test_signals_of_one_position_several_at_a_time(engine, dtype, memory, quantities):
-    generator = torch.Generator().manual_seed(0)
-    inputs, *signals = (torch.randn(5, c, 1, 1, 1, generator=generator).to(dtype) for c in (40, *[30] * 7))
-    weight = torch.randn(1, 30, 40, generator=generator).to(dtype)
-    signs = [None, 1.0, -1.0, *torch.randn(4, 5, generator=generator).double()]
-    gradients = WeightGradients(weight, Geometry(), engine.module, quantities, memory=2**20)
-    assert gradients.stacks([inputs])
-    contract = gradients.of([inputs], len(signals))
-    expected = sum(contract([delta], sign).values for delta, sign in zip(signals, signs, strict=True))
-    stacked = Stacked(contract, memory)
-    shares = [stacked([delta], sign) for delta, sign in zip(signals, signs, strict=True)]
-    together = -(-memory // (signals[0].numel() * signals[0].element_size()))
-    assert [share is None for share in shares] == [(n + 1) % together != 0 for n in range(len(signals))]
-    found = sum(share.values for share in (*shares, stacked.rest()) if share is not None)
-    torch.testing.assert_close(found, expected, rtol=limit(dtype), atol=0)
-    assert stacked.rest() is None
-
-
-def test_signals_that_cannot_come_several_at_a_time():
-    one, two = torch.zeros(2, 4, 1, 1, 1), torch.zeros(2, 4, 1, 1, 2)
-
-    def stacks(inputs, groups=1, quantities=("rooted",), route=None):
-        weight = torch.randn(groups, 3, 4 // groups)
-        return WeightGradients(weight, Geometry(groups), reference, quantities, memory=1, route=route).stacks(inputs)
-
-    assert stacks([one])
-    assert not stacks([two])
-    assert not stacks([one, one])
-    assert not stacks([one], groups=2)
-    assert not stacks([one], route="direct")
-    assert not stacks([one], quantities=("rooted", "weighted"))
-    assert not stacks([one], quantities=("diagonal",))

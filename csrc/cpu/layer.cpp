@@ -13,18 +13,6 @@ using pyflatness::Strided;
 constexpr int64_t kTogether = 8;       // samples that are looked at together where the weight is as large as all else
 constexpr int64_t kTileColumns = 252;  // columns of M at a time: with 512 rows of float, 512 KiB
 
-// Places along a side of Winograd's tiles, if M is to be made by his transforms; else 0.
-inline int step_of(const Layer& layer, DirectForm form) {
-  for (int i = 0; i < 3; ++i)
-    if (layer.kernel[i] != (i ? 3 : 1) || layer.stride[i] != 1 || (i && layer.dilation[i] != 1)) return 0;
-  if (form != DirectForm::automatic) return form == DirectForm::tiles4 ? 4 : form == DirectForm::tiles2 ? 2 : 0;
-  // Where it was the faster: fewer rows or channels leave lanes empty, smaller planes cost more to transform than to
-  // multiply, and of the larger tiles a small plane has too few.
-  const int64_t plane = layer.places[1] * layer.places[2];
-  if (layer.rows < 16 || layer.channels < 16 || plane < 64) return 0;
-  return plane >= 144 ? 4 : 2;
-}
-
 // The buffers of one call, in elements.
 template <typename T>
 struct DirectPlan {

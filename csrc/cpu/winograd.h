@@ -11,6 +11,19 @@ namespace {
 constexpr int64_t kTileDepth = 32;              // tiles packed at a time
 constexpr int64_t kTransformedBytes = 1048576;  // of transformed M at a time
 
+// Places along a side of Winograd's tiles, if M is to be made by his transforms; else 0.
+inline int step_of(const pyflatness::Layer& layer, pyflatness::DirectForm form) {
+  for (int i = 0; i < 3; ++i)
+    if (layer.kernel[i] != (i ? 3 : 1) || layer.stride[i] != 1 || (i && layer.dilation[i] != 1)) return 0;
+  if (form != pyflatness::DirectForm::automatic)
+    return form == pyflatness::DirectForm::tiles4 ? 4 : form == pyflatness::DirectForm::tiles2 ? 2 : 0;
+  // Where it was the faster: fewer rows or channels leave lanes empty, smaller planes cost more to transform than to
+  // multiply, and of the larger tiles a small plane has too few.
+  const int64_t plane = layer.places[1] * layer.places[2];
+  if (layer.rows < 16 || layer.channels < 16 || plane < 64) return 0;
+  return plane >= 144 ? 4 : 2;
+}
+
 // One dimension, Toom and Cook: polynomials at the points 0, 1, -1 (2, -2) and infinity. Scales are with `input` and
 // `back`.
 template <int Step>

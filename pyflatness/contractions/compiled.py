@@ -3,7 +3,7 @@
 import functools
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from .reference import Products, exponentiate_rounded, norms_about, products, re
 __all__ = [
     "Products",
     "direct",
+    "direct_listed",
     "exponentiate",
     "exponentiate_rounded",
     "forced_direct_form",
@@ -25,6 +26,7 @@ __all__ = [
     "gram",
     "instruction_set",
     "instruction_sets",
+    "listed_pays",
     "norms_about",
     "pair_distances",
     "patch_gram",
@@ -187,6 +189,28 @@ def direct(inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | No
         by_column if weighted else None,
         by_row.sum(dim=2).flatten(1) if weighted else None,
     )
+
+
+def listed_pays(inputs: Tensor, geometry: Geometry, rows: int) -> bool:
+    """Whether several signals of so many rows of a group are better contracted together, by :func:`direct_listed`."""
+    (n, groups, channels, _), *sizes = layer_sizes(inputs, None, geometry)
+    return bool(_kernel("listed_pays", inputs)(((n, groups, channels, rows), *sizes)))
+
+
+def direct_listed(inputs: Tensor, signals: Sequence[Tensor], geometry: Geometry, root: Tensor | None) -> Products:
+    """See :func:`.reference.direct_listed`; inputs and signals may have any strides."""
+    sizes, threads = layer_sizes(inputs, signals[0], geometry), torch.get_num_threads()
+    (n, groups, _, _), *_ = sizes
+    given_root, roots = (inputs.new_empty(0), 0) if root is None else (root.contiguous(), root.shape[1])
+    totals = inputs.new_empty(len(signals), n, groups, 2, dtype=torch.float64)
+    kernel = _kernel("direct_listed", inputs, *signals, given_root)
+    workspace = inputs.new_empty(_kernel("direct_listed_workspace", inputs)(sizes, roots, len(signals), threads))
+    kernel(
+        sizes, span(inputs), inputs.stride(), [span(signal) for signal in signals],
+        [signal.stride() for signal in signals], array(given_root), roots, array(totals), array(workspace), threads,
+    )  # fmt: skip
+    squares, rooted = totals.sum(dim=2).flatten(0, 1).unbind(1)
+    return Products(squares, None if root is None else rooted, None, None, None)
 
 
 def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:

@@ -19,6 +19,7 @@ There is no such form of w ∘ M: M is made for it, but for one position, where 
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NamedTuple, cast
@@ -26,9 +27,10 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from . import cuda, reference
+from . import compiled, cuda, reference
 from .geometry import Geometry
 from .precision import promoted, promoted_dtype
+from .root import root
 
 Signals = Sequence[Tensor]
 """One tensor in the form of :mod:`.geometry`, or one for each call of the layer where they cannot be joined."""
@@ -40,6 +42,9 @@ ROUTES = ("direct", "gram")
 
 _MANY_ROWS = 256
 """From here on the rounding of R to bfloat16 averages out of |R M|², if all its entries are of one size."""
+
+
+_HELD, _FEWEST = 24 * 2**20, 4  # bytes of a layer's signals that are held back, and signals for which it is worth it
 
 
 class Share(NamedTuple):
@@ -96,11 +101,32 @@ class WeightGradients:
 
         return share
 
-    def stacks(self, inputs: Signals) -> bool:
-        """Whether signals may come several at a time, one behind the other in dimension 0: see :class:`Stacked`."""
-        single = len(inputs) == 1 and self._shape[0] == 1 and self._geometry.places(inputs[0].shape[2:]) == (1, 1, 1)
-        sums = set(self._quantities) <= {"squares", "rooted"}
-        return single and sums and (self._route or self.cheaper(inputs[0], 1)) == "gram"
+    def together(self, inputs: Signals, signals: int) -> int:
+        """How many signals of so many had better be contracted at a time, by :meth:`of_several`; 1: each alone."""
+        if len(inputs) > 1 or not set(self._quantities) <= {"squares", "rooted"}:
+            return 1
+        (phi,), (groups, d, _) = inputs, self._shape
+        places = math.prod(self._geometry.places(phi.shape[2:]))
+        if self._route_of(phi, signals) == "gram":
+            suits = groups == places == 1
+        else:
+            suits = self._backend is compiled and compiled.listed_pays(promoted(phi), self._geometry, d)
+        most = _HELD // max(1, len(phi) * groups * d * places * promoted_dtype(phi.dtype).itemsize)
+        return -(-signals // -(-signals // most)) if suits and min(most, signals) >= _FEWEST else 1
+
+    def of_several(self, inputs: Signals, signals: int) -> Callable[[Sequence[Tensor], Tensor | None], Share]:
+        """As :meth:`of`, for several signals at a time: all samples of one behind those of another, signs too."""
+        if self._route_of(inputs[0], signals) == "gram":
+            contract = self.of(inputs, signals)
+            return lambda several, sign: contract([torch.cat(list(several))], sign)
+        phi = self._taken(inputs[0])
+
+        def share(several: Sequence[Tensor], sign: Tensor | None) -> Share:
+            taken = [self._taken(signal) for signal in several]
+            found: reference.Products = self._backend.direct_listed(phi, taken, self._geometry, self._root)
+            return share_of(found, self._quantities, sign)
+
+        return share
 
     def nothing(self, samples: int) -> Share:
         """Of no signal at all, such as a loss over a single class has."""
@@ -116,9 +142,9 @@ class WeightGradients:
         if len(inputs) > 1:
             return lambda signal: self._summed(inputs, signal)
         (phi,) = inputs
-        if (self._route or self.cheaper(phi, signals)) == "direct":
+        if self._route_of(phi, signals) == "direct":
             return lambda signal: self._direct(phi, signal[0], self._root, self._weight)
-        gram = self._backend.patch_gram(phi, self._geometry)
+        gram = self._patch_gram(phi)
         if self._weight is None:
             return lambda signal: self._gram(gram, signal[0])
         if gram.shape[2] == 1:
@@ -130,6 +156,9 @@ class WeightGradients:
 
             return products
         return lambda signal: self._both(gram, phi, signal[0])
+
+    def _route_of(self, inputs: Tensor, signals: int) -> str:
+        return self._route or self.cheaper(inputs, signals)
 
     def cheaper(self, inputs: Tensor, signals: int) -> str:
         """The route with fewer multiply-adds."""
@@ -199,6 +228,13 @@ class WeightGradients:
             return cast(reference.Products, parts[0])
         return reference.Products(*(None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)))
 
+    def _patch_gram(self, phi: Tensor) -> Tensor:
+        if self._geometry.places(phi.shape[2:]) != (1, 1, 1):
+            return cast(Tensor, self._backend.patch_gram(phi, self._geometry))
+        rows = self._geometry.patches(promoted(phi)).flatten(0, 2)
+        norms = cast(Tensor, self._backend.row_dots(rows, rows))
+        return norms.view(len(phi), -1, 1, 1)
+
     def _gram(self, gram: Tensor, signal: Tensor) -> reference.Products:
         rows = self._geometry.rows(self._taken(signal))
         if rows.shape[2] == 1:
@@ -213,8 +249,10 @@ class WeightGradients:
             return cuda.rooted_gram(self._half_root, rows, gram)
         rows = promoted(rows)  # float16 would leave its range
         root = root.to(rows.dtype)
+        if rows.shape[1:3] == (1, 1):
+            return self._gram_of((rows.flatten(1) @ root[0].mT)[:, None, None], gram)
         # of a convolution's signal as it lies in memory: R (r, d) times (d, P)
-        return self._gram_of(rows @ root.mT if rows.shape[1:3] == (1, 1) else (root @ rows.mT).mT, gram)
+        return self._gram_of((root @ rows.mT).mT, gram)
 
     def _as_bfloat16(self, dtype: torch.dtype) -> Tensor | None:
         """R for products with signals of bfloat16; None where its rounding could show.
@@ -259,38 +297,6 @@ class WeightGradients:
         return sum(others, start=first)
 
 
-class Stacked:
-    """A contraction of several signals at a time, for layers where one is too little work to be worth the calls.
-
-    Args:
-        contract: of a layer that :meth:`WeightGradients.stacks`.
-        memory: bytes of signals that may be held back.
-    """
-
-    def __init__(self, contract: Contraction, memory: int = 2**22) -> None:
-        self._contract, self._memory = contract, memory
-        self._held: list[tuple[Tensor, Tensor | float | None]] = []
-
-    def __call__(self, signal: Signals, sign: Tensor | float | None = None) -> Share | None:
-        """The share of the signals held back and this one; None if this one is held back too."""
-        (delta,) = signal
-        self._held.append((delta, sign))
-        return self.rest() if len(self._held) * delta.numel() * delta.element_size() >= self._memory else None
-
-    def rest(self) -> Share | None:
-        """That of the signals held back; None if there are none."""
-        if not self._held:
-            return None
-        deltas, signs = zip(*self._held, strict=True)
-        self._held.clear()
-        n, sign = len(deltas[0]), None
-        if any(one is not None for one in signs):
-            each = deltas[0].new_ones(n, dtype=torch.float64)
-            sign = torch.cat([each if one is None else each * one for one in signs])
-        share = self._contract([torch.cat(deltas)], sign)
-        return Share(share.values.unflatten(1, (-1, n)).sum(dim=1), share.parts)
-
-
 class OnePosition:
     """Sums over w ∘ M for layers of one position, M = δ φᵀ, with what depends on φ alone prepared once.
 
@@ -323,24 +329,6 @@ class OnePosition:
     def _applied(vectors: Tensor, weight: Tensor) -> Tensor:
         """(n, G, m), (G, d, m) -> (n, G, d)."""
         return (vectors.transpose(0, 1) @ weight.mT).transpose(0, 1)
-
-
-def root(weight: Tensor) -> Tensor:
-    """R (G, min(d, m), d) with RᵀR = w wᵀ for weights (G, d, m).
-
-    By the Cholesky factor of w wᵀ in float64, whose rounding is below float32's even after it is squared: a thin QR of
-    wᵀ takes several times as long, and stalls where other processes share the cores.
-    """
-    columns: Tensor = weight.mT
-    if columns.shape[1] <= columns.shape[2]:
-        return columns
-    gram = weight.double() @ columns.double()
-    factor, failed = torch.linalg.cholesky_ex(gram)
-    if bool(failed.any()):  # rows that depend on each other, such as dead ones
-        values, vectors = torch.linalg.eigh(gram.nan_to_num(0.0))
-        factor = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
-    found: Tensor = factor.mT.to(weight.dtype)
-    return found
 
 
 def share_of(products: reference.Products, quantities: Sequence[str], sign: Tensor | float | None) -> Share:

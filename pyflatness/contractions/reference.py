@@ -5,6 +5,7 @@ Axes of the head's: ``n`` rows (one loss term each), ``d`` outputs, ``m`` featur
 are float64.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -154,6 +155,12 @@ def direct(inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | No
     """
     gradients = geometry.rows(signal).transpose(2, 3) @ geometry.patches(inputs)  # n, G, d, m
     return products(gradients, geometry, root, weight)
+
+
+def direct_listed(inputs: Tensor, signals: Sequence[Tensor], geometry: Geometry, root: Tensor | None) -> Products:
+    """``|M|²`` and ``|R M|²`` by :func:`direct` of several signals, for all samples of one behind those of another."""
+    found = [direct(inputs, signal, geometry, root, None) for signal in signals]
+    return Products(*(None if part[0] is None else torch.cat(part) for part in zip(*found, strict=True)))
 
 
 def products(gradients: Tensor, geometry: Geometry, root: Tensor | None, weight: Tensor | None) -> Products:

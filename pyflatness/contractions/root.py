@@ -1,0 +1,36 @@
+"""R with RᵀR = w wᵀ, for |R M|² = ⟨w wᵀ, M Mᵀ⟩."""
+
+import torch
+from torch import Tensor
+
+_ROWS, _COLUMNS = 128, 1024  # of w wᵀ at a time, and of w in float64
+
+
+def root(weight: Tensor) -> Tensor:
+    """R (G, min(d, m), d) with RᵀR = w wᵀ for weights (G, d, m).
+
+    By the Cholesky factor of w wᵀ in float64, whose rounding is below float32's even after it is squared: a thin QR of
+    wᵀ takes several times as long, and stalls where other processes share the cores.
+    """
+    columns: Tensor = weight.mT
+    if columns.shape[1] <= columns.shape[2]:
+        return columns
+    gram = _lower_gram(weight)
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    if bool(failed.any()):  # rows that depend on each other, such as dead ones
+        values, vectors = torch.linalg.eigh(gram.nan_to_num(0.0))
+        factor = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
+    found: Tensor = factor.mT.to(weight.dtype)
+    return found
+
+
+def _lower_gram(weight: Tensor) -> Tensor:
+    """The lower half of w wᵀ, (G, d, d) float64; what is above it is not to be read."""
+    groups, d, _ = weight.shape
+    gram = weight.new_zeros(groups, d, d, dtype=torch.float64)
+    for part in weight.split(_COLUMNS, dim=2):
+        part = part.double()
+        for start in range(0, d, _ROWS):
+            stop = start + _ROWS
+            gram[:, start:stop, :stop].baddbmm_(part[:, start:stop], part[:, :stop].mT)
+    return gram
