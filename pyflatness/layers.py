@@ -177,9 +177,13 @@ def in_common_form(module: nn.Module, tensor: Tensor) -> list[Tensor]:
 
 def joined(module: nn.Module, parts: list[Tensor]) -> list[Tensor]:
     """Tensors of several calls as one, along a spatial dimension that is free, if there is one and sizes allow it."""
-    if isinstance(module, nn.Conv3d) or len({(*part.shape[:2], *part.shape[3:]) for part in parts}) > 1:
+    if (
+        len(parts) == 1
+        or isinstance(module, nn.Conv3d)
+        or len({(*part.shape[:2], *part.shape[3:]) for part in parts}) > 1
+    ):
         return parts
-    return [parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)]
+    return [torch.cat(parts, dim=2)]
 
 
 def check_measurable(name: str, module: nn.Module) -> None:

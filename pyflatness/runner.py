@@ -18,7 +18,6 @@ from .tape import Call, Tape, frozen
 
 DEFAULT_MEMORY = 512 * 2**20  # bytes that the graph, the layers' inputs and signals of a part may take
 _SECOND_ORDER = 3  # about the memory that a graph takes together with that of its derivatives
-_BLOCK = 2**25 - 2**16  # bytes; just below the largest that glibc looks at, see _keep_freed
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 Result = TypeVar("Result")
@@ -149,7 +148,6 @@ class Runner:
                 batch that a sample is in.
         """
         with self._tape.attached(), frozen(self.model):
-            _keep_freed()
             done = 0
             for number, batch in enumerate(self.batches):
                 yield from self._of_batch(batch, number, done, work)
@@ -323,15 +321,6 @@ class Runner:
             needed = max(1, found.bytes + self._reserve(found))
             self._part = max(1, self._memory // needed) if found.cuttable else samples
         return found.outputs
-
-
-def _keep_freed() -> None:
-    """Let the process keep what is freed, up to 64 MiB: it comes again with the next signal, else by page faults.
-
-    glibc gives what is free at the end of its heap back from twice the size of the largest block it has unmapped, and
-    this one, of which no page is touched, is the largest that counts. Elsewhere nothing happens.
-    """
-    torch.empty(_BLOCK, dtype=torch.uint8, device="cpu")
 
 
 def is_out_of_memory(error: Exception) -> bool:

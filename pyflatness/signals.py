@@ -68,9 +68,10 @@ class Signals:
             part = self._terms.take(index)
             factors = self._loss.factors(self._rows[index], part)
             counted = (part.scale != 0).unsqueeze(1)
+            whole = bool(counted.all())
             for c in range(factors.count):
                 column, signs = factors.column(c)
-                values = torch.where(counted, column, 0.0).to(self._rows.dtype)
+                values = (column if whole else torch.where(counted, column, 0.0)).to(self._rows.dtype)
                 if len(values) < len(self._rows):
                     values = torch.zeros_like(self._rows).index_copy_(0, index, values)
                 yield self._shaped(values), signs
@@ -132,7 +133,7 @@ class Signals:
         return self._shaped(torch.where((self._terms.scale != 0).unsqueeze(1), values, 0.0).to(self._rows.dtype))
 
     def _shaped(self, rows: Tensor) -> Tensor:
-        if not self._loss.positions or self.outputs.ndim == 1:
+        if not self._loss.positions or self._dim % self.outputs.ndim == self.outputs.ndim - 1:
             return rows.view_as(self.outputs)
         moved = self.outputs.movedim(self._dim, -1)
         return rows.view(moved.shape).movedim(-1, self._dim)

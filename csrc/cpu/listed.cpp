@@ -233,24 +233,32 @@ void make_tiles(const Layer& layer, const ListedPlan<T>& plan, const ListedSampl
 template <typename T>
 void add_squares(const ListedPlan<T>& plan, const T* tile, const T* root, int64_t roots, double* totals) {
   using S = Simd<T>;
-  for (int64_t r = 0; r < plan.d; ++r) {
-    typename S::Vec squares = {};
-    for (int64_t j = 0; j < plan.columns; j += S::kLanes) {
-      const typename S::Vec x = S::load(tile + r * plan.columns + j);
-      squares += x * x;
-    }
-    totals[0] += S::sum(squares);
+  for (int64_t start = 0; start < plan.d * plan.columns; start += kDepth * S::kLanes) {
+    typename S::Vec squares[2] = {};
+    const int64_t stop = minimum(start + kDepth * S::kLanes, plan.d * plan.columns);
+    int64_t i = start;
+    for (; i + S::kLanes < stop; i += 2 * S::kLanes)
+      for (int v = 0; v < 2; ++v) {
+        const typename S::Vec x = S::load(tile + i + v * S::kLanes);
+        squares[v] += x * x;
+      }
+    for (; i < stop; i += S::kLanes) squares[0] += S::load(tile + i) * S::load(tile + i);
+    totals[0] += S::sum(squares[0] + squares[1]);
   }
+  if (roots == 0) return;
+  typename S::Vec sums[2] = {};
+  int64_t added = 0;
   const auto strip = [&](int64_t j, auto vectors) __attribute__((always_inline)) {
-    constexpr int kVectors = decltype(vectors)::value;
-    typename S::Vec sums[kVectors] = {};
     in_even_parts<kPanelColumns / kPanelStep>(
         blocks_of(roots, kPanelStep), [&](int64_t step, auto steps) __attribute__((always_inline)) {
-          panel_tile<T, kVectors, decltype(steps)::value * kPanelStep, false>(
+          panel_tile<T, decltype(vectors)::value, decltype(steps)::value * kPanelStep, false>(
               tile + j, plan.columns, root + step * kPanelStep * plan.d, plan.d, plan.d,
               [&](int, int v, typename S::Vec sum) __attribute__((always_inline)) { sums[v] += sum * sum; });
         });
-    for (int v = 0; v < kVectors; ++v) totals[1] += S::sum(sums[v]);
+    if ((added += roots) < kDepth && j + 2 * S::kLanes < plan.columns) return;
+    totals[1] += S::sum(sums[0] + sums[1]);
+    sums[0] = sums[1] = typename S::Vec{};
+    added = 0;
   };
   int64_t j = 0;
   for (; j + S::kLanes < plan.columns; j += 2 * S::kLanes) strip(j, Count<2>{});

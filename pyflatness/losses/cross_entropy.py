@@ -1,5 +1,6 @@
 """Cross-entropy on logits, with class weights, label smoothing, probability targets and ignored targets."""
 
+import functools
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
@@ -120,14 +121,20 @@ class CrossEntropy:
 def _factors(q: Tensor, roots: Tensor, top: Tensor) -> Factors:
     """Columns roots_j (e_j - q), j ≠ ``top``; q and roots (rows, C), top (rows, 1)."""
 
+    @functools.cache  # for all columns; mixed signals do without
+    def prepared() -> tuple[Tensor, Tensor, Tensor]:
+        numbers = torch.arange(roots.shape[1] - 1, device=top.device)
+        classes = numbers + (top <= numbers)  # all but k
+        return -q, classes, roots.gather(1, classes)
+
     def column(c: int) -> tuple[Tensor, None]:
-        j = c + (top <= c).long()  # the c-th class that is not k
-        root = roots.gather(1, j)
-        return torch.scatter_add(-q * root, 1, j, root), None
+        minus, classes, factors = prepared()
+        j, root = classes[:, c : c + 1], factors[:, c : c + 1]
+        return (minus * root).scatter_add_(1, j, root), None
 
     def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
-        others = (roots * signs).scatter(1, top, 0.0)
-        return [(others - q * others.sum(dim=1, keepdim=True), 1.0)]
+        signed = (roots * signs).scatter(1, top, 0.0)
+        return [(signed - q * signed.sum(dim=1, keepdim=True), 1.0)]
 
     return Factors(
         roots.shape[1] - 1,
