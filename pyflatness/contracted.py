@@ -11,6 +11,8 @@ from .contractions.stacked import Stacked
 from .layer_form import LayerForm
 from .runner import Run
 
+_HELD = 48 * 2**20  # bytes of signals of all layers that are held back; half of it of one layer
+
 
 class Contracted:
     """What layers add for each signal that is sent.
@@ -26,9 +28,10 @@ class Contracted:
         self._run, self._forms = run, forms
         self._contract: dict[str, Contraction | Stacked] = {}
         self._gradients: Mapping[str, list[Tensor]] = {}
+        self._left = _HELD if stack else 0
         with contractions.full_precision(run.outputs):
             for name, form in forms.items():
-                self._contract[name] = _contraction(form.gradients(run), form.inputs(run), signals, stack)
+                self._contract[name] = self._contraction(form.gradients(run), form.inputs(run), signals)
 
     def of(self, signal: Tensor, sign: Tensor | float | None = None) -> list[tuple[str, Share]]:
         """Each layer's share of a signal of the run's outputs."""
@@ -51,12 +54,13 @@ class Contracted:
                 if share is not None:
                     yield name, share
 
-
-def _contraction(
-    gradients: WeightGradients | DenseGradients, inputs: Sequence[Tensor], signals: int, stack: bool
-) -> Contraction | Stacked:
-    if stack and isinstance(gradients, WeightGradients):
-        count = gradients.together(inputs, signals)
-        if count > 1:
-            return Stacked(gradients.of_several(inputs, signals), count)
-    return gradients.of(inputs, signals)
+    def _contraction(
+        self, gradients: WeightGradients | DenseGradients, inputs: Sequence[Tensor], signals: int
+    ) -> Contraction | Stacked:
+        """Of several signals at a time where that is better and the memory for what is held back suffices."""
+        if self._left and isinstance(gradients, WeightGradients):
+            count = gradients.together(inputs, signals, min(self._left, _HELD // 2))
+            if count > 1:
+                self._left -= count * gradients.signal_bytes(inputs[0])
+                return Stacked(gradients.of_several(inputs, signals), count)
+        return gradients.of(inputs, signals)

@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_layer_kernels import CASES, DTYPES, LAYOUTS, ONE, double, layer, layout, limit
 
-from pyflatness import BackendError
+import pyflatness as pf
+from pyflatness import BackendError, contracted
 from pyflatness.contractions import WeightGradients, compiled, cuda, reference
-from pyflatness.contractions import layer as layer_contractions
 from pyflatness.contractions.geometry import Geometry
 from pyflatness.contractions.stacked import Stacked
 
@@ -159,14 +159,14 @@ def test_signals_held_back(engine, dtype, count, quantities, case):
     assert stacked.rest() is None
 
 
-def test_how_many_signals_at_a_time(monkeypatch):
+def test_how_many_signals_at_a_time():
     one, two, plane = (torch.zeros(2, 16, *size) for size in (ONE, (1, 1, 2), (1, 16, 16)))
     linear, groups, three, five = Geometry(), Geometry(2), Geometry(1, (1, 3, 3)), Geometry(1, (1, 5, 5))
 
-    def together(inputs, geometry, signals=9, quantities=("rooted",), route=None, backend=reference, rows=16):
+    def together(inputs, geometry, backend=reference, *, signals=9, memory=2**20, rows=16, **options):
         weight = torch.randn(geometry.groups, rows, 16 // geometry.groups * geometry.taps)
-        gradients = WeightGradients(weight, geometry, backend, quantities, memory=1, route=route)
-        return gradients.together(inputs, signals)
+        options = {"quantities": ("rooted",), "memory": 1} | options
+        return WeightGradients(weight, geometry, backend, **options).together(inputs, signals, memory)
 
     assert together([one], linear) == 9
     assert together([one], linear, signals=3) == 1
@@ -176,15 +176,40 @@ def test_how_many_signals_at_a_time(monkeypatch):
     assert together([one], linear, route="direct") == 1
     assert together([one], linear, quantities=("rooted", "weighted")) == 1
     assert together([one], linear, quantities=("diagonal",)) == 1
-    assert together([plane], five, backend=compiled) == 9
-    assert together([plane], five, route="gram", backend=compiled) == 1
-    assert together([plane], three, backend=compiled) == 1  # which has Winograd's transforms
-    assert together([plane], five, backend=compiled, rows=600) == 1  # whose matrices would leave the cache
-    assert together([plane], five, backend=cuda) == 1
-    assert together([plane], five, backend=reference) == 1
-    assert together([plane, plane], five, backend=compiled) == 1
-    assert together([plane], five, quantities=("by_row",), backend=compiled) == 1
-    signal = 2 * 16 * 12 * 12 * 4
-    for most, at_a_time in ((9, 9), (8, 5), (5, 5), (4, 3), (3, 1)):
-        monkeypatch.setattr(layer_contractions, "_HELD", most * signal)
-        assert together([plane], five, backend=compiled) == at_a_time
+    assert together([plane], five, compiled) == 9
+    assert together([plane], five, compiled, route="gram") == 1
+    assert together([plane], three, compiled) == 1  # which has Winograd's transforms
+    assert together([plane], five, compiled, rows=40, route="direct") == 9
+    assert together([plane], five, compiled, rows=41, route="direct") == 1  # whose matrices would leave the cache
+    assert together([plane], five, cuda) == 1
+    assert together([plane], five, reference) == 1
+    assert together([plane, plane], five, compiled) == 1
+    assert together([plane], five, compiled, quantities=("by_row",)) == 1
+    for most, count in ((9, 9), (8, 5), (5, 5), (4, 3), (3, 1), (0, 1)):
+        assert together([plane], five, compiled, memory=most * 2 * 16 * 12 * 12 * 4) == count
+
+
+def test_what_is_held_back_of_all_layers_is_limited(monkeypatch):
+    """Values do not depend on it."""
+    nn = torch.nn
+    first = nn.Conv2d(3, 4, 5), nn.ReLU(), nn.Flatten()
+    model = nn.Sequential(*first, nn.Linear(324, 20), nn.ReLU(), nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 20))
+    data = torch.randn(40, 3, 13, 13), torch.randint(20, (40,))
+    counts = []
+
+    class Counted(Stacked):
+        def __init__(self, contract, count):
+            counts.append(count)
+            super().__init__(contract, count)
+
+    monkeypatch.setattr(contracted, "Stacked", Counted)
+    found = {}
+    linear = 40 * 20 * 4  # bytes of a signal
+    for held, expected in ((2**30, [19, 19, 19, 19]), (10 * linear, [5, 5]), (0, [])):
+        monkeypatch.setattr(contracted, "_HELD", held)
+        report = pf.measure(model, nn.CrossEntropyLoss(), data, measures="relative_flatness", progress=False)
+        assert counts == expected
+        counts.clear()
+        for name in report.layers:
+            value = report[name, "relative_flatness"].value
+            assert value == pytest.approx(found.setdefault(name, value), rel=1e-5)

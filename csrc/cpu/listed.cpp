@@ -49,8 +49,10 @@ int64_t listed_workspace(const Layer& layer, int64_t roots, int64_t signals, int
   return plan.shared + maximum(threads, 1) * plan.own;
 }
 
-// Whether M for several signals is made faster so than for one after the other.
-inline bool listed_pays(const Layer& layer) { return step_of(layer, pyflatness::DirectForm::automatic) == 0; }
+// Where that was the faster: Winograd's transforms save more, and larger matrices leave the cache.
+inline bool listed_pays(const Layer& layer) {
+  return step_of(layer, pyflatness::DirectForm::automatic) == 0 && layer.rows * layer.columns() <= kMatrices / 8;
+}
 
 // Where the patches of some places begin, and which places are not zero in all signals.
 struct Listed {

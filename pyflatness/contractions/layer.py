@@ -44,7 +44,7 @@ _MANY_ROWS = 256
 """From here on the rounding of R to bfloat16 averages out of |R M|², if all its entries are of one size."""
 
 
-_HELD, _FEWEST = 24 * 2**20, 4  # bytes of a layer's signals that are held back, and signals for which it is worth it
+_FEWEST = 4  # signals that are worth being contracted together
 
 
 class Share(NamedTuple):
@@ -101,18 +101,26 @@ class WeightGradients:
 
         return share
 
-    def together(self, inputs: Signals, signals: int) -> int:
-        """How many signals of so many had better be contracted at a time, by :meth:`of_several`; 1: each alone."""
+    def together(self, inputs: Signals, signals: int, memory: int) -> int:
+        """How many signals of so many had better be contracted at a time, by :meth:`of_several`; 1: each alone.
+
+        As many as take ``memory`` bytes; for fewer than four it is not worth holding them back.
+        """
         if len(inputs) > 1 or not set(self._quantities) <= {"squares", "rooted"}:
             return 1
         (phi,), (groups, d, _) = inputs, self._shape
-        places = math.prod(self._geometry.places(phi.shape[2:]))
         if self._route_of(phi, signals) == "gram":
-            suits = groups == places == 1
+            suits = groups == math.prod(self._geometry.places(phi.shape[2:])) == 1
         else:
             suits = self._backend is compiled and compiled.listed_pays(promoted(phi), self._geometry, d)
-        most = _HELD // max(1, len(phi) * groups * d * places * promoted_dtype(phi.dtype).itemsize)
+        most = memory // max(1, self.signal_bytes(phi))
         return -(-signals // -(-signals // most)) if suits and min(most, signals) >= _FEWEST else 1
+
+    def signal_bytes(self, inputs: Tensor) -> int:
+        """What a signal takes, for inputs of a layer's calls joined."""
+        groups, d, _ = self._shape
+        places = math.prod(self._geometry.places(inputs.shape[2:]))
+        return len(inputs) * groups * d * places * promoted_dtype(inputs.dtype).itemsize
 
     def of_several(self, inputs: Signals, signals: int) -> Callable[[Sequence[Tensor], Tensor | None], Share]:
         """As :meth:`of`, for several signals at a time: all samples of one behind those of another, signs too."""
