@@ -51,7 +51,8 @@ T* pointer(const char* name, Array array, int64_t needed) {
 using Triple = std::array<int64_t, 3>;
 using LayerSizes = std::tuple<std::array<int64_t, 4>, Triple, Triple, Triple, Triple, Triple>;
 
-constexpr int64_t kMostWork = int64_t{1} << 53;  // multiply-adds of one call: within it no size of a buffer overflows
+constexpr int64_t kMostWork =
+    int64_t{1} << 48;  // multiply-adds of one call: buffers for thousands of threads are no overflow yet
 
 inline Layer checked(const LayerSizes& sizes) {
   const auto& [counts, size, places, kernel, stride, dilation] = sizes;
@@ -75,7 +76,7 @@ inline Layer checked(const LayerSizes& sizes) {
 }
 
 inline void limit_work(std::initializer_list<int64_t> sizes) {
-  if (product(sizes) > kMostWork) throw std::invalid_argument("sizes of more than 2^53 multiply-adds");
+  if (product(sizes) > kMostWork) throw std::invalid_argument("sizes of more than 2^48 multiply-adds");
 }
 
 inline void limit_direct(const Layer& layer, int64_t roots, int64_t signals = 1) {

@@ -1,5 +1,6 @@
 """The contractions of several layers in one run: a signal goes backward once for all of them."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
@@ -37,7 +38,7 @@ class Contracted:
         """Each layer's share of a signal of the run's outputs."""
         shares = []
         with contractions.full_precision(self._run.outputs):
-            # The last signal's are kept meanwhile: their memory would go back to the system, a page fault each.
+            # The last signal's are kept meanwhile: the C library would give their pages back to the system.
             self._gradients = self._run.tape.gradients(self._run.outputs, signal, self._contract)
             for name, contract in self._contract.items():
                 share = contract(self._forms[name].signal(self._run, self._gradients[name]), sign)
@@ -47,6 +48,7 @@ class Contracted:
 
     def rest(self) -> Iterator[tuple[str, Share]]:
         """Shares that did not come yet."""
+        self._gradients = {}
         for name, contract in self._contract.items():
             if isinstance(contract, Stacked):
                 with contractions.full_precision(self._run.outputs):
@@ -62,5 +64,6 @@ class Contracted:
             count = gradients.together(inputs, signals, min(self._left, _HELD // 2))
             if count > 1:
                 self._left -= count * gradients.signal_bytes(inputs[0])
-                return Stacked(gradients.of_several(inputs, signals), count)
+                buffer = functools.partial(gradients.buffer, count)
+                return Stacked(gradients.of_several(inputs, signals), buffer)
         return gradients.of(inputs, signals)

@@ -333,6 +333,7 @@ void check_layers(const pyflatness::Kernels& kernels) {
       for (int64_t roots : {0, 5}) {
         check_listed<T>(kernels, l, {0, 1, 2, 3, 4}, count, roots, 1);
         check_listed<T>(kernels, l, {0, 2, 3, 4, 1}, count, roots, 2);
+        check_listed<T>(kernels, l, {4, 0, 3, 1, 2}, count, roots, 2);
       }
   const Layer three_by_three[] = {
       layer(2, 2, 5, 7, {1, 3, 3}, {1, 3, 3}, 1, 1),  layer(1, 1, 33, 40, {1, 11, 12}, {1, 3, 3}, 1, 1),

@@ -1,5 +1,8 @@
 """Several signals that share the inputs, contracted together: from places where one of them is not zero, held back."""
 
+import functools
+import weakref
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -143,36 +146,68 @@ def test_arguments_that_do_not_fit():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 3, 100])
 @pytest.mark.parametrize("quantities", [("rooted",), ("rooted", "squares")])
-@pytest.mark.parametrize("case", [(5, 1, 40, 30, ONE, ONE, ONE, ONE), (5, 1, 3, 6, (1, 20, 20), (1, 5, 5), ONE, ONE)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        (5, 1, 40, 30, ONE, ONE, ONE, ONE),
+        (5, 3, 7, 4, (1, 3, 3), (1, 3, 3), ONE, ONE),  # of one position, in groups
+        (5, 1, 3, 6, (1, 20, 20), (1, 5, 5), ONE, ONE),
+    ],
+)
 def test_signals_held_back(engine, dtype, count, quantities, case):
     inputs, signals, geometry, _ = several(case, dtype, 7)
-    weight = torch.randn(1, case[3], case[2] * geometry.taps).to(dtype)
+    weight = torch.randn(case[1], case[3], case[2] * geometry.taps).to(dtype)
     signs = [None, 1.0, -1.0, *torch.randn(4, 5).double()]
     gradients = WeightGradients(weight, geometry, engine.module, quantities, memory=2**20)
     contract = gradients.of([inputs], 7)
     expected = sum(contract([delta], sign).values for delta, sign in zip(signals, signs, strict=True))
-    stacked = Stacked(gradients.of_several([inputs], 7), count)
+    stacked = Stacked(gradients.of_several([inputs], 7), functools.partial(gradients.buffer, count))
     shares = [stacked([delta], sign) for delta, sign in zip(signals, signs, strict=True)]
     assert [share is None for share in shares] == [(n + 1) % count != 0 for n in range(7)]
     found = sum(share.values for share in (*shares, stacked.rest()) if share is not None)
     torch.testing.assert_close(found, expected, rtol=limit(dtype), atol=0)
     assert stacked.rest() is None
+    truth = WeightGradients(weight.double(), geometry, reference, quantities, memory=2**30, route="direct")
+    truth = truth.of([inputs.double()], 7)
+    exact = sum(truth([delta.double()], sign).values for delta, sign in zip(signals, signs, strict=True))
+    torch.testing.assert_close(found, exact, rtol=10 * limit(dtype), atol=0)
+
+
+def test_a_buffer_is_the_same_at_every_call():
+    gradients = WeightGradients(torch.randn(1, 3, 4), Geometry(), reference, ("rooted",), memory=1)
+    whole = gradients.buffer(5, torch.zeros(8, 3, 1, 1, 1))
+    assert whole.shape == (5, 8, 3, 1, 1, 1)
+    ragged = gradients.buffer(4, torch.zeros(7, 3, 1, 1, 1, dtype=torch.bfloat16))
+    assert ragged.shape == (4, 7, 3, 1, 1, 1)
+    assert ragged.dtype == torch.float32
+    assert ragged.data_ptr() == whole.data_ptr()
+
+
+def test_signals_that_are_parts_of_larger_tensors_do_not_keep_those():
+    gradients = WeightGradients(torch.randn(1, 3, 4), Geometry(), reference, ("rooted",), memory=1)
+    contract = gradients.of_several([torch.randn(5, 4, 1, 1, 1)], 9)
+    stacked = Stacked(contract, functools.partial(gradients.buffer, 9))
+    large = torch.randn(5, 300, 1, 1, 1)
+    gone = weakref.ref(large)
+    assert stacked([large[:, :3]]) is None
+    del large
+    assert gone() is None
 
 
 def test_how_many_signals_at_a_time():
     one, two, plane = (torch.zeros(2, 16, *size) for size in (ONE, (1, 1, 2), (1, 16, 16)))
     linear, groups, three, five = Geometry(), Geometry(2), Geometry(1, (1, 3, 3)), Geometry(1, (1, 5, 5))
 
-    def together(inputs, geometry, backend=reference, *, signals=9, memory=2**20, rows=16, **options):
+    def together(inputs, geometry, backend=reference, *, signals=9, at_most=2**20, rows=16, **options):
         weight = torch.randn(geometry.groups, rows, 16 // geometry.groups * geometry.taps)
-        options = {"quantities": ("rooted",), "memory": 1} | options
-        return WeightGradients(weight, geometry, backend, **options).together(inputs, signals, memory)
+        options = {"quantities": ("rooted",), "memory": 2**20} | options
+        return WeightGradients(weight, geometry, backend, **options).together(inputs, signals, at_most)
 
     assert together([one], linear) == 9
     assert together([one], linear, signals=3) == 1
     assert together([two], linear) == 1
     assert together([one, one], linear) == 1
-    assert together([one], groups) == 1
+    assert together([one], groups) == 9
     assert together([one], linear, route="direct") == 1
     assert together([one], linear, quantities=("rooted", "weighted")) == 1
     assert together([one], linear, quantities=("diagonal",)) == 1
@@ -181,12 +216,16 @@ def test_how_many_signals_at_a_time():
     assert together([plane], three, compiled) == 1  # which has Winograd's transforms
     assert together([plane], five, compiled, rows=40, route="direct") == 9
     assert together([plane], five, compiled, rows=41, route="direct") == 1  # whose matrices would leave the cache
+    assert (
+        together([torch.zeros(2, 16, 1, 16, 9000)], five, compiled, at_most=2**40, memory=2**40) == 1
+    )  # or image
     assert together([plane], five, cuda) == 1
     assert together([plane], five, reference) == 1
     assert together([plane, plane], five, compiled) == 1
     assert together([plane], five, compiled, quantities=("by_row",)) == 1
     for most, count in ((9, 9), (8, 5), (5, 5), (4, 3), (3, 1), (0, 1)):
-        assert together([plane], five, compiled, memory=most * 2 * 16 * 12 * 12 * 4) == count
+        for limited in ("at_most", "memory"):
+            assert together([plane], five, compiled, **{limited: most * 2 * 16 * 12 * 12 * 4}) == count
 
 
 def test_what_is_held_back_of_all_layers_is_limited(monkeypatch):
@@ -198,9 +237,9 @@ def test_what_is_held_back_of_all_layers_is_limited(monkeypatch):
     counts = []
 
     class Counted(Stacked):
-        def __init__(self, contract, count):
-            counts.append(count)
-            super().__init__(contract, count)
+        def __init__(self, contract, buffer):
+            counts.append(buffer.args[0])
+            super().__init__(contract, buffer)
 
     monkeypatch.setattr(contracted, "Stacked", Counted)
     found = {}

@@ -1,5 +1,6 @@
 // Weight gradients for several signals that share the inputs, made from the places where a signal is not zero: behind
 // ReLU and max-pooling most are, and for all signals the same.
+//
 // Compiled once per instruction set, so nothing here may have external linkage but the table at the end.
 #include "../kernels.h"
 #include "pack.h"
@@ -12,7 +13,8 @@ using pyflatness::Strided;
 
 constexpr int kListVectors = kManyRegisters ? 5 : 3, kListSignals = kManyRegisters ? 5 : 3;
 constexpr int64_t kSignals = 10;       // signals that are looked at together
-constexpr int64_t kMatrices = 131072;  // elements of their matrices that are made together: they stay in the cache
+constexpr int64_t kMatrices = 131072;  // elements of their matrices that are made together
+constexpr int64_t kLines = 262144;     // elements of patches that are there at once, at most where it pays
 
 // The buffers of one call, in elements. A line is what the kernel's last dimension sees along one row of pixels: for
 // each place of that dimension, the channels with their taps in it. A patch is `slices` pieces of lines.
@@ -46,12 +48,15 @@ struct ListedPlan {
 template <typename T>
 int64_t listed_workspace(const Layer& layer, int64_t roots, int64_t signals, int threads) {
   const ListedPlan<T> plan(layer, roots, signals);
-  return plan.shared + maximum(threads, 1) * plan.own;
+  return plan.shared + maximum(1, minimum(threads, layer.n * layer.groups)) * plan.own;
 }
 
-// Where that was the faster: Winograd's transforms save more, and larger matrices leave the cache.
-inline bool listed_pays(const Layer& layer) {
-  return step_of(layer, pyflatness::DirectForm::automatic) == 0 && layer.rows * layer.columns() <= kMatrices / 8;
+// Where that was the faster: Winograd's transforms save more, larger matrices and images leave the cache.
+template <typename T>
+bool listed_pays(const Layer& layer) {
+  const ListedPlan<T> plan(layer, 0, kSignals);
+  return step_of(layer, pyflatness::DirectForm::automatic) == 0 && plan.lines * plan.line <= kLines &&
+         layer.rows * layer.columns() <= kMatrices / 8;
 }
 
 // Where the patches of some places begin, and which places are not zero in all signals.
@@ -174,7 +179,7 @@ inline bool is_seen(const Layer& layer, int i, int64_t pixel) {
   return false;
 }
 
-// 0; NaN if a patch holds what is not finite: times the zeros that are left out, it would be that.
+// 0; NaN if a patch holds what is not finite, as its product with a zero that is left out would be.
 template <typename T>
 double left_out(const Layer& layer, const ListedPlan<T>& plan, const T* lines) {
   using S = Simd<T>;
@@ -231,7 +236,7 @@ void make_tiles(const Layer& layer, const ListedPlan<T>& plan, const ListedSampl
   }
 }
 
-// |tile|^2 and |root tile|^2 of a tile [d, columns]; the rows of the root are as many as a step of columns takes.
+// |tile|^2 and |root tile|^2 of a tile [d, columns]; behind the root's rows there are zeros up to kColumnPad of them.
 template <typename T>
 void add_squares(const ListedPlan<T>& plan, const T* tile, const T* root, int64_t roots, double* totals) {
   using S = Simd<T>;
@@ -277,7 +282,8 @@ void direct_listed(const Layer& layer, const Strided<T>& inputs, const Strided<T
       padded_root[group * plan.root_size + i] = i < roots * plan.d ? root[group * roots * plan.d + i] : 0;
   const int64_t items = layer.n * layer.groups;
   const int64_t work = count * plan.d * layer.columns() * (plan.positions + (root ? roots : 0));
-#pragma omp parallel for num_threads(product_team(threads, items, work)) schedule(dynamic)
+  const int team = static_cast<int>(maximum(1, minimum(product_team(threads, items, work), items)));
+#pragma omp parallel for num_threads(team) schedule(dynamic)
   for (int64_t item = 0; item < items; ++item) {
     const int64_t i = item / layer.groups, group = item % layer.groups;
     T* lines = workspace + plan.shared + thread_index() * plan.own;
@@ -324,7 +330,7 @@ void direct_listed(const Layer& layer, const Strided<T>& inputs, const Strided<T
 }
 
 template <typename T>
-constexpr pyflatness::ListedKernels<T> kTable = {listed_pays, listed_workspace<T>, direct_listed<T>};
+constexpr pyflatness::ListedKernels<T> kTable = {listed_pays<T>, listed_workspace<T>, direct_listed<T>};
 
 }  // namespace
 

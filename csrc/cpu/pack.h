@@ -9,7 +9,7 @@ namespace {
 // Up to kDepth places of a grid as runs of places a constant step apart.
 struct Runs {
   int64_t step = 0, count = 0, total = 0;
-  int64_t reach = 0;  // the last place's offset
+  int64_t reach = 0;  // the largest offset of a place
   int64_t offset[kDepth], length[kDepth];
 };
 
@@ -35,11 +35,12 @@ struct Grid {
     runs->step = step[2];
     runs->total = total;
     runs->count = 0;
+    runs->reach = 0;
     for (int64_t done = 0; done < total;) {
       const int64_t length = minimum(total - done, size[2] - x);
       runs->offset[runs->count] = z * step[0] + y * step[1] + x * step[2];
       runs->length[runs->count++] = length;
-      runs->reach = z * step[0] + y * step[1] + (x + length - 1) * step[2];
+      runs->reach = maximum(runs->reach, z * step[0] + y * step[1] + (x + length - 1) * step[2]);
       done += length;
       x = 0;
       if (++y == size[1]) y = 0, ++z;

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import BackendError
 from .arrays import array, dense_rows, layer_sizes, span, strided
 from .geometry import Geometry
+from .precision import promoted_dtype
 from .reference import Products, exponentiate_rounded, norms_about, products, rejoin, spread
 
 __all__ = [
@@ -194,7 +195,8 @@ def direct(inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | No
 def listed_pays(inputs: Tensor, geometry: Geometry, rows: int) -> bool:
     """Whether several signals of so many rows of a group are better contracted together, by :func:`direct_listed`."""
     (n, groups, channels, _), *sizes = layer_sizes(inputs, None, geometry)
-    return bool(_kernel("listed_pays", inputs)(((n, groups, channels, rows), *sizes)))
+    taken = inputs.new_empty(0, dtype=promoted_dtype(inputs.dtype))
+    return bool(_kernel("listed_pays", taken)(((n, groups, channels, rows), *sizes)))
 
 
 def direct_listed(inputs: Tensor, signals: Sequence[Tensor], geometry: Geometry, root: Tensor | None) -> Products:

@@ -44,7 +44,8 @@ _MANY_ROWS = 256
 """From here on the rounding of R to bfloat16 averages out of |R M|², if all its entries are of one size."""
 
 
-_FEWEST = 4  # signals that are worth being contracted together
+_FEWEST = 4
+"""Signals that are worth being contracted together."""
 
 
 class Share(NamedTuple):
@@ -86,6 +87,7 @@ class WeightGradients:
         self._shape, self._device, self._memory = weight.shape, weight.device, memory
         self._root = root(promoted(weight)) if "rooted" in quantities else None
         self._half_root = self._as_bfloat16(weight.dtype)
+        self._buffer: Tensor | None = None
         self._weight = promoted(weight) if set(WEIGHTED).intersection(quantities) else None
 
     def of(self, inputs: Signals, signals: int) -> Contraction:
@@ -104,16 +106,16 @@ class WeightGradients:
     def together(self, inputs: Signals, signals: int, memory: int) -> int:
         """How many signals of so many had better be contracted at a time, by :meth:`of_several`; 1: each alone.
 
-        As many as take ``memory`` bytes; for fewer than four it is not worth holding them back.
+        Shared out evenly, of what ``memory`` bytes hold: room for four at least, fewer are not worth the copy.
         """
         if len(inputs) > 1 or not set(self._quantities) <= {"squares", "rooted"}:
             return 1
-        (phi,), (groups, d, _) = inputs, self._shape
+        phi, d = inputs[0], self._shape[1]
         if self._route_of(phi, signals) == "gram":
-            suits = groups == math.prod(self._geometry.places(phi.shape[2:])) == 1
+            suits = math.prod(self._geometry.places(phi.shape[2:])) == 1
         else:
-            suits = self._backend is compiled and compiled.listed_pays(promoted(phi), self._geometry, d)
-        most = memory // max(1, self.signal_bytes(phi))
+            suits = self._backend is compiled and compiled.listed_pays(phi, self._geometry, d)
+        most = min(memory, self._memory) // max(1, self.signal_bytes(phi))
         return -(-signals // -(-signals // most)) if suits and min(most, signals) >= _FEWEST else 1
 
     def signal_bytes(self, inputs: Tensor) -> int:
@@ -122,19 +124,28 @@ class WeightGradients:
         places = math.prod(self._geometry.places(inputs.shape[2:]))
         return len(inputs) * groups * d * places * promoted_dtype(inputs.dtype).itemsize
 
-    def of_several(self, inputs: Signals, signals: int) -> Callable[[Sequence[Tensor], Tensor | None], Share]:
-        """As :meth:`of`, for several signals at a time: all samples of one behind those of another, signs too."""
+    def of_several(self, inputs: Signals, signals: int) -> Callable[[Tensor, Tensor | None], Share]:
+        """As :meth:`of`, for (several, n, …) signals: all samples of one behind those of another, signs too.
+
+        Where :meth:`together` says more than one.
+        """
         if self._route_of(inputs[0], signals) == "gram":
             contract = self.of(inputs, signals)
-            return lambda several, sign: contract([torch.cat(list(several))], sign)
+            return lambda several, sign: contract([several.flatten(0, 1)], sign)
         phi = self._taken(inputs[0])
 
-        def share(several: Sequence[Tensor], sign: Tensor | None) -> Share:
-            taken = [self._taken(signal) for signal in several]
-            found: reference.Products = self._backend.direct_listed(phi, taken, self._geometry, self._root)
+        def share(several: Tensor, sign: Tensor | None) -> Share:
+            found: reference.Products = self._backend.direct_listed(phi, several.unbind(), self._geometry, self._root)
             return share_of(found, self._quantities, sign)
 
         return share
+
+    def buffer(self, count: int, signal: Tensor) -> Tensor:
+        """Memory for so many such signals, (count, n, …): the same at every call, so that its pages stay."""
+        needed = count * signal.numel()
+        if self._buffer is None or len(self._buffer) < needed:
+            self._buffer = signal.new_empty(needed, dtype=promoted_dtype(signal.dtype))
+        return self._buffer[:needed].view(count, *signal.shape)
 
     def nothing(self, samples: int) -> Share:
         """Of no signal at all, such as a loss over a single class has."""
@@ -241,7 +252,7 @@ class WeightGradients:
             return cast(Tensor, self._backend.patch_gram(phi, self._geometry))
         rows = self._geometry.patches(promoted(phi)).flatten(0, 2)
         norms = cast(Tensor, self._backend.row_dots(rows, rows))
-        return norms.view(len(phi), -1, 1, 1)
+        return norms.view(len(phi), self._shape[0], 1, 1)
 
     def _gram(self, gram: Tensor, signal: Tensor) -> reference.Products:
         rows = self._geometry.rows(self._taken(signal))
@@ -286,11 +297,12 @@ class WeightGradients:
         return by_gradients._replace(rooted=self._rooted_gram(self._root, rows, gram))
 
     def _gram_of(self, rows: Tensor, gram: Tensor) -> Tensor:
-        if rows.shape[1:3] != (1, 1):
+        if rows.shape[2] > 1:
             return cast(Tensor, self._backend.gram(rows, gram))
-        flat = rows.flatten(1)
+        flat = rows.flatten(0, 2)
         squares = cast(Tensor, self._backend.row_dots(flat, flat))
-        return (squares.view(-1, len(gram)) * gram.flatten()).flatten()  # of signals that share the inputs
+        terms = squares.view(-1, *gram.shape[:2]) * gram[:, :, 0, 0]  # of signals that share the inputs
+        return terms.sum(dim=2).flatten()
 
     def _summed(self, inputs: Signals, signal: Signals) -> reference.Products:
         gradients = self._gradients(inputs, signal)
