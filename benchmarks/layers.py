@@ -15,7 +15,15 @@ Notes, experiments that lost:
   kernel, and 0.57 s to copy them. Their places are listed instead, in the signals as they lie.
 - Every signal's own nonzero places, kernel rows in registers: 4.7 to 3.9 ms for conv1 of LeNet5 (256 samples, one
   thread), 2.0 to 2.3 ms for conv2; half of either is the scan for the zeros and what is done with M. Nine signals
-  together, which share the scan and the patches, take 0.8 and 0.6 ms each.
+  together, which share the scan and the patches, take about 1.0 and 0.7 ms each.
+- Patches written out whole for that: 15.5 ms for nine signals of conv1; as pieces of lines, which patches below one
+  another share, 11.2 ms.
+- Signals held back as the tensors that backward passes give: 250,000 page faults a call (LeNet5, n = 5,000) and a fifth
+  of its time, for the C library gives their pages back to the system whenever all of them are free. One block of 32 MiB
+  allocated and freed raises its limits and ends that, for the whole process and for good; buffers that the signals are
+  copied to end it too, and take as long as the tensors with that block.
+- Twice as much held back: the same time, 20 MiB more.
+- The triangle of R in two or four blocks: 0.86 to 1.0 of the time of R δ and what follows at n = 32, 1.06 to 1.7 at 8.
 - R as the factor of a thin QR of wᵀ: 0.19 s for ResNet-18's layers against 0.09 s by Cholesky of w wᵀ in float64, and
   up to 15 s where another process holds a core.
 - R δ as one product over all samples' rows: the copy costs more than it saves (ResNet-18, P = 256: 3.0 ms, by batched

@@ -216,9 +216,7 @@ def test_how_many_signals_at_a_time():
     assert together([plane], three, compiled) == 1  # which has Winograd's transforms
     assert together([plane], five, compiled, rows=40, route="direct") == 9
     assert together([plane], five, compiled, rows=41, route="direct") == 1  # whose matrices would leave the cache
-    assert (
-        together([torch.zeros(2, 16, 1, 16, 9000)], five, compiled, at_most=2**40, memory=2**40) == 1
-    )  # or image
+    assert together([torch.zeros(2, 16, 1, 16, 9000)], five, compiled, at_most=2**40, memory=2**40) == 1  # or image
     assert together([plane], five, cuda) == 1
     assert together([plane], five, reference) == 1
     assert together([plane, plane], five, compiled) == 1
