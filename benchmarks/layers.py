@@ -12,7 +12,7 @@ alone, by the cheapest route for each layer. ``as a head`` is ``pf.relative_flat
 
 Notes, experiments that lost:
 - Signals of layers with few rows copied into one matrix (LeNet5: 9 × 6 rows, n = 5,000): 0.60 s to 0.39 s in the
-  kernel, and 0.57 s to copy them. Their places are listed instead, in the signals as they lie.
+  kernel, and 0.57 s to copy them row by row. Their places are listed instead.
 - Every signal's own nonzero places, kernel rows in registers: 4.7 to 3.9 ms for conv1 of LeNet5 (256 samples, one
   thread), 2.0 to 2.3 ms for conv2; half of either is the scan for the zeros and what is done with M. Nine signals
   together, which share the scan and the patches, take about 1.0 and 0.7 ms each.

@@ -51,8 +51,8 @@ T* pointer(const char* name, Array array, int64_t needed) {
 using Triple = std::array<int64_t, 3>;
 using LayerSizes = std::tuple<std::array<int64_t, 4>, Triple, Triple, Triple, Triple, Triple>;
 
-constexpr int64_t kMostWork =
-    int64_t{1} << 48;  // multiply-adds of one call: buffers for thousands of threads are no overflow yet
+// Multiply-adds of one call: within it buffers, padded and for thousands of threads, are far from an overflow.
+constexpr int64_t kMostWork = int64_t{1} << 48;
 
 inline Layer checked(const LayerSizes& sizes) {
   const auto& [counts, size, places, kernel, stride, dilation] = sizes;

@@ -1,5 +1,7 @@
 """The kernels of layers and their torch twins against the reference in float64: any shape, strides and engine."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -64,6 +66,16 @@ def layer(case, dtype, kind="contiguous", roots=9, seed=0):
     signal = layout(normal(n, groups * rows, *geometry.places(size)), kind)
     root = normal(groups, roots, rows) if roots else None
     return inputs, signal, geometry, root, normal(groups, rows, channels * geometry.taps)
+
+
+@contextlib.contextmanager
+def on_threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def double(*arguments):
@@ -238,9 +250,7 @@ def test_linear_layers_as_they_come(engine, dtype):
 def test_threads_and_few_samples(engine, threads, samples):
     if samples == 0 and engine.backend == "reference":
         pytest.skip("unfold cannot make the patches of no samples")
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         for name in ("residual block", "depthwise", "one of everything"):
             case = (samples, *CASES[name][1:])
             inputs, signal, geometry, root, weight = layer(case, torch.float32)
@@ -255,8 +265,6 @@ def test_threads_and_few_samples(engine, threads, samples):
             assert engine.module.gram(geometry.rows(signal), engine.module.patch_gram(inputs, geometry)).shape == (
                 samples,
             )
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -264,15 +272,11 @@ def test_threads_and_few_samples(engine, threads, samples):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_samples_that_look_at_the_weight_together(engine, dtype, samples, threads):
     """Where nothing but weighted sums is made of M; in several tiles, the last of which is not full."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         for groups, channels, rows in ((1, 61, 70), (2, 30, 33), (2, 3, 16)):
             case = (samples, groups, channels, rows, (1, 6, 6), (1, 3, 3), (1, 1, 1), (1, 1, 1))
             inputs, signal, geometry, _, weight = layer(case, dtype)
             check_direct(engine.module, inputs, signal, geometry, None, weight)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_layer_kernels import CASES, DTYPES, LAYOUTS, ONE, double, layer, layout, limit
+from test_layer_kernels import CASES, DTYPES, LAYOUTS, ONE, double, layer, layout, limit, on_threads
 
 import pyflatness as pf
 from pyflatness import BackendError, contracted
@@ -118,9 +118,7 @@ def test_pixels_that_no_place_sees(engine):
 def test_threads_and_few_samples(engine, threads, samples):
     if samples == 0 and engine.backend == "reference":
         pytest.skip("unfold cannot make the patches of no samples")
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         for name in ("second convolution", "depthwise", "one of everything"):
             arguments = several((samples, *CASES[name][1:]), torch.float32, 3)
             if samples:
@@ -129,8 +127,6 @@ def test_threads_and_few_samples(engine, threads, samples):
             assert first.squares.shape == first.rooted.shape == (3 * samples,)
             assert torch.equal(first.squares, second.squares)
             assert torch.equal(first.rooted, second.rooted)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_arguments_that_do_not_fit():

@@ -127,6 +127,31 @@ void copy_places(const Layer& layer, const ListedPlan<T>& plan, const Strided<T>
   }
 }
 
+// Some signals of sample i: as they lie where places are neighbours, else copied.
+template <typename T>
+ListedSample<T> listed_sample(const Layer& layer, const ListedPlan<T>& plan, const Strided<T>& inputs,
+                              const Strided<T>* signals, int64_t count, int64_t i, int64_t group, T* copies) {
+  ListedSample<T> sample = {inputs.data + i * inputs.stride[0] + group * layer.channels * inputs.stride[1],
+                            inputs.data + inputs.count,
+                            inputs.stride,
+                            {},
+                            signals[0].stride[1]};
+  bool neighbours = true;
+  for (int64_t k = 0; k < count; ++k) {
+    const Grid grid(layer.places, signals[k].stride + 2, nullptr);
+    neighbours &= grid.size[2] == plan.positions && (grid.step[2] == 1 || plan.positions == 1) &&
+                  signals[k].stride[1] == sample.row_stride;
+    sample.signals[k] = signals[k].data + i * signals[k].stride[0] + group * plan.d * signals[k].stride[1];
+  }
+  if (neighbours) return sample;
+  for (int64_t k = 0; k < count; ++k) {
+    copy_places(layer, plan, signals[k], sample.signals[k], copies + k * plan.signal);
+    sample.signals[k] = copies + k * plan.signal;
+  }
+  sample.row_stride = plan.positions;
+  return sample;
+}
+
 // any[r * positions + p] = 1 where a signal is not zero, or not a number.
 template <typename T>
 void mark(const ListedPlan<T>& plan, const ListedSample<T>& sample, int64_t count, T* any) {
@@ -293,24 +318,7 @@ void direct_listed(const Layer& layer, const Strided<T>& inputs, const Strided<T
     T* tiles = copies + minimum(count, kSignals) * plan.signal;
     for (int64_t first = 0; first < count; first += kSignals) {
       const int64_t some = minimum(kSignals, count - first);
-      ListedSample<T> sample = {inputs.data + i * inputs.stride[0] + group * layer.channels * inputs.stride[1],
-                                inputs.data + inputs.count,
-                                inputs.stride,
-                                {},
-                                signals[first].stride[1]};
-      bool neighbours = true;
-      for (int64_t k = 0; k < some; ++k) {
-        const Strided<T>& signal = signals[first + k];
-        const Grid grid(layer.places, signal.stride + 2, nullptr);
-        neighbours &= grid.size[2] == plan.positions && (grid.step[2] == 1 || plan.positions == 1) &&
-                      signal.stride[1] == sample.row_stride;
-        sample.signals[k] = signal.data + i * signal.stride[0] + group * plan.d * signal.stride[1];
-      }
-      for (int64_t k = 0; !neighbours && k < some; ++k) {
-        copy_places(layer, plan, signals[first + k], sample.signals[k], copies + k * plan.signal);
-        sample.signals[k] = copies + k * plan.signal;
-      }
-      if (!neighbours) sample.row_stride = plan.positions;
+      const ListedSample<T> sample = listed_sample(layer, plan, inputs, signals + first, some, i, group, copies);
       mark(plan, sample, some, any);
       for (int64_t k = 0; k < some; ++k)
         totals[((first + k) * items + item) * 2] = totals[((first + k) * items + item) * 2 + 1] = 0;
