@@ -1,5 +1,6 @@
 """Losses with their options, and small models with heads of every kind."""
 
+import contextlib
 import functools
 import itertools
 
@@ -109,3 +110,14 @@ def classifier(*widths, bias=True):
 
 TOKENS = torch.randint(7, (3, 4), generator=torch.Generator().manual_seed(2))
 TOKEN_TARGETS = torch.tensor([[0, 1, 2, 3], [3, -100, -100, 1], [2, 2, 0, -100]])
+
+
+@contextlib.contextmanager
+def on_threads(count):
+    """Inside, torch and the kernels have so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

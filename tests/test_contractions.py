@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import truth
+from cases import on_threads
 from hypothesis import given
 from hypothesis import strategies as st
 from truth import exact_formula_error, tolerance
@@ -168,12 +169,8 @@ def test_chunks_do_not_change_values(engine, route):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_bitwise_equal_for_equal_threads(engine, dtype, route, threads):
     features, weight = torch.randn(3000, 40).to(dtype), torch.randn(30, 40).to(dtype)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         first, second = (softmax_variance(engine, features, weight, None, route) for _ in range(2))
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(first, second)
 
 

@@ -1,9 +1,8 @@
 """The kernels of layers and their torch twins against the reference in float64: any shape, strides and engine."""
 
-import contextlib
-
 import pytest
 import torch
+from cases import on_threads
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -66,16 +65,6 @@ def layer(case, dtype, kind="contiguous", roots=9, seed=0):
     signal = layout(normal(n, groups * rows, *geometry.places(size)), kind)
     root = normal(groups, roots, rows) if roots else None
     return inputs, signal, geometry, root, normal(groups, rows, channels * geometry.taps)
-
-
-@contextlib.contextmanager
-def on_threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def double(*arguments):

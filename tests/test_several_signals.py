@@ -5,9 +5,10 @@ import weakref
 
 import pytest
 import torch
+from cases import on_threads
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_layer_kernels import CASES, DTYPES, LAYOUTS, ONE, double, layer, layout, limit, on_threads
+from test_layer_kernels import CASES, DTYPES, LAYOUTS, ONE, double, layer, layout, limit
 
 import pyflatness as pf
 from pyflatness import BackendError, contracted

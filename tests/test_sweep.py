@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from cases import classifier
+from cases import classifier, on_threads
 from grid import Net
 from residual import LOSS, X, Y, assert_same, residual
 from test_user_state import assert_unchanged, snapshot
@@ -133,12 +133,8 @@ def test_order_threads_and_cuts_do_not_matter():
     order = torch.randperm(20)
     assert_same(expected, pf.measure(residual(), LOSS, (X[order], Y[order])))
     assert_same(expected, pf.measure(residual(), LOSS, list(zip(X.split(7), Y.split(7), strict=True))))
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with on_threads(1):
         assert_same(expected, pf.measure(residual(), LOSS, (X, Y)))
-    finally:
-        torch.set_num_threads(threads)
 
 
 # --- the user's state -------------------------------------------------------------------------------------------------
