@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-gpu lint kernels-check bench bench-gpu clean
+.PHONY: setup demo test soak test-gpu lint kernels-check bench bench-gpu clean
 
 setup: $(READY)
 
@@ -21,6 +21,10 @@ demo: setup
 # Many small parallel regions: threads that spin while they wait would fight over shared cores.
 test: setup
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --dist worksteal
+
+# Long checks, for before a release: thousands of random networks and interrupts, coverage of the intervals.
+soak: setup
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m soak -n auto --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ from .reparameterize import reparameterize
 from .report import Estimate, Report
 from .verification import Verification, verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "BackendError",
