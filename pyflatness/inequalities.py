@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from . import capture, jacobians, losses, selectors
-from .data import Batches
+from . import capture, jacobians, selectors
 from .errors import InputError
 from .layer_values import LayerValues
 from .measures.bounds import NEEDS, NO_GUARANTEE, LayerTerms, NetworkTerms, mean, product
 from .measures.interpolation_sharpness import INTERPOLATION_SHARPNESS, HalfSquaredError
 from .measures.normalized_sharpness import NORMALIZED_SHARPNESS, Minimum, minimised
+from .opening import opened
 from .options import Options
 from .selectors import Selector
 from .task import Task
@@ -224,13 +224,11 @@ def bounds(
         (True, True)
     """
     options = Options(backend=backend, nan_policy=nan_policy, memory=memory)
-    resolved = losses.resolve(loss, None)
     if isinstance(sharpness, str) and sharpness != _ALL:
         raise InputError(f"sharpness={sharpness!r}: a number or {_ALL!r} is wanted")
-    with capture.observing(model) as module:
-        passes = 1 + normalized + (sharpness == _ALL)
-        batches = Batches(data, capture.device(module), passes=passes, shown=progress)
-        task = Task(module, selectors.select(module, layers), resolved, batches, forward, options)
+    passes = 1 + normalized + (sharpness == _ALL)
+    with opened(model, loss, data, forward=forward, passes=passes, progress=progress) as call:
+        task = call.task(options, selectors.select(call.model, layers))
         least = _least(task) if normalized else {}
         scales = {name: minimum.columns for name, minimum in least.items()}
         samples = jacobians.measured(task, NEEDS, scales=scales)
