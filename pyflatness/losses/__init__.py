@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..errors import InputError
-from .base import Factors, Loss, Reduction, Terms
+from .base import Factors, Loss, Reduction, Terms, marked
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
 from .elementwise import BinaryCrossEntropy, SquaredError
@@ -32,6 +32,7 @@ __all__ = [
     "Rows",
     "SquaredError",
     "Terms",
+    "marked",
     "of_batch",
     "resolve",
     "rows",
