@@ -21,7 +21,7 @@ from .layer_values import LayerValues
 from .measures.bounds import NEEDS, NO_GUARANTEE, LayerTerms, NetworkTerms, mean, product
 from .measures.interpolation_sharpness import INTERPOLATION_SHARPNESS, HalfSquaredError
 from .measures.normalized_sharpness import NORMALIZED_SHARPNESS, Minimum, minimised
-from .options import Options
+from .options import Options, check_flag, check_number
 from .selectors import Selector
 from .task import Task
 
@@ -216,8 +216,9 @@ def bounds(
     """
     options = Options(backend=backend, nan_policy=nan_policy, memory=memory)
     resolved = losses.resolve(loss, None)
-    if isinstance(sharpness, str) and sharpness != _ALL:
-        raise InputError(f"sharpness={sharpness!r}: a number or {_ALL!r} is wanted")
+    normalized = check_flag("normalized", normalized)
+    if sharpness is not None and not (isinstance(sharpness, str) and sharpness == _ALL):
+        sharpness = check_number("sharpness", sharpness, f"a number or {_ALL!r}", lambda given: not math.isnan(given))
     with capture.observing(model) as module:
         passes = 1 + normalized + (sharpness == _ALL)
         batches = Batches(data, capture.device(module), passes=passes, shown=progress)

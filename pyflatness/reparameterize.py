@@ -21,6 +21,7 @@ from . import capture, flow, layers, selectors
 from .data import Batches, first
 from .errors import FlatnessError, InputError
 from .flow import Flow, Label
+from .options import check_flag
 from .selectors import Selector
 
 _SAMPLES = 2  # that are followed through the model
@@ -69,6 +70,7 @@ def reparameterize(
         >>> torch.allclose(other[0].weight, 10 * model[0].weight), torch.allclose(other(x), model(x), atol=1e-6)
         (True, True)
     """
+    inplace = check_flag("inplace", inplace)
     with capture.observing(model) as module:
         batches = Batches([(data, None)] if isinstance(data, Tensor) else data, capture.device(module), passes=2)
         wanted = _factors(module, factors)

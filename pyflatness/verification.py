@@ -14,6 +14,7 @@ from . import capture, layers
 from .contractions import compiled, promoted_dtype
 from .data import Batches, first, map_tensors
 from .errors import InputError
+from .options import check_count
 from .pipeline import relative_flatness
 from .report import Estimate
 
@@ -111,8 +112,7 @@ def verify(
         >>> bool(pf.verify(model, torch.nn.CrossEntropyLoss(), (torch.eye(3).double(), torch.tensor([0, 1, 1]))))
         True
     """
-    if samples < 1:
-        raise InputError(f"samples={samples}: at least one is wanted")
+    samples = check_count("samples", samples, 1, "a number of samples")
     with capture.observing(model) as module:
         batch = first(Batches(data, capture.device(module)).peek(), samples)
         double = copy.deepcopy(module).double()

@@ -11,6 +11,7 @@ Theorem 5 is about twice differentiable models. Behind a ReLU the parabola holds
 which for many samples is not far: kinks that are crossed add a rise of order α² of their own, which no Hessian sees.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,10 @@ from ..data import Batches, size
 from ..errors import InputError, NonFiniteError
 from ..losses import Loss
 from ..measures import RELATIVE_FLATNESS
-from ..options import Options
+from ..options import Options, check_draws, check_number
 from ..pipeline import layer_measure
 from ..report import Estimate
 from ..selectors import Selector
-from . import noise
 from .perturbed import Perturbed, Turns, by_weight
 
 if TYPE_CHECKING:
@@ -152,7 +152,8 @@ def feature_robustness(
         True
     """
     steps = _checked(alphas)
-    noise.check_count("draws", draws, 2)
+    draws = check_draws("draws", draws, 2)
+    kappa = None if kappa is None else check_number("kappa", kappa, "a number", math.isfinite)
     if nan_policy == "omit":
         raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
     options, resolved = Options(nan_policy=nan_policy, seed=seed), losses.resolve(loss, reduction)
@@ -160,7 +161,7 @@ def feature_robustness(
         batches = Batches(data, capture.device(module), passes=2, shown=progress)
         name, source = head.find(module, layer, resolved, batches, forward)
         perturbed = Perturbed(module, name, forward, head=source is not None)
-        turns = Turns(perturbed.layer, torch.Generator(capture.device(module)).manual_seed(seed))
+        turns = Turns(perturbed.layer, torch.Generator(capture.device(module)).manual_seed(options.seed))
         curve = _Curve(perturbed, resolved, batches, steps, policy=nan_policy)
         for start in range(0, draws, curve.kept):
             curve.add([turns.draw() for _ in range(min(curve.kept, draws - start))])

@@ -24,6 +24,7 @@ from .. import capture, head, losses, risk
 from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss
+from ..options import check_count, check_draws, check_number, check_seed
 from . import noise
 
 FOLDS, DRAWS = 3, 32
@@ -147,13 +148,13 @@ def representativeness(
         True
     """
     resolved = losses.resolve(loss, reduction)
-    noise.check_count("folds", folds, 2)
-    noise.check_count("draws", draws, 2)
+    folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
+    seed = check_seed("seed", seed)
+    delta = None if delta is None else check_number("delta", delta)
     with torch.inference_mode(False), torch.no_grad():
         psi = _Head(features, weight, bias, targets, resolved)
         n, m = psi.features.shape
         delta = default_delta(n, m) if delta is None else delta
-        noise.check_delta(delta)
         places = assigned(n, folds, seed)
         whole = _sums(psi, places, folds, delta, draws, seed)
         if fit is None:

@@ -17,8 +17,7 @@ from torch import nn
 
 from .. import capture, losses, parameters, risk
 from ..data import Batches
-from ..errors import InputError
-from ..options import Options
+from ..options import Options, check_draws, check_flag, check_number
 from ..report import Estimate
 from ..selectors import Selection
 from .base import Measure, Task
@@ -74,10 +73,7 @@ def adaptive_sharpness_mc(
         >>> value.samples, value.stderr > 0
         (100, True)
     """
-    if not 0 < rho < float("inf"):
-        raise InputError(f"rho={rho}: a positive number is wanted")
-    if draws < 2:
-        raise InputError(f"draws={draws}: at least two are wanted, for a standard error")
+    rho, draws, scaled = check_number("rho", rho), check_draws("draws", draws, 2), check_flag("scaled", scaled)
     resolved, options = losses.resolve(loss, reduction), Options(nan_policy=nan_policy, seed=seed)
     with capture.observing(model) as module:
         batches = Batches(data, capture.device(module), passes=draws + 1, shown=progress)
