@@ -27,8 +27,8 @@ def for_callable(loss: Any) -> str:
     if isinstance(loss, nn.NLLLoss) or loss is F.nll_loss:
         return (
             "class weights and ignored targets make the mean of nn.NLLLoss one over their total weight: leave the "
-            "LogSoftmax out of the model and pass nn.CrossEntropyLoss with the same weight= and ignore_index=, which is "
-            "this loss on logits, or nn.NLLLoss(…, reduction='sum').double()"
+            "LogSoftmax out of the model and pass nn.CrossEntropyLoss with the same weight= and ignore_index=, the "
+            "same loss on logits, or nn.NLLLoss(…, reduction='sum').double()"
         )
     for known in _KNOWN:
         if isinstance(loss, known):

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import capture, losses, parameters, risk
-from ..data import Batches
+from .. import capture, parameters, risk
+from ..opening import opened
 from ..options import Options, check_draws, check_flag, check_number
 from ..report import Estimate
-from ..selectors import Selection
 from .base import Measure, Task
 
 RHO, DRAWS = 0.1, 32
@@ -74,11 +73,9 @@ def adaptive_sharpness_mc(
         (100, True)
     """
     rho, draws, scaled = check_number("rho", rho), check_draws("draws", draws, 2), check_flag("scaled", scaled)
-    resolved, options = losses.resolve(loss, reduction), Options(nan_policy=nan_policy, seed=seed)
-    with capture.observing(model) as module:
-        batches = Batches(data, capture.device(module), passes=draws + 1, shown=progress)
-        task = Task(module, Selection({}, frozenset()), resolved, batches, forward, options)
-        return _estimate(task, rho, draws, scaled=scaled)
+    options, passes = Options(nan_policy=nan_policy, seed=seed), draws + 1
+    with opened(model, loss, data, reduction=reduction, forward=forward, passes=passes, progress=progress) as call:
+        return _estimate(call.task(options), rho, draws, scaled=scaled)
 
 
 def _estimate(task: Task, rho: float = RHO, draws: int = DRAWS, *, scaled: bool = True) -> Estimate:

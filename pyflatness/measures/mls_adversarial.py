@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, inputs, losses, tape
+from .. import capture, inputs, tape
 from .. import data as batching
-from ..data import Batches
 from ..errors import InputError, NonFiniteError
+from ..opening import opened
 from ..options import Options, check_count, check_number
 from ..report import Estimate
-from ..selectors import Selection
 from ..task import Task
 from .base import Measure
 
@@ -77,12 +76,9 @@ def mls_adversarial(
     """
     steps = check_count("steps", steps, 1, "a number of steps")
     radius = None if radius is None else check_number("radius", radius)
-    resolved = losses.resolve(loss, None)
     options = Options(per_sample=per_sample, nan_policy=nan_policy, seed=seed)
-    with capture.observing(model) as module:
-        batches = Batches(data, capture.device(module), shown=progress)
-        task = Task(module, Selection({}, frozenset()), resolved, batches, forward, options)
-        return _estimate(task, steps, radius)
+    with opened(model, loss, data, forward=forward, progress=progress) as call:
+        return _estimate(call.task(options), steps, radius)
 
 
 def _estimate(task: Task, steps: int = STEPS, radius: float | None = None) -> Estimate:
