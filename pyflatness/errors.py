@@ -1,10 +1,4 @@
-"""The exceptions of pyflatness: one family, messages that carry what was received and what to do.
-
-And what torch says in its own, which have one class for nearly everything.
-"""
-
-_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
-_NOT_TWICE = ("is not implemented", "once_differentiable", "differentiate twice")
+"""The exceptions of pyflatness: one family, messages that carry what was received and what to do."""
 
 
 class FlatnessError(Exception):
@@ -29,19 +23,3 @@ class BackendError(FlatnessError, RuntimeError):
 
 class MissingExtraError(FlatnessError, ImportError):
     """An optional dependency is not installed."""
-
-
-def shown(value: object) -> str:
-    """Return what was received as one short line, for a message."""
-    line = " ".join(repr(value).split())
-    return line if len(line) <= 80 else line[:79] + "…"
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Return whether torch says that memory did not suffice."""
-    return any(text in str(error) for text in _OUT_OF_MEMORY)
-
-
-def lacks_a_second_derivative(error: Exception) -> bool:
-    """Return whether torch says that an operation can be differentiated once only."""
-    return any(text in str(error) for text in _NOT_TWICE)

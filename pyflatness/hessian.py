@@ -32,9 +32,10 @@ from .contractions import promoted
 from .contractions.layer import Share
 from .contractions.root import root
 from .entries import Entries, tells_all
-from .errors import InputError, is_out_of_memory, lacks_a_second_derivative
+from .errors import InputError
 from .layer_form import LayerForm
 from .losses import Loss
+from .received import is_out_of_memory, lacks_a_second_derivative
 from .runner import Run
 from .signs import Signs
 

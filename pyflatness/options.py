@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from . import contractions
-from .errors import InputError, shown
+from .errors import InputError
+from .received import shown
 
 _MOST_DRAWS = 2**20  # random draws: their standard error is a thousandth of one's, and each has numbers to keep
 _CHOICES = {

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import capture, data, parameters, preflight
-from .errors import is_out_of_memory
 from .parameters import Result
+from .received import is_out_of_memory
 from .runner import Run, check_unchanged
 
 Leaves = dict[str, Tensor]

@@ -11,8 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import capture, curvature, data, layers, ownership, preflight
 from .data import Batches
-from .errors import InputError, is_out_of_memory
+from .errors import InputError
 from .ownership import Layout
+from .received import is_out_of_memory
 from .selectors import Selection
 from .tape import Call, Tape, frozen
 

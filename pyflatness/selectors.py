@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .errors import InputError, shown
+from .errors import InputError
 from .layers import SUPPORTED, is_supported
+from .received import shown
 
 Selector = str | nn.Module
 

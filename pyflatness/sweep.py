@@ -250,6 +250,8 @@ class Sweep:
         total, traces = torch.zeros_like(sent.mass.sum()), torch.zeros_like(sent.mass)
         if linear or bent:
             total, traces = traced(run, sent, name, kept)
+        if total.ndim == 0:  # no output factor was sent: the loss has no curvature, as with one class
+            total = total.new_zeros(1, rows, rows)
         values = Values(traces[None, None, None], sent.mass, run.number)
         left = self._kept(values.values)
         if not bool(left.all()):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import capture, layers
+from . import capture, layers, losses
 from .contractions import compiled, promoted_dtype
 from .data import first, map_tensors
 from .errors import InputError
@@ -176,8 +176,8 @@ def _double_loss(loss: Any, reduction: str | None) -> Any:
         loss = functools.partial(loss.func, *loss.args, **keywords)
     if isinstance(loss, nn.Module):
         loss = copy.deepcopy(loss).double()
-        if reduction and hasattr(loss, "reduction"):
-            loss.reduction = reduction
+        if reduction and not isinstance(losses.resolve(loss, reduction), losses.CustomLoss):
+            loss.reduction = reduction  # of another it says what the loss is, and changes nothing
     return loss
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from .. import capture, head, losses
 from ..contractions import promoted
-from ..errors import InputError
 from ..losses import Loss
 from ..options import check_count, check_seed
+from ..received import check_tensor
 from .representativeness import FOLDS, Fit, assigned, refit
 
 _PAIRS = 2**18  # at once
@@ -69,8 +69,7 @@ def authors_representativeness(
     """
     folds, seed = check_count("folds", folds, 2), check_seed("seed", seed)
     resolved = losses.resolve(loss, reduction)
-    if not isinstance(targets, Tensor):
-        raise InputError(f"targets: a tensor is wanted, got {'none' if targets is None else type(targets).__name__}")
+    features, targets = check_tensor("features", features), check_tensor("targets", targets)
     with torch.inference_mode(False), torch.no_grad():
         places = assigned(len(features), folds, seed).to(features.device)
         values = []

@@ -155,9 +155,9 @@ def feature_robustness(
     steps = _checked(alphas)
     draws = check_draws("draws", draws, 2)
     kappa = None if kappa is None else check_number("kappa", kappa, "a number", math.isfinite)
-    if nan_policy == "omit":
-        raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
     options = Options(nan_policy=nan_policy, seed=seed)
+    if options.nan_policy == "omit":
+        raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
     with opened(model, loss, data, reduction=reduction, forward=forward, passes=2, progress=progress) as call:
         name, source = head.find(call.model, layer, call.loss, call.batches, call.forward)
         perturbed = Perturbed(call.model, name, call.forward, head=source is not None)

@@ -14,6 +14,7 @@ from .. import layers
 from ..contractions import promoted_dtype
 from ..errors import InputError
 from ..options import check_draws, check_number, check_seed
+from ..received import check_tensor
 
 _TOGETHER = 2**18  # numbers
 
@@ -42,9 +43,9 @@ def truncated_normal_noise(features: Tensor, delta: float, *, draws: int = 1, se
         >>> noise.shape, bool((noise.norm(dim=-1) <= 0.1 * phi.norm(dim=-1)).all())
         (torch.Size([1000, 2, 2]), True)
     """
-    if not isinstance(features, Tensor) or features.ndim == 0 or features.shape[-1] == 0:
-        got = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
-        raise InputError(f"features: a tensor of shape (…, m) is wanted, got {got}")
+    check_tensor("features", features)
+    if features.ndim == 0 or features.shape[-1] == 0:
+        raise InputError(f"features: a tensor of shape (…, m) is wanted, got {tuple(features.shape)}")
     layers.check_dtype("features", features.dtype)
     delta, draws = check_number("delta", delta), check_draws("draws", draws, 1)
     generator = torch.Generator(features.device).manual_seed(check_seed("seed", seed))

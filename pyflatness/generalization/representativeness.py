@@ -25,6 +25,7 @@ from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss
 from ..options import check_count, check_draws, check_number, check_seed
+from ..received import check_tensor
 from . import noise
 
 FOLDS, DRAWS = 3, 32
@@ -308,10 +309,7 @@ class _Head:
     """ψ, and the data it is looked at on."""
 
     def __init__(self, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Any, loss: Loss) -> None:
-        if not isinstance(targets, Tensor):
-            raise InputError(
-                f"targets: a tensor is wanted, got {'none' if targets is None else type(targets).__name__}"
-            )
+        targets = check_tensor("targets", targets)
         head.from_tensors(features, weight, bias, targets, loss)  # checks
         if features.ndim != 2:
             raise InputError(f"features: one vector a sample, (n, m), is wanted, got shape {tuple(features.shape)}")

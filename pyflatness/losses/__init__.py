@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import InputError, shown
+from ..errors import InputError
+from ..received import shown
 from .base import Factors, Loss, Reduction, Terms
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss

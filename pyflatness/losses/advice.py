@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import FlatnessError, InputError, is_out_of_memory, lacks_a_second_derivative, shown
+from ..errors import FlatnessError, InputError
+from ..received import is_out_of_memory, lacks_a_second_derivative, shown
 
 _KNOWN = (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss)
 # Of a call that does not fit; an exception of another kind is the loss's own affair.

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..contractions import Bounded, promoted, squared_norms
-from ..errors import InputError, shown
+from ..errors import InputError
+from ..received import shown
 from . import advice
 from .base import Curvature, Factors, Reduction, Terms, uniform
 
