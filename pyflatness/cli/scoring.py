@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import capture, head, layers, losses, pipeline, selectors
-from ..data import Batches
+from .. import capture, head, layers, pipeline, selectors
 from ..measures import RELATIVE_FLATNESS, Measure, with_bases
 from ..measures.base import Values
+from ..opening import opened
 from ..options import Options
 from ..pipeline import layer_measure
 from ..report import Estimate
@@ -41,6 +41,8 @@ class Row:
     accuracy: float | None = None
     seconds: float | None = None
     error: str = ""
+    low: float | None = None  # of the 95 % interval
+    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,12 @@ class Scoring:
             if layer == "" and estimate is None:
                 yield Row(str(path), "", measure.name, error=held.missing or "the network has no value of it")
             if estimate is not None:  # None: a layer of a pattern that did not run
+                low, high = estimate.interval() or (None, None)
                 yield Row(
                     *(str(path), estimate.layer, measure.name, estimate.value, estimate.stderr, estimate.method),
                     *(estimate.exact, estimate.samples, fit.loss, fit.accuracy, held.seconds),
+                    low=low,
+                    high=high,
                 )
 
     def _runs(self) -> list[tuple[Measure, ...]]:
@@ -184,9 +189,8 @@ class Scoring:
 
     def _last(self) -> str:
         """The last Linear that ran."""
-        with capture.observing(self.model) as module:
-            batches = Batches(self.data, capture.device(module))
-            return head.find(module, None, losses.resolve(self.loss), batches, None)[0]
+        with opened(self.model, self.loss, self.data) as call:
+            return head.find(call.model, None, call.loss, call.batches, call.forward)[0]
 
 
 @dataclass(frozen=True)

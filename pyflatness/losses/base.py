@@ -70,11 +70,13 @@ class Loss(Protocol):
     """What the measures ask of a loss.
 
     ``positions`` says whether each position of a sample is a loss term of its own; else a sample is one;
+    ``elementwise`` that it is a sum over all outputs, none of which belong together more than others do;
     ``convex`` that it is known to be, in the outputs, so that all signs are +1.
     """
 
     reduction: Reduction
     positions: ClassVar[bool]
+    elementwise: ClassVar[bool]
     convex: ClassVar[bool]
 
     def class_dim(self, outputs: Tensor) -> int:
@@ -88,6 +90,9 @@ class Loss(Protocol):
 
         E is that of all batches over Σ mass for the reduction ``"mean"``, and that itself for ``"sum"``.
         """
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss terms that :meth:`value` sums, (rows,), in the order of :meth:`terms`."""
 
     def columns(self, outputs: int) -> int:
         """How many output factors a term of so many outputs has."""

@@ -24,6 +24,7 @@ class CustomLoss:
     loss: Callable[[Tensor, Tensor], Tensor]
     reduction: Reduction
     positions: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = False
     convex: ClassVar[bool] = False
     _first: list[tuple[Tensor, Tensor]] | None = field(default_factory=list)  # until there are two samples; then None
     _shape: tuple[int, ...] = ()  # of one sample's outputs, as the loss takes them
@@ -100,6 +101,10 @@ class CustomLoss:
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""
         return self._sum(outputs.double(), targets)
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :class:`.base.Loss`; a call of the loss for every sample."""
+        return torch.stack([self.value(outputs[i : i + 1], targets[i : i + 1]) for i in range(len(outputs))])
 
     def columns(self, outputs: int) -> int:
         """See :class:`.base.Loss`."""
