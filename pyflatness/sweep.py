@@ -39,10 +39,11 @@ class Values:
             by the loss's divisor. One draw if they are exact. Of all selected layers; 0 for one that did not run.
         mass: (n,) float64, the samples' part of the divisor of a mean.
         number: of the user's batch.
-        variances: (layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these are
-            sampled in groups; None: they are exact, or their draws tell.
+        variances: (2, layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these
+            are sampled in groups, and the sums of the groups' squared ones; None: they are exact, or their draws tell.
         parts: by layer and quantity, those of :class:`.contractions.layer.Share` summed over the samples that count.
         lost: (n,), samples without a loss, whose values are NaN.
+        by_hessian: layers whose values are of second derivatives.
     """
 
     values: Tensor
@@ -51,6 +52,7 @@ class Values:
     variances: Tensor | None = None
     parts: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
     lost: Tensor | None = None
+    by_hessian: frozenset[str] = frozenset()
 
 
 class Sweep:
@@ -132,7 +134,7 @@ class Sweep:
         values = self._marked(values, sent, self._left_out(run, sent), run.number)
         kept = self._kept(values)
         summed = {key: part[kept].sum(dim=0) if key[1] in NEURONS else part for key, part in parts.items()}
-        return Values(values, sent.mass, run.number, parts=summed, lost=sent.bad)
+        return Values(values, sent.mass, run.number, parts=summed, lost=sent.bad, by_hessian=frozenset(bent))
 
     def _add_factors(
         self, run: Run, sent: signals.Signals, signs: Signs | None, found: dict[str, Tensor], parts: Parts
@@ -260,7 +262,9 @@ class Sweep:
             total, _ = traced(run, sent, name, left)
         elif bool(sent.bad.any()):
             total = torch.full_like(total, torch.nan)
-        return total, Values(traces, sent.mass, run.number, lost=sent.bad)
+        if (linear or bent) and total.ndim == 0:  # no factor was sent: the loss has no curvature, as with one class
+            total = total.new_zeros(1, rows, rows)
+        return total, Values(traces, sent.mass, run.number, lost=sent.bad, by_hessian=frozenset(bent))
 
     def _traced_by_factors(self, run: Run, sent: signals.Signals, name: str, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Σ_i T_i (G, d, d) of one layer over the samples that are kept, and Tr T_i, (n,)."""
