@@ -28,7 +28,7 @@ class FeatureScale:
 
     def __init__(self) -> None:
         self.rows = 0
-        self._mean = self._squares = self._largest = torch.zeros(())
+        self._mean = self._squares = self._largest = torch.zeros((), dtype=torch.float64, device="cpu")
         self._eps = 0.0
 
     def add(self, features: Tensor) -> None:

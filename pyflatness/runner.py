@@ -164,7 +164,7 @@ class Runner:
         self, batch: Any, number: int, done: int, work: Callable[[Run], Result]
     ) -> Generator[Result, None, None]:
         seen, samples = self._look(batch), data.size(batch)
-        numbers = torch.arange(done, done + samples)
+        numbers = torch.arange(done, done + samples, device="cpu")
         first: Check = _unchecked if seen is None else partial(check_unchanged, seen)
         compare = seen is None and self._is_to_be_compared(number, done)
 
@@ -278,7 +278,9 @@ class Runner:
     def _two_alone(self, part: Any) -> Check:
         """Holds outputs for a part of the data against those for two of its samples without the others."""
         samples = data.size(part)
-        two = torch.tensor([1, samples - 1], device="cpu")  # either has lost what was in front of it or behind
+        two = torch.tensor(
+            [1, samples - 1], dtype=torch.int64, device="cpu"
+        )  # either has lost what was in front of it or behind
         seen = preflight.apart(self.model, data.take(part, two), self._forward) if samples > 2 else None
         if seen is None:
             return _unchecked
