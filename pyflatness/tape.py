@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import layers
-from .capture import version
+from .capture import is_aside, version
 from .errors import InputError
 
 
@@ -105,7 +105,7 @@ class Tape:
 
     def _alias(self, name: str) -> Any:
         def alias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._paused:
+            if self._paused or is_aside():
                 return None
             if self._active and not torch.is_grad_enabled():
                 raise InputError(
@@ -124,7 +124,7 @@ class Tape:
     def _keep(self, name: str) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             inputs = args[0] if args else next(iter(kwargs.values()), None)
-            if not self._active or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
+            if not self._active or is_aside() or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
                 return
             weight = module._parameters.get("weight")
             if inputs.ndim < (weight.ndim if weight is not None and layers.is_convolution(module) else 2):
