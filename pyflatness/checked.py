@@ -18,7 +18,7 @@ from .errors import FlatnessError, InputError
 from .generators import Generators
 from .losses import CustomLoss, Loss
 from .losses.closure import REFUSAL, depends_on
-from .runner import is_out_of_memory
+from .received import is_out_of_memory
 
 _CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called
 _ROUNDING = 8  # units of the outputs' rounding that two passes over the same batch may differ by
