@@ -163,6 +163,7 @@ class Head:
         if name != self.name:
             raise InputError(f"layer: the last Linear that ran is {name!r} in this batch, it was {self.name!r} before")
         call = calls.last[name]
+        check_tensor(f"layer {name!r}: input", call.inputs)
         reason = ""
         if calls.count[name] > 1:
             reason = f"it ran {calls.count[name]} times in one forward pass"

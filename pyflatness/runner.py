@@ -116,7 +116,9 @@ class Runner:
         self._certify, self._reserve = certify, reserve
         self.model, self.batches, self.selected = model, batches, selection.modules
         self._approve, self._second_order, self._order_matters = approve, second_order, order_matters
-        self._named, self._forward, self._memory = selection.named, forward, memory or DEFAULT_MEMORY
+        self._named, self._forward = selection.named, forward
+        self._asked, self._memory = memory, memory or DEFAULT_MEMORY
+        self.notes: tuple[str, ...] = ()  # what a reader of a value should know of how it was come by
         self._tape = Tape(selection.modules)
         self._looked_at = 0  # samples behind what is known
         self._layouts: dict[str, tuple[Layout, ...]] = {}
@@ -371,6 +373,8 @@ class Runner:
         if not again:
             self._cuttable = found.cuttable
             needed = max(1, found.bytes + self._reserve(found))
+            if self._asked and needed > self._asked and found.cuttable:
+                self.notes = (f"one sample takes about {needed:,} bytes at a time, more than memory={self._asked:,}",)
             self._part = max(1, self._memory // needed) if found.cuttable else samples
         return found.outputs
 

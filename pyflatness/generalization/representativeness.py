@@ -25,7 +25,7 @@ from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss
 from ..options import check_count, check_draws, check_number, check_seed
-from ..received import check_tensor
+from ..received import check_tensor, shown
 from . import noise
 
 FOLDS, DRAWS = 3, 32
@@ -165,6 +165,8 @@ def representativeness(
     folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
     seed = check_seed("seed", seed)
     delta = None if delta is None else check_number("delta", delta)
+    if test is not None and (not isinstance(test, (tuple, list)) or len(test) != 2):
+        raise InputError(f"test={shown(test)}: a pair (features, targets) is wanted")
     with torch.inference_mode(False), torch.no_grad():
         psi = _Head(features, weight, bias, targets, resolved)
         n, m = psi.features.shape
