@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from . import progress
+from . import interrupts, progress
 from .errors import InputError
 
 _BATCH_SIZE = 256  # samples of a tuple of tensors that go through the model together
@@ -48,7 +48,7 @@ class Batches:
     def peek(self) -> Any:
         """The first batch, without taking it from the data."""
         taken: list[Any] = []
-        source = iter(self._cut())
+        source = _fetched(self._cut())
         for batch in source:
             taken.append(batch)
             if size(batch) > 0:
@@ -82,7 +82,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         empty = True
-        for batch in progress.track(self._cut(), len(self), "batches", self._shown):
+        for batch in progress.track(_fetched(self._cut()), len(self), "batches", self._shown):
             if size(batch) > 0:
                 empty = False
                 yield to_device(batch, self._device)
@@ -93,6 +93,19 @@ class Batches:
         if not self._tensors:
             return cast(Iterable[Any], self._data)
         return zip(*(held.split(_BATCH_SIZE) for held in self._tensors), strict=True)
+
+
+def _fetched(batches: Iterable[Any]) -> Iterator[Any]:
+    """The same; an interrupt is raised at once while one is waited for."""
+    with interrupts.at_once():
+        source = iter(batches)
+    while True:
+        with interrupts.at_once():
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+        yield batch
 
 
 def size(batch: Any) -> int:

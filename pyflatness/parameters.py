@@ -75,7 +75,10 @@ def inside(model: nn.Module, values: Mapping[str, Tensor], work: Callable[[], Re
 
     Backward passes of a run belong in it too: activation checkpointing calls the model again in them.
     """
-    with _made_anew(), _kept_attributes(model):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(capture.made_anew(model))
+        stack.enter_context(_no_outer_cache())
+        stack.callback(capture.put_back, capture.attributes(model.modules()))
         result: Result = torch.func.functional_call(_Work(model, work), _places(model, values), (), tie_weights=False)
     return result
 
@@ -107,25 +110,14 @@ class _Work(nn.Module):
 
 
 @contextlib.contextmanager
-def _made_anew() -> Iterator[None]:
-    """Inside, parametrised weights are not taken from the cache of :func:`.capture.observing`."""
+def _no_outer_cache() -> Iterator[None]:
+    """Inside, parametrised weights are not taken from torch's cache: the user's call may be in ``cached()``."""
     before = parametrize._cache_enabled, parametrize._cache
+    if not before[0]:
+        yield
+        return
     parametrize._cache_enabled, parametrize._cache = 0, {}
     try:
         yield
     finally:
         parametrize._cache_enabled, parametrize._cache = before
-
-
-@contextlib.contextmanager
-def _kept_attributes(model: nn.Module) -> Iterator[None]:
-    """Puts back plain tensors that modules hold: pruning and the older weight_norm write their weight there."""
-    kept = [
-        (module, {key: value for key, value in vars(module).items() if isinstance(value, Tensor)})
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes in kept:
-            vars(module).update(attributes)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import capture, head, layers, losses, selectors
+from . import capture, head, interrupts, layers, losses, selectors
 from .layer_values import LayerValues
 from .measures import RELATIVE_FLATNESS, Measure, at_head, named
 from .opening import Opened, opened
@@ -73,7 +73,7 @@ def head_flatness(
     """
     options = Options(normalize=normalize, per_sample=per_sample, nan_policy=nan_policy, backend=backend, rtol=rtol)
     resolved = losses.resolve(loss, reduction)
-    with torch.inference_mode(False), torch.no_grad():
+    with interrupts.held(), torch.inference_mode(False), torch.no_grad():
         source = head.from_tensors(features, weight, bias, targets, resolved)
         return at_head.relative_flatness(source, resolved, options)
 

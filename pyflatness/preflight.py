@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import capture, data, layers, ownership
+from .directions import Directions
 from .errors import FlatnessError, InputError
 from .ownership import Layout
 from .tape import Tape
@@ -89,7 +90,7 @@ def narrow(
         return dict(layouts)
     place = torch.arange(samples, device=outputs.device)
     left = dict(layouts)
-    signal = torch.randn_like(outputs.detach())
+    signal = Directions().like(outputs)
     for number, senders in enumerate((place % 2 == 0, place % 2 == 1, place < samples // 2, place >= samples // 2)):
         if number == 2 and (samples == 2 or all(len(layouts) == 1 for layouts in left.values())):
             break
