@@ -109,7 +109,8 @@ def relative_flatness(
     for each of a sample's positions that has a loss term.
 
     Args:
-        model: called as ``model(inputs)``, in eval mode; left as it was found. Not for use by several threads at once.
+        model: called as ``model(inputs)``, in eval mode; left as it was found, also after
+            Ctrl-C. Calls of several threads take turns.
         loss: the loss the model was trained with: an ``nn`` module, ``F`` function, name or callable
             (outputs, targets) -> scalar. Options (class weights, smoothing, ``ignore_index``, …) and reduction count.
         data: a tuple of tensors (inputs, targets), or an iterable of batches such as a DataLoader; a batch is a pair,

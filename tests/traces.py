@@ -4,7 +4,6 @@ import random
 import signal
 import warnings
 
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd import forward_ad
@@ -143,7 +142,7 @@ def of_process():
     """Those that belong to the process."""
     cuda = torch.backends.cuda
     return {
-        "random": (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()),
+        "random": (torch.get_rng_state().tolist(), random.getstate()),
         "parametrize": (parametrize._cache_enabled, len(parametrize._cache)),
         "attention": (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
         "fast path": torch.backends.mha.get_fastpath_enabled(),
