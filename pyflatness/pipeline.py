@@ -109,7 +109,7 @@ def relative_flatness(
     for each of a sample's positions that has a loss term.
 
     Args:
-        model: called as ``model(inputs)``, in eval mode; left as it was found, also after
+        model: called as ``model(inputs)``, in eval mode; left as it was found, also after an error or
             Ctrl-C. Calls of several threads take turns.
         loss: the loss the model was trained with: an ``nn`` module, ``F`` function, name or callable
             (outputs, targets) -> scalar. Options (class weights, smoothing, ``ignore_index``, …) and reduction count.
