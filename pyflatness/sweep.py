@@ -256,6 +256,8 @@ class Sweep:
         left = self._kept(values.values)
         if not bool(left.all()):
             total, _ = traced(run, sent, name, left)
+        if (linear or bent) and total.ndim == 0:  # no factor was sent: the loss has no curvature, as with one class
+            total = total.new_zeros(1, rows, rows)
         return total, values
 
     def _traced_by_factors(self, run: Run, sent: signals.Signals, name: str, kept: Tensor) -> tuple[Tensor, Tensor]:
