@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils import parametrize
 
 from . import interrupts, layers
 from .errors import InputError
+from .generators import Generators
 from .received import shown
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
@@ -97,9 +98,8 @@ def _prepared(model: nn.Module, stack: contextlib.ExitStack) -> nn.Module:
     if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in parameters):
         raise InputError("model: it has lazy layers whose weights are not initialised; run it once on a batch")
     _check_values(model)
-    cuda = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
-    for generator in (torch.default_generator, *(torch.cuda.default_generators[index] for index in cuda)):
-        stack.callback(generator.set_state, generator.get_state())  # the user's model and data may draw from these
+    generators = Generators(model)  # from which the user's model and data may draw; we do not
+    stack.callback(generators.put_back, generators.states())
     if compiled:  # compiled code ignores hooks that are added later
         stack.enter_context(torch.compiler.set_stance("force_eager"))
     stack.enter_context(torch.inference_mode(False))
@@ -111,7 +111,7 @@ def _prepared(model: nn.Module, stack: contextlib.ExitStack) -> nn.Module:
     stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
     torch.backends.mha.set_fastpath_enabled(False)
     for module in modules:
-        if isinstance(module, ParametrizationList):
+        if isinstance(module, parametrize.ParametrizationList):
             stack.enter_context(replaced_forward(module, _Once(module)))
     return model
 
@@ -123,7 +123,7 @@ class _Once:
     taken from it.
     """
 
-    def __init__(self, made: ParametrizationList) -> None:
+    def __init__(self, made: parametrize.ParametrizationList) -> None:
         before = made.__dict__.get("forward")
         # In a call inside of another it is that one's.
         self.before: Callable[[], Tensor] | None = before.before if isinstance(before, _Once) else before
@@ -140,7 +140,8 @@ class _Once:
 def made_anew(model: nn.Module) -> Iterator[None]:
     """Inside, a model that is inside of :func:`observing` computes parametrised weights at every access.
 
-    For other parameters than its own, and for copies of it, which are then those of the user's model.
+    For other parameters than its own, for weights with their graph, and for copies, which are then of the user's model.
+    Torch's cache is not used either, where the user's call is inside of ``parametrize.cached()``.
     """
     found = [(vars(module), module.__dict__.get("forward")) for module in model.modules()]
     replaced = [(attributes, once) for attributes, once in found if isinstance(once, _Once)]
@@ -148,9 +149,14 @@ def made_anew(model: nn.Module) -> Iterator[None]:
         del attributes["forward"]
         if once.before is not None:
             attributes["forward"] = once.before
+    cached = parametrize._cache_enabled, parametrize._cache
+    if cached[0]:
+        parametrize._cache_enabled, parametrize._cache = 0, {}
     try:
         yield
     finally:
+        if cached[0]:
+            parametrize._cache_enabled, parametrize._cache = cached
         for attributes, once in replaced:
             attributes["forward"] = once
 
@@ -207,7 +213,7 @@ class Calls:
     def _hook(self, name: str) -> Callable[..., None]:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             inputs = args[0] if args else kwargs.get("input")
-            if isinstance(inputs, Tensor) and isinstance(output, Tensor):
+            if isinstance(inputs, Tensor) and isinstance(output, Tensor) and not _aside:
                 self.last.pop(name, None)
                 self.last[name] = Call(inputs, output, (version(inputs), version(output)))
                 self.count[name] = self.count.get(name, 0) + 1
@@ -260,6 +266,26 @@ _trial = False
 def is_trial() -> bool:
     """Whether a ``forward`` is called inside :func:`trial`."""
     return _trial
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Inside, a batch goes through the model once more, and what is recorded of the layers' calls stays as it is."""
+    global _aside
+    before, _aside = _aside, True
+    try:
+        with trial():
+            yield
+    finally:
+        _aside = before
+
+
+_aside = False
+
+
+def is_aside() -> bool:
+    """Return whether a layer is called inside :func:`aside`."""
+    return _aside
 
 
 def run(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Tensor, Any]:

@@ -1,12 +1,11 @@
 """A model run at other parameters than its own: these stay as they are, whatever happens."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from . import capture
 from .errors import InputError
@@ -75,9 +74,7 @@ def inside(model: nn.Module, values: Mapping[str, Tensor], work: Callable[[], Re
 
     Backward passes of a run belong in it too: activation checkpointing calls the model again in them.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(capture.made_anew(model))
-        stack.enter_context(_no_outer_cache())
+    with capture.made_anew(model), contextlib.ExitStack() as stack:
         stack.callback(capture.put_back, capture.attributes(model.modules()))
         result: Result = torch.func.functional_call(_Work(model, work), _places(model, values), (), tie_weights=False)
     return result
@@ -107,17 +104,3 @@ class _Work(nn.Module):
 
     def forward(self) -> Any:
         return self._work()
-
-
-@contextlib.contextmanager
-def _no_outer_cache() -> Iterator[None]:
-    """Inside, parametrised weights are not taken from torch's cache: the user's call may be in ``cached()``."""
-    before = parametrize._cache_enabled, parametrize._cache
-    if not before[0]:
-        yield
-        return
-    parametrize._cache_enabled, parametrize._cache = 0, {}
-    try:
-        yield
-    finally:
-        parametrize._cache_enabled, parametrize._cache = before

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ..errors import InputError
 from ..received import shown
-from .base import Factors, Loss, Reduction, Terms
+from .base import Factors, Loss, Reduction, Terms, marked
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
 from .elementwise import BinaryCrossEntropy, SquaredError
@@ -33,6 +33,7 @@ __all__ = [
     "Rows",
     "SquaredError",
     "Terms",
+    "marked",
     "of_batch",
     "resolve",
     "rows",

@@ -13,7 +13,7 @@ from ..contractions import Bounded, promoted, squared_norms
 from ..errors import InputError
 from ..received import shown
 from . import advice
-from .base import Curvature, Factors, Reduction, Terms, uniform
+from .base import Curvature, Factors, Reduction, Terms, marked, uniform
 
 
 @dataclass
@@ -41,9 +41,19 @@ class CustomLoss:
         if targets is None or len(targets) != len(outputs):
             got = "none" if targets is None else tuple(targets.shape)
             raise InputError(f"targets: a custom loss wants one per sample ({len(outputs)}), got {got}")
-        self._check_separable(outputs, targets)
         self._shape = outputs.shape[1:]
-        return replace(uniform(len(outputs), 1.0, 1.0, outputs.device), extra=targets)
+        terms = replace(uniform(len(outputs), 1.0, 1.0, outputs.device), extra=targets)
+        if len(outputs) and not bool(self._value(outputs, targets).isfinite()):
+            each = [self._value(*one) for one in zip(outputs.split(1), targets.split(1), strict=True)]
+            terms = marked(terms, torch.stack(each).unsqueeze(1))
+        good = ~terms.scale.isnan()
+        if bool(good.any()):
+            self._check_separable(outputs[good], targets[good.to(targets.device)])
+        return terms
+
+    @torch.no_grad()
+    def _value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._sum(outputs.double(), targets)
 
     def _check_separable(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise if the loss of the first samples is not that of its parts: they are coupled, or not so reduced."""
