@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import capture, layers, losses
+from . import capture, interrupts, layers, losses
 from . import progress as progress_bar
 from .contractions import compiled, promoted_dtype
 from .data import first, leaves, map_tensors
@@ -21,6 +21,7 @@ from .opening import opened
 from .options import check_count, check_number
 from .pipeline import relative_flatness
 from .received import check_tensor
+from .reparameterize import duplicate
 from .report import Estimate
 
 Item = TypeVar("Item")
@@ -136,7 +137,7 @@ def verify(
                 check_tensor("data: batch 0", part)
         batch = first(batch, samples)
         capture.run(module, batch, call.forward)  # with its checks, which the copy in float64 cannot have
-        double = copy.deepcopy(module).double()
+        double = duplicate(module).double()
     batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
     measured = [(model, loss, batch), (double, _double_loss(loss, None), batch64)]
     found = []
@@ -181,6 +182,7 @@ class _Passes:
         """
         start = time.monotonic()
         for done, item in enumerate(progress_bar.track(items, total, "backward passes", self._shown)):
+            interrupts.check()
             if done == min(_TIMED, total - 1):
                 self._check((time.monotonic() - start) / max(1, done) * total, total)
             yield item

@@ -122,5 +122,5 @@ def test_verify_has_a_bar(monkeypatch):
 
 @pytest.mark.parametrize("seconds", [-1, "1 min", float("nan"), True])
 def test_verify_takes_seconds(seconds):
-    with pytest.raises(pf.InputError, match="seconds=.*: a number of seconds"):
+    with pytest.raises(pf.InputError, match=r"seconds=.*: a number of seconds"):
         pf.verify(classifier(6, C), nn.CrossEntropyLoss(), (torch.randn(9, 6), torch.randint(C, (9,))), seconds=seconds)
