@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import progress
+from . import interrupts, progress
 from .errors import InputError
 from .received import check_tensor
 
@@ -53,7 +53,7 @@ class Batches:
     def peek(self) -> Any:
         """The first batch, without taking it from the data."""
         taken: list[Any] = []
-        source = iter(self._cut())
+        source = _fetched(self._cut())
         for batch in source:
             taken.append(batch)
             if _checked_size(batch, len(taken) - 1) > 0:
@@ -87,7 +87,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         empty = True
-        for number, batch in enumerate(progress.track(self._cut(), len(self), "batches", self._shown)):
+        for number, batch in enumerate(progress.track(_fetched(self._cut()), len(self), "batches", self._shown)):
             if _checked_size(batch, number) > 0:
                 empty = False
                 yield to_device(batch, self._device)
@@ -98,6 +98,19 @@ class Batches:
         if not self._tensors:
             return cast(Iterable[Any], self._data)
         return zip(*(held.split(_BATCH_SIZE) for held in self._tensors), strict=True)
+
+
+def _fetched(batches: Iterable[Any]) -> Iterator[Any]:
+    """The same; an interrupt is raised at once while one is waited for."""
+    with interrupts.at_once():
+        source = iter(batches)
+    while True:
+        with interrupts.at_once():
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+        yield batch
 
 
 def _parts(data: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -192,6 +205,17 @@ def rows_of(tensor: Tensor, samples: int, index: Tensor) -> Tensor:
     """The same of a tensor with each sample's rows together in dimension 0."""
     rows: Tensor = tensor.unflatten(0, (samples, -1))[index].flatten(0, 1)
     return rows
+
+
+def described(batch: Any) -> str:
+    """Return in words what is in a batch: shapes and dtypes of tensors, types of all else."""
+    if isinstance(batch, Tensor):
+        return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key}: {described(part)}" for key, part in batch.items()) + "}"
+    if isinstance(batch, (tuple, list)):
+        return f"{type(batch).__name__} [" + ", ".join(map(described, batch)) + "]"
+    return type(batch).__name__
 
 
 def first(batch: Any, count: int) -> Any:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .. import interrupts
 from ..contractions import Bounded, promoted, squared_norms
 from ..errors import InputError
 from ..received import shown
@@ -111,6 +112,7 @@ class CustomLoss:
                 total = logits.new_zeros(len(logits))
                 if slope.requires_grad:  # a loss that is linear in its input has no curvature
                     for column, u in itertools.product(span.unbind(2), directions):
+                        interrupts.check()
                         move = column.unsqueeze(2) * u
                         (turn,) = torch.autograd.grad(slope, logits, move, retain_graph=True)
                         total = total + (turn * move).sum(dim=(1, 2))
@@ -147,6 +149,7 @@ class CustomLoss:
             loss = self._sum(outputs.reshape(-1, *self._shape), targets)
             (slope,) = torch.autograd.grad(loss, outputs, create_graph=True)
             for c in range(rows.shape[1] if slope.requires_grad else 0):
+                interrupts.check()
                 (row,) = torch.autograd.grad(slope[:, c].sum(), outputs, retain_graph=True)
                 hessians[:, c] = row
         return (hessians + hessians.transpose(1, 2)) / 2
