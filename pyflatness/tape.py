@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from . import layers
-from .capture import version
+from . import interrupts, layers
+from .capture import is_aside, version
 from .errors import InputError
 
 
@@ -95,6 +95,7 @@ class Tape:
         made = {name: self.calls[name] for name in (self.calls if names is None else names)}
         edges = [call.edge for calls in made.values() for call in calls]
         found: Sequence[Tensor | None] = [None] * len(edges)
+        interrupts.check()
         if outputs.requires_grad:
             found = torch.autograd.grad(
                 outputs, edges, signal, create_graph=create_graph, retain_graph=True, allow_unused=True
@@ -110,7 +111,7 @@ class Tape:
 
     def _alias(self, name: str) -> Any:
         def alias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._paused:
+            if self._paused or is_aside():
                 return None
             if self._active and not torch.is_grad_enabled():
                 raise InputError(
@@ -129,7 +130,7 @@ class Tape:
     def _keep(self, name: str) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
             inputs = args[0] if args else next(iter(kwargs.values()), None)
-            if self._paused or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
+            if self._paused or is_aside() or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
                 return None
             own = _with_own_history(output)  # also in a backward pass, see above
             if self._active:

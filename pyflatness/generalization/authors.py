@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import capture, head, losses
+from .. import capture, head, interrupts, losses
 from ..contractions import promoted
-from ..errors import InputError
 from ..losses import Loss
-from . import noise
+from ..options import check_count, check_seed
+from ..received import check_tensor
 from .representativeness import FOLDS, Fit, assigned, refit
 
 _PAIRS = 2**18  # at once
@@ -67,11 +67,10 @@ def authors_representativeness(
         >>> abs(value - 0.693147 * (1 - 0.398942 / 2)) < 1e-6  # log 2, and K = 1/√(2π) divided by |S| = 2
         True
     """
-    noise.check_count("folds", folds, 2)
+    folds, seed = check_count("folds", folds, 2), check_seed("seed", seed)
     resolved = losses.resolve(loss, reduction)
-    if not isinstance(targets, Tensor):
-        raise InputError(f"targets: a tensor is wanted, got {'none' if targets is None else type(targets).__name__}")
-    with torch.inference_mode(False), torch.no_grad():
+    features, targets = check_tensor("features", features), check_tensor("targets", targets)
+    with interrupts.held(), torch.inference_mode(False), torch.no_grad():
         places = assigned(len(features), folds, seed).to(features.device)
         values = []
         for k in range(folds):
@@ -89,6 +88,7 @@ def _fold(features: Tensor, outputs: Tensor, targets: Tensor, held_out: Tensor, 
     own = float(_losses(loss, outputs[held_out], targets[held_out]).mean())
     total, rows = 0.0, max(1, _PAIRS // len(sample))
     for part, labels in zip(other.split(rows), targets[held_out].split(rows), strict=True):
+        interrupts.check()
         kernel = torch.exp(-torch.cdist(part, sample) / 2) / math.sqrt(2 * math.pi)
         crossed = _losses(
             loss,
