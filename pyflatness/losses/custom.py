@@ -126,7 +126,8 @@ class CustomLoss:
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`; a call of the loss for every sample."""
-        return torch.stack([self.value(outputs[i : i + 1], targets[i : i + 1]) for i in range(len(outputs))])
+        pairs = zip(outputs.split(1), targets.split(1), strict=True)
+        return torch.stack([self.value(output, target) for output, target in pairs])
 
     def columns(self, outputs: int) -> int:
         """See :class:`.base.Loss`."""
