@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from . import capture, jacobians, losses, selectors
-from .data import Batches
+from . import capture, jacobians, selectors
 from .errors import InputError
 from .layer_values import LayerValues
 from .measures.bounds import NEEDS, NO_GUARANTEE, LayerTerms, NetworkTerms, mean, product
 from .measures.interpolation_sharpness import INTERPOLATION_SHARPNESS, HalfSquaredError
 from .measures.normalized_sharpness import NORMALIZED_SHARPNESS, Minimum, minimised
+from .opening import opened
 from .options import Options
 from .selectors import Selector
 from .task import Task
@@ -113,6 +113,10 @@ def _of_layer(net: NetworkTerms, layer: LayerTerms, behind: LayerTerms | None, l
     def row(equation: str, what: str, left: float, right: float, *, log: bool = False) -> Bound:
         return Bound(equation, layer.name, what, left, right, log, layer.caveat)
 
+    def difference(what: str, other: Tensor) -> Bound:
+        what = f"mean s_max less that {what}"
+        return Bound("17", layer.name, what, mean(layer.s - other), layer.sensitivity, caveat=layer.apart)
+
     factor = float(layer.ratios.max()) ** 2
     square = mean(layer.s.square())
     volume, both = net.log_volumes([layer]), mean(layer.jacobian * layer.x)
@@ -135,17 +139,20 @@ def _of_layer(net: NetworkTerms, layer: LayerTerms, behind: LayerTerms | None, l
         # The minimum of Eq. 36 is in proportion to the root of H, of which the sum over samples was taken, σ' is not.
         right = least.value / math.sqrt(net.samples)
         rows.append(row("37, least", "the same with σ' of Eq. 36, by Eq. 36", 2 * mean(layer.rescaled), right))
-    if behind is not None:
-        drop = mean(layer.s - behind.s)
-        rows.append(row("17", "mean s_max less that of the next layer", drop, layer.sensitivity))
+    if layer.passed:
+        rows.append(difference("past the layer (of what follows the sum)", layer.past))
+    elif behind is not None:
+        rows.append(difference("of the next layer", behind.s))
     return rows
 
 
 def _of_network(net: NetworkTerms) -> list[Bound]:
     every, first, last = net.layers, net.layers[0], net.layers[-1]
 
-    def row(equation: str, what: str, left: float, right: float, *, log: bool = False) -> Bound:
-        return Bound(equation, "", what, left, right, log, net.caveat)
+    def row(
+        equation: str, what: str, left: float, right: float, *, log: bool = False, caveat: str = net.caveat
+    ) -> Bound:
+        return Bound(equation, "", what, left, right, log, caveat)
 
     volume = net.log_volumes(every)
     scaled = sum(mean(layer.s) / layer.spread for layer in every)
@@ -160,6 +167,7 @@ def _of_network(net: NetworkTerms) -> list[Bound]:
             "mean s_max at the first layer less that at the last",
             mean(first.s - last.s),
             sum(layer.sensitivity for layer in every[:-1]),
+            caveat="" if net.telescopes else net.caveat,
         ),
     ]
 
@@ -182,7 +190,8 @@ def bounds(
     """The bounds of "From Loss Flatness to Compressed Representations" with both their sides, layer by layer.
 
     Eq. 5, 6, 9 to 12, 17 (and its sum over layers, appendix A), 35, 37 at λ = ½ and σ = σ' = 1 or those of Eq. 36, 48;
-    see docs/measures.md for the symbols. One forward pass and one backward pass per output.
+    see docs/measures.md for the symbols. One forward pass and one backward pass per output. The left side of Eq. 17 is,
+    of a layer at the start of a residual block, at the input of what follows the block's sum.
 
     Args:
         model: in eval mode; left as it was found.
@@ -215,13 +224,11 @@ def bounds(
         (True, True)
     """
     options = Options(backend=backend, nan_policy=nan_policy, memory=memory)
-    resolved = losses.resolve(loss, None)
     if isinstance(sharpness, str) and sharpness != _ALL:
         raise InputError(f"sharpness={sharpness!r}: a number or {_ALL!r} is wanted")
-    with capture.observing(model) as module:
-        passes = 1 + normalized + (sharpness == _ALL)
-        batches = Batches(data, capture.device(module), passes=passes, shown=progress)
-        task = Task(module, selectors.select(module, layers), resolved, batches, forward, options)
+    passes = 1 + normalized + (sharpness == _ALL)
+    with opened(model, loss, data, forward=forward, passes=passes, progress=progress) as call:
+        task = call.task(options, selectors.select(call.model, layers))
         least = _least(task) if normalized else {}
         scales = {name: minimum.columns for name, minimum in least.items()}
         samples = jacobians.measured(task, NEEDS, scales=scales)

@@ -11,13 +11,14 @@ from . import contractions, layers, spectra
 from .layer_form import LayerForm
 from .runner import Run
 
-QUANTITIES = ("size", "largest", "trace", "square", "scaled", "log_volume", "weights", "rescaled")
-"""Of each sample: |x|², s_max, Tr G, Tr G²; on request |J diag(x)|_F², Σ log s, |∂f/∂w|_F² of a layer's weight w; and
+QUANTITIES = ("size", "largest", "trace", "square", "scaled", "log_volume", "weights", "past", "rescaled")
+"""Of each sample: |x|², s_max, Tr G, Tr G²; on request |J diag(x)|_F², Σ log s; |∂f/∂w|_F² of a layer's weight w and
+with it s_max of J - (∂f/∂z) w, the derivative in x by other ways than the layer's output z; and
 |J diag(b)^-½|_F² |diag(b)^½ x|² over the features with b > 0, where there is a b for them."""
 
 
 class WeightGradient:
-    """|∂f/∂w|_F² of each sample for a layer's weight w, and whether the layer stands alone behind its input.
+    """|∂f/∂w|_F² of each sample for a layer's weight w, and the part (∂f/∂z) w of J that is through the layer.
 
     Args:
         run: with the layer on tape.
@@ -28,7 +29,7 @@ class WeightGradient:
 
     Attributes:
         total: (n,) float64.
-        apart: why J is not the outputs' Jacobian times w, at one position; empty as long as it is.
+        apart: why w is not one matrix that is used once; empty if it is.
     """
 
     def __init__(self, run: Run, name: str, module: nn.Module, form: LayerForm, width: int) -> None:
@@ -38,15 +39,17 @@ class WeightGradient:
         self.total = torch.zeros(run.samples, dtype=torch.float64, device=run.outputs.device)
         self.apart = _shape_apart(module, [call.inputs for call in self.calls], run.samples)
 
-    def add(self, deltas: Sequence[Tensor], row: Tensor) -> None:
-        """Take in the gradients in the layer's outputs, and the row of J (n, M), of one output of the model."""
+    def add(self, deltas: Sequence[Tensor]) -> None:
+        """Take in the gradients in the layer's outputs of one output of the model."""
         with contractions.full_precision(self._run.outputs):
             self.total += self._squares(self._form.signal(self._run, deltas)).values[0]
-            if not self.apart:
-                own = deltas[0].reshape(len(row), -1) @ layers.matrix(self._module)[0].to(deltas[0].dtype)
-                off = (row - own).norm()
-                if bool(off > torch.finfo(row.dtype).eps ** 0.5 * row.norm()):
-                    self.apart = "its input goes another way too"
+
+    def carried(self, deltas: Sequence[Tensor]) -> list[Tensor]:
+        """Such gradients carried to the layer's inputs, of their shapes, through the layer alone."""
+        with contractions.full_precision(self._run.outputs):
+            sizes = [tuple(call.inputs.shape[1:]) for call in self.calls]
+            pairs = zip(deltas, sizes, strict=True)
+            return [layers.carried(self._module, delta, size) for delta, size in pairs]
 
 
 class Place:
@@ -63,6 +66,7 @@ class Place:
 
     Attributes:
         edges: those, and where ``weight`` wants gradients.
+        passed: whether x goes to the outputs another way than through the layer too, as past a residual branch.
     """
 
     def __init__(
@@ -81,6 +85,8 @@ class Place:
         self._x = self._flat([tensor.detach() for tensor in tensors])
         self._scaled = torch.zeros(len(self._x), dtype=torch.float64, device=self._x.device)
         self._rows: list[Tensor] = []
+        self._past: list[Tensor | None] = []
+        self.passed = False
         self._scales: Tensor | None = None
         if scales is not None and len(scales) == self._x.shape[1]:
             self._scales = scales.to(self._x.device)
@@ -100,7 +106,9 @@ class Place:
         if self._scales is not None:
             self._rescaled += (row.double().square() / self._scales)[:, self._scales > 0].sum(dim=1)
         if self.weight is not None:
-            self.weight.add(found[len(self._tensors) :], row)
+            deltas = found[len(self._tensors) :]
+            self.weight.add(deltas)
+            self._past.append(self._clear(row - self._flat(self.weight.carried(deltas)), row))
 
     def values(self, backend: ModuleType, device: torch.device, top: int | None) -> dict[str, Tensor]:
         """Quantities of the rows, (n,) float64 on the CPU each; the rows are let go.
@@ -110,7 +118,8 @@ class Place:
             device: where it has them.
             top: see :func:`.spectra.log_volumes`.
         """
-        rows, self._rows = self._rows, []
+        rows, past = self._rows, self._past
+        self._rows, self._past = [], []
         gram = spectra.gram(rows)
         squares = spectra.eigenvalues(gram.to(device), backend)
         found = {
@@ -127,7 +136,19 @@ class Place:
             found["rescaled"] = self._rescaled * (self._x.double().square() @ self._scales)
         if self.weight is not None:
             found["weights"] = self.weight.total
+            found["past"] = torch.zeros_like(self.weight.total)
+        if self.passed:
+            whole = [torch.zeros_like(rows[0]) if row is None else row for row in past]
+            found["past"] = spectra.eigenvalues(spectra.gram(whole).to(device), backend)[:, -1].sqrt()
         return {quantity: values.cpu() for quantity, values in found.items()}
+
+    def _clear(self, rest: Tensor, row: Tensor) -> Tensor | None:
+        """What is left of a row without the way through the layer; None where that is rounding."""
+        left, size = (part.nan_to_num(0.0, 0.0, 0.0).norm() for part in (rest, row))
+        if not bool(left > torch.finfo(row.dtype).eps ** 0.5 * size):
+            return None
+        self.passed = True
+        return rest
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
         """(n, M), what belongs to each sample in all calls side by side."""

@@ -37,7 +37,8 @@ class Samples:
         width: outputs of a sample.
         kept: (n,), the samples that count; the others were left out.
         calls: how often each layer was called in a run, at most.
-        apart: why a layer is not a matrix that stands alone between its input and the outputs; empty for one that is.
+        apart: why a layer is not one matrix that is used once; empty for one that is.
+        passed: layers whose input goes to the outputs another way too.
         backend: of the eigenvalues.
     """
 
@@ -47,6 +48,7 @@ class Samples:
     kept: Tensor
     calls: dict[str, int]
     apart: dict[str, str]
+    passed: frozenset[str]
     backend: str
     _found: dict[tuple[str, str], Tensor]
 
@@ -121,6 +123,7 @@ class _Sweep:
         self._forms: dict[str, LayerForm] = {}
         self._calls: dict[str, int] = {}
         self._apart: dict[str, str] = {}
+        self._passed: set[str] = set()
         self._width = 0
 
     def samples(self) -> Samples:
@@ -145,13 +148,15 @@ class _Sweep:
             whole[spoiled] = torch.nan
         names = tuple(name for name in self._task.selection.modules if (name, "largest") in found)
         backend = contractions.describe(self._backend)
-        return Samples(self._task, names, self._width, kept, self._calls, self._apart, backend, found)
+        passed = frozenset(self._passed)
+        return Samples(self._task, names, self._width, kept, self._calls, self._apart, passed, backend, found)
 
     def _reserve(self, found: Findings) -> int:
         """Bytes of J a sample."""
         width = found.outputs.numel() // max(1, min(len(found.outputs), found.samples))
         own = 0 if self._inputs.tensor is None else self._inputs.tensor[0].numel() * self._inputs.tensor.element_size()
-        return width * (found.inputs + own)
+        copies = 2 if "weights" in self._needs else 1  # and of J what is past the layers
+        return width * (copies * found.inputs + own)
 
     def _checked(self, part: _Part) -> Tensor:
         """(n,), the samples that have no values."""
@@ -195,6 +200,7 @@ class _Sweep:
             part.values.update(((place.name, quantity), numbers) for quantity, numbers in values.items())
             if place.weight is not None:
                 self._apart[place.name] = self._apart.get(place.name) or place.weight.apart
+                self._passed |= {place.name} if place.passed else set()
         return part
 
     def _places(self, run: Run) -> list[Place]:

@@ -168,10 +168,7 @@ class Dense:
 
     def carried(self, delta: Tensor) -> Tensor:
         """Wᵀ δ: the gradient in the layer's unpadded input through this layer alone."""
-        weight = layers.matrix(self._module)[0]
-        inputs = torch.zeros(len(delta), *self._size, dtype=weight.dtype, device=weight.device, requires_grad=True)
-        with torch.enable_grad():
-            (gamma,) = torch.autograd.grad(layers.apply(self._module, inputs), inputs, delta.to(weight.dtype))
+        gamma = layers.carried(self._module, delta, self._size)
         return gamma if self._scale is None else normalize.multiplied(gamma, self._scale, 1)
 
     def applied(self, inputs: Tensor, power: int) -> Tensor:

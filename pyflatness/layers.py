@@ -139,6 +139,23 @@ def affine(module: nn.Module, inputs: Tensor, weight: Tensor, bias: Tensor | Non
     return F.linear(inputs, weight, bias)
 
 
+def carried(module: nn.Module, delta: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Return Wᵀ δ: a gradient in the layer's output carried to its unpadded input through this layer alone.
+
+    Args:
+        module: a supported layer.
+        delta: of the shape of the layer's output.
+        size: of an input, without its dimension 0.
+    """
+    weight = matrix(module)[0]
+    if not isinstance(module, _CONVOLUTIONS):
+        return delta.to(weight.dtype) @ weight
+    inputs = torch.zeros(len(delta), *size, dtype=weight.dtype, device=weight.device, requires_grad=True)
+    with torch.enable_grad():
+        (gamma,) = torch.autograd.grad(apply(module, inputs), inputs, delta.to(weight.dtype))
+    return gamma
+
+
 def computes(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
     """Whether an output is W φ + b of its input, looked at in its first and last row (or image)."""
     if output.is_meta or output.numel() == 0:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from . import capture, head, layers, losses, selectors
-from .data import Batches
 from .layer_values import LayerValues
-from .measures import RELATIVE_FLATNESS, Measure, Task, at_head, named
+from .measures import RELATIVE_FLATNESS, Measure, at_head, named
+from .opening import Opened, opened
 from .options import Options
 from .report import Estimate, Report
 from .selectors import Selector
@@ -182,28 +182,31 @@ def layer_measure(
 ) -> Estimate:
     """One measure of one layer, by the head where it is that; or of the network, if it is none of layers."""
     options = replace(options, normalize=options.normalize or row.normalize)
-    resolved = losses.resolve(loss, reduction)
-    with capture.observing(model) as module:
-        batches = Batches(data, capture.device(module), passes=reads([row], options), shown=progress)
+    passes = reads([row], options)
+    with opened(model, loss, data, reduction=reduction, forward=forward, passes=passes, progress=progress) as call:
+        return layer_value(row, call, layer, options)
 
-        def alone(selection: selectors.Selection) -> Mapping[tuple[str, str], Estimate]:
-            options.refuse_tolerance()
-            task = Task(module, selection, resolved, batches, forward, options)
-            return Together([row], task, named=True, networks=False).estimates()[0]
 
-        if row.of_network_alone:
-            return alone(selectors.select(module, None))["", row.name]
-        name, source = head.find(module, layer, resolved, batches, forward)
-        selection = selectors.select(module, name)
-        if row.quantity is None:
-            return alone(selection)[name, row.name]
-        dense = options.conv == "affine" and layers.is_convolution(module.get_submodule(name))
-        if source is not None and row.quantity == RELATIVE_FLATNESS.quantity and not dense:
-            return at_head.relative_flatness(source, resolved, options)
+def layer_value(row: Measure, call: Opened, layer: Selector | None, options: Options) -> Estimate:
+    """Return the value of :func:`layer_measure` inside a public call."""
+
+    def alone(selection: selectors.Selection) -> Mapping[tuple[str, str], Estimate]:
         options.refuse_tolerance()
-        values = LayerValues(module, selection, resolved, batches, forward, options)
-        values.check_options(row)
-        return values.estimates([row])[name, row.name]
+        return Together([row], call.task(options, selection), named=True, networks=False).estimates()[0]
+
+    if row.of_network_alone:
+        return alone(selectors.select(call.model, None))["", row.name]
+    name, source = head.find(call.model, layer, call.loss, call.batches, call.forward)
+    selection = selectors.select(call.model, name)
+    if row.quantity is None:
+        return alone(selection)[name, row.name]
+    dense = options.conv == "affine" and layers.is_convolution(call.model.get_submodule(name))
+    if source is not None and row.quantity == RELATIVE_FLATNESS.quantity and not dense:
+        return at_head.relative_flatness(source, call.loss, options)
+    options.refuse_tolerance()
+    values = LayerValues(call.model, selection, call.loss, call.batches, call.forward, options)
+    values.check_options(row)
+    return values.estimates([row])[name, row.name]
 
 
 @capture.eager
@@ -259,12 +262,11 @@ def block_traces(
                [-0.294918,  0.294918]])
     """
     options = Options(curvature, conv=conv, normalize=normalize, backend=backend, nan_policy=nan_policy, memory=memory)
-    resolved = losses.resolve(loss, reduction)
-    with capture.observing(model) as module:
-        batches = Batches(data, capture.device(module), passes=options.reads, shown=progress)
-        name, _ = head.find(module, layer, resolved, batches, forward)
-        values = LayerValues(module, selectors.select(module, name), resolved, batches, forward, options)
-        return values.block_traces()
+    passes = options.reads
+    with opened(model, loss, data, reduction=reduction, forward=forward, passes=passes, progress=progress) as call:
+        name, _ = head.find(call.model, layer, call.loss, call.batches, call.forward)
+        selection = selectors.select(call.model, name)
+        return LayerValues(call.model, selection, call.loss, call.batches, call.forward, options).block_traces()
 
 
 @capture.eager
@@ -346,13 +348,10 @@ def measure(
     )
     options.refuse_tolerance()
     wanted, networks = named(measures), measures is not None
-    resolved = losses.resolve(loss, reduction)
-    with capture.observing(model) as module:
-        batches = Batches(
-            data, capture.device(module), passes=reads(wanted, options, networks=networks), shown=progress
-        )
-        selection = selectors.select(module, layers)
-        task = Task(module, selection, resolved, batches, forward, options)
+    passes = reads(wanted, options, networks=networks)
+    with opened(model, loss, data, reduction=reduction, forward=forward, passes=passes, progress=progress) as call:
+        selection = selectors.select(call.model, layers)
+        task = call.task(options, selection)
         by_name = measures is not None and measures != "all"
         found, skipped = Together(wanted, task, named=by_name, networks=networks).estimates()
     measured = {name for name, _ in found}

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import capture, flow, layers, selectors
-from .data import Batches, first
+from .data import first
 from .errors import FlatnessError, InputError
 from .flow import Flow, Label
+from .opening import opened
 from .selectors import Selector
 
 _SAMPLES = 2  # that are followed through the model
@@ -69,20 +70,21 @@ def reparameterize(
         >>> torch.allclose(other[0].weight, 10 * model[0].weight), torch.allclose(other(x), model(x), atol=1e-6)
         (True, True)
     """
-    with capture.observing(model) as module:
-        batches = Batches([(data, None)] if isinstance(data, Tensor) else data, capture.device(module), passes=2)
+    batches = [(data, None)] if isinstance(data, Tensor) else data
+    with opened(model, nn.MSELoss(), batches, forward=forward, passes=2) as call:  # no loss has a part in it
+        module = call.model
         wanted = _factors(module, factors)
-        batch = batches.peek()
+        batch = call.batches.peek()
         try:
-            found = _followed(module, wanted, first(batch, _SAMPLES), forward)
+            found = _followed(module, wanted, first(batch, _SAMPLES), call.forward)
         except FlatnessError:
             raise
         except Exception:  # not a batch that can be cut; an error of the model's own comes again
-            found = _followed(module, wanted, batch, forward)
+            found = _followed(module, wanted, batch, call.forward)
         changed = duplicate(module)
         _multiply(changed, wanted, found)
-        for number, batch in enumerate(batches):
-            check_same(module, changed, batch, forward, number)
+        for number, batch in enumerate(call.batches):
+            check_same(module, changed, batch, call.forward, number)
         if not inplace:
             return changed
         for (_, own), (_, other) in zip(_tensors(module), _tensors(changed), strict=True):

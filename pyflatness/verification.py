@@ -12,8 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import capture, layers
 from .contractions import compiled, promoted_dtype
-from .data import Batches, first, map_tensors
+from .data import first, map_tensors
 from .errors import InputError
+from .opening import opened
 from .pipeline import relative_flatness
 from .report import Estimate
 
@@ -113,8 +114,9 @@ def verify(
     """
     if samples < 1:
         raise InputError(f"samples={samples}: at least one is wanted")
-    with capture.observing(model) as module:
-        batch = first(Batches(data, capture.device(module)).peek(), samples)
+    with opened(model, loss, data, reduction=reduction, forward=forward) as call:
+        module = call.model
+        batch = first(call.batches.peek(), samples)
         double = copy.deepcopy(module).double()
     batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
     measured = [(model, loss, batch), (double, _double_loss(loss, None), batch64)]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import capture, head, layers, losses, pipeline, selectors
-from ..data import Batches
+from .. import capture, head, layers, pipeline, selectors
 from ..measures import RELATIVE_FLATNESS, Measure, with_bases
 from ..measures.base import Values
+from ..opening import opened
 from ..options import Options
 from ..pipeline import layer_measure
 from ..report import Estimate
@@ -184,9 +184,8 @@ class Scoring:
 
     def _last(self) -> str:
         """The last Linear that ran."""
-        with capture.observing(self.model) as module:
-            batches = Batches(self.data, capture.device(module))
-            return head.find(module, None, losses.resolve(self.loss), batches, None)[0]
+        with opened(self.model, self.loss, self.data) as call:
+            return head.find(call.model, None, call.loss, call.batches, call.forward)[0]
 
 
 @dataclass(frozen=True)

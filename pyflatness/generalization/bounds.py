@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, data, head, layers, losses
+from .. import capture, data, head, layers
 from ..data import Batches
 from ..errors import InputError
 from ..losses import Loss
 from ..measures import RELATIVE_FLATNESS
+from ..opening import opened
 from ..options import Options
-from ..pipeline import layer_measure
+from ..pipeline import layer_value
 from ..report import Estimate
 from ..selectors import Selector
 from . import noise
@@ -181,24 +182,19 @@ def generalization_bound(
     """
     noise.check_count("folds", folds, 2)
     noise.check_count("draws", draws, 2)
-    resolved = losses.resolve(loss, reduction)
-    with capture.observing(model) as module:
-        place = capture.device(module)
-        batches = Batches(train, place, passes=3, shown=progress)
-        name, source = head.find(module, layer, resolved, batches, forward)
-        perturbed = Perturbed(module, name, forward, head=source is not None)
+    with opened(model, loss, train, reduction=reduction, forward=forward, passes=3, progress=progress) as call:
+        name, source = head.find(call.model, layer, call.loss, call.batches, call.forward)
+        perturbed = Perturbed(call.model, name, call.forward, head=source is not None)
         m = _features(perturbed, name)
-        samples = sum(data.size(batch) for batch in batches)
+        samples = sum(data.size(batch) for batch in call.batches)
         delta = default_delta(samples, m) if delta is None else delta
         noise.check_delta(delta)
-        sums = _sums(perturbed, resolved, batches, assigned(samples, folds, seed), (folds, draws), delta, seed)
-        measured = None
-        if test is not None:
-            sets = batches, Batches(test, place, shown=progress)
-            measured = GeneralizationGap(*(performance(module, resolved, held, forward) for held in sets))
-    if kappa is None:
-        kappa = layer_measure(RELATIVE_FLATNESS, model, loss, train, name, Options(), reduction, forward, progress)
-    mean_kappa = float(kappa) / (1.0 if resolved.reduction == "mean" else sums.mass())
+        places = assigned(samples, folds, seed)
+        sums = _sums(perturbed, call.loss, call.batches, places, (folds, draws), delta, seed)
+        measured = None if test is None else GeneralizationGap(performance(call), performance(call.on(test)))
+        if kappa is None:
+            kappa = layer_value(RELATIVE_FLATNESS, call, name, Options())
+    mean_kappa = float(kappa) / (1.0 if call.loss.reduction == "mean" else sums.mass())
     found = summary(
         [sums.against_the_rest([k]) for k in range(folds)],
         None if measured is None else sums.against(measured.test.loss),

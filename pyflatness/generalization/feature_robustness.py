@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, head, losses, risk, views
+from .. import capture, head, risk, views
 from ..data import Batches, size
 from ..errors import InputError, NonFiniteError
 from ..losses import Loss
 from ..measures import RELATIVE_FLATNESS
+from ..opening import opened
 from ..options import Options
-from ..pipeline import layer_measure
+from ..pipeline import layer_value
 from ..report import Estimate
 from ..selectors import Selector
 from . import noise
@@ -155,17 +156,16 @@ def feature_robustness(
     noise.check_count("draws", draws, 2)
     if nan_policy == "omit":
         raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
-    options, resolved = Options(nan_policy=nan_policy, seed=seed), losses.resolve(loss, reduction)
-    with capture.observing(model) as module:
-        batches = Batches(data, capture.device(module), passes=2, shown=progress)
-        name, source = head.find(module, layer, resolved, batches, forward)
-        perturbed = Perturbed(module, name, forward, head=source is not None)
-        turns = Turns(perturbed.layer, torch.Generator(capture.device(module)).manual_seed(seed))
-        curve = _Curve(perturbed, resolved, batches, steps, policy=nan_policy)
+    options = Options(nan_policy=nan_policy, seed=seed)
+    with opened(model, loss, data, reduction=reduction, forward=forward, passes=2, progress=progress) as call:
+        name, source = head.find(call.model, layer, call.loss, call.batches, call.forward)
+        perturbed = Perturbed(call.model, name, call.forward, head=source is not None)
+        turns = Turns(perturbed.layer, torch.Generator(capture.device(call.model)).manual_seed(seed))
+        curve = _Curve(perturbed, call.loss, call.batches, steps, policy=nan_policy)
         for start in range(0, draws, curve.kept):
             curve.add([turns.draw() for _ in range(min(curve.kept, draws - start))])
-    if kappa is None:
-        kappa = layer_measure(RELATIVE_FLATNESS, model, loss, data, name, options, reduction, forward, progress)
+        if kappa is None:
+            kappa = layer_value(RELATIVE_FLATNESS, call, name, options)
     rises = torch.stack(curve.rises)
     grid = torch.tensor(steps, dtype=torch.float64)
     return FeatureRobustness(

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, losses, risk
-from ..data import Batches, size
+from .. import capture, risk
+from ..data import size
 from ..errors import InputError, NonFiniteError
 from ..losses import Loss
+from ..opening import Opened, opened
 from ..options import Options
 
 
@@ -106,26 +107,19 @@ def generalization_gap(
         >>> round(found.gap, 6), found.accuracy_gap
         (0.5, 0.5)
     """
-    options, resolved = Options(nan_policy=nan_policy), losses.resolve(loss, reduction)
-    with capture.observing(model) as module:
-        of_train, of_test = (
-            performance(
-                module, resolved, Batches(data, capture.device(module), shown=progress), forward, options.nan_policy
-            )
-            for data in (train, test)
-        )
-    return GeneralizationGap(of_train, of_test)
+    policy = Options(nan_policy=nan_policy).nan_policy
+    with opened(model, loss, train, reduction=reduction, forward=forward, progress=progress) as call:
+        return GeneralizationGap(performance(call, policy), performance(call.on(test), policy))
 
 
-def performance(
-    model: nn.Module, loss: Loss, batches: Batches, forward: capture.Forward | None, nan_policy: str = "raise"
-) -> Performance:
-    """Loss and accuracy in one pass, of a model inside :func:`.capture.observing`."""
+def performance(call: Opened, nan_policy: str = "raise") -> Performance:
+    """Loss and accuracy in one pass."""
+    loss = call.loss
     total = mass = 0.0
     right = predictions = samples = omitted = 0
     classes = True
-    for number, batch in enumerate(batches):
-        outputs, targets = capture.run(model, batch, forward)
+    for number, batch in enumerate(call.batches):
+        outputs, targets = capture.run(call.model, batch, call.forward)
         terms, count = risk.rows(outputs, targets, loss, number).terms, size(batch)
         value = float(loss.value(outputs, targets))
         if not math.isfinite(value) and nan_policy != "propagate":

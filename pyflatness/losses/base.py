@@ -70,11 +70,13 @@ class Loss(Protocol):
     """What the measures ask of a loss.
 
     ``positions`` says whether each position of a sample is a loss term of its own; else a sample is one;
+    ``elementwise`` that it is a sum over all outputs, none of which belong together more than others do;
     ``convex`` that it is known to be, in the outputs, so that all signs are +1.
     """
 
     reduction: Reduction
     positions: ClassVar[bool]
+    elementwise: ClassVar[bool]
     convex: ClassVar[bool]
 
     def class_dim(self, outputs: Tensor) -> int:

@@ -23,6 +23,7 @@ class CrossEntropy:
     label_smoothing: float
     reduction: Reduction
     positions: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = False
     convex: ClassVar[bool] = True
 
     def class_dim(self, outputs: Tensor) -> int:

@@ -24,6 +24,7 @@ class CustomLoss:
     loss: Callable[[Tensor, Tensor], Tensor]
     reduction: Reduction
     positions: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = False
     convex: ClassVar[bool] = False
     _first: list[tuple[Tensor, Tensor]] | None = field(default_factory=list)  # until there are two samples; then None
     _shape: tuple[int, ...] = ()  # of one sample's outputs, as the loss takes them

@@ -17,6 +17,7 @@ class _Elementwise:
     """What sums over outputs have in common: a factor for each output, and no dimension that is special."""
 
     positions: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
     convex: ClassVar[bool] = True
 
     def class_dim(self, outputs: Tensor) -> int:

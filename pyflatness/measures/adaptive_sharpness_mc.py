@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import capture, losses, parameters, risk
-from ..data import Batches
+from .. import capture, parameters, risk
 from ..errors import InputError
+from ..opening import opened
 from ..options import Options
 from ..report import Estimate
-from ..selectors import Selection
 from .base import Measure, Task
 
 RHO, DRAWS = 0.1, 32
@@ -78,11 +77,9 @@ def adaptive_sharpness_mc(
         raise InputError(f"rho={rho}: a positive number is wanted")
     if draws < 2:
         raise InputError(f"draws={draws}: at least two are wanted, for a standard error")
-    resolved, options = losses.resolve(loss, reduction), Options(nan_policy=nan_policy, seed=seed)
-    with capture.observing(model) as module:
-        batches = Batches(data, capture.device(module), passes=draws + 1, shown=progress)
-        task = Task(module, Selection({}, frozenset()), resolved, batches, forward, options)
-        return _estimate(task, rho, draws, scaled=scaled)
+    options, passes = Options(nan_policy=nan_policy, seed=seed), draws + 1
+    with opened(model, loss, data, reduction=reduction, forward=forward, passes=passes, progress=progress) as call:
+        return _estimate(call.task(options), rho, draws, scaled=scaled)
 
 
 def _estimate(task: Task, rho: float = RHO, draws: int = DRAWS, *, scaled: bool = True) -> Estimate:

@@ -16,6 +16,13 @@ input is zero the right-hand sides are infinite.
 The inequalities rest on J = (∂f/∂z) W and g = |∂f/∂z|_F |x| at the layer's output z. They hold for Linear layers with
 one position, called once, whose input goes nowhere else; elsewhere (tokens, convolutions, shortcuts) there is **no
 guarantee**, and the values say so.
+
+Eq. 17 is for a layer whose input goes past it too, as at the start of a residual block:
+s_max(J) - s_max(J') ≤ |W|₂ g / |x| for J' = J - (∂f/∂z) W, the derivative by the other ways. Behind a plain shortcut,
+x + h(Wx), that is the derivative at the input of what follows the sum, for branches of any depth. It is guaranteed for
+Linear layers with one position, called once; of a layer without another way the next layer's s_max is taken off. Its sum
+over layers is guaranteed where it leads from the first layer to the last: where each J' on the way is no larger than J at
+a later layer's input, as it is where that input is the sum.
 """
 
 import math
@@ -33,13 +40,15 @@ from .representation import COST
 
 NEEDS = ("weights", "log_volume")
 NO_GUARANTEE = "no guarantee"
+_ROUNDING = 1e-5  # by which a largest singular value may be off, relatively; in half precision it may be by more
 
 
 class LayerTerms:
     """What the inequalities of one layer are made of; Tensors are (n,) float64, norms not squared."""
 
     def __init__(self, samples: Samples, name: str) -> None:
-        self.name, self.caveat = name, samples.apart[name]
+        self.name, self.apart, self.passed = name, samples.apart[name], name in samples.passed
+        self.caveat = self.apart or ("its input goes another way too" if self.passed else "")
         module = samples.task.selection.modules[name]
         weight = layer_weights.matrix(module)[0].double().unflatten(0, (layer_weights.groups(module), -1))
         self.spectral = float(torch.linalg.matrix_norm(weight, 2).max())
@@ -49,6 +58,7 @@ class LayerTerms:
         self.jacobian = samples.counted(name, "trace").sqrt()
         self.log_volume = samples.counted(name, "log_volume")
         self.g = samples.counted(name, "weights").sqrt()
+        self.past = samples.counted(name, "past")
         self.rescaled = samples.counted(name, "rescaled").sqrt() if samples.has(name, "rescaled") else None
 
     @property
@@ -89,6 +99,15 @@ class NetworkTerms:
         self.sharpness = own if sharpness is None else sharpness
         apart = [f"{layer.name!r}: {layer.caveat}" for layer in self.layers if layer.caveat]
         self.caveat = "; ".join(apart[:2]) + ("; …" if len(apart) > 2 else "")
+
+    @property
+    def telescopes(self) -> bool:
+        """Whether Eq. 17 of some layers, added up, leads from the first layer's input to the last's."""
+        reached = [self.layers[-1]]
+        for layer in reversed(self.layers[:-1]):
+            if not layer.apart and any(bool((layer.past <= later.s * (1 + _ROUNDING)).all()) for later in reached):
+                reached.append(layer)
+        return self.layers[0] in reached
 
     def nmls(self) -> float:
         """The right-hand side of Eq. 12."""

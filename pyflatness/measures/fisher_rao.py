@@ -4,6 +4,8 @@
 
 An observation is one loss term, of the weight that it has in E: with terms t_i of E = Σ_i t_i / Σ_i mass_i it is
 ℓ_i = t_i / mass_i, and FR² = Σ_i mass_i ⟨θ, ∂ℓ_i/∂θ⟩² / Σ_i mass_i; for the reduction "sum", as E, without the divisor.
+Of a loss that is a sum over outputs (squared error, binary cross-entropy) all outputs of a sample are one observation:
+ℓ_i is their mean, or for the reduction "sum" their sum, as of the same loss given as a callable.
 (∂f/∂θ) θ comes from one run of the model in forward mode. Behind ReLU, K layers without biases have
 FR = K √ E ⟨∂ℓ/∂f, f⟩². Invariant to layer-wise and neuron-wise rescalings: each parameter times its derivative is.
 """
@@ -31,10 +33,13 @@ def _values(task: Task) -> Values:
     for number, batch in enumerate(task.batches):
         outputs, change, targets = moved.of(batch)
         seen = risk.rows(outputs, targets, task.loss, number)
+        count = data.size(batch)
         products = seen.of(_slope(task, outputs, targets) * change.double()).sum(dim=1)
         weights = seen.terms.mass
+        if task.loss.elementwise:
+            products, weights = (_by_sample(rows, count, number).sum(dim=1) for rows in (products, weights))
+            weights = weights if task.loss.reduction == "mean" else torch.ones_like(weights)
         squares = torch.where(weights > 0, products.square() / weights, 0.0 * products)
-        count = data.size(batch)
         bad = ~squares.isfinite()
         if bool(bad.any()) and policy == "raise":
             raise NonFiniteError(
@@ -126,11 +131,16 @@ def _slope(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _without(squares: Tensor, weights: Tensor, bad: Tensor, count: int, number: int) -> tuple[Tensor, Tensor, int]:
     """Squares and weights of the samples that have no bad term, and how many do."""
-    if len(bad) % count:
-        raise InputError(f"batch {number}: its {len(bad)} loss terms cannot be told apart by its {count} samples")
-    gone = bad.view(count, -1).any(dim=1)
+    gone = _by_sample(bad, count, number).any(dim=1)
     rows = gone.repeat_interleave(len(bad) // count)
     return squares.masked_fill(rows, 0.0), weights.masked_fill(rows, 0.0), int(gone.sum())
+
+
+def _by_sample(rows: Tensor, count: int, number: int) -> Tensor:
+    """(samples, rows of each)."""
+    if len(rows) % count:
+        raise InputError(f"batch {number}: its {len(rows)} loss terms cannot be told apart by its {count} samples")
+    return rows.view(count, -1)
 
 
 FISHER_RAO = Measure(

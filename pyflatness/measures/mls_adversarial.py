@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, inputs, losses, tape
+from .. import capture, inputs, tape
 from .. import data as batching
-from ..data import Batches
 from ..errors import InputError, NonFiniteError
+from ..opening import opened
 from ..options import Options
 from ..report import Estimate
-from ..selectors import Selection
 from ..task import Task
 from .base import Measure
 
@@ -80,12 +79,9 @@ def mls_adversarial(
         raise InputError(f"steps={steps!r}: a number of steps is wanted, at least 1")
     if radius is not None and not 0 < radius < math.inf:
         raise InputError(f"radius={radius}: a positive number is wanted")
-    resolved = losses.resolve(loss, None)
     options = Options(per_sample=per_sample, nan_policy=nan_policy, seed=seed)
-    with capture.observing(model) as module:
-        batches = Batches(data, capture.device(module), shown=progress)
-        task = Task(module, Selection({}, frozenset()), resolved, batches, forward, options)
-        return _estimate(task, steps, radius)
+    with opened(model, loss, data, forward=forward, progress=progress) as call:
+        return _estimate(call.task(options), steps, radius)
 
 
 def _estimate(task: Task, steps: int = STEPS, radius: float | None = None) -> Estimate:

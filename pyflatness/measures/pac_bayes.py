@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, layers, losses, parameters, risk
-from ..data import Batches, size
+from .. import capture, layers, parameters, risk
+from ..data import size
 from ..errors import InputError, NonFiniteError
 from ..folding import Folding
+from ..opening import opened
 from ..options import Options
 from ..reparameterize import duplicate
 from ..report import Estimate
-from ..selectors import Selection
 from .base import Measure, Task, Values
 
 DROP, DRAWS, STEPS, TOLERANCE = 0.1, 10, 15, 0.01
@@ -142,12 +142,9 @@ def pac_bayes(
         raise InputError(f"drop={drop}, tolerance={tolerance}: numbers between 0 and 1 are wanted")
     if draws < 1 or steps < 1:
         raise InputError(f"draws={draws}, steps={steps}: at least one of each is wanted")
-    resolved = losses.resolve(loss, reduction)
-    with capture.observing(model) as module:
-        reads = _reads(draws, steps) * (1 if initial is None else 2)
-        batches = Batches(data, capture.device(module), passes=reads, shown=progress)
-        task = Task(module, Selection({}, frozenset()), resolved, batches, forward, Options(seed=seed))
-        return _Search(task, drop, draws, steps, tolerance, squared=squared).result(initial)
+    reads = _reads(draws, steps) * (1 if initial is None else 2)
+    with opened(model, loss, data, reduction=reduction, forward=forward, passes=reads, progress=progress) as call:
+        return _Search(call.task(Options(seed=seed)), drop, draws, steps, tolerance, squared=squared).result(initial)
 
 
 def _reads(draws: int, steps: int) -> int:

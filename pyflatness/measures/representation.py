@@ -31,14 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, jacobians, losses, selectors
-from ..data import Batches
+from .. import capture, jacobians, selectors
 from ..errors import InputError
 from ..jacobians import INPUT, Samples
+from ..opening import opened
 from ..options import Options
 from ..report import Estimate, Report
 from ..selectors import Selector
-from ..task import Task
 from .base import Measure, Values
 
 COST = "one forward pass and one backward pass per output of the model, shared by all measures of Jacobians"
@@ -231,10 +230,8 @@ def representation(
         raise InputError(f"top={top!r}: a number of singular values is wanted, at least 1")
     rows = _named(measures)
     options = Options(per_sample=per_sample, backend=backend, nan_policy=nan_policy, memory=memory)
-    resolved = losses.resolve(loss, None)
-    with capture.observing(model) as module:
-        batches = Batches(data, capture.device(module), shown=progress)
-        task = Task(module, selectors.select(module, layers), resolved, batches, forward, options)
+    with opened(model, loss, data, forward=forward, progress=progress) as call:
+        task = call.task(options, selectors.select(call.model, layers))
         samples = jacobians.measured(task, {need for row in rows for need in row.needs}, top)
     found = {}
     for row in rows:

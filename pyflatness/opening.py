@@ -1,0 +1,75 @@
+"""What every public call on a model opens with: the user's model, loss and data, taken in hand once."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from . import capture, losses
+from .data import Batches
+from .losses import Loss
+from .options import Options
+from .selectors import Selection
+from .task import Task
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The user's model, loss and data, while a public call works on them.
+
+    Attributes:
+        model: inside :func:`.capture.observing`.
+        loss: from :func:`.losses.resolve`.
+        batches: the data.
+        forward: see :func:`.capture.run`.
+        progress: whether reading data shows a bar.
+    """
+
+    model: nn.Module
+    loss: Loss
+    batches: Batches
+    forward: capture.Forward | None
+    progress: bool | None
+
+    def on(self, data: Any) -> "Opened":
+        """Return the same with other data, to be read once."""
+        return replace(self, batches=Batches(data, capture.device(self.model), shown=self.progress))
+
+    def task(self, options: Options, selection: Selection | None = None) -> Task:
+        """Return these as what a measure of the selected layers, or of no layer, is asked about."""
+        chosen = Selection({}, frozenset()) if selection is None else selection
+        return Task(self.model, chosen, self.loss, self.batches, self.forward, options)
+
+
+@contextlib.contextmanager
+def opened(
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    *,
+    reduction: str | None = None,
+    forward: capture.Forward | None = None,
+    passes: int = 1,
+    progress: bool | None = None,
+) -> Iterator[Opened]:
+    """Hold the user's model, loss and data ready to be measured; afterwards everything is as it was.
+
+    Args:
+        model: any module.
+        loss: see :func:`.losses.resolve`.
+        data: see :class:`.data.Batches`.
+        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
+        forward: the user's, see :func:`.capture.run`.
+        passes: how often the data will be read.
+        progress: whether reading shows a bar.
+
+    Raises:
+        InputError: a model, loss or data that cannot be measured, see :func:`.capture.observing`,
+            :func:`.losses.resolve` and :class:`.data.Batches`.
+    """
+    resolved = losses.resolve(loss, reduction)
+    with capture.observing(model) as module:
+        batches = Batches(data, capture.device(module), passes=passes, shown=progress)
+        yield Opened(module, resolved, batches, forward, progress)
