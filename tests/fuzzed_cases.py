@@ -1,5 +1,6 @@
 """Random networks with a loss, data, and batches, from a seed."""
 
+import copy
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -109,20 +110,17 @@ def _cut(rng: random.Random, samples: int) -> tuple[int, ...]:
 def _usable(model: nn.Module, inputs: Tensor) -> tuple[str, ...]:
     """The layers that ran, in the model's order; none if an in-place operation destroys what a gradient needs."""
     ran: set[str] = set()
+    model = copy.deepcopy(model).requires_grad_(True)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, *CONVOLUTIONS))}
-    hooks = [m.register_forward_hook(lambda *_, name=name: ran.add(name)) for name, m in layers.items()]
+    for name, layer in layers.items():
+        layer.register_forward_hook(lambda *_, name=name: ran.add(name))
+    leaves = [*model.parameters(), *([inputs.clone().requires_grad_()] if inputs.is_floating_point() else [])]
     try:
-        with torch.enable_grad():
-            leaves = [p for p in model.parameters() if p.requires_grad]
-            leaves += [inputs.clone().requires_grad_()] if inputs.is_floating_point() else []
-            outputs = model(leaves[-1] if inputs.is_floating_point() else inputs)
-            slopes = torch.autograd.grad(outputs.square().sum(), leaves, create_graph=True, allow_unused=True)
-            turning = sum(slope.square().sum() for slope in slopes if slope is not None)
-            torch.autograd.grad(turning, leaves, allow_unused=True)
-        finite = bool(outputs.isfinite().all()) and float(outputs.detach().abs().max()) < 30
+        outputs = model(leaves[-1] if inputs.is_floating_point() else inputs)
+        slopes = torch.autograd.grad(outputs.square().sum(), leaves, create_graph=True, allow_unused=True)
+        turning = sum(slope.square().sum() for slope in slopes if slope is not None)
+        torch.autograd.grad(turning, leaves, allow_unused=True)
     except RuntimeError:
         return ()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    finite = bool(outputs.isfinite().all()) and float(outputs.detach().abs().max()) < 30
     return tuple(name for name in layers if name in ran) if finite else ()

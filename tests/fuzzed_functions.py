@@ -73,7 +73,7 @@ def in_place(rng, features, dims, dim=-1):
         "relu_": torch.relu_, "mul_": lambda q: q.mul_(0.5), "q[some] *= .5": scaled, "q[some] = .25": zeroed,
         "q[some].relu_()": rectified, "masked_fill_": masked, "masked_fill_ by value": masked_by_value,
         "+= of detached": added, "view(-1).mul_": flat, "view.relu_": viewed, "neg_": lambda q: q.neg_(),
-        "tanh_": torch.tanh_, "clamp_": lambda q: q.clamp_(-0.7, 0.9), "dropout off": lambda q: F.dropout(q, 0.5, False),
+        "tanh_": torch.tanh_, "clamp_": lambda q: q.clamp_(-0.7, 0.9), "square_": lambda q: q.square_(),
         "squeeze_": lambda q: q.unsqueeze(0).squeeze_(0), "transpose_": lambda q: q.transpose_(0, 1).transpose_(0, 1),
         "silu(inplace)": lambda q: F.silu(q, inplace=True), "sub_, div_": lambda q: q.sub_(0.1).div_(0.8),
     }  # fmt: skip

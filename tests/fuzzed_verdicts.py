@@ -96,7 +96,6 @@ class Verdict:
         self.failures.append(f"{outcome}: {what}: {detail}")
 
     def __str__(self) -> str:
-        shown, more = self.failures[:8], len(self.failures) - 8
         more = [f"and {len(self.failures) - 8} more"] if len(self.failures) > 8 else []
         again = f"again: python tests/fuzz.py {self.case.seed}"
         return "\n".join([*self.failures[:8], *more, str(self.case), again])
