@@ -140,6 +140,16 @@ def read_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> Reading:
     return Reading(frozenset(proven), frozenset(opaque))
 
 
+def unreached(outputs: Tensor, calls: Calls) -> dict[str, frozenset[int]]:
+    """By layer the calls, by number, to whose outputs autograd has no path from the model's; layers that have some."""
+    nodes = {outputs.grad_fn, *_users(outputs)}
+    found = {
+        name: frozenset(number for number, call in enumerate(made) if call.edge.node not in nodes)
+        for name, made in calls.items()
+    }
+    return {name: numbers for name, numbers in found.items() if numbers}
+
+
 def has_fused_attention(outputs: Tensor) -> bool:
     """Whether a kernel of attention was run that has no second derivative."""
     return any("ScaledDotProduct" in node.name() for node in _users(outputs))
@@ -238,7 +248,9 @@ def _bent(calls: Calls, gradients: Gradients, moved: Sequence[str]) -> set[str]:
     except RuntimeError:  # an operation without a second derivative: nothing is certified
         return set(moved)
     owners = [name for name in moved for _ in calls[name]]
-    return {name for name, change in zip(owners, changes, strict=True) if _nonzero(change)}
+    first = [gradient for name in moved for gradient in gradients[name]]
+    found = zip(owners, changes, first, strict=True)
+    return {name for name, change, gradient in found if _turned(change, gradient)}
 
 
 def _turns(gradient: Tensor, leaf: Tensor) -> bool:
@@ -253,5 +265,9 @@ def _turns(gradient: Tensor, leaf: Tensor) -> bool:
     return change is not None and bool((change != 0).any())  # with NaN too: samples cannot be told apart in it
 
 
-def _nonzero(change: Tensor | None) -> bool:
-    return change is not None and bool((change.nan_to_num(0.0) != 0).any())
+def _turned(change: Tensor | None, gradient: Tensor) -> bool:
+    """Whether a gradient changes: also where it is finite and its change is not, as behind a root of 0."""
+    if change is None:
+        return False
+    undefined = ~change.isfinite() & gradient.isfinite()  # elsewhere a sample itself has NaN, which proves nothing
+    return bool(((change.nan_to_num(0.0) != 0) | undefined).any())

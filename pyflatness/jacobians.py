@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import contractions, inputs, layers
 from .errors import InputError, NonFiniteError
@@ -21,6 +21,7 @@ from .layer_form import LayerForm
 from .preflight import Findings
 from .runner import Run, Runner
 from .signals import PASSES
+from .tape import Call
 from .task import Task
 
 INPUT = ""
@@ -210,7 +211,7 @@ class _Sweep:
             places.append(Place(INPUT, [get_gradient_edge(tensor)], [tensor], lambda x: x, self._needs))
         for name, calls in run.tape.calls.items():
             self._calls[name] = max(self._calls.get(name, 0), len(calls))
-            edges, tensors = [call.input_edge for call in calls], [call.inputs for call in calls]
+            edges, tensors = [_input_edge(name, call) for call in calls], [call.inputs for call in calls]
             weight = self._weight(run, name) if "weights" in self._needs else None
             arrange = partial(run.samples_first, name)
             places.append(Place(name, edges, tensors, arrange, self._needs, weight, self._scales.get(name)))
@@ -224,6 +225,15 @@ class _Sweep:
             backend = contractions.choose(options.backend, weight.device, dtype)
             self._forms[name] = LayerForm(name, module, None, backend, ("squares",), replace(options, conv="filter"))
         return WeightGradient(run, name, module, self._forms[name], self._width)
+
+
+def _input_edge(name: str, call: Call) -> GradientEdge:
+    if call.input_edge is None:
+        raise InputError(
+            f"layer {name!r}: its input is a view (reshaped, transposed, a slice) that is modified in place later, "
+            "so that autograd does not keep the gradient in it; write x = x + y in the place of x += y behind it"
+        )
+    return call.input_edge
 
 
 def _identity(outputs: Tensor, samples: int) -> Iterator[Tensor]:

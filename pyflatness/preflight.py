@@ -1,7 +1,8 @@
 """What is found out on a few samples before a sweep: which layers run, where they keep samples, what fits memory."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from .tape import Tape
 
 _SHARE = 16  # one sample of so many of the first batch is looked at, at least two and at most _MOST
 _MOST = 16
+_NUDGE = 16  # in units of rounding: seen through any smooth way, and hardly ever through a comparison
 
 
 @dataclass
@@ -72,7 +74,8 @@ def look(
     received = sum(call.output.numel() * call.output.element_size() for made in tape.calls.values() for call in made)
     taken = sum(_bytes(call.inputs) for made in tape.calls.values() for call in made)
     if 1 < count == samples and cuttable:  # else the batch itself will show it
-        outputs = _alone(model, tape, batch, forward, outputs)
+        alone = apart(model, data.first(batch, 1), forward)
+        outputs = outputs if alone is None else alone
     bytes_ = (stored + 2 * received) // count
     return Findings(count, narrowed, outputs.detach(), bytes_, taken // count, cuttable)
 
@@ -108,13 +111,39 @@ def check_samples(outputs: Tensor, samples: int) -> None:
         raise InputError(f"the model's output {tuple(outputs.shape)} does not hold {samples} samples in dimension 0")
 
 
-def _alone(model: nn.Module, tape: Tape, batch: Any, forward: capture.Forward | None, outputs: Tensor) -> Tensor:
-    """The outputs of the first sample by itself, if the model runs on it; its outputs among others if not."""
+def apart(model: nn.Module, batch: Any, forward: capture.Forward | None) -> Tensor | None:
+    """The model's outputs for a batch that is a part of another one; None if it does not run on that."""
     try:
         with capture.trial(), torch.no_grad():
-            return capture.run(model, data.first(batch, 1), forward)[0]
-    except Exception:
-        return outputs
+            return capture.run(model, batch, forward)[0]
+    except Exception:  # one of the model's own comes again with the whole batch
+        return None
+
+
+def matters(
+    model: nn.Module, module: nn.Module, calls: Collection[int], batch: Any, forward: capture.Forward | None
+) -> bool:
+    """Whether the model's outputs change, in any bit, when some calls of a layer, by number, give a little more."""
+    numbers = itertools.count()
+
+    def nudge(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        if next(numbers) not in calls or output.numel() == 0:
+            return output
+        size = output.abs().amax()
+        return output + _NUDGE * torch.finfo(output.dtype).eps * torch.where(size > 0, size, 1) * torch.randn_like(
+            output
+        )
+
+    def outputs() -> Tensor:
+        with capture.trial(), torch.no_grad():
+            return capture.run(model, batch, forward)[0]
+
+    before = outputs()
+    handle = module.register_forward_hook(nudge, with_kwargs=True, prepend=True)
+    try:
+        return not torch.allclose(before, outputs(), rtol=0, atol=0, equal_nan=True)
+    finally:
+        handle.remove()
 
 
 def _run(model: nn.Module, tape: Tape, batch: Any, forward: capture.Forward | None) -> tuple[Tensor, int]:

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import capture, contractions, curvature, hessian, layers, normalize, signals, totals
 from .errors import InputError, NonFiniteError, NotYetError
-from .runner import DEFAULT_MEMORY, Result, Run, Runner
+from .runner import DEFAULT_MEMORY, Check, Result, Run, Runner
 from .task import Task
 
 Names = tuple[str, ...]
@@ -45,7 +45,7 @@ class WeightRunner(Runner):
     leaves: dict[str, Tensor]
 
     def _run(
-        self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], seen: Tensor | None
+        self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], check: Check
     ) -> Result | None:
         self.leaves = {name: _leaf(module) for name, module in self.modules.items()}
         with contextlib.ExitStack() as stack:  # around the backward passes too: checkpointing runs the layers again
@@ -53,7 +53,7 @@ class WeightRunner(Runner):
             for name, weight in self.leaves.items():
                 module = self.modules[name]
                 stack.enter_context(capture.replaced_forward(module, _forward(module, weight)))
-            return super()._run(part, number, numbers, work, seen)
+            return super()._run(part, number, numbers, work, check)
 
     def _narrow(self, outputs: Tensor, samples: int) -> None:
         """See the class."""

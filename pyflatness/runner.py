@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,11 @@ DEFAULT_MEMORY = 512 * 2**20  # bytes that the graph, the layers' inputs and sig
 _SECOND_ORDER = 3  # about the memory that a graph takes together with that of its derivatives
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
+_COMPARED_EVERY = 200  # samples, of which two are looked at: one per cent of the forward pass
+
 Result = TypeVar("Result")
+Check = Callable[[Tensor], None]
+"""Of the outputs of a run: raises if these samples had others before."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,8 @@ class Runner:
         self._bent: dict[str, str] = {}
         self._twice_differentiable = False  # whether attention is run so that it has second derivatives
         self._unseen: set[str] = set()  # layers that ran for the first time
+        self._idle: dict[str, frozenset[int]] = {}  # calls of layers that outputs do not depend on, by number
+        self._compared = 0  # samples in front of the last batch of which some were held against themselves alone
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -158,10 +165,16 @@ class Runner:
     ) -> Generator[Result, None, None]:
         seen, samples = self._look(batch), data.size(batch)
         numbers = torch.arange(done, done + samples)
+        first: Check = _unchecked if seen is None else partial(check_unchanged, seen)
+        compare = seen is None and self._is_to_be_compared(number, done)
 
         def step(start: int, stop: int) -> Result | None:
-            part = data.part(batch, start, stop)
-            return self._tried(part, number, numbers[start:stop], work, seen if start == 0 else None)
+            part, check = data.part(batch, start, stop), first
+            if start > 0:
+                check = _unchecked
+            elif compare:
+                check = self._two_alone(part)
+            return self._tried(part, number, numbers[start:stop], work, check)
 
         yield from self._in_parts(samples, samples, step)
 
@@ -183,7 +196,8 @@ class Runner:
             seen = data.rows_of(run.outputs, len(run.numbers), index)
             part, numbers = data.take(run.batch, index), run.numbers[index]
             with capture.trial():  # these samples went through the model before
-                return self._tried(part, run.number, numbers, lambda found: work(found, slice(start, stop)), seen)
+                own = partial(check_unchanged, seen)
+                return self._tried(part, run.number, numbers, lambda found: work(found, slice(start, stop)), own)
 
         yield from self._in_parts(len(rows), len(run.numbers), again)
 
@@ -206,17 +220,17 @@ class Runner:
                 start = stop
 
     def _tried(
-        self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], seen: Tensor | None
+        self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], check: Check
     ) -> Result | None:
         """None: to be tried again, with what was found out."""
         with self._attention():  # around all of it: activation checkpointing runs the model again in backward passes
-            result = self._run(part, number, numbers, work, seen)
+            result = self._run(part, number, numbers, work, check)
         if result is None and self._unseen:
             self._look(part, again=True)
         return result
 
     def _run(
-        self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], seen: Tensor | None
+        self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], check: Check
     ) -> Result | None:
         tape, samples = self._tape, data.size(part)
 
@@ -237,9 +251,10 @@ class Runner:
             overwritten = tape.overwritten()
             if overwritten:
                 raise InputError(f"batch {number}: the inputs of {', '.join(overwritten)} are modified in place")
-            if seen is not None:
-                check_unchanged(seen, outputs)
             preflight.check_samples(outputs, samples)
+            check(outputs)
+            if self._finds_idle(outputs, part):
+                return None
             self._narrow(outputs, samples)
             if not self._settled(outputs, samples):
                 return None
@@ -251,6 +266,41 @@ class Runner:
             return work(Run(part, outputs, targets, samples, number, numbers, tape, first, bent, again))
         finally:
             tape.calls.clear()
+
+    def _is_to_be_compared(self, number: int, done: int) -> bool:
+        """Whether some of a later batch are looked at alone: of the second, the last, and others rarely enough."""
+        if not self._cuttable or done <= self._compared:
+            return False
+        due = done - self._compared >= min(_COMPARED_EVERY, self._compared) or number + 1 == len(self.batches)
+        self._compared = done if due else self._compared
+        return due
+
+    def _two_alone(self, part: Any) -> Check:
+        """Holds outputs for a part of the data against those for two of its samples without the others."""
+        samples = data.size(part)
+        two = torch.tensor([1, samples - 1], device="cpu")  # either has lost what was in front of it or behind
+        seen = preflight.apart(self.model, data.take(part, two), self._forward) if samples > 2 else None
+        if seen is None:
+            return _unchecked
+        return lambda outputs: check_unchanged(seen, data.rows_of(outputs, samples, two.to(outputs.device)))
+
+    def _finds_idle(self, outputs: Tensor, part: Any) -> bool:
+        """Whether there are layers, not known before, without a path to the outputs; these do not depend on them.
+
+        Raises:
+            InputError: they do, so that derivatives of zero would be wrong.
+        """
+        unreached = curvature.unreached(outputs, self._tape.calls)
+        new = {name: calls for name, calls in unreached.items() if not calls <= self._idle.get(name, frozenset())}
+        for name, calls in new.items():
+            if preflight.matters(self.model, self.selected[name], calls, part, self._forward):
+                raise InputError(
+                    f"layer {name!r}: the model's outputs change with what it gives, but autograd has no path between "
+                    "them (detach, .data, numpy, or an operation without a derivative is on the way), and derivatives "
+                    "of zero would be wrong; write that way in differentiable operations, or choose other layers"
+                )
+            self._idle[name] = self._idle.get(name, frozenset()) | calls
+        return bool(new)  # the user's forward was called since: have the run once more
 
     def _attention(self) -> contextlib.AbstractContextManager[None]:
         """The kernel of attention that has second derivatives, where they will be taken."""
@@ -326,6 +376,10 @@ class Runner:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether torch says that memory did not suffice."""
     return any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def _unchecked(outputs: Tensor) -> None:
+    """Nothing is known of these outputs."""
 
 
 def _even(left: int, limit: int) -> int:

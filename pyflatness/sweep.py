@@ -42,6 +42,7 @@ class Values:
         variances: (layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these are
             sampled in groups; None: they are exact, or their draws tell.
         parts: by layer and quantity, those of :class:`.contractions.layer.Share` summed over the samples that count.
+        by_hessian: layers whose values are of second derivatives.
     """
 
     values: Tensor
@@ -49,6 +50,7 @@ class Values:
     number: int
     variances: Tensor | None = None
     parts: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
+    by_hessian: frozenset[str] = frozenset()
 
 
 class Sweep:
@@ -128,7 +130,7 @@ class Sweep:
         self.by_hessian.update(bent)
         kept = self._kept(values)
         summed = {key: part[kept].sum(dim=0) if key[1] in NEURONS else part for key, part in parts.items()}
-        return Values(values, sent.mass, run.number, parts=summed)
+        return Values(values, sent.mass, run.number, parts=summed, by_hessian=frozenset(bent))
 
     def _add_factors(
         self, run: Run, sent: signals.Signals, signs: Signs | None, found: dict[str, Tensor], parts: Parts
@@ -250,7 +252,7 @@ class Sweep:
         total, traces = torch.zeros_like(sent.mass.sum()), torch.zeros_like(sent.mass)
         if linear or bent:
             total, traces = traced(run, sent, name, kept)
-        values = Values(traces[None, None, None], sent.mass, run.number)
+        values = Values(traces[None, None, None], sent.mass, run.number, by_hessian=frozenset(bent))
         left = self._kept(values.values)
         if not bool(left.all()):
             total, _ = traced(run, sent, name, left)

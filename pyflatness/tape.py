@@ -1,8 +1,12 @@
 """What a sweep remembers of a forward pass: the inputs of chosen layers, and where their outputs are in the graph.
 
-Outputs are kept as gradient edges, so that an in-place operation behind a layer does no harm. Nothing in front of the
-first chosen layer is recorded: no parameter requires a gradient meanwhile, and a layer whose input does not either gets
-an alias of it that does.
+Outputs are kept as gradient edges, so that an in-place operation behind a layer does no harm: it goes on from there.
+Not so for an output that is a view, as ``F.linear`` with a bias gives one in three dimensions or more: the operation
+then becomes a part of the history of what is viewed, and the view's edge is on no path to the model's outputs. Such an
+output is handed on as an alias with a history of its own.
+
+Nothing in front of the first chosen layer is recorded: no parameter requires a gradient meanwhile, and a layer whose
+input does not either gets an alias of it that does.
 """
 
 import contextlib
@@ -27,14 +31,15 @@ class Call:
         inputs: the tensor that went in; it still has its graph.
         version: of its contents, as counted by torch, when it went in.
         edge: of the output.
-        input_edge: of the input, as it was when it went in.
+        input_edge: of the input, as it was when it went in; None for a view that is modified in place afterwards, whose
+            gradient in that is no longer to be had.
         output: an empty tensor of the output's shape and dtype, on the meta device.
     """
 
     inputs: Tensor
     version: int
     edge: GradientEdge
-    input_edge: GradientEdge
+    input_edge: GradientEdge | None
     output: Tensor
 
 
@@ -122,27 +127,35 @@ class Tape:
         return alias
 
     def _keep(self, name: str) -> Any:
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
             inputs = args[0] if args else next(iter(kwargs.values()), None)
-            if not self._active or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
-                return
-            weight = module._parameters.get("weight")
-            if inputs.ndim < (weight.ndim if weight is not None and layers.is_convolution(module) else 2):
-                raise InputError(
-                    f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
-                    f"it one, {(1, *inputs.shape)}"
-                )
-            if self._checking and not layers.computes(module, inputs, output):
-                raise InputError(
-                    f"layer {name!r} ({type(module).__name__}): its output is not W φ + b of its weight and input; its "
-                    "forward is replaced (by an adapter, quantisation, …) and cannot be measured"
-                )
-            kept = inputs.clone() if name in self._copied else inputs
-            shape = torch.empty_like(output, device="meta", requires_grad=False)
-            edges = get_gradient_edge(output), get_gradient_edge(inputs)
-            self.calls.setdefault(name, []).append(Call(kept, version(kept), *edges, shape))
+            if self._paused or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
+                return None
+            own = _with_own_history(output)  # also in a backward pass, see above
+            if self._active:
+                self._take(name, module, inputs, own)
+            return None if own is output else own
 
         return keep
+
+    def _take(self, name: str, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
+        weight = module._parameters.get("weight")
+        if inputs.ndim < (weight.ndim if weight is not None and layers.is_convolution(module) else 2):
+            raise InputError(
+                f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
+                f"it one, {(1, *inputs.shape)}"
+            )
+        if self._checking and not layers.computes(module, inputs, output):
+            raise InputError(
+                f"layer {name!r} ({type(module).__name__}): its output is not W φ + b of its weight and input; its "
+                "forward is replaced (by an adapter, quantisation, …) and cannot be measured"
+            )
+        overwritten = name in self._copied
+        kept = inputs.clone() if overwritten else inputs
+        input_edge = None if overwritten and inputs._is_view() else get_gradient_edge(inputs)
+        shape = torch.empty_like(output, device="meta", requires_grad=False)
+        call = Call(kept, version(kept), get_gradient_edge(output), input_edge, shape)
+        self.calls.setdefault(name, []).append(call)
 
 
 @contextlib.contextmanager
@@ -166,3 +179,13 @@ def _or_zeros(gradient: Tensor | None, call: Call, outputs: Tensor) -> Tensor:
     if gradient is not None:
         return gradient
     return torch.zeros(call.output.shape, dtype=call.output.dtype, device=outputs.device)
+
+
+def _with_own_history(output: Tensor) -> Tensor:
+    """A layer's output, or an alias of it where it is a view in a graph; a copy in layouts that have no such alias."""
+    if not (output.requires_grad and output._is_view()):
+        return output
+    if output.layout != torch.strided:
+        return output.clone()
+    alias: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+    return alias

@@ -156,7 +156,8 @@ def _non_finite(part: Values, bad: Tensor, names: Sequence[str]) -> NonFiniteErr
     finite = part.values.isfinite().all(dim=0).flatten(1).all(dim=1)
     where = [name for name, fine in zip(names, finite, strict=True) if not bool(fine)]
     listed = ", ".join(map(repr, where[:4])) + (", …" if len(where) > 4 else "")
+    what = "inputs, signals or second derivatives" if part.by_hessian.intersection(where) else "inputs or signals"
     return NonFiniteError(
         f"batch {part.number}: {int(bad.sum())} of {len(bad)} samples have NaN or infinity (or squares beyond the "
-        f"dtype's range) in the inputs or signals of layer {listed}; pass nan_policy='omit' or 'propagate' to go on"
+        f"dtype's range) in the {what} of layer {listed}; pass nan_policy='omit' or 'propagate' to go on"
     )
