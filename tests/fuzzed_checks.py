@@ -112,9 +112,10 @@ def affine(verdict: Verdict, truth: Truth) -> None:
     case = verdict.case
     for name in case.names:
         if isinstance(case.model.get_submodule(name), CONVOLUTIONS):
-            estimate = _flatness(verdict, "affine", name, conv="affine")
-            if estimate is not None:
-                verdict.compare("affine", estimate, truth.affine(name))
+            expected = truth.affine(name)
+            estimate = _flatness(verdict, "affine", name, conv="affine") if expected else None
+            if estimate is not None and expected is not None:
+                verdict.compare("affine", estimate, expected)
 
 
 def eigenvalues(verdict: Verdict, truth: Truth) -> None:

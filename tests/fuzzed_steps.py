@@ -146,7 +146,7 @@ def tied(draw):
 def unused(draw):
     """A layer whose output is dropped, or multiplied by zero, or detached."""
     m = draw.shape[-1]
-    how = draw.rng.choice(("dropped", "times zero", "detached"))
+    how = draw.rng.choice(("dropped", "dropped", "times zero", "times zero", "detached"))
 
     def forward(net, x):
         h = net.side(x)

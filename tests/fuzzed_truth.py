@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations
 
+_DENSE = 150  # weights of a dense layer of which there is a Hessian
 Value = tuple[float, float]
 """A number, and the size of what was added up for it, to which rounding is relative."""
 
@@ -117,11 +118,13 @@ class Truth:
         scale = truth.relative_flatness_of(size, weight.abs(), groups)
         return truth.relative_flatness_of(matrix, weight, groups), scale
 
-    def affine(self, name: str) -> Value:
-        """κ of a convolution as one dense layer."""
+    def affine(self, name: str) -> Value | None:
+        """κ of a convolution as one dense layer; None if that is a large one."""
         model, linear = truth.affine(self.model, name, self.inputs)
-        matrix = truth.layer_hessian(model, self.problem.loss, self.inputs, self.targets, linear)
         weight = truth.weight_of(model, linear)
+        if weight.numel() > _DENSE:
+            return None
+        matrix = truth.layer_hessian(model, self.problem.loss, self.inputs, self.targets, linear)
         size = truth.layer_ggn(model, self.problem.loss, self.inputs, self.targets, linear).abs() + matrix.abs()
         return truth.relative_flatness_of(matrix, weight), truth.relative_flatness_of(size, weight.abs())
 

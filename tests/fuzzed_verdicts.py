@@ -5,7 +5,7 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fuzzed_cases import Case
@@ -18,7 +18,8 @@ import pyflatness as pf
 from pyflatness.report import Estimate
 
 RTOL = 1e-9  # of the size of what is added up for a value
-AGREES, INEXACT, REFUSED = "agrees", "not exact, as it says", "refused"
+AGREES, INEXACT = "agrees", "not exact, as it says"
+REFUSED, CALLS = "refused", "calls"
 WRONG, FALSELY_EXACT, RAW, STATE = "wrong", "falsely exact", "another exception", "state left behind"
 FAILURES = (WRONG, FALSELY_EXACT, RAW, STATE)
 
@@ -43,6 +44,7 @@ class Verdict:
         """The result, or None of a call that was refused; nothing of the model may have changed."""
         before = snapshot(self.case.model)
         result = None
+        self.counts[CALLS, what] += 1
         try:
             result = run()
         except pf.FlatnessError as error:
@@ -116,27 +118,33 @@ def _without_names(message: str) -> str:
 
 @dataclass
 class Total:
-    """Over networks."""
+    """Over networks: values by outcome, refusals by reason, and what failed."""
 
     networks: int = 0
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
     def add(self, verdict: Verdict) -> None:
         self.networks += 1
-        self.counts.update(verdict.counts)
         self.reasons.update(verdict.reasons)
+        for (outcome, _), count in verdict.counts.items():
+            self.outcomes[outcome] += count
         if verdict.failures:
             self.failures.append(str(verdict))
 
+    @classmethod
+    def of(cls, parts: dict[str, Any]) -> "Total":
+        """From ``dataclasses.asdict``, which another process may have sent."""
+        return cls(parts["networks"], Counter(parts["outcomes"]), Counter(parts["reasons"]), parts["failures"])
+
+    def __add__(self, other: "Total") -> "Total":
+        return Total(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
+
     def __str__(self) -> str:
-        outcomes: Counter[str] = Counter()
-        for (outcome, _), count in self.counts.items():
-            outcomes[outcome] += count
-        values = sum(count for outcome, count in outcomes.items() if outcome != REFUSED)
+        values = sum(count for outcome, count in self.outcomes.items() if outcome not in (REFUSED, CALLS))
         lines = [f"{self.networks} networks, {values} values, {len(self.failures)} networks with failures"]
-        lines += [f"  {outcomes[name]:7d} {name}" for name in (AGREES, INEXACT, *FAILURES)]
-        lines += [f"  {outcomes[REFUSED]:7d} calls refused"]
+        lines += [f"  {self.outcomes[name]:7d} {name}" for name in (AGREES, INEXACT, *FAILURES)]
+        lines += [f"  {self.outcomes[REFUSED]:7d} calls refused, of {self.outcomes[CALLS]}"]
         lines += [f"  {count:7d} {reason}" for reason, count in self.reasons.most_common()]
         return "\n".join(lines)
