@@ -203,9 +203,10 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
     by = "hessian" if diagonal.curved and options.curvature != "ggn" else "ggn"
     taken = by == "hessian" and curvature.OPAQUE in diagonal.curved.values()
     sampled = sums.errors is not None
+    stderr, dof = sums.uncertainty(-1, 0)
     return Estimate(
         value=float(sums.values[-1]),
-        stderr=None if sums.errors is None else float(sums.errors[-1]),
+        stderr=stderr,
         samples=sums.samples,
         method=f"{by}-sampled" if sampled else by,
         exact=not sampled and not taken and (by == "hessian" or not diagonal.curved),
@@ -213,6 +214,7 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
         per_sample=None if sums.per_sample is None else sums.per_sample[-1, 0],
         omitted=sums.omitted,
         notes=("second derivatives of functions that torch did not write taken as they are",) if taken else (),
+        dof=dof,
     )
 
 

@@ -39,8 +39,8 @@ class Values:
             by the loss's divisor. One draw if they are exact. Of all selected layers; 0 for one that did not run.
         mass: (n,) float64, the samples' part of the divisor of a mean.
         number: of the user's batch.
-        variances: (layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these are
-            sampled in groups; None: they are exact, or their draws tell.
+        variances: (2, layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these
+            are sampled in groups, and the sums of the groups' squared ones; None: they are exact, or their draws tell.
         parts: by layer and quantity, those of :class:`.contractions.layer.Share` summed over the samples that count.
         by_hessian: layers whose values are of second derivatives.
     """

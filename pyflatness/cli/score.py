@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Table
 from rich.text import Text
 
-from .. import capture, losses
+from .. import capture, intervals, losses
 from ..data import Batches
 from ..errors import InputError
 from ..measures import MEASURES, named
@@ -177,7 +177,9 @@ def _print(rows: list[Row]) -> None:
 def _value(row: Row) -> str:
     if row.value is None:
         return "error"
-    return f"{row.value:.5g}" + ("" if row.stderr is None else f" ± {row.stderr:.2g}")
+    if row.stderr is None:
+        return f"{row.value:.5g}"
+    return intervals.shown(row.value, None if row.low is None or row.high is None else (row.low, row.high))
 
 
 def _short(paths: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import capture, head, losses, risk
+from .. import capture, head, intervals, losses, risk
 from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss
@@ -41,7 +41,7 @@ class Decomposition:
         gap: E_gen, the mean loss of the data held out less that of the sample.
         representativeness: E_Rep.
         robustness: E_F, averaged over the kernel.
-        stderr: standard error of the last two over the draws of ξ, given the data.
+        stderr: standard error of the last two over the draws of ξ, given the data, of ``draws - 1`` degrees of freedom.
     """
 
     gap: float
@@ -56,7 +56,7 @@ class Representativeness:
 
     Attributes:
         value: E_Rep, its mean over the folds.
-        stderr: of ``value`` over the draws of ξ, given the data.
+        stderr: of ``value`` over the draws of ξ, given the data, of ``draws - 1`` degrees of freedom.
         magnitude: the mean over the folds of |E_Rep|.
         folds: E_gen = E_Rep + E_F of each fold.
         test: the same between test data and the whole sample; None without test data.
@@ -78,9 +78,22 @@ class Representativeness:
     draws: int
     refitted: bool
 
+    def interval(self, level: float = 0.95) -> tuple[float, float] | None:
+        """Return the interval that holds E_Rep's mean over all ξ with probability ``level``, given the data and folds.
+
+        value ± t ``stderr``, t the quantile of Student's t distribution.
+
+        Args:
+            level: in (0, 1).
+
+        Raises:
+            InputError: a level that is no probability.
+        """
+        return intervals.interval(self.value, self.stderr, self.draws - 1, level)
+
     def __repr__(self) -> str:
         facts = [
-            f"{self.value:.6g} ± {self.stderr:.2g}",
+            f"{intervals.shown(self.value, self.interval())} (95 % interval)",
             f"magnitude {self.magnitude:.6g}",
             f"{len(self.folds)} folds{', refitted' if self.refitted else ''}",
             f"δ = {self.delta:.4g}",

@@ -91,6 +91,9 @@ class Loss(Protocol):
         E is that of all batches over Σ mass for the reduction ``"mean"``, and that itself for ``"sum"``.
         """
 
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss terms that :meth:`value` sums, (rows,), in the order of :meth:`terms`."""
+
     def columns(self, outputs: int) -> int:
         """How many output factors a term of so many outputs has."""
 

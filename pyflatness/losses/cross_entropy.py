@@ -92,12 +92,19 @@ class CrossEntropy:
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""
+        return self._reduced(outputs, targets, "sum")
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :class:`.base.Loss`."""
+        return self._reduced(outputs, targets, "none").flatten()
+
+    def _reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         return F.cross_entropy(
             outputs.double(),
             targets.double() if targets.is_floating_point() else targets.long(),
             None if self.weight is None else self.weight.to(outputs.device, torch.float64),
             ignore_index=self.ignore_index,
-            reduction="sum",
+            reduction=reduction,
             label_smoothing=self.label_smoothing,
         )
 

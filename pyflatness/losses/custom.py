@@ -102,6 +102,10 @@ class CustomLoss:
         """See :class:`.base.Loss`."""
         return self._sum(outputs.double(), targets)
 
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :class:`.base.Loss`; a call of the loss for every sample."""
+        return torch.stack([self.value(outputs[i : i + 1], targets[i : i + 1]) for i in range(len(outputs))])
+
     def columns(self, outputs: int) -> int:
         """See :class:`.base.Loss`."""
         return outputs

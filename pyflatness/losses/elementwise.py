@@ -53,6 +53,10 @@ class SquaredError(_Elementwise):
         """See :class:`.base.Loss`."""
         return F.mse_loss(outputs.double(), targets.double(), reduction="sum")
 
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :class:`.base.Loss`."""
+        return _by_row(F.mse_loss(outputs.double(), targets.double(), reduction="none"))
+
     def factors(self, rows: Tensor, terms: Terms) -> Factors:
         """Columns √2 e_c."""
         return diagonal(terms.scale.to(promoted_dtype(rows.dtype)).unsqueeze(1).expand_as(rows))
@@ -120,11 +124,18 @@ class BinaryCrossEntropy(_Elementwise):
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""
+        return self._reduced(outputs, targets, "sum")
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :class:`.base.Loss`."""
+        return _by_row(self._reduced(outputs, targets, "none"))
+
+    def _reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         weight, pos_weight = (
             None if w is None else w.to(outputs.device, torch.float64) for w in (self.weight, self.pos_weight)
         )
         return F.binary_cross_entropy_with_logits(
-            outputs.double(), targets.double(), weight, pos_weight=pos_weight, reduction="sum"
+            outputs.double(), targets.double(), weight, pos_weight=pos_weight, reduction=reduction
         )
 
     def factors(self, rows: Tensor, terms: Terms) -> Factors:
@@ -132,3 +143,8 @@ class BinaryCrossEntropy(_Elementwise):
         assert terms.extra is not None
         small = promoted(rows).abs().neg().exp()
         return diagonal(terms.extra * small / (1 + small).square())
+
+
+def _by_row(values: Tensor) -> Tensor:
+    """Return sums over the outputs of each row, the last dimension; of one dimension every output is a row."""
+    return values if values.ndim < 2 else values.sum(dim=-1).flatten()
