@@ -100,7 +100,7 @@ def block_traces(verdict: Verdict, truth: Truth) -> None:
 
 def normalised(verdict: Verdict, truth: Truth) -> None:
     case = verdict.case
-    if (case.problem.targets == getattr(case.problem.loss, "ignore_index", -100)).any():
+    if case.problem.ignores:
         return  # the deviations are over what the loss does not ignore
     for name in case.names:
         estimate = _flatness(verdict, "normalised", name, normalize="std")
@@ -192,7 +192,7 @@ def omitted(verdict: Verdict, truth: Truth) -> None:
             return  # the network does not look at it
     kept = torch.arange(len(inputs)) != bad
     name, normalize = case.rng.choice(case.names), case.rng.choice((None, None, "std"))
-    if normalize and (case.problem.targets == getattr(case.problem.loss, "ignore_index", -100)).any():
+    if normalize and case.problem.ignores:
         normalize = None
     estimate = _flatness(verdict, "omitted", name, case.data(inputs, targets), nan_policy="omit", normalize=normalize)
     if estimate is None:

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 VECTORS, TOKENS, IMAGES = "vectors", "tokens", "images"
-LAYER = 36  # weights that a layer may have
-NETWORK = 80  # and all layers together, about
+LAYER = 30  # weights that a layer may have
+NETWORK = 60  # and all layers together, about
 
 
 class Step(Net):
