@@ -117,7 +117,7 @@ class Diagonal:
             if self._certify and unknown:
                 self._note(self._own.shared(run, unknown, curvature.curved_parameters))
             self._own.each(run, rest, add)
-        return Values(values[:, None, None], sent.mass, run.number)
+        return Values(sent.marked(values)[:, None, None], sent.mass, run.number, lost=sent.bad)
 
     def _by_layer(self, run: Run) -> list[str]:
         """The layers whose parameters' gradients will come from the layers' own."""
@@ -218,5 +218,5 @@ def _check_finite(part: Values, theta: parameters.Parameters) -> None:
             raise NonFiniteError(f"parameter {name!r}: it has {count} entries of NaN or infinity")
     raise NonFiniteError(
         f"batch {part.number}: {int(bad.sum())} of {len(bad)} samples have NaN or infinity (or squares beyond the "
-        "dtype's range) in the derivatives; pass nan_policy='omit' or 'propagate' to go on"
+        "dtype's range) in their targets, outputs or derivatives; pass nan_policy='omit' or 'propagate' to go on"
     )

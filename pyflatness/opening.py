@@ -9,8 +9,10 @@ from torch import nn
 
 from . import capture, losses
 from .data import Batches
+from .errors import InputError
 from .losses import Loss
-from .options import Options
+from .options import Options, check_flag
+from .received import shown
 from .selectors import Selection
 from .task import Task
 
@@ -70,6 +72,9 @@ def opened(
             :func:`.losses.resolve` and :class:`.data.Batches`.
     """
     resolved = losses.resolve(loss, reduction)
+    if forward is not None and not callable(forward):
+        raise InputError(f"forward={shown(forward)}: a function (model, batch) -> (outputs, targets) is wanted")
+    progress = None if progress is None else check_flag("progress", progress)
     with capture.observing(model) as module:
         batches = Batches(data, capture.device(module), passes=passes, shown=progress)
         yield Opened(module, resolved, batches, forward, progress)

@@ -87,8 +87,10 @@ class Totals:
         """
         values, mass = part.values, part.mass
         bad = ~values.isfinite().flatten(0, 2).all(dim=0)
+        if bool(bad.any()) and self._policy == "propagate":
+            values = values.where(values.isfinite(), torch.nan)  # never infinity, and a layer that is fine stays so
         if bool(bad.any()) and self._policy != "propagate":
-            check_finite_weights(modules)
+            layers.check_finite(modules)
             if self._policy == "raise":
                 raise _non_finite(part, bad, [*modules])
             values, mass = values.masked_fill(bad, 0.0), mass.masked_fill(bad, 0.0)
@@ -142,21 +144,15 @@ class Totals:
         )
 
 
-def check_finite_weights(modules: dict[str, nn.Module]) -> None:
-    """Raise if a layer's weight or bias has NaN or infinity in it."""
-    for name, module in modules.items():
-        for what, values in zip(("weight", "bias"), layers.matrix(module), strict=True):
-            if values is not None and not bool(values.isfinite().all()):
-                count = int((~values.isfinite()).sum())
-                raise NonFiniteError(f"layer {name!r}: its {what} has {count} entries of NaN or infinity")
-
-
 def _non_finite(part: Values, bad: Tensor, names: Sequence[str]) -> NonFiniteError:
     finite = part.values.isfinite().all(dim=0).flatten(1).all(dim=1)
     where = [name for name, fine in zip(names, finite, strict=True) if not bool(fine)]
     listed = ", ".join(map(repr, where[:4])) + (", …" if len(where) > 4 else "")
     what = "inputs, signals or second derivatives" if part.by_hessian.intersection(where) else "inputs or signals"
+    what = f"in the {what} of layer {listed}"
+    if part.lost is not None and bool(part.lost.any()):
+        what = f"in their targets, outputs or loss, or {what}"
     return NonFiniteError(
         f"batch {part.number}: {int(bad.sum())} of {len(bad)} samples have NaN or infinity (or squares beyond the "
-        f"dtype's range) in the {what} of layer {listed}; pass nan_policy='omit' or 'propagate' to go on"
+        f"dtype's range) {what}; pass nan_policy='omit' or 'propagate' to go on"
     )

@@ -12,6 +12,7 @@ Theorem 5 is about twice differentiable models. Behind a ReLU the parabola holds
 which for many samples is not far: kinks that are crossed add a rise of order α² of their own, which no Hessian sees.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,10 @@ from ..errors import InputError, NonFiniteError
 from ..losses import Loss
 from ..measures import RELATIVE_FLATNESS
 from ..opening import opened
-from ..options import Options
+from ..options import Options, check_draws, check_number
 from ..pipeline import layer_value
 from ..report import Estimate
 from ..selectors import Selector
-from . import noise
 from .perturbed import Perturbed, Turns, by_weight
 
 if TYPE_CHECKING:
@@ -172,14 +172,15 @@ def feature_robustness(
         True
     """
     steps = _checked(alphas)
-    noise.check_count("draws", draws, 2)
-    if nan_policy == "omit":
-        raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
+    draws = check_draws("draws", draws, 2)
+    kappa = None if kappa is None else check_number("kappa", kappa, "a number", math.isfinite)
     options = Options(nan_policy=nan_policy, seed=seed)
+    if options.nan_policy == "omit":
+        raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
     with opened(model, loss, data, reduction=reduction, forward=forward, passes=2, progress=progress) as call:
         name, source = head.find(call.model, layer, call.loss, call.batches, call.forward)
         perturbed = Perturbed(call.model, name, call.forward, head=source is not None)
-        turns = Turns(perturbed.layer, torch.Generator(capture.device(call.model)).manual_seed(seed))
+        turns = Turns(perturbed.layer, torch.Generator(capture.device(call.model)).manual_seed(options.seed))
         curve = _Curve(perturbed, call.loss, call.batches, steps, policy=nan_policy)
         for start in range(0, draws, curve.kept):
             curve.add([turns.draw() for _ in range(min(curve.kept, draws - start))])

@@ -24,6 +24,8 @@ from .. import capture, head, intervals, losses, risk
 from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss
+from ..options import check_count, check_draws, check_number, check_seed
+from ..received import check_tensor
 from . import noise
 
 FOLDS, DRAWS = 3, 32
@@ -160,13 +162,13 @@ def representativeness(
         True
     """
     resolved = losses.resolve(loss, reduction)
-    noise.check_count("folds", folds, 2)
-    noise.check_count("draws", draws, 2)
+    folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
+    seed = check_seed("seed", seed)
+    delta = None if delta is None else check_number("delta", delta)
     with torch.inference_mode(False), torch.no_grad():
         psi = _Head(features, weight, bias, targets, resolved)
         n, m = psi.features.shape
         delta = default_delta(n, m) if delta is None else delta
-        noise.check_delta(delta)
         places = assigned(n, folds, seed)
         whole = _sums(psi, places, folds, delta, draws, seed)
         if fit is None:
@@ -320,10 +322,7 @@ class _Head:
     """ψ, and the data it is looked at on."""
 
     def __init__(self, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Any, loss: Loss) -> None:
-        if not isinstance(targets, Tensor):
-            raise InputError(
-                f"targets: a tensor is wanted, got {'none' if targets is None else type(targets).__name__}"
-            )
+        targets = check_tensor("targets", targets)
         head.from_tensors(features, weight, bias, targets, loss)  # checks
         if features.ndim != 2:
             raise InputError(f"features: one vector a sample, (n, m), is wanted, got shape {tuple(features.shape)}")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..contractions import Bounded, promoted, promoted_dtype, squared_norms
 from ..errors import InputError
-from .base import Curvature, Factors, Reduction, Terms, diagonal, rows_like, uniform
+from .base import Curvature, Factors, Reduction, Terms, diagonal, marked, rows_like, uniform
 
 
 class _Elementwise:
@@ -37,10 +37,9 @@ class SquaredError(_Elementwise):
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
         """See :class:`.base.Loss`."""
-        if targets is not None:
-            rows_like("targets", targets, outputs, class_dim)
         d = outputs.shape[class_dim]
-        return uniform(outputs.numel() // d, 2.0, float(d), outputs.device if targets is None else targets.device)
+        terms = uniform(outputs.numel() // d, 2.0, float(d), outputs.device if targets is None else targets.device)
+        return terms if targets is None else marked(terms, rows_like("targets", targets, outputs, class_dim))
 
     def curvature(
         self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int, rtol: float
@@ -83,9 +82,9 @@ class BinaryCrossEntropy(_Elementwise):
             coefficients = 1 + (self._spread("pos_weight", self.pos_weight, outputs) - 1) * targets
         if self.weight is not None:
             coefficients = coefficients * self._spread("weight", self.weight, outputs)
-        rows_like("targets", targets, outputs, class_dim)
+        labels = rows_like("targets", targets, outputs, class_dim)
         rows = promoted(rows_like("coefficients", coefficients, outputs, class_dim).to(outputs.dtype))
-        terms = uniform(len(rows), 1.0, float(rows.shape[1]), rows.device)
+        terms = marked(uniform(len(rows), 1.0, float(rows.shape[1]), rows.device), labels)
         return replace(terms, extra=rows)
 
     def _spread(self, name: str, value: Tensor, outputs: Tensor) -> Tensor:

@@ -21,9 +21,8 @@ import torch
 from torch import nn
 
 from .. import capture, parameters, risk
-from ..errors import InputError
 from ..opening import opened
-from ..options import Options
+from ..options import Options, check_draws, check_flag, check_number
 from ..report import Estimate
 from .base import Measure, Task
 
@@ -81,10 +80,7 @@ def adaptive_sharpness_mc(
         >>> value.samples, value.stderr > 0
         (100, True)
     """
-    if not 0 < rho < float("inf"):
-        raise InputError(f"rho={rho}: a positive number is wanted")
-    if draws < 2:
-        raise InputError(f"draws={draws}: at least two are wanted, for a standard error")
+    rho, draws, scaled = check_number("rho", rho), check_draws("draws", draws, 2), check_flag("scaled", scaled)
     options, passes = Options(nan_policy=nan_policy, seed=seed), draws + 1
     with opened(model, loss, data, reduction=reduction, forward=forward, passes=passes, progress=progress) as call:
         return _estimate(call.task(options), rho, draws, scaled=scaled)
