@@ -137,7 +137,7 @@ class Calls:
     def _hook(self, name: str) -> Callable[..., None]:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             inputs = args[0] if args else kwargs.get("input")
-            if isinstance(inputs, Tensor) and isinstance(output, Tensor):
+            if isinstance(inputs, Tensor) and isinstance(output, Tensor) and not _aside:
                 self.last.pop(name, None)
                 self.last[name] = Call(inputs, output, (version(inputs), version(output)))
                 self.count[name] = self.count.get(name, 0) + 1
@@ -190,6 +190,26 @@ _trial = False
 def is_trial() -> bool:
     """Whether a ``forward`` is called inside :func:`trial`."""
     return _trial
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Inside, a batch goes through the model once more, and what is recorded of the layers' calls stays as it is."""
+    global _aside
+    before, _aside = _aside, True
+    try:
+        with trial():
+            yield
+    finally:
+        _aside = before
+
+
+_aside = False
+
+
+def is_aside() -> bool:
+    """Return whether a layer is called inside :func:`aside`."""
+    return _aside
 
 
 def run(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Tensor, Any]:

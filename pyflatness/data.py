@@ -194,6 +194,17 @@ def rows_of(tensor: Tensor, samples: int, index: Tensor) -> Tensor:
     return rows
 
 
+def described(batch: Any) -> str:
+    """Return in words what is in a batch: shapes and dtypes of tensors, types of all else."""
+    if isinstance(batch, Tensor):
+        return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key}: {described(part)}" for key, part in batch.items()) + "}"
+    if isinstance(batch, (tuple, list)):
+        return f"{type(batch).__name__} [" + ", ".join(map(described, batch)) + "]"
+    return type(batch).__name__
+
+
 def first(batch: Any, count: int) -> Any:
     """The first ``count`` samples of a batch."""
     return part(batch, 0, count)

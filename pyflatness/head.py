@@ -18,6 +18,8 @@ from . import capture, layers, losses, selectors
 from .contractions import promoted, promoted_dtype
 from .data import Batches, first, size
 from .errors import FlatnessError, InputError
+from .generators import Generators
+from .losses.closure import REFUSAL, depends_on_more
 from .received import check_tensor
 
 _WIDE_OUTPUTS = 1024  # outputs from which the model is spared its own logits
@@ -137,6 +139,8 @@ class Head:
         width = len(layers.matrix(module)[0])
         if width <= _WIDE_OUTPUTS:
             return
+        generators = Generators(self._model)
+        before = generators.states()
         try:
             with capture.without_product(module, width), capture.trial():
                 capture.run(self._model, first(batch, 1), self._forward)
@@ -144,6 +148,8 @@ class Head:
             return  # the model looks at its logits: let it have them
         finally:
             calls.clear()
+        if generators.moved(before):
+            return  # the logits say whether the random numbers matter
         product.enter_context(capture.without_product(module, width))
 
     def _head_call(self, calls: capture.Calls, outputs: Tensor) -> capture.Call:
@@ -316,5 +322,9 @@ def from_tensors(
     if targets is not None:
         check_tensor("targets", targets)
     terms = loss.terms(outputs, None if targets is None else targets.detach().to(features.device), len(shape) - 1)
+    if isinstance(loss, losses.CustomLoss) and targets is not None:
+        head = (weight,) if bias is None else (weight, bias)
+        if depends_on_more(loss, outputs[:1], targets[:1].to(outputs.device), head):
+            raise InputError(REFUSAL)
     batch = HeadBatch(rows, terms, len(features), len(rows) // len(features), 0)
     return TensorHead(weight.detach(), None if bias is None else bias.detach(), batch)

@@ -117,6 +117,7 @@ def verify(
     with opened(model, loss, data, reduction=reduction, forward=forward) as call:
         module = call.model
         batch = first(call.batches.peek(), samples)
+        capture.run(module, batch, call.forward)  # with its checks, which the copy in float64 cannot have
         double = copy.deepcopy(module).double()
     batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
     measured = [(model, loss, batch), (double, _double_loss(loss, None), batch64)]
