@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
 
 from . import capture, contractions, data, parameters, preflight
+from .errors import NotYetError
 from .parameters import Result
 from .received import is_out_of_memory
 from .runner import Run, check_unchanged
@@ -161,14 +163,25 @@ class OwnParameters:
 
 @contextlib.contextmanager
 def _undisturbed(run: Run) -> Iterator[None]:
-    """Inside, the model can be run once more, with parameters of its own and second derivatives."""
+    """Inside, the model can be run once more, with parameters of its own and second derivatives.
+
+    Raises:
+        NotYetError: what activation checkpointing calls again in a backward pass is not what it called before.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(capture.trial())
         stack.enter_context(run.tape.paused())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(contractions.full_precision(run.outputs))
         stack.enter_context(_PlainWeightNorm())
-        yield
+        try:
+            yield
+        except CheckpointError as error:  # torch leaves the mode out while it runs a backward pass
+            raise NotYetError(
+                "model: under activation checkpointing, measures over all parameters do not work where a checkpointed "
+                f"part has weight_norm in it, or computes other things when called again ({error.args[0][:100]}…); "
+                "switch checkpointing off to take them"
+            ) from error
 
 
 class _PlainWeightNorm(TorchFunctionMode):

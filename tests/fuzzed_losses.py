@@ -44,7 +44,7 @@ def draw(rng, generator, samples, shape, tail):
 
 
 def _uniform(generator, *shape):
-    return torch.rand(*shape, generator=generator, dtype=torch.float64)
+    return torch.rand(shape, generator=generator, dtype=torch.float64)
 
 
 def _classes(rng, generator, samples, shape, of_logarithms=False):

@@ -7,6 +7,9 @@ from cases import INDICES, C, M
 from fuzzed_drawing import Checkpointed, Step
 from test_user_state import assert_unchanged, snapshot
 from torch import nn
+from torch.nn.utils import parametrizations
+
+import pyflatness as pf
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -28,3 +31,13 @@ def test_all_parameters(measure, activation):
     expected = one(measure, model, LOSS, (X, INDICES))
     assert found.value == pytest.approx(expected.value, rel=1e-12)
     assert found.exact
+
+
+def test_weight_norm_inside_is_refused():
+    """Torch leaves a mode, in which weight_norm is written out, while it runs a backward pass."""
+    model = network(torch.tanh)
+    parametrizations.weight_norm(model[0].step.first)
+    before = snapshot(model)
+    with pytest.raises(pf.NotYetError, match=r"weight_norm .* switch checkpointing off"):
+        one("sharpness", model, LOSS, (X, INDICES))
+    assert_unchanged(model, before)
