@@ -21,7 +21,7 @@ DEFAULT_MEMORY = 512 * 2**20  # bytes that the graph, the layers' inputs and sig
 _SECOND_ORDER = 3  # about the memory that a graph takes together with that of its derivatives
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
-_COMPARED_EVERY = 200  # samples, of which two are looked at: one per cent of the forward pass
+_COMPARED_EVERY = 400  # samples, of which two are looked at: half a per cent of the forward pass
 
 Result = TypeVar("Result")
 Check = Callable[[Tensor], None]
