@@ -5,16 +5,18 @@
 Samples go through the model together where ``torch.vmap`` takes it and gives the outputs that it had; else one by one.
 """
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from . import capture, data, parameters, preflight
+from . import capture, contractions, data, parameters, preflight
 from .parameters import Result
 from .runner import Run, check_unchanged, is_out_of_memory
 
@@ -73,7 +75,7 @@ class OwnParameters:
             InputError: a sample has other outputs when it is alone.
         """
         start = 0
-        with capture.trial(), _PlainWeightNorm():
+        with _undisturbed(run):
             most = self._most(run, values)
             while start < run.samples:
                 stop = min(start + most, run.samples) if self._together else start + 1
@@ -97,7 +99,7 @@ class OwnParameters:
                 outputs, _ = capture.run(self._model, batch, self._forward)
             return work(outputs, leaves)
 
-        with capture.trial(), _PlainWeightNorm():
+        with _undisturbed(run):
             return parameters.inside(self._model, leaves, done)
 
     def _most(self, run: Run, values: Mapping[str, Tensor]) -> int:
@@ -150,6 +152,23 @@ class OwnParameters:
         with torch.enable_grad():
             own = {name: leaf[0] for name, leaf in leaves.items()}
         parameters.inside(self._model, own, done)
+
+
+@contextlib.contextmanager
+def _undisturbed(run: Run) -> Iterator[None]:
+    """Inside, the model can be run once more, with parameters of its own and second derivatives.
+
+    The run's own backward passes are to be outside: activation checkpointing calls the model again in them, which has
+    to find hooks and kernels as they were.
+    """
+    with (
+        capture.trial(),
+        run.tape.paused(),
+        sdpa_kernel(SDPBackend.MATH),
+        contractions.full_precision(run.outputs),
+        _PlainWeightNorm(),
+    ):
+        yield
 
 
 class _PlainWeightNorm(TorchFunctionMode):

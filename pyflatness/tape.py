@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import layers
 from .capture import version
-from .errors import InputError
+from .errors import InputError, NoGraphError
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Tape:
             if self._paused:
                 return None
             if self._active and not torch.is_grad_enabled():
-                raise InputError(
+                raise NoGraphError(
                     f"layer {name!r} runs without recording a graph: under torch.no_grad() inside the model, or in "
                     "reentrant activation checkpointing (pass use_reentrant=False to torch.utils.checkpoint)"
                 )

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import remove_spectral_norm, remove_weight_norm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from . import capture, layers
 from .contractions import compiled, promoted_dtype
@@ -117,7 +120,7 @@ def verify(
     with opened(model, loss, data, reduction=reduction, forward=forward) as call:
         module = call.model
         batch = first(call.batches.peek(), samples)
-        double = copy.deepcopy(module).double()
+        double = _in_double(module)
     batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
     measured = [(model, loss, batch), (double, _double_loss(loss, None), batch64)]
     found = []
@@ -145,6 +148,21 @@ def verify(
         path = f"{estimate.backend}, {str(dtype).removeprefix('torch.')}"
         checks.append(Check(path, estimate.value, error, _TOLERANCE[dtype]))
     return Verification(estimate.layer, estimate.samples, truth, method, tuple(checks))
+
+
+def _in_double(module: nn.Module) -> nn.Module:
+    """A copy in float64, in which weights that hooks of the older weight_norm and spectral_norm make are parameters."""
+    made = [
+        t for part in module.modules() for t in vars(part).values() if isinstance(t, Tensor) and t.grad_fn is not None
+    ]
+    double = copy.deepcopy(module, {id(tensor): tensor.detach().clone() for tensor in made}).double()
+    for part in double.modules():
+        for hook in [*part._forward_pre_hooks.values()]:
+            if isinstance(hook, WeightNorm):
+                remove_weight_norm(part, hook.name)
+            elif isinstance(hook, SpectralNorm):
+                remove_spectral_norm(part, hook.name)
+    return double
 
 
 def _truth(estimate: Estimate, layer: nn.Module, risk: Callable[[], Tensor]) -> tuple[str, float]:
