@@ -15,6 +15,7 @@ from .groups import Groups, Sends, Tolerance
 from .runner import Repeatable, Run
 from .signals import Signals
 from .signs import Signs
+from .variances import with_squares
 
 _CHOICE = -1  # the stream that says which groups are sent twice
 
@@ -86,13 +87,16 @@ class Part:
         self.differences.index_add_(2, self.sends.pairs[chosen][kept], signed)
 
     def variances(self) -> Tensor | None:
-        """Unbiased, of each sample's sum: (layers + 1, quantities, n), of the network last; None if it is exact."""
+        """Return those of each sample's sum, unbiased, and the squares of its groups': (2, layers + 1, quantities, n).
+
+        The last layer is the network. None if the sums are exact.
+        """
         if not bool((self.groups.variances > 0).any()):
             return None
         both = torch.cat([self.differences, self.differences.sum(dim=0, keepdim=True)])
-        found = both.square() / 2 * (1 / self.sends.chances - 0.5)
+        found = with_squares(both.square() / 2 * (1 / self.sends.chances - 0.5))
         again = self.sends.samples[self.sends.draws == 1]
-        return both.new_zeros(*both.shape[:2], self.sums.shape[2]).index_add_(2, again, found)
+        return both.new_zeros(*found.shape[:-1], self.sums.shape[2]).index_add_(3, again, found)
 
 
 def begin(run: Run, sent: Signals, shape: tuple[int, int], tolerance: Tolerance, seed: int) -> Part:

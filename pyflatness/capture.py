@@ -5,6 +5,10 @@ random state. The model is a function of one sample: a BatchNorm or Dropout in t
 """
 
 import contextlib
+import difflib
+import functools
+import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
@@ -16,6 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from . import layers
 from .errors import InputError, NoGraphError
+from .received import shown
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 """(model, batch) -> (outputs, targets)."""
@@ -26,8 +31,30 @@ R = TypeVar("R")
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
-    """Keeps ``torch.compile`` from tracing a public function; its types stay visible."""
-    return cast(Callable[P, R], torch.compiler.disable(function))
+    """Keep ``torch.compile`` from tracing a public function, and say how it is called where it is called otherwise.
+
+    Its types stay visible.
+    """
+    parameters = inspect.signature(function).parameters
+    names = [*parameters]
+    positional = [name for name in names if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY]
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) > len(positional):
+            others = zip(names[len(positional) :], args[len(positional) :], strict=False)
+            by_name = ", ".join(f"{name}={shown(value)}" for name, value in others)
+            raise TypeError(
+                f"{function.__name__}({', '.join(positional)}, *, …) takes {len(positional)} positional arguments, got "
+                f"{len(args)}; the others are passed by name, as in {by_name}"
+            )
+        for name in kwargs:
+            if name not in parameters:
+                near = ", ".join(difflib.get_close_matches(name, names)) or ", ".join(names)
+                raise TypeError(f"{function.__name__}() has no argument {name!r}; did you mean {near}?")
+        return function(*args, **kwargs)
+
+    return cast(Callable[P, R], torch.compiler.disable(called))
 
 
 @contextlib.contextmanager
@@ -44,6 +71,7 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
     _check_mode(model)
     if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in model.parameters()):
         raise InputError("model: it has lazy layers whose weights are not initialised; run it once on a batch")
+    _check_values(model)
     cuda = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=cuda))
@@ -59,7 +87,7 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
 
 def device(model: nn.Module) -> torch.device:
     """Where the model's parameters are, and its batches go."""
-    parameter = next(model.parameters(), None)
+    parameter = next((p for p in model.parameters() if not p.is_meta), None)
     if parameter is None:
         raise InputError(f"model: this {type(model).__name__} has no parameters")
     return parameter.device
@@ -109,7 +137,7 @@ class Calls:
     def _hook(self, name: str) -> Callable[..., None]:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             inputs = args[0] if args else kwargs.get("input")
-            if isinstance(inputs, Tensor) and isinstance(output, Tensor):
+            if isinstance(inputs, Tensor) and isinstance(output, Tensor) and not _aside:
                 self.last.pop(name, None)
                 self.last[name] = Call(inputs, output, (version(inputs), version(output)))
                 self.count[name] = self.count.get(name, 0) + 1
@@ -164,6 +192,26 @@ def is_trial() -> bool:
     return _trial
 
 
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Inside, a batch goes through the model once more, and what is recorded of the layers' calls stays as it is."""
+    global _aside
+    before, _aside = _aside, True
+    try:
+        with trial():
+            yield
+    finally:
+        _aside = before
+
+
+_aside = False
+
+
+def is_aside() -> bool:
+    """Return whether a layer is called inside :func:`aside`."""
+    return _aside
+
+
 def run(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Tensor, Any]:
     """Outputs and targets of a batch: by ``forward``, ``model(inputs)`` of (inputs, targets), or :func:`by_keywords`.
 
@@ -171,16 +219,6 @@ def run(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Tensor, 
         InputError: a batch that is no pair, or outputs that are not a tensor, a tuple that begins with one, or an
             object with ``logits``.
     """
-    try:
-        return _called(model, batch, forward)
-    except StopIteration as error:  # would end a loop over batches somewhere, or be an error of a generator's
-        raise InputError(
-            "model: its forward pass (or forward=) raised StopIteration: it calls next() on an iterator that is "
-            "exhausted; have it ask for a default, next(iterator, None), or make a new iterator at every call"
-        ) from error
-
-
-def _called(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Tensor, Any]:
     if forward is not None:
         result = forward(model, batch)
         if not isinstance(result, tuple) or len(result) != 2:
@@ -193,11 +231,18 @@ def _called(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Tens
             kind = (
                 f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
             )
+            several = " (a list of tensors is a list of batches, a tuple of tensors is cut into batches)"
             raise InputError(
-                f"data: batches are (inputs, targets) pairs, or mappings with `labels`, got a {kind}; pass forward=, a "
-                "function (model, batch) -> (outputs, targets)"
+                "data: batches are (inputs, targets) pairs, or mappings with `labels`, got a "
+                f"{kind}{several if isinstance(batch, Tensor) else ''}; pass forward=, a function (model, batch) -> "
+                "(outputs, targets)"
             )
         inputs, targets = batch
+        if isinstance(inputs, int):
+            raise InputError(
+                f"data: a batch is a pair of the number {inputs} and a {type(targets).__name__}, as enumerate gives "
+                "them; pass the loader itself"
+            )
         outputs = model(inputs)
     return _tensor(outputs), targets
 
@@ -280,6 +325,18 @@ def _check_kind(model: nn.Module) -> None:
                 "load the full weights into a model that is not (torch.distributed.checkpoint.state_dict."
                 "get_model_state_dict with full_state_dict=True) and measure that"
             )
+
+
+def _check_values(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if hasattr(module, "_hf_hook"):  # accelerate keeps its weights elsewhere until it is called
+            continue
+        for own, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
+            if tensor is not None and tensor.is_meta:
+                raise InputError(
+                    f"model: {f'{name}.{own}'.lstrip('.')!r}, {tuple(tensor.shape)}, is on the meta device and has no "
+                    "values; load the model first"
+                )
 
 
 @contextlib.contextmanager

@@ -5,12 +5,14 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from . import progress
 from .errors import InputError
+from .received import check_tensor
 
 _BATCH_SIZE = 256  # samples of a tuple of tensors that go through the model together
 
@@ -31,14 +33,17 @@ class Batches:
     def __init__(self, data: Any, device: torch.device, *, passes: int = 1, shown: bool | None = None) -> None:
         self._device, self._shown = device, shown
         self._tensors: tuple[Tensor, ...] = ()
-        if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
-            if len({len(part) for part in data}) > 1:
-                raise InputError(f"data: tensors of different lengths: {[len(part) for part in data]}")
-            self._tensors = data
+        if isinstance(data, tuple) and data and isinstance(data[0], (Tensor, np.ndarray)):
+            self._tensors = _parts(data)
         elif isinstance(data, torch.utils.data.Dataset):
             raise InputError("data: a Dataset yields single samples; wrap it, DataLoader(dataset, batch_size=256)")
         elif isinstance(data, (Tensor, Mapping, str)) or not hasattr(data, "__iter__"):
-            raise InputError(f"data: a tuple of tensors or an iterable of batches is wanted, got {type(data).__name__}")
+            raise InputError(
+                f"data: a tuple of tensors or an iterable of batches is wanted, got {type(data).__name__}"
+                + ("; the order of arguments is (model, loss, data)" if callable(data) else "")
+            )
+        elif isinstance(data, enumerate):
+            raise InputError("data: enumerate yields (number, batch) pairs; pass the loader itself")
         elif hasattr(data, "__next__") and passes > 1:
             raise InputError(
                 f"data: {type(data).__name__} can be read once, and {passes} passes are needed (normalize=, "
@@ -52,11 +57,11 @@ class Batches:
         source = iter(self._cut())
         for batch in source:
             taken.append(batch)
-            if size(batch) > 0:
+            if _checked_size(batch, len(taken) - 1) > 0:
                 break
         if hasattr(self._data, "__next__"):
             self._data = itertools.chain(taken, source)
-        if not taken or size(taken[-1]) <= 0:
+        if not taken or size(taken[-1]) == 0:
             raise InputError("data: there are no samples in it")
         return to_device(taken[-1], self._device)
 
@@ -83,8 +88,8 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         empty = True
-        for batch in progress.track(self._cut(), len(self), "batches", self._shown):
-            if size(batch) > 0:
+        for number, batch in enumerate(progress.track(self._cut(), len(self), "batches", self._shown)):
+            if _checked_size(batch, number) > 0:
                 empty = False
                 yield to_device(batch, self._device)
         if empty:
@@ -124,6 +129,44 @@ def _promised(data: Any) -> int:
     if type(data) is not DataLoader or type(data.batch_sampler) is not BatchSampler:
         return 0
     return len(data) if type(data.sampler) in (SequentialSampler, RandomSampler) else 0
+
+
+def _parts(data: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Return a tuple of tensors that can be cut into batches."""
+    tensors = tuple(check_tensor(f"data[{place}]", part) for place, part in enumerate(data))
+    if not all(part.ndim for part in tensors):
+        shapes = [tuple(part.shape) for part in tensors]
+        raise InputError(f"data: tensors with samples in dimension 0 are wanted, got shapes {shapes}")
+    if len({len(part) for part in tensors}) > 1:
+        raise InputError(f"data: tensors of different lengths: {[len(part) for part in tensors]}")
+    return tensors
+
+
+def _checked_size(batch: Any, number: int) -> int:
+    """Return the samples of a user's batch.
+
+    Raises:
+        InputError: it holds arrays, tensors without values or of several lengths, or no tensor at all.
+    """
+    for part in _leaves(batch):
+        if isinstance(part, np.ndarray) or (isinstance(part, Tensor) and (part.is_meta or part.is_nested)):
+            check_tensor(f"data: batch {number}", part)
+    samples = size(batch)
+    if samples < 0:
+        inside = f" of {', '.join(type(part).__name__ for part in batch)}" if isinstance(batch, (tuple, list)) else ""
+        raise InputError(
+            f"data: batch {number} holds no tensor with samples in dimension 0: it is a {type(batch).__name__}{inside}"
+        )
+    return samples
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    """Return what is in a batch, whatever holds it."""
+    if not isinstance(batch, (tuple, list, Mapping)):
+        yield batch
+        return
+    for part in batch.values() if isinstance(batch, Mapping) else batch:
+        yield from _leaves(part)
 
 
 def size(batch: Any) -> int:
@@ -180,6 +223,17 @@ def rows_of(tensor: Tensor, samples: int, index: Tensor) -> Tensor:
     """The same of a tensor with each sample's rows together in dimension 0."""
     rows: Tensor = tensor.unflatten(0, (samples, -1))[index].flatten(0, 1)
     return rows
+
+
+def described(batch: Any) -> str:
+    """Return in words what is in a batch: shapes and dtypes of tensors, types of all else."""
+    if isinstance(batch, Tensor):
+        return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key}: {described(part)}" for key, part in batch.items()) + "}"
+    if isinstance(batch, (tuple, list)):
+        return f"{type(batch).__name__} [" + ", ".join(map(described, batch)) + "]"
+    return type(batch).__name__
 
 
 def first(batch: Any, count: int) -> Any:

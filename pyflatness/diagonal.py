@@ -117,7 +117,7 @@ class Diagonal:
             if self._certify and unknown:
                 self._note(self._own.shared(run, unknown, curvature.curved_parameters))
             self._own.each(run, rest, add)
-        return Values(values[:, None, None], sent.mass, run.number)
+        return Values(sent.marked(values)[:, None, None], sent.mass, run.number, lost=sent.bad)
 
     def _by_layer(self, run: Run) -> list[str]:
         """The layers whose parameters' gradients will come from the layers' own."""
@@ -191,9 +191,10 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
     by = "hessian" if diagonal.curved and options.curvature != "ggn" else "ggn"
     taken = by == "hessian" and curvature.OPAQUE in diagonal.curved.values()
     sampled = sums.errors is not None
+    stderr, dof = sums.uncertainty(-1, 0)
     return Estimate(
         value=float(sums.values[-1]),
-        stderr=None if sums.errors is None else float(sums.errors[-1]),
+        stderr=stderr,
         samples=sums.samples,
         method=f"{by}-sampled" if sampled else by,
         exact=not sampled and not taken and (by == "hessian" or not diagonal.curved),
@@ -201,6 +202,7 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
         per_sample=None if sums.per_sample is None else sums.per_sample[-1, 0],
         omitted=sums.omitted,
         notes=("second derivatives of functions that torch did not write taken as they are",) if taken else (),
+        dof=dof,
     )
 
 
@@ -215,5 +217,5 @@ def _check_finite(part: Values, theta: parameters.Parameters) -> None:
             raise NonFiniteError(f"parameter {name!r}: it has {count} entries of NaN or infinity")
     raise NonFiniteError(
         f"batch {part.number}: {int(bad.sum())} of {len(bad)} samples have NaN or infinity (or squares beyond the "
-        "dtype's range) in the derivatives; pass nan_policy='omit' or 'propagate' to go on"
+        "dtype's range) in their targets, outputs or derivatives; pass nan_policy='omit' or 'propagate' to go on"
     )

@@ -18,6 +18,9 @@ from . import capture, layers, losses, selectors
 from .contractions import promoted, promoted_dtype
 from .data import Batches, first, size
 from .errors import FlatnessError, InputError
+from .generators import Generators
+from .losses.closure import REFUSAL, depends_on_more
+from .received import check_tensor
 
 _WIDE_OUTPUTS = 1024  # outputs from which the model is spared its own logits
 
@@ -136,6 +139,8 @@ class Head:
         width = len(layers.matrix(module)[0])
         if width <= _WIDE_OUTPUTS:
             return
+        generators = Generators(self._model)
+        before = generators.states()
         try:
             with capture.without_product(module, width), capture.trial():
                 capture.run(self._model, first(batch, 1), self._forward)
@@ -143,6 +148,8 @@ class Head:
             return  # the model looks at its logits: let it have them
         finally:
             calls.clear()
+        if generators.moved(before):
+            return  # the logits say whether the random numbers matter
         product.enter_context(capture.without_product(module, width))
 
     def _head_call(self, calls: capture.Calls, outputs: Tensor) -> capture.Call:
@@ -287,10 +294,9 @@ def from_tensors(
 ) -> TensorHead:
     """Checks the tensors of a head (features (n, …, m), weight (d, m), bias (d,)) and makes rows of them."""
     for what, tensor, ndim in (("features", features, 2), ("weight", weight, 2), ("bias", bias, 1)):
-        if tensor is None:
+        if what == "bias" and bias is None:
             continue
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"{what}: a tensor is wanted, got {type(tensor).__name__}")
+        tensor = check_tensor(what, tensor)
         layers.check_dtype(what, tensor.dtype)
         if tensor.ndim < ndim or (tensor.ndim > ndim and what != "features"):
             raise InputError(f"{what}: {ndim} dimensions are wanted, got shape {tuple(tensor.shape)}")
@@ -312,8 +318,12 @@ def from_tensors(
         outputs = (promoted(rows) @ promoted(weight).t() + (0 if bias is None else bias)).reshape(shape)
     else:
         outputs = features.new_zeros(()).expand(shape)
-    if targets is not None and not isinstance(targets, Tensor):
-        raise InputError(f"targets: a tensor is wanted, got {type(targets).__name__}")
+    if targets is not None:
+        check_tensor("targets", targets)
     terms = loss.terms(outputs, None if targets is None else targets.detach().to(features.device), len(shape) - 1)
+    if isinstance(loss, losses.CustomLoss) and targets is not None:
+        head = (weight,) if bias is None else (weight, bias)
+        if depends_on_more(loss, outputs[:1], targets[:1].to(outputs.device), head):
+            raise InputError(REFUSAL)
     batch = HeadBatch(rows, terms, len(features), len(rows) // len(features), 0)
     return TensorHead(weight.detach(), None if bias is None else bias.detach(), batch)

@@ -35,12 +35,12 @@ from .entries import Entries, tells_all
 from .errors import InputError
 from .layer_form import LayerForm
 from .losses import Loss
-from .runner import Run, is_out_of_memory
+from .received import is_out_of_memory, lacks_a_second_derivative
+from .runner import Run
 from .signs import Signs
 
 PRODUCTS = 2048  # Hessian products of a layer, for all samples of a part at once, that an exact value may take
 _TOGETHER = 2**22  # bytes of directions that go through the graph in one pass; more would only leave the caches
-_NOT_TWICE = ("is not implemented", "once_differentiable", "differentiate twice")
 _MOST_POSITIONS = 256  # for which a sampled value takes an eigendecomposition for every sample
 _RANK = 1e-13  # an eigenvalue below so much of the largest is rounding
 
@@ -305,7 +305,7 @@ def differentiable(
     try:
         yield
     except RuntimeError as error:
-        if not any(text in str(error) for text in _NOT_TWICE):
+        if not lacks_a_second_derivative(error):
             raise
         raise InputError(
             f"{what} {', '.join(map(repr, names))}: an operation behind it has no second derivative ({error}); {advice}"

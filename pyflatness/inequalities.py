@@ -21,7 +21,7 @@ from .measures.bounds import NEEDS, NO_GUARANTEE, LayerTerms, NetworkTerms, mean
 from .measures.interpolation_sharpness import INTERPOLATION_SHARPNESS, HalfSquaredError
 from .measures.normalized_sharpness import NORMALIZED_SHARPNESS, Minimum, minimised
 from .opening import opened
-from .options import Options
+from .options import Options, check_flag, check_number
 from .selectors import Selector
 from .task import Task
 
@@ -224,8 +224,9 @@ def bounds(
         (True, True)
     """
     options = Options(backend=backend, nan_policy=nan_policy, memory=memory)
-    if isinstance(sharpness, str) and sharpness != _ALL:
-        raise InputError(f"sharpness={sharpness!r}: a number or {_ALL!r} is wanted")
+    normalized = check_flag("normalized", normalized)
+    if sharpness is not None and not (isinstance(sharpness, str) and sharpness == _ALL):
+        sharpness = check_number("sharpness", sharpness, f"a number or {_ALL!r}", lambda given: not math.isnan(given))
     passes = 1 + normalized + (sharpness == _ALL)
     with opened(model, loss, data, forward=forward, passes=passes, progress=progress) as call:
         task = call.task(options, selectors.select(call.model, layers))

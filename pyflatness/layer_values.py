@@ -80,11 +80,12 @@ class LayerValues:
             estimates: dict[str, Estimate] = {}
             for name in (*self._runner.modules, ""):
                 row = selected.index(name) if name else -1
+                stderr, dof = sums.uncertainty(row, column)
                 layers_of = [name] if name else [*self._runner.modules]
                 by = "hessian" if sweep.by_hessian.intersection(layers_of) else "ggn"
                 estimates[name] = Estimate(
                     value=float(sums.values[row, column]),
-                    stderr=None if sums.errors is None else float(sums.errors[row, column]),
+                    stderr=stderr,
                     samples=sums.samples,
                     method=by if sums.errors is None else f"{by}-sampled",
                     exact=sums.errors is None and all(self._is_hessian(layer, sweep) for layer in layers_of),
@@ -94,6 +95,7 @@ class LayerValues:
                     omitted=sums.omitted,
                     notes=self._notes(name, sweep) if name else (),
                     per_neuron=sums.parts.get((name, quantities[column])) if quantities[column] in NEURONS else None,
+                    dof=dof,
                 )
             with attempt(measure):
                 if measure.of_parts is not None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .contractions import Geometry, full_precision, promoted
-from .errors import InputError
+from .errors import InputError, NonFiniteError
 
 SUPPORTED = "Linear, Conv1d, Conv2d, Conv3d, and the Conv1D of transformers"
 
@@ -243,6 +243,15 @@ def check_measurable(name: str, module: nn.Module) -> None:
     check_dtype(f"layer {name!r}: weight", weight.dtype)
     if bias is not None and bias.dtype != weight.dtype:
         raise InputError(f"layer {name!r}: weight is {weight.dtype}, bias {bias.dtype}; they must be of one dtype")
+
+
+def check_finite(modules: dict[str, nn.Module]) -> None:
+    """Raise if a layer's weight or bias has NaN or infinity in it."""
+    for name, module in modules.items():
+        for what, values in zip(("weight", "bias"), matrix(module), strict=True):
+            if values is not None and not bool(values.isfinite().all()):
+                count = int((~values.isfinite()).sum())
+                raise NonFiniteError(f"layer {name!r}: its {what} has {count} entries of NaN or infinity")
 
 
 def check_dtype(what: str, dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ throughout drops out; a constant c ≠ 0 takes |c|. Only so does no rescaling of
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from .contractions import promoted
 from .errors import NonFiniteError
 from .losses import Loss
 from .runner import Run, Runner
+from .signals import Signals
 
 _ULPS = 16  # a deviation below so many units in the last place of the largest entry is none
 
@@ -23,16 +25,17 @@ _ULPS = 16  # a deviation below so many units in the last place of the largest e
 class FeatureScale:
     """Running mean, deviation and largest magnitude of each feature, in float64 (Chan's update).
 
-    ``rows`` says how many rows were taken in; without any there is no scale.
+    ``rows`` says how many rows were taken in.
     """
 
     def __init__(self) -> None:
-        self.rows = 0
+        self.rows = self._features = 0
         self._mean = self._squares = self._largest = torch.zeros(())
-        self._eps = 0.0
+        self._eps, self._device = 0.0, torch.device("cpu")
 
     def add(self, features: Tensor) -> None:
         """Take in rows (rows, m)."""
+        self._features, self._device = features.shape[1], features.device
         if len(features) == 0:
             return
         self._eps = torch.finfo(features.dtype).eps
@@ -51,7 +54,12 @@ class FeatureScale:
         self.rows = total
 
     def scale(self) -> Tensor:
-        """(m,) float64: σ_j, |c| for a constant feature, 0 for one that is zero throughout (and drops out)."""
+        """(m,) float64: σ_j, |c| for a constant feature, 0 for one that is zero throughout (and drops out).
+
+        Ones where no rows were taken in.
+        """
+        if self.rows == 0:
+            return torch.ones(self._features, dtype=torch.float64, device=self._device)
         deviation = (self._squares / self.rows).sqrt()
         constant = deviation <= _ULPS * self._eps * self._largest
         return torch.where(constant, self._largest, deviation)
@@ -83,6 +91,7 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
 
     Rows are positions, or the unpadded pixels of a convolution. Positions of ignored targets are left out where the
     layer's positions are the loss's; with them the padding of an ``attention_mask``; else samples without any target.
+    So are, but under ``nan_policy="raise"``, samples that have no value of the layer.
 
     Raises:
         NonFiniteError: NaN or infinity in a layer's input, under ``nan_policy="raise"``.
@@ -94,25 +103,63 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
     return {name: deviation.scale() for name, deviation in deviations.items()}
 
 
+def left_out(runner: Runner, run: Run, sent: Signals) -> Tensor:
+    """Return which samples (n,) ``nan_policy="omit"`` leaves out of the deviations, and so has to out of the values.
+
+    Those without a loss, and those with NaN or infinity in a row that counts of a layer's input.
+    """
+    bad = [~kept.good for kept in _kept(runner, run, sent).values()]
+    return torch.stack([sent.bad, *bad]).any(dim=0)
+
+
+def late(number: int, count: int, what: str) -> NonFiniteError:
+    """Return the error of samples that turn out to have no value when the deviations have them in already."""
+    return NonFiniteError(
+        f"batch {number}: {count} {what} with finite inputs and targets have NaN or infinity (or squares beyond the "
+        "dtype's range) in the derivatives, so that nan_policy='omit' cannot leave them out of the deviations of "
+        "normalize='std' too; leave them out of the data"
+    )
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A layer's inputs (n, rows, channels); which rows count (n, rows); the samples (n,) that are finite in those."""
+
+    rows: Tensor
+    mask: Tensor
+    good: Tensor
+
+
+def _kept(runner: Runner, run: Run, sent: Signals) -> dict[str, _Kept]:
+    """By layer."""
+    found = {}
+    for name, module in runner.modules.items():
+        if run.calls(name):
+            rows = _by_sample(module, run, name)
+            mask = _mask(run, sent.used, rows.shape[1], layers.is_pointwise(module))
+            good = torch.ones_like(sent.bad)
+            if not bool(rows.sum().isfinite()):
+                good = (rows.isfinite().all(dim=2) | ~mask).all(dim=1)
+            found[name] = _Kept(rows, mask, good)
+    return found
+
+
 def _rows(runner: Runner, run: Run, loss: Loss, nan_policy: str) -> dict[str, Tensor]:
     """(rows, channels) of each layer's input, those that count."""
-    inputs = {name: _by_sample(module, run, name) for name, module in runner.modules.items() if run.calls(name)}
-    used = signals.of_run(run, loss).used
-    good = torch.ones(run.samples, dtype=torch.bool, device=run.outputs.device)
-    if nan_policy == "omit":  # the sweep will leave out samples with such outputs too
-        good = run.outputs.detach().isfinite().reshape(run.samples, -1).all(dim=1)
-    masks = {}
-    for name, rows in inputs.items():
-        masks[name] = _mask(run, used, rows.shape[1], layers.is_pointwise(runner.modules[name]))
-        bad = (~rows.isfinite().all(dim=2) & masks[name]).any(dim=1)
-        if bool(bad.any()) and nan_policy == "raise":
+    sent = signals.of_run(run, loss)
+    found = _kept(runner, run, sent)
+    for name, kept in found.items():
+        if nan_policy == "raise" and not bool(kept.good.all()):
             raise NonFiniteError(
-                f"batch {run.number}: {int(bad.sum())} of {run.samples} samples have NaN or infinity in the input of "
-                f"layer {name!r}; pass nan_policy='omit' or 'propagate' to go on"
+                f"batch {run.number}: {int((~kept.good).sum())} of {run.samples} samples have NaN or infinity in the "
+                f"input of layer {name!r}; pass nan_policy='omit' or 'propagate' to go on"
             )
-        if nan_policy == "omit":
-            good = good & ~bad
-    return {name: rows[masks[name] & good.unsqueeze(1)] for name, rows in inputs.items()}
+    everywhere = torch.stack([~sent.bad, *(kept.good for kept in found.values())]).all(dim=0)
+    counted = {}
+    for name, kept in found.items():
+        good = everywhere if nan_policy == "omit" else kept.good & ~sent.bad
+        counted[name] = kept.rows[kept.mask & good.unsqueeze(1)]
+    return counted
 
 
 def _by_sample(module: nn.Module, run: Run, name: str) -> Tensor:

@@ -1,10 +1,20 @@
-"""What a user can ask of a measurement, checked once."""
+"""What a user can ask of a measurement, checked once; and the checks of single options, for calls that have others.
 
+Numbers and switches may come as NumPy's or as tensors without dimensions; from here on they are Python's.
+"""
+
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from . import contractions
 from .errors import InputError
+from .received import shown
 
+_MOST_DRAWS = 2**20  # random draws: their standard error is a thousandth of one's, and each has numbers to keep
 _CHOICES = {
     "curvature": ("auto", "ggn", "hessian"),
     "conv": ("filter", "affine"),
@@ -35,30 +45,38 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
+            given = getattr(self, name)
+            if not isinstance(given, str | None) or given not in choices:
                 listed = ", ".join(map(repr, choices))
-                raise InputError(f"{name}={getattr(self, name)!r} does not exist; choose one of {listed}")
-        if self.memory is not None and self.memory < 1:
-            raise InputError(f"memory={self.memory}: a number of bytes is wanted")
-        if self.probes not in (None, "adaptive") and (type(self.probes) is not int or self.probes < 1):
-            raise InputError(
-                f"probes={self.probes!r}: a number of random draws for each sample is wanted, at least 1, or 'adaptive'"
-            )
-        if self.rtol is not None and self.probes != "adaptive" and self.sampled:
+                raise InputError(f"{name}={shown(given)} does not exist; choose one of {listed}")
+        contractions.check(self.backend)
+        self._set("per_sample", check_flag("per_sample", self.per_sample))
+        self._set("seed", check_seed("seed", self.seed))
+        if self.memory is not None:
+            self._set("memory", check_count("memory", self.memory, 1, "a number of bytes"))
+        if self.probes is not None and not (isinstance(self.probes, str) and self.probes == "adaptive"):
+            wanted = "a number of random draws for each sample or 'adaptive'"
+            self._set("probes", check_draws("probes", self.probes, 1, wanted))
+        if self.target_stderr is not None:
+            self._set("target_stderr", check_number("target_stderr", self.target_stderr, "a standard error above zero"))
+        if self.probes is not None and self.target_stderr is not None:
+            raise InputError("probes= and target_stderr= both say how many draws to take; pass one of them")
+        if self.rtol is not None:
+            self._check_rtol()
+
+    def _check_rtol(self) -> None:
+        if self.probes != "adaptive" and self.sampled:
             raise InputError(
                 f"rtol={self.rtol!r} is for probes='adaptive'; target_stderr= is an absolute one for draws"
             )
-        if self.rtol is not None and self.sampled and not 0 < self.rtol < 1:
-            raise InputError(f"rtol={self.rtol!r}: a relative standard error between 0 and 1 is wanted")
-        if self.rtol is not None and not 0 <= self.rtol < 1:
-            raise InputError(f"rtol={self.rtol!r}: a relative error from 0 to less than 1 is wanted")
-        if self.target_stderr is not None and not self.target_stderr > 0:
-            raise InputError(f"target_stderr={self.target_stderr!r}: a standard error above zero is wanted")
-        if self.probes is not None and self.target_stderr is not None:
-            raise InputError("probes= and target_stderr= both say how many draws to take; pass one of them")
-        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
-            raise InputError(f"seed={self.seed!r}: an integer of 64 bits is wanted")
-        contractions.check(self.backend)
+        if self.sampled:
+            wanted = "a relative standard error between 0 and 1"
+            self._set("rtol", check_number("rtol", self.rtol, wanted, lambda rtol: 0 < rtol < 1))
+        else:
+            self._set("rtol", check_relative_error("rtol", self.rtol))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # frozen for others
 
     @property
     def tolerance(self) -> float:
@@ -86,3 +104,88 @@ class Options:
     def reads(self) -> int:
         """How often one sweep reads the data."""
         return (1 if self.normalize is None else 2) + (self.target_stderr is not None)
+
+
+def check_count(name: str, value: Any, least: int, wanted: str = "a whole number", most: float = math.inf) -> int:
+    """Return an option that counts something as an int.
+
+    Raises:
+        InputError: no whole number, or one below ``least`` or above ``most``.
+    """
+    given = _plain(value)
+    if type(given) is not int or not least <= given <= most:
+        limits = f"at least {least}" + (f" and at most {most}" if most < math.inf else "")
+        raise InputError(f"{name}={shown(value)}: {wanted} is wanted, {limits}")
+    return given
+
+
+def check_draws(name: str, value: Any, least: int, wanted: str = "a whole number") -> int:
+    """Return a number of random draws, see :func:`check_count`."""
+    return check_count(name, value, least, wanted, _MOST_DRAWS)
+
+
+def check_seed(name: str, value: Any) -> int:
+    """Return a seed as an int.
+
+    Raises:
+        InputError: no integer, or one that generators do not take.
+    """
+    given = _plain(value)
+    if type(given) is not int or not -(2**63) <= given < 2**63:
+        raise InputError(f"{name}={shown(value)}: an integer of 64 bits is wanted")
+    return given
+
+
+def check_number(
+    name: str,
+    value: Any,
+    wanted: str = "a positive number",
+    fits: Callable[[float], bool] = lambda value: 0 < value < math.inf,
+) -> float:
+    """Return an option that is a real number, or an estimate of one, as a float.
+
+    Raises:
+        InputError: no number, or one that does not fit; the message says which is ``wanted``.
+    """
+    given = _plain(value)
+    real = hasattr(given, "__float__") and not isinstance(given, bool) and getattr(given, "ndim", 0) == 0
+    if not real or not fits(float(given)):
+        raise InputError(f"{name}={shown(value)}: {wanted} is wanted")
+    return float(given)
+
+
+def check_relative_error(name: str, value: Any) -> float:
+    """Return the error that a value of a head may have, relative to it; 0 for none."""
+    return check_number(name, value, "a relative error from 0 to less than 1", lambda rtol: 0 <= rtol < 1)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Return a switch as a bool.
+
+    Raises:
+        InputError: neither True nor False.
+    """
+    given = _plain(value)
+    if type(given) is not bool:
+        raise InputError(f"{name}={shown(value)}: True or False is wanted")
+    return given
+
+
+def check_names(option: str, given: Any) -> list[str]:
+    """Return one name or several as a list, each once.
+
+    Raises:
+        InputError: something else.
+    """
+    found = [given] if isinstance(given, str) else [*given] if isinstance(given, Iterable) else [None]
+    for name in found:
+        if not isinstance(name, str):
+            raise InputError(f"{option}={shown(given)}: a name or several are wanted, pyflatness measures lists them")
+    return [*dict.fromkeys(found)]
+
+
+def _plain(value: Any) -> Any:
+    """Return a NumPy scalar or a tensor without dimensions as the Python number that it holds, None if it has none."""
+    if getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
+        return value
+    return None if isinstance(value, Tensor) and value.is_meta else value.item()

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from . import capture, contractions, data, parameters, preflight
 from .parameters import Result
-from .runner import Run, check_unchanged, is_out_of_memory
+from .received import is_out_of_memory
+from .runner import Run, check_unchanged
 
 Leaves = dict[str, Tensor]
 """Parameters by name, in a graph."""

@@ -75,7 +75,7 @@ def inside(model: nn.Module, values: Mapping[str, Tensor], work: Callable[[], Re
 
     Backward passes of a run belong in it too: activation checkpointing calls the model again in them.
     """
-    with _made_anew(), _kept_attributes(model):
+    with made_anew(), _kept_attributes(model):
         result: Result = torch.func.functional_call(_Work(model, work), _places(model, values), (), tie_weights=False)
     return result
 
@@ -107,7 +107,7 @@ class _Work(nn.Module):
 
 
 @contextlib.contextmanager
-def _made_anew() -> Iterator[None]:
+def made_anew() -> Iterator[None]:
     """Inside, parametrised weights are not taken from the cache of :func:`.capture.observing`."""
     before = parametrize._cache_enabled, parametrize._cache
     parametrize._cache_enabled, parametrize._cache = 0, {}

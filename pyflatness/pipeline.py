@@ -11,7 +11,7 @@ from . import capture, head, layers, losses, selectors
 from .layer_values import LayerValues
 from .measures import RELATIVE_FLATNESS, Measure, at_head, named
 from .opening import Opened, opened
-from .options import Options
+from .options import Options, check_relative_error
 from .report import Estimate, Report
 from .selectors import Selector
 from .together import Together, reads
@@ -71,6 +71,7 @@ def head_flatness(
         >>> pf.head_flatness(phi, w)
         Estimate(1.47459: exact, method head, 2 samples, ... backend)
     """
+    rtol = check_relative_error("rtol", rtol)
     options = Options(normalize=normalize, per_sample=per_sample, nan_policy=nan_policy, backend=backend, rtol=rtol)
     resolved = losses.resolve(loss, reduction)
     with torch.inference_mode(False), torch.no_grad():

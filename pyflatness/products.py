@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import capture, contractions, curvature, hessian, layers, normalize, signals, totals
-from .errors import InputError, NonFiniteError, NotYetError
+from . import capture, contractions, curvature, hessian, layers, normalize, risk, signals
+from .errors import NonFiniteError, NotYetError
 from .runner import DEFAULT_MEMORY, Check, Result, Run, Runner
 from .task import Task
 
@@ -93,9 +93,7 @@ class Products:
         with contextlib.closing(self._runner.results(self._seen)) as parts:
             for samples, part, opaque in parts:
                 self.samples, mass, self.opaque = self.samples + samples, mass + part, self.opaque | opaque
-        if mass == 0:
-            raise InputError("targets: every one is ignored (or has class weight 0), so the loss has no terms")
-        self._divisor = mass if task.loss.reduction == "mean" else 1.0
+        self._divisor = risk.divisor(task.loss, mass)
         self.modules = self._runner.modules
         weights = [layers.matrix(module)[0] for module in self.modules.values()]
         self.device, self.eps = weights[0].device, max(torch.finfo(weight.dtype).eps for weight in weights)
@@ -110,7 +108,10 @@ class Products:
         opaque = curvature.read(run.outputs, run.tape.calls).opaque
         if self._options.curvature == "auto":
             curvature.refuse_opaque(sorted(opaque))
-        return run.samples, float(signals.of_run(run, self._loss).mass.sum()), opaque
+        sent = signals.of_run(run, self._loss)
+        if self._options.nan_policy != "propagate" and bool(sent.bad.any()):
+            raise self._non_finite(run.number)
+        return run.samples, sent.total_mass, opaque
 
     def size(self, names: Names) -> int:
         """N, the entries of a vector for these layers."""
@@ -206,11 +207,11 @@ class Products:
         return torch.where(spread > 0, 1 / spread, 0.0)
 
     def _non_finite(self, number: int) -> NonFiniteError:
-        totals.check_finite_weights(self.modules)
+        layers.check_finite(self._runner.modules)
         return NonFiniteError(
-            f"batch {number}: its part of a product with the loss Hessian has NaN or infinity; an eigenvalue is one of "
-            "all samples together, so that nan_policy='omit' can leave none of them out: leave them out of the data, "
-            "or pass nan_policy='propagate' for NaN"
+            f"batch {number}: its targets, or its part of a product with the loss Hessian, have NaN or infinity; an "
+            "eigenvalue is one of all samples together, so that nan_policy='omit' can leave none of them out: leave "
+            "them out of the data, or pass nan_policy='propagate' for NaN"
         )
 
 

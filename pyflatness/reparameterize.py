@@ -22,6 +22,7 @@ from .data import first
 from .errors import FlatnessError, InputError
 from .flow import Flow, Label
 from .opening import opened
+from .options import check_flag
 from .selectors import Selector
 
 _SAMPLES = 2  # that are followed through the model
@@ -70,6 +71,7 @@ def reparameterize(
         >>> torch.allclose(other[0].weight, 10 * model[0].weight), torch.allclose(other(x), model(x), atol=1e-6)
         (True, True)
     """
+    inplace = check_flag("inplace", inplace)
     batches = [(data, None)] if isinstance(data, Tensor) else data
     with opened(model, nn.MSELoss(), batches, forward=forward, passes=2) as call:  # no loss has a part in it
         module = call.model

@@ -1,6 +1,7 @@
 """What a measurement returns: numbers with everything needed to read them."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from . import views
+from . import intervals, views
 from .errors import InputError
 
 if TYPE_CHECKING:
@@ -26,12 +27,16 @@ _WIDTH = 96  # of the columns of values and layers in a table
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Estimate:
-    """A measured value and how it came about. ``float(estimate)`` is the value.
+class Estimate(float):
+    """Hold a measured value and how it came about; an estimate is that value wherever a number is wanted.
+
+    It is a ``float``: it can be formatted (``f"{estimate:.3g}"``), ordered, compared with numbers, taken into arrays
+    and tensors and calculated with, which gives plain floats. Two estimates are equal only if all their facts are, NaN
+    being equal to NaN; ``estimate.value == other.value`` compares the values alone. So it has no hash.
 
     Attributes:
         value: the measure, in units of the loss where it is one of its second derivatives.
-        stderr: standard error of ``value`` given the data; None when the value is exact.
+        stderr: standard error of ``value`` given the data; None when nothing was drawn at random.
         samples: samples (entries of dimension 0 of the batches) that the value is over; 0 if it is of no data.
         method: ``"head"``, ``"ggn"``, ``"hessian"``, ``"ggn-sampled"``, ``"hessian-sampled"`` or ``"definition"``; of
             measures without second derivatives ``"forward-mode"``, ``"monte-carlo"`` or ``"weights"``, of Jacobians
@@ -46,6 +51,8 @@ class Estimate:
         notes: what a reader of the value should know (tied weights, dropped features, …).
         bound: what ``value`` is off by at most, besides rounding, where ``rtol=`` let a head leave out what matters
             little; None where nothing was left out.
+        dof: degrees of freedom of ``stderr``, not always a whole number: how well it is known. None without one, and
+            where it cannot be known, as from a single draw.
     """
 
     value: float
@@ -60,14 +67,44 @@ class Estimate:
     notes: tuple[str, ...] = field(default=())
     per_neuron: Tensor | None = None
     bound: float | None = None
+    dof: float | None = None
 
-    def __float__(self) -> float:
-        return self.value
+    def __new__(cls, value: float, *_: Any, **__: Any) -> "Estimate":
+        """Make the number; the facts are set by ``__init__``."""
+        return super().__new__(cls, value)
+
+    def interval(self, level: float = 0.95) -> tuple[float, float] | None:
+        """Return the interval that holds the value of the definition with probability ``level``, given the data.
+
+        value ± t ``stderr``, t the quantile of Student's t distribution with ``dof`` degrees of freedom: of many
+        intervals from other random draws, so many hold the value that exact computation gives. Samples are not redrawn.
+
+        Args:
+            level: in (0, 1).
+
+        Returns:
+            Both ends; (value, value) of an exact value; None where nothing is known of the error: a standard error
+            without degrees of freedom (one draw alone), or a value that is neither exact nor drawn at random.
+
+        Raises:
+            InputError: a level that is no probability.
+
+        Example:
+            >>> import pyflatness as pf
+            >>> sampled = pf.Estimate(2.0, 0.1, 100, "ggn-sampled", exact=False, backend="reference", dof=5.0)
+            >>> [round(end, 4) for end in sampled.interval()]
+            [1.7429, 2.2571]
+        """
+        if self.stderr is None:
+            ends = intervals.interval(self.value, 0.0, math.inf, level)  # for the check of level
+            return ends if self.exact else None
+        return intervals.interval(self.value, self.stderr, self.dof, level)
 
     def __repr__(self) -> str:
         number = _number(self)
         facts = [
             "exact" if self.exact else "not exact",
+            "" if self.stderr is None else "95 % interval" if self.interval() else "no interval",
             "" if self.bound is None else f"off by at most {self.bound:.2g}",
             f"method {self.method}",
             f"layer {self.layer!r}" if self.layer else "",
@@ -107,7 +144,10 @@ class Estimate:
             ) from None
 
     def __eq__(self, other: object) -> bool:
-        return _facts(self) == _facts(other) if isinstance(other, Estimate) else NotImplemented
+        return _facts(self) == _facts(other) if isinstance(other, Estimate) else super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return _facts(self) != _facts(other) if isinstance(other, Estimate) else super().__ne__(other)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -240,7 +280,9 @@ class Report:
         for measure, reason in self.skipped.items():
             skipped.setdefault(reason, []).append(measure)
         left_out = [f"skipped {', '.join(measures)}: {reason}" for reason, measures in skipped.items()]
-        return "\n".join([*lines, f"{samples}{omitted}, {first.backend} backend", *notes, *left_out])
+        sampled = any(estimate.stderr is not None for estimate in self._estimates.values())
+        brackets = ", [95 % intervals]" if sampled else ""
+        return "\n".join([*lines, f"{samples}{omitted}, {first.backend} backend{brackets}", *notes, *left_out])
 
     def _side_by_side(self) -> list[list[str]]:
         """The measures, as many to a table as there is room for."""
@@ -288,4 +330,6 @@ def _facts(held: Estimate | Report) -> str:
 def _number(estimate: Estimate | None) -> str:
     if estimate is None:
         return "–"
-    return f"{estimate.value:.6g}" + ("" if estimate.stderr is None else f" ± {estimate.stderr:.2g}")
+    if estimate.stderr is None:
+        return f"{estimate.value:.6g}"
+    return intervals.shown(estimate.value, estimate.interval())

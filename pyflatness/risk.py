@@ -25,13 +25,13 @@ def rows(outputs: Tensor, targets: Any, loss: Loss, number: int) -> losses.Rows:
 
 
 def divisor(loss: Loss, mass: float) -> float:
-    """What sums over loss terms of so much mass are divided by.
+    """What sums over loss terms of so much mass are divided by; NaN for a mass of NaN, a loss that is not a number.
 
     Raises:
         InputError: no target counts.
     """
     mass = divisor_of_mean(mass)
-    return mass if loss.reduction == "mean" else 1.0
+    return mass if loss.reduction == "mean" or math.isnan(mass) else 1.0
 
 
 def divisor_of_mean(mass: float) -> float:

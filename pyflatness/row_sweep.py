@@ -10,14 +10,15 @@ otherwise in the weights themselves, a product for each of their entries.
 """
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from . import contractions, curvature, hessian, lanczos, layers, normalize, row_blocks, row_products, signals, totals
-from .errors import InputError, NonFiniteError, NotYetError
+from . import contractions, curvature, hessian, lanczos, layers, normalize, risk, row_blocks, row_products, signals
+from .errors import NonFiniteError, NotYetError
 from .lanczos import Ritz
 from .layer_form import LayerForm
 from .products import Products, check_filters, spread
@@ -90,7 +91,7 @@ class RowSweep:
         self._by_entries: set[str] = set()
         self._by_sweeps: set[str] = set()
         self._opaque: set[str] = set()
-        self.samples, self._mass = 0, 0.0
+        self.samples, self._mass, self._divisor = 0, 0.0, 1.0
 
     def rows(self) -> dict[str, Rows]:
         """Of every layer that ran.
@@ -102,8 +103,7 @@ class RowSweep:
         with contextlib.closing(self._runner.results(self._part)) as parts:
             for part in parts:
                 self._take(part)
-        if self._mass == 0:
-            raise InputError("targets: every one is ignored (or has class weight 0), so the loss has no terms")
+        self._divisor = risk.divisor(self._task.loss, self._mass)
         self._by_entries |= self._by_sweeps & self._bent(self._runner.modules)
         for name in self._by_entries:
             self._check_entries(name)
@@ -132,8 +132,7 @@ class RowSweep:
             curvature.refuse_opaque([name for name, why in bent.items() if why == curvature.OPAQUE])
 
     def _over_divisor(self, ritz: Ritz) -> Ritz:
-        divisor = self._mass if self._task.loss.reduction == "mean" else 1.0
-        return replace(ritz, values=ritz.values / divisor, residuals=ritz.residuals / divisor)
+        return replace(ritz, values=ritz.values / self._divisor, residuals=ritz.residuals / self._divisor)
 
     def _bent(self, names: Iterable[str]) -> set[str]:
         """Layers for which second derivatives are asked for."""
@@ -162,18 +161,18 @@ class RowSweep:
         return blocks.largest(self._options.seed)
 
     def _non_finite(self, number: int, name: str) -> NonFiniteError:
-        totals.check_finite_weights(self._runner.modules)
+        layers.check_finite(self._runner.modules)
         return NonFiniteError(
-            f"batch {number}: NaN or infinity in the inputs or signals of layer {name!r}; an eigenvalue is one of all "
-            "samples together, so that nan_policy='omit' can leave none of them out: leave them out of the data, or "
-            "pass nan_policy='propagate' for NaN"
+            f"batch {number}: NaN or infinity in the targets, or the inputs or signals of layer {name!r}; an "
+            "eigenvalue is one of all samples together, so that nan_policy='omit' can leave none of them out: leave "
+            "them out of the data, or pass nan_policy='propagate' for NaN"
         )
 
     # --- one sweep ----------------------------------------------------------------------------------------------------
 
     def _part(self, run: Run) -> _Part:
         sent = signals.of_run(run, self._task.loss)
-        part = _Part(run.samples, float(sent.mass.sum()), run.number)
+        part = _Part(run.samples, sent.total_mass, run.number)
         for name in run.tape.calls:
             if name not in self._forms:
                 self._set_up(name)
@@ -189,7 +188,8 @@ class RowSweep:
 
     def _take(self, part: _Part) -> None:
         for name in (*part.weighted, *part.blocks):
-            if self._options.nan_policy != "propagate" and not part.is_finite(name):
+            fine = part.is_finite(name) and math.isfinite(part.mass)
+            if self._options.nan_policy != "propagate" and not fine:
                 raise self._non_finite(part.number, name)
         for name, (features, weights) in part.weighted.items():
             self._blocks[name].add_weighted(features, weights)

@@ -14,12 +14,12 @@ from . import capture, curvature, data, layers, ownership, preflight
 from .data import Batches
 from .errors import InputError
 from .ownership import Layout
+from .received import is_out_of_memory
 from .selectors import Selection
 from .tape import Call, Tape, frozen
 
 DEFAULT_MEMORY = 512 * 2**20  # bytes that the graph, the layers' inputs and signals of a part may take
 _SECOND_ORDER = 3  # about the memory that a graph takes together with that of its derivatives
-_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 _COMPARED_EVERY = 400  # samples, of which two are looked at: half a per cent of the forward pass
 
@@ -372,11 +372,6 @@ class Runner:
             needed = max(1, found.bytes + self._reserve(found))
             self._part = max(1, self._memory // needed) if found.cuttable else samples
         return found.outputs
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether torch says that memory did not suffice."""
-    return any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def _unchecked(outputs: Tensor) -> None:

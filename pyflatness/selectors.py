@@ -3,13 +3,15 @@
 import difflib
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .errors import InputError
 from .layers import LAYERS, SUPPORTED, is_supported, why_not_supported
+from .received import shown
 
 Selector = str | nn.Module
 
@@ -41,8 +43,9 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
             why = "" if own is None else f"; {own!r} {why_not_supported(every[own])}"
             raise InputError(f"layers: the model has none that can be measured ({SUPPORTED}){why}")
         return Selection(supported, frozenset())
-    if isinstance(selectors, (str, nn.Module)):
+    if not isinstance(selectors, Iterable) or isinstance(selectors, (str, bytes, type, nn.Module, Tensor)):
         selectors = [selectors]
+    selectors = [*selectors]
     if not selectors:
         raise InputError("layers: an empty list; pass None for all layers")
     chosen: dict[str, nn.Module] = {}
@@ -71,14 +74,18 @@ def one(model: nn.Module, selector: Selector) -> str:
     return matches[0]
 
 
-def _matching(every: dict[str, nn.Module], selector: Selector) -> list[str]:
+def _matching(every: dict[str, nn.Module], selector: Any) -> list[str]:
     if isinstance(selector, nn.Module):
         names = [name for name, module in every.items() if module is selector][:1]
         if not names:
             raise InputError(f"layer: this {type(selector).__name__} is not a part of the model")
         return names
     if not isinstance(selector, str):
-        raise InputError(f"layer: a name, glob, 're:…', 'type:…' or module is wanted, got {type(selector).__name__}")
+        wanted = "a name, glob, 're:…', 'type:…' or module is wanted"
+        if isinstance(selector, type):
+            raise InputError(f"layer: {wanted}, got a class; 'type:{selector.__name__}' is for all layers of it")
+        hint = f"; {str(selector)!r} is the name of one" if str(selector) in every else ""
+        raise InputError(f"layer: {wanted}, got {type(selector).__name__} {shown(selector)}{hint}")
     names = [selector] if selector in every else _by_pattern(every, selector)
     if not names:
         candidates = [name for name, module in every.items() if is_supported(module)]

@@ -8,6 +8,7 @@ the cross terms are then zero in the mean.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -34,12 +35,14 @@ class Signals:
     Attributes:
         passes: how many there are.
         mass: (n,) float64, each sample's part of the divisor of a mean.
+        bad: (n,), samples without a loss: NaN or infinity in their targets or outputs.
         used: (n, L), whether the loss does not ignore each of a sample's L terms.
         outputs: the model's, without their graph.
     """
 
     passes: int
     mass: Tensor
+    bad: Tensor
     used: Tensor
     outputs: Tensor
     _rows: Tensor
@@ -85,6 +88,15 @@ class Signals:
             for mixed, sign in self._factors().mixed(drawn.view_as(self._rows)):
                 yield draw, self._counted(mixed), sign
 
+    def marked(self, values: Tensor) -> Tensor:
+        """Return values (…, n) of the samples, NaN for those without a loss."""
+        return values.masked_fill(self.bad, math.nan)
+
+    @property
+    def total_mass(self) -> float:
+        """Of all samples together; NaN if one of them has no loss, and so all of them together have none."""
+        return math.nan if bool(self.bad.any()) else float(self.mass.sum())
+
     @property
     def places(self) -> int:
         """Of columns of all terms of a sample."""
@@ -120,6 +132,7 @@ class Signals:
         return replace(
             self,
             mass=self.mass[index],
+            bad=self.bad[index],
             used=self.used[index],
             outputs=data.rows_of(self.outputs, samples, index),
             _rows=self._rows[rows],
@@ -160,7 +173,8 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Signa
     if outputs.ndim == 0 or len(outputs) % samples:
         raise InputError(f"the model's output {tuple(outputs.shape)} does not hold {samples} samples in dimension 0")
     found = losses.rows(outputs, targets, loss)
-    terms, rows = found.terms, found.of(outputs)
+    rows = found.of(outputs)
+    terms = losses.marked(found.terms, rows, masks=not loss.elementwise)
     counted = (terms.scale != 0).view(samples, -1)
     most = int(counted.sum(dim=1).max()) if counted.numel() else 0
     order = counted.int().argsort(dim=1, descending=True, stable=True)[:, :most]
@@ -168,4 +182,5 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Signa
     mass = terms.mass.reshape(samples, -1).sum(dim=1)
     used = torch.ones_like(counted) if terms.used is None else terms.used.view(samples, -1)
     factors = functools.cache(lambda: loss.factors(rows, terms))
-    return Signals(passes, mass, used, outputs, rows, found.dim, terms, loss, order, factors)
+    bad = terms.scale.isnan().view(samples, -1).any(dim=1)
+    return Signals(passes, mass, bad, used, outputs, rows, found.dim, terms, loss, order, factors)

@@ -39,9 +39,10 @@ class Values:
             by the loss's divisor. One draw if they are exact. Of all selected layers; 0 for one that did not run.
         mass: (n,) float64, the samples' part of the divisor of a mean.
         number: of the user's batch.
-        variances: (layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these are
-            sampled in groups; None: they are exact, or their draws tell.
+        variances: (2, layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these
+            are sampled in groups, and the sums of the groups' squared ones; None: they are exact, or their draws tell.
         parts: by layer and quantity, those of :class:`.contractions.layer.Share` summed over the samples that count.
+        lost: (n,), samples without a loss, whose values are NaN.
         by_hessian: layers whose values are of second derivatives.
     """
 
@@ -50,6 +51,7 @@ class Values:
     number: int
     variances: Tensor | None = None
     parts: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
+    lost: Tensor | None = None
     by_hessian: frozenset[str] = frozenset()
 
 
@@ -95,10 +97,11 @@ class Sweep:
         """
         tolerance = groups.Tolerance(self._options.rtol or groups.RTOL, self._runner.batches.samples)
         with contextlib.closing(self._runner.results(lambda run: self._begun(run, tolerance))) as parts:
-            for part, prints in parts:
+            for part, prints, left_out in parts:
                 self._finish(part, prints)
                 tolerance.add(part.weights)
-                yield Values(part.sums.unsqueeze(0), part.sent.mass, part.left.number, part.variances())
+                values = self._marked(part.sums.unsqueeze(0), part.sent, left_out, part.left.number)
+                yield Values(values, part.sent.mass, part.left.number, part.variances(), lost=part.sent.bad)
 
     def block_traces(self, limit: int) -> Generator[tuple[Tensor, Values], None, None]:
         """Of one layer: the sum of its block traces over samples, (G, d, d) float64, beside the samples' own values.
@@ -128,9 +131,10 @@ class Sweep:
         self._add_factors(run, sent, signs, {name: values[:, places[name]] for name in linear}, parts)
         self._add_hessian(run, signs, {name: values[:, places[name]] for name in bent}, parts)
         self.by_hessian.update(bent)
+        values = self._marked(values, sent, self._left_out(run, sent), run.number)
         kept = self._kept(values)
         summed = {key: part[kept].sum(dim=0) if key[1] in NEURONS else part for key, part in parts.items()}
-        return Values(values, sent.mass, run.number, parts=summed, by_hessian=frozenset(bent))
+        return Values(values, sent.mass, run.number, parts=summed, lost=sent.bad, by_hessian=frozenset(bent))
 
     def _add_factors(
         self, run: Run, sent: signals.Signals, signs: Signs | None, found: dict[str, Tensor], parts: Parts
@@ -154,8 +158,8 @@ class Sweep:
     def _contracted(self, run: Run, names: Iterable[str], signals: int, *, stack: bool = False) -> Contracted:
         return Contracted(run, {name: self._forms[name] for name in names}, signals, stack=stack)
 
-    def _begun(self, run: Run, tolerance: groups.Tolerance) -> tuple[adaptive.Part, dict[str, Tensor]]:
-        """A part's sends planned, and the rounds for all samples sent; fingerprints of the layers' rows."""
+    def _begun(self, run: Run, tolerance: groups.Tolerance) -> tuple[adaptive.Part, dict[str, Tensor], Tensor]:
+        """A part's sends planned, the rounds for all samples sent; fingerprints of rows; see :meth:`_left_out`."""
         names, sent = self._linear(run), signals.of_run(run, self._loss)
         self.exact_passes = max(self.exact_passes, sent.passes)
         shape = len(self._runner.selected), len(self._quantities)
@@ -171,7 +175,7 @@ class Sweep:
                     raise _disordered(name)
             part.add_round(chosen, values)
         part.rounds = rounds
-        return part, {name: self._forms[name].fingerprints(run) for name in names}
+        return part, {name: self._forms[name].fingerprints(run) for name in names}, self._left_out(run, sent)
 
     def _finish(self, part: adaptive.Part, prints: dict[str, Tensor]) -> None:
         """What is left to be sent, packed."""
@@ -252,11 +256,15 @@ class Sweep:
         total, traces = torch.zeros_like(sent.mass.sum()), torch.zeros_like(sent.mass)
         if linear or bent:
             total, traces = traced(run, sent, name, kept)
-        values = Values(traces[None, None, None], sent.mass, run.number, by_hessian=frozenset(bent))
-        left = self._kept(values.values)
+        traces = self._marked(traces[None, None, None], sent, self._left_out(run, sent), run.number)
+        left = self._kept(traces)
         if not bool(left.all()):
             total, _ = traced(run, sent, name, left)
-        return total, values
+        elif bool(sent.bad.any()):
+            total = torch.full_like(total, torch.nan)
+        if (linear or bent) and total.ndim == 0:  # no factor was sent: the loss has no curvature, as with one class
+            total = total.new_zeros(1, rows, rows)
+        return total, Values(traces, sent.mass, run.number, lost=sent.bad, by_hessian=frozenset(bent))
 
     def _traced_by_factors(self, run: Run, sent: signals.Signals, name: str, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Σ_i T_i (G, d, d) of one layer over the samples that are kept, and Tr T_i, (n,)."""
@@ -279,6 +287,20 @@ class Sweep:
         with hessian.differentiable([name]), contractions.full_precision(run.outputs):
             slopes = self._slopes(run, [name])
             return self._traces(run, name, slopes[name], ()).matrix(kept)
+
+    def _left_out(self, run: Run, sent: signals.Signals) -> Tensor:
+        """Which samples (n,) are to be left out, whatever their values are: they have no loss, or no deviations."""
+        if self._options.normalize and self._options.nan_policy == "omit":
+            return normalize.left_out(self._runner, run, sent)
+        return sent.bad
+
+    def _marked(self, values: Tensor, sent: signals.Signals, left_out: Tensor, number: int) -> Tensor:
+        """Values (…, n), NaN for samples that are left out."""
+        late = ~values.isfinite().flatten(0, 2).all(dim=0) & ~left_out
+        if self._options.normalize and self._options.nan_policy == "omit" and bool(late.any()):
+            layers.check_finite(self._runner.modules)
+            raise normalize.late(number, int(late.sum()), "samples")
+        return values.masked_fill(left_out, torch.nan)
 
     def _kept(self, values: Tensor) -> Tensor:
         """Which samples count, (n,)."""

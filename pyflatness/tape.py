@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import layers
-from .capture import version
+from .capture import is_aside, version
 from .errors import InputError, NoGraphError
 
 
@@ -110,7 +110,7 @@ class Tape:
 
     def _alias(self, name: str) -> Any:
         def alias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._paused:
+            if self._paused or is_aside():
                 return None
             if self._active and not torch.is_grad_enabled():
                 raise NoGraphError(
@@ -129,7 +129,7 @@ class Tape:
     def _keep(self, name: str) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
             inputs = args[0] if args else next(iter(kwargs.values()), None)
-            if self._paused or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
+            if self._paused or is_aside() or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
                 return None
             own = _with_own_history(output)  # also in a backward pass, see above
             if self._active:

@@ -1,5 +1,6 @@
 """From the values of samples to those of the data set, by the user's policy for NaN and infinity."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from . import layers
 from .errors import InputError, NonFiniteError
 from .sweep import Values
+from .variances import Variances
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Sums:
     Attributes:
         values: (layers + 1, quantities) float64 on the CPU.
         errors: of the same shape, standard errors given the data; None if the values are exact.
+        dof: of the same shape, degrees of freedom of the errors, NaN where they are not known; None with ``errors``.
         per_sample: (layers + 1, quantities, n), n times each sample's share, NaN for one that was left out; or None.
         samples: how many counted.
         omitted: how many were left out.
@@ -26,13 +29,24 @@ class Sums:
 
     values: Tensor
     errors: Tensor | None
+    dof: Tensor | None
     per_sample: Tensor | None
     samples: int
     omitted: int
     parts: Mapping[tuple[str, str], Tensor]
 
+    def uncertainty(self, row: int, column: int) -> tuple[float | None, float | None]:
+        """Return the standard error of a value and its degrees of freedom, each None where there is none."""
+        if self.errors is None or self.dof is None:
+            return None, None
+        dof = float(self.dof[row, column])
+        return float(self.errors[row, column]), None if math.isnan(dof) else dof
+
     def pooled(self, other: "Sums", weight: float) -> "Sums":
-        """With independent values of the same data; ``weight`` is this one's."""
+        """With independent values of the same data; ``weight`` is this one's.
+
+        The degrees of freedom stay those of this one, whose errors said how many draws the other takes (Stein 1945).
+        """
         assert self.errors is not None
         assert other.errors is not None
         shares = None
@@ -58,10 +72,10 @@ class Totals:
 
     def __init__(self, reduction: str, nan_policy: str, *, per_sample: bool = False, sampled: bool = False) -> None:
         self._reduction, self._policy, self._per_sample, self._sampled = reduction, nan_policy, per_sample, sampled
-        self._sums = self._variances = self._squares = torch.zeros((), dtype=torch.float64)
+        self._sums = torch.zeros((), dtype=torch.float64)
+        self._variances = Variances()
         self._mass = 0.0
         self._shares: list[Tensor] = []
-        self._draws, self._grouped = 1, False
         self._parts: dict[tuple[str, str], Tensor] = {}
         self.samples = self.omitted = 0
 
@@ -73,8 +87,10 @@ class Totals:
         """
         values, mass = part.values, part.mass
         bad = ~values.isfinite().flatten(0, 2).all(dim=0)
+        if bool(bad.any()) and self._policy == "propagate":
+            values = values.where(values.isfinite(), torch.nan)  # never infinity, and a layer that is fine stays so
         if bool(bad.any()) and self._policy != "propagate":
-            check_finite_weights(modules)
+            layers.check_finite(modules)
             if self._policy == "raise":
                 raise _non_finite(part, bad, [*modules])
             values, mass = values.masked_fill(bad, 0.0), mass.masked_fill(bad, 0.0)
@@ -86,16 +102,12 @@ class Totals:
         draws = torch.cat([values, values.sum(dim=1, keepdim=True)], dim=1)
         means = draws.mean(dim=0)
         self._sums = self._sums.to(means.device) + means.sum(dim=2)
-        if self._sampled:
-            self._draws = len(draws)
-            self._squares = self._squares.to(means.device) + means.square().sum(dim=2)
-            if len(draws) > 1:
-                self._variances = self._variances.to(means.device) + draws.var(dim=0).sum(dim=2)
+        if part.variances is not None:
+            self._variances.add(part.variances.masked_fill(bad, 0.0))
+        elif self._sampled:
+            self._variances.add_draws(draws, ~bad)
         for key, summed in part.parts.items():
             self._parts[key] = summed + self._parts[key] if key in self._parts else summed
-        if part.variances is not None:
-            self._grouped = True
-            self._variances = self._variances.to(means.device) + part.variances.masked_fill(bad, 0.0).sum(dim=2)
         if self._per_sample:
             self._shares.append(means.masked_fill(bad, torch.nan))
 
@@ -115,41 +127,21 @@ class Totals:
 
     def sums(self) -> Sums:
         """Of all samples so far."""
-        values, errors = (self._sums / self.divisor).cpu(), None
-        if self._sampled or self._grouped:
-            errors = (self._variance().sqrt() / self.divisor).cpu().masked_fill(~values.isfinite(), torch.nan)
+        values = (self._sums / self.divisor).cpu()
+        errors = dof = None
+        found = self._variances.result()
+        if found is not None:
+            variance, dof = (part.cpu() for part in found)
+            errors = (variance.sqrt() / self.divisor).masked_fill(~values.isfinite(), torch.nan)
         return Sums(
             values=values,
             errors=errors,
+            dof=dof,
             per_sample=torch.cat(self._shares, dim=2) * (self.samples / self.divisor) if self._per_sample else None,
             samples=self.samples,
             omitted=self.omitted,
             parts={key: (part / self.divisor).cpu() for key, part in self._parts.items()},
         )
-
-    def _variance(self) -> Tensor:
-        """Σ_i Var_i / draws, Var_i the variance of sample i's value over its draws.
-
-        Of one draw that cannot be known: the variance between samples takes its place, which is larger by that of the
-        true values. Infinite for one draw of one sample.
-        """
-        if self._grouped:
-            return self._variances
-        if self._draws > 1:
-            return self._variances / self._draws
-        if self.samples < 2:
-            return torch.full_like(self._squares, torch.inf)
-        between = (self._squares - self._sums.square() / self.samples).clamp_min(0)
-        return between * (self.samples / (self.samples - 1))
-
-
-def check_finite_weights(modules: dict[str, nn.Module]) -> None:
-    """Raise if a layer's weight or bias has NaN or infinity in it."""
-    for name, module in modules.items():
-        for what, values in zip(("weight", "bias"), layers.matrix(module), strict=True):
-            if values is not None and not bool(values.isfinite().all()):
-                count = int((~values.isfinite()).sum())
-                raise NonFiniteError(f"layer {name!r}: its {what} has {count} entries of NaN or infinity")
 
 
 def _non_finite(part: Values, bad: Tensor, names: Sequence[str]) -> NonFiniteError:
@@ -157,7 +149,10 @@ def _non_finite(part: Values, bad: Tensor, names: Sequence[str]) -> NonFiniteErr
     where = [name for name, fine in zip(names, finite, strict=True) if not bool(fine)]
     listed = ", ".join(map(repr, where[:4])) + (", …" if len(where) > 4 else "")
     what = "inputs, signals or second derivatives" if part.by_hessian.intersection(where) else "inputs or signals"
+    what = f"in the {what} of layer {listed}"
+    if part.lost is not None and bool(part.lost.any()):
+        what = f"in their targets, outputs or loss, or {what}"
     return NonFiniteError(
         f"batch {part.number}: {int(bad.sum())} of {len(bad)} samples have NaN or infinity (or squares beyond the "
-        f"dtype's range) in the {what} of layer {listed}; pass nan_policy='omit' or 'propagate' to go on"
+        f"dtype's range) {what}; pass nan_policy='omit' or 'propagate' to go on"
     )

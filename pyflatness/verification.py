@@ -13,11 +13,12 @@ from torch.nn.utils import remove_spectral_norm, remove_weight_norm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from . import capture, layers
+from . import capture, layers, losses
 from .contractions import compiled, promoted_dtype
 from .data import first, map_tensors
 from .errors import InputError
 from .opening import opened
+from .options import check_count
 from .pipeline import relative_flatness
 from .report import Estimate
 
@@ -115,11 +116,11 @@ def verify(
         >>> bool(pf.verify(model, torch.nn.CrossEntropyLoss(), (torch.eye(3).double(), torch.tensor([0, 1, 1]))))
         True
     """
-    if samples < 1:
-        raise InputError(f"samples={samples}: at least one is wanted")
+    samples = check_count("samples", samples, 1, "a number of samples")
     with opened(model, loss, data, reduction=reduction, forward=forward) as call:
         module = call.model
         batch = first(call.batches.peek(), samples)
+        capture.run(module, batch, call.forward)  # with its checks, which the copy in float64 cannot have
         double = _in_double(module)
     batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
     measured = [(model, loss, batch), (double, _double_loss(loss, None), batch64)]
@@ -194,8 +195,8 @@ def _double_loss(loss: Any, reduction: str | None) -> Any:
         loss = functools.partial(loss.func, *loss.args, **keywords)
     if isinstance(loss, nn.Module):
         loss = copy.deepcopy(loss).double()
-        if reduction and hasattr(loss, "reduction"):
-            loss.reduction = reduction
+        if reduction and not isinstance(losses.resolve(loss, reduction), losses.CustomLoss):
+            loss.reduction = reduction  # of another it says what the loss is, and changes nothing
     return loss
 
 

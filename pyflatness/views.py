@@ -60,7 +60,8 @@ def profile(report: "Report") -> "tuple[Figure, Axes]":
     places = {layer: place for place, layer in enumerate(report.layers)}
     for measure, of in drawn.items():
         x, y = [places[layer] for layer in of], [e.value for e in of.values()]
-        errors = [e.stderr or 0.0 for e in of.values()]
+        ends = [e.interval() or (e.value, e.value) for e in of.values()]
+        errors = [(high - low) / 2 for low, high in ends]
         axes.errorbar(x, y, yerr=errors if any(errors) else None, marker="o", markersize=4, capsize=2, label=measure)
     if all(e.value > 0 for of in drawn.values() for e in of.values()):
         axes.set_yscale("log")

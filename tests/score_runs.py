@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from pyflatness import cli
 from pyflatness.cli import specs
+from pyflatness.text import from_cell
 
 
 def tiny_net(tiny: str, seed: int, name: str = "Tiny") -> torch.nn.Module:
@@ -29,7 +30,7 @@ def arguments_of(tiny: str, *rest: object, data: str = "data", loss: str = "cros
 
 def rows_of(tiny: str) -> list[dict[str, str]]:
     with (Path(tiny).with_name("out") / "scores.csv").open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        return [{name: from_cell(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
 
 
 def status(*arguments: str) -> object:

@@ -11,6 +11,7 @@ from cases import classifier
 from torch import nn
 
 import pyflatness as pf
+from pyflatness.intervals import shown
 
 X, Y = torch.randn(12, 5, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
 LOSS = nn.CrossEntropyLoss()
@@ -76,7 +77,10 @@ def test_a_table_with_values_of_the_network_alone(report):
     assert alone.layers == ()
     text = str(alone)
     assert f"{alone['fisher_rao'].value:.6g}" in text
-    assert "±" in text
+    sampled = alone["adaptive_sharpness_mc"]
+    assert shown(sampled.value, sampled.interval()) in text
+    assert "[95 % intervals]" in text
+    assert "intervals" not in str(report)
     assert "network: adaptive_sharpness_mc: ρ = 0.1" in text
     with pytest.raises(pf.InputError, match=r"no layer '0'"):
         alone["0", "fisher_rao"]

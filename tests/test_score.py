@@ -41,7 +41,7 @@ def _bad_safetensors(tiny: str) -> dict[str, list[str]]:
         "folder.safetensors": ["it is a folder"],
         "weights.ckpt": ["'.ckpt' is no known ending"],
         "foreign.safetensors": ["does not fit", "Missing", '"head.weight"', "Unexpected", '"net.head.weight"'],
-        "odd.safetensors": ["Unexpected", "odd?[31m"],
+        "odd.safetensors": ["Unexpected", r"odd\x1b[31m"],
         "shapes.safetensors": ["body.weight", "[6, 4]", "[5, 4]"],
         "integer.safetensors": ["head.weight is torch.int8, in the model torch.float32"],
         "nan.safetensors": ["NaN or infinity"],

@@ -8,6 +8,7 @@ import truth
 from brute_force import X, all_parameters_hessian, network, one
 from cases import INDICES, C, M, N
 from convolutions import batch_norm
+from covering import share
 from grid import CASES, Case, Net, classes, normal
 from networks import SEQUENCES
 from torch import nn
@@ -306,15 +307,14 @@ def test_coverage_of_sampled_values(name, measure):
     values, errors = (torch.tensor([getattr(e, what) for e in found]) for what in ("value", "stderr"))
     assert abs(float(values.mean()) - exact) < 4 * float(values.std()) / len(found) ** 0.5
     assert 0.85 < float(values.std() / errors.square().mean().sqrt()) < 1.15
-    assert 0.88 < float(((values - exact).abs() < 1.96 * errors).double().mean()) < 0.99
+    assert 0.88 < share((e.interval() for e in found), exact) < 0.99
 
 
 def test_coverage_of_interpolation_sharpness():
     model, data = network(M, 6, C), (X, INDICES)
     exact = one("interpolation_sharpness", model, LOSS, data).value
     found = [one("interpolation_sharpness", model, LOSS, data, probes=8, seed=seed) for seed in range(240)]
-    inside = [abs(e.value - exact) < 1.96 * e.stderr for e in found]
-    assert 0.88 < sum(inside) / len(inside) < 0.99
+    assert 0.88 < share((e.interval() for e in found), exact) < 0.99
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])

@@ -28,6 +28,15 @@ class Curved(Tiny):
         return self.head(torch.tanh(3 * self.body(x)))
 
 
+class Odd(torch.nn.Sequential):
+    """Names of layers may hold anything but a dot."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_module("=\x1b[2J", torch.nn.Linear(4, 4))
+        self.add_module("-1", torch.nn.Linear(4, 3))
+
+
 class Tied(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import FlatnessError
+from ..text import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -36,4 +37,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         group.main(arguments, prog_name="pyflatness")
     except FlatnessError as error:
-        raise SystemExit(f"Error: {error}") from None
+        lines = map(printable, str(error).splitlines())
+        raise SystemExit("Error: " + "\n".join(lines)) from None

@@ -3,6 +3,8 @@
 import importlib.util
 import pickle
 import re
+import stat
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,8 +47,7 @@ def load(path: Path, *, allow_pickle: bool) -> State:
         raise InputError(f"{path.suffix or 'no'!r} is no known ending; .safetensors, .pt and .pth files are read")
     if path.suffix in _PICKLES and not allow_pickle:
         raise InputError(f"a {path.suffix} file is a pickle, which can hold code; {PICKLE_FLAG} reads its tensors only")
-    if not path.is_file():
-        raise InputError("it is a folder" if path.is_dir() else "there is no such file")
+    _check_file(path)
     return _load_pickle(path) if path.suffix in _PICKLES else _load_safetensors(path)
 
 
@@ -69,6 +70,17 @@ def fit(model: nn.Module, state: State) -> None:
         raise InputError(f"does not fit the model: {_shortened(str(error))}") from None
 
 
+def _check_file(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise InputError("there is no such file") from None
+    except OSError as error:  # a link to itself, a folder that may not be entered
+        raise InputError(f"it cannot be read ({error.strerror})") from None
+    if not stat.S_ISREG(mode):
+        raise InputError("it is a folder" if stat.S_ISDIR(mode) else "it is no regular file")
+
+
 def _load_safetensors(path: Path) -> State:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -81,6 +93,7 @@ def _load_safetensors(path: Path) -> State:
 
 def _load_pickle(path: Path) -> State:
     try:
+        _check_sums(path)
         content = torch.load(path, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         # torch's own message goes on to recommend weights_only=False.
@@ -95,6 +108,23 @@ def _load_pickle(path: Path) -> State:
         if _is_state(candidate):
             return dict(candidate)
     raise InputError(f"no state dict, alone or under {' or '.join(map(repr, _HOLDERS))}")
+
+
+def _check_sums(path: Path) -> None:
+    """Raise if a part of a zip archive is not what was saved: torch reads past the checksums.
+
+    Files of torch before 1.6 are no archives and have no checksums. Archives saved with
+    ``torch.serialization.set_crc32_options(False)`` have zeros for them.
+
+    Raises:
+        zipfile.BadZipFile: a part does not have its checksum, or the archive's own records contradict each other.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip() if any(part.CRC for part in archive.infolist()) else None
+    if damaged is not None:
+        raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
 
 
 def _is_state(content: Any) -> bool:

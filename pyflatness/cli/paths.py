@@ -1,6 +1,8 @@
-"""Where results go: tried before any work is done for them."""
+"""Where results go: tried before any work is done for them, and written whole or not at all."""
 
+import contextlib
 import tempfile
+from io import FileIO
 from pathlib import Path
 
 from ..errors import InputError
@@ -18,6 +20,35 @@ def prepare_folder(path: Path) -> None:
             pass
     except OSError as error:
         raise InputError(f"--out {path}: no folder to write to ({error.strerror})") from None
+
+
+def is_same_file(a: Path, b: Path) -> bool:
+    """Return whether both are one file: by device and inode, so also through links or on a file system without case."""
+    try:
+        return a.samefile(b)
+    except OSError:  # one of them is not there yet, or cannot be looked at
+        return a.absolute() == b.absolute()
+
+
+def append_whole(file: FileIO, content: bytes) -> None:
+    """Append all of the content or, if that fails, nothing of it: a full disk must leave no torn line.
+
+    Args:
+        file: opened without a buffer, which would try again later.
+        content: what to write.
+
+    Raises:
+        OSError: it does not fit, say; the file ends where it ended before.
+    """
+    end = file.tell() if file.seekable() else None
+    rest = memoryview(content)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except BaseException:
+        with contextlib.suppress(OSError):  # devices have no end to cut
+            file.truncate(end)
+        raise
 
 
 def prepare_file(path: Path) -> None:

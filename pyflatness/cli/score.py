@@ -1,12 +1,14 @@
 """``pyflatness score``: many checkpoints of one network, measured on one data set, as a table.
 
 A checkpoint that cannot be measured is a row with its error, and the others go on; so is a measure that fails of one.
-A checkpoint's rows reach the file as soon as it is done.
+A checkpoint's rows reach the file as soon as it is done, each of them whole or not at all.
 """
 
 import csv
+import io
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,14 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Table
 from rich.text import Text
 
-from .. import capture, losses
+from .. import capture, intervals, losses
 from ..data import Batches
 from ..errors import InputError
 from ..measures import MEASURES, named
 from ..options import Options
+from ..text import printable, to_cell
 from . import checkpoints, specs
-from .paths import prepare_file
+from .paths import append_whole, is_same_file, prepare_file
 from .scoring import Row, Scoring
 
 _ALL = "all"
@@ -88,8 +91,10 @@ def score(
     """
     build, load = specs.bind(model, model_args, "model"), specs.bind(data, data_args, "data")
     _check_loss(loss)
-    if out.resolve() in {path.resolve() for path in paths}:
-        raise click.BadParameter(f"{out} is one of the checkpoints", param_hint="--out")
+    lost = next((path for path in paths if is_same_file(out, path)), None)
+    if lost is not None:
+        message = f"{out} is one of the checkpoints: it is the same file as {lost}"
+        raise click.BadParameter(printable(message), param_hint="--out")
     checkpoints.check_readers(paths)
     prepare_file(out)
     network = specs.build_model(build)
@@ -104,10 +109,10 @@ def score(
     except KeyboardInterrupt:
         interrupted = True
     except OSError as error:  # all others end up in rows
-        raise InputError(f"--out {out}: cannot be written ({error.strerror}); {len(rows)} rows were") from None
+        raise InputError(f"--out {out}: cannot be written ({error.strerror}); it has {len(rows)} rows") from None
     _print(rows)
     errors = sum(bool(row.error) for row in rows)
-    click.echo(f"{'interrupted; ' if interrupted else ''}wrote {out}: {len(rows)} rows, {errors} errors")
+    click.echo(printable(f"{'interrupted; ' if interrupted else ''}wrote {out}: {len(rows)} rows, {errors} errors"))
     if interrupted or errors:
         raise SystemExit(130 if interrupted else 1)
 
@@ -120,7 +125,7 @@ def _check_loss(name: str) -> None:
 
 
 def _score(scoring: Scoring, paths: tuple[Path, ...], out: Path, rows: list[Row]) -> None:
-    """Appends each checkpoint's rows to the list and to the file, at once."""
+    """Appends each checkpoint's rows to the file and, as far as they are in it, to the list."""
     if hasattr(scoring.data, "__next__"):
         raise InputError("--data: an iterator can be read once; have the callable return a list or a DataLoader")
     batches = len(Batches(scoring.data, capture.device(scoring.model)))
@@ -130,16 +135,22 @@ def _score(scoring: Scoring, paths: tuple[Path, ...], out: Path, rows: list[Row]
             progress.advance(task, share / batches)
 
     each = len(scoring.pairs())
-    with out.open("w", newline="", encoding="utf-8") as file, _progress() as progress:
+    with out.open("wb", buffering=0) as file, _progress() as progress:
         task = progress.add_task("scoring", total=len(paths) * each)
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
+        append_whole(file, _line(field.name for field in fields(Row)))
         for done, path in enumerate(paths, 1):
-            found = scoring.rows(path, step)
-            writer.writerows(map(asdict, found))
-            file.flush()
-            rows += found
+            for row in scoring.rows(path, step):
+                append_whole(file, _line(asdict(row).values()))
+                rows.append(row)
             progress.update(task, completed=done * each)
+
+
+def _line(cells: Iterable[object]) -> bytes:
+    """A line of the CSV file; only text is changed to be safe in it."""
+    text = io.StringIO()
+    safe = (to_cell(cell) if isinstance(cell, str) else cell for cell in cells)
+    csv.writer(text, lineterminator="\n").writerow(safe)
+    return text.getvalue().encode()
 
 
 class _Rate(ProgressColumn):
@@ -151,9 +162,10 @@ class _Rate(ProgressColumn):
 
 def _progress() -> Progress:
     console = Console(stderr=True)
+    console.quiet = not console.is_terminal  # a log gets nothing, not even the empty line of older releases of rich
     count = TextColumn("{task.completed:.1f} of {task.total} rows")
     columns = (TextColumn("{task.description}"), BarColumn(), count, _Rate(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    return Progress(*columns, console=console, transient=True, disable=console.quiet)
 
 
 def _print(rows: list[Row]) -> None:
@@ -162,22 +174,24 @@ def _print(rows: list[Row]) -> None:
         table.add_column(header, overflow="fold")
     for header in ("value", "loss", "accuracy", "seconds"):
         table.add_column(header, justify="right", no_wrap=True)
-    names = _short([row.checkpoint for row in rows])
+    names = [printable(name) for name in _short([row.checkpoint for row in rows])]
     for name, row in zip(names, rows, strict=True):
         numbers = ("" if x is None else f"{x:.5g}" for x in (row.loss, row.accuracy, row.seconds))
-        table.add_row(name, row.layer, row.measure, _value(row), *numbers)
+        table.add_row(name, printable(row.layer), row.measure, _value(row), *numbers)
     # A file or pipe has no width that lines would have to be folded at.
     width = None if sys.stdout.isatty() else 200
     console = Console(markup=False, highlight=False, emoji=False, width=width)
     console.print(table)
     for line in dict.fromkeys(f"{name}: {row.error}" for name, row in zip(names, rows, strict=True) if row.error):
-        console.print(line, soft_wrap=True)
+        console.print(printable(line), soft_wrap=True)
 
 
 def _value(row: Row) -> str:
     if row.value is None:
         return "error"
-    return f"{row.value:.5g}" + ("" if row.stderr is None else f" ± {row.stderr:.2g}")
+    if row.stderr is None:
+        return f"{row.value:.5g}"
+    return intervals.shown(row.value, None if row.low is None or row.high is None else (row.low, row.high))
 
 
 def _short(paths: list[str]) -> list[str]:

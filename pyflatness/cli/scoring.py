@@ -41,6 +41,8 @@ class Row:
     accuracy: float | None = None
     seconds: float | None = None
     error: str = ""
+    low: float | None = None  # of the 95 % interval
+    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,12 @@ class Scoring:
             if layer == "" and estimate is None:
                 yield Row(str(path), "", measure.name, error=held.missing or "the network has no value of it")
             if estimate is not None:  # None: a layer of a pattern that did not run
+                low, high = estimate.interval() or (None, None)
                 yield Row(
                     *(str(path), estimate.layer, measure.name, estimate.value, estimate.stderr, estimate.method),
                     *(estimate.exact, estimate.samples, fit.loss, fit.accuracy, held.seconds),
+                    low=low,
+                    high=high,
                 )
 
     def _runs(self) -> list[tuple[Measure, ...]]:

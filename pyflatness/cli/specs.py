@@ -15,6 +15,7 @@ import click
 from torch import nn
 
 from ..errors import FlatnessError, InputError
+from ..text import printable
 
 Function = Callable[..., Any]
 
@@ -113,7 +114,7 @@ def build_model(call: Callable[[], Any]) -> nn.Module:
 def reason(error: BaseException) -> str:
     """An exception as one line that is safe to print: its type, unless it is of the family, and its message."""
     text = str(error) if isinstance(error, FlatnessError) else f"{type(error).__name__}: {error}"
-    line = "".join(character if character.isprintable() else "?" for character in " ".join(text.split()))
+    line = printable(" ".join(text.split()))
     return line if len(line) <= 500 else line[:499] + "…"
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from .. import capture, head, losses
 from ..contractions import promoted
-from ..errors import InputError
 from ..losses import Loss
-from . import noise
+from ..options import check_count, check_seed
+from ..received import check_tensor
 from .representativeness import FOLDS, Fit, assigned, refit
 
 _PAIRS = 2**18  # at once
@@ -67,10 +67,9 @@ def authors_representativeness(
         >>> abs(value - 0.693147 * (1 - 0.398942 / 2)) < 1e-6  # log 2, and K = 1/√(2π) divided by |S| = 2
         True
     """
-    noise.check_count("folds", folds, 2)
+    folds, seed = check_count("folds", folds, 2), check_seed("seed", seed)
     resolved = losses.resolve(loss, reduction)
-    if not isinstance(targets, Tensor):
-        raise InputError(f"targets: a tensor is wanted, got {'none' if targets is None else type(targets).__name__}")
+    features, targets = check_tensor("features", features), check_tensor("targets", targets)
     with torch.inference_mode(False), torch.no_grad():
         places = assigned(len(features), folds, seed).to(features.device)
         values = []

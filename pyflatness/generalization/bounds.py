@@ -12,6 +12,7 @@ Uniform over all |A| ≤ δ, at a minimum and to second order, from other measur
     E_F ≤ δ² d/2 κ^φ (Theorem 14)         E_F ≤ δ²/2 |w|² λ_max (Petzka et al. 2019, appendix C.1)
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from ..errors import InputError
 from ..losses import Loss
 from ..measures import RELATIVE_FLATNESS
 from ..opening import opened
-from ..options import Options
+from ..options import Options, check_count, check_draws, check_number, check_seed
 from ..pipeline import layer_value
 from ..report import Estimate
 from ..selectors import Selector
@@ -54,8 +55,7 @@ def uniform_robustness_bound(delta: float, rows: int, maximal_flatness: float) -
         >>> round(pf.uniform_robustness_bound(0.1, 2, 1.286842), 8)
         0.01286842
     """
-    noise.check_delta(delta)
-    noise.check_count("rows", rows, 1)
+    delta, rows = check_number("delta", delta), check_count("rows", rows, 1)
     return delta**2 * rows / 2 * _number("maximal_flatness", maximal_flatness)
 
 
@@ -78,7 +78,7 @@ def spectral_robustness_bound(delta: float, weight_norm: float, lambda_max: floa
         >>> round(pf.spectral_robustness_bound(0.1, 5.0, 0.514737), 8)
         0.01286843
     """
-    noise.check_delta(delta)
+    delta = check_number("delta", delta)
     return delta**2 / 2 * _number("weight_norm", weight_norm) * _number("lambda_max", lambda_max)
 
 
@@ -180,15 +180,16 @@ def generalization_bound(
         >>> abs(parts.gap - found.measured.gap) < 1e-12, found.delta == 300 ** (-1 / 12)
         (True, True)
     """
-    noise.check_count("folds", folds, 2)
-    noise.check_count("draws", draws, 2)
+    folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
+    seed = check_seed("seed", seed)
+    kappa = None if kappa is None else _number("kappa", kappa)
+    delta = None if delta is None else check_number("delta", delta)
     with opened(model, loss, train, reduction=reduction, forward=forward, passes=3, progress=progress) as call:
         name, source = head.find(call.model, layer, call.loss, call.batches, call.forward)
         perturbed = Perturbed(call.model, name, call.forward, head=source is not None)
         m = _features(perturbed, name)
         samples = sum(data.size(batch) for batch in call.batches)
         delta = default_delta(samples, m) if delta is None else delta
-        noise.check_delta(delta)
         places = assigned(samples, folds, seed)
         sums = _sums(perturbed, call.loss, call.batches, places, (folds, draws), delta, seed)
         measured = None if test is None else GeneralizationGap(performance(call), performance(call.on(test)))
@@ -260,7 +261,5 @@ def _noisy(layer: nn.Module, drawn: Iterator[Tensor]) -> Change:
     return change
 
 
-def _number(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, Estimate)) or float(value) != float(value):
-        raise InputError(f"{name}={value!r}: a number is wanted")
-    return float(value)
+def _number(name: str, value: Any) -> float:
+    return check_number(name, value, "a number", lambda given: not math.isnan(given))

@@ -5,12 +5,14 @@
 
 for m columns of w, at any w: the terms of odd order vanish, since A and -A are equally likely; a minimum is not needed.
 Every draw is taken with both signs, u_k(α) = (E(w + αwA_k) + E(w - αwA_k)) / 2 - E(w); the value is their mean and its
-standard error std_k u_k / √K, given the data. Each group of a convolution has a matrix of its own, as it has in κ.
+standard error std_k u_k / √K of K - 1 degrees of freedom, given the data. Each group of a convolution has a matrix of
+its own, as it has in κ.
 
 Theorem 5 is about twice differentiable models. Behind a ReLU the parabola holds as far as no sample crosses a kink,
 which for many samples is not far: kinks that are crossed add a rise of order α² of their own, which no Hessian sees.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +21,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, head, risk, views
+from .. import capture, head, intervals, risk, views
 from ..data import Batches, size
 from ..errors import InputError, NonFiniteError
 from ..losses import Loss
 from ..measures import RELATIVE_FLATNESS
 from ..opening import opened
-from ..options import Options
+from ..options import Options, check_draws, check_number
 from ..pipeline import layer_value
 from ..report import Estimate
 from ..selectors import Selector
-from . import noise
 from .perturbed import Perturbed, Turns, by_weight
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class FeatureRobustness:
     Attributes:
         alphas: α, (k,) float64.
         rises: E_A E_F(f, S, αA), (k,) float64, in units of the loss.
-        stderr: standard errors of ``rises`` over the draws of A, given the data, (k,) float64.
+        stderr: standard errors of ``rises`` over the draws of A, given the data, (k,) float64, each of
+            ``draws - 1`` degrees of freedom.
         parabola: α² κ / (2m), (k,) float64.
         kappa: κ.
         features: m.
@@ -69,14 +71,29 @@ class FeatureRobustness:
     samples: int
     layer: str
 
+    def interval(self, level: float = 0.95) -> Tensor:
+        """Return the ends of the intervals that hold E_A E_F, each with probability ``level``, (k, 2) float64.
+
+        rises ± t ``stderr``, t the quantile of Student's t distribution; NaN where a rise is not finite.
+
+        Args:
+            level: in (0, 1).
+
+        Raises:
+            InputError: a level that is no probability.
+        """
+        half = intervals.student_t(level, self.draws - 1) * self.stderr
+        return torch.stack([self.rises - half, self.rises + half], dim=1)
+
     def __repr__(self) -> str:
         facts = f"layer {self.layer!r}, κ = {self.kappa:.6g}, m = {self.features}, {self.draws} pairs of draws"
-        rows = zip(*(column.tolist() for column in (self.alphas, self.rises, self.stderr, self.parabola)), strict=True)
-        lines = [f"  α = {a:g}: {rise:.4g} ± {error:.2g}, parabola {p:.4g}" for a, rise, error, p in rows]
-        return "\n".join([f"FeatureRobustness({facts}, {self.samples} samples:", *lines]) + ")"
+        columns = self.alphas, self.rises, self.interval(), self.parabola
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        lines = [f"  α = {a:g}: {intervals.shown(rise, ends)}, parabola {p:.4g}" for a, rise, ends, p in rows]
+        return "\n".join([f"FeatureRobustness({facts}, {self.samples} samples, 95 % intervals:", *lines]) + ")"
 
     def plot(self, path: str | Path | None = None) -> "tuple[Figure, Axes]":
-        """The curve with its standard errors, and the parabola.
+        """Draw the curve with its 95 % intervals, and the parabola.
 
         Args:
             path: where the figure is written too; its ending is its format.
@@ -91,7 +108,8 @@ class FeatureRobustness:
         steps = torch.linspace(0, float(self.alphas.abs().max()), 101, dtype=torch.float64)
         parabola = steps.square() * self.kappa / (2 * self.features)
         axes.plot(steps.tolist(), parabola.tolist(), color="0.4", label="α² κ / 2m")
-        columns = self.alphas.abs().tolist(), self.rises.tolist(), self.stderr.tolist()
+        half = (self.interval()[:, 1] - self.rises).tolist()
+        columns = self.alphas.abs().tolist(), self.rises.tolist(), half
         axes.errorbar(*columns, fmt="o", markersize=4, capsize=2, label=f"mean of {self.draws} pairs ±A")
         axes.set_xlabel("α")
         axes.set_ylabel("rise of the loss, features φ + αAφ")
@@ -149,18 +167,20 @@ def feature_robustness(
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double().eval()
         >>> data = torch.randn(100, 4).double(), torch.randint(3, (100,))
         >>> found = pf.feature_robustness(model, torch.nn.CrossEntropyLoss(), data, alphas=[0.1], draws=200)
-        >>> bool(abs(found.rises - found.parabola) < 3 * found.stderr)
+        >>> (low, high), = found.interval(0.99).tolist()
+        >>> low < float(found.parabola) < high
         True
     """
     steps = _checked(alphas)
-    noise.check_count("draws", draws, 2)
-    if nan_policy == "omit":
-        raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
+    draws = check_draws("draws", draws, 2)
+    kappa = None if kappa is None else check_number("kappa", kappa, "a number", math.isfinite)
     options = Options(nan_policy=nan_policy, seed=seed)
+    if options.nan_policy == "omit":
+        raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
     with opened(model, loss, data, reduction=reduction, forward=forward, passes=2, progress=progress) as call:
         name, source = head.find(call.model, layer, call.loss, call.batches, call.forward)
         perturbed = Perturbed(call.model, name, call.forward, head=source is not None)
-        turns = Turns(perturbed.layer, torch.Generator(capture.device(call.model)).manual_seed(seed))
+        turns = Turns(perturbed.layer, torch.Generator(capture.device(call.model)).manual_seed(options.seed))
         curve = _Curve(perturbed, call.loss, call.batches, steps, policy=nan_policy)
         for start in range(0, draws, curve.kept):
             curve.add([turns.draw() for _ in range(min(curve.kept, draws - start))])

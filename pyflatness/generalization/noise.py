@@ -13,6 +13,8 @@ from torch import Tensor
 from .. import layers
 from ..contractions import promoted_dtype
 from ..errors import InputError
+from ..options import check_draws, check_number, check_seed
+from ..received import check_tensor
 
 _TOGETHER = 2**18  # numbers
 
@@ -41,13 +43,12 @@ def truncated_normal_noise(features: Tensor, delta: float, *, draws: int = 1, se
         >>> noise.shape, bool((noise.norm(dim=-1) <= 0.1 * phi.norm(dim=-1)).all())
         (torch.Size([1000, 2, 2]), True)
     """
-    if not isinstance(features, Tensor) or features.ndim == 0 or features.shape[-1] == 0:
-        got = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
-        raise InputError(f"features: a tensor of shape (…, m) is wanted, got {got}")
+    check_tensor("features", features)
+    if features.ndim == 0 or features.shape[-1] == 0:
+        raise InputError(f"features: a tensor of shape (…, m) is wanted, got {tuple(features.shape)}")
     layers.check_dtype("features", features.dtype)
-    check_delta(delta)
-    check_count("draws", draws, 1)
-    generator = torch.Generator(features.device).manual_seed(seed)
+    delta, draws = check_number("delta", delta), check_draws("draws", draws, 1)
+    generator = torch.Generator(features.device).manual_seed(check_seed("seed", seed))
     return torch.stack([*kernel_noise(features.detach(), delta, draws, generator)])
 
 
@@ -96,15 +97,3 @@ def orthonormal(groups: int, rows: int, m: int, generator: torch.Generator, dtyp
     signs = torch.where(r.diagonal(dim1=1, dim2=2) < 0, -1.0, 1.0).to(dtype)
     rows_of: Tensor = (q * signs.unsqueeze(1)).transpose(1, 2)
     return rows_of
-
-
-def check_delta(delta: float) -> None:
-    """Raise unless δ is a positive number."""
-    if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not 0 < delta < float("inf"):
-        raise InputError(f"delta={delta!r}: a positive number is wanted")
-
-
-def check_count(name: str, count: int, least: int) -> None:
-    """Raise unless a number of draws or folds is whole and at least ``least``."""
-    if type(count) is not int or count < least:
-        raise InputError(f"{name}={count!r}: a whole number is wanted, at least {least}")

@@ -20,10 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import capture, head, losses, risk
+from .. import capture, head, intervals, losses, risk
 from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss
+from ..options import check_count, check_draws, check_number, check_seed
+from ..received import check_tensor
 from . import noise
 
 FOLDS, DRAWS = 3, 32
@@ -41,7 +43,7 @@ class Decomposition:
         gap: E_gen, the mean loss of the data held out less that of the sample.
         representativeness: E_Rep.
         robustness: E_F, averaged over the kernel.
-        stderr: standard error of the last two over the draws of ξ, given the data.
+        stderr: standard error of the last two over the draws of ξ, given the data, of ``draws - 1`` degrees of freedom.
     """
 
     gap: float
@@ -56,7 +58,7 @@ class Representativeness:
 
     Attributes:
         value: E_Rep, its mean over the folds.
-        stderr: of ``value`` over the draws of ξ, given the data.
+        stderr: of ``value`` over the draws of ξ, given the data, of ``draws - 1`` degrees of freedom.
         magnitude: the mean over the folds of |E_Rep|.
         folds: E_gen = E_Rep + E_F of each fold.
         test: the same between test data and the whole sample; None without test data.
@@ -78,9 +80,22 @@ class Representativeness:
     draws: int
     refitted: bool
 
+    def interval(self, level: float = 0.95) -> tuple[float, float] | None:
+        """Return the interval that holds E_Rep's mean over all ξ with probability ``level``, given the data and folds.
+
+        value ± t ``stderr``, t the quantile of Student's t distribution.
+
+        Args:
+            level: in (0, 1).
+
+        Raises:
+            InputError: a level that is no probability.
+        """
+        return intervals.interval(self.value, self.stderr, self.draws - 1, level)
+
     def __repr__(self) -> str:
         facts = [
-            f"{self.value:.6g} ± {self.stderr:.2g}",
+            f"{intervals.shown(self.value, self.interval())} (95 % interval)",
             f"magnitude {self.magnitude:.6g}",
             f"{len(self.folds)} folds{', refitted' if self.refitted else ''}",
             f"δ = {self.delta:.4g}",
@@ -147,13 +162,13 @@ def representativeness(
         True
     """
     resolved = losses.resolve(loss, reduction)
-    noise.check_count("folds", folds, 2)
-    noise.check_count("draws", draws, 2)
+    folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
+    seed = check_seed("seed", seed)
+    delta = None if delta is None else check_number("delta", delta)
     with torch.inference_mode(False), torch.no_grad():
         psi = _Head(features, weight, bias, targets, resolved)
         n, m = psi.features.shape
         delta = default_delta(n, m) if delta is None else delta
-        noise.check_delta(delta)
         places = assigned(n, folds, seed)
         whole = _sums(psi, places, folds, delta, draws, seed)
         if fit is None:
@@ -307,10 +322,7 @@ class _Head:
     """ψ, and the data it is looked at on."""
 
     def __init__(self, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Any, loss: Loss) -> None:
-        if not isinstance(targets, Tensor):
-            raise InputError(
-                f"targets: a tensor is wanted, got {'none' if targets is None else type(targets).__name__}"
-            )
+        targets = check_tensor("targets", targets)
         head.from_tensors(features, weight, bias, targets, loss)  # checks
         if features.ndim != 2:
             raise InputError(f"features: one vector a sample, (n, m), is wanted, got shape {tuple(features.shape)}")

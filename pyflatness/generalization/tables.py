@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
+from ..text import from_cell
 
 Vector = NDArray[np.float64]
 
@@ -116,6 +117,8 @@ def _cells(table: Any, what: str) -> tuple[dict[str, Sequence[Any]], Sequence[An
             raise InputError(f"{what}: {str(table)!r} cannot be read as CSV ({error})") from None
         if not rows:
             raise InputError(f"{what}: there are no rows in {str(table)!r}")
+        if {*rows[0]} >= _SCORED:  # its text is written so that no spreadsheet runs it
+            rows = [{name: from_cell(cell or "") for name, cell in row.items()} for row in rows]
         return {name: [row[name] for row in rows] for name in rows[0]}, None
     if hasattr(table, "columns") and hasattr(table, "to_dict"):  # a data frame, without importing pandas
         return {str(name): column for name, column in table.to_dict(orient="list").items()}, list(table.index)

@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..errors import InputError
-from .base import Factors, Loss, Reduction, Terms
+from ..received import shown
+from .base import Factors, Loss, Reduction, Terms, marked
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
 from .elementwise import BinaryCrossEntropy, SquaredError
@@ -32,6 +33,7 @@ __all__ = [
     "Rows",
     "SquaredError",
     "Terms",
+    "marked",
     "of_batch",
     "resolve",
     "rows",
@@ -52,14 +54,15 @@ def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:
             raise InputError(f"loss={loss!r} is not known; choose {', '.join(_NAMES)}, or pass a loss object")
         loss = _NAMES[loss]
     if isinstance(loss, functools.partial) and isinstance(loss.func, Hashable) and loss.func in _FUNCTIONS:
-        loss = _FUNCTIONS[loss.func](*loss.args, **loss.keywords)
+        loss = _with_options(loss)
     elif isinstance(loss, Hashable) and not isinstance(loss, nn.Module) and loss in _FUNCTIONS:
         loss = _default(loss)
-    if not callable(loss):
-        raise InputError(f"loss: an nn loss module, an F function, a name or a callable is wanted, got {loss!r}")
-    how = reduction or getattr(loss, "reduction", "mean")
-    if how not in ("mean", "sum"):
-        raise InputError(f"loss: reduction {how!r} gives no number to differentiate; pass reduction='mean' or 'sum'")
+    _check_callable(loss)
+    how = getattr(loss, "reduction", "mean") if reduction is None else reduction
+    if reduction is None and how == "batchmean" and isinstance(loss, nn.KLDivLoss):
+        how = "mean"  # over samples, where its own "mean" is one over outputs too
+    if not isinstance(how, str) or how not in ("mean", "sum"):
+        raise InputError(f"loss: reduction {shown(how)} gives no number to differentiate; pass 'mean' or 'sum'")
     if type(loss) is nn.CrossEntropyLoss:
         return CrossEntropy(loss.weight, loss.ignore_index, loss.label_smoothing, how)
     if type(loss) is nn.MSELoss:
@@ -67,6 +70,24 @@ def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:
     if type(loss) is nn.BCEWithLogitsLoss:
         return BinaryCrossEntropy(loss.weight, loss.pos_weight, how)
     return CustomLoss(loss, how)
+
+
+def _with_options(loss: functools.partial[Any]) -> nn.Module:
+    try:
+        return _FUNCTIONS[loss.func](*loss.args, **loss.keywords)
+    except TypeError as error:
+        raise InputError(f"loss: {shown(loss)} is not F.{loss.func.__name__} with its options ({error})") from None
+
+
+def _check_callable(loss: Any) -> None:
+    if isinstance(loss, type):
+        raise InputError(f"loss: the class {loss.__name__} itself is no loss; pass an instance, {loss.__name__}()")
+    if not callable(loss):
+        order = "" if loss is None else "; the order of arguments is (model, loss, data)"
+        raise InputError(
+            f"loss: an nn loss module, an F function, a name or a callable is wanted, got {type(loss).__name__} "
+            f"{shown(loss)}{order}"
+        )
 
 
 _FUNCTIONS: dict[Any, Callable[..., nn.Module]] = {

@@ -1,7 +1,7 @@
 """What every loss says of its rows, and the helpers that losses share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import ClassVar, Protocol
 
@@ -19,7 +19,8 @@ class Terms:
     """Rows of a batch as the loss sees them.
 
     Attributes:
-        scale: (rows,) float64; 0 for a row that adds nothing.
+        scale: (rows,) float64; 0 for a row that adds nothing, NaN for one without a loss: its targets, or what is known
+            of its outputs, have NaN or infinity in them. Its curvature may be a number all the same.
         mass: (rows,) float64, the row's part of the divisor of a mean.
         extra: what the curvature needs besides the features: coefficients or targets, rows first.
         used: (rows,), False for a row that the loss ignores (one of class weight 0 is used); None where all are.
@@ -91,6 +92,9 @@ class Loss(Protocol):
         E is that of all batches over Σ mass for the reduction ``"mean"``, and that itself for ``"sum"``.
         """
 
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss terms that :meth:`value` sums, (rows,), in the order of :meth:`terms`."""
+
     def columns(self, outputs: int) -> int:
         """How many output factors a term of so many outputs has."""
 
@@ -104,6 +108,21 @@ class Loss(Protocol):
 
         A relative error up to ``rtol`` may be made where that saves time.
         """
+
+
+def marked(terms: Terms, values: Tensor, *, masks: bool = False) -> Terms:
+    """Return terms in which the scale of rows without a loss is NaN.
+
+    Args:
+        terms: of the rows.
+        values: (rows, …), targets or outputs; a row with NaN or infinity in it has no loss, unless it adds nothing.
+        masks: whether minus infinity is allowed, as it is for logits of classes that are masked.
+    """
+    if not values.is_floating_point() or values.is_meta or bool(values.sum().isfinite()):  # the one look that is paid
+        return terms
+    bad = (values.isnan() | (values == torch.inf)) if masks else ~values.isfinite()
+    bad = bad.flatten(1).any(dim=1).to(terms.scale.device) & (terms.scale != 0)
+    return replace(terms, scale=torch.where(bad, torch.nan, terms.scale))
 
 
 def uniform(rows: int, scale: float, mass: float, device: torch.device) -> Terms:

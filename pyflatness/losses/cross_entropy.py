@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..contractions import SoftmaxVariance, promoted
 from ..errors import InputError
-from .base import Curvature, Factors, Reduction, Terms, rows_like, uniform, without
+from .base import Curvature, Factors, Reduction, Terms, marked, rows_like, uniform, without
 
 
 @dataclass
@@ -73,8 +73,9 @@ class CrossEntropy:
 
     def _probability_terms(self, outputs: Tensor, targets: Tensor, class_dim: int) -> Terms:
         rows = rows_like("target probabilities", targets, outputs, class_dim).double()
-        rows = (1 - self.label_smoothing) * rows + self.label_smoothing / rows.shape[1]
-        return Terms(rows @ self._class_weights(rows.shape[1], rows.device), rows.new_ones(len(rows)))
+        smoothed = (1 - self.label_smoothing) * rows + self.label_smoothing / rows.shape[1]
+        scale = smoothed @ self._class_weights(rows.shape[1], rows.device)
+        return marked(Terms(scale, rows.new_ones(len(rows))), rows)
 
     def _class_weights(self, classes: int, device: torch.device) -> Tensor:
         if self.weight is None:
@@ -88,16 +89,23 @@ class CrossEntropy:
     ) -> Curvature:
         """See :class:`.base.Loss`."""
         variance = SoftmaxVariance(weight, bias, backend, rows=rows, memory=memory, rtol=rtol)
-        return lambda features, terms: variance.bounded(features, terms.scale)
+        return lambda features, terms: variance.bounded(features, terms.scale.nan_to_num(0.0))
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""
+        return self._reduced(outputs, targets, "sum")
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :class:`.base.Loss`."""
+        return self._reduced(outputs, targets, "none").flatten()
+
+    def _reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         return F.cross_entropy(
             outputs.double(),
             targets.double() if targets.is_floating_point() else targets.long(),
             None if self.weight is None else self.weight.to(outputs.device, torch.float64),
             ignore_index=self.ignore_index,
-            reduction="sum",
+            reduction=reduction,
             label_smoothing=self.label_smoothing,
         )
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..contractions import Bounded, promoted, squared_norms
 from ..errors import InputError
-from .base import Curvature, Factors, Reduction, Terms, uniform
+from ..received import shown
+from . import advice
+from .base import Curvature, Factors, Reduction, Terms, marked, uniform
 
 
 @dataclass
@@ -38,9 +40,19 @@ class CustomLoss:
         if targets is None or len(targets) != len(outputs):
             got = "none" if targets is None else tuple(targets.shape)
             raise InputError(f"targets: a custom loss wants one per sample ({len(outputs)}), got {got}")
-        self._check_separable(outputs, targets)
         self._shape = outputs.shape[1:]
-        return replace(uniform(len(outputs), 1.0, 1.0, outputs.device), extra=targets)
+        terms = replace(uniform(len(outputs), 1.0, 1.0, outputs.device), extra=targets)
+        if len(outputs) and not bool(self._value(outputs, targets).isfinite()):
+            each = [self._value(*one) for one in zip(outputs.split(1), targets.split(1), strict=True)]
+            terms = marked(terms, torch.stack(each).unsqueeze(1))
+        good = ~terms.scale.isnan()
+        if bool(good.any()):
+            self._check_separable(outputs[good], targets[good.to(targets.device)])
+        return terms
+
+    @torch.no_grad()
+    def _value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._sum(outputs.double(), targets)
 
     def _check_separable(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise if the loss of the first samples is not that of its parts: they are coupled, or not so reduced."""
@@ -58,22 +70,21 @@ class CustomLoss:
                 raise InputError(
                     f"loss: over the first samples it is not the {self.reduction} of their losses ({float(whole):.6g} "
                     f"together, {float(parts):.6g} in two parts, both as sums): it couples samples, or its reduction "
-                    "is not that; pass reduction='sum' or 'mean'"
+                    "is not that (pass reduction='sum' or 'mean'), or it is a mean over something else; "
+                    f"{advice.for_callable(self.loss)}"
                 )
 
     def _sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         targets = targets.double() if targets.is_floating_point() else targets
-        try:
+        with advice.on_call(self.loss, outputs, targets):
             value = self.loss(outputs, targets)
-        except RuntimeError as error:
-            if not any(text in str(error) for text in ("scalar type", "same dtype")):
-                raise
-            raise InputError(
-                f"loss: it is called on outputs in float64 and does not take them ({error}); have its own tensors in "
-                "float64 (loss.double() for a module), or follow the outputs' dtype"
-            ) from error
         if not isinstance(value, Tensor) or value.numel() != 1:
-            raise InputError(f"loss: a scalar tensor is wanted from a custom loss, got {value!r:.80}")
+            raise InputError(f"loss: a scalar tensor is wanted from a custom loss, got {shown(value)}")
+        if outputs.requires_grad and torch.is_grad_enabled() and not value.requires_grad:
+            raise InputError(
+                "loss: its value does not come from the outputs by operations that torch differentiates (argmax, "
+                "comparisons and .detach() are none), so it has no curvature"
+            )
         return value.reshape(()) * (len(outputs) if self.reduction == "mean" else 1)
 
     def curvature(
@@ -85,7 +96,7 @@ class CustomLoss:
         def values(features: Tensor, terms: Terms) -> Bounded:
             assert terms.extra is not None
             logits = (promoted(features) @ promoted(weight).t()).double() + (0 if bias is None else bias.double())
-            with torch.enable_grad():
+            with torch.enable_grad(), advice.on_second_derivative(self.loss):
                 logits.requires_grad_()
                 loss = self._sum(logits, terms.extra)
                 (slope,) = torch.autograd.grad(loss, logits, create_graph=True)
@@ -101,6 +112,10 @@ class CustomLoss:
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""
         return self._sum(outputs.double(), targets)
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :class:`.base.Loss`; a call of the loss for every sample."""
+        return torch.stack([self.value(outputs[i : i + 1], targets[i : i + 1]) for i in range(len(outputs))])
 
     def columns(self, outputs: int) -> int:
         """See :class:`.base.Loss`."""
@@ -119,7 +134,7 @@ class CustomLoss:
         """(rows, C, C): second derivatives of every sample's loss in its own outputs, samples all at once."""
         outputs = rows.detach().double().requires_grad_()
         hessians = outputs.new_zeros(*rows.shape, rows.shape[1])
-        with torch.enable_grad():
+        with torch.enable_grad(), advice.on_second_derivative(self.loss):
             loss = self._sum(outputs.reshape(-1, *self._shape), targets)
             (slope,) = torch.autograd.grad(loss, outputs, create_graph=True)
             for c in range(rows.shape[1] if slope.requires_grad else 0):

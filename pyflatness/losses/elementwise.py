@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..contractions import Bounded, promoted, promoted_dtype, squared_norms
 from ..errors import InputError
-from .base import Curvature, Factors, Reduction, Terms, diagonal, rows_like, uniform
+from .base import Curvature, Factors, Reduction, Terms, diagonal, marked, rows_like, uniform
 
 
 class _Elementwise:
@@ -37,10 +37,9 @@ class SquaredError(_Elementwise):
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
         """See :class:`.base.Loss`."""
-        if targets is not None:
-            rows_like("targets", targets, outputs, class_dim)
         d = outputs.shape[class_dim]
-        return uniform(outputs.numel() // d, 2.0, float(d), outputs.device if targets is None else targets.device)
+        terms = uniform(outputs.numel() // d, 2.0, float(d), outputs.device if targets is None else targets.device)
+        return terms if targets is None else marked(terms, rows_like("targets", targets, outputs, class_dim))
 
     def curvature(
         self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int, rtol: float
@@ -52,6 +51,10 @@ class SquaredError(_Elementwise):
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""
         return F.mse_loss(outputs.double(), targets.double(), reduction="sum")
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :class:`.base.Loss`."""
+        return _by_row(F.mse_loss(outputs.double(), targets.double(), reduction="none"))
 
     def factors(self, rows: Tensor, terms: Terms) -> Factors:
         """Columns √2 e_c."""
@@ -79,9 +82,9 @@ class BinaryCrossEntropy(_Elementwise):
             coefficients = 1 + (self._spread("pos_weight", self.pos_weight, outputs) - 1) * targets
         if self.weight is not None:
             coefficients = coefficients * self._spread("weight", self.weight, outputs)
-        rows_like("targets", targets, outputs, class_dim)
+        labels = rows_like("targets", targets, outputs, class_dim)
         rows = promoted(rows_like("coefficients", coefficients, outputs, class_dim).to(outputs.dtype))
-        terms = uniform(len(rows), 1.0, float(rows.shape[1]), rows.device)
+        terms = marked(uniform(len(rows), 1.0, float(rows.shape[1]), rows.device), labels)
         return replace(terms, extra=rows)
 
     def _spread(self, name: str, value: Tensor, outputs: Tensor) -> Tensor:
@@ -120,11 +123,18 @@ class BinaryCrossEntropy(_Elementwise):
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""
+        return self._reduced(outputs, targets, "sum")
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :class:`.base.Loss`."""
+        return _by_row(self._reduced(outputs, targets, "none"))
+
+    def _reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         weight, pos_weight = (
             None if w is None else w.to(outputs.device, torch.float64) for w in (self.weight, self.pos_weight)
         )
         return F.binary_cross_entropy_with_logits(
-            outputs.double(), targets.double(), weight, pos_weight=pos_weight, reduction="sum"
+            outputs.double(), targets.double(), weight, pos_weight=pos_weight, reduction=reduction
         )
 
     def factors(self, rows: Tensor, terms: Terms) -> Factors:
@@ -132,3 +142,8 @@ class BinaryCrossEntropy(_Elementwise):
         assert terms.extra is not None
         small = promoted(rows).abs().neg().exp()
         return diagonal(terms.extra * small / (1 + small).square())
+
+
+def _by_row(values: Tensor) -> Tensor:
+    """Return sums over the outputs of each row, the last dimension; of one dimension every output is a row."""
+    return values if values.ndim < 2 else values.sum(dim=-1).flatten()

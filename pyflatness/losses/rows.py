@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import InputError
+from ..received import check_tensor
 from .base import Loss, Terms
 
 
@@ -55,9 +56,7 @@ def tensor_targets(targets: Any, number: int) -> Tensor:
     Raises:
         InputError: they are no tensor.
     """
-    if not isinstance(targets, Tensor):
-        raise InputError(f"targets of batch {number}: a tensor is wanted, got {type(targets).__name__}")
-    return targets.detach()
+    return check_tensor(f"targets of batch {number}", targets).detach()
 
 
 @contextlib.contextmanager
@@ -66,4 +65,4 @@ def of_batch(number: int) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise type(error)(f"batch {number}: {error}") from None
+        raise type(error)(f"batch {number}: {error}") from error.__cause__

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ..errors import InputError
+from ..options import check_names
 from . import at_head, bounds, representation
 from .adaptive_sharpness import ADAPTIVE_SHARPNESS
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC
@@ -65,10 +66,10 @@ def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
     """
     if names is None:
         return tuple(row for row in MEASURES if _of_one_sweep(row))
-    if names == "all":
+    if isinstance(names, str) and names == "all":
         return MEASURES
     table = {measure.name: measure for measure in MEASURES}
-    wanted = dict.fromkeys([names] if isinstance(names, str) else names)
+    wanted = check_names("measures", names)
     if not wanted:
         raise InputError("measures: at least one name is wanted, or 'all', or None for those of one sweep")
     for name in wanted:

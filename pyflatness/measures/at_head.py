@@ -73,6 +73,8 @@ class _Sum:
         features = batch.features if self._scale is None else normalize.apply(self._scale, batch.features, inverse=True)
         curvature = self._curvature(features, batch.terms)
         rows = curvature.values.mul_(batch.terms.scale)
+        if self._scale is not None:
+            rows = self._as_in_the_first_read(batch, rows)
         total, mass, kept = float(rows.sum()), batch.terms.mass, None
         if not math.isfinite(total):
             rows = torch.where(batch.terms.scale != 0, rows, 0.0)
@@ -88,11 +90,20 @@ class _Sum:
             shares = _by_sample(batch, rows).sum(dim=1)
             self._shares.append(shares if kept is None else shares.masked_fill(~kept, torch.nan))
 
+    def _as_in_the_first_read(self, batch: HeadBatch, rows: Tensor) -> Tensor:
+        """NaN in the rows that the deviations are without; under ``"omit"`` these have to be all that are bad."""
+        left_out = _bad_rows(batch)
+        late = ~left_out & ~rows.isfinite() & (batch.terms.scale != 0)
+        if self._options.nan_policy == "omit" and bool(late.any()):
+            _check_finite_weights(self._source)
+            raise normalize.late(batch.number, int(late.sum()), "rows")
+        return rows.masked_fill(left_out, math.nan)
+
     def _without_bad_rows(self, batch: HeadBatch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Rows and masses by the policy for NaN, and which samples are left (None: all)."""
         bad = ~rows.isfinite()
         if not bad.any() or self._options.nan_policy == "propagate":
-            return rows, batch.terms.mass, None
+            return rows.masked_fill(bad, math.nan), batch.terms.mass, None
         _check_finite_weights(self._source)
         if self._options.nan_policy == "raise":
             raise _non_finite(batch, bad, self._source.name)
@@ -130,18 +141,27 @@ def _feature_scale(source: Source, options: Options) -> Tensor:
     deviations = normalize.FeatureScale()
     with contextlib.closing(source.batches()) as batches:
         for batch in batches:
-            used = (
-                torch.ones_like(batch.terms.scale, dtype=torch.bool) if batch.terms.used is None else batch.terms.used
-            )
-            bad = used & ~batch.features.isfinite().all(dim=1)
+            bad = _bad_rows(batch)
             if bad.any() and options.nan_policy == "raise":
                 raise _non_finite(batch, bad, source.name)
             if bad.any() and options.nan_policy == "omit":
                 bad = _by_sample(batch, bad).any(dim=1).repeat_interleave(batch.per_sample)
-            kept = used & ~bad
+            kept = _used(batch) & ~bad
             deviations.add(batch.features if bool(kept.all()) else batch.features[kept])
-            none = batch.features.new_ones(batch.features.shape[1], dtype=torch.float64)
-    return deviations.scale() if deviations.rows else none
+    return deviations.scale()
+
+
+def _used(batch: HeadBatch) -> Tensor:
+    """(rows,), those that the loss does not ignore."""
+    return torch.ones_like(batch.terms.scale, dtype=torch.bool) if batch.terms.used is None else batch.terms.used
+
+
+def _bad_rows(batch: HeadBatch) -> Tensor:
+    """(rows,), those without a loss, or with NaN or infinity in features that count."""
+    bad = batch.terms.scale.isnan()
+    if not bool(batch.features.sum().isfinite()):
+        bad = bad | (_used(batch) & ~batch.features.isfinite().all(dim=1))
+    return bad
 
 
 def _by_sample(batch: HeadBatch, rows: Tensor) -> Tensor:
@@ -166,11 +186,10 @@ def _check_finite_weights(source: Source) -> None:
 
 def _non_finite(batch: HeadBatch, bad: Tensor, name: str) -> NonFiniteError:
     first = int(bad.nonzero()[0])
-    what = (
-        "logits, or in squares beyond the dtype's range,"
-        if bool(batch.features[first].isfinite().all())
-        else "features"
-    )
+    what = "features"
+    if bool(batch.features[first].isfinite().all()):
+        what = "logits, or in squares beyond the dtype's range,"
+        what = "targets, or in the loss," if bool(batch.terms.scale[first].isnan()) else what
     where = f" of layer {name!r}" if name else ""
     return NonFiniteError(
         f"batch {batch.number}: {int(bad.sum())} of {len(bad)} rows have NaN or infinity in the {what}{where} (the "

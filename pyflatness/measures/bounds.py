@@ -20,9 +20,9 @@ guarantee**, and the values say so.
 Eq. 17 is for a layer whose input goes past it too, as at the start of a residual block:
 s_max(J) - s_max(J') ≤ |W|₂ g / |x| for J' = J - (∂f/∂z) W, the derivative by the other ways. Behind a plain shortcut,
 x + h(Wx), that is the derivative at the input of what follows the sum, for branches of any depth. It is guaranteed for
-Linear layers with one position, called once; of a layer without another way the next layer's s_max is taken off. Its sum
-over layers is guaranteed where it leads from the first layer to the last: where each J' on the way is no larger than J at
-a later layer's input, as it is where that input is the sum.
+Linear layers with one position, called once; of a layer without another way the next layer's s_max is taken off. Its
+sum over layers is guaranteed where it leads from the first layer to the last: where each J' on the way is no larger
+than J at a later layer's input, as it is where that input is the sum.
 """
 
 import math

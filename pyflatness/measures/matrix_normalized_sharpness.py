@@ -21,20 +21,20 @@ from .. import layers
 from ..errors import InputError
 from ..options import Options
 from .base import Measure, Values
-from .scaled import check_own_weights
+from .scaled import check_own_weights, together
 from .trace import TRACE
 
 
 def summed(norm: Callable[[nn.Module], float], model: nn.Module, options: Options, values: Values) -> Values:
     """Σ_l norm(W_l) √trace_l for the network; norm of a layer.
 
-    The standard error is that of the roots to first order, and a bound: layers share the draws.
+    The standard error is that of the roots to first order, and a bound, see :func:`.scaled.together`.
 
     Raises:
         InputError: a negative trace.
         NotYetError: options under which the traces are of other matrices than the layers' weights.
     """
-    value, errors = 0.0, []
+    roots = []
     every = [name for name in values if name] or [""]  # a model that is a layer itself has no other name
     for name in every:
         module, trace = model.get_submodule(name), values[name]
@@ -44,12 +44,14 @@ def summed(norm: Callable[[nn.Module], float], model: nn.Module, options: Option
                 f"layer {name!r}: the trace of its Hessian is {trace.value:.3g}, of which there is no root; the "
                 "matrix-normalised sharpness of these layers does not exist"
             )
-        size = norm(module)
-        value += size * trace.value**0.5
-        if trace.stderr is not None:
-            errors.append(size * trace.stderr / (2 * trace.value**0.5) if trace.value else float("inf"))
-    exact = all(values[name].exact for name in every)
-    return {"": replace(values[""], value=value, stderr=sum(errors) if errors else None, exact=exact, per_sample=None)}
+        size, root = norm(module), trace.value**0.5
+        stderr = trace.stderr
+        if stderr is not None:
+            stderr = size * stderr / (2 * root) if root else float("inf")
+        roots.append(replace(trace, value=size * root, stderr=stderr))
+    value, exact = sum(root.value for root in roots), all(values[name].exact for name in every)
+    stderr, dof = together(roots)
+    return {"": replace(values[""], value=value, stderr=stderr, dof=dof, exact=exact, per_sample=None)}
 
 
 def _spectral(module: nn.Module) -> float:

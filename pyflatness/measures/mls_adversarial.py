@@ -11,7 +11,6 @@ the dtype's ε unless given, small enough for the derivative and large enough fo
 C24: "From Loss Flatness to Compressed Representations".
 """
 
-import math
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from .. import capture, inputs, tape
 from .. import data as batching
 from ..errors import InputError, NonFiniteError
 from ..opening import opened
-from ..options import Options
+from ..options import Options, check_count, check_number
 from ..report import Estimate
 from ..task import Task
 from .base import Measure
@@ -75,10 +74,8 @@ def mls_adversarial(
         >>> round(pf.mls_adversarial(model, torch.nn.CrossEntropyLoss(), data).value, 4)
         3.0
     """
-    if type(steps) is not int or steps < 1:
-        raise InputError(f"steps={steps!r}: a number of steps is wanted, at least 1")
-    if radius is not None and not 0 < radius < math.inf:
-        raise InputError(f"radius={radius}: a positive number is wanted")
+    steps = check_count("steps", steps, 1, "a number of steps")
+    radius = None if radius is None else check_number("radius", radius)
     options = Options(per_sample=per_sample, nan_policy=nan_policy, seed=seed)
     with opened(model, loss, data, forward=forward, progress=progress) as call:
         return _estimate(call.task(options), steps, radius)

@@ -27,7 +27,7 @@ from ..data import size
 from ..errors import InputError, NonFiniteError
 from ..folding import Folding
 from ..opening import opened
-from ..options import Options
+from ..options import Options, check_count, check_draws, check_flag, check_number
 from ..reparameterize import duplicate
 from ..report import Estimate
 from .base import Measure, Task, Values
@@ -138,10 +138,9 @@ def pac_bayes(
         >>> found.reached, abs(found.drop - 0.1) < 0.01
         (True, True)
     """
-    if not 0 < drop < 1 or not tolerance > 0:
-        raise InputError(f"drop={drop}, tolerance={tolerance}: numbers between 0 and 1 are wanted")
-    if draws < 1 or steps < 1:
-        raise InputError(f"draws={draws}, steps={steps}: at least one of each is wanted")
+    drop = check_number("drop", drop, "a number between 0 and 1", lambda given: 0 < given < 1)
+    tolerance, squared = check_number("tolerance", tolerance), check_flag("squared", squared)
+    draws, steps = check_draws("draws", draws, 1), check_count("steps", steps, 1)
     reads = _reads(draws, steps) * (1 if initial is None else 2)
     with opened(model, loss, data, reduction=reduction, forward=forward, passes=reads, progress=progress) as call:
         return _Search(call.task(Options(seed=seed)), drop, draws, steps, tolerance, squared=squared).result(initial)

@@ -35,7 +35,7 @@ from .. import capture, jacobians, selectors
 from ..errors import InputError
 from ..jacobians import INPUT, Samples
 from ..opening import opened
-from ..options import Options
+from ..options import Options, check_count, check_names
 from ..report import Estimate, Report
 from ..selectors import Selector
 from .base import Measure, Values
@@ -226,8 +226,7 @@ def representation(
         >>> round(report["mls"].value, 6), round(report["volume"].value, 6)
         (3.0, 6.0)
     """
-    if top is not None and (type(top) is not int or top < 1):
-        raise InputError(f"top={top!r}: a number of singular values is wanted, at least 1")
+    top = None if top is None else check_count("top", top, 1, "a number of singular values")
     rows = _named(measures)
     options = Options(per_sample=per_sample, backend=backend, nan_policy=nan_policy, memory=memory)
     with opened(model, loss, data, forward=forward, progress=progress) as call:
@@ -242,7 +241,7 @@ def representation(
 
 def _named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
     table = {row.name: row for row in ROWS}
-    wanted = table if names is None else dict.fromkeys([names] if isinstance(names, str) else names)
+    wanted = [*table] if names is None else check_names("measures", names)
     for name in wanted:
         if name not in table:
             raise InputError(f"measures: {name!r} is none of the Jacobian; choose among {', '.join(table)}")

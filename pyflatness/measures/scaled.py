@@ -8,6 +8,7 @@ the effective weight. Invariant to layer-wise rescalings of ReLU networks.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from .. import layers
 from ..errors import InputError, NotYetError
 from ..options import Options
+from ..report import Estimate
 from .base import Measure, Values
 from .lambda_max import LAMBDA_MAX
 from .trace import TRACE
@@ -29,17 +31,31 @@ def scaled(model: nn.Module, options: Options, values: Values) -> Values:
     """
     found = _by_layer(model, options, values)
     shares = [estimate.per_sample for estimate in found.values() if estimate.per_sample is not None]
-    errors = [estimate.stderr for estimate in found.values() if estimate.stderr is not None]
+    stderr, dof = together([*found.values()])
     network = replace(
         next(iter(found.values())),
         value=sum(estimate.value for estimate in found.values()),
-        stderr=sum(errors) if errors else None,  # a bound: layers share the draws, so their errors may go together
+        stderr=stderr,
+        dof=dof,
         exact=all(estimate.exact for estimate in found.values()),
         per_sample=torch.stack(shares).sum(dim=0) if shares else None,
         layer="",
         notes=(),
     )
     return {**found, "": network}
+
+
+def together(terms: Sequence[Estimate]) -> tuple[float | None, float | None]:
+    """Return a bound of the standard error of a sum of estimates from the same draws, and its degrees of freedom.
+
+    Errors from the same draws may go together, so that theirs add up; the fewest degrees of freedom of them all count.
+    """
+    sampled = [estimate for estimate in terms if estimate.stderr is not None]
+    if not sampled:
+        return None, None
+    dofs = [estimate.dof for estimate in sampled if estimate.dof is not None]
+    stderr = sum(estimate.stderr or 0.0 for estimate in sampled)
+    return stderr, min(dofs) if len(dofs) == len(sampled) else None
 
 
 def largest_scaled(measure: str, model: nn.Module, options: Options, values: Values) -> Values:

@@ -1,0 +1,26 @@
+"""The generators that a model's forward pass can draw random numbers from."""
+
+import torch
+from torch import Tensor, nn
+
+
+class Generators:
+    """torch's generators of the CPU and of a model's devices, and those that its modules hold as attributes.
+
+    Args:
+        model: any module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+        self._held = [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
+        for module in model.modules():
+            self._held += [held for held in vars(module).values() if isinstance(held, torch.Generator)]
+
+    def states(self) -> list[Tensor]:
+        """Return the state of each, as it is now."""
+        return [generator.get_state() for generator in self._held]
+
+    def moved(self, before: list[Tensor]) -> bool:
+        """Return whether numbers were drawn from any of them since :meth:`states` returned ``before``."""
+        return any(not torch.equal(old, new) for old, new in zip(before, self.states(), strict=True))

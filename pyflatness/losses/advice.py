@@ -1,0 +1,100 @@
+"""What to pass instead of a loss that cannot be measured as it is."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import FlatnessError, InputError
+from ..received import is_out_of_memory, lacks_a_second_derivative, shown
+
+_KNOWN = (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss)
+# Of a call that does not fit; an exception of another kind is the loss's own affair.
+_OF_A_CALL = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, AssertionError)
+
+
+def name(loss: Any) -> str:
+    """Return a short name of a loss."""
+    loss = _inner(loss)
+    return f"nn.{type(loss).__name__}" if _is_torch(loss) else getattr(loss, "__name__", type(loss).__name__)
+
+
+def for_callable(loss: Any) -> str:
+    """Return what to pass instead of a loss that is not a mean or sum over samples, or not in float64."""
+    loss = _inner(loss)
+    if isinstance(loss, nn.NLLLoss) or loss is F.nll_loss:
+        return (
+            "class weights and ignored targets make the mean of nn.NLLLoss one over their total weight: leave the "
+            "LogSoftmax out of the model and pass nn.CrossEntropyLoss with the same weight= and ignore_index=, the "
+            "same loss on logits, or nn.NLLLoss(…, reduction='sum').double()"
+        )
+    for known in _KNOWN:
+        if isinstance(loss, known):
+            return (
+                f"{type(loss).__name__} is a subclass of nn.{known.__name__}, so it may compute anything and is taken "
+                f"as a callable: pass nn.{known.__name__} with its options if it computes that, or a callable that is "
+                "a mean over samples"
+            )
+    return (
+        "class weights and ignored targets make the mean of a cross-entropy one over their total weight: pass "
+        "nn.CrossEntropyLoss(weight=…, ignore_index=…) instead of a callable around it"
+    )
+
+
+@contextlib.contextmanager
+def on_call(loss: Any, outputs: Tensor, targets: Tensor) -> Iterator[None]:
+    """Inside, where a loss is called, an error of its own says how it was called.
+
+    Raises:
+        InputError: the loss does not take these outputs and targets; what it raised is the cause.
+    """
+    try:
+        yield
+    except FlatnessError:
+        raise
+    except _OF_A_CALL as error:
+        if is_out_of_memory(error):
+            raise
+        if any(text in str(error) for text in ("scalar type", "same dtype")):
+            raise InputError(
+                f"loss: it is called on outputs in float64 and does not take them ({error}); have its own tensors in "
+                f"float64 (loss.double() for a module), or follow the outputs' dtype; {for_callable(loss)}"
+            ) from error
+        raise InputError(
+            f"loss: {name(loss)} is called as loss(outputs, targets), with outputs {_described(outputs)} and targets "
+            f"{_described(targets)}, and raised {type(error).__name__}: {error}; pass a callable that takes the "
+            "model's outputs first and the targets second"
+        ) from error
+
+
+@contextlib.contextmanager
+def on_second_derivative(loss: Any) -> Iterator[None]:
+    """Inside, where a loss is differentiated twice, an error says that torch cannot do that.
+
+    Raises:
+        InputError: torch has no second derivative of it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not lacks_a_second_derivative(error):
+            raise
+        raise InputError(
+            f"loss: torch has no second derivative of {name(loss)} ({error}); pass the same loss written with "
+            "operations that have one, a callable (outputs, targets) -> scalar"
+        ) from error
+
+
+def _inner(loss: Any) -> Any:
+    return loss.func if isinstance(loss, functools.partial) else loss
+
+
+def _is_torch(loss: Any) -> bool:
+    return isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch.")
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}" if isinstance(tensor, Tensor) else shown(tensor)

@@ -1,0 +1,65 @@
+"""Variances of sampled sums over the samples of a data set, and how well they are known.
+
+Draws are independent over samples, so that a sum's variance V is the sum of its samples' variances v_i. From the sum of
+their squares come its degrees of freedom (:mod:`.intervals`).
+"""
+
+import torch
+from torch import Tensor
+
+
+class Variances:
+    """Hold running sums of variances over samples, in some draws of each or in groups of output factors."""
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros((), dtype=torch.float64)
+        self._origin: Tensor | None = None
+        self._draws = self._samples = 0
+
+    def add_draws(self, draws: Tensor, kept: Tensor) -> None:
+        """Take in draws (k, …, n) of the values of n samples, of which those count that are ``kept``, (n,)."""
+        self._draws, self._samples = len(draws), self._samples + int(kept.sum())
+        if len(draws) > 1:
+            self.add(with_squares(draws.var(dim=0)))
+            return
+        if self._origin is None:  # near the mean, so that the sums of powers do not cancel
+            self._origin = draws[0].sum(dim=-1, keepdim=True) / kept.sum().clamp_min(1)
+        shifted = torch.where(kept, draws[0] - self._origin, 0.0)
+        self.add(torch.stack([shifted**power for power in range(1, 5)]))
+
+    def add(self, found: Tensor) -> None:
+        """Take in variances of n samples and the squares of the independent ones in them, (2, …, n)."""
+        self._sums = self._sums.to(found.device) + found.sum(dim=-1)
+
+    def result(self) -> tuple[Tensor, Tensor] | None:
+        """Return the variance of the sum over samples of the mean over draws, and its degrees of freedom, (…) each.
+
+        None if there was nothing to take in: the values are exact. Of one draw a sample's variance cannot be known. The
+        variance between samples takes its place, which is larger by that of the true values; of one sample it is
+        infinite. Degrees of freedom are NaN where they are not known.
+        """
+        if self._sums.ndim == 0:
+            return None
+        if self._draws == 1:
+            return self._between()
+        variance, squares = self._sums
+        dof = variance**2 / squares  # of variances of one degree of freedom; NaN where no group was sent twice
+        if self._draws == 0:
+            return variance, dof
+        dof = torch.where(variance == 0, float(self._samples), dof)  # all draws agree
+        return variance / self._draws, dof * (self._draws - 1)
+
+    def _between(self) -> tuple[Tensor, Tensor]:
+        first, second, third, fourth = self._sums
+        n = self._samples
+        if n < 2:
+            return torch.full_like(first, torch.inf), torch.full_like(first, torch.nan)
+        mean = first / n
+        squares = (second - n * mean**2).clamp_min(0)
+        fourths = (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * n * mean**4).clamp_min(0)
+        return squares * (n / (n - 1)), (squares**2 / fourths).clamp(1, n - 1)
+
+
+def with_squares(variances: Tensor) -> Tensor:
+    """Return variances and their squares, stacked."""
+    return torch.stack([variances, variances**2])

@@ -1,0 +1,91 @@
+"""Every public call that takes a model, or a head as tensors, with a small network that all of them can measure."""
+
+import inspect
+import warnings
+
+import torch
+from torch import nn
+
+import pyflatness as pf
+
+N, M, C = 12, 4, 3
+X = torch.randn(N, M, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(N) % C
+LOSS = nn.CrossEntropyLoss()
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(M, 6), nn.ReLU(), nn.Linear(6, C)).eval()
+
+
+def head():
+    """Features, weight, bias and targets."""
+    generator = torch.Generator().manual_seed(1)
+    return X, torch.randn(C, M, generator=generator), torch.randn(C, generator=generator), Y
+
+
+def of_layout(kind):
+    """Tensors that are not dense; torch warns of some that they are new or old."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {
+            "sparse": X.to_sparse,
+            "sparse rows": X.to_sparse_csr,
+            "nested": lambda: torch.nested.nested_tensor([X[:5], X[5:]]),
+            "jagged": lambda: torch.nested.nested_tensor([X[:5], X[5:]], layout=torch.jagged),
+            "quantised": lambda: torch.quantize_per_tensor(X, 0.1, 0, torch.qint8),
+            "nested labels": lambda: torch.nested.nested_tensor([Y[:5], Y[5:]]),
+        }[kind]()
+
+
+def _few(call, **fewer):
+    """The call with fewer draws, unless it is asked for others; its signature is the call's."""
+
+    def called(*args, **options):
+        return call(*args, **{**fewer, **options})
+
+    called.__signature__ = inspect.signature(call)
+    return called
+
+
+def _gap(model, loss, data, **options):
+    return pf.generalization_gap(model, loss, data, data, **options)
+
+
+def _reparameterize(model, loss, data, **options):
+    return pf.reparameterize(model, {"0": 2.0}, data, **options)
+
+
+_gap.__signature__ = inspect.signature(pf.generalization_gap)
+_reparameterize.__signature__ = inspect.signature(pf.reparameterize)
+
+# name -> (model, loss, data, **options)
+ON_MODELS = {
+    "relative_flatness": pf.relative_flatness,
+    "block_traces": pf.block_traces,
+    "measure": pf.measure,
+    "verify": pf.verify,
+    "representation": pf.representation,
+    "bounds": pf.bounds,
+    "mls_adversarial": _few(pf.mls_adversarial, steps=2),
+    "pac_bayes": _few(pf.pac_bayes, draws=2, steps=2),
+    "adaptive_sharpness_mc": _few(pf.adaptive_sharpness_mc, draws=2),
+    "feature_robustness": _few(pf.feature_robustness, draws=2),
+    "generalization_gap": _gap,
+    "generalization_bound": _few(pf.generalization_bound, folds=2, draws=2),
+    "reparameterize": _reparameterize,
+}
+# name -> (features, weight, bias, targets, **options)
+ON_TENSORS = {
+    "head_flatness": pf.head_flatness,
+    "representativeness": _few(pf.representativeness, folds=2, draws=2),
+    "authors_representativeness": _few(pf.authors_representativeness, folds=2),
+}
+WITHOUT_LOSS = {"reparameterize"}
+WITHOUT_USE_OF_LOSS = {"representation", "bounds", "mls_adversarial", "pac_bayes", *WITHOUT_LOSS}
+
+
+def takes(call, option):
+    """Whether a call has an option."""
+    return option in inspect.signature(call).parameters

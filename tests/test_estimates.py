@@ -1,0 +1,83 @@
+"""An estimate is a number wherever one is wanted."""
+
+import copy
+import dataclasses
+import json
+import math
+import numbers
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import pyflatness as pf
+
+FACTS = {"stderr": 0.1, "samples": 5, "method": "ggn-sampled", "exact": False, "backend": "reference", "dof": 4.0}
+HALF, TWO = pf.Estimate(0.5, **FACTS), pf.Estimate(2.0, **FACTS)
+
+
+def test_formatting():
+    assert (f"{HALF:.3f}", f"{TWO:8.2e}", "%.1f" % HALF) == ("0.500", "2.00e+00", "0.5")  # noqa: UP031
+    assert f"{HALF}" == str(HALF) == repr(HALF)
+    assert repr(HALF).startswith("Estimate(")
+
+
+def test_order():
+    assert HALF < TWO
+    assert HALF <= 0.5 < TWO
+    assert max([HALF, TWO]) is TWO
+    assert sorted([3, TWO, HALF, 1.0]) == [HALF, 1.0, TWO, 3]
+
+
+def test_arithmetic_gives_numbers():
+    for found in (HALF + TWO, HALF - 1, 2 * TWO, 1 / HALF, TWO**2, -HALF, abs(HALF), round(TWO, 1), sum([HALF, TWO])):
+        assert type(found) is float
+    assert HALF + TWO == 2.5
+    assert math.sqrt(TWO) == 2**0.5
+    assert math.isclose(TWO, 2.0)
+    assert math.log(HALF) == math.log(0.5)
+    assert type(float(TWO)) is float
+    assert isinstance(TWO, numbers.Real)
+
+
+def test_arrays_and_tensors():
+    assert np.asarray(TWO).dtype == np.float64
+    assert np.array([HALF, TWO]).tolist() == [0.5, 2.0]
+    assert np.float64(2) * HALF == 1
+    assert torch.tensor([HALF, TWO]).tolist() == [0.5, 2.0]
+    assert torch.equal(torch.ones(2) * TWO, torch.full((2,), 2.0))
+    assert json.loads(json.dumps([HALF])) == [0.5]
+
+
+def test_equality():
+    other = dataclasses.replace(TWO, samples=6)
+    assert TWO == 2.0 == TWO
+    assert TWO.__ne__(2) is False
+    assert TWO != 3
+    assert TWO != "2"
+    assert other != TWO
+    assert TWO.__eq__(other) is False
+    assert TWO.value == other.value
+    assert pytest.approx(2.0 + 1e-9) == TWO
+    assert pytest.approx(TWO) == 2.0
+    nothing = dataclasses.replace(TWO, value=math.nan)
+    assert nothing == dataclasses.replace(TWO, value=math.nan)
+    assert nothing != math.nan
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(TWO)
+
+
+def test_copies():
+    whole = dataclasses.replace(TWO, per_sample=torch.ones(3), notes=("a note",))
+    for other in (copy.copy(whole), copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))):
+        assert other == whole
+        assert (float(other), other.value, other.dof) == (2.0, 2.0, 4.0)
+    changed = dataclasses.replace(TWO, value=3.0)
+    assert (float(changed), changed.value) == (3.0, 3.0)
+    assert pf.Estimate.from_dict(whole.to_dict()) == whole
+
+
+def test_facts_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TWO.value = 3.0
