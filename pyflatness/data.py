@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from . import progress
+from . import interrupts, progress
 from .errors import InputError
 from .received import check_tensor
 
@@ -54,7 +54,7 @@ class Batches:
     def peek(self) -> Any:
         """The first batch, without taking it from the data."""
         taken: list[Any] = []
-        source = iter(self._cut())
+        source = _fetched(self._cut())
         for batch in source:
             taken.append(batch)
             if _checked_size(batch, len(taken) - 1) > 0:
@@ -88,7 +88,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         empty = True
-        for number, batch in enumerate(progress.track(self._cut(), len(self), "batches", self._shown)):
+        for number, batch in enumerate(progress.track(_fetched(self._cut()), len(self), "batches", self._shown)):
             if _checked_size(batch, number) > 0:
                 empty = False
                 yield to_device(batch, self._device)
@@ -129,6 +129,19 @@ def _promised(data: Any) -> int:
     if type(data) is not DataLoader or type(data.batch_sampler) is not BatchSampler:
         return 0
     return len(data) if type(data.sampler) in (SequentialSampler, RandomSampler) else 0
+
+
+def _fetched(batches: Iterable[Any]) -> Iterator[Any]:
+    """The same; an interrupt is raised at once while one is waited for."""
+    with interrupts.at_once():
+        source = iter(batches)
+    while True:
+        with interrupts.at_once():
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+        yield batch
 
 
 def _parts(data: tuple[Any, ...]) -> tuple[Tensor, ...]:

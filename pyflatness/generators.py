@@ -21,6 +21,11 @@ class Generators:
         """Return the state of each, as it is now."""
         return [generator.get_state() for generator in self._held]
 
+    def put_back(self, states: list[Tensor]) -> None:
+        """Set the state of each to what :meth:`states` returned."""
+        for generator, state in zip(self._held, states, strict=True):
+            generator.set_state(state)
+
     def moved(self, before: list[Tensor]) -> bool:
         """Return whether numbers were drawn from any of them since :meth:`states` returned ``before``."""
         return any(not torch.equal(old, new) for old, new in zip(before, self.states(), strict=True))

@@ -13,13 +13,14 @@ from torch.nn.utils import remove_spectral_norm, remove_weight_norm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from . import capture, layers, losses
+from . import capture, interrupts, layers, losses
 from .contractions import compiled, promoted_dtype
 from .data import first, map_tensors
 from .errors import InputError
 from .opening import opened
 from .options import check_count
 from .pipeline import relative_flatness
+from .reparameterize import duplicate
 from .report import Estimate
 
 _DEFINITION_ENTRIES = 4096  # weights up to which the definition's one backward pass per weight is affordable
@@ -153,10 +154,7 @@ def verify(
 
 def _in_double(module: nn.Module) -> nn.Module:
     """A copy in float64, in which weights that hooks of the older weight_norm and spectral_norm make are parameters."""
-    made = [
-        t for part in module.modules() for t in vars(part).values() if isinstance(t, Tensor) and t.grad_fn is not None
-    ]
-    double = copy.deepcopy(module, {id(tensor): tensor.detach().clone() for tensor in made}).double()
+    double = duplicate(module).double()
     for part in double.modules():
         for hook in [*part._forward_pre_hooks.values()]:
             if isinstance(hook, WeightNorm):
@@ -221,6 +219,7 @@ def _definition(layer: nn.Module, risk: Callable[[], Tensor]) -> float:
     slope = layers.as_matrix(layer, slope)
     for s in range(len(slope)):
         for j in range(slope.shape[1]):
+            interrupts.check()
             (row,) = torch.autograd.grad(slope[s, j], weight, retain_graph=True)
             total += float(gram[s] @ layers.as_matrix(layer, row)[:, j])
     return total
@@ -250,6 +249,7 @@ def _laplacian(layer: nn.Module, risk: Callable[[], Tensor], *, at_head: bool, s
     rows = layers.input_rows(layer, inputs[0])
     total = torch.zeros(len(rows), dtype=rows.dtype, device=rows.device)
     for direction in torch.linalg.qr(layers.matrix(layer)[0].t()).Q.t():
+        interrupts.check()
         step = direction.expand_as(rows).reshape(slope.movedim(layers.class_dim(layer), -1).shape)
         (turn,) = torch.autograd.grad(slope, inputs[0], step.movedim(-1, layers.class_dim(layer)), retain_graph=True)
         total = total + layers.input_rows(layer, turn) @ direction

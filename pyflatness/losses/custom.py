@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .. import interrupts
 from ..contractions import Bounded, promoted, squared_norms
 from ..errors import InputError
 from ..received import shown
@@ -103,6 +104,7 @@ class CustomLoss:
                 total = logits.new_zeros(len(logits))
                 if slope.requires_grad:  # a loss that is linear in its input has no curvature
                     for u in directions:
+                        interrupts.check()
                         (turn,) = torch.autograd.grad(slope, logits, u.expand_as(slope), retain_graph=True)
                         total = total + turn @ u
             return Bounded(total.detach() * squared_norms(features, backend, memory), None)
@@ -138,6 +140,7 @@ class CustomLoss:
             loss = self._sum(outputs.reshape(-1, *self._shape), targets)
             (slope,) = torch.autograd.grad(loss, outputs, create_graph=True)
             for c in range(rows.shape[1] if slope.requires_grad else 0):
+                interrupts.check()
                 (row,) = torch.autograd.grad(slope[:, c].sum(), outputs, retain_graph=True)
                 hessians[:, c] = row
         return (hessians + hessians.transpose(1, 2)) / 2
