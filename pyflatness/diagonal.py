@@ -121,7 +121,8 @@ class Diagonal:
 
     def _by_layer(self, run: Run) -> list[str]:
         """The layers whose parameters' gradients will come from the layers' own."""
-        self._layers.check(run, self._own)
+        with contractions.full_precision(run.outputs):
+            self._layers.check(run, self._own)
         usable = self._layers.usable(run)
         for name in usable:
             if name in run.bent:

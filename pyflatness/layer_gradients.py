@@ -71,11 +71,10 @@ class LayerGradients:
         found = own.shared(run, {name: self._theta[name] for name in names}, gradients_of_all)
         whole = dict(zip(names, found, strict=True))
         gradients = run.tape.gradients(run.outputs, signal, new)
-        with contractions.full_precision(run.outputs):
-            for name in new:
-                self._forms.setdefault(name, self._form(name))
-                if all(bool(part.isfinite().all()) for part in gradients[name]):
-                    self._usable[name] = self._is_whole(run, name, gradients[name], whole)
+        for name in new:
+            self._forms.setdefault(name, self._form(name))
+            if all(bool(part.isfinite().all()) for part in gradients[name]):
+                self._usable[name] = self._is_whole(run, name, gradients[name], whole)
 
     def squares(self, run: Run, names: Sequence[str], passes: int) -> Callable[[Gradients], Tensor]:
         """For some layers, of whose outputs gradients will come so many times: gradients -> (n,) float64."""

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
 
 from . import capture, contractions, data, parameters, preflight
+from .errors import NotYetError
 from .parameters import Result
 from .received import is_out_of_memory
 from .runner import Run, check_unchanged
@@ -91,7 +93,11 @@ class OwnParameters:
     def shared(
         self, run: Run, values: Mapping[str, Tensor], work: Callable[[Tensor, dict[str, Tensor]], Result]
     ) -> Result:
-        """``work`` done on the outputs of the run's samples with parameters that they share, and on these as leaves."""
+        """``work`` done on the outputs of the run's samples with parameters that they share, and on these as leaves.
+
+        The run's tape is paused meanwhile. No backward pass of the run itself belongs in it: activation checkpointing
+        calls the layers again there, and they have to be as they were.
+        """
         leaves = {name: w.clone().requires_grad_() for name, w in values.items()}
         batch = data.map_tensors(_outside_inference, run.batch)
 
@@ -159,17 +165,23 @@ class OwnParameters:
 def _undisturbed(run: Run) -> Iterator[None]:
     """Inside, the model can be run once more, with parameters of its own and second derivatives.
 
-    The run's own backward passes are to be outside: activation checkpointing calls the model again in them, which has
-    to find hooks and kernels as they were.
+    Raises:
+        NotYetError: what activation checkpointing calls again in a backward pass is not what it called before.
     """
-    with (
-        capture.trial(),
-        run.tape.paused(),
-        sdpa_kernel(SDPBackend.MATH),
-        contractions.full_precision(run.outputs),
-        _PlainWeightNorm(),
-    ):
-        yield
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(capture.trial())
+        stack.enter_context(run.tape.paused())
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(contractions.full_precision(run.outputs))
+        stack.enter_context(_PlainWeightNorm())
+        try:
+            yield
+        except CheckpointError as error:  # torch leaves the mode out while it runs a backward pass
+            raise NotYetError(
+                "model: under activation checkpointing, measures over all parameters do not work where a checkpointed "
+                f"part has weight_norm in it, or computes other things when called again ({error.args[0][:100]}…); "
+                "switch checkpointing off to take them"
+            ) from error
 
 
 class _PlainWeightNorm(TorchFunctionMode):
