@@ -1,8 +1,8 @@
 """Which weights of a model the measured layers do not have, and what that means for values of the network.
 
-A weight is a floating-point parameter of two or more dimensions at the module that holds it: the matrix of a linear map,
-a kernel, an embedding. Biases and the scales of normalisation layers are none. A parameter that several modules hold
-(tied weights) is a weight of each, since a measured layer has the derivative through its own use only.
+A weight is a floating-point parameter of two or more dimensions at the module that holds it: the matrix of a linear
+map, a kernel, an embedding. Biases and the scales of normalisation layers are none. A parameter that several modules
+hold (tied weights) is a weight of each, since a measured layer has the derivative through its own use only.
 """
 
 from collections.abc import Collection, Mapping
@@ -38,7 +38,7 @@ def uncovered(model: nn.Module, measured: Collection[nn.Module]) -> dict[str, fl
 def marked(
     found: Mapping[tuple[str, str], Estimate], of_layers: Collection[str], left_out: Mapping[str, float]
 ) -> dict[tuple[str, str], Estimate]:
-    """Return estimates of which some of the network's have a note of the weights that they leave out, and are not exact.
+    """Return estimates of which some of the network's are not exact, with a note of the weights that they leave out.
 
     Args:
         found: by layer and measure, ``""`` the network.
@@ -48,9 +48,8 @@ def marked(
     if not left_out:
         return dict(found)
     network = {("", measure) for measure in of_layers}
-    names = ", ".join([*left_out][:_LISTED]) + (
-        f" and {len(left_out) - _LISTED} more" if len(left_out) > _LISTED else ""
-    )
+    more = f" and {len(left_out) - _LISTED} more" if len(left_out) > _LISTED else ""
+    names = ", ".join([*left_out][:_LISTED]) + more
     note = f"without {100 * sum(left_out.values()):.3g} % of the weights, which no measured layer has: {names}"
     return {
         key: replace(estimate, exact=False, notes=(*estimate.notes, note)) if key in network else estimate

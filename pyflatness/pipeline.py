@@ -357,10 +357,12 @@ def measure(
         selection = selectors.select(call.model, layers)
         task = call.task(options, selection)
         by_name = measures is not None and measures != "all"
-        found, skipped = Together(wanted, task, named=by_name, networks=networks).estimates()
+        together = Together(wanted, task, named=by_name, networks=networks)
+        found, skipped = together.estimates()
     measured = {name for name, _ in found}
     names = tuple(name for name in selection.modules if name in measured)
-    left_out = coverage.uncovered(call.model, [selection.modules[name] for name in names]) if names else {}
+    covered = [module for name, module in selection.modules.items() if name in together.measured]
+    left_out = coverage.uncovered(call.model, covered) if covered else {}
     found = coverage.marked(found, [row.name for row in wanted if row.of_layers], left_out) if layers is None else found
     with_values = tuple(row.name for row in wanted if any(row.name == m for _, m in found))
     return Report(names, with_values, found, skipped, left_out)

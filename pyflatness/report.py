@@ -201,7 +201,7 @@ class Report:
             measure: {layer: estimate.to_dict() for layer, estimate in held.items()}
             for measure, held in self.by_measure().items()
         }
-        beside = {_SKIPPED: dict(self.skipped), _UNCOVERED: dict(self.uncovered)}
+        beside: dict[str, dict[str, Any]] = {_SKIPPED: dict(self.skipped), _UNCOVERED: dict(self.uncovered)}
         return {**facts, **{key: held for key, held in beside.items() if held}}
 
     def to_json(self, path: str | Path | None = None) -> str:

@@ -51,6 +51,15 @@ CASES = {  # the weights left out, by their entries, and how many entries all we
 }
 
 
+@pytest.mark.parametrize("measure", [*OF_LAYERS, "largest_scaled_trace", "lambda_max", "matrix_normalized_sharpness"])
+def test_a_measure_by_itself(measure):
+    model = embedding().double()
+    report = pf.measure(model, LOSS, (TOKENS, Y), measures=measure)
+    assert [*report.uncovered] == ["embed.weight"]
+    assert not report[measure].exact
+    assert pf.measure(model, LOSS, (TOKENS, Y), measures="fisher_rao").uncovered == {}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_left_out_is_named_and_not_exact(name):
     make, x, left_out, whole = CASES[name]
