@@ -185,7 +185,7 @@ class _Search:
         self._model = self._folding.of(task.model)
         self._theta = parameters.every(self._model)
         seeds = torch.Generator().manual_seed(task.options.seed)
-        self._seeds: list[int] = torch.randint(2**62, (draws,), generator=seeds).tolist()
+        self._seeds: list[int] = torch.randint(2**62, (draws,), generator=seeds, device="cpu").tolist()
         self._samples = 0
 
     def result(self, initial: nn.Module | Mapping[str, Tensor] | None = None) -> PacBayes:
