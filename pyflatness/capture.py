@@ -69,7 +69,7 @@ _PATIENCE = 0.1  # seconds between looks for an interrupt while another thread h
 
 @contextlib.contextmanager
 def observing(model: nn.Module) -> Iterator[nn.Module]:
-    """The user's own module, ready to be run without gradients, and everything as it was afterwards.
+    """Hold the user's own module ready to be run without gradients; afterwards everything is as it was.
 
     One thread at a time is inside: hooks and flags belong to a model, and the attention kernel, the stance of
     ``torch.compile`` and the random state to the process. A call inside of a call of the same thread is fine.
@@ -373,7 +373,7 @@ def _check_mode(model: nn.Module) -> None:
 
 def _check_values(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if hasattr(module, "_hf_hook"):  # accelerate keeps its weights elsewhere until it is called
+        if "_hf_hook" in vars(module):  # accelerate keeps its weights elsewhere until it is called
             continue
         for own, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
             if tensor is not None and tensor.is_meta:

@@ -130,7 +130,7 @@ def _checked_size(batch: Any, number: int) -> int:
     Raises:
         InputError: it holds arrays, tensors without values or of several lengths, or no tensor at all.
     """
-    for part in _leaves(batch):
+    for part in leaves(batch):
         if isinstance(part, np.ndarray) or (isinstance(part, Tensor) and (part.is_meta or part.is_nested)):
             check_tensor(f"data: batch {number}", part)
     samples = size(batch)
@@ -142,13 +142,13 @@ def _checked_size(batch: Any, number: int) -> int:
     return samples
 
 
-def _leaves(batch: Any) -> Iterator[Any]:
+def leaves(batch: Any) -> Iterator[Any]:
     """Return what is in a batch, whatever holds it."""
     if not isinstance(batch, (tuple, list, Mapping)):
         yield batch
         return
     for part in batch.values() if isinstance(batch, Mapping) else batch:
-        yield from _leaves(part)
+        yield from leaves(part)
 
 
 def size(batch: Any) -> int:

@@ -163,6 +163,7 @@ class Head:
         if name != self.name:
             raise InputError(f"layer: the last Linear that ran is {name!r} in this batch, it was {self.name!r} before")
         call = calls.last[name]
+        check_tensor(f"layer {name!r}: input", call.inputs)
         reason = ""
         if calls.count[name] > 1:
             reason = f"it ran {calls.count[name]} times in one forward pass"
@@ -247,7 +248,7 @@ def _class_dim(outputs: Tensor, output: Tensor, loss: losses.Loss) -> int | None
 
 def _places(rows: Tensor) -> Tensor:
     """Where in memory the rows (all but the last dimension) begin, in row-major order."""
-    places = torch.tensor([rows.storage_offset()], device="cpu")
+    places = torch.tensor([rows.storage_offset()], dtype=torch.int64, device="cpu")
     for count, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
         places = (places.unsqueeze(1) + torch.arange(count, device="cpu") * stride).flatten()
     return places

@@ -142,7 +142,9 @@ def relative_flatness(
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)`` for models and batches that are called otherwise.
         memory: bytes for the working buffers: at a head those of the contraction (24 MiB unless given), elsewhere a
-            batch's graph, layer inputs and signals (512 MiB), to which batches are cut.
+            batch's graph, layer inputs and signals (512 MiB), to which batches are cut. The least that is taken at a
+            time is one sample, or at a head sixteen rows and classes; ``estimate.notes`` says so where one sample
+            takes more.
         seed: of the random signs, which belong to samples by their place in the data: with a number of draws one seed
             is one value, however data is cut into batches.
         progress: show a bar; None: on a terminal.

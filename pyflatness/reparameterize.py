@@ -153,7 +153,7 @@ def _factors(model: nn.Module, factors: Mapping[Selector, Any]) -> dict[str, Ten
         flow.check_plain(model, name, module)
         d = len(layers.matrix(module)[0])
         try:
-            values = torch.as_tensor(given, dtype=torch.float64).detach().to(capture.device(model))
+            values = torch.as_tensor(given, dtype=torch.float64, device=capture.device(model)).detach()
         except (TypeError, ValueError, RuntimeError):
             raise InputError(f"factors of layer {name!r}: numbers are wanted, got {given!r:.80}") from None
         if values.ndim > 1 or values.numel() not in ({1, d} if values.ndim else {1}):

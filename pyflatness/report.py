@@ -133,7 +133,7 @@ class Estimate(float):
         known = {entry.name: entry.default is MISSING and entry.default_factory is MISSING for entry in fields(cls)}
         try:
             held = {name: facts[name] for name in _TENSORS if facts.get(name) is not None}
-            tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in held.items()}
+            tensors = {name: torch.tensor(values, dtype=torch.float64, device="cpu") for name, values in held.items()}
             return cls(**{**facts, "notes": tuple(facts.get("notes", ())), **tensors})
         except (AttributeError, TypeError, ValueError):
             needed = {name for name, required in known.items() if required}

@@ -116,7 +116,9 @@ class Runner:
         self._certify, self._reserve = certify, reserve
         self.model, self.batches, self.selected = model, batches, selection.modules
         self._approve, self._second_order, self._order_matters = approve, second_order, order_matters
-        self._named, self._forward, self._memory = selection.named, forward, memory or DEFAULT_MEMORY
+        self._named, self._forward = selection.named, forward
+        self._asked, self._memory = memory, memory or DEFAULT_MEMORY
+        self.notes: tuple[str, ...] = ()  # what a reader of a value should know of how it was come by
         self._tape = Tape(selection.modules)
         self._looked_at = 0  # samples behind what is known
         self._layouts: dict[str, tuple[Layout, ...]] = {}
@@ -164,7 +166,7 @@ class Runner:
         self, batch: Any, number: int, done: int, work: Callable[[Run], Result]
     ) -> Generator[Result, None, None]:
         seen, samples = self._look(batch), data.size(batch)
-        numbers = torch.arange(done, done + samples)
+        numbers = torch.arange(done, done + samples, device="cpu")
         first: Check = _unchecked if seen is None else partial(check_unchanged, seen)
         compare = seen is None and self._is_to_be_compared(number, done)
 
@@ -278,7 +280,9 @@ class Runner:
     def _two_alone(self, part: Any) -> Check:
         """Holds outputs for a part of the data against those for two of its samples without the others."""
         samples = data.size(part)
-        two = torch.tensor([1, samples - 1], device="cpu")  # either has lost what was in front of it or behind
+        two = torch.tensor(
+            [1, samples - 1], dtype=torch.int64, device="cpu"
+        )  # either has lost what was in front of it or behind
         seen = preflight.apart(self.model, data.take(part, two), self._forward) if samples > 2 else None
         if seen is None:
             return _unchecked
@@ -369,6 +373,8 @@ class Runner:
         if not again:
             self._cuttable = found.cuttable
             needed = max(1, found.bytes + self._reserve(found))
+            if self._asked and needed > self._asked and found.cuttable:
+                self.notes = (f"one sample takes about {needed:,} bytes at a time, more than memory={self._asked:,}",)
             self._part = max(1, self._memory // needed) if found.cuttable else samples
         return found.outputs
 

@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from . import interrupts, layers
 from .capture import is_aside, version
 from .errors import InputError
+from .received import check_tensor
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,12 @@ class Tape:
                 )
             key = next(iter(kwargs), None) if not args else None
             inputs = args[0] if args else kwargs.get(str(key))
-            if not isinstance(inputs, Tensor) or inputs.requires_grad or not torch.is_grad_enabled():
+            if not isinstance(inputs, Tensor):
+                return None
+            check_tensor(f"layer {name!r}: input", inputs)
+            if inputs.requires_grad or not torch.is_grad_enabled():
                 return None  # else also in a backward pass: activation checkpointing computes the same again
+            layers.check_dtype(f"layer {name!r}: input", inputs.dtype)
             inputs = (inputs.clone() if inputs.is_inference() else inputs.detach()).requires_grad_()
             return ((inputs, *args[1:]), kwargs) if args else (args, {**kwargs, str(key): inputs})
 
