@@ -24,6 +24,9 @@ class Together:
             the reason kept, but for what stands in the way of relative flatness too: errors of its sweep concern the
             model, loss and data, and NaN under ``nan_policy="raise"`` concerns them as well.
         networks: whether to make a sweep for network values that are not the sum of their layers'.
+
+    Attributes:
+        measured: layers that values are of, those of the network alone too.
     """
 
     def __init__(self, wanted: Sequence[Measure], task: Task, *, named: bool, networks: bool) -> None:
@@ -31,6 +34,7 @@ class Together:
         self._networks = networks
         self._values: dict[str, Values] = {}
         self._skipped: dict[str, str] = {}
+        self.measured: set[str] = set()
 
     def estimates(self) -> tuple[dict[tuple[str, str], Estimate], dict[str, str]]:
         """(layer, measure) -> value, ``""`` the network; and measure -> why there is none, or none of the network.
@@ -51,6 +55,7 @@ class Together:
                     continue
                 with self._attempt(row):
                     self._values[row.name] = row.derive(self._task.model, self._task.options, self._values[row.base])
+        self.measured.update(name for values in self._values.values() for name in values)
         found = {
             (name, row.name): estimate
             for row in self._wanted
@@ -98,6 +103,7 @@ class Together:
             return
         with self._attempt(*rows):
             samples = jacobians.measured(self._task, {need for row in rows for need in row.needs})
+            self.measured.update(samples.layers)
             for row in rows:
                 with self._attempt(row):
                     assert row.of_jacobians is not None

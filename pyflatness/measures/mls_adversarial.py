@@ -175,6 +175,7 @@ MLS_ADVERSARIAL = Measure(
     name="mls_adversarial",
     formula="mean_i max_δ |f(x_i + δ) - f(x_i)| / |δ|, |δ| small, by gradient ascent",
     source="From Loss Flatness to Compressed Representations, Eq. 47",
+    of_layers=False,
     compute=lambda task: {"": _estimate(task)},
     granularity="network",
     invariant="layer-wise, neuron-wise",
