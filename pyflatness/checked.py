@@ -74,6 +74,10 @@ class Checked:
             return capture.run(model, batch, self._forward)
         except FlatnessError:
             raise
+        except StopIteration as error:  # by itself it would be an error of a generator's, or the end of a loop
+            stopped = RuntimeError("the forward pass raised StopIteration")
+            setattr(stopped, _CALL, (self._call(batch), self._kinds()))
+            raise stopped from error
         except Exception as error:
             if not is_out_of_memory(error):
                 setattr(error, _CALL, (self._call(batch), self._kinds()))
@@ -126,9 +130,10 @@ def explained() -> Iterator[None]:
     except Exception as error:
         if not hasattr(error, _CALL):
             raise
+        raised = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
         call, parameters_are = getattr(error, _CALL)
         raise InputError(
-            f"model: {call} raised {type(error).__name__}: {error}; pass data that fit the model (its parameters are "
+            f"model: {call} raised {type(raised).__name__}: {raised}; pass data that fit the model (its parameters are "
             f"{parameters_are}), or forward=, a function (model, batch) -> (outputs, targets) that calls it as it "
             "wants to be called"
-        ) from error
+        ) from raised

@@ -116,6 +116,7 @@ ADAPTIVE_SHARPNESS_MC = Measure(
     name="adaptive_sharpness_mc",
     formula="(2/ρ²) E[L(θ + δ) - L(θ)], δ ~ N(0, ρ² diag θ²), ρ = 0.1, all trainable parameters",
     source="From Loss Flatness to Compressed Representations, Eq. 38 and appendix F",
+    of_layers=False,
     compute=lambda task: {"": _estimate(task)},
     granularity="network",
     invariant="layer-wise, neuron-wise",

@@ -306,6 +306,7 @@ PAC_BAYES = Measure(
     name="pac_bayes",
     formula="1/σ², σ the noise N(0, σ²) on all parameters that lowers the accuracy by 0.1",
     source="Petzka et al. 2021, appendix C.2; Jiang et al. 2020",
+    of_layers=False,
     compute=_values,
     granularity="network",
     cost=f"up to {_reads(DRAWS, STEPS)} forward passes",
