@@ -3,13 +3,14 @@
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from . import progress
+from . import interrupts, progress
 from .errors import InputError
 from .received import check_tensor
 
@@ -53,7 +54,7 @@ class Batches:
     def peek(self) -> Any:
         """The first batch, without taking it from the data."""
         taken: list[Any] = []
-        source = iter(self._cut())
+        source = _fetched(self._cut())
         for batch in source:
             taken.append(batch)
             if _checked_size(batch, len(taken) - 1) > 0:
@@ -87,7 +88,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         empty = True
-        for number, batch in enumerate(progress.track(self._cut(), len(self), "batches", self._shown)):
+        for number, batch in enumerate(progress.track(_fetched(self._cut()), len(self), "batches", self._shown)):
             if _checked_size(batch, number) > 0:
                 empty = False
                 yield to_device(batch, self._device)
@@ -96,8 +97,51 @@ class Batches:
 
     def _cut(self) -> Iterable[Any]:
         if not self._tensors:
-            return cast(Iterable[Any], self._data)
+            return _read(self._data)
         return zip(*(held.split(_BATCH_SIZE) for held in self._tensors), strict=True)
+
+
+def _read(data: Iterable[Any]) -> Iterator[Any]:
+    """Yield the user's batches.
+
+    Raises:
+        InputError: reading ended by an error that looks like the end of the data.
+    """
+    why = (
+        "something that reads the data (a generator, a dataset's __getitem__, a collate function) calls next() on an "
+        "iterator that is exhausted"
+    )
+    number = 0
+    try:
+        for batch in data:
+            yield batch
+            number += 1
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, StopIteration):
+            raise
+        raise InputError(f"data: reading batch {number} raised StopIteration: {why}") from error
+    if number < _promised(data):
+        raise InputError(f"data: the loader ended after {number} of its {_promised(data)} batches: {why}")
+
+
+def _promised(data: Any) -> int:
+    """Return how many batches a loader has to give; 0 if that is not known for sure."""
+    if type(data) is not DataLoader or type(data.batch_sampler) is not BatchSampler:
+        return 0
+    return len(data) if type(data.sampler) in (SequentialSampler, RandomSampler) else 0
+
+
+def _fetched(batches: Iterable[Any]) -> Iterator[Any]:
+    """The same; an interrupt is raised at once while one is waited for."""
+    with interrupts.at_once():
+        source = iter(batches)
+    while True:
+        with interrupts.at_once():
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+        yield batch
 
 
 def _parts(data: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -117,7 +161,7 @@ def _checked_size(batch: Any, number: int) -> int:
     Raises:
         InputError: it holds arrays, tensors without values or of several lengths, or no tensor at all.
     """
-    for part in _leaves(batch):
+    for part in leaves(batch):
         if isinstance(part, np.ndarray) or (isinstance(part, Tensor) and (part.is_meta or part.is_nested)):
             check_tensor(f"data: batch {number}", part)
     samples = size(batch)
@@ -129,13 +173,13 @@ def _checked_size(batch: Any, number: int) -> int:
     return samples
 
 
-def _leaves(batch: Any) -> Iterator[Any]:
+def leaves(batch: Any) -> Iterator[Any]:
     """Return what is in a batch, whatever holds it."""
-    if not isinstance(batch, (tuple, list, Mapping)):
+    if isinstance(batch, Tensor) or not isinstance(batch, (tuple, list, Mapping)):
         yield batch
         return
     for part in batch.values() if isinstance(batch, Mapping) else batch:
-        yield from _leaves(part)
+        yield from leaves(part)
 
 
 def size(batch: Any) -> int:
@@ -192,6 +236,17 @@ def rows_of(tensor: Tensor, samples: int, index: Tensor) -> Tensor:
     """The same of a tensor with each sample's rows together in dimension 0."""
     rows: Tensor = tensor.unflatten(0, (samples, -1))[index].flatten(0, 1)
     return rows
+
+
+def described(batch: Any) -> str:
+    """Return in words what is in a batch: shapes and dtypes of tensors, types of all else."""
+    if isinstance(batch, Tensor):
+        return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key}: {described(part)}" for key, part in batch.items()) + "}"
+    if isinstance(batch, (tuple, list)):
+        return f"{type(batch).__name__} [" + ", ".join(map(described, batch)) + "]"
+    return type(batch).__name__
 
 
 def first(batch: Any, count: int) -> Any:

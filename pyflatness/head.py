@@ -18,6 +18,8 @@ from . import capture, layers, losses, selectors
 from .contractions import promoted, promoted_dtype
 from .data import Batches, first, size
 from .errors import FlatnessError, InputError
+from .generators import Generators
+from .losses.closure import REFUSAL, depends_on_more
 from .received import check_tensor
 
 _WIDE_OUTPUTS = 1024  # outputs from which the model is spared its own logits
@@ -32,7 +34,7 @@ class HeadBatch:
     """A batch's rows at a head.
 
     Attributes:
-        features: (rows, m), the layer's inputs, one row per loss term.
+        features: (rows, m), the layer's inputs, one row per loss term; (rows, …, m) for a term of several positions.
         terms: what the loss says of the rows.
         samples: entries of dimension 0 of the batch.
         per_sample: consecutive rows that belong to one sample; 0 where rows cannot be told apart by sample.
@@ -137,6 +139,8 @@ class Head:
         width = len(layers.matrix(module)[0])
         if width <= _WIDE_OUTPUTS:
             return
+        generators = Generators(self._model)
+        before = generators.states()
         try:
             with capture.without_product(module, width), capture.trial():
                 capture.run(self._model, first(batch, 1), self._forward)
@@ -144,12 +148,13 @@ class Head:
             return  # the model looks at its logits: let it have them
         finally:
             calls.clear()
+        if generators.moved(before):
+            return  # the logits say whether the random numbers matter
         product.enter_context(capture.without_product(module, width))
 
     def _head_call(self, calls: capture.Calls, outputs: Tensor) -> capture.Call:
         if not calls.last:
-            names = ", ".join(map(repr, self._candidates))
-            raise InputError(f"layer: {names} did not run in the model's forward pass")
+            raise layers.did_not_run(self._model, self._candidates)
         name = list(calls.last)[-1]
         if not self.name:
             self.name = name
@@ -157,6 +162,7 @@ class Head:
         if name != self.name:
             raise InputError(f"layer: the last Linear that ran is {name!r} in this batch, it was {self.name!r} before")
         call = calls.last[name]
+        check_tensor(f"layer {name!r}: input", call.inputs)
         reason = ""
         if calls.count[name] > 1:
             reason = f"it ran {calls.count[name]} times in one forward pass"
@@ -241,7 +247,7 @@ def _class_dim(outputs: Tensor, output: Tensor, loss: losses.Loss) -> int | None
 
 def _places(rows: Tensor) -> Tensor:
     """Where in memory the rows (all but the last dimension) begin, in row-major order."""
-    places = torch.tensor([rows.storage_offset()], device="cpu")
+    places = torch.tensor([rows.storage_offset()], dtype=torch.int64, device="cpu")
     for count, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
         places = (places.unsqueeze(1) + torch.arange(count, device="cpu") * stride).flatten()
     return places
@@ -308,13 +314,18 @@ def from_tensors(
     if features.numel() == 0:
         raise InputError(f"features: there are no samples in {tuple(features.shape)}")
     shape = (*features.shape[:-1], d)
-    rows = features.detach().reshape(-1, m)
+    rows = features.detach()
     if isinstance(loss, losses.CustomLoss):  # the only one that looks at the outputs' values
-        outputs = (promoted(rows) @ promoted(weight).t() + (0 if bias is None else bias)).reshape(shape)
+        outputs = promoted(rows) @ promoted(weight).t() + (0 if bias is None else bias)
     else:
+        rows = rows.reshape(-1, m)
         outputs = features.new_zeros(()).expand(shape)
     if targets is not None:
         check_tensor("targets", targets)
     terms = loss.terms(outputs, None if targets is None else targets.detach().to(features.device), len(shape) - 1)
+    if isinstance(loss, losses.CustomLoss) and targets is not None:
+        head = (weight,) if bias is None else (weight, bias)
+        if depends_on_more(loss, outputs[:1], targets[:1].to(outputs.device), head):
+            raise InputError(REFUSAL)
     batch = HeadBatch(rows, terms, len(features), len(rows) // len(features), 0)
     return TensorHead(weight.detach(), None if bias is None else bias.detach(), batch)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from . import contractions, inputs, layers
+from . import contractions, inputs, interrupts, layers
 from .errors import InputError, NonFiniteError
 from .jacobian_rows import Place, WeightGradient
 from .layer_form import LayerForm
@@ -143,7 +143,7 @@ class _Sweep:
             for key, values in part.values.items():
                 # A layer that did not run for a sample has no part in its outputs: its J is 0.
                 empty = -torch.inf if key[1] == "log_volume" else 0.0
-                whole = found.setdefault(key, torch.full((count,), empty, dtype=torch.float64))
+                whole = found.setdefault(key, torch.full((count,), empty, dtype=torch.float64, device="cpu"))
                 whole[part.numbers] = values
         for whole in found.values():
             whole[spoiled] = torch.nan
@@ -187,6 +187,7 @@ class _Sweep:
         places = self._places(run)
         edges = [edge for place in places for edge in place.edges]
         for signal in _identity(run.outputs, run.samples):
+            interrupts.check()
             found: tuple[Tensor | None, ...] = (None,) * len(edges)
             if run.outputs.requires_grad:
                 found = torch.autograd.grad(run.outputs, edges, signal, retain_graph=True, allow_unused=True)

@@ -30,7 +30,7 @@ class FeatureScale:
 
     def __init__(self) -> None:
         self.rows = self._features = 0
-        self._mean = self._squares = self._largest = torch.zeros(())
+        self._mean = self._squares = self._largest = torch.zeros((), dtype=torch.float64, device="cpu")
         self._eps, self._device = 0.0, torch.device("cpu")
 
     def add(self, features: Tensor) -> None:
@@ -66,10 +66,10 @@ class FeatureScale:
 
 
 def apply(scale: Tensor, matrix: Tensor, *, inverse: bool = False) -> Tensor:
-    """Columns of ``matrix`` times ``scale``, or divided by it; those of scale 0 dropped."""
+    """The last dimension of ``matrix`` times ``scale``, or divided by it; entries of scale 0 dropped."""
     matrix, kept = promoted(matrix), scale > 0
     factors = scale[kept]
-    columns = matrix if bool(kept.all()) else matrix[:, kept]
+    columns = matrix if bool(kept.all()) else matrix[..., kept]
     return columns * (1 / factors if inverse else factors).to(matrix.dtype)
 
 

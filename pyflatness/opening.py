@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from . import capture, losses
+from .checked import Checked, explained
 from .data import Batches
 from .errors import InputError
 from .losses import Loss
@@ -25,14 +26,14 @@ class Opened:
         model: inside :func:`.capture.observing`.
         loss: from :func:`.losses.resolve`.
         batches: the data.
-        forward: see :func:`.capture.run`.
+        forward: the user's, or a call of the model itself, with its checks.
         progress: whether reading data shows a bar.
     """
 
     model: nn.Module
     loss: Loss
     batches: Batches
-    forward: capture.Forward | None
+    forward: capture.Forward
     progress: bool | None
 
     def on(self, data: Any) -> "Opened":
@@ -69,12 +70,12 @@ def opened(
 
     Raises:
         InputError: a model, loss or data that cannot be measured, see :func:`.capture.observing`,
-            :func:`.losses.resolve` and :class:`.data.Batches`.
+            :func:`.losses.resolve`, :class:`.data.Batches` and :class:`.checked.Checked`.
     """
     resolved = losses.resolve(loss, reduction)
     if forward is not None and not callable(forward):
         raise InputError(f"forward={shown(forward)}: a function (model, batch) -> (outputs, targets) is wanted")
     progress = None if progress is None else check_flag("progress", progress)
-    with capture.observing(model) as module:
+    with explained(), capture.observing(model) as module:
         batches = Batches(data, capture.device(module), passes=passes, shown=progress)
-        yield Opened(module, resolved, batches, forward, progress)
+        yield Opened(module, resolved, batches, Checked(module, resolved, forward), progress)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from . import layers
-from .capture import version
-from .errors import InputError
+from . import interrupts, layers
+from .capture import is_aside, version
+from .errors import InputError, NoGraphError
+from .received import check_tensor
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Tape:
         made = {name: self.calls[name] for name in (self.calls if names is None else names)}
         edges = [call.edge for calls in made.values() for call in calls]
         found: Sequence[Tensor | None] = [None] * len(edges)
+        interrupts.check()
         if outputs.requires_grad:
             found = torch.autograd.grad(
                 outputs, edges, signal, create_graph=create_graph, retain_graph=True, allow_unused=True
@@ -110,17 +112,21 @@ class Tape:
 
     def _alias(self, name: str) -> Any:
         def alias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._paused:
+            if self._paused or is_aside():
                 return None
             if self._active and not torch.is_grad_enabled():
-                raise InputError(
+                raise NoGraphError(
                     f"layer {name!r} runs without recording a graph: under torch.no_grad() inside the model, or in "
                     "reentrant activation checkpointing (pass use_reentrant=False to torch.utils.checkpoint)"
                 )
             key = next(iter(kwargs), None) if not args else None
             inputs = args[0] if args else kwargs.get(str(key))
-            if not isinstance(inputs, Tensor) or inputs.requires_grad or not torch.is_grad_enabled():
+            if not isinstance(inputs, Tensor):
+                return None
+            check_tensor(f"layer {name!r}: input", inputs)
+            if inputs.requires_grad or not torch.is_grad_enabled():
                 return None  # else also in a backward pass: activation checkpointing computes the same again
+            layers.check_dtype(f"layer {name!r}: input", inputs.dtype)
             inputs = (inputs.clone() if inputs.is_inference() else inputs.detach()).requires_grad_()
             return ((inputs, *args[1:]), kwargs) if args else (args, {**kwargs, str(key): inputs})
 
@@ -129,7 +135,7 @@ class Tape:
     def _keep(self, name: str) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
             inputs = args[0] if args else next(iter(kwargs.values()), None)
-            if self._paused or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
+            if self._paused or is_aside() or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
                 return None
             own = _with_own_history(output)  # also in a backward pass, see above
             if self._active:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, layers
+from .. import capture, interrupts, layers
 from ..contractions import promoted, promoted_dtype
 from ..errors import InputError
 from .noise import orthonormal
@@ -44,7 +44,7 @@ class Perturbed:
         with capture.Calls({self._name: self.layer}) as calls:
             outputs, targets = capture.run(self._model, batch, self._forward)
             if self._name not in calls.last:
-                raise InputError(f"layer: {self._name!r} did not run in the model's forward pass")
+                raise layers.did_not_run(self._model, [self._name])
             call = calls.last[self._name]
             single = calls.count[self._name] == 1 and capture.version(call.inputs) == call.versions[0]
             self._call = call if single else None
@@ -70,6 +70,7 @@ class Perturbed:
         delta = None if self._call is None else change(self._call.inputs.detach())
         shift = None if delta is None else self._of_outputs(delta)
         for scale in scales:
+            interrupts.check()
             if shift is not None:
                 yield self._outputs.double() + scale * shift
                 continue

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, inputs, tape
+from .. import capture, inputs, interrupts, tape
 from .. import data as batching
 from ..errors import InputError, NonFiniteError
 from ..opening import opened
@@ -134,6 +134,7 @@ class _Ascent:
         direction = torch.randn(shape, generator=generator, dtype=dtype, device=device)
         best = torch.zeros(len(self._input), dtype=torch.float64, device=device)
         for step in range(steps + 1):
+            interrupts.check()
             moved = self._moved(direction).requires_grad_()
             with torch.enable_grad():
                 change = self._outputs(moved).double() - self._start.double()
@@ -142,7 +143,8 @@ class _Ascent:
                 best = torch.maximum(best, _norms(rows) / went)
                 if step == steps or not change.requires_grad:
                     break
-                (gradient,) = torch.autograd.grad(0.5 * rows.square().sum(), moved)
+                with capture.differentiated():
+                    (gradient,) = torch.autograd.grad(0.5 * rows.square().sum(), moved)
             lost = _norms(gradient) == 0
             direction = torch.where(_like(lost, gradient), direction, gradient.to(dtype))
         return best
@@ -173,6 +175,7 @@ MLS_ADVERSARIAL = Measure(
     name="mls_adversarial",
     formula="mean_i max_δ |f(x_i + δ) - f(x_i)| / |δ|, |δ| small, by gradient ascent",
     source="From Loss Flatness to Compressed Representations, Eq. 47",
+    of_layers=False,
     compute=lambda task: {"": _estimate(task)},
     granularity="network",
     invariant="layer-wise, neuron-wise",

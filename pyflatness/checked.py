@@ -1,0 +1,139 @@
+"""The user's forward pass as all public calls make it, held to what every value relies on.
+
+A value is of one function of a sample, and of a loss of that function's outputs. So a forward pass must not draw random
+numbers that matter, and the loss must not depend on the parameters by another way. Both are looked at where batches are
+run anyway: the first costs the comparison of two generator states a batch (and a second pass where they differ), the
+second one evaluation of the loss a call.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import capture, data
+from .errors import FlatnessError, InputError
+from .generators import Generators
+from .losses import CustomLoss, Loss
+from .losses.closure import REFUSAL, depends_on
+from .received import is_out_of_memory
+
+_CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called, and of which parameters
+_ROUNDING = 8  # units of the outputs' rounding that two passes over the same batch may differ by
+
+
+class Checked:
+    """A ``forward`` that calls the user's, or the model itself, and checks what comes of it.
+
+    Args:
+        model: inside :func:`.capture.observing`.
+        loss: the user's.
+        forward: the user's; see :func:`.capture.run`.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, forward: capture.Forward | None) -> None:
+        self._forward, self._loss = forward, loss
+        self._generators = Generators(model)
+        self._parameters = [*model.parameters()]
+        self._loss_is_open = isinstance(loss, CustomLoss)  # whether it may depend on more than the outputs
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """See :data:`.capture.Forward`.
+
+        Raises:
+            InputError: random numbers that change the outputs; a loss that depends on the parameters by another way.
+        """
+        if capture.is_trial():
+            outputs, targets = self._run(model, batch)
+        else:
+            before = self._generators.states()
+            outputs, targets = self._run(model, batch)
+            if self._generators.moved(before):
+                self._check_repeated(model, batch, outputs)
+        self._check_loss(model, outputs, targets)
+        return outputs, targets
+
+    def _call(self, batch: Any) -> str:
+        """Return in words what was called, and on what."""
+        if self._forward is not None:
+            return f"forward(model, batch) on the batch {data.described(batch)}"
+        if isinstance(batch, Mapping):
+            keywords = {key: part for key, part in batch.items() if key != "labels"}
+            return f"model(**inputs) on the inputs {data.described(keywords)} (`labels` are the targets)"
+        return f"model(inputs) on the inputs {data.described(batch[0])}"
+
+    def _kinds(self) -> str:
+        """Return in words what the parameters are."""
+        kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in self._parameters}
+        return ", ".join(sorted(kinds)).replace("torch.", "")
+
+    def _run(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        try:
+            return capture.run(model, batch, self._forward)
+        except FlatnessError:
+            raise
+        except StopIteration as error:  # by itself it would be an error of a generator's, or the end of a loop
+            stopped = RuntimeError("the forward pass raised StopIteration")
+            setattr(stopped, _CALL, (self._call(batch), self._kinds()))
+            raise stopped from error
+        except Exception as error:
+            if not is_out_of_memory(error):
+                setattr(error, _CALL, (self._call(batch), self._kinds()))
+            raise
+
+    def _check_repeated(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
+        """Raise if a second pass over a batch, in which random numbers were drawn, has other outputs."""
+        outputs = outputs.detach()
+        if not outputs.is_meta:
+            with capture.aside(), torch.no_grad():
+                again, _ = self._run(model, batch)
+            tolerance = _ROUNDING * torch.finfo(outputs.dtype).eps if outputs.is_floating_point() else 0.0
+            size = float(outputs.abs().amax().nan_to_num(0, 0, 0)) if outputs.numel() else 0.0
+            if outputs.shape == again.shape and torch.allclose(outputs, again, 0.0, tolerance * size, equal_nan=True):
+                return
+        mode = "it is in training mode: call model.eval() first, and " if model.training else ""
+        raise InputError(
+            f"model: it draws random numbers in its forward pass: on the same batch, {data.described(batch)}, a second "
+            f"pass has other outputs, so that a value would be one of many; {mode}switch off what draws them (dropout "
+            "that does not ask for self.training, added noise, sampling), or have it draw the same at every call"
+        )
+
+    def _check_loss(self, model: nn.Module, outputs: Tensor, targets: Any) -> None:
+        """Raise if the loss depends on the model's parameters otherwise than by the outputs; once."""
+        if not self._loss_is_open or outputs.is_meta or not isinstance(targets, Tensor):
+            return
+        assert isinstance(self._loss, CustomLoss)
+        held = {*self._parameters, *model.parameters()}  # others where the model is run functionally
+        try:
+            with capture.made_anew(model):
+                found = depends_on(self._loss, outputs, targets, held)
+        except Exception:  # a loss that does not take these; the measure says better what is wrong
+            return
+        self._loss_is_open = False
+        if found:
+            raise InputError(REFUSAL)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Inside, an error that the user's forward pass raises, and that nothing catches, says what was called.
+
+    Inner code sees what was raised: a batch that cannot be cut, say, goes through the model whole then.
+
+    Raises:
+        InputError: such an error; what was raised is the cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(error, _CALL):
+            raise
+        raised = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
+        call, parameters_are = getattr(error, _CALL)
+        raise InputError(
+            f"model: {call} raised {type(raised).__name__}: {raised}; pass data that fit the model (its parameters are "
+            f"{parameters_are}), or forward=, a function (model, batch) -> (outputs, targets) that calls it as it "
+            "wants to be called"
+        ) from raised

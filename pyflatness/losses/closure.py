@@ -1,0 +1,57 @@
+"""Whether a loss depends on a model's parameters in another way than by the model's outputs.
+
+The measures are those of the empirical risk E(w) = mean_i ℓ(f(x_i, w), y_i), differentiated through f. A penalty on the
+weights in the same callable is held constant by that, and would be missing from every value.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from .custom import CustomLoss
+
+REFUSAL = (
+    "loss: its value depends on parameters in another way than by the model's outputs (it still requires a gradient "
+    "when these are detached), as with weight decay in it. The measures are those of the empirical risk, whose "
+    "derivatives go through the outputs: pass the loss without it, and add by hand what it contributes (½ λ |θ|² "
+    "adds λ to every second derivative, so λ m |w|² to the relative flatness of a layer of m columns)"
+)
+
+
+def depends_on(loss: CustomLoss, outputs: Tensor, targets: Tensor, parameters: Iterable[Tensor]) -> bool:
+    """Return whether the loss of given outputs has a gradient in any of a model's parameters.
+
+    Args:
+        loss: any.
+        outputs: of some samples.
+        targets: theirs.
+        parameters: of the model; those that do not require a gradient are looked at like the others.
+    """
+    with _requiring(parameters, flag=True) as leaves, torch.enable_grad():
+        value = loss.value(outputs.detach(), targets)
+        if not leaves or not value.requires_grad:
+            return False
+        return any(g is not None for g in torch.autograd.grad(value, leaves, allow_unused=True))
+
+
+def depends_on_more(loss: CustomLoss, outputs: Tensor, targets: Tensor, head: Iterable[Tensor]) -> bool:
+    """Return whether the loss of given outputs has a gradient in anything but parameters of its own.
+
+    For a head that is given as tensors: what else belongs to the same model is not known.
+    """
+    own = [*loss.loss.parameters()] if isinstance(loss.loss, nn.Module) else []
+    with _requiring(own, flag=False), _requiring(head, flag=True), torch.enable_grad():
+        return loss.value(outputs.detach(), targets).requires_grad
+
+
+@contextmanager
+def _requiring(tensors: Iterable[Tensor], *, flag: bool) -> Iterator[list[Tensor]]:
+    """Inside, those of the tensors that can be leaves of a graph require a gradient, or not; gives these."""
+    leaves = [t for t in tensors if t.is_leaf and t.is_floating_point() and not t.is_inference()]
+    with ExitStack() as stack:
+        for tensor in leaves:
+            stack.callback(tensor.requires_grad_, tensor.requires_grad)
+            tensor.requires_grad_(flag)
+        yield leaves

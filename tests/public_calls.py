@@ -1,0 +1,50 @@
+"""The public calls on a model, by name: (model, loss, data, **options) -> their result."""
+
+import torch
+
+import pyflatness as pf
+
+
+def _measured(name):
+    return lambda model, loss, data, **options: pf.measure(model, loss, data, measures=name, **options)
+
+
+CALLS = {
+    "relative_flatness": pf.relative_flatness,
+    "relative_flatness, a layer": lambda model, loss, data, **options: pf.relative_flatness(
+        model, loss, data, "body", **options
+    ),
+    "block_traces": pf.block_traces,
+    "measure": pf.measure,
+    "fisher_rao": _measured("fisher_rao"),
+    "sharpness": _measured("sharpness"),
+    "pac_bayes": pf.pac_bayes,
+    "adaptive_sharpness_mc": lambda *args, **options: pf.adaptive_sharpness_mc(*args, draws=2, **options),
+    "mls_adversarial": pf.mls_adversarial,
+    "representation": pf.representation,
+    "bounds": pf.bounds,
+    "feature_robustness": lambda *args, **options: pf.feature_robustness(*args, draws=2, alphas=[0.1], **options),
+    "generalization_gap": lambda model, loss, data, **options: pf.generalization_gap(
+        model, loss, data, data, **options
+    ),
+    "generalization_bound": lambda *args, **options: pf.generalization_bound(*args, draws=2, **options),
+    "verify": pf.verify,
+}
+
+OF_TENSORS = {
+    "head_flatness": lambda phi, weight, y, loss: pf.head_flatness(phi, weight, targets=y, loss=loss),
+    "representativeness": lambda phi, weight, y, loss: pf.representativeness(
+        phi, weight, targets=y, loss=loss, draws=2
+    ),
+    "authors_representativeness": lambda phi, weight, y, loss: pf.authors_representativeness(
+        phi, weight, targets=y, loss=loss
+    ),
+}
+
+
+def batches(samples=12, inputs=4, classes=3, size=5):
+    """Pairs of normal inputs in float64 and classes."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(samples, inputs, generator=generator, dtype=torch.float64)
+    y = torch.randint(classes, (samples,), generator=generator)
+    return list(zip(x.split(size), y.split(size), strict=True))
