@@ -182,8 +182,8 @@ def omitted(verdict: Verdict, truth: Truth) -> None:
     if len(case.inputs) < 2 or not case.inputs.is_floating_point():
         return
     bad = case.rng.randrange(len(case.inputs))
-    if case.problem.ignored is not None and case.problem.ignored[bad].all():
-        return  # a sample without a loss does not count, whatever is in it
+    if case.problem.ignored is not None and (case.problem.ignored[bad].all() or not case.problem.positions):
+        return  # a sample without a loss does not count, whatever is in it; as a callable's, its loss is NaN
     inputs, targets = case.inputs.clone(), case.problem.targets.clone()
     if targets.is_floating_point() and case.rng.random() < 0.4:
         targets[bad].view(-1)[0:1].fill_(torch.nan) if targets.ndim > 1 else targets[bad : bad + 1].fill_(torch.nan)

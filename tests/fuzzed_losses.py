@@ -22,6 +22,7 @@ class Problem:
         total: E is Σ t, without the divisor.
         options: that the library needs for it.
         ignored: where targets are left out; None: nowhere.
+        positions: the library knows what is left out, and each position as a term of its own.
     """
 
     text: str
@@ -31,6 +32,7 @@ class Problem:
     total: bool
     options: dict[str, Any]
     ignored: Tensor | None = None
+    positions: bool = True
 
 
 def draw(rng, generator, samples, shape, tail):
@@ -79,7 +81,7 @@ def _classes(rng, generator, samples, shape, of_logarithms=False):
     left_out = targets == ignored
     if of_logarithms:  # the library knows it as a callable, of which a sample is one term
         terms = _by_sample(loss, total)
-    return Problem(name, loss, targets, terms, total, {}, left_out if left_out.any() else None)
+    return Problem(name, loss, targets, terms, total, {}, left_out if left_out.any() else None, not of_logarithms)
 
 
 def _probabilities(rng, generator, samples, shape):
