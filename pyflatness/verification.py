@@ -15,6 +15,7 @@ from .contractions import compiled, promoted_dtype
 from .data import first, map_tensors
 from .errors import InputError
 from .opening import opened
+from .outputs import single
 from .options import check_count
 from .pipeline import relative_flatness
 from .report import Estimate
@@ -163,7 +164,12 @@ def _truth(estimate: Estimate, layer: nn.Module, risk: Callable[[], Tensor]) -> 
 
 
 def _risk(model: nn.Module, loss: Any, batch: Any, forward: capture.Forward | None) -> Tensor:
-    outputs, targets = capture.run(model, batch, forward)
+    def taken(returned: Any) -> Any:
+        """What the user's loss is called on: all outputs, where it is not clear which one is meant."""
+        one = single(returned)
+        return returned if one is None else one
+
+    outputs, targets = capture.run(model, batch, forward, taken)
     value: Tensor = loss(outputs, targets)
     return value
 
