@@ -15,8 +15,8 @@ from .contractions import compiled, promoted_dtype
 from .data import first, map_tensors
 from .errors import InputError
 from .opening import opened
-from .outputs import single
 from .options import check_count
+from .outputs import single
 from .pipeline import relative_flatness
 from .report import Estimate
 
