@@ -1,7 +1,9 @@
 """Running the user's model so that nothing of it changes, and seeing what goes through its layers.
 
-What is left as found, also after an exception or Ctrl-C: hooks, modes, ``requires_grad``, ``.grad``, buffers, the
-random state. The model is a function of one sample: a BatchNorm or Dropout in training mode is refused, not switched.
+What is left as found, also after an exception or Ctrl-C (:mod:`.interrupts`): hooks, modes, ``requires_grad``,
+``.grad``, buffers, the random state, and the switches of the process that a call turns. These are also why calls of
+several threads take turns. The model is a function of one sample: a BatchNorm or Dropout in training mode is refused,
+not switched.
 """
 
 import contextlib
@@ -9,6 +11,8 @@ import difflib
 import functools
 import inspect
 import itertools
+import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
@@ -17,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils import parametrize
 
-from . import layers
+from . import interrupts, layers
 from .errors import InputError
+from .generators import Generators
 from .outputs import refusal, single
 from .received import shown
 
@@ -58,32 +64,102 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     return cast(Callable[P, R], torch.compiler.disable(called))
 
 
+_turn = threading.RLock()
+_PATIENCE = 0.1  # seconds between looks for an interrupt while another thread has its turn
+
+
 @contextlib.contextmanager
 def observing(model: nn.Module) -> Iterator[nn.Module]:
-    """The user's own module, ready to be run without gradients, and everything as it was afterwards.
+    """Hold the user's own module ready to be run without gradients; afterwards everything is as it was.
+
+    One thread at a time is inside: hooks and flags belong to a model, and the attention kernel, the stance of
+    ``torch.compile`` and the random state to the process. A call inside of a call of the same thread is fine.
 
     Raises:
         InputError: not a module, or in a mode in which samples are not independent.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model: a torch.nn.Module is wanted, got {type(model).__name__}")
-    compiled = any(hasattr(module, "_orig_mod") or module._compiled_call_impl for module in model.modules())
+    with interrupts.held():
+        while not _turn.acquire(timeout=_PATIENCE):
+            interrupts.check()
+        try:
+            with contextlib.ExitStack() as stack:
+                yield _prepared(model, stack)
+        finally:
+            _turn.release()
+
+
+def _prepared(model: nn.Module, stack: contextlib.ExitStack) -> nn.Module:
+    """See :func:`observing`; the stack undoes what is done."""
+    compiled = any("_orig_mod" in module._modules or module._compiled_call_impl for module in model.modules())
     model = layers.unwrap(model)
+    modules, parameters = [*model.modules()], [*model.parameters()]
     _check_mode(model)
-    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in model.parameters()):
+    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in parameters):
         raise InputError("model: it has lazy layers whose weights are not initialised; run it once on a batch")
     _check_values(model)
-    cuda = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=cuda))
-        if compiled:  # compiled code ignores hooks that are added later
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(nn.utils.parametrize.cached())
-        stack.enter_context(_kept_buffers(model))
-        stack.enter_context(_no_fast_path())
-        yield model
+    generators = Generators(model)  # from which the user's model and data may draw; we do not
+    stack.callback(generators.put_back, generators.states())
+    if compiled:  # compiled code ignores hooks that are added later
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+    stack.callback(_put_back_values, [(buffer, buffer._version, buffer.clone()) for buffer in buffers])
+    stack.callback(put_back, attributes(modules))
+    # Transformer layers call their linear layers, instead of one kernel that no hook sees.
+    stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+    torch.backends.mha.set_fastpath_enabled(False)
+    for module in modules:
+        if isinstance(module, parametrize.ParametrizationList):
+            stack.enter_context(replaced_forward(module, _Once(module)))
+    return model
+
+
+class _Once:
+    """The ``forward`` of a parametrised weight that computes it once.
+
+    In this model alone: torch's own cache is the process's, and weights that are trained in another thread would be
+    taken from it.
+    """
+
+    def __init__(self, made: parametrize.ParametrizationList) -> None:
+        before = made.__dict__.get("forward")
+        # In a call inside of another it is that one's.
+        self.before: Callable[[], Tensor] | None = before.before if isinstance(before, _Once) else before
+        self._forward = self.before or functools.partial(type(made).forward, made)
+        self._made: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._made is None:
+            self._made = self._forward()
+        return self._made
+
+
+@contextlib.contextmanager
+def made_anew(model: nn.Module) -> Iterator[None]:
+    """Inside, a model that is inside of :func:`observing` computes parametrised weights at every access.
+
+    For other parameters than its own, for weights with their graph, and for copies, which are then of the user's model.
+    Torch's cache is not used either, where the user's call is inside of ``parametrize.cached()``.
+    """
+    found = [(vars(module), module.__dict__.get("forward")) for module in model.modules()]
+    replaced = [(attributes, once) for attributes, once in found if isinstance(once, _Once)]
+    for attributes, once in replaced:
+        del attributes["forward"]
+        if once.before is not None:
+            attributes["forward"] = once.before
+    cached = parametrize._cache_enabled, parametrize._cache
+    if cached[0]:
+        parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        if cached[0]:
+            parametrize._cache_enabled, parametrize._cache = cached
+        for attributes, once in replaced:
+            attributes["forward"] = once
 
 
 def device(model: nn.Module) -> torch.device:
@@ -239,6 +315,11 @@ def run(
     Raises:
         InputError: a batch that is no pair, or outputs that are not one tensor.
     """
+    with interrupts.at_second():
+        return _run(model, batch, forward, tensor)
+
+
+def _run(model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable[[Any], Tensor]) -> tuple[Tensor, Any]:
     if forward is not None:
         result = forward(model, batch)
         if not isinstance(result, tuple) or len(result) != 2:
@@ -321,7 +402,7 @@ def _check_mode(model: nn.Module) -> None:
 
 def _check_values(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if hasattr(module, "_hf_hook"):  # accelerate keeps its weights elsewhere until it is called
+        if "_hf_hook" in vars(module):  # accelerate keeps its weights elsewhere until it is called
             continue
         for own, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
             if tensor is not None and tensor.is_meta:
@@ -331,27 +412,24 @@ def _check_values(model: nn.Module) -> None:
                 )
 
 
-@contextlib.contextmanager
-def _no_fast_path() -> Iterator[None]:
-    """Transformer layers call their linear layers, instead of one kernel that no hook sees."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+def _put_back_values(values: Iterable[tuple[Tensor, int, Tensor]]) -> None:
+    for tensor, version, value in values:
+        if tensor._version != version:
+            tensor.copy_(value)
 
 
-@contextlib.contextmanager
-def _kept_buffers(model: nn.Module) -> Iterator[None]:
-    owners: Iterable[nn.Module] = list(model.modules())
-    kept = [(module, dict(module._buffers)) for module in owners]
-    values = [(b, b._version, b.clone()) for _, buffers in kept for b in buffers.values() if b is not None]
-    try:
-        yield
-    finally:
-        for module, buffers in kept:
-            module._buffers.update(buffers)
-        for buffer, version, value in values:
-            if buffer._version != version:
-                buffer.copy_(value)
+def attributes(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return what :func:`put_back` takes: where modules hold their attributes, and these."""
+    return [(held, {**held}) for m in modules for held in (vars(m), m._parameters, m._buffers)]
+
+
+def put_back(kept: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Put back what modules set in themselves: a count of calls, a table that grows, the weight that pruning makes.
+
+    All of it or nothing: of two attributes that belong together, as a table and its length, none is left alone.
+    """
+    for held, before in kept:
+        if len(held) != len(before) or not all(map(operator.is_, held.values(), before.values())):
+            for name in held.keys() - before.keys():
+                del held[name]
+            held.update(before)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import capture, data, parameters
+from . import capture, data
 from .errors import FlatnessError, InputError
 from .generators import Generators
 from .losses import CustomLoss, Loss
@@ -113,7 +113,7 @@ class Checked:
         assert isinstance(self._loss, CustomLoss)
         held = {*self._parameters, *model.parameters()}  # others where the model is run functionally
         try:
-            with parameters.made_anew():
+            with capture.made_anew(model):
                 found = depends_on(self._loss, outputs, targets, held)
         except Exception:  # a loss that does not take these; the measure says better what is wrong
             return

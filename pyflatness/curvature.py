@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
+from .directions import Directions
 from .errors import InputError
 from .tape import Call, Tape
 
@@ -61,8 +62,10 @@ def curved(outputs: Tensor, tape: Tape, names: Iterable[str]) -> dict[str, str]:
     found |= dict.fromkeys(reading.opaque, OPAQUE)
     rest = {name: calls[name] for name in calls if name not in reading.proven | found.keys()}
     if rest:
-        gradients = tape.gradients(outputs, torch.randn_like(outputs.detach()), create_graph=True)
-        found |= {name: CURVED for name in _bent(rest, gradients, list(rest)) if _bent(rest, gradients, [name])}
+        random = Directions()
+        gradients = tape.gradients(outputs, random.like(outputs), create_graph=True)
+        moving = _bent(rest, gradients, list(rest), random)
+        found |= {name: CURVED for name in moving if _bent(rest, gradients, [name], random)}
     return found
 
 
@@ -77,10 +80,12 @@ def curved_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[str
     found = dict.fromkeys(reading.opaque, OPAQUE)
     rest = {name: leaf for name, leaf in leaves.items() if name not in reading.proven | found.keys()}
     if rest:
-        signal = torch.randn_like(outputs.detach())
-        gradients = torch.autograd.grad(outputs, [*rest.values()], signal, create_graph=True, allow_unused=True)
+        random = Directions()
+        gradients = torch.autograd.grad(
+            outputs, [*rest.values()], random.like(outputs), create_graph=True, allow_unused=True
+        )
         turning = zip(rest.items(), gradients, strict=True)
-        found |= {name: CURVED for (name, leaf), g in turning if g is not None and _turns(g, leaf)}
+        found |= {name: CURVED for (name, leaf), g in turning if g is not None and _turns(g, leaf, random)}
     return found
 
 
@@ -233,13 +238,13 @@ def _users(outputs: Tensor) -> dict[Node, list[Node]]:
     return users
 
 
-def _bent(calls: Calls, gradients: Gradients, moved: Sequence[str]) -> set[str]:
+def _bent(calls: Calls, gradients: Gradients, moved: Sequence[str], random: Directions) -> set[str]:
     """Layers in ``moved`` whose gradient changes when all of these layers' outputs are moved."""
     pushed = torch.zeros((), dtype=torch.float64)
     for name in moved:
         for gradient in gradients[name]:
             if gradient.requires_grad:
-                pushed = pushed.to(gradient.device) + (gradient * torch.randn_like(gradient)).sum(dtype=torch.float64)
+                pushed = pushed.to(gradient.device) + (gradient * random.like(gradient)).sum(dtype=torch.float64)
     if not pushed.requires_grad:
         return set()
     edges = [call.edge for name in moved for call in calls[name]]
@@ -253,11 +258,11 @@ def _bent(calls: Calls, gradients: Gradients, moved: Sequence[str]) -> set[str]:
     return {name for name, change, gradient in found if _turned(change, gradient)}
 
 
-def _turns(gradient: Tensor, leaf: Tensor) -> bool:
+def _turns(gradient: Tensor, leaf: Tensor, random: Directions) -> bool:
     """Whether a gradient in a leaf changes with it."""
     if not gradient.requires_grad:
         return False
-    pushed = (gradient * torch.randn_like(gradient)).sum(dtype=torch.float64)
+    pushed = (gradient * random.like(gradient)).sum(dtype=torch.float64)
     try:
         (change,) = torch.autograd.grad(pushed, leaf, retain_graph=True, allow_unused=True)
     except RuntimeError:  # an operation without a second derivative: nothing is certified

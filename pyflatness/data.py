@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import progress
+from . import interrupts, progress
 from .errors import InputError
 from .fingerprint import Fingerprint
 from .received import check_tensor
@@ -60,7 +60,7 @@ class Batches:
     def peek(self) -> Any:
         """The first batch, without taking it from the data."""
         taken: list[Any] = []
-        source = iter(self._cut())
+        source = _fetched(self._cut())
         for batch in source:
             taken.append(batch)
             if _checked_size(batch, len(taken) - 1) > 0:
@@ -94,7 +94,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         empty, read = True, Fingerprint()
-        for number, batch in enumerate(progress.track(self._cut(), len(self), "batches", self._shown)):
+        for number, batch in enumerate(progress.track(_fetched(self._cut()), len(self), "batches", self._shown)):
             samples = _checked_size(batch, number)
             if samples > 0:
                 empty = False
@@ -128,6 +128,19 @@ class Batches:
         if not self._tensors:
             return cast(Iterable[Any], self._data)
         return zip(*(held.split(_BATCH_SIZE) for held in self._tensors), strict=True)
+
+
+def _fetched(batches: Iterable[Any]) -> Iterator[Any]:
+    """The same; an interrupt is raised at once while one is waited for."""
+    with interrupts.at_once():
+        source = iter(batches)
+    while True:
+        with interrupts.at_once():
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+        yield batch
 
 
 def _parts(data: tuple[Any, ...]) -> tuple[Tensor, ...]:

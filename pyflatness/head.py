@@ -34,7 +34,7 @@ class HeadBatch:
     """A batch's rows at a head.
 
     Attributes:
-        features: (rows, m), the layer's inputs, one row per loss term.
+        features: (rows, m), the layer's inputs, one row per loss term; (rows, …, m) for a term of several positions.
         terms: what the loss says of the rows.
         samples: entries of dimension 0 of the batch.
         per_sample: consecutive rows that belong to one sample; 0 where rows cannot be told apart by sample.
@@ -314,10 +314,11 @@ def from_tensors(
     if features.numel() == 0:
         raise InputError(f"features: there are no samples in {tuple(features.shape)}")
     shape = (*features.shape[:-1], d)
-    rows = features.detach().reshape(-1, m)
+    rows = features.detach()
     if isinstance(loss, losses.CustomLoss):  # the only one that looks at the outputs' values
-        outputs = (promoted(rows) @ promoted(weight).t() + (0 if bias is None else bias)).reshape(shape)
+        outputs = promoted(rows) @ promoted(weight).t() + (0 if bias is None else bias)
     else:
+        rows = rows.reshape(-1, m)
         outputs = features.new_zeros(()).expand(shape)
     if targets is not None:
         check_tensor("targets", targets)

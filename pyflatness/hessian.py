@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import curvature
+from . import curvature, interrupts
 from .contractions import promoted
 from .contractions.layer import Share
 from .contractions.root import root
@@ -372,4 +372,5 @@ def derivatives(slope: Tensor, inputs: Sequence[Any], directions: Tensor) -> lis
 
 
 def _derivatives(slope: Tensor, inputs: Sequence[Any], direction: Tensor) -> tuple[Any, ...]:
+    interrupts.check()
     return torch.autograd.grad(slope, inputs, direction, retain_graph=True, allow_unused=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from . import contractions, inputs, layers
+from . import contractions, inputs, interrupts, layers
 from .errors import InputError, NonFiniteError
 from .jacobian_rows import Place, WeightGradient
 from .layer_form import LayerForm
@@ -187,6 +187,7 @@ class _Sweep:
         places = self._places(run)
         edges = [edge for place in places for edge in place.edges]
         for signal in _identity(run.outputs, run.samples):
+            interrupts.check()
             found: tuple[Tensor | None, ...] = (None,) * len(edges)
             if run.outputs.requires_grad:
                 found = torch.autograd.grad(run.outputs, edges, signal, retain_graph=True, allow_unused=True)

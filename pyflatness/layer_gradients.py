@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import contractions, layers
+from .directions import Directions
 from .layer_form import LayerForm
 from .measures.base import Task
 from .own_parameters import OwnParameters
@@ -60,7 +61,7 @@ class LayerGradients:
         if not new:
             return
         names = [parameter for name in new for parameter in self.parameters(name)]
-        signal = torch.randn_like(run.outputs.detach())
+        signal = Directions().like(run.outputs)
 
         def gradients_of_all(outputs: Tensor, leaves: dict[str, Tensor]) -> Sequence[Tensor | None]:
             if not outputs.requires_grad:

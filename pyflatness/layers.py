@@ -17,7 +17,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        elif "_orig_mod" in model._modules:
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model

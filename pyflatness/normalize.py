@@ -66,10 +66,10 @@ class FeatureScale:
 
 
 def apply(scale: Tensor, matrix: Tensor, *, inverse: bool = False) -> Tensor:
-    """Columns of ``matrix`` times ``scale``, or divided by it; those of scale 0 dropped."""
+    """The last dimension of ``matrix`` times ``scale``, or divided by it; entries of scale 0 dropped."""
     matrix, kept = promoted(matrix), scale > 0
     factors = scale[kept]
-    columns = matrix if bool(kept.all()) else matrix[:, kept]
+    columns = matrix if bool(kept.all()) else matrix[..., kept]
     return columns * (1 / factors if inverse else factors).to(matrix.dtype)
 
 

@@ -37,7 +37,8 @@ def refusal(outputs: Any) -> InputError:
             f"model: no tensor, tuple or object with `logits` came out, got {type(outputs).__name__}; {_WAY_OUT}"
         )
     return InputError(
-        f"model: it returns a {type(outputs).__name__} with several tensors, {shapes}, and the loss takes one; {_WAY_OUT}"
+        f"model: it returns a {type(outputs).__name__} with several tensors, {shapes}, and the loss takes one; "
+        f"{_WAY_OUT}"
     )
 
 

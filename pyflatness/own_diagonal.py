@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from . import curvature, hessian, signals
+from . import curvature, hessian, interrupts, signals
 from .contractions import promoted
 from .errors import InputError
 from .losses import Loss
@@ -40,6 +40,7 @@ class OwnDiagonal:
         leaves = [group.leaves[name] for name in names]
         sent = signals.prepare(group.outputs, group.targets.detach(), self._loss, group.samples)
         for draw, signal, sign in factors(sent, signs, self._numbers):
+            interrupts.check()
             found = torch.autograd.grad(group.outputs, leaves, signal, retain_graph=True, allow_unused=True)
             for name, gradient in zip(names, found, strict=True):
                 if gradient is not None:

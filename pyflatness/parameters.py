@@ -1,12 +1,11 @@
 """A model run at other parameters than its own: these stay as they are, whatever happens."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from . import capture
 from .errors import InputError
@@ -75,7 +74,8 @@ def inside(model: nn.Module, values: Mapping[str, Tensor], work: Callable[[], Re
 
     Backward passes of a run belong in it too: activation checkpointing calls the model again in them.
     """
-    with made_anew(), _kept_attributes(model):
+    with capture.made_anew(model), contextlib.ExitStack() as stack:
+        stack.callback(capture.put_back, capture.attributes(model.modules()))
         result: Result = torch.func.functional_call(_Work(model, work), _places(model, values), (), tie_weights=False)
     return result
 
@@ -104,28 +104,3 @@ class _Work(nn.Module):
 
     def forward(self) -> Any:
         return self._work()
-
-
-@contextlib.contextmanager
-def made_anew() -> Iterator[None]:
-    """Inside, parametrised weights are not taken from the cache of :func:`.capture.observing`."""
-    before = parametrize._cache_enabled, parametrize._cache
-    parametrize._cache_enabled, parametrize._cache = 0, {}
-    try:
-        yield
-    finally:
-        parametrize._cache_enabled, parametrize._cache = before
-
-
-@contextlib.contextmanager
-def _kept_attributes(model: nn.Module) -> Iterator[None]:
-    """Puts back plain tensors that modules hold: pruning and the older weight_norm write their weight there."""
-    kept = [
-        (module, {key: value for key, value in vars(module).items() if isinstance(value, Tensor)})
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes in kept:
-            vars(module).update(attributes)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import capture, head, layers, losses, selectors
+from . import capture, head, interrupts, layers, losses, selectors
 from .layer_values import LayerValues
 from .measures import RELATIVE_FLATNESS, Measure, at_head, named
 from .opening import Opened, opened
@@ -74,7 +74,7 @@ def head_flatness(
     rtol = check_relative_error("rtol", rtol)
     options = Options(normalize=normalize, per_sample=per_sample, nan_policy=nan_policy, backend=backend, rtol=rtol)
     resolved = losses.resolve(loss, reduction)
-    with torch.inference_mode(False), torch.no_grad():
+    with interrupts.held(), torch.inference_mode(False), torch.no_grad():
         source = head.from_tensors(features, weight, bias, targets, resolved)
         return at_head.relative_flatness(source, resolved, options)
 
@@ -110,7 +110,8 @@ def relative_flatness(
     for each of a sample's positions that has a loss term.
 
     Args:
-        model: called as ``model(inputs)``, in eval mode; left as it was found. Not for use by several threads at once.
+        model: called as ``model(inputs)``, in eval mode; left as it was found, also after an error or
+            Ctrl-C. Calls of several threads take turns.
         loss: the loss the model was trained with: an ``nn`` module, ``F`` function, name or callable
             (outputs, targets) -> scalar. Options (class weights, smoothing, ``ignore_index``, …) and reduction count.
         data: a tuple of tensors (inputs, targets), or an iterable of batches such as a DataLoader; a batch is a pair,

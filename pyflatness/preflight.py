@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import capture, data, layers, ownership
+from .directions import Directions
 from .errors import FlatnessError, InputError
 from .ownership import Layout
 from .tape import Tape
@@ -92,7 +93,7 @@ def narrow(
         return dict(layouts)
     place = torch.arange(samples, device=outputs.device)
     left = dict(layouts)
-    signal = torch.randn_like(outputs.detach())
+    signal = Directions().like(outputs)
     for number, senders in enumerate((place % 2 == 0, place % 2 == 1, place < samples // 2, place >= samples // 2)):
         if number == 2 and (samples == 2 or all(len(layouts) == 1 for layouts in left.values())):
             break
@@ -124,15 +125,13 @@ def matters(
     model: nn.Module, module: nn.Module, calls: Collection[int], batch: Any, forward: capture.Forward | None
 ) -> bool:
     """Whether the model's outputs change, in any bit, when some calls of a layer, by number, give a little more."""
-    numbers = itertools.count()
+    numbers, random = itertools.count(), Directions()
 
     def nudge(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if next(numbers) not in calls or output.numel() == 0:
             return output
         size = output.abs().amax()
-        return output + _NUDGE * torch.finfo(output.dtype).eps * torch.where(size > 0, size, 1) * torch.randn_like(
-            output
-        )
+        return output + _NUDGE * torch.finfo(output.dtype).eps * torch.where(size > 0, size, 1) * random.like(output)
 
     def outputs() -> Tensor:
         with capture.trial(), torch.no_grad():

@@ -96,13 +96,14 @@ def reparameterize(
 
 
 def duplicate(model: nn.Module) -> nn.Module:
-    """A copy of the model.
+    """Return a copy of the user's model, which is inside :func:`.capture.observing`.
 
     Raises:
         InputError: it holds something that cannot be copied.
     """
     try:
-        return copy.deepcopy(model)
+        with capture.made_anew(model):
+            return copy.deepcopy(model)
     except (RuntimeError, TypeError) as error:
         raise InputError(f"model: it cannot be copied ({error})") from None
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import capture, data, losses, parameters
@@ -46,7 +47,15 @@ def divisor_of_mean(mass: float) -> float:
 
 
 def hits(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Tensor:
-    """For each prediction of a batch whether it is right: the largest output of a term, or the sign of a binary one.
+    """Return for each prediction of a batch whether it is right, (predictions,); see :func:`judged`."""
+    right, counting = judged(outputs, targets, loss, number)
+    return right[counting]
+
+
+def judged(outputs: Tensor, targets: Any, loss: Loss, number: int) -> tuple[Tensor, Tensor]:
+    """Return for each target of a batch whether it is predicted rightly, and whether it counts; bool, of one shape.
+
+    The prediction is the largest output of a term, or the sign of a binary one.
 
     Raises:
         InputError: targets that are no classes.
@@ -57,7 +66,7 @@ def hits(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Tensor:
             raise InputError(
                 f"targets of batch {number}: the outputs' shape {tuple(outputs.shape)}, got {tuple(labels.shape)}"
             )
-        return ((outputs > 0) == (labels > 0.5)).flatten() & ~outputs.isnan().flatten()
+        return ((outputs > 0) == (labels > 0.5)) & ~outputs.isnan(), torch.ones_like(labels, dtype=torch.bool)
     if _takes_several(loss):
         raise InputError(
             "model: it returns several outputs, and an accuracy is of one; pass forward=, a function (model, batch) -> "
@@ -72,8 +81,10 @@ def hits(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Tensor:
             f"targets of batch {number}: an accuracy needs classes of shape {wanted} for outputs "
             f"{tuple(outputs.shape)}, got {targets.dtype} of shape {tuple(targets.shape)}"
         )
-    hits = (outputs.argmax(dim) == labels) & ~outputs.isnan().any(dim)
-    return hits[labels != loss.ignore_index] if isinstance(loss, CrossEntropy) else hits.flatten()
+    right = (outputs.argmax(dim) == labels) & ~outputs.isnan().any(dim)
+    if isinstance(loss, CrossEntropy):
+        return right, labels != loss.ignore_index
+    return right, torch.ones_like(right)
 
 
 def has_classes(outputs: Tensor, targets: Tensor, loss: Loss) -> bool:

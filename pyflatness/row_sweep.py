@@ -17,7 +17,19 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from . import contractions, curvature, hessian, lanczos, layers, normalize, risk, row_blocks, row_products, signals
+from . import (
+    contractions,
+    curvature,
+    hessian,
+    interrupts,
+    lanczos,
+    layers,
+    normalize,
+    risk,
+    row_blocks,
+    row_products,
+    signals,
+)
 from .errors import NonFiniteError, NotYetError
 from .lanczos import Ritz
 from .layer_form import LayerForm
@@ -256,6 +268,7 @@ class RowSweep:
         (call,), dim = run.calls(name), layers.class_dim(self._runner.modules[name])
         columns = []
         for s in range(slope.shape[dim]):
+            interrupts.check()
             turn = None
             if slope.requires_grad:
                 along = slope.select(dim, s).sum()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from . import layers
+from . import interrupts, layers
 from .capture import is_aside, version
 from .errors import InputError
 
@@ -95,6 +95,7 @@ class Tape:
         made = {name: self.calls[name] for name in (self.calls if names is None else names)}
         edges = [call.edge for calls in made.values() for call in calls]
         found: Sequence[Tensor | None] = [None] * len(edges)
+        interrupts.check()
         if outputs.requires_grad:
             found = torch.autograd.grad(
                 outputs, edges, signal, create_graph=create_graph, retain_graph=True, allow_unused=True

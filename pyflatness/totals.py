@@ -12,6 +12,8 @@ from .errors import InputError, NonFiniteError
 from .sweep import Values
 from .variances import Variances
 
+_AGREEING = 1e-6  # of a value: by less than so much draws differ by chance or by rounding, which tells of no error
+
 
 @dataclass(frozen=True)
 class Sums:
@@ -133,6 +135,7 @@ class Totals:
         if found is not None:
             variance, dof = (part.cpu() for part in found)
             errors = (variance.sqrt() / self.divisor).masked_fill(~values.isfinite(), torch.nan)
+            dof = dof.masked_fill(errors <= _AGREEING * values.abs(), torch.nan)
         return Sums(
             values=values,
             errors=errors,

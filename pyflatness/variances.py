@@ -43,11 +43,8 @@ class Variances:
         if self._draws == 1:
             return self._between()
         variance, squares = self._sums
-        dof = variance**2 / squares  # of variances of one degree of freedom; NaN where no group was sent twice
-        if self._draws == 0:
-            return variance, dof
-        dof = torch.where(variance == 0, float(self._samples), dof)  # all draws agree
-        return variance / self._draws, dof * (self._draws - 1)
+        dof = variance**2 / squares  # of variances of one degree of freedom; NaN where all are 0
+        return (variance, dof) if self._draws == 0 else (variance / self._draws, dof * (self._draws - 1))
 
     def _between(self) -> tuple[Tensor, Tensor]:
         first, second, third, fourth = self._sums

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import capture, layers, losses
+from . import capture, interrupts, layers, losses
 from .contractions import compiled, promoted_dtype
 from .data import first, map_tensors
 from .errors import InputError
@@ -18,6 +18,7 @@ from .opening import opened
 from .options import check_count
 from .outputs import single
 from .pipeline import relative_flatness
+from .reparameterize import duplicate
 from .report import Estimate
 
 _DEFINITION_ENTRIES = 4096  # weights up to which the definition's one backward pass per weight is affordable
@@ -119,7 +120,7 @@ def verify(
         module = call.model
         batch = first(call.batches.peek(), samples)
         capture.run(module, batch, call.forward)  # with its checks, which the copy in float64 cannot have
-        double = copy.deepcopy(module).double()
+        double = duplicate(module).double()
     batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
     measured = [(model, loss, batch), (double, _double_loss(loss, None), batch64)]
     found = []
@@ -209,6 +210,7 @@ def _definition(layer: nn.Module, risk: Callable[[], Tensor]) -> float:
     slope = layers.as_matrix(layer, slope)
     for s in range(len(slope)):
         for j in range(slope.shape[1]):
+            interrupts.check()
             (row,) = torch.autograd.grad(slope[s, j], weight, retain_graph=True)
             total += float(gram[s] @ layers.as_matrix(layer, row)[:, j])
     return total
@@ -238,6 +240,7 @@ def _laplacian(layer: nn.Module, risk: Callable[[], Tensor], *, at_head: bool, s
     rows = layers.input_rows(layer, inputs[0])
     total = torch.zeros(len(rows), dtype=rows.dtype, device=rows.device)
     for direction in torch.linalg.qr(layers.matrix(layer)[0].t()).Q.t():
+        interrupts.check()
         step = direction.expand_as(rows).reshape(slope.movedim(layers.class_dim(layer), -1).shape)
         (turn,) = torch.autograd.grad(slope, inputs[0], step.movedim(-1, layers.class_dim(layer)), retain_graph=True)
         total = total + layers.input_rows(layer, turn) @ direction

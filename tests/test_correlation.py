@@ -54,6 +54,15 @@ def test_against_scipy():
     assert other["kappa", "Pearson"].low != found["kappa", "Pearson"].low
 
 
+def test_no_interval_from_fewer_than_five_networks():
+    for count in (3, 4):
+        found = pf.correlations({"kappa": list(range(count)), "gap": list(range(count))})
+        assert [row.value for row in found.rows] == pytest.approx([1, 1, 1])
+        assert all(math.isnan(row.low) and math.isnan(row.high) for row in found.rows)
+        assert str(found["kappa", "Pearson"]) == "Pearson 1.00 [–]"
+    assert not math.isnan(pf.correlations({"kappa": [1, 2, 3, 4, 5], "gap": [1, 3, 2, 5, 4]})["kappa", "Kendall"].low)
+
+
 def test_every_form_of_table(tmp_path):
     pandas = pytest.importorskip("pandas")
     found = pf.correlations(TABLE, "kappa")

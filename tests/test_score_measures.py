@@ -82,9 +82,12 @@ def test_sampled_values_have_their_errors(tiny: str) -> None:
         (found[" ".join(probes)],) = rows_of(tiny)
     exact, sampled, adaptive = found.values()
     assert (exact["stderr"], exact["method"]) == ("", "ggn")
+    assert exact["low"] == exact["value"] == exact["high"]
+    assert [*exact][-3:] == ["error", "low", "high"]
     for row in (sampled, adaptive):
         assert row["method"] == "ggn-sampled"
         assert abs(float(row["value"]) - float(exact["value"])) <= 5 * float(row["stderr"])
+        assert float(row["low"]) < float(row["value"]) < float(row["high"])
         assert float(row["loss"]) == pytest.approx(float(exact["loss"]))
         assert row["accuracy"] == exact["accuracy"]
     assert status(*arguments_of(tiny, "--probes", "some", path)) != 0

@@ -99,7 +99,7 @@ def _print(rows: list[Row], correlations: list[Correlation]) -> None:
         console.print(f"* still above a training loss of {demo_networks.TARGET_LOSS} after the most epochs allowed")
     table = Table("", "", "correlation with the gap", "95 % interval", box=box.SIMPLE_HEAD)
     for item in correlations:
-        interval = f"{item.low:.2f} to {item.high:.2f}"
+        interval = "too few networks" if math.isnan(item.low) else f"{item.low:.2f} to {item.high:.2f}"
         table.add_row(item.measure.replace("_", " "), item.statistic, f"{item.value:.2f}", interval)
     console.print(table)
 

@@ -1,4 +1,9 @@
-"""Tensors as the bindings take them: an address and how many elements may be reached from it."""
+"""Tensors as the bindings take them: an address and how many elements may be reached from it.
+
+What is at the address has to be the tensor's numbers: of one that is negated lazily (``c.conj().imag``) it is not. Such
+a tensor is copied where kernels prepare what they are given (:func:`plain`, :func:`dense`, :func:`dense_rows`), and has
+no address here.
+"""
 
 from torch import Tensor
 
@@ -6,8 +11,19 @@ from ..errors import BackendError
 from .geometry import Geometry
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """Return the tensor, copied only if it is negated lazily."""
+    return tensor.resolve_neg()
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return the tensor, copied only if it is not contiguous, or negated lazily."""
+    return plain(tensor).contiguous()
+
+
 def dense_rows(matrix: Tensor) -> Tensor:
-    """The matrix, copied only if the elements of a row are not neighbours."""
+    """The matrix, copied only if the elements of a row are not neighbours, or if it is negated lazily."""
+    matrix = plain(matrix)
     dense = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
     return matrix if dense and min(matrix.shape) > 0 else matrix.contiguous()
 
@@ -16,7 +32,7 @@ def array(tensor: Tensor) -> tuple[int, int]:
     """Address and elements of a contiguous tensor."""
     if not tensor.is_contiguous():
         raise BackendError(f"a contiguous tensor is wanted, got strides {tensor.stride()}")
-    return tensor.data_ptr(), tensor.numel()
+    return _address(tensor), tensor.numel()
 
 
 def layer_sizes(inputs: Tensor, signal: Tensor | None, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
@@ -34,10 +50,16 @@ def layer_sizes(inputs: Tensor, signal: Tensor | None, geometry: Geometry) -> tu
 def span(tensor: Tensor) -> tuple[int, int]:
     """Address and elements from the first to the last of a tensor of any strides."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), last + 1 if tensor.numel() else 0
+    return _address(tensor), last + 1 if tensor.numel() else 0
 
 
 def strided(matrix: Tensor) -> tuple[int, int]:
     """Address and elements from the first to the last of a matrix whose rows are dense."""
     n, m = matrix.shape
-    return matrix.data_ptr(), (n - 1) * matrix.stride(0) + m if n and m else 0
+    return _address(matrix), (n - 1) * matrix.stride(0) + m if n and m else 0
+
+
+def _address(tensor: Tensor) -> int:
+    if tensor.is_neg():
+        raise BackendError("a tensor whose memory holds its numbers is wanted, got one that is negated lazily")
+    return tensor.data_ptr()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError
-from .arrays import array, dense_rows, layer_sizes, span, strided
+from .arrays import array, dense, dense_rows, layer_sizes, plain, span, strided
 from .geometry import Geometry
 from .precision import promoted_dtype
 from .reference import Products, exponentiate_rounded, norms_about, products, rejoin, spread
@@ -107,7 +107,7 @@ def forced_direct_form(name: str) -> Iterator[None]:
 
 def pair_distances(weight: Tensor) -> Tensor:
     """See :func:`.reference.pair_distances`."""
-    weight = weight.contiguous()
+    weight = dense(weight)
     d, m = weight.shape
     out = weight.new_empty(d, d)
     _kernel("pair_distances", weight)(array(weight), d, m, array(out), torch.get_num_threads())
@@ -116,11 +116,11 @@ def pair_distances(weight: Tensor) -> Tensor:
 
 def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor, distances: Tensor) -> Tensor:
     """See :func:`.reference.softmax_variance`; at most ``_C.MAX_FUSED_OUTPUTS`` outputs."""
-    features, weight, bias = dense_rows(features), weight.contiguous(), bias.contiguous()
+    features, weight, bias = dense_rows(features), dense(weight), dense(bias)
     (n, m), d = features.shape, weight.shape[0]
     out = features.new_empty(n, dtype=torch.float64)
     _kernel("softmax_variance", features, weight, bias, distances)(
-        strided(features), features.stride(0), array(weight), array(bias), array(distances), n, m, d,
+        strided(features), features.stride(0), array(weight), array(bias), array(dense(distances)), n, m, d,
         array(out), torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -131,7 +131,7 @@ def exponentiate(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """See :func:`.reference.exponentiate`; ``logits`` and ``maximum`` must be contiguous, as they change in place."""
     n, d = logits.shape
-    norms = logits.new_empty(0) if row_norms is None else row_norms.contiguous()
+    norms = logits.new_empty(0) if row_norms is None else dense(row_norms)
     rest = logits.new_empty(n, dtype=torch.float64)
     moment = rest.new_empty(0 if row_norms is None else n)
     top = logits.new_empty(n, dtype=torch.int64)
@@ -155,7 +155,7 @@ def row_dots(a: Tensor, b: Tensor) -> Tensor:
 
 def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -> Tensor:
     """See :func:`.reference.sigmoid_curvature`."""
-    logits, coefficients, row_norms = logits.contiguous(), coefficients.contiguous(), row_norms.contiguous()
+    logits, coefficients, row_norms = dense(logits), dense(coefficients), dense(row_norms)
     n, d = logits.shape
     out = logits.new_empty(n, dtype=torch.float64)
     _kernel("sigmoid_curvature", logits, coefficients, row_norms)(
@@ -166,10 +166,11 @@ def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -
 
 def direct(inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | None, weight: Tensor | None) -> Products:
     """See :func:`.reference.direct`; inputs and signal may have any strides."""
+    inputs, signal = plain(inputs), plain(signal)
     sizes, threads = layer_sizes(inputs, signal, geometry), torch.get_num_threads()
     (n, groups, channels, d), *_ = sizes
     roots = 0 if root is None else root.shape[1]
-    given_root, given_weight = (inputs.new_empty(0) if t is None else t.contiguous() for t in (root, weight))
+    given_root, given_weight = (inputs.new_empty(0) if t is None else dense(t) for t in (root, weight))
     weighted = weight is not None
     splits = 1 if n * groups >= threads else min(threads, channels)  # few matrices: threads share the columns
     totals = inputs.new_empty(n, groups, splits, 3, dtype=torch.float64)
@@ -201,9 +202,10 @@ def listed_pays(inputs: Tensor, geometry: Geometry, rows: int) -> bool:
 
 def direct_listed(inputs: Tensor, signals: Sequence[Tensor], geometry: Geometry, root: Tensor | None) -> Products:
     """See :func:`.reference.direct_listed`; inputs and signals may have any strides."""
+    inputs, signals = plain(inputs), [plain(signal) for signal in signals]
     sizes, threads = layer_sizes(inputs, signals[0], geometry), torch.get_num_threads()
     (n, groups, _, _), *_ = sizes
-    given_root, roots = (inputs.new_empty(0), 0) if root is None else (root.contiguous(), root.shape[1])
+    given_root, roots = (inputs.new_empty(0), 0) if root is None else (dense(root), root.shape[1])
     totals = inputs.new_empty(len(signals), n, groups, 2, dtype=torch.float64)
     kernel = _kernel("direct_listed", inputs, *signals, given_root)
     workspace = inputs.new_empty(_kernel("direct_listed_workspace", inputs)(sizes, roots, len(signals), threads))
@@ -217,6 +219,7 @@ def direct_listed(inputs: Tensor, signals: Sequence[Tensor], geometry: Geometry,
 
 def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:
     """See :func:`.reference.patch_gram`; inputs may have any strides."""
+    inputs = plain(inputs)
     sizes, threads = layer_sizes(inputs, None, geometry), torch.get_num_threads()
     a, b, c = sizes[2]
     positions = a * b * c
@@ -228,7 +231,7 @@ def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:
 
 def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:
     """See :func:`.reference.gram`; rows may have any strides."""
-    patch_gram, threads = patch_gram.contiguous(), torch.get_num_threads()
+    rows, patch_gram, threads = plain(rows), dense(patch_gram), torch.get_num_threads()
     n, groups, positions, r = rows.shape
     out = rows.new_empty(n, groups, dtype=torch.float64)
     workspace = rows.new_empty(_kernel("gram_workspace", rows)(positions, r, threads))
@@ -240,7 +243,7 @@ def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:
 
 def small_eigenvalues(matrices: Tensor) -> Tensor:
     """See :func:`.reference.small_eigenvalues`; at most ``_C.MAX_EIGEN_SIZE`` rows."""
-    matrices = matrices.contiguous()
+    matrices = dense(matrices)
     n, size, _ = matrices.shape
     out = matrices.new_empty(n, size)
     if matrices.dtype != torch.float64:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError
-from .arrays import array
+from .arrays import array, dense
 from .cuda_device import HALF, emulated, launch, missing, module, unavailable
 from .cuda_head import (
     exponentiate,
@@ -47,7 +47,7 @@ AUTOMATIC = False
 
 def small_eigenvalues(matrices: Tensor) -> Tensor:
     """See :func:`.reference.small_eigenvalues`; at most ``_cuda.MAX_EIGEN_SIZE`` rows."""
-    matrices = matrices.contiguous()
+    matrices = dense(matrices)
     n, size, _ = matrices.shape
     out = matrices.new_empty(n, size)
     if matrices.dtype != torch.float64:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError
-from .arrays import array, dense_rows, strided
+from .arrays import array, dense, dense_rows, strided
 from .cuda_device import HALF, SUFFIX, launch
 from .precision import promoted_dtype
 
@@ -13,7 +13,7 @@ _WEIGHT_SUFFIX = {**SUFFIX, **HALF}
 
 def pair_distances(weight: Tensor) -> Tensor:
     """See :func:`.reference.pair_distances`."""
-    weight = weight.contiguous()
+    weight = dense(weight)
     d, m = weight.shape
     out = weight.new_empty(d, d)
     launch("pair_distances", [weight], array(weight), d, m, array(out))
@@ -22,12 +22,12 @@ def pair_distances(weight: Tensor) -> Tensor:
 
 def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor, distances: Tensor) -> Tensor:
     """See :func:`.reference.softmax_variance`; at most ``_cuda.MAX_FUSED_OUTPUTS`` outputs."""
-    features, weight, bias = dense_rows(features), weight.contiguous(), bias.contiguous()
+    features, weight, bias = dense_rows(features), dense(weight), dense(bias)
     (n, m), d = features.shape, weight.shape[0]
     out = features.new_empty(n, dtype=torch.float64)
     launch(
         "softmax_variance", [features, weight, bias, distances],
-        strided(features), features.stride(0), array(weight), array(bias), array(distances), n, m, d, array(out),
+        strided(features), features.stride(0), array(weight), array(bias), array(dense(distances)), n, m, d, array(out),
     )  # fmt: skip
     return out
 
@@ -37,7 +37,7 @@ def exponentiate(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """See :func:`.reference.exponentiate`; ``logits`` and ``maximum`` must be contiguous, as they change in place."""
     n, d = logits.shape
-    norms = logits.new_empty(0) if row_norms is None else row_norms.contiguous()
+    norms = logits.new_empty(0) if row_norms is None else dense(row_norms)
     rest = logits.new_empty(n, dtype=torch.float64)
     moment = rest.new_empty(0 if row_norms is None else n)
     top = logits.new_empty(n, dtype=torch.int64)
@@ -53,8 +53,8 @@ def exponentiate_rounded(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :func:`.reference.exponentiate_rounded`; float32 logits, contiguous."""
     n, d = logits.shape
-    given_bias = logits.new_empty(0) if bias is None else bias.contiguous()
-    row_norms, rounded = row_norms.contiguous(), torch.empty_like(logits, dtype=torch.bfloat16)
+    given_bias = logits.new_empty(0) if bias is None else dense(bias)
+    row_norms, rounded = dense(row_norms), torch.empty_like(logits, dtype=torch.bfloat16)
     rest = logits.new_empty(n, dtype=torch.float64)
     moment, top = torch.empty_like(rest), logits.new_empty(n, dtype=torch.int64)
     if logits.dtype != torch.float32:
@@ -78,7 +78,7 @@ def row_dots(a: Tensor, b: Tensor) -> Tensor:
 
 def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -> Tensor:
     """See :func:`.reference.sigmoid_curvature`."""
-    logits, coefficients, row_norms = logits.contiguous(), coefficients.contiguous(), row_norms.contiguous()
+    logits, coefficients, row_norms = dense(logits), dense(coefficients), dense(row_norms)
     n, d = logits.shape
     out = logits.new_empty(n, dtype=torch.float64)
     launch(
@@ -90,7 +90,7 @@ def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -
 
 def norms_about(weight: Tensor, centre: Tensor) -> Tensor:
     """See :func:`.reference.norms_about`."""
-    weight, centre = weight.contiguous(), centre.contiguous()
+    weight, centre = dense(weight), dense(centre)
     d, m = weight.shape
     out = centre.new_empty(d)
     suffix = _weight_suffix("norms_about", weight, centre)
@@ -100,9 +100,9 @@ def norms_about(weight: Tensor, centre: Tensor) -> Tensor:
 
 def rejoin(summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, factor: Tensor) -> None:
     """See :func:`.reference.rejoin`; ``summed``, ``top`` and ``factor`` contiguous."""
-    weight = weight.contiguous()
+    weight = dense(weight)
     (n, m), d = summed.shape, len(weight)
-    given_centre = summed.new_empty(0) if centre is None else centre.contiguous()
+    given_centre = summed.new_empty(0) if centre is None else dense(centre)
     launch(
         "rejoin", [summed, given_centre],
         array(summed), array(weight), array(given_centre), array(top), array(factor), n, d, m,
@@ -114,7 +114,7 @@ def spread(
     features: Tensor, maximum: Tensor, mean: Tensor, weight: Tensor, centre: Tensor, bias: Tensor, chosen: Tensor
 ) -> Tensor:
     """See :func:`.reference.spread`."""
-    features, mean, weight, bias = (t.contiguous() for t in (features, mean, weight, bias))
+    features, mean, weight, bias = (dense(t) for t in (features, mean, weight, bias))
     (n, m), d = features.shape, len(weight)
     out = features.new_empty(n, dtype=torch.float64)
     launch(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError
-from .arrays import array, layer_sizes, span
+from .arrays import array, dense, layer_sizes, plain, span
 from .cuda_device import HALF, SUFFIX, check_kind, module, on_device, on_stream
 from .geometry import Geometry
 from .precision import promoted
@@ -20,6 +20,7 @@ def direct(inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | No
     ``root`` and ``weight`` are then float32. More rows than fit a block's shared memory have |R M|² as the squares of
     another M, that of the signal R δ.
     """
+    inputs, signal = plain(inputs), plain(signal)
     kind = _kind("direct", inputs, signal)
     if root is not None:
         columns = inputs.shape[1] // geometry.groups * geometry.taps
@@ -38,7 +39,7 @@ def _direct(
     sizes = layer_sizes(inputs, signal, geometry)
     (n, groups, channels, d), columns = sizes[0], sizes[0][2] * geometry.taps
     like = promoted(inputs.new_empty(0))
-    given_root, given_weight = (like if t is None else t.contiguous() for t in (root, weight))
+    given_root, given_weight = (like if t is None else dense(t) for t in (root, weight))
     _same("direct", inputs, given_root, given_weight, dtype=like.dtype)
     tiles = -(
         -columns // getattr(module(), "direct_columns" + kind)(d, columns, root is not None and root.shape[1] > 0)
@@ -69,6 +70,7 @@ def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:
     Kernels of one tap are a plain product, and so are those of stride 1 but for sums over its diagonals where that
     takes fewer multiply-adds; the rest reads patches where the inputs have them.
     """
+    inputs = plain(inputs)
     kind = _kind("patch_gram", inputs)
     if geometry.taps == 1:
         a, b, c = geometry.stride
@@ -103,7 +105,7 @@ def rooted_gram(root: Tensor, rows: Tensor, patch_gram: Tensor) -> Tensor:
 
 
 def _gram(kind: str, rows: Tensor, patch_gram: Tensor) -> Tensor:
-    patch_gram = patch_gram.contiguous()
+    rows, patch_gram = plain(rows), dense(patch_gram)
     _same("gram", rows, patch_gram, dtype=promoted(rows.new_empty(0)).dtype)
     n, groups, positions, r = rows.shape
     tiles = -(-positions // getattr(module(), "gram_tile" + kind)(positions))

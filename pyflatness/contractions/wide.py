@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import interrupts
 from . import cuda
 from .precision import promoted, promoted_dtype
 
@@ -201,6 +202,7 @@ class WideHead:
 
     def _scores(self, features: Tensor, tile: slice, matrix: Tensor, maximum: Tensor) -> _Scores:
         """The exponentials of a tile; raises ``maximum`` in place."""
+        interrupts.check()
         backend, bias, norms = self._backend, self._bias[tile], self._norms[tile]
         if matrix.dtype == torch.bfloat16:
             values, rest, moment, place = backend.exponentiate_rounded(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import capture, head, losses
+from .. import capture, head, interrupts, losses
 from ..contractions import promoted
 from ..losses import Loss
 from ..options import check_count, check_seed
@@ -70,7 +70,7 @@ def authors_representativeness(
     folds, seed = check_count("folds", folds, 2), check_seed("seed", seed)
     resolved = losses.resolve(loss, reduction)
     features, targets = check_tensor("features", features), check_tensor("targets", targets)
-    with torch.inference_mode(False), torch.no_grad():
+    with interrupts.held(), torch.inference_mode(False), torch.no_grad():
         places = assigned(len(features), folds, seed).to(features.device)
         values = []
         for k in range(folds):
@@ -88,6 +88,7 @@ def _fold(features: Tensor, outputs: Tensor, targets: Tensor, held_out: Tensor, 
     own = float(_losses(loss, outputs[held_out], targets[held_out]).mean())
     total, rows = 0.0, max(1, _PAIRS // len(sample))
     for part, labels in zip(other.split(rows), targets[held_out].split(rows), strict=True):
+        interrupts.check()
         kernel = torch.exp(-torch.cdist(part, sample) / 2) / math.sqrt(2 * math.pi)
         crossed = _losses(
             loss,

@@ -22,12 +22,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _RESAMPLES = 2000
+_FEWEST = 5  # networks that an interval takes
 _WIDE = 100  # a measure whose largest value is so many times the smallest is drawn logarithmically
 
 
 @dataclass(frozen=True)
 class Correlation:
-    """How two quantities go together over the networks, and the 95 % bootstrap interval; NaN where undefined."""
+    """Hold how two quantities go together over the networks, and the 95 % bootstrap interval.
+
+    Attributes:
+        measure: the one quantity.
+        statistic: "Pearson", "Spearman" or "Kendall".
+        value: the correlation; NaN where it is not defined, of a quantity that is constant.
+        low: the lower end of the interval; NaN where there is no value, and for fewer than 5 networks, too few for one.
+        high: the upper end, likewise.
+    """
 
     measure: str
     statistic: str
@@ -36,7 +45,8 @@ class Correlation:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.statistic} {self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        ends = "–" if math.isnan(self.low) else f"{self.low:.2f}, {self.high:.2f}"
+        return f"{self.statistic} {self.value:.2f} [{ends}]"
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,7 +99,8 @@ def correlations(
 ) -> Correlations:
     """Correlations of measures with the generalisation gap (or another column) over networks.
 
-    Pearson, Spearman and Kendall (τ_b), each with the 95 % percentile interval of 2,000 paired bootstrap resamples.
+    Pearson, Spearman and Kendall (τ_b), each with the 95 % percentile interval of 2,000 paired bootstrap resamples. Of
+    fewer than 5 networks there is no interval: resamples of so few say next to nothing of other networks.
 
     Args:
         table: a pandas data frame or dict of lists with a column for each measure, or the path of a CSV file, also of
@@ -101,7 +112,7 @@ def correlations(
         seed: of the resampling.
 
     Returns:
-        Every measure and statistic; NaN for a column that is constant.
+        Every measure and statistic; NaN for a column that is constant, and for the interval of fewer than 5 networks.
 
     Raises:
         InputError: no such columns or rows, or a number that is not finite in a row that counts.
@@ -195,12 +206,13 @@ def correlation(x: Vector, y: Vector, statistic: str, seed: int) -> tuple[float,
         seed: of the resampling.
 
     Returns:
-        The value and the ends of its interval; all NaN if x or y is constant or has an entry that is not finite.
+        The value and the ends of its interval, which are NaN for n < 5; all NaN if x or y is constant or has an entry
+        that is not finite.
     """
     aspect = STATISTICS[statistic]
     value = _cosine(x, y, aspect)
-    if np.isnan(value):
-        return value, value, value
+    if np.isnan(value) or len(x) < _FEWEST:
+        return value, math.nan, math.nan
     draws = np.random.default_rng(seed).integers(len(x), size=(_RESAMPLES, len(x)))
     resampled = np.array([_cosine(x[draw], y[draw], aspect) for draw in draws])
     low, high = np.percentile(resampled[np.isfinite(resampled)], [2.5, 97.5])

@@ -4,6 +4,13 @@
 
 E is the user's own loss over the whole data set; for the reduction ``"sum"`` it is the mean that goes with it, since
 sums over data sets of different size have no difference that means anything.
+
+Standard errors say how much the means would change with other samples from where these come from. Samples are
+independent, the terms of one are not: with t_i the sum of a sample's terms and m_i their mass, r_i = t_i - E m_i,
+
+    stderr(E) = √(n/(n-1) Σ_i r_i²) / Σ_i m_i
+
+and likewise for the accuracy, t_i the right ones of m_i predictions.
 """
 
 import math
@@ -16,9 +23,12 @@ from torch import Tensor, nn
 from .. import capture, risk
 from ..data import size
 from ..errors import InputError, NonFiniteError
-from ..losses import Loss
+from ..losses import CustomLoss, Loss
 from ..opening import Opened, opened
 from ..options import Options
+
+_GROUPS = 64  # of samples, at least, for the standard error of a loss that is a callable
+_BATCHES = 8  # that data have, if they cannot tell
 
 
 @dataclass(frozen=True)
@@ -30,12 +40,16 @@ class Performance:
         accuracy: the share of predictions that are right; None where targets are no classes.
         samples: how many.
         omitted: samples left out by ``nan_policy="omit"``.
+        loss_stderr: standard error of ``loss`` over the samples; None of fewer than two.
+        accuracy_stderr: that of ``accuracy``; 0 where all predictions are right, or all wrong.
     """
 
     loss: float
     accuracy: float | None
     samples: int
     omitted: int = 0
+    loss_stderr: float | None = None
+    accuracy_stderr: float | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,20 @@ class GeneralizationGap:
         if self.train.accuracy is None or self.test.accuracy is None:
             return None
         return self.train.accuracy - self.test.accuracy
+
+    @property
+    def gap_stderr(self) -> float | None:
+        """The standard error of ``gap`` over the samples of both sets; None if one has none.
+
+        Where the training set is not a sample, but all that the model was trained on, its loss is known and
+        ``test.loss_stderr`` is that of the gap.
+        """
+        return _together(self.train.loss_stderr, self.test.loss_stderr)
+
+    @property
+    def accuracy_gap_stderr(self) -> float | None:
+        """The standard error of ``accuracy_gap``, as :attr:`gap_stderr`."""
+        return _together(self.train.accuracy_stderr, self.test.accuracy_stderr)
 
 
 @capture.eager
@@ -91,7 +119,7 @@ def generalization_gap(
         progress: show a bar.
 
     Returns:
-        Both, and their differences.
+        Both, and their differences, with standard errors over the samples.
 
     Raises:
         InputError: batches, targets, modes or options that do not fit.
@@ -114,14 +142,14 @@ def generalization_gap(
 
 def performance(call: Opened, nan_policy: str = "raise") -> Performance:
     """Loss and accuracy in one pass."""
-    loss = call.loss
-    total = mass = 0.0
-    right = predictions = samples = omitted = 0
+    loss, losses, accuracies = call.loss, _Ratio(), _Ratio()
+    groups = max(2, math.ceil(_GROUPS / (len(call.batches) or _BATCHES)))
+    samples = omitted = 0
     classes = True
     for number, batch in enumerate(call.batches):
         outputs, targets = capture.run(call.model, batch, call.forward)
-        terms, count = risk.rows(outputs, targets, loss, number).terms, size(batch)
-        value = float(loss.value(outputs, targets))
+        terms, count = _terms(loss, outputs, targets, number, groups), size(batch)
+        value = float(terms[0].sum())
         if not math.isfinite(value) and nan_policy != "propagate":
             if nan_policy == "raise":
                 raise NonFiniteError(
@@ -130,15 +158,70 @@ def performance(call: Opened, nan_policy: str = "raise") -> Performance:
                 )
             kept = _finite(loss, outputs, targets, count, number)
             outputs, targets, omitted = outputs[kept], targets[kept], omitted + int((~kept).sum())
-            terms, count = risk.rows(outputs, targets, loss, number).terms, int(kept.sum())
-            value = float(loss.value(outputs, targets)) if count else 0.0
-        total, mass, samples = total + value, mass + float(terms.mass.sum()), samples + count
+            count = int(kept.sum())
+            if not count:
+                continue
+            terms = _terms(loss, outputs, targets, number, groups)
+        samples += count
+        losses.add(terms, count)
         classes = classes and risk.has_classes(outputs, targets, loss)
         if classes:
-            hits = risk.hits(outputs, targets, loss, number)
-            right, predictions = right + int(hits.sum()), predictions + len(hits)
-    accuracy = right / predictions if classes and predictions else None
-    return Performance(total / risk.divisor_of_mean(mass), accuracy, samples, omitted)
+            right, counting = risk.judged(outputs, targets, loss, number)
+            accuracies.add(torch.stack([right & counting, counting]).flatten(1), count)
+    risk.divisor_of_mean(losses.divisor)
+    found = losses.value, accuracies.value if classes and accuracies.divisor else None
+    errors = losses.stderr(), accuracies.stderr() if classes else None
+    return Performance(*found, samples, omitted, *errors)
+
+
+class _Ratio:
+    """Σ_i t_i / Σ_i m_i over samples, and its standard error; t_i and m_i are sums over the terms of a sample."""
+
+    def __init__(self) -> None:
+        self._parts = [torch.zeros(2, 0, dtype=torch.float64)]
+
+    def add(self, terms: Tensor, samples: int) -> None:
+        """Take in values and masses of the terms of some samples in order, or of groups of samples, (2, terms)."""
+        whole = samples if terms.shape[1] % samples == 0 else terms.shape[1]
+        self._parts.append(terms.double().view(2, whole, -1).sum(dim=2).cpu())
+
+    @property
+    def _sums(self) -> Tensor:
+        return torch.cat(self._parts, dim=1)
+
+    @property
+    def divisor(self) -> float:
+        """Σ_i m_i."""
+        return float(self._sums[1].sum())
+
+    @property
+    def value(self) -> float:
+        """The ratio."""
+        values, masses = self._sums.sum(dim=1)
+        return float(values / masses)
+
+    def stderr(self) -> float | None:
+        """Over the samples that have terms; None of fewer than two."""
+        values, masses = self._sums
+        count = int((masses > 0).sum())
+        if count < 2:
+            return None
+        apart = values - self.value * masses
+        return float((apart.square().sum() * count / (count - 1)).sqrt() / masses.sum())
+
+
+def _terms(loss: Loss, outputs: Tensor, targets: Tensor, number: int, groups: int) -> Tensor:
+    """Return values and masses of the loss terms of a batch, (2, terms); of a callable those of groups of samples.
+
+    A callable would have to be called for every sample. Groups are at random, in no step with the order of the data.
+    """
+    mass = risk.rows(outputs, targets, loss, number).terms.mass.double()
+    if not isinstance(loss, CustomLoss):
+        return torch.stack([loss.each(outputs, targets), mass])
+    order = torch.randperm(len(mass), generator=torch.Generator("cpu").manual_seed(number), device="cpu")
+    places = [index.to(outputs.device) for index in order.chunk(groups)]
+    values = torch.stack([loss.value(outputs[index], targets[index]) for index in places])
+    return torch.stack([values, torch.stack([mass[index].sum() for index in places])])
 
 
 def _finite(loss: Loss, outputs: Tensor, targets: Tensor, samples: int, number: int) -> Tensor:
@@ -148,5 +231,8 @@ def _finite(loss: Loss, outputs: Tensor, targets: Tensor, samples: int, number: 
             f"batch {number}: nan_policy='omit' cannot tell the {samples} samples apart in outputs of shape "
             f"{tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}"
         )
-    values = [loss.value(outputs[i : i + 1], targets[i : i + 1]) for i in range(samples)]
-    return torch.stack(values).isfinite().to(outputs.device)
+    return loss.each(outputs, targets).view(samples, -1).sum(dim=1).isfinite().to(outputs.device)
+
+
+def _together(*errors: float | None) -> float | None:
+    return None if None in errors else math.hypot(*(error or 0.0 for error in errors))

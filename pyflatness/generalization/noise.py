@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .. import layers
+from .. import interrupts, layers
 from ..contractions import promoted_dtype
 from ..errors import InputError
 from ..options import check_draws, check_number, check_seed
@@ -56,6 +56,7 @@ def kernel_noise(features: Tensor, delta: float, draws: int, generator: torch.Ge
     """Draws of ξ for each feature vector of (…, m), in at least float32; small ones are made together."""
     together = max(1, _TOGETHER // max(1, features.numel()))
     for start in range(0, draws, together):
+        interrupts.check()
         yield from _noise(features.expand(min(together, draws - start), *features.shape), delta, generator)
 
 

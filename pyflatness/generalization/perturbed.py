@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, layers
+from .. import capture, interrupts, layers
 from ..contractions import promoted, promoted_dtype
 from ..errors import InputError
 from .noise import orthonormal
@@ -70,6 +70,7 @@ class Perturbed:
         delta = None if self._call is None else change(self._call.inputs.detach())
         shift = None if delta is None else self._of_outputs(delta)
         for scale in scales:
+            interrupts.check()
             if shift is not None:
                 yield self._outputs.double() + scale * shift
                 continue

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import capture, head, intervals, losses, risk
+from .. import capture, head, interrupts, intervals, losses, risk
 from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss
@@ -165,7 +165,7 @@ def representativeness(
     folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
     seed = check_seed("seed", seed)
     delta = None if delta is None else check_number("delta", delta)
-    with torch.inference_mode(False), torch.no_grad():
+    with interrupts.held(), torch.inference_mode(False), torch.no_grad():
         psi = _Head(features, weight, bias, targets, resolved)
         n, m = psi.features.shape
         delta = default_delta(n, m) if delta is None else delta
@@ -194,7 +194,7 @@ def refit(fit: Fit, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor |
     Raises:
         InputError: it returns something else.
     """
-    with torch.enable_grad():
+    with torch.enable_grad(), interrupts.at_once():
         result = fit(features, targets)
     if not isinstance(result, tuple) or len(result) != 2:
         raise InputError(f"fit: a pair (weight, bias) is wanted, got {type(result).__name__}")

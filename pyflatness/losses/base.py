@@ -64,7 +64,11 @@ class Factors:
 
 
 Curvature = Callable[[Tensor, Terms], Bounded]
-"""(features (rows, m), terms) -> (rows,) float64: |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, and what they can be off by."""
+"""(features (rows, m), terms) -> (rows,) float64: |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, and what they can be off by.
+
+A loss of which a sample is one term takes features (rows, P, m) of P positions too: Σ_pp' ⟨φ_ip, φ_ip'⟩
+⟨w wᵀ, ∂²ℓ_i/∂z_ip∂z_ip'⟩.
+"""
 
 
 class Loss(Protocol):

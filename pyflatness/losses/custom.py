@@ -1,5 +1,6 @@
 """Any callable as a loss."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import ModuleType
@@ -8,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .. import interrupts
 from ..contractions import Bounded, promoted, squared_norms
 from ..errors import InputError
 from ..outputs import SideBySide
@@ -21,7 +23,8 @@ class CustomLoss:
     """Any twice differentiable callable (outputs, targets) -> scalar, one loss term per sample.
 
     ⟨w wᵀ, H_i⟩ = Σ_r u_rᵀ H_i u_r over the rank(w) columns of U with U Uᵀ = w wᵀ: second derivatives of the loss alone,
-    in float64, all samples at once.
+    in float64, all samples at once. Of several positions a sample, along the products of these with the columns of K,
+    K Kᵀ the Gram matrix of the sample's features.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -79,7 +82,7 @@ class CustomLoss:
     def _sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         targets = targets.double() if targets.is_floating_point() else targets
         taken = outputs if self.several is None else self.several.apart(outputs)
-        with advice.on_call(self.loss, taken, targets):
+        with advice.on_call(self.loss, taken, targets), interrupts.at_second():
             value = self.loss(taken, targets)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise InputError(f"loss: a scalar tensor is wanted from a custom loss, got {shown(value)}")
@@ -98,17 +101,25 @@ class CustomLoss:
 
         def values(features: Tensor, terms: Terms) -> Bounded:
             assert terms.extra is not None
-            logits = (promoted(features) @ promoted(weight).t()).double() + (0 if bias is None else bias.double())
-            with torch.enable_grad(), advice.on_second_derivative(self.loss):
+            positions = features.unsqueeze(1) if features.ndim == 2 else features.flatten(1, -2)
+            span, norms = torch.ones_like(positions[..., :1], dtype=torch.float64), None
+            if positions.shape[1] > 1:  # K (n, P, ρ) with K Kᵀ the Gram matrix of a sample's features
+                span = torch.linalg.qr(positions.double().mT, mode="r").R.mT
+            else:
+                norms = squared_norms(positions.flatten(1), backend, memory)
+            logits = (promoted(positions) @ promoted(weight).t()).double() + (0 if bias is None else bias.double())
+            with torch.enable_grad():
                 logits.requires_grad_()
-                loss = self._sum(logits, terms.extra)
+                loss = self._sum(logits.view(-1, *self._shape), terms.extra)
                 (slope,) = torch.autograd.grad(loss, logits, create_graph=True)
                 total = logits.new_zeros(len(logits))
                 if slope.requires_grad:  # a loss that is linear in its input has no curvature
-                    for u in directions:
-                        (turn,) = torch.autograd.grad(slope, logits, u.expand_as(slope), retain_graph=True)
-                        total = total + turn @ u
-            return Bounded(total.detach() * squared_norms(features, backend, memory), None)
+                    for column, u in itertools.product(span.unbind(2), directions):
+                        interrupts.check()
+                        move = column.unsqueeze(2) * u
+                        (turn,) = torch.autograd.grad(slope, logits, move, retain_graph=True)
+                        total = total + (turn * move).sum(dim=(1, 2))
+            return Bounded(total.detach() if norms is None else total.detach() * norms, None)
 
         return values
 
@@ -118,7 +129,8 @@ class CustomLoss:
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`; a call of the loss for every sample."""
-        return torch.stack([self.value(outputs[i : i + 1], targets[i : i + 1]) for i in range(len(outputs))])
+        pairs = zip(outputs.split(1), targets.split(1), strict=True)
+        return torch.stack([self.value(output, target) for output, target in pairs])
 
     def columns(self, outputs: int) -> int:
         """See :class:`.base.Loss`."""
@@ -141,6 +153,7 @@ class CustomLoss:
             loss = self._sum(outputs.reshape(-1, *self._shape), targets)
             (slope,) = torch.autograd.grad(loss, outputs, create_graph=True)
             for c in range(rows.shape[1] if slope.requires_grad else 0):
+                interrupts.check()
                 (row,) = torch.autograd.grad(slope[:, c].sum(), outputs, retain_graph=True)
                 hessians[:, c] = row
         return (hessians + hessians.transpose(1, 2)) / 2

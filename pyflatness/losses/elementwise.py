@@ -77,13 +77,14 @@ class BinaryCrossEntropy(_Elementwise):
             targets = torch.zeros_like(outputs)
         if not targets.is_floating_point():
             raise InputError(f"targets: floating-point labels in [0, 1] are wanted, got {targets.dtype}")
-        coefficients = torch.ones_like(outputs)
+        dtype = promoted_dtype(outputs.dtype)
+        coefficients = torch.ones_like(outputs, dtype=dtype)
         if self.pos_weight is not None:
             coefficients = 1 + (self._spread("pos_weight", self.pos_weight, outputs) - 1) * targets
         if self.weight is not None:
             coefficients = coefficients * self._spread("weight", self.weight, outputs)
         labels = rows_like("targets", targets, outputs, class_dim)
-        rows = promoted(rows_like("coefficients", coefficients, outputs, class_dim).to(outputs.dtype))
+        rows = rows_like("coefficients", coefficients, outputs, class_dim).to(dtype)
         terms = marked(uniform(len(rows), 1.0, float(rows.shape[1]), rows.device), labels)
         return replace(terms, extra=rows)
 
@@ -96,7 +97,7 @@ class BinaryCrossEntropy(_Elementwise):
                 "that is the same for every sample has a value over the data set"
             )
         try:
-            return value.to(outputs).expand_as(outputs)
+            return value.to(outputs.device, promoted_dtype(outputs.dtype)).expand_as(outputs)
         except RuntimeError:
             raise InputError(
                 f"loss: {name} of shape {tuple(value.shape)} does not fit outputs {tuple(outputs.shape)}"

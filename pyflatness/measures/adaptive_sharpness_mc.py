@@ -49,8 +49,8 @@ def adaptive_sharpness_mc(
     (2/ρ²) E[L(θ + δ) - L(θ)], δ ~ N(0, ρ² diag θ²), over all trainable parameters   ("From Loss Flatness to Compressed
     Representations", Eq. 38). ``pf.measure(…, measures="adaptive_sharpness_mc")`` is this with its defaults.
 
-    As ρ → 0 it is Σ_j θ_j² H_jj (``adaptive_sharpness``) where the model is twice differentiable. Behind a ReLU it is not
-    unless ρ is small against the distance of every sample to a kink: near ones add a rise of their own.
+    As ρ → 0 it is Σ_j θ_j² H_jj (``adaptive_sharpness``) where the model is twice differentiable. Behind a ReLU it is
+    that only if ρ is small against the distance of every sample to a kink: near ones add a rise of their own.
 
     Args:
         model: in eval mode; left as it was found.

@@ -147,7 +147,7 @@ def _feature_scale(source: Source, options: Options) -> Tensor:
             if bad.any() and options.nan_policy == "omit":
                 bad = _by_sample(batch, bad).any(dim=1).repeat_interleave(batch.per_sample)
             kept = _used(batch) & ~bad
-            deviations.add(batch.features if bool(kept.all()) else batch.features[kept])
+            deviations.add((batch.features if bool(kept.all()) else batch.features[kept]).flatten(0, -2))
     return deviations.scale()
 
 
@@ -160,7 +160,7 @@ def _bad_rows(batch: HeadBatch) -> Tensor:
     """(rows,), those without a loss, or with NaN or infinity in features that count."""
     bad = batch.terms.scale.isnan()
     if not bool(batch.features.sum().isfinite()):
-        bad = bad | (_used(batch) & ~batch.features.isfinite().all(dim=1))
+        bad = bad | (_used(batch) & ~batch.features.isfinite().flatten(1).all(dim=1))
     return bad
 
 

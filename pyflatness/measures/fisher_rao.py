@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import data, parameters, risk
+from ..directions import Directions
 from ..errors import InputError, NonFiniteError, NotYetError
 from ..report import Estimate
 from .base import Measure, Task, Values
@@ -102,7 +103,7 @@ class _Moved:
             leaves = [values.detach().requires_grad_() for values in theta]
             named = dict(zip(self._theta, leaves, strict=True))
             outputs, targets = parameters.run(self._task.model, named, batch, self._task.forward)
-            v = torch.randn_like(outputs).requires_grad_()
+            v = Directions().like(outputs).requires_grad_()
             try:
                 back = torch.autograd.grad(outputs, leaves, v, create_graph=True, allow_unused=True)
                 pairs = zip(back, theta, strict=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, inputs, tape
+from .. import capture, inputs, interrupts, tape
 from .. import data as batching
 from ..errors import InputError, NonFiniteError
 from ..opening import opened
@@ -134,6 +134,7 @@ class _Ascent:
         direction = torch.randn(shape, generator=generator, dtype=dtype, device=device)
         best = torch.zeros(len(self._input), dtype=torch.float64, device=device)
         for step in range(steps + 1):
+            interrupts.check()
             moved = self._moved(direction).requires_grad_()
             with torch.enable_grad():
                 change = self._outputs(moved).double() - self._start.double()

@@ -12,10 +12,18 @@ more) of which there are ω, θ⁰ those before training, n samples, ε = 1e-3:
 
 where σ of the second is found by a bisection of its own, u_j ~ N(0, σ²θ_j² + ε²). The authors' code passes σ² (and
 σ²θ_j² + ε²) as standard deviations; ``squared=True`` does so. Not invariant to rescalings.
+
+Standard errors over the draws are by the delta method. Where the mean drop D grows as σ^p,
+
+    stderr(σ) = σ/p √(s²/K + (D - 0.1)²) / D        stderr(1/σ²) = 2/σ³ stderr(σ)        K - 1 degrees of freedom
+
+with s the standard deviation of the K draws' drops; D - 0.1 is what the bisection left. p is that between σ and the
+nearest others that were tried, on each side, on average.
 """
 
 import math
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +54,15 @@ class Bisection:
         bracket: between which σ the wanted drop was last known to lie; the ends of [0, 2] were not tried.
         drops: by how much the accuracy is lower at σ, draw by draw.
         reached: whether their mean is within tolerance of the wanted drop.
+        stderr: standard error of ``sigma`` over the draws, of one degree of freedom less than there are draws; None for
+            one draw, where the wanted drop was not reached, and where only one σ was tried or the drop does not grow.
     """
 
     sigma: float
     bracket: tuple[float, float]
     drops: tuple[float, ...]
     reached: bool
+    stderr: float | None
 
     @property
     def drop(self) -> float:
@@ -83,6 +94,11 @@ class PacBayes(Bisection):
     def flatness(self) -> float:
         """1/σ²: the smaller the flatter."""
         return 1 / self.sigma**2
+
+    @property
+    def flatness_stderr(self) -> float | None:
+        """The standard error of ``flatness``; None where there is none of ``sigma``."""
+        return None if self.stderr is None else 2 * self.stderr / self.sigma**3
 
 
 @capture.eager
@@ -123,7 +139,7 @@ def pac_bayes(
         progress: show a bar.
 
     Returns:
-        σ, flatness, bounds, and the drops of all draws.
+        σ, flatness, their standard errors, bounds, and the drops of all draws.
 
     Raises:
         InputError: options, targets or initial weights that do not fit; no classes to be right about.
@@ -186,7 +202,7 @@ class _Search:
             bound = _magnitude_bound(torch.cat([s.flatten() for s in steps]), magnitude.sigma)
             bound += math.log(self._samples / magnitude.sigma) + 10
         return PacBayes(
-            *(found.sigma, found.bracket, found.drops, found.reached),
+            *(found.sigma, found.bracket, found.drops, found.reached, found.stderr),
             accuracy=accuracy,
             samples=self._samples,
             bound=norm / (4 * found.sigma**2) + rest,
@@ -197,14 +213,29 @@ class _Search:
 
     def _bisected(self, accuracy: float, spread: Callable[[float], Callable[[Tensor], Any]]) -> Bisection:
         lower, upper = 0.0, LARGEST
+        tried: dict[float, float] = {}
         for _ in range(self._steps):
             sigma = (lower + upper) / 2
             drops = tuple(accuracy - self._noisy(spread(sigma), key) for key in self._seeds)
             drop = sum(drops) / len(drops)
             if abs(drop - self._drop) < self._tolerance:
-                return Bisection(sigma, (lower, upper), drops, reached=True)
+                stderr = self._stderr(sigma, drops, tried)
+                return Bisection(sigma, (lower, upper), drops, reached=True, stderr=stderr)
+            tried[sigma] = drop
             lower, upper = (lower, sigma) if drop > self._drop else (sigma, upper)
-        return Bisection(sigma, (lower, upper), drops, reached=False)
+        return Bisection(sigma, (lower, upper), drops, reached=False, stderr=None)
+
+    def _stderr(self, sigma: float, drops: Sequence[float], tried: Mapping[float, float]) -> float | None:
+        """That of σ, by the delta method; ``tried`` are the mean drops at other σ."""
+        below, above = ([other for other in tried if (other < sigma) is less] for less in (True, False))
+        near = ([max(below)] if below else []) + ([min(above)] if above else [])
+        drop = statistics.fmean(drops)
+        if len(drops) < 2 or drop <= 0 or not any(tried[other] > 0 for other in near):
+            return None
+        exponents = [math.log(drop / tried[s]) / math.log(sigma / s) for s in near if tried[s] > 0]
+        exponent = statistics.fmean(exponents)
+        error = math.hypot(statistics.stdev(drops) / len(drops) ** 0.5, drop - self._drop)
+        return sigma * error / (exponent * drop) if exponent > 0 else None
 
     def _noisy(self, spread: Callable[[Tensor], Any], key: int) -> float:
         """The accuracy with one draw of the noise."""
@@ -259,7 +290,14 @@ def _values(task: Task) -> Values:
         notes.append(f"pac_bayes: BatchNorm that follows no layer of its own: {', '.join(found.unfolded)}")
     return {
         "": Estimate(
-            found.flatness, None, found.samples, "monte-carlo", exact=False, backend="reference", notes=tuple(notes)
+            value=found.flatness,
+            stderr=found.flatness_stderr,
+            samples=found.samples,
+            method="monte-carlo",
+            exact=False,
+            backend="reference",
+            notes=tuple(notes),
+            dof=None if found.stderr is None else len(found.drops) - 1,
         )
     }
 

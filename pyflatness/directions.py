@@ -1,0 +1,22 @@
+"""Random directions for checks, from generators of our own.
+
+Torch's global generator belongs to the user: another thread of theirs may draw from it while a call runs, and numbers
+that the call drew in between would be missing there.
+"""
+
+import torch
+from torch import Tensor
+
+
+class Directions:
+    """A sequence of random directions, the same one every time; one generator for each device."""
+
+    def __init__(self) -> None:
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return standard normal numbers of the tensor's shape, dtype and device; of no graph."""
+        generator = self._generators.get(tensor.device)
+        if generator is None:
+            generator = self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(0)
+        return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype, device=tensor.device)
