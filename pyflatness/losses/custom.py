@@ -108,7 +108,7 @@ class CustomLoss:
             else:
                 norms = squared_norms(positions.flatten(1), backend, memory)
             logits = (promoted(positions) @ promoted(weight).t()).double() + (0 if bias is None else bias.double())
-            with torch.enable_grad():
+            with torch.enable_grad(), advice.on_second_derivative(self.loss):
                 logits.requires_grad_()
                 loss = self._sum(logits.view(-1, *self._shape), terms.extra)
                 (slope,) = torch.autograd.grad(loss, logits, create_graph=True)
