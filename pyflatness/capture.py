@@ -24,7 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import parametrize
 
 from . import interrupts, layers
-from .errors import InputError
+from .errors import InputError, NoGraphError
 from .generators import Generators
 from .received import shown
 
@@ -69,7 +69,7 @@ _PATIENCE = 0.1  # seconds between looks for an interrupt while another thread h
 
 @contextlib.contextmanager
 def observing(model: nn.Module) -> Iterator[nn.Module]:
-    """The user's own module, ready to be run without gradients, and everything as it was afterwards.
+    """Hold the user's own module ready to be run without gradients; afterwards everything is as it was.
 
     One thread at a time is inside: hooks and flags belong to a model, and the attention kernel, the stance of
     ``torch.compile`` and the random state to the process. A call inside of a call of the same thread is fine.
@@ -328,6 +328,24 @@ def _run(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Tensor,
     return _tensor(outputs), targets
 
 
+@contextlib.contextmanager
+def differentiated() -> Iterator[None]:
+    """Inside, where backward passes are, reentrant activation checkpointing is an error that says what to do.
+
+    Raises:
+        NoGraphError: torch does not differentiate it in chosen tensors.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise NoGraphError(
+            "model: a part of it runs in reentrant activation checkpointing, which torch does not differentiate in "
+            "chosen tensors; pass use_reentrant=False to torch.utils.checkpoint"
+        ) from error
+
+
 def by_keywords(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
     """A ``forward`` for mappings: ``labels`` are the targets, the rest the model's keyword arguments.
 
@@ -357,6 +375,7 @@ def _tensor(outputs: Any) -> Tensor:
 
 
 def _check_mode(model: nn.Module) -> None:
+    _check_kind(model)
     for name, module in model.named_modules():
         if isinstance(module, _NormBase) and (module.training or module.running_mean is None):
             if isinstance(module, nn.modules.instancenorm._InstanceNorm):
@@ -371,9 +390,27 @@ def _check_mode(model: nn.Module) -> None:
             raise InputError(f"{name!r} ({type(module).__name__}) is in training mode: call model.eval() first")
 
 
+def _check_kind(model: nn.Module) -> None:
+    """Raise for modules that take no hooks and tensors that are not all there."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"{name!r} is" if name else "it is"
+            raise InputError(
+                f"model: {what} compiled by torch.jit ({type(module).__name__}), which calls its layers past all "
+                "hooks; pass the nn.Module that it was made from, with the same weights (load_state_dict)"
+            )
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ == "DTensor":  # by name: importing its module takes as long as importing this one
+            raise InputError(
+                f"model: its parameter {name!r} is a DTensor, spread over processes (FSDP2 or tensor parallelism); "
+                "load the full weights into a model that is not (torch.distributed.checkpoint.state_dict."
+                "get_model_state_dict with full_state_dict=True) and measure that"
+            )
+
+
 def _check_values(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if hasattr(module, "_hf_hook"):  # accelerate keeps its weights elsewhere until it is called
+        if "_hf_hook" in vars(module):  # accelerate keeps its weights elsewhere until it is called
             continue
         for own, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
             if tensor is not None and tensor.is_meta:

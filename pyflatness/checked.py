@@ -20,7 +20,7 @@ from .losses import CustomLoss, Loss
 from .losses.closure import REFUSAL, depends_on
 from .received import is_out_of_memory
 
-_CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called
+_CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called, and of which parameters
 _ROUNDING = 8  # units of the outputs' rounding that two passes over the same batch may differ by
 
 
@@ -64,14 +64,23 @@ class Checked:
             return f"model(**inputs) on the inputs {data.described(keywords)} (`labels` are the targets)"
         return f"model(inputs) on the inputs {data.described(batch[0])}"
 
+    def _kinds(self) -> str:
+        """Return in words what the parameters are."""
+        kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in self._parameters}
+        return ", ".join(sorted(kinds)).replace("torch.", "")
+
     def _run(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         try:
             return capture.run(model, batch, self._forward)
         except FlatnessError:
             raise
+        except StopIteration as error:  # by itself it would be an error of a generator's, or the end of a loop
+            stopped = RuntimeError("the forward pass raised StopIteration")
+            setattr(stopped, _CALL, (self._call(batch), self._kinds()))
+            raise stopped from error
         except Exception as error:
             if not is_out_of_memory(error):
-                setattr(error, _CALL, self._call(batch))
+                setattr(error, _CALL, (self._call(batch), self._kinds()))
             raise
 
     def _check_repeated(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
@@ -119,10 +128,12 @@ def explained() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        call = getattr(error, _CALL, "")
-        if not call:
+        if not hasattr(error, _CALL):
             raise
+        raised = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
+        call, parameters_are = getattr(error, _CALL)
         raise InputError(
-            f"model: {call} raised {type(error).__name__}: {error}; pass data that fit the model, or forward=, a "
-            "function (model, batch) -> (outputs, targets) that calls it as it wants to be called"
-        ) from error
+            f"model: {call} raised {type(raised).__name__}: {raised}; pass data that fit the model (its parameters are "
+            f"{parameters_are}), or forward=, a function (model, batch) -> (outputs, targets) that calls it as it "
+            "wants to be called"
+        ) from raised

@@ -240,7 +240,7 @@ def _users(outputs: Tensor) -> dict[Node, list[Node]]:
 
 def _bent(calls: Calls, gradients: Gradients, moved: Sequence[str], random: Directions) -> set[str]:
     """Layers in ``moved`` whose gradient changes when all of these layers' outputs are moved."""
-    pushed = torch.zeros((), dtype=torch.float64)
+    pushed = torch.zeros((), dtype=torch.float64, device="cpu")
     for name in moved:
         for gradient in gradients[name]:
             if gradient.requires_grad:

@@ -3,11 +3,12 @@
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from . import interrupts, progress
 from .errors import InputError
@@ -96,8 +97,38 @@ class Batches:
 
     def _cut(self) -> Iterable[Any]:
         if not self._tensors:
-            return cast(Iterable[Any], self._data)
+            return _read(self._data)
         return zip(*(held.split(_BATCH_SIZE) for held in self._tensors), strict=True)
+
+
+def _read(data: Iterable[Any]) -> Iterator[Any]:
+    """Yield the user's batches.
+
+    Raises:
+        InputError: reading ended by an error that looks like the end of the data.
+    """
+    why = (
+        "something that reads the data (a generator, a dataset's __getitem__, a collate function) calls next() on an "
+        "iterator that is exhausted"
+    )
+    number = 0
+    try:
+        for batch in data:
+            yield batch
+            number += 1
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, StopIteration):
+            raise
+        raise InputError(f"data: reading batch {number} raised StopIteration: {why}") from error
+    if number < _promised(data):
+        raise InputError(f"data: the loader ended after {number} of its {_promised(data)} batches: {why}")
+
+
+def _promised(data: Any) -> int:
+    """Return how many batches a loader has to give; 0 if that is not known for sure."""
+    if type(data) is not DataLoader or type(data.batch_sampler) is not BatchSampler:
+        return 0
+    return len(data) if type(data.sampler) in (SequentialSampler, RandomSampler) else 0
 
 
 def _fetched(batches: Iterable[Any]) -> Iterator[Any]:
@@ -130,7 +161,7 @@ def _checked_size(batch: Any, number: int) -> int:
     Raises:
         InputError: it holds arrays, tensors without values or of several lengths, or no tensor at all.
     """
-    for part in _leaves(batch):
+    for part in leaves(batch):
         if isinstance(part, np.ndarray) or (isinstance(part, Tensor) and (part.is_meta or part.is_nested)):
             check_tensor(f"data: batch {number}", part)
     samples = size(batch)
@@ -142,13 +173,13 @@ def _checked_size(batch: Any, number: int) -> int:
     return samples
 
 
-def _leaves(batch: Any) -> Iterator[Any]:
+def leaves(batch: Any) -> Iterator[Any]:
     """Return what is in a batch, whatever holds it."""
     if not isinstance(batch, (tuple, list, Mapping)):
         yield batch
         return
     for part in batch.values() if isinstance(batch, Mapping) else batch:
-        yield from _leaves(part)
+        yield from leaves(part)
 
 
 def size(batch: Any) -> int:

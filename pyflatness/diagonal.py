@@ -18,7 +18,6 @@ from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import contractions, curvature, parameters, signals, stages
 from .errors import InputError, NonFiniteError
@@ -114,16 +113,15 @@ class Diagonal:
             def add(group: Group) -> None:
                 values[:, group.place] += self._of_group(run, group, signs)
 
-            with _undisturbed(run):
-                unknown = {name: w for name, w in rest.items() if name not in self.curved}
-                if self._certify and unknown:
-                    self._note(self._own.shared(run, unknown, curvature.curved_parameters))
-                self._own.each(run, rest, add)
+            unknown = {name: w for name, w in rest.items() if name not in self.curved}
+            if self._certify and unknown:
+                self._note(self._own.shared(run, unknown, curvature.curved_parameters))
+            self._own.each(run, rest, add)
         return Values(sent.marked(values)[:, None, None], sent.mass, run.number, lost=sent.bad)
 
     def _by_layer(self, run: Run) -> list[str]:
         """The layers whose parameters' gradients will come from the layers' own."""
-        with _undisturbed(run):
+        with contractions.full_precision(run.outputs):
             self._layers.check(run, self._own)
         usable = self._layers.usable(run)
         for name in usable:
@@ -166,15 +164,6 @@ class Diagonal:
             streams = {name: signals.STREAM + 1 + order.index(name) for name in bent}
             values += own.by_hessian(streams, signs, [n for n in bent if self.curved[n] == curvature.OPAQUE])
         return values
-
-
-def _undisturbed(run: Run) -> contextlib.ExitStack:
-    """Inside, the model can be run once more, with parameters of its own and second derivatives."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(run.tape.paused())
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(contractions.full_precision(run.outputs))
-        return stack.pop_all()
 
 
 def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Estimate:

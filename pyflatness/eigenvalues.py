@@ -30,7 +30,7 @@ def largest(products: Products, blocks: Sequence[Names], seed: int) -> dict[Name
     tolerance = _TOLERANCE if products.eps < _TOLERANCE else max(_COARSE_TOLERANCE, products.eps)
     searches = {}
     for names, size in sizes.items():
-        start = torch.randn(1, size, generator=generator, dtype=torch.float64).to(products.device)
+        start = torch.randn(1, size, generator=generator, dtype=torch.float64, device="cpu").to(products.device)
         start = products.allowed(names, start)
         searches[names] = lanczos.largest(start, tolerance=tolerance, limit=_LIMIT, size=basis)
     return lanczos.solved_in_step(searches, products)

@@ -123,7 +123,7 @@ class Entries:
         for group in range(groups):
             phi = patches[:, group]
             for chosen in torch.arange(d * count, device=phi.device).split(moves.together):
-                k, row, unit = torch.arange(len(chosen)), chosen // count, chosen % count
+                k, row, unit = torch.arange(len(chosen), device=chosen.device), chosen // count, chosen % count
                 moved = phi.new_zeros(len(chosen), samples, groups, positions, d)
                 if positions <= m:
                     moved[k, :, group, unit, row] = 1.0
@@ -165,7 +165,7 @@ class Entries:
     def _rows(self, chosen: Tensor, phi: Tensor, group: int) -> Tensor:
         outputs = phi @ self._weight[group, chosen].t()  # (n, P, k)
         moved = phi.new_zeros(len(chosen), *phi.shape[:2], self._weight.shape[1])
-        moved[torch.arange(len(chosen)), :, :, chosen] = outputs.permute(2, 0, 1)
+        moved[torch.arange(len(chosen), device=moved.device), :, :, chosen] = outputs.permute(2, 0, 1)
         return moved
 
 

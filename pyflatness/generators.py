@@ -12,10 +12,12 @@ class Generators:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+        devices = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
         self._held = [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
         for module in model.modules():
-            self._held += [held for held in vars(module).values() if isinstance(held, torch.Generator)]
+            held = vars(module).values()
+            if torch.Generator in map(type, held):  # there is hardly ever one, and modules are many
+                self._held += [generator for generator in held if isinstance(generator, torch.Generator)]
 
     def states(self) -> list[Tensor]:
         """Return the state of each, as it is now."""

@@ -154,8 +154,7 @@ class Head:
 
     def _head_call(self, calls: capture.Calls, outputs: Tensor) -> capture.Call:
         if not calls.last:
-            names = ", ".join(map(repr, self._candidates))
-            raise InputError(f"layer: {names} did not run in the model's forward pass")
+            raise layers.did_not_run(self._model, self._candidates)
         name = list(calls.last)[-1]
         if not self.name:
             self.name = name
@@ -163,6 +162,7 @@ class Head:
         if name != self.name:
             raise InputError(f"layer: the last Linear that ran is {name!r} in this batch, it was {self.name!r} before")
         call = calls.last[name]
+        check_tensor(f"layer {name!r}: input", call.inputs)
         reason = ""
         if calls.count[name] > 1:
             reason = f"it ran {calls.count[name]} times in one forward pass"
@@ -247,7 +247,7 @@ def _class_dim(outputs: Tensor, output: Tensor, loss: losses.Loss) -> int | None
 
 def _places(rows: Tensor) -> Tensor:
     """Where in memory the rows (all but the last dimension) begin, in row-major order."""
-    places = torch.tensor([rows.storage_offset()], device="cpu")
+    places = torch.tensor([rows.storage_offset()], dtype=torch.int64, device="cpu")
     for count, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
         places = (places.unsqueeze(1) + torch.arange(count, device="cpu") * stride).flatten()
     return places

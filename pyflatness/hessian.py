@@ -161,7 +161,7 @@ class BlockTraces:
         with self._directions() as directions:
             scale = kept.new_ones(len(kept), groups) if directions.scale is None else directions.scale
             for place, column, units in self._units(directions):
-                k, group = torch.arange(len(place)), place // d
+                k, group = torch.arange(len(place), device=place.device), place // d
                 row = directions.turned(units)[k, :, group, column].double() * scale.t()[group].unsqueeze(2)
                 total.index_add_(0, place, row[:, kept].sum(dim=1))
                 traces += row[k, :, place % d].sum(dim=0)
@@ -182,7 +182,7 @@ class BlockTraces:
     def _in_order(self, traced: Tensor, entries: Tensor) -> Tensor:
         """As the quantities were given."""
         names = [*self._traced, *(name for name in self._quantities if name not in self._traced)]
-        places = torch.tensor([names.index(name) for name in self._quantities], device=traced.device)
+        places = torch.tensor([names.index(name) for name in self._quantities], dtype=torch.int64, device=traced.device)
         return torch.cat([traced, entries])[places]
 
     def _read(self, directions: Directions, coefficients: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class BlockTraces:
         for chosen in torch.arange(count, device=self._weight.device).split(directions.together):
             place, column = chosen // columns, chosen % columns
             units = self._weight.new_zeros(len(chosen), 1, groups, columns, rows)
-            units[torch.arange(len(chosen)), 0, place // rows, column, place % rows] = 1.0
+            units[torch.arange(len(chosen), device=place.device), 0, place // rows, column, place % rows] = 1.0
             yield place, column, units
 
     def _check_affordable(self) -> None:

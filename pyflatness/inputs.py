@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import capture, data
@@ -52,7 +53,7 @@ def first_floating(batch: Any) -> Tensor | None:
     found: list[Tensor] = []
 
     def look(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() and tensor.ndim and len(tensor) == samples:
+        if tensor.layout == torch.strided and tensor.is_floating_point() and tensor.ndim and len(tensor) == samples:
             found.append(tensor)
         return tensor
 

@@ -6,8 +6,8 @@ can do so inside of an ``__exit__`` or a ``finally`` too, and what they were abo
 
 - by :func:`check`, which every loop of long work calls between two steps, and when :func:`held` is left;
 - at once where a batch is waited for (:func:`at_once`);
-- at the second one where the user's model runs (:func:`at_second`), which may hang; the first waits until it has run,
-  so that what the model changes while it runs is put back too.
+- where the user's model or loss runs (:func:`at_second`): when that has run, so that what torch changes meanwhile is
+  put back too; a second one at once, for it may hang.
 
 Other threads get no signals, and there this module does nothing. Neither does it where the handler is not Python's: a
 signal that is ignored, or that ends the process.
@@ -113,5 +113,5 @@ def at_once() -> contextlib.AbstractContextManager[None]:
 
 
 def at_second() -> contextlib.AbstractContextManager[None]:
-    """Inside, the user's model runs: an interrupt is raised when it has run, a second one at once."""
+    """Inside, the user's model or loss runs: an interrupt is raised when it has run, a second one at once."""
     return _Limit(1)

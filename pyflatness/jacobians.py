@@ -143,7 +143,7 @@ class _Sweep:
             for key, values in part.values.items():
                 # A layer that did not run for a sample has no part in its outputs: its J is 0.
                 empty = -torch.inf if key[1] == "log_volume" else 0.0
-                whole = found.setdefault(key, torch.full((count,), empty, dtype=torch.float64))
+                whole = found.setdefault(key, torch.full((count,), empty, dtype=torch.float64, device="cpu"))
                 whole[part.numbers] = values
         for whole in found.values():
             whole[spoiled] = torch.nan

@@ -185,4 +185,4 @@ class LayerValues:
         notes = [*layers.tie_notes(self._model, self._runner.modules[name])]
         if name in sweep.by_hessian and self._runner.why_not_linear(name) == curvature.OPAQUE:
             notes.append(curvature.TAKEN_AS_THEY_ARE)
-        return (*notes, *sweep.notes(name))
+        return (*notes, *sweep.notes(name), *self._runner.notes)

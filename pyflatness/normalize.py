@@ -30,7 +30,7 @@ class FeatureScale:
 
     def __init__(self) -> None:
         self.rows = self._features = 0
-        self._mean = self._squares = self._largest = torch.zeros(())
+        self._mean = self._squares = self._largest = torch.zeros((), dtype=torch.float64, device="cpu")
         self._eps, self._device = 0.0, torch.device("cpu")
 
     def add(self, features: Tensor) -> None:

@@ -5,16 +5,20 @@
 Samples go through the model together where ``torch.vmap`` takes it and gives the outputs that it had; else one by one.
 """
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
 
-from . import capture, data, parameters, preflight
+from . import capture, contractions, data, parameters, preflight
+from .errors import NotYetError
 from .parameters import Result
 from .received import is_out_of_memory
 from .runner import Run, check_unchanged
@@ -74,7 +78,7 @@ class OwnParameters:
             InputError: a sample has other outputs when it is alone.
         """
         start = 0
-        with capture.trial(), _PlainWeightNorm():
+        with _undisturbed(run):
             most = self._most(run, values)
             while start < run.samples:
                 stop = min(start + most, run.samples) if self._together else start + 1
@@ -89,7 +93,11 @@ class OwnParameters:
     def shared(
         self, run: Run, values: Mapping[str, Tensor], work: Callable[[Tensor, dict[str, Tensor]], Result]
     ) -> Result:
-        """``work`` done on the outputs of the run's samples with parameters that they share, and on these as leaves."""
+        """``work`` done on the outputs of the run's samples with parameters that they share, and on these as leaves.
+
+        The run's tape is paused meanwhile. No backward pass of the run itself belongs in it: activation checkpointing
+        calls the layers again there, and they have to be as they were.
+        """
         leaves = {name: w.clone().requires_grad_() for name, w in values.items()}
         batch = data.map_tensors(_outside_inference, run.batch)
 
@@ -98,7 +106,7 @@ class OwnParameters:
                 outputs, _ = capture.run(self._model, batch, self._forward)
             return work(outputs, leaves)
 
-        with capture.trial(), _PlainWeightNorm():
+        with _undisturbed(run):
             return parameters.inside(self._model, leaves, done)
 
     def _most(self, run: Run, values: Mapping[str, Tensor]) -> int:
@@ -151,6 +159,29 @@ class OwnParameters:
         with torch.enable_grad():
             own = {name: leaf[0] for name, leaf in leaves.items()}
         parameters.inside(self._model, own, done)
+
+
+@contextlib.contextmanager
+def _undisturbed(run: Run) -> Iterator[None]:
+    """Inside, the model can be run once more, with parameters of its own and second derivatives.
+
+    Raises:
+        NotYetError: what activation checkpointing calls again in a backward pass is not what it called before.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(capture.trial())
+        stack.enter_context(run.tape.paused())
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(contractions.full_precision(run.outputs))
+        stack.enter_context(_PlainWeightNorm())
+        try:
+            yield
+        except CheckpointError as error:  # torch leaves the mode out while it runs a backward pass
+            raise NotYetError(
+                "model: under activation checkpointing, measures over all parameters do not work where a checkpointed "
+                f"part has weight_norm in it, or computes other things when called again ({error.args[0][:100]}…); "
+                "switch checkpointing off to take them"
+            ) from error
 
 
 class _PlainWeightNorm(TorchFunctionMode):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import capture, head, interrupts, layers, losses, selectors
+from . import capture, coverage, head, interrupts, layers, losses, selectors
 from .layer_values import LayerValues
 from .measures import RELATIVE_FLATNESS, Measure, at_head, named
 from .opening import Opened, opened
@@ -142,7 +142,9 @@ def relative_flatness(
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)`` for models and batches that are called otherwise.
         memory: bytes for the working buffers: at a head those of the contraction (24 MiB unless given), elsewhere a
-            batch's graph, layer inputs and signals (512 MiB), to which batches are cut.
+            batch's graph, layer inputs and signals (512 MiB), to which batches are cut. The least that is taken at a
+            time is one sample, or at a head sixteen rows and classes; ``estimate.notes`` says so where one sample
+            takes more.
         seed: of the random signs, which belong to samples by their place in the data: with a number of draws one seed
             is one value, however data is cut into batches.
         progress: show a bar; None: on a terminal.
@@ -331,7 +333,9 @@ def measure(
         progress: show a bar.
 
     Returns:
-        ``report[layer, measure]`` and ``report[measure]`` are estimates, ``str(report)`` is a table.
+        ``report[layer, measure]`` and ``report[measure]`` are estimates, ``str(report)`` is a table;
+        ``report.uncovered`` names the weights that no measured layer has (embeddings, attention's projections, …).
+        With ``layers=None`` a network's value that leaves out some is not exact.
 
     Raises:
         FlatnessError: as :func:`relative_flatness`.
@@ -355,7 +359,12 @@ def measure(
         selection = selectors.select(call.model, layers)
         task = call.task(options, selection)
         by_name = measures is not None and measures != "all"
-        found, skipped = Together(wanted, task, named=by_name, networks=networks).estimates()
+        together = Together(wanted, task, named=by_name, networks=networks)
+        found, skipped = together.estimates()
     measured = {name for name, _ in found}
     names = tuple(name for name in selection.modules if name in measured)
-    return Report(names, tuple(row.name for row in wanted if any(row.name == m for _, m in found)), found, skipped)
+    covered = [module for name, module in selection.modules.items() if name in together.measured]
+    left_out = coverage.uncovered(call.model, covered) if covered else {}
+    found = coverage.marked(found, [row.name for row in wanted if row.of_layers], left_out) if layers is None else found
+    with_values = tuple(row.name for row in wanted if any(row.name == m for _, m in found))
+    return Report(names, with_values, found, skipped, left_out)

@@ -101,9 +101,11 @@ def duplicate(model: nn.Module) -> nn.Module:
     Raises:
         InputError: it holds something that cannot be copied.
     """
+    held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    made = [tensor for tensor in held if tensor.grad_fn is not None]  # by hooks of the older weight_norm, for one
     try:
         with capture.made_anew(model):
-            return copy.deepcopy(model)
+            return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in made})
     except (RuntimeError, TypeError) as error:
         raise InputError(f"model: it cannot be copied ({error})") from None
 
@@ -153,7 +155,7 @@ def _factors(model: nn.Module, factors: Mapping[Selector, Any]) -> dict[str, Ten
         flow.check_plain(model, name, module)
         d = len(layers.matrix(module)[0])
         try:
-            values = torch.as_tensor(given, dtype=torch.float64).detach().to(capture.device(model))
+            values = torch.as_tensor(given, dtype=torch.float64, device=capture.device(model)).detach()
         except (TypeError, ValueError, RuntimeError):
             raise InputError(f"factors of layer {name!r}: numbers are wanted, got {given!r:.80}") from None
         if values.ndim > 1 or values.numel() not in ({1, d} if values.ndim else {1}):

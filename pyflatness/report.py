@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _TENSORS = ("per_sample", "per_neuron")  # of an Estimate
-_SKIPPED = "skipped"  # beside the measures of a report as a dict
+_SKIPPED, _UNCOVERED = "skipped", "uncovered"  # beside the measures of a report as a dict
 _WIDTH = 96  # of the columns of values and layers in a table
 
 
@@ -133,7 +133,7 @@ class Estimate(float):
         known = {entry.name: entry.default is MISSING and entry.default_factory is MISSING for entry in fields(cls)}
         try:
             held = {name: facts[name] for name in _TENSORS if facts.get(name) is not None}
-            tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in held.items()}
+            tensors = {name: torch.tensor(values, dtype=torch.float64, device="cpu") for name, values in held.items()}
             return cls(**{**facts, "notes": tuple(facts.get("notes", ())), **tensors})
         except (AttributeError, TypeError, ValueError):
             needed = {name for name, required in known.items() if required}
@@ -157,16 +157,26 @@ class Report:
     ``report[layer, measure]`` is one layer's :class:`Estimate`, ``report[measure]`` the network's: the sum over the
     measured layers, or one value of its own. A measure may have values of layers, of the network, or both.
 
+    A network's value that is of its measured layers leaves out the weights in :attr:`uncovered`. Where these were left
+    out for want of support (``layers=None``: all that can be measured) the value has a note and is not ``exact``. Where
+    the layers were chosen it is the value of the chosen layers, and exact if theirs are.
+
     Attributes:
         layers: names of the measured layers, in the model's order.
         measures: names of the measures that have values.
         skipped: measures that were left out, and why; also of one with values of layers that has none of the network.
+        uncovered: weights of the model that no measured layer has, by the name of the parameter, each with its share of
+            all weights' entries. A weight is a parameter of two or more dimensions (matrices, kernels, embeddings;
+            frozen ones too), not the scale of a normalisation; one that several modules share is a weight of each. A
+            layer that did not run counts, since its weight may be used without it, as that of attention's ``out_proj``.
+            Empty where no layer was measured.
     """
 
     layers: tuple[str, ...]
     measures: tuple[str, ...]
     _estimates: Mapping[tuple[str, str], Estimate]
     skipped: Mapping[str, str] = field(default_factory=dict)
+    uncovered: Mapping[str, float] = field(default_factory=dict)
 
     def __getitem__(self, key: str | tuple[str, str]) -> Estimate:
         layer, measure = ("", key) if isinstance(key, str) else key
@@ -186,12 +196,13 @@ class Report:
         return {name: {layer: held[layer, name] for layer in places if (layer, name) in held} for name in self.measures}
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """:meth:`by_measure`, each estimate as a dict; and the reasons under ``skipped``, if there are any."""
+        """:meth:`by_measure`, each estimate as a dict; and ``skipped`` and ``uncovered``, if there are any."""
         facts: dict[str, dict[str, Any]] = {
             measure: {layer: estimate.to_dict() for layer, estimate in held.items()}
             for measure, held in self.by_measure().items()
         }
-        return {**facts, _SKIPPED: dict(self.skipped)} if self.skipped else facts
+        beside: dict[str, dict[str, Any]] = {_SKIPPED: dict(self.skipped), _UNCOVERED: dict(self.uncovered)}
+        return {**facts, **{key: held for key, held in beside.items() if held}}
 
     def to_json(self, path: str | Path | None = None) -> str:
         """:meth:`to_dict` as JSON, also written to ``path``; NaN and infinity as Python writes them."""
@@ -210,7 +221,7 @@ class Report:
         if not isinstance(facts, Mapping) or not all(isinstance(held, Mapping) for held in facts.values()):
             raise InputError("report: a dict as of Report.to_dict() is wanted: measure -> layer -> estimate")
         facts = dict(facts)
-        skipped = dict(facts.pop(_SKIPPED, {}))
+        skipped, uncovered = dict(facts.pop(_SKIPPED, {})), dict(facts.pop(_UNCOVERED, {}))
         found = {
             (layer, measure): Estimate.from_dict(estimate)
             for measure, held in facts.items()
@@ -218,7 +229,7 @@ class Report:
         }
         fullest = sorted(facts.values(), key=len, reverse=True)  # the one with most layers says their order
         layers = dict.fromkeys(layer for held in fullest for layer in held if layer)
-        return cls(tuple(layers), tuple(facts), found, skipped)
+        return cls(tuple(layers), tuple(facts), found, skipped, uncovered)
 
     @classmethod
     def from_json(cls, source: str | Path) -> "Report":

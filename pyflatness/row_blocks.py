@@ -115,6 +115,8 @@ def add_gradients(blocks: Tensor, gradients: Tensor, signs: Tensor | None) -> No
 def search(columns: Tensor, seed: int, tolerance: float = TOLERANCE) -> lanczos.Search:
     """For the largest eigenvalue of every row's block at once."""
     generator = torch.Generator().manual_seed(seed)
-    start = torch.randn(columns.shape, generator=generator, dtype=torch.float64).to(columns.device) * columns
+    start = (
+        torch.randn(columns.shape, generator=generator, dtype=torch.float64, device="cpu").to(columns.device) * columns
+    )
     size = max(1, _BASIS // (8 * columns.numel()))
     return lanczos.largest(start, tolerance=tolerance, limit=_LIMIT, size=size)

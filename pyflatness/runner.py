@@ -21,7 +21,7 @@ from .tape import Call, Tape, frozen
 DEFAULT_MEMORY = 512 * 2**20  # bytes that the graph, the layers' inputs and signals of a part may take
 _SECOND_ORDER = 3  # about the memory that a graph takes together with that of its derivatives
 
-_COMPARED_EVERY = 200  # samples, of which two are looked at: one per cent of the forward pass
+_COMPARED_EVERY = 400  # samples, of which two are looked at: half a per cent of the forward pass
 
 Result = TypeVar("Result")
 Check = Callable[[Tensor], None]
@@ -116,7 +116,9 @@ class Runner:
         self._certify, self._reserve = certify, reserve
         self.model, self.batches, self.selected = model, batches, selection.modules
         self._approve, self._second_order, self._order_matters = approve, second_order, order_matters
-        self._named, self._forward, self._memory = selection.named, forward, memory or DEFAULT_MEMORY
+        self._named, self._forward = selection.named, forward
+        self._asked, self._memory = memory, memory or DEFAULT_MEMORY
+        self.notes: tuple[str, ...] = ()  # what a reader of a value should know of how it was come by
         self._tape = Tape(selection.modules)
         self._looked_at = 0  # samples behind what is known
         self._layouts: dict[str, tuple[Layout, ...]] = {}
@@ -164,7 +166,7 @@ class Runner:
         self, batch: Any, number: int, done: int, work: Callable[[Run], Result]
     ) -> Generator[Result, None, None]:
         seen, samples = self._look(batch), data.size(batch)
-        numbers = torch.arange(done, done + samples)
+        numbers = torch.arange(done, done + samples, device="cpu")
         first: Check = _unchecked if seen is None else partial(check_unchanged, seen)
         compare = seen is None and self._is_to_be_compared(number, done)
 
@@ -223,7 +225,8 @@ class Runner:
         self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], check: Check
     ) -> Result | None:
         """None: to be tried again, with what was found out."""
-        with self._attention():  # around all of it: activation checkpointing runs the model again in backward passes
+        # Around all of it: activation checkpointing runs the model again in backward passes.
+        with self._attention(), capture.differentiated():
             result = self._run(part, number, numbers, work, check)
         if result is None and self._unseen:
             self._look(part, again=True)
@@ -278,7 +281,9 @@ class Runner:
     def _two_alone(self, part: Any) -> Check:
         """Holds outputs for a part of the data against those for two of its samples without the others."""
         samples = data.size(part)
-        two = torch.tensor([1, samples - 1], device="cpu")  # either has lost what was in front of it or behind
+        two = torch.tensor(
+            [1, samples - 1], dtype=torch.int64, device="cpu"
+        )  # either has lost what was in front of it or behind
         seen = preflight.apart(self.model, data.take(part, two), self._forward) if samples > 2 else None
         if seen is None:
             return _unchecked
@@ -353,14 +358,14 @@ class Runner:
         if not again and (self._looked_at > 1 or (self._looked_at == 1 and samples == 1)):
             return None
         modules = self.selected
-        found = preflight.look(self.model, modules, self._tape, batch, self._forward, whole=again)
+        with capture.differentiated():
+            found = preflight.look(self.model, modules, self._tape, batch, self._forward, whole=again)
         if self._unseen - found.layouts.keys():
             listed = ", ".join(map(repr, sorted(self._unseen)))
             raise InputError(f"layer {listed} runs at one call of the model and not at the next, on the same batch")
         missing = [name for name in modules if name in self._named and name not in found.layouts]
         if not again and modules and (missing or not found.layouts):
-            names = ", ".join(map(repr, missing or modules))
-            raise InputError(f"layer: {names} did not run in the model's forward pass")
+            raise layers.did_not_run(self.model, missing or modules)
         for name in found.layouts:
             layers.check_measurable(name, modules[name])
         known = self._layouts if self._looked_at > 1 else {}
@@ -369,6 +374,8 @@ class Runner:
         if not again:
             self._cuttable = found.cuttable
             needed = max(1, found.bytes + self._reserve(found))
+            if self._asked and needed > self._asked and found.cuttable:
+                self.notes = (f"one sample takes about {needed:,} bytes at a time, more than memory={self._asked:,}",)
             self._part = max(1, self._memory // needed) if found.cuttable else samples
         return found.outputs
 

@@ -44,8 +44,8 @@ class Signs:
 
     def _words(self, stream: int, samples: Tensor, count: int) -> Tensor:
         """(draws, n, count) of 64 random bits each."""
-        draws = torch.tensor(self.draws, device=samples.device)
-        state = _mixed(torch.tensor([self.seed, stream], device=samples.device))
+        draws = torch.tensor(self.draws, dtype=torch.int64, device=samples.device)
+        state = _mixed(torch.tensor([self.seed, stream], dtype=torch.int64, device=samples.device))
         state = _mixed(_mixed(state[0] + _STEP * state[1]) + _STEP * draws).view(-1, 1)
         state = _mixed(state + _STEP * samples).unsqueeze(2)
         return _mixed(state + _STEP * torch.arange(count, device=samples.device))

@@ -125,7 +125,7 @@ class Sweep:
         sent = signals.of_run(run, self._loss)
         draws = 1 if signs is None else len(signs.draws)
         places = {name: place for place, name in enumerate(self._runner.selected)}
-        values = torch.zeros(draws, len(places), len(self._quantities), run.samples, dtype=torch.float64)
+        values = torch.zeros(draws, len(places), len(self._quantities), run.samples, dtype=torch.float64, device="cpu")
         values = values.to(run.outputs.device)
         parts: Parts = {}
         self._add_factors(run, sent, signs, {name: values[:, places[name]] for name in linear}, parts)

@@ -20,7 +20,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import interrupts, layers
 from .capture import is_aside, version
-from .errors import InputError
+from .errors import InputError, NoGraphError
+from .received import check_tensor
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,18 @@ class Tape:
             if self._paused or is_aside():
                 return None
             if self._active and not torch.is_grad_enabled():
-                raise InputError(
+                raise NoGraphError(
                     f"layer {name!r} runs without recording a graph: under torch.no_grad() inside the model, or in "
                     "reentrant activation checkpointing (pass use_reentrant=False to torch.utils.checkpoint)"
                 )
             key = next(iter(kwargs), None) if not args else None
             inputs = args[0] if args else kwargs.get(str(key))
-            if not isinstance(inputs, Tensor) or inputs.requires_grad or not torch.is_grad_enabled():
+            if not isinstance(inputs, Tensor):
+                return None
+            check_tensor(f"layer {name!r}: input", inputs)
+            if inputs.requires_grad or not torch.is_grad_enabled():
                 return None  # else also in a backward pass: activation checkpointing computes the same again
+            layers.check_dtype(f"layer {name!r}: input", inputs.dtype)
             inputs = (inputs.clone() if inputs.is_inference() else inputs.detach()).requires_grad_()
             return ((inputs, *args[1:]), kwargs) if args else (args, {**kwargs, str(key): inputs})
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from . import jacobians
-from .errors import InputError, NonFiniteError, NotYetError
+from .errors import InputError, NoGraphError, NonFiniteError, NotYetError
 from .layer_values import LayerValues
 from .measures import RELATIVE_FLATNESS, Measure, with_bases
 from .measures.base import Values
@@ -24,6 +24,9 @@ class Together:
             the reason kept, but for what stands in the way of relative flatness too: errors of its sweep concern the
             model, loss and data, and NaN under ``nan_policy="raise"`` concerns them as well.
         networks: whether to make a sweep for network values that are not the sum of their layers'.
+
+    Attributes:
+        measured: layers that values are of, those of the network alone too.
     """
 
     def __init__(self, wanted: Sequence[Measure], task: Task, *, named: bool, networks: bool) -> None:
@@ -31,6 +34,7 @@ class Together:
         self._networks = networks
         self._values: dict[str, Values] = {}
         self._skipped: dict[str, str] = {}
+        self.measured: set[str] = set()
 
     def estimates(self) -> tuple[dict[tuple[str, str], Estimate], dict[str, str]]:
         """(layer, measure) -> value, ``""`` the network; and measure -> why there is none, or none of the network.
@@ -51,6 +55,7 @@ class Together:
                     continue
                 with self._attempt(row):
                     self._values[row.name] = row.derive(self._task.model, self._task.options, self._values[row.base])
+        self.measured.update(name for values in self._values.values() for name in values)
         found = {
             (name, row.name): estimate
             for row in self._wanted
@@ -68,8 +73,7 @@ class Together:
                 with self._attempt(row):
                     sweep.check_options(row)
                     possible.append(row)
-            everything = RELATIVE_FLATNESS in possible
-            with contextlib.nullcontext() if everything else self._attempt(*possible):
+            with self._attempt_sweep(possible):
                 for (name, measure), estimate in sweep.estimates(possible, self._attempt).items():
                     self._values.setdefault(measure, {})[name] = estimate
         if self._values:  # one report is of one set of layers
@@ -99,10 +103,22 @@ class Together:
             return
         with self._attempt(*rows):
             samples = jacobians.measured(self._task, {need for row in rows for need in row.needs})
+            self.measured.update(samples.layers)
             for row in rows:
                 with self._attempt(row):
                     assert row.of_jacobians is not None
                     self._values[row.name] = row.of_jacobians(samples)
+
+    @contextlib.contextmanager
+    def _attempt_sweep(self, rows: Sequence[Measure]) -> Iterator[None]:
+        """Inside, what stands in the way of all measures of a sweep is an error, unless others do without one."""
+        try:
+            with contextlib.nullcontext() if RELATIVE_FLATNESS in rows else self._attempt(*rows):
+                yield
+        except NoGraphError as error:
+            if self._named or not self._networks:
+                raise
+            self._skipped.update((row.name, str(error)) for row in rows)
 
     @contextlib.contextmanager
     def _attempt(self, *rows: Measure) -> Iterator[None]:

@@ -74,7 +74,7 @@ class Totals:
 
     def __init__(self, reduction: str, nan_policy: str, *, per_sample: bool = False, sampled: bool = False) -> None:
         self._reduction, self._policy, self._per_sample, self._sampled = reduction, nan_policy, per_sample, sampled
-        self._sums = torch.zeros((), dtype=torch.float64)
+        self._sums = torch.zeros((), dtype=torch.float64, device="cpu")
         self._variances = Variances()
         self._mass = 0.0
         self._shares: list[Tensor] = []

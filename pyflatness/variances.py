@@ -12,7 +12,7 @@ class Variances:
     """Hold running sums of variances over samples, in some draws of each or in groups of output factors."""
 
     def __init__(self) -> None:
-        self._sums = torch.zeros((), dtype=torch.float64)
+        self._sums = torch.zeros((), dtype=torch.float64, device="cpu")
         self._origin: Tensor | None = None
         self._draws = self._samples = 0
 

@@ -2,24 +2,34 @@
 
 import copy
 import functools
-from collections.abc import Callable
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import remove_spectral_norm, remove_weight_norm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from . import capture, interrupts, layers, losses
+from . import progress as progress_bar
 from .contractions import compiled, promoted_dtype
-from .data import first, map_tensors
+from .data import first, leaves, map_tensors
 from .errors import InputError
 from .opening import opened
-from .options import check_count
+from .options import check_count, check_number
 from .pipeline import relative_flatness
+from .received import check_tensor
 from .reparameterize import duplicate
 from .report import Estimate
 
+Item = TypeVar("Item")
+
+_TIMED = 3  # backward passes that say how long the others will take
 _DEFINITION_ENTRIES = 4096  # weights up to which the definition's one backward pass per weight is affordable
 # The forward pass's own rounding is in these.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -84,8 +94,10 @@ def verify(
     layer: str | nn.Module | None = None,
     *,
     samples: int = 32,
+    seconds: float | None = 60.0,
     reduction: str | None = None,
     forward: capture.Forward | None = None,
+    progress: bool | None = None,
 ) -> Verification:
     """Compare the compiled and reference values with nested autograd, on the first samples of ``data``.
 
@@ -99,14 +111,17 @@ def verify(
         data: only its first batch is used.
         layer: None takes the last Linear that ran.
         samples: how many samples to take from the first batch.
+        seconds: how long the truth may take. One that would take longer, going by its first backward passes, is an
+            error that says how long; None: no limit.
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say.
         forward: ``(model, batch) -> (outputs, targets)``.
+        progress: show a bar of the truth's backward passes.
 
     Returns:
         The values and a verdict; ``bool()`` of it says whether all paths agree.
 
     Raises:
-        FlatnessError: as :func:`pyflatness.relative_flatness` would.
+        FlatnessError: as :func:`pyflatness.relative_flatness` would; a truth that would take too long.
 
     Example:
         >>> import torch, pyflatness as pf
@@ -115,11 +130,17 @@ def verify(
         True
     """
     samples = check_count("samples", samples, 1, "a number of samples")
-    with opened(model, loss, data, reduction=reduction, forward=forward) as call:
+    if seconds is not None:
+        seconds = check_number("seconds", seconds, "a number of seconds, 0 or more,", lambda given: given >= 0)
+    with opened(model, loss, data, reduction=reduction, forward=forward, progress=progress) as call:
         module = call.model
-        batch = first(call.batches.peek(), samples)
+        batch = call.batches.peek()
+        for part in leaves(batch):
+            if isinstance(part, Tensor):  # of which some samples will be cut, and copied in float64
+                check_tensor("data: batch 0", part)
+        batch = first(batch, samples)
         capture.run(module, batch, call.forward)  # with its checks, which the copy in float64 cannot have
-        double = duplicate(module).double()
+        double = _in_double(module)
     batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
     measured = [(model, loss, batch), (double, _double_loss(loss, None), batch64)]
     found = []
@@ -140,7 +161,7 @@ def verify(
         _untie(target)
         risk = functools.partial(_risk, module, _double_loss(loss, reduction), batch64, forward)
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
-            method, truth = _truth(estimate, target, risk)
+            method, truth = _truth(estimate, target, risk, _Passes(estimate, target, seconds, progress))
     checks = []
     for dtype, estimate in found:
         error = abs(estimate.value - truth) / abs(truth) if truth else abs(estimate.value)
@@ -149,12 +170,53 @@ def verify(
     return Verification(estimate.layer, estimate.samples, truth, method, tuple(checks))
 
 
-def _truth(estimate: Estimate, layer: nn.Module, risk: Callable[[], Tensor]) -> tuple[str, float]:
+def _in_double(module: nn.Module) -> nn.Module:
+    """A copy in float64, in which weights that hooks of the older weight_norm and spectral_norm make are parameters."""
+    double = duplicate(module).double()
+    for part in double.modules():
+        for hook in [*part._forward_pre_hooks.values()]:
+            if isinstance(hook, WeightNorm):
+                remove_weight_norm(part, hook.name)
+            elif isinstance(hook, SpectralNorm):
+                remove_spectral_norm(part, hook.name)
+    return double
+
+
+class _Passes:
+    """Backward passes of the truth, under a bar, while they end in time."""
+
+    def __init__(self, estimate: Estimate, layer: nn.Module, seconds: float | None, shown: bool | None) -> None:
+        self._estimate, self._seconds, self._shown = estimate, seconds, shown
+        self._weights = layers.matrix(layer)[0].numel()
+
+    def over(self, items: Iterable[Item], total: int) -> Iterator[Item]:
+        """Yield the items, a pass each.
+
+        Raises:
+            InputError: going by the first passes, all of them would take longer than they may.
+        """
+        start = time.monotonic()
+        for done, item in enumerate(progress_bar.track(items, total, "backward passes", self._shown)):
+            interrupts.check()
+            if done == min(_TIMED, total - 1):
+                self._check((time.monotonic() - start) / max(1, done) * total, total)
+            yield item
+
+    def _check(self, expected: float, total: int) -> None:
+        if self._seconds is not None and expected > self._seconds:
+            raise InputError(
+                f"layer {self._estimate.layer!r} of {self._weights} weights: the truth of {self._estimate.samples} "
+                f"samples takes {total} backward passes, about {expected:.2g} s, more than seconds={self._seconds:g}; "
+                "pass fewer samples=, a smaller layer of the same kind, or seconds=None"
+            )
+
+
+def _truth(estimate: Estimate, layer: nn.Module, risk: Callable[[], Tensor], passes: _Passes) -> tuple[str, float]:
     """Which form of the truth is affordable, and its value."""
     entries = layers.matrix(layer)[0].numel()
     if entries <= _DEFINITION_ENTRIES:
-        return "definition", _definition(layer, risk)
-    value = _laplacian(layer, risk, at_head=estimate.method == "head", samples=estimate.samples)
+        return "definition", _definition(layer, risk, passes)
+    value = _laplacian(layer, risk, passes, at_head=estimate.method == "head", samples=estimate.samples)
     if value is not None:
         return "laplacian in the input", value
     raise InputError(
@@ -190,7 +252,7 @@ def _untie(layer: nn.Module) -> None:
         layer._parameters["weight"] = nn.Parameter(weight.detach().clone())
 
 
-def _definition(layer: nn.Module, risk: Callable[[], Tensor]) -> float:
+def _definition(layer: nn.Module, risk: Callable[[], Tensor], passes: _Passes) -> float:
     """Σ_{s,s'} ⟨w_s, w_s'⟩ Σ_j ∂²E/∂w_sj ∂w_s'j, within each group, by a backward pass for every weight."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
@@ -202,15 +264,16 @@ def _definition(layer: nn.Module, risk: Callable[[], Tensor]) -> float:
     blocks = layers.matrix(layer)[0].chunk(layers.groups(layer))
     gram = torch.block_diag(*(block @ block.t() for block in blocks))
     slope = layers.as_matrix(layer, slope)
-    for s in range(len(slope)):
-        for j in range(slope.shape[1]):
-            interrupts.check()
-            (row,) = torch.autograd.grad(slope[s, j], weight, retain_graph=True)
-            total += float(gram[s] @ layers.as_matrix(layer, row)[:, j])
+    d, m = slope.shape
+    for s, j in passes.over(itertools.product(range(d), range(m)), d * m):
+        (row,) = torch.autograd.grad(slope[s, j], weight, retain_graph=True)
+        total += float(gram[s] @ layers.as_matrix(layer, row)[:, j])
     return total
 
 
-def _laplacian(layer: nn.Module, risk: Callable[[], Tensor], *, at_head: bool, samples: int) -> float | None:
+def _laplacian(
+    layer: nn.Module, risk: Callable[[], Tensor], passes: _Passes, *, at_head: bool, samples: int
+) -> float | None:
     """Σ over rows of |φ|² Δ_φ E: second derivatives along an orthonormal basis of the rows of w.
 
     None where a row's second derivative would not be its own: with several positions in a sample, but at a head.
@@ -233,8 +296,8 @@ def _laplacian(layer: nn.Module, risk: Callable[[], Tensor], *, at_head: bool, s
         return 0.0
     rows = layers.input_rows(layer, inputs[0])
     total = torch.zeros(len(rows), dtype=rows.dtype, device=rows.device)
-    for direction in torch.linalg.qr(layers.matrix(layer)[0].t()).Q.t():
-        interrupts.check()
+    directions = torch.linalg.qr(layers.matrix(layer)[0].t()).Q.t()
+    for direction in passes.over(directions, len(directions)):
         step = direction.expand_as(rows).reshape(slope.movedim(layers.class_dim(layer), -1).shape)
         (turn,) = torch.autograd.grad(slope, inputs[0], step.movedim(-1, layers.class_dim(layer)), retain_graph=True)
         total = total + layers.input_rows(layer, turn) @ direction

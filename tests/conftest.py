@@ -91,3 +91,14 @@ def cuda_device(request):
     module.set_order(orders.index(request.param))
     with cuda.emulated(module):
         yield torch.device("cpu")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What came of random networks, over all workers."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    parts = [value for report in reports for name, value in report.user_properties if name == "fuzz"]
+    if parts:
+        from fuzzed_verdicts import Total
+
+        terminalreporter.section("random networks")
+        terminalreporter.write_line(str(sum((Total.of(part) for part in parts), Total())))

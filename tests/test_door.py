@@ -37,6 +37,15 @@ DATA = {
     "batches of arrays": (lambda: [(X.numpy(), Y.numpy())], "batch 0: .* got ndarray; pass torch.from_numpy"),
     "targets that are an array": (lambda: (X, Y.numpy()), r"data\[1\]: a tensor is wanted, got ndarray"),
     "a mapping of arrays": (lambda: [{"x": X.numpy(), "labels": Y.numpy()}], "got ndarray; pass torch.from_numpy"),
+    "float64": (
+        lambda: (X.double(), Y),
+        r"on the inputs \(12, 4\) float64 raised .* \(its parameters are float32 on cpu\)",
+    ),
+    "integers": (
+        lambda: (X.long(), Y),
+        r"\(12, 4\) int64 raised .* parameters are float32|layer '0': input is torch.int64; .*wanted|no floating-point",
+    ),
+    "another width": (lambda: (X[:, :3], Y), r"on the inputs \(12, 3\) float32 raised .* parameters are float32"),
     "texts": (lambda: [("a", "b")], "batch 0 holds no tensor .* a tuple of str, str"),
     "a batch without tensors later": (lambda: [(X, Y), "end"], "batch 1 holds no tensor .* a str"),
     "a list of tensors": (lambda: [X, Y], "got a Tensor .*a tuple of tensors is cut into batches"),
@@ -201,6 +210,7 @@ TENSORS = {
     "targets: sparse": ({"targets": Y.to_sparse()}, "targets: .* layout torch.sparse_coo"),
     "targets: nested": ({"targets": of_layout("nested labels")}, "targets: .* a nested one"),
     "targets: fewer": ({"targets": Y[:5]}, r"targets: .* got \(5,\)"),
+    "test: number": ({"test": 3}, r"test=3: a pair \(features, targets\)"),
     "loss: class": ({"loss": nn.CrossEntropyLoss}, "the class CrossEntropyLoss itself"),
     "loss: swapped": ({"loss": lambda y, f: F.cross_entropy(f, y)}, r"is called as loss\(outputs, targets\)"),
     "rtol: none": ({"rtol": None}, "rtol=None: a relative error from 0"),
@@ -312,6 +322,17 @@ def test_switches_of_numpy_and_torch(true):
 def test_numbers_of_numpy_and_torch(number):
     found = pf.adaptive_sharpness_mc(doors.net(), LOSS, (X, Y), rho=number, draws=2)
     assert found == pf.adaptive_sharpness_mc(doors.net(), LOSS, (X, Y), rho=0.5, draws=2)
+
+
+def test_memory_that_one_sample_exceeds_is_a_note():
+    """The value is the same; a budget that holds, or that nobody gave, says nothing."""
+    given, held, default = (
+        pf.relative_flatness(doors.net(), LOSS, (X, Y), "0", memory=memory) for memory in (1, 2**26, None)
+    )
+    (note,) = given.notes
+    assert re.fullmatch(r"one sample takes about [\d,]+ bytes at a time, more than memory=1", note)
+    assert held.notes == default.notes == ()
+    assert given.value == pytest.approx(default.value, rel=1e-6)
 
 
 def test_long_values_are_cut():

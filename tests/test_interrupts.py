@@ -205,6 +205,20 @@ def test_a_model_that_hangs_is_interrupted_by_the_second_one(slow):
     assert changed(before, everything(slow)) == []
 
 
+def test_a_loss_that_hangs_is_too(slow):
+    before, threads = everything(slow), []
+
+    def loss(outputs, targets):
+        threads.append(in_a_moment(2))
+        while True:
+            time.sleep(0.01)
+
+    with pytest.raises(KeyboardInterrupt):
+        pf.generalization_gap(slow, loss, DATA, DATA)
+    threads[0].join()
+    assert changed(before, everything(slow)) == []
+
+
 @pytest.fixture
 def handled():
     """Sets a handler of SIGINT for a test."""

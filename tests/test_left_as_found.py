@@ -70,6 +70,18 @@ def test_the_weight_of_pruning_still_has_its_graph():
     assert weight.requires_grad
 
 
+def test_generators_of_the_model_s_own_are_put_back():
+    class Drawing(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 0 * torch.rand(1, generator=self.generator)
+
+    net = nn.Sequential(Drawing(4, 5), nn.Linear(5, 3)).double().eval()
+    net[0].generator = torch.Generator().manual_seed(1)
+    before = net[0].generator.get_state()
+    pf.relative_flatness(net, LOSS, (X, Y))
+    assert net[0].generator.get_state().equal(before)
+
+
 @pytest.fixture
 def parametrised():
     torch.manual_seed(2)

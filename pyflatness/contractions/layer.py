@@ -284,7 +284,9 @@ class WeightGradients:
             return None
         found = self._root
         if m > d:
-            directions = torch.randn(d, d, generator=torch.Generator().manual_seed(0)).to(found.device)
+            directions = torch.randn(
+                d, d, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+            ).to(found.device)
             found = torch.linalg.qr(directions).Q @ found
         return found.bfloat16()
 

@@ -18,7 +18,7 @@ _PROMOTED = 2**20  # elements of a weight that are promoted at once
 
 # torch's first exp of a process, if several threads make it at once, can be right to 1e-4 only (seen in one process
 # of ten with torch 2.13's CPU build, MKL behind it). One serial call beforehand settles it.
-torch.zeros(1).exp_()
+torch.zeros(1, dtype=torch.float32, device="cpu").exp_()
 
 
 def pair_distances(weight: Tensor) -> Tensor:

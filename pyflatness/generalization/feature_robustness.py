@@ -105,7 +105,7 @@ class FeatureRobustness:
             MissingExtraError: without matplotlib.
         """
         figure, axes = views.figure()
-        steps = torch.linspace(0, float(self.alphas.abs().max()), 101, dtype=torch.float64)
+        steps = torch.linspace(0, float(self.alphas.abs().max()), 101, dtype=torch.float64, device="cpu")
         parabola = steps.square() * self.kappa / (2 * self.features)
         axes.plot(steps.tolist(), parabola.tolist(), color="0.4", label="α² κ / 2m")
         half = (self.interval()[:, 1] - self.rises).tolist()
@@ -187,7 +187,7 @@ def feature_robustness(
         if kappa is None:
             kappa = layer_value(RELATIVE_FLATNESS, call, name, options)
     rises = torch.stack(curve.rises)
-    grid = torch.tensor(steps, dtype=torch.float64)
+    grid = torch.tensor(steps, dtype=torch.float64, device="cpu")
     return FeatureRobustness(
         alphas=grid,
         rises=rises.mean(dim=0),
@@ -217,7 +217,7 @@ class _Curve:
 
     def add(self, turned: Sequence[Tensor]) -> None:
         """One pass over the data."""
-        values = torch.zeros(len(turned), len(self._scales), dtype=torch.float64)
+        values = torch.zeros(len(turned), len(self._scales), dtype=torch.float64, device="cpu")
         own = mass = 0.0
         self.samples = 0
         for number, batch in enumerate(self._batches):

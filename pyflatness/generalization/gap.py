@@ -178,7 +178,7 @@ class _Ratio:
     """Σ_i t_i / Σ_i m_i over samples, and its standard error; t_i and m_i are sums over the terms of a sample."""
 
     def __init__(self) -> None:
-        self._parts = [torch.zeros(2, 0, dtype=torch.float64)]
+        self._parts = [torch.zeros(2, 0, dtype=torch.float64, device="cpu")]
 
     def add(self, terms: Tensor, samples: int) -> None:
         """Take in values and masses of the terms of some samples in order, or of groups of samples, (2, terms)."""

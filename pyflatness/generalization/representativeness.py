@@ -25,7 +25,7 @@ from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss
 from ..options import check_count, check_draws, check_number, check_seed
-from ..received import check_tensor
+from ..received import check_tensor, shown
 from . import noise
 
 FOLDS, DRAWS = 3, 32
@@ -165,6 +165,8 @@ def representativeness(
     folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
     seed = check_seed("seed", seed)
     delta = None if delta is None else check_number("delta", delta)
+    if test is not None and (not isinstance(test, (tuple, list)) or len(test) != 2):
+        raise InputError(f"test={shown(test)}: a pair (features, targets) is wanted")
     with interrupts.held(), torch.inference_mode(False), torch.no_grad():
         psi = _Head(features, weight, bias, targets, resolved)
         n, m = psi.features.shape
@@ -253,8 +255,8 @@ class Sums:
 
     def __init__(self, loss: Loss, groups: int, draws: int) -> None:
         self._loss = loss
-        self._own, self._mass = (torch.zeros(groups, dtype=torch.float64) for _ in range(2))
-        self._noisy = torch.zeros(draws, groups, dtype=torch.float64)
+        self._own, self._mass = (torch.zeros(groups, dtype=torch.float64, device="cpu") for _ in range(2))
+        self._noisy = torch.zeros(draws, groups, dtype=torch.float64, device="cpu")
 
     def add(self, outputs: Tensor, targets: Any, groups: Tensor, noisy: Iterator[Tensor], number: int = 0) -> None:
         """A batch.
@@ -301,11 +303,11 @@ class Sums:
 
     def against(self, held_out: float) -> tuple[Decomposition, Tensor]:
         """All groups as the sample, beside a mean loss of other data; and E_Rep draw by draw."""
-        return self._decomposed(held_out, torch.ones(len(self._own), dtype=torch.bool))
+        return self._decomposed(held_out, torch.ones(len(self._own), dtype=torch.bool, device="cpu"))
 
     def against_the_rest(self, held_out: Sequence[int]) -> tuple[Decomposition, Tensor]:
         """Some groups held out, the others as the sample; and E_Rep draw by draw."""
-        sample = torch.ones(len(self._own), dtype=torch.bool)
+        sample = torch.ones(len(self._own), dtype=torch.bool, device="cpu")
         sample[[*held_out]] = False
         mass = risk.divisor_of_mean(float(self._mass[~sample].sum()))
         return self._decomposed(float(self._own[~sample].sum()) / mass, sample)
@@ -359,7 +361,7 @@ def _sums(psi: _Head, groups: Tensor, count: int, delta: float, draws: int, seed
 def _risk(psi: _Head) -> float:
     """The mean loss."""
     sums, outputs = Sums(psi.loss, 1, 0), psi.outputs()
-    sums.add(outputs, psi.targets, torch.zeros(len(outputs), dtype=torch.int64), iter(()))
+    sums.add(outputs, psi.targets, torch.zeros(len(outputs), dtype=torch.int64, device="cpu"), iter(()))
     return sums.mean()
 
 

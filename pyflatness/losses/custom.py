@@ -79,7 +79,7 @@ class CustomLoss:
 
     def _sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         targets = targets.double() if targets.is_floating_point() else targets
-        with advice.on_call(self.loss, outputs, targets):
+        with advice.on_call(self.loss, outputs, targets), interrupts.at_second():
             value = self.loss(outputs, targets)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise InputError(f"loss: a scalar tensor is wanted from a custom loss, got {shown(value)}")
@@ -105,7 +105,7 @@ class CustomLoss:
             else:
                 norms = squared_norms(positions.flatten(1), backend, memory)
             logits = (promoted(positions) @ promoted(weight).t()).double() + (0 if bias is None else bias.double())
-            with torch.enable_grad():
+            with torch.enable_grad(), advice.on_second_derivative(self.loss):
                 logits.requires_grad_()
                 loss = self._sum(logits.view(-1, *self._shape), terms.extra)
                 (slope,) = torch.autograd.grad(loss, logits, create_graph=True)

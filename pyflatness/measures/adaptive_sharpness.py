@@ -23,6 +23,7 @@ ADAPTIVE_SHARPNESS = Measure(
     name="adaptive_sharpness",
     formula="Σ_j w_j² ∂²E/∂w_j² over a layer's weight; network: over all trainable parameters",
     source="From Loss Flatness to Compressed Representations, Definition E.1",
+    of_layers=False,
     quantity="weighted",
     of_network=lambda task: diagonal.estimate(task, adaptive=True),
     invariant="layer-wise, neuron-wise",

@@ -99,7 +99,7 @@ def _estimate(task: Task, rho: float = RHO, draws: int = DRAWS, *, scaled: bool 
         with capture.trial():
             up, down = risk.at(task.model, points, task.loss, task.batches, task.forward, policy)
         rises.append((up.value + down.value) / 2 - own.value)
-    rise, factor = torch.tensor(rises, dtype=torch.float64), 2 / rho**2 if scaled else 1.0
+    rise, factor = torch.tensor(rises, dtype=torch.float64, device="cpu"), 2 / rho**2 if scaled else 1.0
     return Estimate(
         value=factor * float(rise.mean()),
         stderr=factor * float(rise.std()) / draws**0.5,
@@ -116,6 +116,7 @@ ADAPTIVE_SHARPNESS_MC = Measure(
     name="adaptive_sharpness_mc",
     formula="(2/ρ²) E[L(θ + δ) - L(θ)], δ ~ N(0, ρ² diag θ²), ρ = 0.1, all trainable parameters",
     source="From Loss Flatness to Compressed Representations, Eq. 38 and appendix F",
+    of_layers=False,
     compute=lambda task: {"": _estimate(task)},
     granularity="network",
     invariant="layer-wise, neuron-wise",

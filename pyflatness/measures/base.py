@@ -35,6 +35,8 @@ class Measure:
         needs: which quantities these must have that not all measures need.
         base: the measure from whose values it follows without reading the data again.
         derive: its values, from the model, the user's options and its base's values.
+        of_layers: whether the network's value is of its measured layers together; else it is of all parameters, or of
+            the model's input.
         granularity: what it is a number of: ``"layer"``, ``"network"``, ``"layer, network"``.
         invariant: reparameterisations that change the network's weights but neither its function nor the measure:
             ``"none"``, ``"layer-wise"``, ``"layer-wise, neuron-wise"``.
@@ -54,6 +56,7 @@ class Measure:
     needs: tuple[str, ...] = ()
     base: str | None = None
     derive: Callable[[nn.Module, Options, Values], Values] | None = None
+    of_layers: bool = True
     granularity: str = "layer, network"
     invariant: str = "none"
     cost: str = "one sweep, shared"

@@ -148,6 +148,7 @@ FISHER_RAO = Measure(
     name="fisher_rao",
     formula="√E⟨θ, ∂ℓ/∂θ⟩², θ all parameters",
     source="Liang et al. 2019; Petzka et al. 2021, section 6",
+    of_layers=False,
     compute=_values,
     granularity="network",
     invariant="layer-wise, neuron-wise",

@@ -45,6 +45,7 @@ INTERPOLATION_SHARPNESS = Measure(
     name="interpolation_sharpness",
     formula="(1/n) Σ_i |∂f_i/∂θ|², θ all trainable parameters",
     source="From Loss Flatness to Compressed Representations, Eq. 3",
+    of_layers=False,
     compute=lambda task: {"": _estimate(task)},
     granularity="network",
     cost="a sweep of its own: one backward pass per output",

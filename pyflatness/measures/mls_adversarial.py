@@ -143,7 +143,8 @@ class _Ascent:
                 best = torch.maximum(best, _norms(rows) / went)
                 if step == steps or not change.requires_grad:
                     break
-                (gradient,) = torch.autograd.grad(0.5 * rows.square().sum(), moved)
+                with capture.differentiated():
+                    (gradient,) = torch.autograd.grad(0.5 * rows.square().sum(), moved)
             lost = _norms(gradient) == 0
             direction = torch.where(_like(lost, gradient), direction, gradient.to(dtype))
         return best
@@ -174,6 +175,7 @@ MLS_ADVERSARIAL = Measure(
     name="mls_adversarial",
     formula="mean_i max_δ |f(x_i + δ) - f(x_i)| / |δ|, |δ| small, by gradient ascent",
     source="From Loss Flatness to Compressed Representations, Eq. 47",
+    of_layers=False,
     compute=lambda task: {"": _estimate(task)},
     granularity="network",
     invariant="layer-wise, neuron-wise",

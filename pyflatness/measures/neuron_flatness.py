@@ -24,7 +24,7 @@ def largest(model: nn.Module, options: Options, values: Values) -> Values:
     for name, estimate in values.items():
         if estimate.per_neuron is not None:
             found[name] = replace(estimate, value=float(estimate.per_neuron.max()), per_sample=None)
-    largest_of_all = float(torch.tensor([e.value for e in found.values()], dtype=torch.float64).max())
+    largest_of_all = float(torch.tensor([e.value for e in found.values()], dtype=torch.float64, device="cpu").max())
     found[""] = replace(values[""], value=largest_of_all, per_sample=None)
     return found
 

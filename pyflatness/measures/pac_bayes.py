@@ -185,7 +185,7 @@ class _Search:
         self._model = self._folding.of(task.model)
         self._theta = parameters.every(self._model)
         seeds = torch.Generator().manual_seed(task.options.seed)
-        self._seeds: list[int] = torch.randint(2**62, (draws,), generator=seeds).tolist()
+        self._seeds: list[int] = torch.randint(2**62, (draws,), generator=seeds, device="cpu").tolist()
         self._samples = 0
 
     def result(self, initial: nn.Module | Mapping[str, Tensor] | None = None) -> PacBayes:
@@ -306,6 +306,7 @@ PAC_BAYES = Measure(
     name="pac_bayes",
     formula="1/σ², σ the noise N(0, σ²) on all parameters that lowers the accuracy by 0.1",
     source="Petzka et al. 2021, appendix C.2; Jiang et al. 2020",
+    of_layers=False,
     compute=_values,
     granularity="network",
     cost=f"up to {_reads(DRAWS, STEPS)} forward passes",

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, jacobians, selectors
+from .. import capture, coverage, jacobians, selectors
 from ..errors import InputError
 from ..jacobians import INPUT, Samples
 from ..opening import opened
@@ -120,6 +120,7 @@ MLS = Measure(
     name="mls",
     formula="mean_i s_max(∂f_i/∂x_i)",
     source=f"{_SOURCE}, Definition 3.7",
+    of_layers=False,
     of_jacobians=partial(_at_places, _largest),
     cost=COST,
 )
@@ -135,6 +136,7 @@ NORMALIZED_MLS = Measure(
     name="normalized_mls",
     formula="mean_i |x_i|² s_max(∂f_i/∂x_i)²",
     source=f"{_SOURCE}, Definition F.1",
+    of_layers=False,
     of_jacobians=partial(_at_places, _normalized),
     invariant="layer-wise",
     cost=COST,
@@ -143,6 +145,7 @@ INPUT_INVARIANT_MLS = Measure(
     name="input_invariant_mls",
     formula="mean_i |∂f_i/∂x_i diag(x_i)|_F²",
     source=f"{_SOURCE}, Definition E.3",
+    of_layers=False,
     of_jacobians=partial(_at_places, _scaled),
     needs=("scaled",),
     invariant="layer-wise, neuron-wise",
@@ -168,6 +171,7 @@ LOCAL_DIMENSION = Measure(
     name="local_dimension",
     formula="mean_i Tr(G_i)² / Tr(G_i²), G_i = ∂f_i/∂x_i (∂f_i/∂x_i)ᵀ",
     source=f"{_SOURCE}, Eq. 15",
+    of_layers=False,
     of_jacobians=partial(_at_places, _dimension),
     invariant="layer-wise",
     cost=COST,
@@ -236,7 +240,10 @@ def representation(
     for row in rows:
         assert row.of_jacobians is not None
         found.update({(name, row.name): value for name, value in row.of_jacobians(samples).items()})
-    return Report(samples.layers, tuple(row.name for row in rows), found)
+    left_out = coverage.uncovered(call.model, [call.model.get_submodule(name) for name in samples.layers])
+    if layers is None:
+        found = coverage.marked(found, [row.name for row in rows if row.of_layers], left_out)
+    return Report(samples.layers, tuple(row.name for row in rows), found, {}, left_out)
 
 
 def _named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:

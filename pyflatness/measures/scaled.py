@@ -71,9 +71,8 @@ def largest_scaled(measure: str, model: nn.Module, options: Options, values: Val
             f"{measure} has no sampled value: the largest of several is too large in the mean; pass probes=None and "
             "target_stderr=None, or leave it out of measures="
         )
-    place = int(
-        torch.tensor([estimate.value for estimate in found.values()]).argmax()
-    )  # that of a NaN, if there is one
+    sizes = torch.tensor([estimate.value for estimate in found.values()], dtype=torch.float64, device="cpu")
+    place = int(sizes.argmax())  # that of a NaN, if there is one
     name, largest = [*found.items()][place]
     exact = all(estimate.exact for estimate in found.values())
     return {"": replace(largest, exact=exact, layer="", notes=(f"{measure}: that of layer {name!r}",))}

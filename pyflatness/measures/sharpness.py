@@ -14,6 +14,7 @@ SHARPNESS = Measure(
     name="sharpness",
     formula="Tr(∂²E/∂θ²), θ all trainable parameters",
     source="From Loss Flatness to Compressed Representations, Eq. 2",
+    of_layers=False,
     compute=lambda task: {"": diagonal.estimate(task)},
     granularity="network",
     cost="a sweep of its own; where the model is curved in a parameter, a Hessian product for each of its entries",
