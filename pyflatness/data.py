@@ -212,7 +212,7 @@ def _with_samples(batch: Any, samples: int) -> Iterator[Tensor]:
 
 def leaves(batch: Any) -> Iterator[Any]:
     """Return what is in a batch, whatever holds it."""
-    if not isinstance(batch, (tuple, list, Mapping)):
+    if isinstance(batch, Tensor) or not isinstance(batch, (tuple, list, Mapping)):
         yield batch
         return
     for part in batch.values() if isinstance(batch, Mapping) else batch:
