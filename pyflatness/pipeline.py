@@ -328,7 +328,9 @@ def measure(
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``; a sample is left out of all layers.
         reduction: ``"mean"`` or ``"sum"``.
         forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes to which batches are cut.
+        memory: bytes for the working buffers, to which batches are cut (512 MiB). What cannot be less: one sample's graph;
+            w wᵀ and its root for relative flatness of a layer with fewer outputs d than inputs (about 24 d² bytes);
+            float64 copies of a weight for normalised sharpness, and copies of all parameters for measures over these.
         seed: of the random signs.
         progress: show a bar.
 
