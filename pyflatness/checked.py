@@ -18,6 +18,7 @@ from .errors import FlatnessError, InputError
 from .generators import Generators
 from .losses import CustomLoss, Loss
 from .losses.closure import REFUSAL, depends_on
+from .outputs import SideBySide, single
 from .received import is_out_of_memory
 
 _CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called, and of which parameters
@@ -55,6 +56,20 @@ class Checked:
         self._check_loss(model, outputs, targets)
         return outputs, targets
 
+    def _tensor(self, returned: Any) -> Tensor:
+        """Return the outputs in what the model returned: side by side if there are several and the loss takes all."""
+        loss = self._loss
+        if not isinstance(loss, CustomLoss) or single(returned) is not None:
+            return capture.one_tensor(returned)
+        several, whole = SideBySide.of(returned)
+        if loss.several not in (None, several):
+            raise InputError(
+                f"model: its outputs have other shapes, {several.shapes}, than in the batches before, "
+                f"{loss.several.shapes}; pass forward=, a function (model, batch) -> (outputs, targets)"
+            )
+        loss.several = several
+        return whole
+
     def _call(self, batch: Any) -> str:
         """Return in words what was called, and on what."""
         if self._forward is not None:
@@ -71,9 +86,13 @@ class Checked:
 
     def _run(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         try:
-            return capture.run(model, batch, self._forward)
+            return capture.run(model, batch, self._forward, self._tensor)
         except FlatnessError:
             raise
+        except StopIteration as error:  # by itself it would be an error of a generator's, or the end of a loop
+            stopped = RuntimeError("the forward pass raised StopIteration")
+            setattr(stopped, _CALL, (self._call(batch), self._kinds()))
+            raise stopped from error
         except Exception as error:
             if not is_out_of_memory(error):
                 setattr(error, _CALL, (self._call(batch), self._kinds()))
@@ -126,9 +145,10 @@ def explained() -> Iterator[None]:
     except Exception as error:
         if not hasattr(error, _CALL):
             raise
+        raised = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
         call, parameters_are = getattr(error, _CALL)
         raise InputError(
-            f"model: {call} raised {type(error).__name__}: {error}; pass data that fit the model (its parameters are "
+            f"model: {call} raised {type(raised).__name__}: {raised}; pass data that fit the model (its parameters are "
             f"{parameters_are}), or forward=, a function (model, batch) -> (outputs, targets) that calls it as it "
             "wants to be called"
-        ) from error
+        ) from raised

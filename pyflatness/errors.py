@@ -13,6 +13,10 @@ class NonFiniteError(InputError):
     """NaN or infinity in weights, features or logits."""
 
 
+class NoGraphError(InputError):
+    """A layer that runs without recording a graph, so that nothing can be differentiated in it."""
+
+
 class NotYetError(FlatnessError, NotImplementedError):
     """A sound request that this version does not serve yet."""
 

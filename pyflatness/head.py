@@ -154,8 +154,7 @@ class Head:
 
     def _head_call(self, calls: capture.Calls, outputs: Tensor) -> capture.Call:
         if not calls.last:
-            names = ", ".join(map(repr, self._candidates))
-            raise InputError(f"layer: {names} did not run in the model's forward pass")
+            raise layers.did_not_run(self._model, self._candidates)
         name = list(calls.last)[-1]
         if not self.name:
             self.name = name

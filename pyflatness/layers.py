@@ -1,5 +1,7 @@
 """Layers as weight matrices: which are supported, their (d, m) matrix, their inputs and signals in one form."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -10,6 +12,8 @@ from .errors import InputError, NonFiniteError
 SUPPORTED = "Linear, Conv1d, Conv2d, Conv3d, and the Conv1D of transformers"
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LAYERS = (nn.Linear, *_CONVOLUTIONS)
+"""torch's classes of layers that can be measured."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -31,6 +35,34 @@ def is_supported(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear):
         return type(module).forward is nn.Linear.forward
     return _is_transposed(module)
+
+
+def why_not_supported(module: nn.Module) -> str:
+    """Why a module is not a layer that can be measured, with its class."""
+    kind = type(module).__name__
+    base = next((base for base in LAYERS if isinstance(module, base)), None)
+    if base is None:
+        return f"is a {kind}; what can be measured is {SUPPORTED}"
+    return (
+        f"is a {kind}, a subclass of {base.__name__} whose forward is its own, so that its output need not be W φ + "
+        "b of its weight: measure another layer (an adapter's base layer, say), or, where it is that all the same, put "
+        f"a plain {base.__name__} with this weight and bias in its place"
+    )
+
+
+def did_not_run(model: nn.Module, names: Iterable[str]) -> InputError:
+    """The error for layers that were asked for and that the model's forward pass does not call."""
+    listed = [*names]
+    attention = [
+        name for name in listed if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention)
+    ]
+    why = ""
+    if attention:
+        why = (
+            f": nn.MultiheadAttention uses the weight of {', '.join(map(repr, attention))} without calling the layer, "
+            "so that there is no input of it to see; choose other layers"
+        )
+    return InputError(f"layer: {', '.join(map(repr, listed))} did not run in the model's forward pass{why}")
 
 
 def is_convolution(module: nn.Module) -> bool:

@@ -55,6 +55,7 @@ def opened(
     reduction: str | None = None,
     forward: capture.Forward | None = None,
     passes: int = 1,
+    ordered: bool = False,
     progress: bool | None = None,
 ) -> Iterator[Opened]:
     """Hold the user's model, loss and data ready to be measured; afterwards everything is as it was.
@@ -66,6 +67,7 @@ def opened(
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: the user's, see :func:`.capture.run`.
         passes: how often the data will be read.
+        ordered: whether the samples have to come in the same order at each read.
         progress: whether reading shows a bar.
 
     Raises:
@@ -77,5 +79,5 @@ def opened(
         raise InputError(f"forward={shown(forward)}: a function (model, batch) -> (outputs, targets) is wanted")
     progress = None if progress is None else check_flag("progress", progress)
     with explained(), capture.observing(model) as module:
-        batches = Batches(data, capture.device(module), passes=passes, shown=progress)
+        batches = Batches(data, capture.device(module), passes=passes, ordered=ordered, shown=progress)
         yield Opened(module, resolved, batches, Checked(module, resolved, forward), progress)

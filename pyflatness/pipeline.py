@@ -187,7 +187,14 @@ def layer_measure(
     """One measure of one layer, by the head where it is that; or of the network, if it is none of layers."""
     options = replace(options, normalize=options.normalize or row.normalize)
     passes = reads([row], options)
-    with opened(model, loss, data, reduction=reduction, forward=forward, passes=passes, progress=progress) as call:
+    with opened(
+        *(model, loss, data),
+        reduction=reduction,
+        forward=forward,
+        passes=passes,
+        ordered=options.by_sample,
+        progress=progress,
+    ) as call:
         return layer_value(row, call, layer, options)
 
 
@@ -267,7 +274,14 @@ def block_traces(
     """
     options = Options(curvature, conv=conv, normalize=normalize, backend=backend, nan_policy=nan_policy, memory=memory)
     passes = options.reads
-    with opened(model, loss, data, reduction=reduction, forward=forward, passes=passes, progress=progress) as call:
+    with opened(
+        *(model, loss, data),
+        reduction=reduction,
+        forward=forward,
+        passes=passes,
+        ordered=options.by_sample,
+        progress=progress,
+    ) as call:
         name, _ = head.find(call.model, layer, call.loss, call.batches, call.forward)
         selection = selectors.select(call.model, name)
         return LayerValues(call.model, selection, call.loss, call.batches, call.forward, options).block_traces()
@@ -358,7 +372,14 @@ def measure(
     options.refuse_tolerance()
     wanted, networks = named(measures), measures is not None
     passes = reads(wanted, options, networks=networks)
-    with opened(model, loss, data, reduction=reduction, forward=forward, passes=passes, progress=progress) as call:
+    with opened(
+        *(model, loss, data),
+        reduction=reduction,
+        forward=forward,
+        passes=passes,
+        ordered=options.by_sample,
+        progress=progress,
+    ) as call:
         selection = selectors.select(call.model, layers)
         task = call.task(options, selection)
         by_name = measures is not None and measures != "all"

@@ -101,9 +101,11 @@ def duplicate(model: nn.Module) -> nn.Module:
     Raises:
         InputError: it holds something that cannot be copied.
     """
+    held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    made = [tensor for tensor in held if tensor.grad_fn is not None]  # by hooks of the older weight_norm, for one
     try:
         with capture.made_anew(model):
-            return copy.deepcopy(model)
+            return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in made})
     except (RuntimeError, TypeError) as error:
         raise InputError(f"model: it cannot be copied ({error})") from None
 

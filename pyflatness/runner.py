@@ -21,7 +21,7 @@ from .tape import Call, Tape, frozen
 DEFAULT_MEMORY = 512 * 2**20  # bytes that the graph, the layers' inputs and signals of a part may take
 _SECOND_ORDER = 3  # about the memory that a graph takes together with that of its derivatives
 
-_COMPARED_EVERY = 200  # samples, of which two are looked at: one per cent of the forward pass
+_COMPARED_EVERY = 400  # samples, of which two are looked at: half a per cent of the forward pass
 
 Result = TypeVar("Result")
 Check = Callable[[Tensor], None]
@@ -225,7 +225,8 @@ class Runner:
         self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], check: Check
     ) -> Result | None:
         """None: to be tried again, with what was found out."""
-        with self._attention():  # around all of it: activation checkpointing runs the model again in backward passes
+        # Around all of it: activation checkpointing runs the model again in backward passes.
+        with self._attention(), capture.differentiated():
             result = self._run(part, number, numbers, work, check)
         if result is None and self._unseen:
             self._look(part, again=True)
@@ -357,14 +358,14 @@ class Runner:
         if not again and (self._looked_at > 1 or (self._looked_at == 1 and samples == 1)):
             return None
         modules = self.selected
-        found = preflight.look(self.model, modules, self._tape, batch, self._forward, whole=again)
+        with capture.differentiated():
+            found = preflight.look(self.model, modules, self._tape, batch, self._forward, whole=again)
         if self._unseen - found.layouts.keys():
             listed = ", ".join(map(repr, sorted(self._unseen)))
             raise InputError(f"layer {listed} runs at one call of the model and not at the next, on the same batch")
         missing = [name for name in modules if name in self._named and name not in found.layouts]
         if not again and modules and (missing or not found.layouts):
-            names = ", ".join(map(repr, missing or modules))
-            raise InputError(f"layer: {names} did not run in the model's forward pass")
+            raise layers.did_not_run(self.model, missing or modules)
         for name in found.layouts:
             layers.check_measurable(name, modules[name])
         known = self._layouts if self._looked_at > 1 else {}

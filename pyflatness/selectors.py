@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .errors import InputError
-from .layers import SUPPORTED, is_supported
+from .layers import LAYERS, SUPPORTED, is_supported, why_not_supported
 from .received import shown
 
 Selector = str | nn.Module
@@ -39,7 +39,9 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
     supported = {name: module for name, module in model.named_modules() if is_supported(module)}
     if selectors is None:
         if not supported:
-            raise InputError(f"layers: the model has none that can be measured ({SUPPORTED})")
+            own = next((name for name, module in every.items() if isinstance(module, LAYERS)), None)
+            why = "" if own is None else f"; {own!r} {why_not_supported(every[own])}"
+            raise InputError(f"layers: the model has none that can be measured ({SUPPORTED}){why}")
         return Selection(supported, frozenset())
     if not isinstance(selectors, Iterable) or isinstance(selectors, (str, bytes, type, nn.Module, Tensor)):
         selectors = [selectors]
@@ -55,8 +57,7 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
             named.update(names)
         usable = [name for name in names if is_supported(every[name])]
         if not usable:
-            kinds = ", ".join(sorted({type(every[name]).__name__ for name in names}))
-            raise InputError(f"layer {names[0]!r} is a {kinds}; what can be measured is {SUPPORTED}")
+            raise InputError(f"layer {names[0]!r} {why_not_supported(every[names[0]])}")
         chosen.update((name, every[name]) for name in usable)
     return Selection({name: chosen[name] for name in every if name in chosen}, frozenset(named))
 

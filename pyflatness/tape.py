@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import interrupts, layers
 from .capture import is_aside, version
-from .errors import InputError
+from .errors import InputError, NoGraphError
 from .received import check_tensor
 
 
@@ -115,7 +115,7 @@ class Tape:
             if self._paused or is_aside():
                 return None
             if self._active and not torch.is_grad_enabled():
-                raise InputError(
+                raise NoGraphError(
                     f"layer {name!r} runs without recording a graph: under torch.no_grad() inside the model, or in "
                     "reentrant activation checkpointing (pass use_reentrant=False to torch.utils.checkpoint)"
                 )

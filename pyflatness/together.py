@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from . import jacobians
-from .errors import InputError, NonFiniteError, NotYetError
+from .errors import InputError, NoGraphError, NonFiniteError, NotYetError
 from .layer_values import LayerValues
 from .measures import RELATIVE_FLATNESS, Measure, with_bases
 from .measures.base import Values
@@ -73,8 +73,7 @@ class Together:
                 with self._attempt(row):
                     sweep.check_options(row)
                     possible.append(row)
-            everything = RELATIVE_FLATNESS in possible
-            with contextlib.nullcontext() if everything else self._attempt(*possible):
+            with self._attempt_sweep(possible):
                 for (name, measure), estimate in sweep.estimates(possible, self._attempt).items():
                     self._values.setdefault(measure, {})[name] = estimate
         if self._values:  # one report is of one set of layers
@@ -109,6 +108,17 @@ class Together:
                 with self._attempt(row):
                     assert row.of_jacobians is not None
                     self._values[row.name] = row.of_jacobians(samples)
+
+    @contextlib.contextmanager
+    def _attempt_sweep(self, rows: Sequence[Measure]) -> Iterator[None]:
+        """Inside, what stands in the way of all measures of a sweep is an error, unless others do without one."""
+        try:
+            with contextlib.nullcontext() if RELATIVE_FLATNESS in rows else self._attempt(*rows):
+                yield
+        except NoGraphError as error:
+            if self._named or not self._networks:
+                raise
+            self._skipped.update((row.name, str(error)) for row in rows)
 
     @contextlib.contextmanager
     def _attempt(self, *rows: Measure) -> Iterator[None]:

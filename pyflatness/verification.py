@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import remove_spectral_norm, remove_weight_norm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from . import capture, interrupts, layers, losses
 from . import progress as progress_bar
@@ -19,6 +22,7 @@ from .data import first, leaves, map_tensors
 from .errors import InputError
 from .opening import opened
 from .options import check_count, check_number
+from .outputs import single
 from .pipeline import relative_flatness
 from .received import check_tensor
 from .reparameterize import duplicate
@@ -137,7 +141,7 @@ def verify(
                 check_tensor("data: batch 0", part)
         batch = first(batch, samples)
         capture.run(module, batch, call.forward)  # with its checks, which the copy in float64 cannot have
-        double = duplicate(module).double()
+        double = _in_double(module)
     batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
     measured = [(model, loss, batch), (double, _double_loss(loss, None), batch64)]
     found = []
@@ -165,6 +169,18 @@ def verify(
         path = f"{estimate.backend}, {str(dtype).removeprefix('torch.')}"
         checks.append(Check(path, estimate.value, error, _TOLERANCE[dtype]))
     return Verification(estimate.layer, estimate.samples, truth, method, tuple(checks))
+
+
+def _in_double(module: nn.Module) -> nn.Module:
+    """A copy in float64, in which weights that hooks of the older weight_norm and spectral_norm make are parameters."""
+    double = duplicate(module).double()
+    for part in double.modules():
+        for hook in [*part._forward_pre_hooks.values()]:
+            if isinstance(hook, WeightNorm):
+                remove_weight_norm(part, hook.name)
+            elif isinstance(hook, SpectralNorm):
+                remove_spectral_norm(part, hook.name)
+    return double
 
 
 class _Passes:
@@ -211,7 +227,12 @@ def _truth(estimate: Estimate, layer: nn.Module, risk: Callable[[], Tensor], pas
 
 
 def _risk(model: nn.Module, loss: Any, batch: Any, forward: capture.Forward | None) -> Tensor:
-    outputs, targets = capture.run(model, batch, forward)
+    def taken(returned: Any) -> Any:
+        """What the user's loss is called on: all outputs, where it is not clear which one is meant."""
+        one = single(returned)
+        return returned if one is None else one
+
+    outputs, targets = capture.run(model, batch, forward, taken)
     value: Tensor = loss(outputs, targets)
     return value
 

@@ -85,7 +85,7 @@ def test_layers_that_cannot_be_measured():
             super().__init__(*sizes)
             self.forward = lambda x: 2 * nn.Linear.forward(self, x)
 
-    refused(pf.InputError, "layer '2' is a Scaled; what can", net(Scaled(8, 8)), layer="2")
+    refused(pf.InputError, "layer '2' is a Scaled, a subclass of Linear whose", net(Scaled(8, 8)), layer="2")
     refused(pf.InputError, r"'2' \(Patched\): its output is not W φ \+ b", net(Patched(8, 8)), layer="2")
     lazy = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
     refused(pf.InputError, "lazy layers whose weights are not initialised", lazy, layer="0")

@@ -21,11 +21,14 @@ from torch import nn
 import pyflatness as pf
 
 LOSS = nn.CrossEntropyLoss()
-SEEDS = [
-    pytest.param(300, (0.91, 0.985), id="short"),
-    pytest.param(1500, (0.93, 0.97), id="long", marks=pytest.mark.soak),
-]
-SOAK = SEEDS[1:]
+SHORT, LONG = (300, (0.91, 0.985)), (1500, (0.93, 0.97))  # seeds, and the share of intervals that hold the truth
+SOAK = [pytest.param(*LONG, marks=pytest.mark.soak)]
+
+
+def runs(short, *others):
+    """Parameters of a test: the first ones in short too, all of them in the soak run."""
+    long = (pytest.param(*case, *LONG, marks=pytest.mark.soak) for case in (short, *others))
+    return [(*short, *SHORT), *long]
 
 
 def held(found, truth=None):
@@ -43,23 +46,17 @@ def classifier(activation, samples=40):
 # --- draws for all samples together -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seeds", "within"), SEEDS)
-@pytest.mark.parametrize("draws", [2, 4, 32])
+@pytest.mark.parametrize(("draws", "seeds", "within"), runs((2,), (4,), (32,)))
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
 def test_adaptive_sharpness_mc(activation, draws, seeds, within):
-    if draws > 2 and seeds == 300:
-        pytest.skip("in the soak run")
     model, data = classifier(activation)
     found = [pf.adaptive_sharpness_mc(model, LOSS, data, draws=draws, seed=seed) for seed in range(seeds)]
     assert within[0] <= held(found) <= within[1]
 
 
-@pytest.mark.parametrize(("seeds", "within"), SEEDS)
-@pytest.mark.parametrize("draws", [2, 4, 16])
+@pytest.mark.parametrize(("draws", "seeds", "within"), runs((2,), (4,), (16,)))
 @pytest.mark.parametrize(("layer", "activation"), [("2", nn.ReLU), ("0", nn.ReLU), ("0", nn.Tanh)])
 def test_feature_robustness(layer, activation, draws, seeds, within):
-    if (draws > 2 or layer == "0") and seeds == 300:
-        pytest.skip("in the soak run")
     model, data = classifier(activation)
     found = [
         pf.feature_robustness(model, LOSS, data, layer, alphas=[0.1, 0.8], draws=draws, kappa=1.0, seed=seed)
@@ -70,12 +67,9 @@ def test_feature_robustness(layer, activation, draws, seeds, within):
         assert within[0] <= share([f.interval()[place].tolist() for f in found], truth) <= within[1]
 
 
-@pytest.mark.parametrize(("seeds", "within"), SEEDS)
-@pytest.mark.parametrize("draws", [2, 4, 8])
+@pytest.mark.parametrize(("draws", "seeds", "within"), runs((2,), (4,), (8,)))
 def test_representativeness(draws, seeds, within):
     """With one ψ and folds of one size the mean over folds is -E_F, whatever the folds."""
-    if draws > 2 and seeds == 300:
-        pytest.skip("in the soak run")
     phi, w = normal(1, 30, 4), normal(2, 3, 4)
     found = [
         pf.representativeness(phi, w, targets=(phi @ w.t()).argmax(1), draws=draws, seed=seed) for seed in range(seeds)

@@ -140,3 +140,22 @@ def test_every_tensor_that_is_made_says_where_and_of_what():
             if lacks:
                 missing.append(f"{path.relative_to(root)}:{node.lineno} torch.{made} lacks {', '.join(sorted(lacks))}")
     assert not missing, "\n".join(missing)
+
+
+class TwoWays(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.one(x) + self.other(x)
+
+
+def test_the_largest_of_values_that_agree_to_nine_digits():
+    """Both layers have the same trace, and weights of one shape, so that the second's |w|² Tr(H) is 2e-9 larger."""
+    model = TwoWays().double()
+    with torch.no_grad():
+        model.other.weight.copy_(model.one.weight * (1 + 1e-9))
+    report = pf.measure(model, LOSS, (X.double(), Y), measures=["scaled_trace", "largest_scaled_trace"])
+    assert report["other", "scaled_trace"].value > report["one", "scaled_trace"].value
+    assert report["largest_scaled_trace"].value == report["other", "scaled_trace"].value

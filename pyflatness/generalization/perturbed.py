@@ -44,7 +44,7 @@ class Perturbed:
         with capture.Calls({self._name: self.layer}) as calls:
             outputs, targets = capture.run(self._model, batch, self._forward)
             if self._name not in calls.last:
-                raise InputError(f"layer: {self._name!r} did not run in the model's forward pass")
+                raise layers.did_not_run(self._model, [self._name])
             call = calls.last[self._name]
             single = calls.count[self._name] == 1 and capture.version(call.inputs) == call.versions[0]
             self._call = call if single else None

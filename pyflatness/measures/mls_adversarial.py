@@ -143,7 +143,8 @@ class _Ascent:
                 best = torch.maximum(best, _norms(rows) / went)
                 if step == steps or not change.requires_grad:
                     break
-                (gradient,) = torch.autograd.grad(0.5 * rows.square().sum(), moved)
+                with capture.differentiated():
+                    (gradient,) = torch.autograd.grad(0.5 * rows.square().sum(), moved)
             lost = _norms(gradient) == 0
             direction = torch.where(_like(lost, gradient), direction, gradient.to(dtype))
         return best
