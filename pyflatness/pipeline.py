@@ -342,7 +342,10 @@ def measure(
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``; a sample is left out of all layers.
         reduction: ``"mean"`` or ``"sum"``.
         forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes to which batches are cut.
+        memory: bytes for the working buffers, to which batches are cut (512 MiB). It does not go below one sample's
+            graph; w wᵀ and its root for relative flatness of a layer with fewer outputs d than inputs (about 24 d²
+            bytes); about six float64 matrices of a weight's size for normalised sharpness; up to nine copies of the
+            parameters for measures over all of them.
         seed: of the random signs.
         progress: show a bar.
 

@@ -21,7 +21,8 @@ class Problem:
         terms: (outputs, targets) -> the loss terms t (k,) of E = Σ t / Σ mass, samples first, and their mass (k,).
         total: E is Σ t, without the divisor.
         options: that the library needs for it.
-        ignores: some targets are left out.
+        ignored: where targets are left out; None: nowhere.
+        positions: the library knows what is left out, and each position as a term of its own.
     """
 
     text: str
@@ -30,7 +31,8 @@ class Problem:
     terms: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     total: bool
     options: dict[str, Any]
-    ignores: bool = False
+    ignored: Tensor | None = None
+    positions: bool = True
 
 
 def draw(rng, generator, samples, shape, tail):
@@ -76,9 +78,10 @@ def _classes(rng, generator, samples, shape, of_logarithms=False):
         return each, mass.detach() * used
 
     name = f"{'F.' if as_function else ''}{function.__name__}({_text(keywords)})"
+    left_out = targets == ignored
     if of_logarithms:  # the library knows it as a callable, of which a sample is one term
         terms = _by_sample(loss, total)
-    return Problem(name, loss, targets, terms, total, {}, ignores=bool((targets == ignored).any()))
+    return Problem(name, loss, targets, terms, total, {}, left_out if left_out.any() else None, not of_logarithms)
 
 
 def _probabilities(rng, generator, samples, shape):
