@@ -19,7 +19,7 @@ from . import capture, data
 from .errors import FlatnessError, InputError
 from .generators import Generators, OutsideTorch
 from .independence import check_unchanged, pair
-from .losses import CustomLoss, Loss
+from .losses import CustomLoss, Loss, remarks
 from .losses.closure import REFUSAL, depends_on
 from .outputs import SideBySide, single
 from .received import is_out_of_memory
@@ -43,6 +43,7 @@ class Checked:
         self._parameters = [*model.parameters()]
         self._is_first = True  # whether no batch was run yet, but to find something out
         self._fewest = math.inf  # samples that were run to find something out
+        self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
         self._loss_is_open = isinstance(loss, CustomLoss)  # whether it may depend on more than the outputs
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
@@ -63,6 +64,10 @@ class Checked:
             if self._is_first and self._fewest >= data.size(batch):
                 self._check_independent(model, batch, outputs)
             self._is_first = False
+            if self.notes is None and not outputs.is_meta and isinstance(targets, Tensor):
+                self.notes = ()
+                with contextlib.suppress(Exception):  # what does not go together is an error of the measure
+                    self.notes = remarks.of(self._loss, outputs, targets)
         self._check_loss(model, outputs, targets)
         return outputs, targets
 

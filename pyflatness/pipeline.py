@@ -195,7 +195,7 @@ def layer_measure(
         ordered=options.by_sample,
         progress=progress,
     ) as call:
-        return layer_value(row, call, layer, options)
+        return call.noted(layer_value(row, call, layer, options))
 
 
 def layer_value(row: Measure, call: Opened, layer: Selector | None, options: Options) -> Estimate:
@@ -384,7 +384,8 @@ def measure(
         task = call.task(options, selection)
         by_name = measures is not None and measures != "all"
         together = Together(wanted, task, named=by_name, networks=networks)
-        found, skipped = together.estimates()
+        estimates, skipped = together.estimates()
+        found = {key: call.noted(estimate) for key, estimate in estimates.items()}
     measured = {name for name, _ in found}
     names = tuple(name for name in selection.modules if name in measured)
     covered = [module for name, module in selection.modules.items() if name in together.measured]

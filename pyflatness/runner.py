@@ -117,7 +117,7 @@ class Runner:
         self._certify, self._reserve = certify, reserve
         self.model, self.batches, self.selected = model, batches, selection.modules
         self._approve, self._second_order, self._order_matters = approve, second_order, order_matters
-        self._named, self._forward = selection.named, forward
+        self._named, self._optional, self._forward = selection.named, selection.optional, forward
         self._asked, self._memory = memory, memory or DEFAULT_MEMORY
         self.notes: tuple[str, ...] = ()  # what a reader of a value should know of how it was come by
         self._tape = Tape(selection.modules)
@@ -354,7 +354,7 @@ class Runner:
             listed = ", ".join(map(repr, sorted(self._unseen)))
             raise InputError(f"layer {listed} runs at one call of the model and not at the next, on the same batch")
         missing = [name for name in modules if name in self._named and name not in found.layouts]
-        if not again and modules and (missing or not found.layouts):
+        if not again and modules and not self._optional and (missing or not found.layouts):
             raise layers.did_not_run(self.model, missing or modules)
         for name in found.layouts:
             layers.check_measurable(name, modules[name])
