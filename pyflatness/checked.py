@@ -1,10 +1,10 @@
 """The user's forward pass as all public calls make it, held to what every value relies on.
 
 A value is of one function of a sample, and of a loss of that function's outputs. So a forward pass must not draw random
-numbers that matter, a sample's outputs must not change with the others in its batch, and the loss must not depend on the
-parameters by another way. All are looked at where batches are run anyway: the first costs the comparison of two generator
-states a batch (and a second pass where they differ), the second a pass of two samples a call, where no few samples were
-looked at before, and the third one evaluation of the loss a call.
+numbers that matter, outputs must not change with the batch that a sample is in, and the loss must not depend on the
+parameters by another way. All are looked at where batches are run anyway: the first costs the comparison of two states
+of generators a batch (and a second pass where they differ), the second a pass of two samples a call, where no few
+samples were looked at before, and the third, for a loss that is a callable, such a pass and one evaluation of it.
 """
 
 import contextlib
@@ -68,7 +68,8 @@ class Checked:
                 self.notes = ()
                 with contextlib.suppress(Exception):  # what does not go together is an error of the measure
                     self.notes = remarks.of(self._loss, outputs, targets)
-        self._check_loss(model, outputs, targets)
+        if self._loss_is_open and not outputs.is_meta and isinstance(targets, Tensor):
+            self._check_loss(model, batch)
         return outputs, targets
 
     def _tensor(self, returned: Any) -> Tensor:
@@ -143,16 +144,15 @@ class Checked:
             return
         check_unchanged(alone, data.rows_of(outputs, samples, two))
 
-    def _check_loss(self, model: nn.Module, outputs: Tensor, targets: Any) -> None:
+    def _check_loss(self, model: nn.Module, batch: Any) -> None:
         """Raise if the loss depends on the model's parameters otherwise than by the outputs; once."""
-        if not self._loss_is_open or outputs.is_meta or not isinstance(targets, Tensor):
-            return
         assert isinstance(self._loss, CustomLoss)
         held = {*self._parameters, *model.parameters()}  # others where the model is run functionally
-        try:
-            with capture.made_anew(model):
-                found = depends_on(self._loss, outputs, targets, held)
-        except Exception:  # a loss that does not take these; the measure says better what is wrong
+        for part in (data.first(batch, min(2, data.size(batch))), batch):
+            with contextlib.suppress(Exception), capture.made_anew(model), capture.aside():
+                found = depends_on(self._loss, lambda part=part: self._run(model, part), held)
+                break
+        else:  # a loss that does not take these; the measure says better what is wrong
             return
         self._loss_is_open = False
         if found:

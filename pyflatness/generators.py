@@ -48,12 +48,12 @@ class OutsideTorch:
 
     def __init__(self) -> None:
         self._python: tuple[Any, ...] = random.getstate()
-        self._numpy: Any = np.random.get_state(legacy=False)
+        self._numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002, the user's
 
     def put_back(self) -> None:
         """Set both generators to these states."""
         random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        np.random.set_state(self._numpy)  # noqa: NPY002
 
     def moved(self) -> bool:
         """Return whether numbers were drawn from either since."""
