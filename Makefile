@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: setup demo test soak test-gpu lint kernels-check bench bench-gpu clean
+.PHONY: setup demo test soak test-oldest test-gpu lint kernels-check bench bench-gpu clean
 
 setup: $(READY)
 
@@ -25,6 +25,10 @@ test: setup
 # Long checks, for before a release: thousands of random networks and interrupts, coverage of the intervals.
 soak: setup
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m soak -n auto --dist worksteal
+
+# The suite's core at the oldest versions that pyproject.toml accepts, in an environment of its own of 7 GB.
+test-oldest: setup
+	$(BIN)/python tests/oldest.py
 
 lint: setup
 	$(BIN)/ruff check .

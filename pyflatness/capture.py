@@ -26,6 +26,7 @@ from torch.nn.utils import parametrize
 from . import interrupts, layers
 from .errors import InputError, NoGraphError
 from .generators import Generators
+from .outputs import refusal, single
 from .received import shown
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
@@ -288,26 +289,46 @@ def is_aside() -> bool:
     return _aside
 
 
-def run(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Tensor, Any]:
-    """Outputs and targets of a batch: by ``forward``, ``model(inputs)`` of (inputs, targets), or :func:`by_keywords`.
+def one_tensor(returned: Any) -> Tensor:
+    """Return the logits in what a model returned.
 
     Raises:
-        InputError: a batch that is no pair, or outputs that are not a tensor, a tuple that begins with one, or an
-            object with ``logits``.
+        InputError: see :func:`.outputs.single`.
+    """
+    tensor = single(returned)
+    if tensor is None:
+        raise refusal(returned)
+    return tensor
+
+
+def run(
+    model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable[[Any], Tensor] = one_tensor
+) -> tuple[Tensor, Any]:
+    """Outputs and targets of a batch: by ``forward``, ``model(inputs)`` of (inputs, targets), or :func:`by_keywords`.
+
+    Args:
+        model: the user's.
+        batch: as the data have it.
+        forward: the user's, or None.
+        tensor: what the model returned -> outputs.
+
+    Raises:
+        InputError: a batch that is no pair, or outputs that are not one tensor.
     """
     with interrupts.at_second():
-        return _run(model, batch, forward)
+        return _run(model, batch, forward, tensor)
 
 
-def _run(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Tensor, Any]:
+def _run(model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable[[Any], Tensor]) -> tuple[Tensor, Any]:
     if forward is not None:
         result = forward(model, batch)
         if not isinstance(result, tuple) or len(result) != 2:
             raise InputError(f"forward: a pair (outputs, targets) is wanted, got {type(result).__name__}")
-        outputs, targets = result
+        returned, targets = result
     else:
         if isinstance(batch, Mapping) and "labels" in batch:
-            return by_keywords(model, batch)
+            _check_not_causal(model, batch["labels"])
+            return by_keywords(model, batch, tensor)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             kind = (
                 f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
@@ -324,8 +345,8 @@ def _run(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Tensor,
                 f"data: a batch is a pair of the number {inputs} and a {type(targets).__name__}, as enumerate gives "
                 "them; pass the loader itself"
             )
-        outputs = model(inputs)
-    return _tensor(outputs), targets
+        returned = model(inputs)
+    return tensor(returned), targets
 
 
 @contextlib.contextmanager
@@ -346,32 +367,40 @@ def differentiated() -> Iterator[None]:
         ) from error
 
 
-def by_keywords(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
+def by_keywords(
+    model: nn.Module, batch: Mapping[str, Any], tensor: Callable[[Any], Tensor] = one_tensor
+) -> tuple[Tensor, Any]:
     """A ``forward`` for mappings: ``labels`` are the targets, the rest the model's keyword arguments.
 
     Outputs (n, T, C) for labels (n, T), as models of tokens give them, come as (n, C, T), as cross-entropy wants them.
     """
     targets = batch["labels"]
-    outputs = _tensor(model(**{key: value for key, value in batch.items() if key != "labels"}))
-    if isinstance(targets, Tensor) and not targets.is_floating_point() and 2 <= targets.ndim == outputs.ndim - 1:
-        return outputs.movedim(-1, 1), targets
-    return outputs, targets
+    logits = tensor(model(**{key: value for key, value in batch.items() if key != "labels"}))
+    if isinstance(targets, Tensor) and not targets.is_floating_point() and 2 <= targets.ndim == logits.ndim - 1:
+        return logits.movedim(-1, 1), targets
+    return logits, targets
 
 
 def causal_lm(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
     """A ``forward`` for causal language models: every position is to predict the next one's label."""
-    outputs, targets = by_keywords(model, batch)
-    return outputs[:, :, :-1], targets[:, 1:]
+    logits, targets = by_keywords(model, batch)
+    return logits[:, :, :-1], targets[:, 1:]
 
 
-def _tensor(outputs: Any) -> Tensor:
-    """The logits in what a model returned."""
-    if not isinstance(outputs, Tensor):
-        first = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else None
-        outputs = getattr(outputs, "logits", first)
-    if not isinstance(outputs, Tensor):
-        raise InputError("model: no tensor, tuple or object with `logits` came out; pass forward=")
-    return outputs
+def _check_not_causal(model: nn.Module, labels: Any) -> None:
+    """Raise for a model whose outputs at a position are about the next one, by the names of its classes."""
+    kinds = [kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] in _LANGUAGE_MODELS]
+    causal = any(kind.__name__.endswith(_CAUSAL) and not kind.__name__.startswith(_MASKED) for kind in kinds)
+    if causal and isinstance(labels, Tensor) and labels.ndim == 2:
+        raise InputError(
+            f"model: {type(model).__name__} predicts the token after each position, and transformers shifts the labels "
+            "for that: pass forward=pf.causal_lm, which does the same. Where these labels are shifted already, pass "
+            "forward=lambda model, batch: (model(batch['input_ids']).logits.movedim(-1, 1), batch['labels'])"
+        )
+
+
+_LANGUAGE_MODELS = ("transformers", "transformers_modules", "peft")  # packages
+_CAUSAL, _MASKED = ("ForCausalLM", "LMHeadModel"), ("XLMWith", "FlaubertWith")  # ends and beginnings of names
 
 
 def _check_mode(model: nn.Module) -> None:

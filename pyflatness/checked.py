@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from . import capture, data
 from .errors import FlatnessError, InputError
 from .generators import Generators
-from .losses import CustomLoss, Loss
+from .losses import CustomLoss, Loss, remarks
 from .losses.closure import REFUSAL, depends_on
+from .outputs import SideBySide, single
 from .received import is_out_of_memory
 
 _CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called, and of which parameters
@@ -37,6 +38,7 @@ class Checked:
         self._forward, self._loss = forward, loss
         self._generators = Generators(model)
         self._parameters = [*model.parameters()]
+        self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
         self._loss_is_open = isinstance(loss, CustomLoss)  # whether it may depend on more than the outputs
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
@@ -52,8 +54,26 @@ class Checked:
             outputs, targets = self._run(model, batch)
             if self._generators.moved(before):
                 self._check_repeated(model, batch, outputs)
+            if self.notes is None and not outputs.is_meta and isinstance(targets, Tensor):
+                self.notes = ()
+                with contextlib.suppress(Exception):  # what does not go together is an error of the measure
+                    self.notes = remarks.of(self._loss, outputs, targets)
         self._check_loss(model, outputs, targets)
         return outputs, targets
+
+    def _tensor(self, returned: Any) -> Tensor:
+        """Return the outputs in what the model returned: side by side if there are several and the loss takes all."""
+        loss = self._loss
+        if not isinstance(loss, CustomLoss) or single(returned) is not None:
+            return capture.one_tensor(returned)
+        several, whole = SideBySide.of(returned)
+        if loss.several not in (None, several):
+            raise InputError(
+                f"model: its outputs have other shapes, {several.shapes}, than in the batches before, "
+                f"{loss.several.shapes}; pass forward=, a function (model, batch) -> (outputs, targets)"
+            )
+        loss.several = several
+        return whole
 
     def _call(self, batch: Any) -> str:
         """Return in words what was called, and on what."""
@@ -71,7 +91,7 @@ class Checked:
 
     def _run(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         try:
-            return capture.run(model, batch, self._forward)
+            return capture.run(model, batch, self._forward, self._tensor)
         except FlatnessError:
             raise
         except StopIteration as error:  # by itself it would be an error of a generator's, or the end of a loop

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from . import interrupts, progress
 from .errors import InputError
+from .fingerprint import Fingerprint
 from .received import check_tensor
 
 _BATCH_SIZE = 256  # samples of a tuple of tensors that go through the model together
@@ -23,15 +24,19 @@ class Batches:
     Args:
         data: a tuple of tensors with the samples in dimension 0, or an iterable of batches.
         device: where batches go.
-        passes: how often the data will be read; a one-shot iterator is refused for more than one.
+        passes: how often the data will be read; a one-shot iterator is refused for more than one, and what a loader
+            gives at a later read is held against what it gave at the first.
+        ordered: whether the samples have to come in the same order at each read.
         shown: whether reading shows a progress bar; see :func:`.progress.track`.
 
     Raises:
         InputError: no data, tensors of different lengths, or something that cannot be iterated (as often as needed).
     """
 
-    def __init__(self, data: Any, device: torch.device, *, passes: int = 1, shown: bool | None = None) -> None:
-        self._device, self._shown = device, shown
+    def __init__(
+        self, data: Any, device: torch.device, *, passes: int = 1, ordered: bool = False, shown: bool | None = None
+    ) -> None:
+        self._device, self._shown, self._ordered = device, shown, ordered
         self._tensors: tuple[Tensor, ...] = ()
         if isinstance(data, tuple) and data and isinstance(data[0], (Tensor, np.ndarray)):
             self._tensors = _parts(data)
@@ -50,6 +55,8 @@ class Batches:
                 "target_stderr= and some measures take more than one); pass a list of batches or a DataLoader"
             )
         self._data = data
+        self._compared = passes > 1 and not isinstance(data, (tuple, list))
+        self._first: Fingerprint | None = None  # of the first read
 
     def peek(self) -> Any:
         """The first batch, without taking it from the data."""
@@ -87,13 +94,36 @@ class Batches:
             return 0
 
     def __iter__(self) -> Iterator[Any]:
-        empty = True
+        empty, read = True, Fingerprint()
         for number, batch in enumerate(progress.track(_fetched(self._cut()), len(self), "batches", self._shown)):
-            if _checked_size(batch, number) > 0:
+            samples = _checked_size(batch, number)
+            if samples > 0:
                 empty = False
+                if self._compared:
+                    read.add(_with_samples(batch, samples), samples)
                 yield to_device(batch, self._device)
         if empty:
             raise InputError("data: there are no samples in it")
+        if self._compared:
+            self._compare(read)
+
+    def _compare(self, read: Fingerprint) -> None:
+        """Raise if a later read gave other data than the first one."""
+        if self._first is None:
+            self._first = read
+        elif not read.same_samples(self._first):
+            raise InputError(
+                "data: they are read several times, and a later read gave other samples than the first (an "
+                "augmentation, noise, or a draw of samples at each read), so that the value would be of no one data "
+                "set; pass the batches of one read, as list(loader), or switch that off. What reads the data once: "
+                "relative_flatness, and pf.measure without measures=, both without normalize= and target_stderr="
+            )
+        elif self._ordered and not read.same_order(self._first):
+            raise InputError(
+                "data: they are read several times, and a later read gave the samples in another order than the first, "
+                "while values are asked for sample by sample (per_sample=, nan_policy='omit'); pass a loader with "
+                "shuffle=False, or the batches of one read, as list(loader)"
+            )
 
     def _cut(self) -> Iterable[Any]:
         if not self._tensors:
@@ -173,6 +203,13 @@ def _checked_size(batch: Any, number: int) -> int:
     return samples
 
 
+def _with_samples(batch: Any, samples: int) -> Iterator[Tensor]:
+    """Return the tensors of a batch that have its samples in dimension 0."""
+    for part in leaves(batch):
+        if isinstance(part, Tensor) and part.ndim and len(part) == samples:
+            yield part
+
+
 def leaves(batch: Any) -> Iterator[Any]:
     """Return what is in a batch, whatever holds it."""
     if isinstance(batch, Tensor) or not isinstance(batch, (tuple, list, Mapping)):
@@ -234,7 +271,7 @@ def take(batch: Any, index: Tensor) -> Any:
 
 def rows_of(tensor: Tensor, samples: int, index: Tensor) -> Tensor:
     """The same of a tensor with each sample's rows together in dimension 0."""
-    rows: Tensor = tensor.unflatten(0, (samples, -1))[index].flatten(0, 1)
+    rows: Tensor = tensor.unflatten(0, (samples, -1))[index.to(tensor.device)].flatten(0, 1)
     return rows
 
 
@@ -247,6 +284,12 @@ def described(batch: Any) -> str:
     if isinstance(batch, (tuple, list)):
         return f"{type(batch).__name__} [" + ", ".join(map(described, batch)) + "]"
     return type(batch).__name__
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two batches hold the same tensors, entry by entry; NaN is not the same as NaN."""
+    pairs = itertools.zip_longest(leaves(one), leaves(other))
+    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
 
 
 def first(batch: Any, count: int) -> Any:

@@ -14,8 +14,11 @@ from .errors import InputError
 from .losses import Loss
 from .options import Options, check_flag
 from .received import shown
+from .report import Estimate
 from .selectors import Selection
 from .task import Task
+
+_WITHOUT_LOSS = ("weights", "jacobian", "ascent")  # methods
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,15 @@ class Opened:
     model: nn.Module
     loss: Loss
     batches: Batches
-    forward: capture.Forward
+    forward: Checked
     progress: bool | None
+
+    def noted(self, estimate: Estimate) -> Estimate:
+        """Return an estimate with what there is to say of the loss and the outputs, if it is one of the loss."""
+        notes = self.forward.notes
+        if not notes or estimate.method in _WITHOUT_LOSS:
+            return estimate
+        return replace(estimate, notes=(*estimate.notes, *notes))
 
     def on(self, data: Any) -> "Opened":
         """Return the same with other data, to be read once."""
@@ -55,6 +65,7 @@ def opened(
     reduction: str | None = None,
     forward: capture.Forward | None = None,
     passes: int = 1,
+    ordered: bool = False,
     progress: bool | None = None,
 ) -> Iterator[Opened]:
     """Hold the user's model, loss and data ready to be measured; afterwards everything is as it was.
@@ -66,6 +77,7 @@ def opened(
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: the user's, see :func:`.capture.run`.
         passes: how often the data will be read.
+        ordered: whether the samples have to come in the same order at each read.
         progress: whether reading shows a bar.
 
     Raises:
@@ -77,5 +89,5 @@ def opened(
         raise InputError(f"forward={shown(forward)}: a function (model, batch) -> (outputs, targets) is wanted")
     progress = None if progress is None else check_flag("progress", progress)
     with explained(), capture.observing(model) as module:
-        batches = Batches(data, capture.device(module), passes=passes, shown=progress)
+        batches = Batches(data, capture.device(module), passes=passes, ordered=ordered, shown=progress)
         yield Opened(module, resolved, batches, Checked(module, resolved, forward), progress)

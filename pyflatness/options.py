@@ -79,6 +79,11 @@ class Options:
         object.__setattr__(self, name, value)  # frozen for others
 
     @property
+    def by_sample(self) -> bool:
+        """Whether samples are told apart by their places in the data."""
+        return self.per_sample or self.nan_policy == "omit"
+
+    @property
     def tolerance(self) -> float:
         """The relative error that a value of a head may have for the sake of time."""
         return 0.0 if self.sampled or self.rtol is None else self.rtol

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import capture, data, losses, parameters
 from .data import Batches
 from .errors import InputError, NonFiniteError
-from .losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError
+from .losses import BinaryCrossEntropy, CrossEntropy, CustomLoss, Loss, SquaredError
 
 
 def rows(outputs: Tensor, targets: Any, loss: Loss, number: int) -> losses.Rows:
@@ -67,6 +67,11 @@ def judged(outputs: Tensor, targets: Any, loss: Loss, number: int) -> tuple[Tens
                 f"targets of batch {number}: the outputs' shape {tuple(outputs.shape)}, got {tuple(labels.shape)}"
             )
         return ((outputs > 0) == (labels > 0.5)) & ~outputs.isnan(), torch.ones_like(labels, dtype=torch.bool)
+    if _takes_several(loss):
+        raise InputError(
+            "model: it returns several outputs, and an accuracy is of one; pass forward=, a function (model, batch) -> "
+            "(outputs, targets) that returns that one"
+        )
     dim = 0 if outputs.ndim == 1 else 1
     if isinstance(loss, CrossEntropy) and labels.is_floating_point() and labels.shape == outputs.shape:
         labels = labels.argmax(dim)
@@ -84,12 +89,16 @@ def judged(outputs: Tensor, targets: Any, loss: Loss, number: int) -> tuple[Tens
 
 def has_classes(outputs: Tensor, targets: Tensor, loss: Loss) -> bool:
     """Whether the targets are something a prediction can be right about, so that :func:`hits` takes them."""
-    if isinstance(loss, SquaredError):
+    if isinstance(loss, SquaredError) or _takes_several(loss):
         return False
     if isinstance(loss, (BinaryCrossEntropy, CrossEntropy)):
         return True
     dim = 0 if outputs.ndim == 1 else 1
     return not targets.is_floating_point() and targets.shape == (*outputs.shape[:dim], *outputs.shape[dim + 1 :])
+
+
+def _takes_several(loss: Loss) -> bool:
+    return isinstance(loss, CustomLoss) and loss.several is not None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from .data import first, leaves, map_tensors
 from .errors import InputError
 from .opening import opened
 from .options import check_count, check_number
+from .outputs import single
 from .pipeline import relative_flatness
 from .received import check_tensor
 from .reparameterize import duplicate
@@ -226,7 +227,12 @@ def _truth(estimate: Estimate, layer: nn.Module, risk: Callable[[], Tensor], pas
 
 
 def _risk(model: nn.Module, loss: Any, batch: Any, forward: capture.Forward | None) -> Tensor:
-    outputs, targets = capture.run(model, batch, forward)
+    def taken(returned: Any) -> Any:
+        """What the user's loss is called on: all outputs, where it is not clear which one is meant."""
+        one = single(returned)
+        return returned if one is None else one
+
+    outputs, targets = capture.run(model, batch, forward, taken)
     value: Tensor = loss(outputs, targets)
     return value
 

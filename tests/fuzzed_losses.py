@@ -21,7 +21,8 @@ class Problem:
         terms: (outputs, targets) -> the loss terms t (k,) of E = Σ t / Σ mass, samples first, and their mass (k,).
         total: E is Σ t, without the divisor.
         options: that the library needs for it.
-        ignores: some targets are left out.
+        ignored: where targets are left out; None: nowhere.
+        positions: the library knows what is left out, and each position as a term of its own.
     """
 
     text: str
@@ -30,7 +31,8 @@ class Problem:
     terms: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     total: bool
     options: dict[str, Any]
-    ignores: bool = False
+    ignored: Tensor | None = None
+    positions: bool = True
 
 
 def draw(rng, generator, samples, shape, tail):
@@ -51,16 +53,18 @@ def _classes(rng, generator, samples, shape, of_logarithms=False):
     """Cross-entropy (or negative log-likelihood) of class indices, with its options."""
     classes, *positions = shape
     targets = torch.randint(classes, (samples, *positions), generator=generator)
-    weight = _uniform(generator, classes) * 2 + 0.1 if rng.random() < 0.4 else None
+    total = rng.random() < 0.25
+    separable = total or not of_logarithms  # a mean of the library's callables is one over samples, all alike
+    weight = _uniform(generator, classes) * 2 + 0.1 if rng.random() < 0.4 and separable else None
     if weight is not None and classes > 2 and rng.random() < 0.15:
         weight[1] = 0
+        targets.view(-1)[0] = 0  # one that counts
     smoothing = rng.choice((0.0, 0.0, 0.1, 0.4)) if not of_logarithms else 0.0
     ignored = -100
-    if rng.random() < 0.35 and targets.numel() > 1:
-        ignored = rng.choice((-100, 255, 0)) if classes > 1 else -100
-        if ignored:
-            targets.view(-1)[1::3] = ignored
-    total = rng.random() < 0.25
+    if rng.random() < 0.35 and targets.numel() > 1 and separable:
+        ignored = rng.choice((-100, 255, classes - 1)) if classes > 1 else -100
+        targets.view(-1)[1::3] = ignored
+        targets.view(-1)[0] = 0
     keywords = {"ignore_index": ignored, "reduction": "sum" if total else "mean", "weight": weight}
     keywords |= {} if of_logarithms else {"label_smoothing": smoothing}
     function = F.nll_loss if of_logarithms else F.cross_entropy
@@ -76,9 +80,10 @@ def _classes(rng, generator, samples, shape, of_logarithms=False):
         return each, mass.detach() * used
 
     name = f"{'F.' if as_function else ''}{function.__name__}({_text(keywords)})"
+    left_out = targets == ignored
     if of_logarithms:  # the library knows it as a callable, of which a sample is one term
         terms = _by_sample(loss, total)
-    return Problem(name, loss, targets, terms, total, {}, ignores=bool((targets == ignored).any()))
+    return Problem(name, loss, targets, terms, total, {}, left_out if left_out.any() else None, not of_logarithms)
 
 
 def _probabilities(rng, generator, samples, shape):

@@ -214,7 +214,7 @@ def test_robustness_of_the_kernel_is_that_of_turned_features():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"targets": None}, "targets: a tensor is wanted, got none"),
+        ({"targets": None}, "targets: a tensor is wanted, got NoneType"),
         ({"folds": 1}, "folds=1"),
         ({"draws": 1}, "draws=1"),
         ({"delta": -0.1}, "delta=-0.1"),
@@ -266,7 +266,7 @@ def test_the_authors_quantity_knows_no_delta_and_refusals():
     assert pf.authors_representativeness(3 * PHI, W / 3, B, LABELS) != pf.authors_representativeness(PHI, W, B, LABELS)
     refit = pf.authors_representativeness(PHI, W, B, LABELS, fit=lambda f, t: (W, B))
     assert refit == pf.authors_representativeness(PHI, W, B, LABELS)
-    refused = ({"folds": 0}, "folds=0"), ({"targets": None}, "got none"), ({"weight": W[:, :2]}, r"\(4, 2\)")
+    refused = ({"folds": 0}, "folds=0"), ({"targets": None}, "got NoneType"), ({"weight": W[:, :2]}, r"\(4, 2\)")
     for options, message in refused:
         with pytest.raises(pf.InputError, match=message):
             pf.authors_representativeness(**{"features": PHI, "weight": W, "bias": B, "targets": LABELS, **options})

@@ -39,7 +39,7 @@ def test_links_to_themselves_and_names_that_are_not_utf8_stop_nothing(tiny: str)
     errors = [row["error"] for row in rows]
     assert "cannot be read" in errors[1]
     assert "no regular file" in errors[2]
-    assert "not valid UTF-8" in errors[3]
+    assert "utf-8" in errors[3].lower()
     assert [bool(row["value"]) for row in rows] == [True, False, False, False, True, True]
     assert rows[4]["value"] == rows[0]["value"]
 

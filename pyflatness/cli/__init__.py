@@ -29,13 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from .doctor import doctor
     from .layers import layers
     from .measures import measures
+    from .output import checked
     from .score import score
 
     commands = [demo, doctor, layers, measures, score]
     group = click.Group("pyflatness", help="How flat is the loss around a trained network.", commands=commands)
     group = click.version_option(__version__, prog_name="pyflatness")(group)
     try:
-        group.main(arguments, prog_name="pyflatness")
+        with checked():
+            group.main(arguments, prog_name="pyflatness")
     except FlatnessError as error:
         lines = map(printable, str(error).splitlines())
         raise SystemExit("Error: " + "\n".join(lines)) from None

@@ -7,6 +7,7 @@ correlations, and the correlations are shown as they come out.
 """
 
 import csv
+import io
 import itertools
 import json
 import math
@@ -19,15 +20,16 @@ import click
 import numpy as np
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
 from ..errors import MissingExtraError
 from ..generalization.correlation import STATISTICS, Correlation, correlation
+from ..text import printable
 from . import demo_networks
 from .demo_networks import Row
-from .paths import prepare_folder
+from .output import show
+from .paths import prepare_folder, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,7 +55,7 @@ def demo(out: Path, seed: int) -> None:
     correlations = correlate(rows, seed)
     write(out, rows, correlations, seed)
     _print(rows, correlations)
-    click.echo(f"scatter.png, results.json and results.csv are in {out}")
+    click.echo(printable(f"scatter.png, results.json and results.csv are in {out}"))
 
 
 def correlate(rows: list[Row], seed: int) -> list[Correlation]:
@@ -70,18 +72,19 @@ def correlate(rows: list[Row], seed: int) -> list[Correlation]:
 
 def write(folder: Path, rows: list[Row], correlations: list[Correlation], seed: int) -> None:
     """Write the plot, and all numbers in full precision as JSON and CSV."""
-    _plot(folder / "scatter.png", rows, correlations)
     results = {
         "seed": seed,
         "versions": _versions(),
         "correlations": [_plain(item) for item in correlations],
         "networks": [_plain(row) for row in rows],
     }
-    (folder / "results.json").write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
-    with (folder / "results.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(asdict, rows))
+    table = io.StringIO()
+    writer = csv.DictWriter(table, [field.name for field in fields(Row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(map(asdict, rows))
+    write_whole(folder / "scatter.png", _plot(rows, correlations))
+    write_whole(folder / "results.json", (json.dumps(results, indent=2, allow_nan=False) + "\n").encode())
+    write_whole(folder / "results.csv", table.getvalue().encode())
 
 
 def _require_extras() -> None:
@@ -93,25 +96,24 @@ def _require_extras() -> None:
 
 
 def _print(rows: list[Row], correlations: list[Correlation]) -> None:
-    console = Console()
-    console.print(_networks_table(rows))
+    show(_networks_table(rows))
     if not all(row.converged for row in rows):
-        console.print(f"* still above a training loss of {demo_networks.TARGET_LOSS} after the most epochs allowed")
+        click.echo(f"* still above a training loss of {demo_networks.TARGET_LOSS} after the most epochs allowed")
     table = Table("", "", "correlation with the gap", "95 % interval", box=box.SIMPLE_HEAD)
     for item in correlations:
         interval = "too few networks" if math.isnan(item.low) else f"{item.low:.2f} to {item.high:.2f}"
         table.add_row(item.measure.replace("_", " "), item.statistic, f"{item.value:.2f}", interval)
-    console.print(table)
+    show(table)
 
 
 def _networks_table(rows: list[Row]) -> Table:
     """Narrow enough for 80 columns; like all that is printed, without Greek, which not every terminal can show."""
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     for header in ("network", "optimiser"):
-        table.add_column(header, overflow="fold")
+        table.add_column(header)
     numbers = "batch size,rate,seed,epochs,train loss,test loss,test acc.,gap,kappa,norm. kappa"
     for header in numbers.split(","):
-        table.add_column(header.replace(" ", "\n"), justify="right", overflow="fold")
+        table.add_column(header.replace(" ", "\n"), justify="right")
     for row in rows:
         table.add_row(
             *(row.network, row.optimiser, str(row.batch_size), f"{row.learning_rate:g}", str(row.seed)),
@@ -122,7 +124,7 @@ def _networks_table(rows: list[Row]) -> Table:
     return table
 
 
-def _plot(path: Path, rows: list[Row], correlations: list[Correlation]) -> None:
+def _plot(rows: list[Row], correlations: list[Correlation]) -> bytes:
     from matplotlib.figure import Figure  # without pyplot: no window, no global state
 
     figure = Figure(figsize=(11, 5), layout="constrained")
@@ -139,7 +141,9 @@ def _plot(path: Path, rows: list[Row], correlations: list[Correlation]) -> None:
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("generalisation gap (test loss − training loss)")
     panels[0].legend()
-    figure.savefig(path, dpi=150)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=150)
+    return image.getvalue()
 
 
 def _log_scale(panel: "Axes", values: list[float]) -> None:

@@ -22,13 +22,13 @@ from types import ModuleType
 import click
 import numpy
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 from .. import __version__
 from ..contractions import DEFAULT_MEMORY, Geometry, SoftmaxVariance, WeightGradients, compiled, cuda, layer, reference
+from .output import show
 
 BUDGETS = {torch.float32: 1e-5, torch.float64: 1e-12}
 ROUTES = ("fused", "pairs", "rows")
@@ -65,16 +65,15 @@ def doctor() -> None:
 
     Exits with status 1 if the check fails.
     """
-    console = Console()
-    console.print(_environment())
+    show(_environment())
     if not compiled.instruction_sets():
-        console.print("[yellow]Warning:[/] there are no compiled kernels; everything runs, slower, on the reference")
+        click.echo("Warning: there are no compiled kernels; everything runs, slower, on the reference")
     checks = self_check()
-    console.print(_table(checks))
+    show(_table(checks))
     if not all(check.ok for check in checks):
-        console.print("[red]Self-check FAILED[/]: this machine computes wrong numbers; please report this table")
+        click.echo("Self-check FAILED: this machine computes wrong numbers; please report this table")
         raise SystemExit(1)
-    console.print("Self-check: all OK")
+    click.echo("Self-check: all OK")
 
 
 def self_check(seed: int = 0) -> list[Check]:
@@ -170,7 +169,7 @@ def _largest_error(values: Tensor, truth: Tensor) -> float:
 def _environment() -> Table:
     table = Table("what", "found", title="pyflatness doctor", title_justify="left")
     for name, value in _facts().items():
-        table.add_row(name, Text(value))  # no markup: messages have brackets of their own
+        table.add_row(name, value)
     return table
 
 
@@ -229,7 +228,7 @@ def _table(checks: list[Check]) -> Table:
         "engine", "dtype", "relative error", "on route", "budget", "", title="self-check", title_justify="left"
     )
     for check in checks:
-        verdict = "[green]OK[/]" if check.ok else "[red]FAILED[/]"
+        verdict = Text("OK", "green") if check.ok else Text("FAILED", "red")
         dtype = str(check.dtype).removeprefix("torch.")
         table.add_row(check.engine, dtype, f"{check.error:.1e}", check.route, f"{check.budget:.0e}", verdict)
     return table

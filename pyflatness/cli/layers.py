@@ -4,12 +4,13 @@ from typing import Any
 
 import click
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from .. import layers as kinds
+from ..text import printable
 from . import specs
+from .output import show
 
 
 @click.command()
@@ -20,11 +21,11 @@ def layers(model: specs.Function, model_args: dict[str, Any]) -> None:
     table = Table("name", "type", "weight matrix, d × m", box=box.SIMPLE_HEAD)
     for name, module in network.named_modules():
         if kinds.is_supported(module):
-            table.add_row(name or "(the model)", type(module).__name__, _shape(module))
+            table.add_row(printable(name) or "(the model)", type(module).__name__, _shape(module))
     if table.row_count == 0:
         click.echo(f"{type(network).__name__} has no layer that can be measured ({kinds.SUPPORTED})")
         return
-    Console(markup=False, highlight=False, emoji=False).print(table)
+    show(table)
 
 
 def _shape(module: nn.Module) -> str:

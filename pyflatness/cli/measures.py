@@ -9,11 +9,11 @@ from pkgutil import iter_modules
 
 import click
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from .. import measures as package
 from ..measures import MEASURES, Measure
+from .output import show
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,12 @@ def measures(markdown: bool) -> None:
     if markdown:
         click.echo(page(), nl=False)
         return
-    table = Table(box=box.SIMPLE, show_header=False, leading=1)  # one line of all columns fits no terminal
-    table.add_column(no_wrap=True)
-    table.add_column()
+    table = Table("", "", box=box.SIMPLE, show_header=False, leading=1)  # one line of all columns fits no terminal
     name, formula, *others = COLUMNS
     for measure in MEASURES:
         facts = [f"{column.title}: {column.of(measure)}" for column in others]
         table.add_row(name.of(measure), "\n".join([formula.of(measure), *facts]))
-    Console(markup=False, highlight=False).print(table)
+    show(table)
 
 
 def page() -> str:

@@ -51,6 +51,21 @@ def append_whole(file: FileIO, content: bytes) -> None:
         raise
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file of results, in place of an older one only when all of it is written.
+
+    Raises:
+        InputError: it cannot be written; what was there is as it was.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise InputError(f"--out: {path} cannot be written ({error.strerror})") from None
+
+
 def prepare_file(path: Path) -> None:
     """Make the file's folder and try that the file can be written; what it holds stays as it is.
 

@@ -7,7 +7,6 @@ A checkpoint's rows reach the file as soon as it is done, each of them whole or 
 import csv
 import io
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -27,6 +26,7 @@ from ..measures import MEASURES, named
 from ..options import Options
 from ..text import printable, to_cell
 from . import checkpoints, specs
+from .output import show
 from .paths import append_whole, is_same_file, prepare_file
 from .scoring import Row, Scoring
 
@@ -171,19 +171,16 @@ def _progress() -> Progress:
 def _print(rows: list[Row]) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for header in ("checkpoint", "layer", "measure"):
-        table.add_column(header, overflow="fold")
+        table.add_column(header)
     for header in ("value", "loss", "accuracy", "seconds"):
-        table.add_column(header, justify="right", no_wrap=True)
+        table.add_column(header, justify="right")
     names = [printable(name) for name in _short([row.checkpoint for row in rows])]
     for name, row in zip(names, rows, strict=True):
         numbers = ("" if x is None else f"{x:.5g}" for x in (row.loss, row.accuracy, row.seconds))
         table.add_row(name, printable(row.layer), row.measure, _value(row), *numbers)
-    # A file or pipe has no width that lines would have to be folded at.
-    width = None if sys.stdout.isatty() else 200
-    console = Console(markup=False, highlight=False, emoji=False, width=width)
-    console.print(table)
+    show(table)
     for line in dict.fromkeys(f"{name}: {row.error}" for name, row in zip(names, rows, strict=True) if row.error):
-        console.print(printable(line), soft_wrap=True)
+        click.echo(printable(line))
 
 
 def _value(row: Row) -> str:

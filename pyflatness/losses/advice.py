@@ -65,8 +65,7 @@ def on_call(loss: Any, outputs: Tensor, targets: Tensor) -> Iterator[None]:
             ) from error
         raise InputError(
             f"loss: {name(loss)} is called as loss(outputs, targets), with outputs {_described(outputs)} and targets "
-            f"{_described(targets)}, and raised {type(error).__name__}: {error}; pass a callable that takes the "
-            "model's outputs first and the targets second"
+            f"{_described(targets)}, and raised {type(error).__name__}: {error}; {_way_out(outputs)}"
         ) from error
 
 
@@ -94,6 +93,15 @@ def _inner(loss: Any) -> Any:
 
 def _is_torch(loss: Any) -> bool:
     return isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch.")
+
+
+def _way_out(outputs: Any) -> str:
+    if isinstance(outputs, Tensor):
+        return "pass a callable that takes the model's outputs first and the targets second"
+    return (
+        "the model returns several outputs, and a callable gets them all: pass one that takes them, or forward=, a "
+        "function (model, batch) -> (outputs, targets) that returns the outputs that are meant"
+    )
 
 
 def _described(tensor: Tensor) -> str:

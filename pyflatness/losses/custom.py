@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import interrupts
 from ..contractions import Bounded, promoted, squared_norms
 from ..errors import InputError
+from ..outputs import SideBySide
 from ..received import shown
 from . import advice
 from .base import Curvature, Factors, Reduction, Terms, marked, uniform
@@ -31,6 +32,7 @@ class CustomLoss:
     positions: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
     convex: ClassVar[bool] = False
+    several: SideBySide | None = None  # how the outputs lie in one tensor, if the loss takes several
     _first: list[tuple[Tensor, Tensor]] | None = field(default_factory=list)  # until there are two samples; then None
     _shape: tuple[int, ...] = ()  # of one sample's outputs, as the loss takes them
 
@@ -79,8 +81,9 @@ class CustomLoss:
 
     def _sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         targets = targets.double() if targets.is_floating_point() else targets
-        with advice.on_call(self.loss, outputs, targets), interrupts.at_second():
-            value = self.loss(outputs, targets)
+        taken = outputs if self.several is None else self.several.apart(outputs)
+        with advice.on_call(self.loss, taken, targets), interrupts.at_second():
+            value = self.loss(taken, targets)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise InputError(f"loss: a scalar tensor is wanted from a custom loss, got {shown(value)}")
         if outputs.requires_grad and torch.is_grad_enabled() and not value.requires_grad:

@@ -1,0 +1,77 @@
+"""Whether two reads of the user's data gave the same samples.
+
+Every sample has a number, made in whole-number arithmetic of up to 64 entries of each of its tensors, their bits taken
+as an integer. The sum of these numbers over a read depends neither on the order of the samples nor on the cut into
+batches, and has no rounding; a sum in which every number is mixed with the sample's place depends on the order alone.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_ENTRIES = 64  # of a tensor of a sample, spread evenly over it
+_ODD = 0x2545F4914F6CDD1D  # multiplied with modulo 2⁶⁴, it moves every bit upwards
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+
+
+class Fingerprint:
+    """One read of the data."""
+
+    def __init__(self) -> None:
+        self._samples = 0
+        self._shapes: set[tuple[torch.Size, ...]] = set()  # of a sample's tensors
+        self._sum: Tensor | int = 0
+        self._in_order: Tensor | int = 0
+
+    def add(self, tensors: Iterator[Tensor], samples: int) -> None:
+        """Take in a batch.
+
+        Args:
+            tensors: those of the batch that have its samples in dimension 0.
+            samples: of the batch.
+        """
+        shapes, number = [], None
+        for tensor in tensors:
+            shapes.append(tensor.shape[1:])
+            own = _numbers(tensor.detach())
+            number = own if number is None else _mixed(number) + own
+        if number is not None:
+            number = _mixed(number)
+            places = torch.arange(self._samples, self._samples + samples, device=number.device)
+            self._sum = self._sum + number.sum()
+            self._in_order = self._in_order + _mixed(number + _mixed(places)).sum()
+        self._samples += samples
+        self._shapes.add(tuple(shapes))
+
+    def same_order(self, other: "Fingerprint") -> bool:
+        """Return whether the other read gave the same samples in the same order."""
+        return self._samples == other._samples and int(self._in_order) == int(other._in_order)
+
+    def same_samples(self, other: "Fingerprint") -> bool:
+        """Return whether the other read gave the same samples, in any order.
+
+        Samples that are padded to the longest of their batch are other tensors in another order; then it is known only
+        how many there were.
+        """
+        if self._samples != other._samples:
+            return False
+        padded = len(self._shapes | other._shapes) > 1
+        return padded or int(self._sum) == int(other._sum) or self.same_order(other)
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """Return a number for each sample, (samples,) int64."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    rows = tensor.reshape(len(tensor), -1)
+    rows = rows[:, :: -(-rows.shape[1] // _ENTRIES)] if rows.shape[1] > _ENTRIES else rows
+    if rows.is_floating_point():
+        rows = rows.contiguous().view(_INTEGERS[rows.element_size()])
+    factors = _mixed(torch.arange(1, rows.shape[1] + 1, device=rows.device))
+    return (rows.long() * factors).sum(dim=1)
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    numbers = (numbers ^ (numbers >> 29)) * _ODD
+    return numbers ^ (numbers >> 32)
