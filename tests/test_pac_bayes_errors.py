@@ -56,8 +56,8 @@ def test_no_standard_error():
 def test_coverage(draws, activation):
     """Against 1/σ² of 2,000 draws: too short from few, a little too long from many.
 
-    The standard error grows with 1/σ² itself, so that a value which is too small has too short an interval; and what the
-    bisection leaves is bounded, and taken as if it were not.
+    The standard error grows with 1/σ² itself, so that a value which is too small has too short an interval; and what
+    the bisection leaves is bounded, and taken as if it were not.
     """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 12), activation(), nn.Linear(12, C)).double()
