@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from . import capture, data
 from .errors import FlatnessError, InputError
 from .generators import Generators
-from .losses import CustomLoss, Loss
+from .losses import CustomLoss, Loss, remarks
 from .losses.closure import REFUSAL, depends_on
 from .outputs import SideBySide, single
 from .received import is_out_of_memory
@@ -38,6 +38,7 @@ class Checked:
         self._forward, self._loss = forward, loss
         self._generators = Generators(model)
         self._parameters = [*model.parameters()]
+        self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
         self._loss_is_open = isinstance(loss, CustomLoss)  # whether it may depend on more than the outputs
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
@@ -53,6 +54,10 @@ class Checked:
             outputs, targets = self._run(model, batch)
             if self._generators.moved(before):
                 self._check_repeated(model, batch, outputs)
+            if self.notes is None and not outputs.is_meta and isinstance(targets, Tensor):
+                self.notes = ()
+                with contextlib.suppress(Exception):  # what does not go together is an error of the measure
+                    self.notes = remarks.of(self._loss, outputs, targets)
         self._check_loss(model, outputs, targets)
         return outputs, targets
 

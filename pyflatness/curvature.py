@@ -95,14 +95,14 @@ _PIECEWISE = re.compile(
     r"Gather|Sort|Topk|Add|Sub|Rsub|Neg|Sum|Mean|Cumsum|\w*Pool[123]?D?\w*|\w*Pad\w*|Upsample\w+|PixelShuffle|"
     r"View|UnsafeView|ReshapeAlias|Reshape|Alias|T|Transpose|Permute|Movedim|Unsqueeze|Squeeze|Expand|Repeat|Flatten|"
     r"Unflatten|Cat|Stack|Split\w*|UnsafeSplit\w*|Chunk|Slice|Select|Narrow|Index|IndexSelect|Unbind|Unfold|Flip|Roll|"
-    r"Diagonal|AsStrided|Clone|ToCopy|Col2Im|Im2Col)Backward\d+|CopyBackwards"
+    r"Diagonal|AsStrided|Clone|ToCopy|Col2Im|Im2Col)Backward\d+|(torch::autograd::)?CopyBackwards"
 )
 # Products: linear in each of their inputs.
 _PRODUCT = re.compile(
     r"(\w*Convolution|Addmm|Mm|Bmm|Baddbmm|Addbmm|Mv|Dot|Mul|Div|Linear|MkldnnLinear|PreluKernel|Embedding|"
     r"EmbeddingBag)Backward\d+"
 )
-_OF_TORCH = re.compile(r"\w+Backward\d+|CopyBackwards|torch::autograd::CopySlices")
+_OF_TORCH = re.compile(r"\w+Backward\d+|(torch::autograd::)?CopyBackwards|torch::autograd::CopySlices")
 
 
 @dataclass(frozen=True)

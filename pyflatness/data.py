@@ -271,7 +271,7 @@ def take(batch: Any, index: Tensor) -> Any:
 
 def rows_of(tensor: Tensor, samples: int, index: Tensor) -> Tensor:
     """The same of a tensor with each sample's rows together in dimension 0."""
-    rows: Tensor = tensor.unflatten(0, (samples, -1))[index].flatten(0, 1)
+    rows: Tensor = tensor.unflatten(0, (samples, -1))[index.to(tensor.device)].flatten(0, 1)
     return rows
 
 
@@ -284,6 +284,12 @@ def described(batch: Any) -> str:
     if isinstance(batch, (tuple, list)):
         return f"{type(batch).__name__} [" + ", ".join(map(described, batch)) + "]"
     return type(batch).__name__
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two batches hold the same tensors, entry by entry; NaN is not the same as NaN."""
+    pairs = itertools.zip_longest(leaves(one), leaves(other))
+    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
 
 
 def first(batch: Any, count: int) -> Any:

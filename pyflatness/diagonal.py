@@ -58,7 +58,7 @@ class Diagonal:
         options = task.options
         self._runner = Runner(
             task.model,
-            Selection(self._layers.modules, frozenset()),
+            Selection(self._layers.modules, frozenset(), optional=True),
             task.batches,
             task.forward,
             options.memory,

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from . import capture, layers, losses, selectors
 from .contractions import promoted, promoted_dtype
-from .data import Batches, first, size
+from .data import Batches, first, rows_of, same, size, take
 from .errors import FlatnessError, InputError
 from .generators import Generators
+from .independence import Spacing, check_unchanged, pair
 from .losses.closure import REFUSAL, depends_on_more
 from .received import check_tensor
 
+_SECOND = torch.tensor([1], dtype=torch.int64, device="cpu")  # the place of a sample
 _WIDE_OUTPUTS = 1024  # outputs from which the model is spared its own logits
 
 
@@ -71,6 +73,7 @@ class Head:
         forward: capture.Forward | None = None,
     ) -> None:
         self._model, self._loss, self._data, self._forward = model, loss, data, forward
+        self._alone: tuple[Any, Tensor] | None = None  # a sample that was run by itself, and its features
         self.name = ""  # known once a batch went through
         if layer is not None:
             name = selectors.one(model, layer)
@@ -99,32 +102,59 @@ class Head:
 
     def established(self, batch: Any) -> bool:
         """Whether the layer is the head, going by one sample of a batch; after it the layer's name is known."""
+        sample = take(batch, _SECOND) if size(batch) > 1 else batch  # it has lost what was in front of it and behind
         with capture.Calls(self._candidates) as calls, capture.trial():
             try:
-                outputs, targets = capture.run(self._model, first(batch, 1), self._forward)
+                outputs, targets = capture.run(self._model, sample, self._forward)
             except FlatnessError:
                 raise
             except Exception:  # not a batch that one sample can be cut from; an error of the model's own comes again
                 calls.clear()
+                sample = batch
                 outputs, targets = capture.run(self._model, batch, self._forward)
             try:
-                self._places(self._head_call(calls, outputs), outputs, targets)
+                features = self._features(self._head_call(calls, outputs), outputs, targets)
             except _NotTheHeadError:
                 return False
+            if sample is not batch:
+                self._alone = sample, features
         return True
 
     def batches(self) -> Generator[HeadBatch, None, None]:
         """Runs the model over the data and yields the layer's rows; hooks are there until it ends or is closed."""
         observed = {self.name: self._candidates[self.name]} if self.name else self._candidates
+        spacing, done = Spacing(len(self._data)), 0
         with capture.Calls(observed) as calls, contextlib.ExitStack() as product:
             for number, batch in enumerate(self._data):
                 if number == 0 and self.name and self._may_be_wide():
                     self._skip_product(batch, calls, product)
                 outputs, targets = capture.run(self._model, batch, self._forward)
-                call = self._head_call(calls, outputs)
-                yield self._rows(call, outputs, targets, size(batch), number)
-                del outputs, call
+                rows = self._rows(self._head_call(calls, outputs), outputs, targets, size(batch), number)
+                del outputs
                 calls.clear()
+                if number == 0 or spacing.due(number, done):
+                    self._check_independent(batch, rows, calls)
+                done += rows.samples
+                yield rows
+
+    def _check_independent(self, batch: Any, rows: HeadBatch, calls: capture.Calls) -> None:
+        """Raise an InputError if features of some samples change with the others in their batch."""
+        if rows.per_sample == 0 or rows.samples == 1:
+            return
+        if self._alone is not None and rows.number == 0 and same(self._alone[0], take(batch, _SECOND)):
+            check_unchanged(self._alone[1], rows_of(rows.features, rows.samples, _SECOND), "features")
+            return
+        two = pair(rows.samples)
+        if two is None:
+            return
+        with capture.trial():
+            try:
+                outputs, targets = capture.run(self._model, take(batch, two), self._forward)
+            except Exception:  # not a batch that can be cut
+                return
+            features = self._features(self._head_call(calls, outputs), outputs, targets)
+        calls.clear()
+        check_unchanged(features, rows_of(rows.features, rows.samples, two), "features")
 
     def _may_be_wide(self) -> bool:
         """Whether the logits of a batch could be what fills the memory, and only the loss's shape needs them."""
@@ -182,17 +212,23 @@ class Head:
         return call
 
     def _rows(self, call: capture.Call, outputs: Tensor, targets: Any, samples: int, number: int) -> HeadBatch:
-        module = self._candidates[self.name]
         layers.check_dtype(f"layer {self.name!r}: input", call.inputs.dtype)
         layers.check_dtype(f"layer {self.name!r}: output", call.output.dtype)
         targets = losses.tensor_targets(targets, number)
         outputs, targets, dim, order = self._places(call, outputs, targets)
-        features = layers.input_rows(module, call.inputs)
+        features = self._ordered(call, order)
         with losses.of_batch(number):
             terms = self._loss.terms(outputs, targets, dim)
-        features = features if order.numel() == 0 else features[order.to(features.device)]
         told_apart = len(outputs) == samples and dim != 0
         return HeadBatch(features, terms, samples, len(features) // samples if told_apart else 0, number)
+
+    def _features(self, call: capture.Call, outputs: Tensor, targets: Any) -> Tensor:
+        """(rows, m), the layer's inputs in the order of the model's outputs; raises if it is not the head."""
+        return self._ordered(call, self._places(call, outputs, targets)[-1])
+
+    def _ordered(self, call: capture.Call, order: Tensor) -> Tensor:
+        features = layers.input_rows(self._candidates[self.name], call.inputs)
+        return features if order.numel() == 0 else features[order.to(features.device)]
 
     def _places(self, call: capture.Call, outputs: Tensor, targets: Any) -> tuple[Tensor, Any, int, Tensor]:
         """Outputs and targets with a dimension for the classes; which it is; which of the layer's rows they are."""

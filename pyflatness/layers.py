@@ -90,11 +90,6 @@ def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     return as_matrix(module, weight.detach()), bias.detach() if isinstance(bias, Tensor) else None
 
 
-def squared_norm(module: nn.Module) -> float:
-    """|w|² of the effective weight, summed in float64."""
-    return float(torch.linalg.vector_norm(matrix(module)[0], dtype=torch.float64)) ** 2
-
-
 def as_matrix(module: nn.Module, weight: Tensor) -> Tensor:
     """A tensor of the shape of the layer's weight as (d, m)."""
     return weight.t() if _is_transposed(module) else weight.flatten(1)

@@ -14,8 +14,11 @@ from .errors import InputError
 from .losses import Loss
 from .options import Options, check_flag
 from .received import shown
+from .report import Estimate
 from .selectors import Selection
 from .task import Task
+
+_WITHOUT_LOSS = ("weights", "jacobian", "ascent")  # methods
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,15 @@ class Opened:
     model: nn.Module
     loss: Loss
     batches: Batches
-    forward: capture.Forward
+    forward: Checked
     progress: bool | None
+
+    def noted(self, estimate: Estimate) -> Estimate:
+        """Return an estimate with what there is to say of the loss and the outputs, if it is one of the loss."""
+        notes = self.forward.notes
+        if not notes or estimate.method in _WITHOUT_LOSS:
+            return estimate
+        return replace(estimate, notes=(*estimate.notes, *notes))
 
     def on(self, data: Any) -> "Opened":
         """Return the same with other data, to be read once."""

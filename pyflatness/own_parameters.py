@@ -19,9 +19,10 @@ from torch.utils.checkpoint import CheckpointError
 
 from . import capture, contractions, data, parameters, preflight
 from .errors import NotYetError
+from .independence import check_unchanged
 from .parameters import Result
 from .received import is_out_of_memory
-from .runner import Run, check_unchanged
+from .runner import Run
 
 Leaves = dict[str, Tensor]
 """Parameters by name, in a graph."""

@@ -195,7 +195,7 @@ def layer_measure(
         ordered=options.by_sample,
         progress=progress,
     ) as call:
-        return layer_value(row, call, layer, options)
+        return call.noted(layer_value(row, call, layer, options))
 
 
 def layer_value(row: Measure, call: Opened, layer: Selector | None, options: Options) -> Estimate:
@@ -342,7 +342,10 @@ def measure(
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``; a sample is left out of all layers.
         reduction: ``"mean"`` or ``"sum"``.
         forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes to which batches are cut.
+        memory: bytes for the working buffers, to which batches are cut (512 MiB). It does not go below one sample's
+            graph; w wᵀ and its root for relative flatness of a layer with fewer outputs d than inputs (about 24 d²
+            bytes); about six float64 matrices of a weight's size for normalised sharpness; up to nine copies of the
+            parameters for measures over all of them.
         seed: of the random signs.
         progress: show a bar.
 
@@ -381,7 +384,8 @@ def measure(
         task = call.task(options, selection)
         by_name = measures is not None and measures != "all"
         together = Together(wanted, task, named=by_name, networks=networks)
-        found, skipped = together.estimates()
+        estimates, skipped = together.estimates()
+        found = {key: call.noted(estimate) for key, estimate in estimates.items()}
     measured = {name for name, _ in found}
     names = tuple(name for name in selection.modules if name in measured)
     covered = [module for name, module in selection.modules.items() if name in together.measured]

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import capture, curvature, data, layers, ownership, preflight
+from . import capture, curvature, data, independence, layers, ownership, preflight
 from .data import Batches
 from .errors import InputError
+from .independence import Spacing, check_unchanged
 from .ownership import Layout
 from .received import is_out_of_memory
 from .selectors import Selection
@@ -116,7 +117,7 @@ class Runner:
         self._certify, self._reserve = certify, reserve
         self.model, self.batches, self.selected = model, batches, selection.modules
         self._approve, self._second_order, self._order_matters = approve, second_order, order_matters
-        self._named, self._forward = selection.named, forward
+        self._named, self._optional, self._forward = selection.named, selection.optional, forward
         self._asked, self._memory = memory, memory or DEFAULT_MEMORY
         self.notes: tuple[str, ...] = ()  # what a reader of a value should know of how it was come by
         self._tape = Tape(selection.modules)
@@ -129,7 +130,7 @@ class Runner:
         self._twice_differentiable = False  # whether attention is run so that it has second derivatives
         self._unseen: set[str] = set()  # layers that ran for the first time
         self._idle: dict[str, frozenset[int]] = {}  # calls of layers that outputs do not depend on, by number
-        self._compared = 0  # samples in front of the last batch of which some were held against themselves alone
+        self._spacing = Spacing(len(batches), every=_COMPARED_EVERY)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -168,7 +169,7 @@ class Runner:
         seen, samples = self._look(batch), data.size(batch)
         numbers = torch.arange(done, done + samples, device="cpu")
         first: Check = _unchecked if seen is None else partial(check_unchanged, seen)
-        compare = seen is None and self._is_to_be_compared(number, done)
+        compare = seen is None and self._cuttable and self._spacing.due(number, done)
 
         def step(start: int, stop: int) -> Result | None:
             part, check = data.part(batch, start, stop), first
@@ -270,24 +271,14 @@ class Runner:
         finally:
             tape.calls.clear()
 
-    def _is_to_be_compared(self, number: int, done: int) -> bool:
-        """Whether some of a later batch are looked at alone: of the second, the last, and others rarely enough."""
-        if not self._cuttable or done <= self._compared:
-            return False
-        due = done - self._compared >= min(_COMPARED_EVERY, self._compared) or number + 1 == len(self.batches)
-        self._compared = done if due else self._compared
-        return due
-
     def _two_alone(self, part: Any) -> Check:
         """Holds outputs for a part of the data against those for two of its samples without the others."""
         samples = data.size(part)
-        two = torch.tensor(
-            [1, samples - 1], dtype=torch.int64, device="cpu"
-        )  # either has lost what was in front of it or behind
-        seen = preflight.apart(self.model, data.take(part, two), self._forward) if samples > 2 else None
-        if seen is None:
+        two = independence.pair(samples)
+        seen = None if two is None else preflight.apart(self.model, data.take(part, two), self._forward)
+        if two is None or seen is None:
             return _unchecked
-        return lambda outputs: check_unchanged(seen, data.rows_of(outputs, samples, two.to(outputs.device)))
+        return lambda outputs: check_unchanged(seen, data.rows_of(outputs, samples, two))
 
     def _finds_idle(self, outputs: Tensor, part: Any) -> bool:
         """Whether there are layers, not known before, without a path to the outputs; these do not depend on them.
@@ -364,7 +355,7 @@ class Runner:
             listed = ", ".join(map(repr, sorted(self._unseen)))
             raise InputError(f"layer {listed} runs at one call of the model and not at the next, on the same batch")
         missing = [name for name in modules if name in self._named and name not in found.layouts]
-        if not again and modules and (missing or not found.layouts):
+        if not again and modules and not self._optional and (missing or not found.layouts):
             raise layers.did_not_run(self.model, missing or modules)
         for name in found.layouts:
             layers.check_measurable(name, modules[name])
@@ -388,17 +379,3 @@ def _even(left: int, limit: int) -> int:
     """The size of the next part, such that all parts left are about equal."""
     parts = -(-left // limit)
     return -(-left // parts)
-
-
-def check_unchanged(before: Tensor, outputs: Tensor) -> None:
-    """Raise an InputError if the outputs of the same samples, by two runs, are not the same up to rounding."""
-    count = min(len(before), len(outputs))
-    before, now = before[:count], outputs.detach()[:count]
-    tolerance = max(1e-3, 8 * torch.finfo(now.dtype).eps) if now.is_floating_point() else 0.0
-    size = float(before.abs().amax().nan_to_num(0, 0, 0)) if before.numel() else 0.0
-    if before.shape != now.shape or not torch.allclose(before, now, tolerance, tolerance * size, equal_nan=True):
-        raise InputError(
-            "the model's outputs for the same samples change with the batch they are in, or from call to call: it "
-            "mixes samples, draws random numbers, or its batches cannot be cut into samples (tensors of other things "
-            "whose first dimension is as long as the batch)"
-        )

@@ -23,10 +23,12 @@ class Selection:
     Attributes:
         modules: name -> module, in the model's order.
         named: those asked for by their own name (or module): each has to run.
+        optional: whether none at all has to run; else one has to.
     """
 
     modules: dict[str, nn.Module]
     named: frozenset[str]
+    optional: bool = False
 
 
 def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) -> Selection:

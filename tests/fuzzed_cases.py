@@ -116,11 +116,12 @@ def _usable(model: nn.Module, inputs: Tensor) -> tuple[str, ...]:
         layer.register_forward_hook(lambda *_, name=name: ran.add(name))
     leaves = [*model.parameters(), *([inputs.clone().requires_grad_()] if inputs.is_floating_point() else [])]
     try:
+        model(inputs[:1])  # group norm of one number a group runs on several samples alone
         outputs = model(leaves[-1] if inputs.is_floating_point() else inputs)
         slopes = torch.autograd.grad(outputs.square().sum(), leaves, create_graph=True, allow_unused=True)
         turning = sum(slope.square().sum() for slope in slopes if slope is not None)
         torch.autograd.grad(turning, leaves, allow_unused=True)
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         return ()
     finite = bool(outputs.isfinite().all()) and float(outputs.detach().abs().max()) < 30
     return tuple(name for name in layers if name in ran) if finite else ()

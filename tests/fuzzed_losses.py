@@ -53,16 +53,18 @@ def _classes(rng, generator, samples, shape, of_logarithms=False):
     """Cross-entropy (or negative log-likelihood) of class indices, with its options."""
     classes, *positions = shape
     targets = torch.randint(classes, (samples, *positions), generator=generator)
-    weight = _uniform(generator, classes) * 2 + 0.1 if rng.random() < 0.4 else None
+    total = rng.random() < 0.25
+    separable = total or not of_logarithms  # a mean of the library's callables is one over samples, all alike
+    weight = _uniform(generator, classes) * 2 + 0.1 if rng.random() < 0.4 and separable else None
     if weight is not None and classes > 2 and rng.random() < 0.15:
         weight[1] = 0
+        targets.view(-1)[0] = 0  # one that counts
     smoothing = rng.choice((0.0, 0.0, 0.1, 0.4)) if not of_logarithms else 0.0
     ignored = -100
-    if rng.random() < 0.35 and targets.numel() > 1:
-        ignored = rng.choice((-100, 255, 0)) if classes > 1 else -100
-        if ignored:
-            targets.view(-1)[1::3] = ignored
-    total = rng.random() < 0.25
+    if rng.random() < 0.35 and targets.numel() > 1 and separable:
+        ignored = rng.choice((-100, 255, classes - 1)) if classes > 1 else -100
+        targets.view(-1)[1::3] = ignored
+        targets.view(-1)[0] = 0
     keywords = {"ignore_index": ignored, "reduction": "sum" if total else "mean", "weight": weight}
     keywords |= {} if of_logarithms else {"label_smoothing": smoothing}
     function = F.nll_loss if of_logarithms else F.cross_entropy

@@ -129,7 +129,7 @@ def test_one_draw_of_each_sample(samples, seeds, within):
 
 
 @pytest.mark.parametrize(("seeds", "within"), SOAK)
-@pytest.mark.parametrize("factor", [1.3, 2.5])
+@pytest.mark.parametrize("factor", [1.3, 1.7])  # beyond, exact values take fewer products
 def test_a_stopping_rule(factor, seeds, within):
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 40), nn.Tanh(), nn.Linear(40, 3)).double()

@@ -44,6 +44,9 @@ _MANY_ROWS = 256
 """From here on the rounding of R to bfloat16 averages out of |R M|², if all its entries are of one size."""
 
 
+_ENTRIES = 2**20
+"""Of a weight that are squared at a time."""
+
 _FEWEST = 4
 """Signals that are worth being contracted together."""
 
@@ -167,11 +170,12 @@ class WeightGradients:
         if self._weight is None:
             return lambda signal: self._gram(gram, signal[0])
         if gram.shape[2] == 1:
-            single = OnePosition(self._geometry.patches(promoted(phi)).squeeze(2), self._weight, self._geometry.taps)
+            rows = self._geometry.patches(promoted(phi)).squeeze(2)
+            single = OnePosition(rows, self._weight, self._geometry.taps, self._quantities)
 
             def products(signal: Signals) -> reference.Products:
                 rows = self._geometry.rows(promoted(signal[0])).squeeze(2)
-                return single.products(self._gram(gram, signal[0]), rows, self._quantities)
+                return single.products(self._gram(gram, signal[0]), rows)
 
             return products
         return lambda signal: self._both(gram, phi, signal[0])
@@ -328,16 +332,23 @@ class OnePosition:
         phi: φ, (n, G, m).
         weight: (G, d, m).
         taps: columns of an input channel.
+        quantities: of :data:`WEIGHTED`, and any others.
     """
 
-    def __init__(self, phi: Tensor, weight: Tensor, taps: int) -> None:
-        self._phi, self._weight, self._taps = phi, weight.to(phi.dtype), taps
-        self._outputs = self._applied(phi, self._weight)
-        self._spread = self._applied(phi.square(), self._weight.square())
+    def __init__(self, phi: Tensor, weight: Tensor, taps: int, quantities: Sequence[str]) -> None:
+        self._phi, self._weight, self._taps, self._quantities = phi, weight.to(phi.dtype), taps, quantities
+        if "by_row" in quantities:
+            self._outputs = self._applied(phi, self._weight)
+        if "weighted" in quantities:
+            self._spread = phi.new_empty(*phi.shape[:2], weight.shape[1])
+            rows, squares = max(1, _ENTRIES // weight.shape[2]), phi.square()
+            for part, spread in zip(self._weight.split(rows, dim=1), self._spread.split(rows, dim=2), strict=True):
+                spread.copy_(self._applied(squares, part.square()))  # no second matrix of the weight's size
 
-    def products(self, others: reference.Products, rows: Tensor, quantities: Sequence[str]) -> reference.Products:
-        """``others``, and of these what is wanted, for δ (n, G, d)."""
+    def products(self, others: reference.Products, rows: Tensor) -> reference.Products:
+        """``others``, and beside them what is wanted, for δ (n, G, d)."""
         weighted = by_column = by_row = None
+        quantities = self._quantities
         if "weighted" in quantities:
             weighted = reference.row_dots(rows.square().flatten(1), self._spread.flatten(1))
         if "by_column" in quantities:
@@ -349,7 +360,9 @@ class OnePosition:
 
     @staticmethod
     def _applied(vectors: Tensor, weight: Tensor) -> Tensor:
-        """(n, G, m), (G, d, m) -> (n, G, d)."""
+        """(n, G, m), (G, d, m) -> (n, G, d); a batched product of one matrix would copy it."""
+        if len(weight) == 1:
+            return (vectors.squeeze(1) @ weight[0].t()).unsqueeze(1)
         return (vectors.transpose(0, 1) @ weight.mT).transpose(0, 1)
 
 

@@ -15,16 +15,20 @@ def root(weight: Tensor) -> Tensor:
     columns: Tensor = weight.mT
     if columns.shape[1] <= columns.shape[2]:
         return columns
-    gram = _lower_gram(weight)
-    factor, failed = torch.linalg.cholesky_ex(gram)
-    if bool(failed.any()):  # rows that depend on each other, such as dead ones
+    gram = lower_gram(weight)
+    upper, failed = gram.mT, gram.new_empty(len(gram), dtype=torch.int32)
+    torch.linalg.cholesky_ex(upper, upper=True, out=(upper, failed))  # in place, column-major as LAPACK wants it
+    if not bool(failed.any()):
+        factor = upper.mT
+    else:  # rows that depend on each other, such as dead ones
+        gram = lower_gram(weight)
         values, vectors = torch.linalg.eigh(gram.nan_to_num(0.0))
         factor = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
     found: Tensor = factor.mT.to(weight.dtype)
     return found
 
 
-def _lower_gram(weight: Tensor) -> Tensor:
+def lower_gram(weight: Tensor) -> Tensor:
     """The lower half of w wᵀ, (G, d, d) float64; what is above it is not to be read."""
     groups, d, _ = weight.shape
     gram = weight.new_zeros(groups, d, d, dtype=torch.float64)

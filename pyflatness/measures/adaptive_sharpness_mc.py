@@ -83,7 +83,7 @@ def adaptive_sharpness_mc(
     rho, draws, scaled = check_number("rho", rho), check_draws("draws", draws, 2), check_flag("scaled", scaled)
     options, passes = Options(nan_policy=nan_policy, seed=seed), draws + 1
     with opened(model, loss, data, reduction=reduction, forward=forward, passes=passes, progress=progress) as call:
-        return _estimate(call.task(options), rho, draws, scaled=scaled)
+        return call.noted(_estimate(call.task(options), rho, draws, scaled=scaled))
 
 
 def _estimate(task: Task, rho: float = RHO, draws: int = DRAWS, *, scaled: bool = True) -> Estimate:

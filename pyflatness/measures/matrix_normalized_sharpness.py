@@ -14,10 +14,9 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import nn
 
-from .. import layers
+from .. import norms
 from ..errors import InputError
 from ..options import Options
 from .base import Measure, Values
@@ -54,15 +53,8 @@ def summed(norm: Callable[[nn.Module], float], model: nn.Module, options: Option
     return {"": replace(values[""], value=value, stderr=stderr, dof=dof, exact=exact, per_sample=None)}
 
 
-def _spectral(module: nn.Module) -> float:
-    """From the smaller Gram matrix, whose largest eigenvalue is as accurate; twelve times as fast as an SVD."""
-    weight = layers.matrix(module)[0].double().unflatten(0, (layers.groups(module), -1))
-    gram = weight @ weight.mT if weight.shape[1] <= weight.shape[2] else weight.mT @ weight
-    return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram).max())))
-
-
 def _frobenius(module: nn.Module) -> float:
-    return math.sqrt(layers.squared_norm(module))
+    return math.sqrt(norms.squared(module))
 
 
 _SOURCE = "From Loss Flatness to Compressed Representations, Eq. 35"
@@ -72,7 +64,7 @@ MATRIX_NORMALIZED_SHARPNESS = Measure(
     formula="Σ_l ‖W_l‖₂ √Tr(∂²E/∂w_l²)",
     source=_SOURCE,
     base=TRACE.name,
-    derive=functools.partial(summed, _spectral),
+    derive=functools.partial(summed, norms.spectral),
     granularity="network",
     invariant="layer-wise",
     cost="that of trace, shared",

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from .. import layers
+from .. import layers, norms
 from ..errors import InputError, NotYetError
 from ..options import Options
 from ..report import Estimate
@@ -83,7 +83,7 @@ def _by_layer(model: nn.Module, options: Options, values: Values) -> Values:
     for name in [name for name in values if name] or [""]:  # a model that is a layer itself has no other name
         module, estimate = model.get_submodule(name), values[name]
         check_own_weights(name, module, options)
-        norm = layers.squared_norm(module)
+        norm = norms.squared(module)
         found[name] = replace(
             estimate,
             value=norm * estimate.value,

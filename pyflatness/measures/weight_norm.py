@@ -7,20 +7,20 @@ is read for it: asked for beside measures of a sweep it is of the layers that ra
 Not invariant to rescalings.
 """
 
-from .. import layers
+from .. import layers, norms
 from ..report import Estimate
 from .base import Measure, Task, Values
 
 
 def _values(task: Task) -> Values:
-    found, norms = {}, {}
+    found, squares = {}, {}
     for name, module in task.selection.modules.items():
         layers.check_measurable(name, module)
-        norm = layers.squared_norm(module)
+        norm = norms.squared(module)
         shared = module._parameters.get("weight")
-        norms[id(module if shared is None else shared)] = norm
+        squares[id(module if shared is None else shared)] = norm
         found[name] = _estimate(norm, name)
-    found[""] = _estimate(sum(norms.values()), "")
+    found[""] = _estimate(sum(squares.values()), "")
     return found
 
 

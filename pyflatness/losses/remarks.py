@@ -1,0 +1,53 @@
+"""What a reader of a value should know of how its loss and the model's outputs go together."""
+
+import torch
+from torch import Tensor
+
+from .base import Loss
+from .cross_entropy import CrossEntropy
+from .custom import CustomLoss
+
+PROBABILITIES = (
+    "the model's outputs are probabilities (a softmax is in it), and cross-entropy takes a softmax of them again: it "
+    "is meant for logits"
+)
+NO_CURVATURE = (
+    "the loss has second derivative 0 in the outputs of the first batch, as L1, hinge and NLL losses have wherever it "
+    "exists: their kinks have no part in a value"
+)
+
+
+def of(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[str, ...]:
+    """Return what is to be said, as notes of an estimate.
+
+    Args:
+        loss: the user's.
+        outputs: of some samples.
+        targets: theirs.
+    """
+    outputs = outputs.detach()
+    if isinstance(loss, CrossEntropy):
+        return (PROBABILITIES,) if _are_probabilities(outputs) else ()
+    return (NO_CURVATURE,) if isinstance(loss, CustomLoss) and _is_straight(loss, outputs, targets) else ()
+
+
+def _are_probabilities(outputs: Tensor) -> bool:
+    """Whether the outputs lie in [0, 1] and add up to 1 over the classes, (n, C, …)."""
+    if outputs.ndim < 2 or outputs.shape[1] < 2 or not outputs.numel():
+        return False
+    off = (outputs.double().sum(dim=1) - 1).abs().amax()
+    rounding = outputs.shape[1] * torch.finfo(outputs.dtype).eps
+    return bool((outputs >= 0).all() & (off <= rounding))
+
+
+def _is_straight(loss: CustomLoss, outputs: Tensor, targets: Tensor) -> bool:
+    """Whether second derivatives along a random direction are exactly 0."""
+    with torch.enable_grad():
+        leaf = outputs.double().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss.value(leaf, targets), leaf, create_graph=True)
+        if not gradient.requires_grad:
+            return True
+        generator = torch.Generator(leaf.device).manual_seed(0)
+        direction = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype, device=leaf.device)
+        (product,) = torch.autograd.grad(gradient, leaf, direction, allow_unused=True)
+    return product is None or not bool(product.any())
