@@ -8,6 +8,7 @@ samples were looked at before, and the third, for a loss that is a callable, suc
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -150,7 +151,7 @@ class Checked:
         held = {*self._parameters, *model.parameters()}  # others where the model is run functionally
         for part in (data.first(batch, min(2, data.size(batch))), batch):
             with contextlib.suppress(Exception), capture.made_anew(model), capture.aside():
-                found = depends_on(self._loss, lambda part=part: self._run(model, part), held)
+                found = depends_on(self._loss, functools.partial(self._run, model, part), held)
                 break
         else:  # a loss that does not take these; the measure says better what is wrong
             return

@@ -171,7 +171,8 @@ class Runner:
         compare = seen is None and self._cuttable and self._spacing.due(number, done)
 
         def step(start: int, stop: int) -> Result | None:
-            part, check = data.part(batch, start, stop), _unchecked
+            part = data.part(batch, start, stop)
+            check: Check = _unchecked
             if start == 0 and seen is not None:
                 check = partial(_check_as_seen, seen, stop - start)
             elif start == 0 and compare:
