@@ -134,6 +134,8 @@ class Sweep:
         values = self._marked(values, sent, self._left_out(run, sent), run.number)
         kept = self._kept(values)
         summed = {key: part[kept].sum(dim=0) if key[1] in NEURONS else part for key, part in parts.items()}
+        if bool((sent.bad & kept).any()):  # of a loss whose curvature does not show that a sample has none
+            summed = {key: torch.full_like(part, torch.nan) for key, part in summed.items()}
         return Values(values, sent.mass, run.number, parts=summed, lost=sent.bad, by_hessian=frozenset(bent))
 
     def _add_factors(

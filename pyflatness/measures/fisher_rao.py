@@ -47,6 +47,7 @@ def _values(task: Task) -> Values:
                 f"batch {number}: {int(bad.sum())} of {len(bad)} loss terms have NaN or infinity in them or in their "
                 "derivative; pass nan_policy='omit' or 'propagate' to go on"
             )
+        squares = squares.masked_fill(bad, torch.nan)
         if bool(bad.any()) and policy == "omit":
             squares, weights, gone = _without(squares, weights, bad, count, number)
             omitted, count = omitted + gone, count - gone
