@@ -36,8 +36,9 @@ class Checked:
 
     def __init__(self, model: nn.Module, loss: Loss, forward: capture.Forward | None) -> None:
         self._forward, self._loss = forward, loss
-        self._generators = Generators(model)
-        self._parameters = [*model.parameters()]
+        modules = [*model.modules()]
+        self._generators = Generators(modules)
+        self._parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
         self._loss_is_open = isinstance(loss, CustomLoss)  # whether it may depend on more than the outputs
 

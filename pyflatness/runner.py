@@ -22,8 +22,6 @@ from .tape import Call, Tape, frozen
 DEFAULT_MEMORY = 512 * 2**20  # bytes that the graph, the layers' inputs and signals of a part may take
 _SECOND_ORDER = 3  # about the memory that a graph takes together with that of its derivatives
 
-_COMPARED_EVERY = 400  # samples, of which two are looked at: half a per cent of the forward pass
-
 Result = TypeVar("Result")
 Check = Callable[[Tensor], None]
 """Of the outputs of a run: raises if these samples had others before."""
@@ -130,7 +128,7 @@ class Runner:
         self._twice_differentiable = False  # whether attention is run so that it has second derivatives
         self._unseen: set[str] = set()  # layers that ran for the first time
         self._idle: dict[str, frozenset[int]] = {}  # calls of layers that outputs do not depend on, by number
-        self._spacing = Spacing(len(batches), every=_COMPARED_EVERY)
+        self._spacing = Spacing(len(batches))
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -257,10 +255,11 @@ class Runner:
                 raise InputError(f"batch {number}: the inputs of {', '.join(overwritten)} are modified in place")
             preflight.check_samples(outputs, samples)
             check(outputs)
-            if self._finds_idle(outputs, part):
+            users = curvature.users_of(outputs)
+            if self._finds_idle(outputs, users, part):
                 return None
             self._narrow(outputs, samples)
-            if not self._settled(outputs, samples):
+            if not self._settled(outputs, users, samples):
                 return None
             first = {name: layouts[0] for name, layouts in self._layouts.items()}
             if samples > 1:
@@ -280,13 +279,13 @@ class Runner:
             return _unchecked
         return lambda outputs: check_unchanged(seen, data.rows_of(outputs, samples, two))
 
-    def _finds_idle(self, outputs: Tensor, part: Any) -> bool:
+    def _finds_idle(self, outputs: Tensor, users: curvature.Users, part: Any) -> bool:
         """Whether there are layers, not known before, without a path to the outputs; these do not depend on them.
 
         Raises:
             InputError: they do, so that derivatives of zero would be wrong.
         """
-        unreached = curvature.unreached(outputs, self._tape.calls)
+        unreached = curvature.unreached(outputs, users, self._tape.calls)
         new = {name: calls for name, calls in unreached.items() if not calls <= self._idle.get(name, frozenset())}
         for name, calls in new.items():
             if preflight.matters(self.model, self.selected[name], calls, part, self._forward):
@@ -324,12 +323,12 @@ class Runner:
                 raise ownership.mixed(name, self._tape.calls[name][0].output.shape, samples)
             self._layouts[name] = layouts
 
-    def _settled(self, outputs: Tensor, samples: int) -> bool:
+    def _settled(self, outputs: Tensor, users: curvature.Users, samples: int) -> bool:
         """Take in which layers are linear; False to have the run once more, so that it has second derivatives."""
         if not self._certify:
             return True
-        bent = curvature.curved(outputs, self._tape, filter(self.is_linear, self._tape.calls))
-        if bent and not self._twice_differentiable and curvature.has_fused_attention(outputs):
+        bent = curvature.curved(outputs, users, self._tape, filter(self.is_linear, self._tape.calls))
+        if bent and not self._twice_differentiable and curvature.has_fused_attention(users):
             self._twice_differentiable = True
             return False
         if bent and not self._bent and self._second_order and self._cuttable:
