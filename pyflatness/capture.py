@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 
 from . import interrupts, layers
 from .errors import InputError, NoGraphError
-from .generators import Generators
+from .generators import Generators, OutsideTorch
 from .outputs import refusal, single
 from .received import shown
 
@@ -101,6 +101,7 @@ def _prepared(model: nn.Module, stack: contextlib.ExitStack) -> nn.Module:
     _check_values(model)
     generators = Generators(model)  # from which the user's model and data may draw; we do not
     stack.callback(generators.put_back, generators.states())
+    stack.callback(OutsideTorch().put_back)
     if compiled:  # compiled code ignores hooks that are added later
         stack.enter_context(torch.compiler.set_stance("force_eager"))
     stack.enter_context(torch.inference_mode(False))

@@ -168,14 +168,14 @@ class Runner:
     ) -> Generator[Result, None, None]:
         seen, samples = self._look(batch), data.size(batch)
         numbers = torch.arange(done, done + samples, device="cpu")
-        first: Check = _unchecked if seen is None else partial(check_unchanged, seen)
         compare = seen is None and self._cuttable and self._spacing.due(number, done)
 
         def step(start: int, stop: int) -> Result | None:
-            part, check = data.part(batch, start, stop), first
-            if start > 0:
-                check = _unchecked
-            elif compare:
+            part = data.part(batch, start, stop)
+            check: Check = _unchecked
+            if start == 0 and seen is not None:
+                check = partial(_check_as_seen, seen, stop - start)
+            elif start == 0 and compare:
                 check = self._two_alone(part)
             return self._tried(part, number, numbers[start:stop], work, check)
 
@@ -339,8 +339,8 @@ class Runner:
         self._approve(self._bent)
         return not bent or samples <= self._part
 
-    def _look(self, batch: Any, *, again: bool = False) -> Tensor | None:
-        """The outputs for the batch's first samples, if these had to be looked at."""
+    def _look(self, batch: Any, *, again: bool = False) -> preflight.Findings | None:
+        """What was found out on some of the batch's samples, if these had to be looked at."""
         samples = data.size(batch)
         if samples < 1:
             raise InputError(
@@ -368,11 +368,16 @@ class Runner:
             if self._asked and needed > self._asked and found.cuttable:
                 self.notes = (f"one sample takes about {needed:,} bytes at a time, more than memory={self._asked:,}",)
             self._part = max(1, self._memory // needed) if found.cuttable else samples
-        return found.outputs
+        return found
 
 
 def _unchecked(outputs: Tensor) -> None:
     """Nothing is known of these outputs."""
+
+
+def _check_as_seen(found: preflight.Findings, samples: int, outputs: Tensor) -> None:
+    """Raise if the first samples of a batch, so many, have other outputs than when some of them were looked at."""
+    check_unchanged(found.outputs, outputs[found.start * (len(outputs) // samples) :])
 
 
 def _even(left: int, limit: int) -> int:

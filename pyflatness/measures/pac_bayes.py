@@ -18,7 +18,8 @@ Standard errors over the draws are by the delta method. Where the mean drop D gr
     stderr(σ) = σ/p √(s²/K + (D - 0.1)²) / D        stderr(1/σ²) = 2/σ³ stderr(σ)        K - 1 degrees of freedom
 
 with s the standard deviation of the K draws' drops; D - 0.1 is what the bisection left. p is that between σ and the
-nearest others that were tried, on each side, on average.
+nearest others that were tried, on each side, on average. To first order: the 95 % interval of 10 draws
+holds 1/σ² of 2,000 draws in 91-92 % of cases, that of 40 in 97 %, where D - 0.1 is as large as the draws' scatter.
 """
 
 import math
