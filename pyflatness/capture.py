@@ -13,6 +13,7 @@ import inspect
 import itertools
 import operator
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
@@ -92,7 +93,6 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
 
 def _prepared(model: nn.Module, stack: contextlib.ExitStack) -> nn.Module:
     """See :func:`observing`; the stack undoes what is done."""
-    compiled = any("_orig_mod" in module._modules or module._compiled_call_impl for module in model.modules())
     model = layers.unwrap(model)
     modules, parameters = [*model.modules()], [*model.parameters()]
     _check_mode(model)
@@ -102,13 +102,16 @@ def _prepared(model: nn.Module, stack: contextlib.ExitStack) -> nn.Module:
     generators = Generators(model)  # from which the user's model and data may draw; we do not
     stack.callback(generators.put_back, generators.states())
     stack.callback(OutsideTorch().put_back)
-    if compiled:  # compiled code ignores hooks that are added later
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    # Compiled code ignores hooks that are added later, and is no graph that can be read.
+    stack.enter_context(torch.compiler.set_stance("force_eager"))
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.no_grad())
     buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
     stack.callback(_put_back_values, [(buffer, buffer._version, buffer.clone()) for buffer in buffers])
     stack.callback(put_back, attributes(modules))
+    for module in modules:  # those of the user's would be called in our backward passes, and may change gradients
+        if module._backward_hooks or module._backward_pre_hooks:
+            vars(module).update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())
     # Transformer layers call their linear layers, instead of one kernel that no hook sees.
     stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
     torch.backends.mha.set_fastpath_enabled(False)
