@@ -1,7 +1,7 @@
 """Running a model over data with the chosen layers on tape, a batch cut into parts that fit the memory."""
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointError
 
 from . import capture, curvature, data, independence, layers, ownership, preflight
 from .data import Batches
-from .errors import InputError
+from .errors import InputError, NotYetError
 from .independence import Spacing, check_unchanged
 from .ownership import Layout
 from .received import is_out_of_memory
@@ -227,7 +228,7 @@ class Runner:
     ) -> Result | None:
         """None: to be tried again, with what was found out."""
         # Around all of it: activation checkpointing runs the model again in backward passes.
-        with self._attention(), capture.differentiated():
+        with self._attention(), capture.differentiated(), _checkpointing():
             result = self._run(part, number, numbers, work, check)
         if result is None and self._unseen:
             self._look(part, again=True)
@@ -349,7 +350,7 @@ class Runner:
         if not again and (self._looked_at > 1 or (self._looked_at == 1 and samples == 1)):
             return None
         modules = self.selected
-        with capture.differentiated():
+        with capture.differentiated(), _checkpointing():
             found = preflight.look(self.model, modules, self._tape, batch, self._forward, whole=again)
         if self._unseen - found.layouts.keys():
             listed = ", ".join(map(repr, sorted(self._unseen)))
@@ -369,6 +370,23 @@ class Runner:
                 self.notes = (f"one sample takes about {needed:,} bytes at a time, more than memory={self._asked:,}",)
             self._part = max(1, self._memory // needed) if found.cuttable else samples
         return found
+
+
+@contextlib.contextmanager
+def _checkpointing() -> Iterator[None]:
+    """Inside, an error of activation checkpointing says what to do.
+
+    Raises:
+        NotYetError: such an error.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        raise NotYetError(
+            f"model: its activation checkpointing does not go with this ({str(error)[:120]}…): second derivatives of "
+            "some operations in place, weight_norm under measures over all parameters, or parts that compute other "
+            "things when they are called again; switch checkpointing off to measure"
+        ) from error
 
 
 def _unchecked(outputs: Tensor) -> None:
