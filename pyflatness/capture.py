@@ -13,6 +13,7 @@ import inspect
 import itertools
 import operator
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
@@ -25,7 +26,7 @@ from torch.nn.utils import parametrize
 
 from . import interrupts, layers
 from .errors import InputError, NoGraphError
-from .generators import Generators
+from .generators import Generators, OutsideTorch
 from .outputs import refusal, single
 from .received import shown
 
@@ -92,23 +93,25 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
 
 def _prepared(model: nn.Module, stack: contextlib.ExitStack) -> nn.Module:
     """See :func:`observing`; the stack undoes what is done."""
-    given, model = model, layers.unwrap(model)
+    model = layers.unwrap(model)
     named = [*model.named_modules()]  # a walk takes long for what it is
     modules = [module for _, module in named]
-    every = modules if model is given else given.modules()
-    compiled = any("_orig_mod" in module._modules or module._compiled_call_impl for module in every)
     for check in (_check_kind, _check_mode, _check_values):
         for name, module in named:
             check(name, module)
     generators = Generators(modules)  # from which the user's model and data may draw; we do not
     stack.callback(generators.put_back, generators.states())
-    if compiled:  # compiled code ignores hooks that are added later
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    stack.callback(OutsideTorch().put_back)
+    # Compiled code ignores hooks that are added later, and is no graph that can be read.
+    stack.enter_context(torch.compiler.set_stance("force_eager"))
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.no_grad())
     buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
     stack.callback(_put_back_values, [(buffer, buffer._version, buffer.clone()) for buffer in buffers])
     stack.callback(put_back, attributes(modules))
+    for module in modules:  # those of the user's would be called in our backward passes, and may change gradients
+        if module._backward_hooks or module._backward_pre_hooks:
+            vars(module).update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())
     # Transformer layers call their linear layers, instead of one kernel that no hook sees.
     stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
     torch.backends.mha.set_fastpath_enabled(False)

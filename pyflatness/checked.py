@@ -1,12 +1,15 @@
 """The user's forward pass as all public calls make it, held to what every value relies on.
 
 A value is of one function of a sample, and of a loss of that function's outputs. So a forward pass must not draw random
-numbers that matter, and the loss must not depend on the parameters by another way. Both are looked at where batches are
-run anyway: the first costs the comparison of two generator states a batch (and a second pass where they differ), the
-second one evaluation of the loss a call.
+numbers that matter, outputs must not change with the batch that a sample is in, and the loss must not depend on the
+parameters by another way. All are looked at where batches are run anyway: the first costs the comparison of two states
+of generators a batch (and a second pass where they differ), the second a pass of two samples a call, where no few
+samples were looked at before, and the third, for a loss that is a callable, such a pass and one evaluation of it.
 """
 
 import contextlib
+import functools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +18,8 @@ from torch import Tensor, nn
 
 from . import capture, data
 from .errors import FlatnessError, InputError
-from .generators import Generators
+from .generators import Generators, OutsideTorch
+from .independence import check_unchanged, pair
 from .losses import CustomLoss, Loss, remarks
 from .losses.closure import REFUSAL, depends_on
 from .outputs import SideBySide, single
@@ -39,6 +43,8 @@ class Checked:
         modules = [*model.modules()]
         self._generators = Generators(modules)
         self._parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        self._is_first = True  # whether no batch was run yet, but to find something out
+        self._fewest = math.inf  # samples that were run to find something out
         self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
         self._loss_is_open = isinstance(loss, CustomLoss)  # whether it may depend on more than the outputs
 
@@ -46,20 +52,26 @@ class Checked:
         """See :data:`.capture.Forward`.
 
         Raises:
-            InputError: random numbers that change the outputs; a loss that depends on the parameters by another way.
+            InputError: random numbers that change the outputs; outputs that change with the batch that a sample is in;
+                a loss that depends on the parameters by another way.
         """
         if capture.is_trial():
             outputs, targets = self._run(model, batch)
+            self._fewest = min(self._fewest, data.size(batch))
         else:
-            before = self._generators.states()
+            before, outside = self._generators.states(), OutsideTorch() if self._is_first else None
             outputs, targets = self._run(model, batch)
-            if self._generators.moved(before):
+            if self._generators.moved(before) or (outside is not None and outside.moved()):
                 self._check_repeated(model, batch, outputs)
+            if self._is_first and self._fewest >= data.size(batch):
+                self._check_independent(model, batch, outputs)
+            self._is_first = False
             if self.notes is None and not outputs.is_meta and isinstance(targets, Tensor):
                 self.notes = ()
                 with contextlib.suppress(Exception):  # what does not go together is an error of the measure
                     self.notes = remarks.of(self._loss, outputs, targets)
-        self._check_loss(model, outputs, targets)
+        if self._loss_is_open and not outputs.is_meta and isinstance(targets, Tensor):
+            self._check_loss(model, batch)
         return outputs, targets
 
     def _tensor(self, returned: Any) -> Tensor:
@@ -121,16 +133,28 @@ class Checked:
             "that does not ask for self.training, added noise, sampling), or have it draw the same at every call"
         )
 
-    def _check_loss(self, model: nn.Module, outputs: Tensor, targets: Any) -> None:
-        """Raise if the loss depends on the model's parameters otherwise than by the outputs; once."""
-        if not self._loss_is_open or outputs.is_meta or not isinstance(targets, Tensor):
+    def _check_independent(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
+        """Raise if two samples of a batch have other outputs without the others."""
+        samples = data.size(batch)
+        two = pair(samples)
+        if two is None or outputs.is_meta or outputs.ndim == 0 or len(outputs) % samples:
             return
+        try:
+            with capture.aside(), torch.no_grad():
+                alone, _ = self._run(model, data.take(batch, two))
+        except Exception:  # not a batch that can be cut
+            return
+        check_unchanged(alone, data.rows_of(outputs, samples, two))
+
+    def _check_loss(self, model: nn.Module, batch: Any) -> None:
+        """Raise if the loss depends on the model's parameters otherwise than by the outputs; once."""
         assert isinstance(self._loss, CustomLoss)
         held = {*self._parameters, *model.parameters()}  # others where the model is run functionally
-        try:
-            with capture.made_anew(model):
-                found = depends_on(self._loss, outputs, targets, held)
-        except Exception:  # a loss that does not take these; the measure says better what is wrong
+        for part in (data.first(batch, min(2, data.size(batch))), batch):
+            with contextlib.suppress(Exception), capture.made_anew(model), capture.aside():
+                found = depends_on(self._loss, functools.partial(self._run, model, part), held)
+                break
+        else:  # a loss that does not take these; the measure says better what is wrong
             return
         self._loss_is_open = False
         if found:

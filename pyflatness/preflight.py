@@ -26,14 +26,17 @@ class Findings:
 
     Attributes:
         samples: how many were looked at.
+        start: the place in the batch of the first of them whose outputs are kept: not the first of all, if it can be
+            helped, so that what a sample has by its place in the batch is seen.
         layouts: where each layer that ran may keep the samples, by what was seen, likely ones first.
-        outputs: the model's, for these samples.
+        outputs: the model's, for samples from there on.
         bytes: that the graph and the layers' inputs and signals take per sample, about.
         inputs: bytes of the layers' inputs per sample.
         cuttable: whether the model runs on parts of a batch.
     """
 
     samples: int
+    start: int
     layouts: dict[str, tuple[Layout, ...]]
     outputs: Tensor
     bytes: int
@@ -57,13 +60,13 @@ def look(
     """
     samples = data.size(batch)
     count = samples if whole else min(samples, max(2, min(_MOST, samples // _SHARE)))
-    cuttable = True
+    start, cuttable = int(count < samples), True
     try:
-        outputs, stored = _run(model, tape, data.first(batch, count), forward)
+        outputs, stored = _run(model, tape, data.part(batch, start, start + count), forward)
     except FlatnessError:
         raise
     except Exception:  # not a batch that can be cut; an error of the model's own comes again
-        count, cuttable = samples, False
+        start, count, cuttable = 0, samples, False
         outputs, stored = _run(model, tape, batch, forward)
     check_samples(outputs, count)
     layouts = {}
@@ -75,10 +78,10 @@ def look(
     received = sum(call.output.numel() * call.output.element_size() for made in tape.calls.values() for call in made)
     taken = sum(_bytes(call.inputs) for made in tape.calls.values() for call in made)
     if 1 < count == samples and cuttable:  # else the batch itself will show it
-        alone = apart(model, data.first(batch, 1), forward)
-        outputs = outputs if alone is None else alone
+        alone = apart(model, data.part(batch, 1, 2), forward)
+        start, outputs = (0, outputs) if alone is None else (1, alone)
     bytes_ = (stored + 2 * received) // count
-    return Findings(count, narrowed, outputs.detach(), bytes_, taken // count, cuttable)
+    return Findings(count, start, narrowed, outputs.detach(), bytes_, taken // count, cuttable)
 
 
 def narrow(

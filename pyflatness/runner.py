@@ -1,7 +1,7 @@
 """Running a model over data with the chosen layers on tape, a batch cut into parts that fit the memory."""
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointError
 
 from . import capture, curvature, data, independence, layers, ownership, preflight
 from .data import Batches
-from .errors import InputError
+from .errors import InputError, NotYetError
 from .independence import Spacing, check_unchanged
 from .ownership import Layout
 from .received import is_out_of_memory
@@ -166,14 +167,14 @@ class Runner:
     ) -> Generator[Result, None, None]:
         seen, samples = self._look(batch), data.size(batch)
         numbers = torch.arange(done, done + samples, device="cpu")
-        first: Check = _unchecked if seen is None else partial(check_unchanged, seen)
         compare = seen is None and self._cuttable and self._spacing.due(number, done)
 
         def step(start: int, stop: int) -> Result | None:
-            part, check = data.part(batch, start, stop), first
-            if start > 0:
-                check = _unchecked
-            elif compare:
+            part = data.part(batch, start, stop)
+            check: Check = _unchecked
+            if start == 0 and seen is not None:
+                check = partial(_check_as_seen, seen, stop - start)
+            elif start == 0 and compare:
                 check = self._two_alone(part)
             return self._tried(part, number, numbers[start:stop], work, check)
 
@@ -225,7 +226,7 @@ class Runner:
     ) -> Result | None:
         """None: to be tried again, with what was found out."""
         # Around all of it: activation checkpointing runs the model again in backward passes.
-        with self._attention(), capture.differentiated():
+        with self._attention(), capture.differentiated(), _checkpointing():
             result = self._run(part, number, numbers, work, check)
         if result is None and self._unseen:
             self._look(part, again=True)
@@ -338,8 +339,8 @@ class Runner:
         self._approve(self._bent)
         return not bent or samples <= self._part
 
-    def _look(self, batch: Any, *, again: bool = False) -> Tensor | None:
-        """The outputs for the batch's first samples, if these had to be looked at."""
+    def _look(self, batch: Any, *, again: bool = False) -> preflight.Findings | None:
+        """What was found out on some of the batch's samples, if these had to be looked at."""
         samples = data.size(batch)
         if samples < 1:
             raise InputError(
@@ -348,7 +349,7 @@ class Runner:
         if not again and (self._looked_at > 1 or (self._looked_at == 1 and samples == 1)):
             return None
         modules = self.selected
-        with capture.differentiated():
+        with capture.differentiated(), _checkpointing():
             found = preflight.look(self.model, modules, self._tape, batch, self._forward, whole=again)
         if self._unseen - found.layouts.keys():
             listed = ", ".join(map(repr, sorted(self._unseen)))
@@ -367,11 +368,33 @@ class Runner:
             if self._asked and needed > self._asked and found.cuttable:
                 self.notes = (f"one sample takes about {needed:,} bytes at a time, more than memory={self._asked:,}",)
             self._part = max(1, self._memory // needed) if found.cuttable else samples
-        return found.outputs
+        return found
+
+
+@contextlib.contextmanager
+def _checkpointing() -> Iterator[None]:
+    """Inside, an error of activation checkpointing says what to do.
+
+    Raises:
+        NotYetError: such an error.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        raise NotYetError(
+            f"model: its activation checkpointing does not go with this ({str(error)[:120]}…): second derivatives of "
+            "some operations in place, weight_norm under measures over all parameters, or parts that compute other "
+            "things when they are called again; switch checkpointing off to measure"
+        ) from error
 
 
 def _unchecked(outputs: Tensor) -> None:
     """Nothing is known of these outputs."""
+
+
+def _check_as_seen(found: preflight.Findings, samples: int, outputs: Tensor) -> None:
+    """Raise if the first samples of a batch, so many, have other outputs than when some of them were looked at."""
+    check_unchanged(found.outputs, outputs[found.start * (len(outputs) // samples) :])
 
 
 def _even(left: int, limit: int) -> int:

@@ -22,10 +22,10 @@ class Variances:
         if len(draws) > 1:
             self.add(with_squares(draws.var(dim=0)))
             return
-        if self._origin is None:  # near the mean, so that the sums of powers do not cancel
+        if self._origin is None:  # near the mean, so that the squares do not cancel
             self._origin = draws[0].sum(dim=-1, keepdim=True) / kept.sum().clamp_min(1)
         shifted = torch.where(kept, draws[0] - self._origin, 0.0)
-        self.add(torch.stack([shifted**power for power in range(1, 5)]))
+        self.add(torch.stack([shifted, shifted**2]))
 
     def add(self, found: Tensor) -> None:
         """Take in variances of n samples and the squares of the independent ones in them, (2, …, n)."""
@@ -35,8 +35,9 @@ class Variances:
         """Return the variance of the sum over samples of the mean over draws, and its degrees of freedom, (…) each.
 
         None if there was nothing to take in: the values are exact. Of one draw a sample's variance cannot be known. The
-        variance between samples takes its place, which is larger by that of the true values; of one sample it is
-        infinite. Degrees of freedom are NaN where they are not known.
+        variance between samples takes its place, which is larger by that of the true values, and of one sample is
+        infinite. It says nothing of the draws themselves, so that there are no degrees of freedom. These are NaN where
+        they are not known.
         """
         if self._sums.ndim == 0:
             return None
@@ -47,14 +48,11 @@ class Variances:
         return (variance, dof) if self._draws == 0 else (variance / self._draws, dof * (self._draws - 1))
 
     def _between(self) -> tuple[Tensor, Tensor]:
-        first, second, third, fourth = self._sums
-        n = self._samples
+        first, second = self._sums
+        n, unknown = self._samples, torch.full_like(first, torch.nan)
         if n < 2:
-            return torch.full_like(first, torch.inf), torch.full_like(first, torch.nan)
-        mean = first / n
-        squares = (second - n * mean**2).clamp_min(0)
-        fourths = (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * n * mean**4).clamp_min(0)
-        return squares * (n / (n - 1)), (squares**2 / fourths).clamp(1, n - 1)
+            return torch.full_like(first, torch.inf), unknown
+        return (second - first**2 / n).clamp_min(0) * (n / (n - 1)), unknown
 
 
 def with_squares(variances: Tensor) -> Tensor:

@@ -121,11 +121,11 @@ def test_bounds_of_errors_that_are_added_up(measure, probes, seeds, within):
 @pytest.mark.parametrize(("seeds", "within"), SOAK)
 @pytest.mark.parametrize("samples", [30, 200])
 def test_one_draw_of_each_sample(samples, seeds, within):
-    """The variance between samples takes in that of the true values: too wide, not too narrow."""
+    """It has no interval; the variance between samples takes in that of the true values: too wide, not too narrow."""
     model, data = classifier(nn.ReLU, samples)
     exact = pf.relative_flatness(model, LOSS, data, "0")
     found = [pf.relative_flatness(model, LOSS, data, "0", probes=1, seed=seed) for seed in range(seeds)]
-    assert held(found, exact) >= within[0]
+    assert fmean(abs(one - exact) <= 1.96 * one.stderr for one in found) >= within[0]
 
 
 @pytest.mark.parametrize(("seeds", "within"), SOAK)

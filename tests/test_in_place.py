@@ -66,12 +66,18 @@ def overwritten(q, net):
     return q
 
 
+def copied(q, net):
+    whole = torch.zeros_like(q)
+    whole.copy_(q)  # not into a part of it
+    return q.copy_(whole.mul(0.5))
+
+
 BEHIND = {
     "relu_": lambda q, net: q.relu_(),
     "masked_fill_": lambda q, net: q.masked_fill_(torch.eye(3, 6).bool(), -1.0),
     "tanh_": lambda q, net: q.tanh_(),
     **{f.__name__: f for f in (added, multiplied, a_part, reshaped, transposed, unflattened, used_before)},
-    **{f.__name__: f for f in (overwritten, of_another_part)},
+    **{f.__name__: f for f in (overwritten, of_another_part, copied)},
 }
 
 

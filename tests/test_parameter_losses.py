@@ -61,6 +61,33 @@ def test_a_tensor_head_in_the_loss_itself():
     assert not weight.requires_grad
 
 
+class Keeping(nn.Module):
+    """A network that keeps its activations, and a penalty on them, for the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.kept, self.penalty = network(), None, None
+
+    @property
+    def head(self):
+        return self.net.head
+
+    def forward(self, x):
+        self.kept = self.net[:2](x)
+        self.penalty = self.kept.square().mean()
+        return self.net.head(self.kept)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "relative_flatness, a layer"])
+@pytest.mark.parametrize("penalty", [lambda net, f: net.penalty, lambda net, f: net.kept.square().sum() / len(f)])
+def test_activations_that_the_model_keeps(name, penalty):
+    net = Keeping()
+    with pytest.raises(pf.InputError, match=MESSAGE):
+        CALLS[name](net, lambda f, y: F.cross_entropy(f, y) + 0.5 * penalty(net, f), DATA)
+    assert net.kept is None
+    assert net.penalty is None
+
+
 class Penalised(nn.Module):
     """A loss module that holds the model."""
 

@@ -4,7 +4,7 @@ The measures are those of the empirical risk E(w) = mean_i ℓ(f(x_i, w), y_i), 
 weights in the same callable is held constant by that, and would be missing from every value.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -14,22 +14,23 @@ from .custom import CustomLoss
 
 REFUSAL = (
     "loss: its value depends on parameters in another way than by the model's outputs (it still requires a gradient "
-    "when these are detached), as with weight decay in it. The measures are those of the empirical risk, whose "
-    "derivatives go through the outputs: pass the loss without it, and add by hand what it contributes (½ λ |θ|² "
-    "adds λ to every second derivative, so λ m |w|² to the relative flatness of a layer of m columns)"
+    "when these are detached), as with weight decay in it, or activations that the model keeps. The measures are those "
+    "of the empirical risk, whose derivatives go through the outputs: pass the loss without it, and add by hand what "
+    "it contributes (½ λ |θ|² adds λ to every second derivative, so λ m |w|² to the relative flatness of a layer of m "
+    "columns)"
 )
 
 
-def depends_on(loss: CustomLoss, outputs: Tensor, targets: Tensor, parameters: Iterable[Tensor]) -> bool:
+def depends_on(loss: CustomLoss, run: Callable[[], tuple[Tensor, Tensor]], parameters: Iterable[Tensor]) -> bool:
     """Return whether the loss of given outputs has a gradient in any of a model's parameters.
 
     Args:
         loss: any.
-        outputs: of some samples.
-        targets: theirs.
+        run: gives outputs and targets of some samples; what the model keeps of it for the loss has a graph then.
         parameters: of the model; those that do not require a gradient are looked at like the others.
     """
     with _requiring(parameters, flag=True) as leaves, torch.enable_grad():
+        outputs, targets = run()
         value = loss.value(outputs.detach(), targets)
         if not leaves or not value.requires_grad:
             return False
