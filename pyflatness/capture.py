@@ -94,12 +94,12 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
 def _prepared(model: nn.Module, stack: contextlib.ExitStack) -> nn.Module:
     """See :func:`observing`; the stack undoes what is done."""
     model = layers.unwrap(model)
-    modules, parameters = [*model.modules()], [*model.parameters()]
-    _check_mode(model)
-    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in parameters):
-        raise InputError("model: it has lazy layers whose weights are not initialised; run it once on a batch")
-    _check_values(model)
-    generators = Generators(model)  # from which the user's model and data may draw; we do not
+    named = [*model.named_modules()]  # a walk takes long for what it is
+    modules = [module for _, module in named]
+    for check in (_check_kind, _check_mode, _check_values):
+        for name, module in named:
+            check(name, module)
+    generators = Generators(modules)  # from which the user's model and data may draw; we do not
     stack.callback(generators.put_back, generators.states())
     stack.callback(OutsideTorch().put_back)
     # Compiled code ignores hooks that are added later, and is no graph that can be read.
@@ -407,50 +407,54 @@ _LANGUAGE_MODELS = ("transformers", "transformers_modules", "peft")  # packages
 _CAUSAL, _MASKED = ("ForCausalLM", "LMHeadModel"), ("XLMWith", "FlaubertWith")  # ends and beginnings of names
 
 
-def _check_mode(model: nn.Module) -> None:
-    _check_kind(model)
-    for name, module in model.named_modules():
-        if isinstance(module, _NormBase) and (module.training or module.running_mean is None):
-            if isinstance(module, nn.modules.instancenorm._InstanceNorm):
-                continue  # normalises each sample by itself
-            if module.training:
-                raise InputError(f"{name!r} ({type(module).__name__}) is in training mode: call model.eval() first")
-            raise InputError(
-                f"{name!r} ({type(module).__name__}) has no running statistics, so its output for a sample depends on "
-                "the batch; a value over the data set does not exist"
-            )
-        if isinstance(module, _DropoutNd) and module.training and module.p > 0:
-            raise InputError(f"{name!r} ({type(module).__name__}) is in training mode: call model.eval() first")
-
-
-def _check_kind(model: nn.Module) -> None:
-    """Raise for modules that take no hooks and tensors that are not all there."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            what = f"{name!r} is" if name else "it is"
-            raise InputError(
-                f"model: {what} compiled by torch.jit ({type(module).__name__}), which calls its layers past all "
-                "hooks; pass the nn.Module that it was made from, with the same weights (load_state_dict)"
-            )
-    for name, parameter in model.named_parameters():
+def _check_kind(name: str, module: nn.Module) -> None:
+    """Raise for a module that takes no hooks, and for parameters that are not all there."""
+    if isinstance(module, torch.jit.ScriptModule):
+        what = f"{name!r} is" if name else "it is"
+        raise InputError(
+            f"model: {what} compiled by torch.jit ({type(module).__name__}), which calls its layers past all hooks; "
+            "pass the nn.Module that it was made from, with the same weights (load_state_dict)"
+        )
+    for own, parameter in module._parameters.items():
         if type(parameter).__name__ == "DTensor":  # by name: importing its module takes as long as importing this one
             raise InputError(
-                f"model: its parameter {name!r} is a DTensor, spread over processes (FSDP2 or tensor parallelism); "
-                "load the full weights into a model that is not (torch.distributed.checkpoint.state_dict."
+                f"model: its parameter {_joined(name, own)!r} is a DTensor, spread over processes (FSDP2 or tensor "
+                "parallelism); load the full weights into a model that is not (torch.distributed.checkpoint.state_dict."
                 "get_model_state_dict with full_state_dict=True) and measure that"
+            )
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise InputError("model: it has lazy layers whose weights are not initialised; run it once on a batch")
+
+
+def _check_mode(name: str, module: nn.Module) -> None:
+    """Raise for a module in a mode in which samples are not independent, or dropped out at random."""
+    if isinstance(module, _NormBase) and (module.training or module.running_mean is None):
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+            return  # normalises each sample by itself
+        if module.training:
+            raise InputError(f"{name!r} ({type(module).__name__}) is in training mode: call model.eval() first")
+        raise InputError(
+            f"{name!r} ({type(module).__name__}) has no running statistics, so its output for a sample depends on the "
+            "batch; a value over the data set does not exist"
+        )
+    if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+        raise InputError(f"{name!r} ({type(module).__name__}) is in training mode: call model.eval() first")
+
+
+def _check_values(name: str, module: nn.Module) -> None:
+    """Raise for a module whose parameters or buffers have no values."""
+    if "_hf_hook" in vars(module):  # accelerate keeps its weights elsewhere until it is called
+        return
+    for own, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
+        if tensor is not None and tensor.is_meta:
+            raise InputError(
+                f"model: {_joined(name, own)!r}, {tuple(tensor.shape)}, is on the meta device and has no values; load "
+                "the model first"
             )
 
 
-def _check_values(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if "_hf_hook" in vars(module):  # accelerate keeps its weights elsewhere until it is called
-            continue
-        for own, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
-            if tensor is not None and tensor.is_meta:
-                raise InputError(
-                    f"model: {f'{name}.{own}'.lstrip('.')!r}, {tuple(tensor.shape)}, is on the meta device and has no "
-                    "values; load the model first"
-                )
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))
 
 
 def _put_back_values(values: Iterable[tuple[Tensor, int, Tensor]]) -> None:

@@ -40,8 +40,9 @@ class Checked:
 
     def __init__(self, model: nn.Module, loss: Loss, forward: capture.Forward | None) -> None:
         self._forward, self._loss = forward, loss
-        self._generators = Generators(model)
-        self._parameters = [*model.parameters()]
+        modules = [*model.modules()]
+        self._generators = Generators(modules)
+        self._parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         self._is_first = True  # whether no batch was run yet, but to find something out
         self._fewest = math.inf  # samples that were run to find something out
         self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through

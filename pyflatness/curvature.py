@@ -24,6 +24,8 @@ from .tape import Call, Tape
 
 Calls = Mapping[str, Sequence[Call]]
 Gradients = Mapping[str, Sequence[Tensor]]
+Users = Mapping[Node, Sequence[Node]]
+"""For each node of a graph, the nodes that take its result."""
 
 
 OPAQUE, RECURRENT, CURVED = "opaque", "recurrent", "curved"
@@ -49,7 +51,7 @@ def refuse_opaque(names: Sequence[str]) -> None:
 
 
 @torch.enable_grad()
-def curved(outputs: Tensor, tape: Tape, names: Iterable[str]) -> dict[str, str]:
+def curved(outputs: Tensor, users: Users, tape: Tape, names: Iterable[str]) -> dict[str, str]:
     """Those of some layers in whose weight f is not certified to be linear, at any sample of a forward pass, and why.
 
     Where autograd's graph does not prove it, second derivatives of ⟨v, f⟩ in the layer's output are taken along a
@@ -57,7 +59,7 @@ def curved(outputs: Tensor, tape: Tape, names: Iterable[str]) -> dict[str, str]:
     outputs jointly. Where that gives more than zero for a layer (it may be multiplied by another), it is moved alone.
     """
     calls = {name: tape.calls[name] for name in names if name in tape.calls}
-    reading = read(outputs, calls)
+    reading = _read(users, calls)
     found = {name: RECURRENT for name, made in calls.items() if feeds_itself(made)}
     found |= dict.fromkeys(reading.opaque, OPAQUE)
     rest = {name: calls[name] for name in calls if name not in reading.proven | found.keys()}
@@ -89,19 +91,23 @@ def curved_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[str
     return found
 
 
-# As autograd's graph names them. Linear in pieces on any real inputs:
-_PIECEWISE = re.compile(
-    r"(Relu|LeakyRelu|Hardtanh|Threshold|Abs|Clamp\w*|Max|Min|Amax|Amin|Maximum|Minimum|Where|MaskedFill|"
-    r"Gather|Sort|Topk|Add|Sub|Rsub|Neg|Sum|Mean|Cumsum|\w*Pool[123]?D?\w*|\w*Pad\w*|Upsample\w+|PixelShuffle|"
-    r"View|UnsafeView|ReshapeAlias|Reshape|Alias|T|Transpose|Permute|Movedim|Unsqueeze|Squeeze|Expand|Repeat|Flatten|"
-    r"Unflatten|Cat|Stack|Split\w*|UnsafeSplit\w*|Chunk|Slice|Select|Narrow|Index|IndexSelect|Unbind|Unfold|Flip|Roll|"
-    r"Diagonal|AsStrided|Clone|ToCopy|Col2Im|Im2Col)Backward\d+|(torch::autograd::)?CopyBackwards"
-)
-# Products: linear in each of their inputs.
-_PRODUCT = re.compile(
-    r"(\w*Convolution|Addmm|Mm|Bmm|Baddbmm|Addbmm|Mv|Dot|Mul|Div|Linear|MkldnnLinear|PreluKernel|Embedding|"
-    r"EmbeddingBag)Backward\d+"
-)
+# As autograd's graph names them: linear in pieces on any real inputs, or in each of their inputs, or in some.
+_KINDS = {
+    "quotient": re.compile(r"DivBackward\d+"),
+    "product": re.compile(
+        r"(\w*Convolution|Addmm|Mm|Bmm|Baddbmm|Addbmm|Mv|Dot|Mul|Linear|MkldnnLinear|PreluKernel|Embedding|"
+        r"EmbeddingBag)Backward\d+"
+    ),
+    "batch norm": re.compile(r"NativeBatchNormBackward\d+"),
+    "norm": re.compile(r"Native(Layer|Group)NormBackward\d+"),
+    "piecewise": re.compile(
+        r"(Relu|LeakyRelu|Hardtanh|Threshold|Abs|Clamp\w*|Max|Min|Amax|Amin|Maximum|Minimum|Where|MaskedFill|"
+        r"Gather|Sort|Topk|Add|Sub|Rsub|Neg|Sum|Mean|Cumsum|\w*Pool[123]?D?\w*|\w*Pad\w*|Upsample\w+|PixelShuffle|"
+        r"View|UnsafeView|ReshapeAlias|Reshape|Alias|T|Transpose|Permute|Movedim|Unsqueeze|Squeeze|Expand|Repeat|Flatten|"
+        r"Unflatten|Cat|Stack|Split\w*|UnsafeSplit\w*|Chunk|Slice|Select|Narrow|Index|IndexSelect|Unbind|Unfold|Flip|Roll|"
+        r"Diagonal|AsStrided|Clone|ToCopy|Col2Im|Im2Col)Backward\d+|(torch::autograd::)?CopyBackwards"
+    ),
+}
 _OF_TORCH = re.compile(r"\w+Backward\d+|(torch::autograd::)?CopyBackwards|torch::autograd::CopySlices")
 
 
@@ -120,7 +126,10 @@ class Reading:
 
 def read(outputs: Tensor, calls: Calls) -> Reading:
     """What is behind each layer's output, by the names of the graph's nodes."""
-    users = _users(outputs)
+    return _read(users_of(outputs), calls)
+
+
+def _read(users: Users, calls: Calls) -> Reading:
     is_piecewise, is_of_torch = functools.cache(_is_piecewise), functools.cache(_is_of_torch)
     proven, opaque = set(), set()
     for name, made in calls.items():
@@ -134,7 +143,7 @@ def read(outputs: Tensor, calls: Calls) -> Reading:
 
 def read_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> Reading:
     """What is behind each leaf, by the names of the graph's nodes; one that has no part in it is proven."""
-    users, proven, opaque = _users(outputs), set(), set()
+    users, proven, opaque = users_of(outputs), set(), set()
     for name, leaf in leaves.items():
         start = get_gradient_edge(leaf).node
         behind = _behind([start], users)
@@ -145,19 +154,19 @@ def read_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> Reading:
     return Reading(frozenset(proven), frozenset(opaque))
 
 
-def unreached(outputs: Tensor, calls: Calls) -> dict[str, frozenset[int]]:
+def unreached(outputs: Tensor, users: Users, calls: Calls) -> dict[str, frozenset[int]]:
     """By layer the calls, by number, to whose outputs autograd has no path from the model's; layers that have some."""
-    nodes = {outputs.grad_fn, *_users(outputs)}
+    last = outputs.grad_fn
     found = {
-        name: frozenset(number for number, call in enumerate(made) if call.edge.node not in nodes)
+        name: frozenset(n for n, call in enumerate(made) if call.edge.node not in users and call.edge.node != last)
         for name, made in calls.items()
     }
     return {name: numbers for name, numbers in found.items() if numbers}
 
 
-def has_fused_attention(outputs: Tensor) -> bool:
+def has_fused_attention(users: Users) -> bool:
     """Whether a kernel of attention was run that has no second derivative."""
-    return any("ScaledDotProduct" in node.name() for node in _users(outputs))
+    return any("ScaledDotProduct" in node.name() for node in users)
 
 
 def check_complete(what: str, gradients: Sequence[Tensor]) -> None:
@@ -167,7 +176,7 @@ def check_complete(what: str, gradients: Sequence[Tensor]) -> None:
         InputError: it does not depend on anything, or on what a function gave that can be differentiated once only.
     """
     turning = [gradient for gradient in gradients if gradient.requires_grad]
-    nodes = {node.name() for part in turning for node in (part.grad_fn, *_users(part)) if node}
+    nodes = {node.name() for part in turning for node in (part.grad_fn, *users_of(part)) if node}
     if not turning or "torch::autograd::Error" in nodes:
         raise InputError(
             f"{what}: the second derivative of a function behind it is missing (its backward pass is not "
@@ -191,25 +200,36 @@ def feeds_itself(calls: Sequence[Call]) -> bool:
 
 def _is_piecewise(node: Node, moved: Collection[Node] | None = None) -> bool:
     """Whether an operation is linear in pieces in those of its inputs that ``moved`` nodes give; None: in all."""
-    name = node.name()
-    if not _is_of_torch(node) or any(entry.dtype.is_complex for entry in node._input_metadata):
+    kind = _kind(node.name())
+    if not kind or not _is_of_torch(node) or any(entry.dtype.is_complex for entry in node._input_metadata):
         return False
+    if kind == "piecewise":
+        return True
     sources = [source for source, _ in node.next_functions]
     inputs = [place for place, source in enumerate(sources) if source and (moved is None or source in moved)]
-    if _PRODUCT.fullmatch(name):
-        return len(inputs) == 1 and not (name.startswith("Div") and inputs == [1])
-    if re.fullmatch(r"NativeBatchNormBackward\d+", name):
+    if kind == "batch norm":
         return not getattr(node, "_saved_training", True) and len(inputs) == 1
-    if re.fullmatch(r"Native(Layer|Group)NormBackward\d+", name):
+    if kind == "norm":
         return inputs in ([1], [2])  # weight, bias
-    return bool(_PIECEWISE.fullmatch(name))
+    return len(inputs) == 1 and not (kind == "quotient" and inputs == [1])
 
 
 def _is_of_torch(node: Node) -> bool:
-    return not isinstance(cast(object, node), BackwardCFunction) and bool(_OF_TORCH.fullmatch(node.name()))
+    return not isinstance(cast(object, node), BackwardCFunction) and _has_name_of_torch(node.name())
 
 
-def _behind(starts: Iterable[Node], users: Mapping[Node, Sequence[Node]]) -> set[Node]:
+@functools.lru_cache(maxsize=1024)
+def _has_name_of_torch(name: str) -> bool:
+    return bool(_OF_TORCH.fullmatch(name))
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind(name: str) -> str:
+    """What an operation of this name is, as :func:`_is_piecewise` tells them apart; empty: linear in nothing."""
+    return next((kind for kind, names in _KINDS.items() if names.fullmatch(name)), "")
+
+
+def _behind(starts: Iterable[Node], users: Users) -> set[Node]:
     """The nodes that depend on some others, these not among them."""
     behind: set[Node] = set()
     stack = [user for start in starts for user in users.get(start, ())]
@@ -221,8 +241,8 @@ def _behind(starts: Iterable[Node], users: Mapping[Node, Sequence[Node]]) -> set
     return behind
 
 
-def _users(outputs: Tensor) -> dict[Node, list[Node]]:
-    """For each node of the outputs' graph, the nodes that take its result."""
+def users_of(outputs: Tensor) -> Users:
+    """Return, for each node of the outputs' graph but the last one, the nodes that take its result."""
     users: dict[Node, list[Node]] = {}
     stack = [] if outputs.grad_fn is None else [outputs.grad_fn]
     seen = set(stack)

@@ -222,11 +222,16 @@ def leaves(batch: Any) -> Iterator[Any]:
 def size(batch: Any) -> int:
     """Samples of a batch: entries of dimension 0 of its ``labels``, or first tensor (-1 if it holds none)."""
     if isinstance(batch, Tensor):
-        return len(batch) if batch.ndim else -1
-    if isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor):
-        return size(batch["labels"])
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
-    return next((found for found in map(size, parts) if found >= 0), -1)
+        return batch.shape[0] if batch.ndim else -1
+    parts: Iterable[Any] = ()
+    if isinstance(batch, (tuple, list)):  # asked first: it is asked often
+        parts = batch
+    elif isinstance(batch, Mapping):
+        parts = [batch["labels"]] if isinstance(batch.get("labels"), Tensor) else batch.values()
+    for part in parts:
+        if (found := size(part)) >= 0:
+            return found
+    return -1
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -1,6 +1,7 @@
 """The generators that a model's forward pass can draw random numbers from."""
 
 import random
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,16 @@ class Generators:
     """torch's generators of the CPU and of a model's devices, and those that its modules hold as attributes.
 
     Args:
-        model: any module.
+        modules: all of a model's.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        devices = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
+    def __init__(self, modules: Collection[nn.Module]) -> None:
+        parameters = [parameter for module in modules for parameter in module._parameters.values()]
+        devices = sorted(
+            {parameter.device.index for parameter in parameters if parameter is not None and parameter.is_cuda}
+        )
         self._held = [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
-        for module in model.modules():
+        for module in modules:
             held = vars(module).values()
             if torch.Generator in map(type, held):  # there is hardly ever one, and modules are many
                 self._held += [generator for generator in held if isinstance(generator, torch.Generator)]

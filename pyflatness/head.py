@@ -169,7 +169,7 @@ class Head:
         width = len(layers.matrix(module)[0])
         if width <= _WIDE_OUTPUTS:
             return
-        generators = Generators(self._model)
+        generators = Generators([*self._model.modules()])
         before = generators.states()
         try:
             with capture.without_product(module, width), capture.trial():
@@ -238,8 +238,7 @@ class Head:
         if outputs.ndim and output.shape[-1] == 1 and same_shape and 1 not in outputs.shape[1:]:
             outputs, targets = outputs.unsqueeze(-1), targets.unsqueeze(-1)  # z.squeeze(-1), one output
         dim = _class_dim(outputs, output, self._loss)
-        places = _places(outputs.movedim(dim, -1)) if dim is not None else None
-        order = _order(places, _places(output)) if places is not None else None
+        order = None if dim is None else _order(outputs.movedim(dim, -1), output)
         if dim is None or order is None or not (self._loss.positions or (outputs.ndim == 2 and dim == 1)):
             raise _NotTheHeadError(
                 f"layer {self.name!r} is not the model's head as in the batches before: the model's output "
@@ -281,6 +280,10 @@ def _class_dim(outputs: Tensor, output: Tensor, loss: losses.Loss) -> int | None
     return same[-1] if same else None
 
 
+def _layout(rows: Tensor) -> tuple[Any, ...]:
+    return rows.storage_offset(), rows.shape[:-1], rows.stride()[:-1]
+
+
 def _places(rows: Tensor) -> Tensor:
     """Where in memory the rows (all but the last dimension) begin, in row-major order."""
     places = torch.tensor([rows.storage_offset()], dtype=torch.int64, device="cpu")
@@ -289,10 +292,14 @@ def _places(rows: Tensor) -> Tensor:
     return places
 
 
-def _order(wanted: Tensor, present: Tensor) -> Tensor | None:
-    """Indices of the wanted places among those present (empty: they are the same); None unless each is there once."""
+def _order(outputs: Tensor, output: Tensor) -> Tensor | None:
+    """Indices of the outputs' rows among a layer's (empty: they are the same); None unless each is there once."""
+    same = torch.empty(0, dtype=torch.int64, device="cpu")
+    if _layout(outputs) == _layout(output):
+        return same
+    wanted, present = _places(outputs), _places(output)
     if wanted.equal(present):
-        return torch.empty(0, dtype=torch.int64, device="cpu")
+        return same
     sorted_places, index = present.sort()
     found = torch.searchsorted(sorted_places, wanted).clamp_max(len(present) - 1)
     if not sorted_places[found].equal(wanted) or len(wanted.unique()) < len(wanted):

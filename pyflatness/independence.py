@@ -1,7 +1,5 @@
 """A model is a function of one sample: what it gives for some must not change with the others in their batch."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -15,18 +13,17 @@ class Spacing:
 
     Args:
         batches: how many there are; 0 if that is not known.
-        every: the largest distance, in samples.
     """
 
-    def __init__(self, batches: int, every: float = math.inf) -> None:
-        self._last, self._every = batches - 1, every
+    def __init__(self, batches: int) -> None:
+        self._last = batches - 1
         self._done = 0  # samples in front of the last batch that was looked at
 
     def due(self, number: int, done: int) -> bool:
         """Return whether batch ``number``, behind so many samples, is to be looked at; each batch is asked for once."""
         if done <= self._done:
             return False
-        due = done - self._done >= min(self._every, self._done) or number == self._last
+        due = done - self._done >= self._done or number == self._last
         self._done = done if due else self._done
         return due
 

@@ -46,7 +46,7 @@ class Options:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             given = getattr(self, name)
-            if not isinstance(given, str | None) or given not in choices:
+            if not (given is None or isinstance(given, str)) or given not in choices:
                 listed = ", ".join(map(repr, choices))
                 raise InputError(f"{name}={shown(given)} does not exist; choose one of {listed}")
         contractions.check(self.backend)

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointError
 
 from . import capture, contractions, data, parameters, preflight
-from .errors import NotYetError
 from .independence import check_unchanged
 from .parameters import Result
 from .received import is_out_of_memory
@@ -164,29 +162,22 @@ class OwnParameters:
 
 @contextlib.contextmanager
 def _undisturbed(run: Run) -> Iterator[None]:
-    """Inside, the model can be run once more, with parameters of its own and second derivatives.
-
-    Raises:
-        NotYetError: what activation checkpointing calls again in a backward pass is not what it called before.
-    """
+    """Inside, the model can be run once more, with parameters of its own and second derivatives."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(capture.trial())
         stack.enter_context(run.tape.paused())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(contractions.full_precision(run.outputs))
         stack.enter_context(_PlainWeightNorm())
-        try:
-            yield
-        except CheckpointError as error:  # torch leaves the mode out while it runs a backward pass
-            raise NotYetError(
-                "model: under activation checkpointing, measures over all parameters do not work where a checkpointed "
-                f"part has weight_norm in it, or computes other things when called again ({error.args[0][:100]}…); "
-                "switch checkpointing off to take them"
-            ) from error
+        yield
 
 
 class _PlainWeightNorm(TorchFunctionMode):
-    """Inside, weight_norm is written out: the second derivative of torch's kernel in its direction is wrong (2.13)."""
+    """Inside, weight_norm is written out: the second derivative of torch's kernel in its direction is wrong (2.13).
+
+    Torch leaves a mode out while it runs a backward pass, so that weight_norm is another function when activation
+    checkpointing calls it again there.
+    """
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

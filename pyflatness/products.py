@@ -58,7 +58,7 @@ class WeightRunner(Runner):
     def _narrow(self, outputs: Tensor, samples: int) -> None:
         """See the class."""
 
-    def _settled(self, outputs: Tensor, samples: int) -> bool:
+    def _settled(self, outputs: Tensor, users: curvature.Users, samples: int) -> bool:
         """See the class."""
         return True
 

@@ -1,7 +1,7 @@
 """Running a model over data with the chosen layers on tape, a batch cut into parts that fit the memory."""
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointError
 
 from . import capture, curvature, data, independence, layers, ownership, preflight
 from .data import Batches
-from .errors import InputError
+from .errors import InputError, NotYetError
 from .independence import Spacing, check_unchanged
 from .ownership import Layout
 from .received import is_out_of_memory
@@ -21,8 +22,6 @@ from .tape import Call, Tape, frozen
 
 DEFAULT_MEMORY = 512 * 2**20  # bytes that the graph, the layers' inputs and signals of a part may take
 _SECOND_ORDER = 3  # about the memory that a graph takes together with that of its derivatives
-
-_COMPARED_EVERY = 400  # samples, of which two are looked at: half a per cent of the forward pass
 
 Result = TypeVar("Result")
 Check = Callable[[Tensor], None]
@@ -130,7 +129,7 @@ class Runner:
         self._twice_differentiable = False  # whether attention is run so that it has second derivatives
         self._unseen: set[str] = set()  # layers that ran for the first time
         self._idle: dict[str, frozenset[int]] = {}  # calls of layers that outputs do not depend on, by number
-        self._spacing = Spacing(len(batches), every=_COMPARED_EVERY)
+        self._spacing = Spacing(len(batches))
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -227,7 +226,7 @@ class Runner:
     ) -> Result | None:
         """None: to be tried again, with what was found out."""
         # Around all of it: activation checkpointing runs the model again in backward passes.
-        with self._attention(), capture.differentiated():
+        with self._attention(), capture.differentiated(), _checkpointing():
             result = self._run(part, number, numbers, work, check)
         if result is None and self._unseen:
             self._look(part, again=True)
@@ -257,10 +256,11 @@ class Runner:
                 raise InputError(f"batch {number}: the inputs of {', '.join(overwritten)} are modified in place")
             preflight.check_samples(outputs, samples)
             check(outputs)
-            if self._finds_idle(outputs, part):
+            users = curvature.users_of(outputs)
+            if self._finds_idle(outputs, users, part):
                 return None
             self._narrow(outputs, samples)
-            if not self._settled(outputs, samples):
+            if not self._settled(outputs, users, samples):
                 return None
             first = {name: layouts[0] for name, layouts in self._layouts.items()}
             if samples > 1:
@@ -280,13 +280,13 @@ class Runner:
             return _unchecked
         return lambda outputs: check_unchanged(seen, data.rows_of(outputs, samples, two))
 
-    def _finds_idle(self, outputs: Tensor, part: Any) -> bool:
+    def _finds_idle(self, outputs: Tensor, users: curvature.Users, part: Any) -> bool:
         """Whether there are layers, not known before, without a path to the outputs; these do not depend on them.
 
         Raises:
             InputError: they do, so that derivatives of zero would be wrong.
         """
-        unreached = curvature.unreached(outputs, self._tape.calls)
+        unreached = curvature.unreached(outputs, users, self._tape.calls)
         new = {name: calls for name, calls in unreached.items() if not calls <= self._idle.get(name, frozenset())}
         for name, calls in new.items():
             if preflight.matters(self.model, self.selected[name], calls, part, self._forward):
@@ -324,12 +324,12 @@ class Runner:
                 raise ownership.mixed(name, self._tape.calls[name][0].output.shape, samples)
             self._layouts[name] = layouts
 
-    def _settled(self, outputs: Tensor, samples: int) -> bool:
+    def _settled(self, outputs: Tensor, users: curvature.Users, samples: int) -> bool:
         """Take in which layers are linear; False to have the run once more, so that it has second derivatives."""
         if not self._certify:
             return True
-        bent = curvature.curved(outputs, self._tape, filter(self.is_linear, self._tape.calls))
-        if bent and not self._twice_differentiable and curvature.has_fused_attention(outputs):
+        bent = curvature.curved(outputs, users, self._tape, filter(self.is_linear, self._tape.calls))
+        if bent and not self._twice_differentiable and curvature.has_fused_attention(users):
             self._twice_differentiable = True
             return False
         if bent and not self._bent and self._second_order and self._cuttable:
@@ -349,7 +349,7 @@ class Runner:
         if not again and (self._looked_at > 1 or (self._looked_at == 1 and samples == 1)):
             return None
         modules = self.selected
-        with capture.differentiated():
+        with capture.differentiated(), _checkpointing():
             found = preflight.look(self.model, modules, self._tape, batch, self._forward, whole=again)
         if self._unseen - found.layouts.keys():
             listed = ", ".join(map(repr, sorted(self._unseen)))
@@ -369,6 +369,23 @@ class Runner:
                 self.notes = (f"one sample takes about {needed:,} bytes at a time, more than memory={self._asked:,}",)
             self._part = max(1, self._memory // needed) if found.cuttable else samples
         return found
+
+
+@contextlib.contextmanager
+def _checkpointing() -> Iterator[None]:
+    """Inside, an error of activation checkpointing says what to do.
+
+    Raises:
+        NotYetError: such an error.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        raise NotYetError(
+            f"model: its activation checkpointing does not go with this ({str(error)[:120]}…): second derivatives of "
+            "some operations in place, weight_norm under measures over all parameters, or parts that compute other "
+            "things when they are called again; switch checkpointing off to measure"
+        ) from error
 
 
 def _unchecked(outputs: Tensor) -> None:

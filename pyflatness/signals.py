@@ -176,8 +176,11 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Signa
     rows = found.of(outputs)
     terms = losses.marked(found.terms, rows, masks=not loss.elementwise)
     counted = (terms.scale != 0).view(samples, -1)
-    most = int(counted.sum(dim=1).max()) if counted.numel() else 0
-    order = counted.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+    most = counted.shape[1]
+    order = torch.arange(most, device=counted.device).expand(samples, -1)
+    if not bool(counted.all()):
+        most = int(counted.sum(dim=1).max())
+        order = counted.int().argsort(dim=1, descending=True, stable=True)[:, :most]
     passes = most * loss.columns(rows.shape[1])
     mass = terms.mass.reshape(samples, -1).sum(dim=1)
     used = torch.ones_like(counted) if terms.used is None else terms.used.view(samples, -1)

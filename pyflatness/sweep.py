@@ -132,11 +132,12 @@ class Sweep:
         self._add_hessian(run, signs, {name: values[:, places[name]] for name in bent}, parts)
         self.by_hessian.update(bent)
         values = self._marked(values, sent, self._left_out(run, sent), run.number)
-        kept = self._kept(values)
-        summed = {key: part[kept].sum(dim=0) if key[1] in NEURONS else part for key, part in parts.items()}
-        if bool((sent.bad & kept).any()):  # of a loss whose curvature does not show that a sample has none
-            summed = {key: torch.full_like(part, torch.nan) for key, part in summed.items()}
-        return Values(values, sent.mass, run.number, parts=summed, lost=sent.bad, by_hessian=frozenset(bent))
+        if parts:
+            kept = self._kept(values)
+            parts = {key: part[kept].sum(dim=0) if key[1] in NEURONS else part for key, part in parts.items()}
+            if bool((sent.bad & kept).any()):  # of a loss whose curvature does not show that a sample has none
+                parts = {key: torch.full_like(part, torch.nan) for key, part in parts.items()}
+        return Values(values, sent.mass, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(bent))
 
     def _add_factors(
         self, run: Run, sent: signals.Signals, signs: Signs | None, found: dict[str, Tensor], parts: Parts
@@ -298,10 +299,11 @@ class Sweep:
 
     def _marked(self, values: Tensor, sent: signals.Signals, left_out: Tensor, number: int) -> Tensor:
         """Values (…, n), NaN for samples that are left out."""
-        late = ~values.isfinite().flatten(0, 2).all(dim=0) & ~left_out
-        if self._options.normalize and self._options.nan_policy == "omit" and bool(late.any()):
-            layers.check_finite(self._runner.modules)
-            raise normalize.late(number, int(late.sum()), "samples")
+        if self._options.normalize and self._options.nan_policy == "omit":
+            late = ~self._kept(values) & ~left_out
+            if bool(late.any()):
+                layers.check_finite(self._runner.modules)
+                raise normalize.late(number, int(late.sum()), "samples")
         return values.masked_fill(left_out, torch.nan)
 
     def _kept(self, values: Tensor) -> Tensor:

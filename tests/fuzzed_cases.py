@@ -1,6 +1,5 @@
 """Random networks with a loss, data, and batches, from a seed."""
 
-import copy
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from fuzzed_drawing import CONVOLUTIONS
 from fuzzed_losses import Problem
 from fuzzed_networks import Network
-from fuzzed_truth import Truth
+from fuzzed_truth import Truth, plain_copy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -110,7 +109,7 @@ def _cut(rng: random.Random, samples: int) -> tuple[int, ...]:
 def _usable(model: nn.Module, inputs: Tensor) -> tuple[str, ...]:
     """The layers that ran, in the model's order; none if an in-place operation destroys what a gradient needs."""
     ran: set[str] = set()
-    model = copy.deepcopy(model).requires_grad_(True)
+    model = plain_copy(model)  # checkpointing would make up for what was destroyed
     layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, *CONVOLUTIONS))}
     for name, layer in layers.items():
         layer.register_forward_hook(lambda *_, name=name: ran.add(name))

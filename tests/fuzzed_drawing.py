@@ -24,14 +24,17 @@ class Step(Net):
 
 
 class Checkpointed(nn.Module):
-    """A step under activation checkpointing, which :attr:`on` can switch off."""
+    """A step under activation checkpointing, which :attr:`on` can switch off.
+
+    It works on a copy of what it is given: called again, a step that changes its input would find it changed.
+    """
 
     def __init__(self, step):
         super().__init__()
         self.step, self.on, self.text = step, True, f"checkpoint({step.text})"
 
     def forward(self, x):
-        return checkpoint(self.step, x, use_reentrant=False) if self.on else self.step(x)
+        return checkpoint(lambda x: self.step(x.clone()), x, use_reentrant=False) if self.on else self.step(x.clone())
 
 
 @dataclass

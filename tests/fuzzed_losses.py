@@ -83,7 +83,8 @@ def _classes(rng, generator, samples, shape, of_logarithms=False):
     left_out = targets == ignored
     if of_logarithms:  # the library knows it as a callable, of which a sample is one term
         terms = _by_sample(loss, total)
-    return Problem(name, loss, targets, terms, total, {}, left_out if left_out.any() else None, not of_logarithms)
+    options = {"reduction": "sum"} if of_logarithms and total else {}
+    return Problem(name, loss, targets, terms, total, options, left_out if left_out.any() else None, not of_logarithms)
 
 
 def _probabilities(rng, generator, samples, shape):

@@ -33,13 +33,8 @@ class Truth:
     def __init__(
         self, model: nn.Module, problem: Problem, inputs: Tensor, targets: Tensor, names: Sequence[str]
     ) -> None:
-        self.model, self.problem, self.inputs, self.targets, self.names = model, problem, inputs, targets, tuple(names)
-        self.model = copy.deepcopy(model).requires_grad_(True)
-        for module in self.model.modules():
-            if isinstance(module, Checkpointed):
-                module.on = False
-            if isinstance(module, parametrizations._WeightNorm):  # torch's kernel has a wrong second derivative (2.13)
-                module.forward = _weight_norm
+        self.problem, self.inputs, self.targets, self.names = problem, inputs, targets, tuple(names)
+        self.model = plain_copy(model)
         self._trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
     @functools.cached_property
@@ -196,6 +191,17 @@ class Truth:
     def jacobians(self) -> dict[tuple[str, str], Tensor]:
         """(place, measure) -> (n,), as :func:`jacobian_truth.of_data`."""
         return jacobian_truth.of_data(self.model, self.inputs, self.names)
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """A copy without activation checkpointing, all of whose parameters require gradients."""
+    model = copy.deepcopy(model).requires_grad_(True)
+    for module in model.modules():
+        if isinstance(module, Checkpointed):
+            module.on = False
+        if isinstance(module, parametrizations._WeightNorm):  # torch's kernel has a wrong second derivative (2.13)
+            module.forward = _weight_norm
+    return model
 
 
 def _weight_norm(magnitude: Tensor, direction: Tensor) -> Tensor:

@@ -133,9 +133,18 @@ class Total:
         if verdict.failures:
             self.failures.append(str(verdict))
 
+    def plain(self) -> dict[str, Any]:
+        """Of what can be sent to another process."""
+        return {
+            "networks": self.networks,
+            "outcomes": dict(self.outcomes),
+            "reasons": dict(self.reasons),
+            "failures": self.failures,
+        }
+
     @classmethod
     def of(cls, parts: dict[str, Any]) -> "Total":
-        """From ``dataclasses.asdict``, which another process may have sent."""
+        """What :meth:`plain` was made from."""
         return cls(parts["networks"], Counter(parts["outcomes"]), Counter(parts["reasons"]), parts["failures"])
 
     def __add__(self, other: "Total") -> "Total":

@@ -268,7 +268,7 @@ def _require() -> None:
 def _kernel(name: str, *tensors: Tensor) -> Any:
     _require()
     dtype = tensors[0].dtype
-    kinds = sorted({f"{t.dtype} on {t.device}" for t in tensors})
-    if len(kinds) > 1 or tensors[0].device.type != "cpu" or dtype not in _SUFFIX:
+    if dtype not in _SUFFIX or any(t.dtype != dtype or t.device.type != "cpu" for t in tensors):
+        kinds = sorted({f"{t.dtype} on {t.device}" for t in tensors})
         raise BackendError(f"{name}: wants float32 or float64 tensors of one dtype on the CPU, got {', '.join(kinds)}")
     return getattr(_C, name + _SUFFIX[dtype])

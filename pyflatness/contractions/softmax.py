@@ -85,10 +85,11 @@ class SoftmaxVariance:
 
         Args:
             features: (n, m).
-            scale: (n,) float64, how much each row counts in the sum that ``rtol`` is of; None: all the same.
+            scale: (n,) float64, how much each row counts in the sum that ``rtol`` is of, NaN for not at all; None: all
+                the same.
         """
         if self.route == "rows":
-            return self._wide(features, scale)
+            return self._wide(features, None if scale is None else scale.nan_to_num(0.0))
         compute = self._fused if self.route == "fused" else self._pairs
         chunks = [compute(promoted(chunk)) for chunk in features.split(self._chunk)]
         return Bounded(chunks[0] if len(chunks) == 1 else torch.cat(chunks), None)

@@ -1,5 +1,6 @@
 """What every loss says of its rows, and the helpers that losses share."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -122,7 +123,9 @@ def marked(terms: Terms, values: Tensor, *, masks: bool = False) -> Terms:
         values: (rows, …), targets or outputs; a row with NaN or infinity in it has no loss, unless it adds nothing.
         masks: whether minus infinity is allowed, as it is for logits of classes that are masked.
     """
-    if not values.is_floating_point() or values.is_meta or bool(values.sum().isfinite()):  # the one look that is paid
+    if (
+        not values.is_floating_point() or values.is_meta or math.isfinite(float(values.sum()))
+    ):  # the one look that is paid
         return terms
     bad = (values.isnan() | (values == torch.inf)) if masks else ~values.isfinite()
     bad = bad.flatten(1).any(dim=1).to(terms.scale.device) & (terms.scale != 0)

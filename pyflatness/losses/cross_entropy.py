@@ -89,7 +89,7 @@ class CrossEntropy:
     ) -> Curvature:
         """See :class:`.base.Loss`."""
         variance = SoftmaxVariance(weight, bias, backend, rows=rows, memory=memory, rtol=rtol)
-        return lambda features, terms: variance.bounded(features, terms.scale.nan_to_num(0.0))
+        return lambda features, terms: variance.bounded(features, terms.scale)
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""

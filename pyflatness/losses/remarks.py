@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..directions import Directions
 from .base import Loss
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
@@ -33,11 +34,11 @@ def of(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[str, ...]:
 
 def _are_probabilities(outputs: Tensor) -> bool:
     """Whether the outputs lie in [0, 1] and add up to 1 over the classes, (n, C, …)."""
-    if outputs.ndim < 2 or outputs.shape[1] < 2 or not outputs.numel():
+    if outputs.ndim < 2 or outputs.shape[1] < 2 or not outputs.numel() or not bool(outputs.amin() >= 0):
         return False
     off = (outputs.double().sum(dim=1) - 1).abs().amax()
     rounding = outputs.shape[1] * torch.finfo(outputs.dtype).eps
-    return bool((outputs >= 0).all() & (off <= rounding))
+    return bool(off <= rounding)
 
 
 def _is_straight(loss: CustomLoss, outputs: Tensor, targets: Tensor) -> bool:
@@ -47,7 +48,5 @@ def _is_straight(loss: CustomLoss, outputs: Tensor, targets: Tensor) -> bool:
         (gradient,) = torch.autograd.grad(loss.value(leaf, targets), leaf, create_graph=True)
         if not gradient.requires_grad:
             return True
-        generator = torch.Generator(leaf.device).manual_seed(0)
-        direction = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype, device=leaf.device)
-        (product,) = torch.autograd.grad(gradient, leaf, direction, allow_unused=True)
+        (product,) = torch.autograd.grad(gradient, leaf, Directions().like(leaf), allow_unused=True)
     return product is None or not bool(product.any())
