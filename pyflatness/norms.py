@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from . import lanczos, layers
 from .contractions.root import lower_gram
+from .directions import Directions
 
 _ENTRIES = 2**18  # of a weight that are in float64 at a time
 _WRITTEN_OUT = 1024  # rows of a Gram matrix, at most
@@ -36,7 +37,7 @@ def spectral(module: nn.Module) -> float:
 
 def _by_products(matrix: Tensor) -> float | None:
     """The root of the largest eigenvalue of wᵀw; None if it is not found to rounding."""
-    start = torch.randn(1, matrix.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    start = Directions().like(matrix.new_empty(1, matrix.shape[1], dtype=torch.float64))
 
     def times(vectors: Tensor) -> Tensor:
         total = torch.zeros_like(vectors[0])
@@ -45,7 +46,7 @@ def _by_products(matrix: Tensor) -> float | None:
             total += rows.t() @ (rows @ vectors[0])
         return total.unsqueeze(0)
 
-    search = lanczos.largest(start.to(matrix.device), tolerance=_TOLERANCE, limit=_PRODUCTS, size=_BASIS)
+    search = lanczos.largest(start, tolerance=_TOLERANCE, limit=_PRODUCTS, size=_BASIS)
     ritz = lanczos.solved(search, times)
     return math.sqrt(max(0.0, float(ritz.values))) if ritz.converged else None
 

@@ -352,7 +352,7 @@ def measure(
     Returns:
         ``report[layer, measure]`` and ``report[measure]`` are estimates, ``str(report)`` is a table;
         ``report.uncovered`` names the weights that no measured layer has (embeddings, attention's projections, …).
-        A network's value that leaves out some is not exact.
+        With ``layers=None`` a network's value that leaves out some is not exact.
 
     Raises:
         FlatnessError: as :func:`relative_flatness`.
@@ -390,6 +390,6 @@ def measure(
     names = tuple(name for name in selection.modules if name in measured)
     covered = [module for name, module in selection.modules.items() if name in together.measured]
     left_out = coverage.uncovered(call.model, covered) if covered else {}
-    found = coverage.marked(found, [row.name for row in wanted if row.of_layers], left_out)
+    found = coverage.marked(found, [row.name for row in wanted if row.of_layers], left_out) if layers is None else found
     with_values = tuple(row.name for row in wanted if any(row.name == m for _, m in found))
     return Report(names, with_values, found, skipped, left_out)

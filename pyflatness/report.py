@@ -157,8 +157,9 @@ class Report:
     ``report[layer, measure]`` is one layer's :class:`Estimate`, ``report[measure]`` the network's: the sum over the
     measured layers, or one value of its own. A measure may have values of layers, of the network, or both.
 
-    A network's value that is of its measured layers leaves out the weights in :attr:`uncovered`, for want of support or
-    because ``layers=`` chose others. Where there are some, the value has a note and is not ``exact``.
+    A network's value that is of its measured layers leaves out the weights in :attr:`uncovered`. Where these were left
+    out for want of support (``layers=None``: all that can be measured) the value has a note and is not ``exact``. Where
+    the layers were chosen it is the value of the chosen layers, and exact if theirs are.
 
     Attributes:
         layers: names of the measured layers, in the model's order.

@@ -125,7 +125,7 @@ def test_one_draw_of_each_sample(samples, seeds, within):
     model, data = classifier(nn.ReLU, samples)
     exact = pf.relative_flatness(model, LOSS, data, "0")
     found = [pf.relative_flatness(model, LOSS, data, "0", probes=1, seed=seed) for seed in range(seeds)]
-    assert fmean(abs(one - exact) <= 1.96 * one.stderr for one in found) >= within[0]
+    assert share([(one - 1.96 * one.stderr, one + 1.96 * one.stderr) for one in found], exact) >= within[0]
 
 
 @pytest.mark.parametrize(("seeds", "within"), SOAK)

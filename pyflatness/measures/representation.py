@@ -241,7 +241,8 @@ def representation(
         assert row.of_jacobians is not None
         found.update({(name, row.name): value for name, value in row.of_jacobians(samples).items()})
     left_out = coverage.uncovered(call.model, [call.model.get_submodule(name) for name in samples.layers])
-    found = coverage.marked(found, [row.name for row in rows if row.of_layers], left_out)
+    if layers is None:
+        found = coverage.marked(found, [row.name for row in rows if row.of_layers], left_out)
     return Report(samples.layers, tuple(row.name for row in rows), found, {}, left_out)
 
 
