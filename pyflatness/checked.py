@@ -69,7 +69,7 @@ class Checked:
             if self.notes is None and not outputs.is_meta and isinstance(targets, Tensor):
                 self.notes = ()
                 with contextlib.suppress(Exception):  # what does not go together is an error of the measure
-                    self.notes = remarks.of(self._loss, outputs, targets)
+                    self.notes = remarks.of(self._loss, outputs, targets, self._parameters)
         if self._loss_is_open and not outputs.is_meta and isinstance(targets, Tensor):
             self._check_loss(model, batch)
         return outputs, targets

@@ -37,7 +37,10 @@ def check_unchanged(before: Tensor, now: Tensor, what: str = "outputs") -> None:
     """Raise an InputError if what a model gave for the same samples, by two runs, is not the same up to rounding."""
     count = min(len(before), len(now))
     before, now = before[:count], now.detach()[:count]
-    tolerance = max(1e-3, 8 * torch.finfo(now.dtype).eps) if now.is_floating_point() else 0.0
+    dtypes = [part.dtype for part in (before, now) if part.is_floating_point()]
+    tolerance = max([1e-3, *(8 * torch.finfo(dtype).eps for dtype in dtypes)]) if dtypes else 0.0
+    if before.dtype != now.dtype:  # autocast does not reach both
+        before, now = before.double(), now.double()
     size = float(before.abs().amax().nan_to_num(0, 0, 0)) if before.numel() else 0.0
     if before.shape != now.shape or not torch.allclose(before, now, tolerance, tolerance * size, equal_nan=True):
         raise InputError(

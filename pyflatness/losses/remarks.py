@@ -1,5 +1,7 @@
 """What a reader of a value should know of how its loss and the model's outputs go together."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,18 +20,28 @@ NO_CURVATURE = (
 )
 
 
-def of(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[str, ...]:
+def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:
     """Return what is to be said, as notes of an estimate.
 
     Args:
         loss: the user's.
         outputs: of some samples.
         targets: theirs.
+        parameters: the model's.
     """
-    outputs = outputs.detach()
-    if isinstance(loss, CrossEntropy):
-        return (PROBABILITIES,) if _are_probabilities(outputs) else ()
-    return (NO_CURVATURE,) if isinstance(loss, CustomLoss) and _is_straight(loss, outputs, targets) else ()
+    outputs, notes = outputs.detach(), []
+    finer = [part.dtype for part in parameters if torch.promote_types(part.dtype, outputs.dtype) != outputs.dtype]
+    if finer:
+        eps = torch.finfo(outputs.dtype).eps
+        notes.append(
+            f"the outputs are {outputs.dtype} and the parameters {finer[0]}, as under autocast: the value has the "
+            f"rounding of the narrower one, {eps:.0e} of it and more; measure without autocast for the parameters' own"
+        )
+    if isinstance(loss, CrossEntropy) and _are_probabilities(outputs):
+        notes.append(PROBABILITIES)
+    if isinstance(loss, CustomLoss) and _is_straight(loss, outputs, targets):
+        notes.append(NO_CURVATURE)
+    return tuple(notes)
 
 
 def _are_probabilities(outputs: Tensor) -> bool:
