@@ -355,14 +355,21 @@ def _run(model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable
 
 @contextlib.contextmanager
 def differentiated() -> Iterator[None]:
-    """Inside, where backward passes are, reentrant activation checkpointing is an error that says what to do.
+    """Inside, where backward passes are, what a model keeps torch from is an error that says what to do.
 
     Raises:
-        NoGraphError: torch does not differentiate it in chosen tensors.
+        NoGraphError: reentrant activation checkpointing, which torch does not differentiate in chosen tensors.
+        InputError: a tensor of the graph was modified in place.
     """
     try:
         yield
     except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            raise InputError(
+                "model: a tensor that its backward pass needs is modified in place later, as h += layer(h) does with "
+                "the layer's input, so that torch cannot differentiate the model in all weights that this needs; write "
+                f"h = h + layer(h) ({error})"
+            ) from error
         if "use_reentrant=True" not in str(error):
             raise
         raise NoGraphError(

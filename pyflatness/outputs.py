@@ -1,5 +1,6 @@
 """What a model returns, as the one tensor that values are of."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +14,15 @@ _WAY_OUT = "pass forward=, a function (model, batch) -> (outputs, targets) that 
 
 
 def single(outputs: Any) -> Tensor | None:
-    """Return the logits in what a model returned: a tensor, ``logits``, or the only tensor of outputs in a tuple.
+    """Return the logits in what a model returned: a tensor, ``logits`` by key or attribute, or a tuple's only tensor.
 
     Further parts of a tuple may be parameters, whole numbers, or no tensors, as the caches of token models. None if it
     is not clear which tensor is meant.
     """
     if isinstance(outputs, Tensor):
         return outputs
-    if isinstance(logits := getattr(outputs, "logits", None), Tensor):
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    if isinstance(logits, Tensor):
         return logits
     if not isinstance(outputs, (tuple, list)) or not outputs or not isinstance(outputs[0], Tensor):
         return None

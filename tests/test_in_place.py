@@ -201,3 +201,28 @@ def test_a_jacobian_in_a_view_that_is_modified_in_place_is_refused():
         pf.InputError, match=r"layer 'a': its input is a view .* write x = x \+ y in the place of x \+= y"
     ):
         pf.measure(mixed_in_place(view=True), LOSS, (X, Y), layers="a", measures="mls")
+
+
+class Added(nn.Module):
+    """Its layer's input is modified in place when the layer's gradient in the weight still needs it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.added, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        h = self.first(x)
+        h += self.added(h)
+        return self.last(torch.tanh(h))
+
+
+def test_what_torch_cannot_differentiate_in_a_weight_is_said():
+    torch.manual_seed(0)
+    model, loss = Added().double(), nn.CrossEntropyLoss()
+    data = torch.randn(6, 4).double(), torch.arange(6) % 3
+    for measure in ("lambda_max", "sharpness", "interpolation_sharpness"):
+        with pytest.raises(pf.InputError, match=r"modified in place later.*write h = h \+ layer\(h\)"):
+            pf.measure(model, loss, data, measures=measure)
+    report = pf.measure(model, loss, data, measures="all")
+    assert "modified in place later" in report.skipped["lambda_max"]
+    assert report["added", "relative_flatness"].exact

@@ -107,6 +107,7 @@ def test_a_callable_that_takes_one_tensor_is_told_of_the_others():
         lambda first, second: [first, {"cache": second}],
         lambda first, second: (first, ((second, second),)),
         lambda first, second: types.SimpleNamespace(logits=first, hidden=second),
+        lambda first, second: {"logits": first, "hidden": second},
     ],
 )
 @pytest.mark.parametrize("loss", [LOSS, lambda f, y: F.cross_entropy(f, y)], ids=["module", "callable"])
