@@ -9,7 +9,8 @@ from .errors import InputError
 class Spacing:
     """Say which batches have some of their samples looked at alone, beside the first.
 
-    These are the second batch, the last one where their number is known, and those that follow at doubling distances.
+    These are the second batch and the last one, so that mixing is found wherever it begins, if it stays. Where the
+    number of batches is not known, those that follow the second at doubling distances stand in for the last one.
 
     Args:
         batches: how many there are; 0 if that is not known.
@@ -23,7 +24,8 @@ class Spacing:
         """Return whether batch ``number``, behind so many samples, is to be looked at; each batch is asked for once."""
         if done <= self._done:
             return False
-        due = done - self._done >= self._done or number == self._last
+        follows = self._done == 0 or (self._last < 0 and done >= 2 * self._done)
+        due = follows or number == self._last
         self._done = done if due else self._done
         return due
 

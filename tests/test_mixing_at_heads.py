@@ -74,8 +74,9 @@ def test_tokens_have_their_own_places():
     assert float(whole) == pytest.approx(float(cut), rel=1e-12)
 
 
-def test_a_head_has_few_batches_looked_at():
-    """The model runs on two samples of the second batch, the last one, and of some at doubling distances."""
+@pytest.mark.parametrize(("loader", "looked_at"), [(list, 2), (iter, 7)], ids=["a list", "an iterator"])
+def test_a_head_has_few_batches_looked_at(loader, looked_at):
+    """The model runs on two samples of the second batch and the last one, or of some at doubling distances."""
     sizes = []
 
     def forward(net, x):
@@ -83,7 +84,7 @@ def test_a_head_has_few_batches_looked_at():
         return net.head(torch.relu(net.front(x)))
 
     data = [(x, y) for x, y in zip(normal(3, 1280, 5).split(10), (torch.arange(1280) % 3).split(10), strict=True)]
-    pf.relative_flatness(network(forward), LOSS, data)
+    pf.relative_flatness(network(forward), LOSS, loader(data))
     assert sizes.count(10) == 128
     assert sizes.count(1) == 1
-    assert sizes.count(2) == 8  # batches 1, 2, 4, …, 64, and the last
+    assert sizes.count(2) == looked_at  # batches 1, 2, 4, …, 64 of an iterator
