@@ -15,40 +15,37 @@ import pyflatness as pf
 from pyflatness import interrupts
 
 
-def in_finalizer(frame):
-    """Whether a frame is called by ``__del__`` or for a weak reference, where Python itself drops any exception."""
-    while frame is not None:
-        if frame.f_code.co_name in ("__del__", "_remove_id") or frame.f_globals["__name__"] in (
-            "weakref",
-            "_weakrefset",
-        ):
-            return True
-        frame = frame.f_back
-    return False
-
-
 class Interrupting:
-    """Sends SIGINT at chosen lines, counted in every frame that is entered inside: ours, torch's and the model's."""
+    """Sends SIGINT at chosen lines, counted in every frame that is entered inside: ours, torch's and the model's.
+
+    One that falls into a finalizer, or the callback of a weak reference, is dropped by Python and not counted as sent.
+    """
 
     def __init__(self, *lines):
-        self._lines, self.seen, self.sent, self._due = set(lines), 0, 0, False
+        self._lines, self.seen, self.sent = set(lines), 0, 0
 
     def __enter__(self):
-        self._before = sys.gettrace()
+        self._before = sys.gettrace(), sys.unraisablehook
+        sys.unraisablehook = self._dropped
         sys.settrace(self._trace)
         return self
 
     def __exit__(self, *exception):
-        sys.settrace(self._before)
+        trace, sys.unraisablehook = self._before
+        sys.settrace(trace)
+
+    def _dropped(self, found):
+        if found.exc_type is KeyboardInterrupt:
+            self.sent -= 1
+        else:
+            self._before[1](found)
 
     def _trace(self, frame, event, argument):
         if frame.f_globals["__name__"] == __name__:
             return self._trace
         if event == "line":
             self.seen += 1
-            self._due |= self.seen in self._lines
-            if self._due and not in_finalizer(frame):
-                self._due = False
+            if self.seen in self._lines:
                 self.sent += 1
                 signal.raise_signal(signal.SIGINT)
         return self._trace
