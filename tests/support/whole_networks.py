@@ -1,0 +1,185 @@
+"""Entries of the grid of the public calls beside the values of layers, and of samples that are not finite."""
+
+import csv
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import LOSSES, head, to
+from grid import CASES, Case
+from torch import nn
+
+import pyflatness as pf
+
+Entry = tuple[str, Callable[[], Any]]
+OnCase = Callable[..., Any]
+ALPHAS = (0.05, 0.4)
+HALVES = ("mlp ReLU", "mlp Tanh", "cnn", "residual", "attention", "siamese", "loss: squared error", "tokens",
+    "loss: class weights sum", "loss: binary sum", "batch norm of vectors", "linear layers on pixels")  # fmt: skip
+
+
+def _gap(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.GeneralizationGap:
+    return pf.generalization_gap(model, loss, data, tuple(part[:2] for part in data), **options)
+
+
+def _bound(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.GeneralizationBound:
+    return pf.generalization_bound(
+        model, loss, data, test=tuple(part[:2] for part in data), folds=2, draws=3, **options
+    )
+
+
+def _rescaled(model: nn.Module, loss: Any, data: Any, factor: Any = 2.0) -> nn.Module:
+    first = next(name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d))
+    return pf.reparameterize(model, {first: factor}, data)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "representation": pf.representation,
+    "representation, top, by sample": partial(pf.representation, top=2, per_sample=True),
+    "representation, tight": partial(pf.representation, memory=1, backend="reference"),
+    "bounds": pf.bounds,
+    "bounds, sharpness of all, normalized": partial(pf.bounds, sharpness="all", normalized=True),
+    "mls_adversarial": partial(pf.mls_adversarial, steps=4, per_sample=True),
+    "mls_adversarial, radius": partial(pf.mls_adversarial, steps=2, radius=0.1, seed=4),
+    "pac_bayes": partial(pf.pac_bayes, draws=3, steps=5),
+    "pac_bayes, squared": partial(pf.pac_bayes, draws=2, steps=4, squared=True, drop=0.3, seed=2),
+    "adaptive_sharpness_mc": partial(pf.adaptive_sharpness_mc, draws=3),
+    "adaptive_sharpness_mc, not scaled": partial(pf.adaptive_sharpness_mc, draws=2, scaled=False, rho=0.3, seed=5),
+    "feature_robustness": partial(pf.feature_robustness, draws=3, alphas=ALPHAS),
+    "feature_robustness, propagate": partial(
+        pf.feature_robustness, draws=2, alphas=ALPHAS, nan_policy="propagate", seed=1
+    ),
+    "generalization_gap": _gap,
+    "generalization_gap, omit": partial(_gap, nan_policy="omit"),
+    "generalization_bound": _bound,
+    "generalization_bound, given": partial(_bound, delta=0.2, kappa=1.5, seed=3),
+    "reparameterize": _rescaled,
+    "verify": partial(pf.verify, seconds=None),
+}
+
+
+def of_networks(on_case: OnCase) -> Iterator[Entry]:
+    """Yield what the public calls beside those of layers give for each network."""
+    for name, case in itertools.product(CALLS, HALVES):
+        yield f"{name} | {case}", partial(on_case, CASES[case], CALLS[name])
+        yield f"{name} | {case} | float32, batches of 2", partial(
+            on_case, CASES[case], CALLS[name], **({} if name.startswith("generalization") else {"data": 2}),
+            dtype=torch.float32,
+        )  # fmt: skip
+
+
+def _of_head(call: Callable[..., Any], loss: str, **options: Any) -> Any:
+    features, weight, bias = head(torch.float64)
+    function, targets = (to(torch.float64, value) for value in LOSSES[loss])
+    return call(features, weight, bias, targets, loss=function, **options)
+
+
+def _noise(**options: Any) -> torch.Tensor:
+    features, *_ = head(torch.float32)
+    return pf.truncated_normal_noise(features, 0.3, **options)
+
+
+def of_features() -> Iterator[Entry]:
+    """Yield representativeness of heads as tensors, noise and bounds from numbers."""
+    for loss in LOSSES:
+        yield f"representativeness | {loss}", partial(_of_head, pf.representativeness, loss, folds=2, draws=3)
+        yield f"authors_representativeness | {loss}", partial(_of_head, pf.authors_representativeness, loss, folds=2)
+    for draws, seed in itertools.product((1, 3), (0, 5)):
+        yield f"truncated_normal_noise | {draws} | {seed}", partial(_noise, draws=draws, seed=seed)
+    yield "uniform_robustness_bound", partial(pf.uniform_robustness_bound, 0.3, 7, 1.25)
+    yield "spectral_robustness_bound", partial(pf.spectral_robustness_bound, 0.3, 7.5, 1.25)
+    draw = torch.Generator().manual_seed(3)
+    columns = {name: torch.rand(12, generator=draw).tolist() for name in ("gap", "trace", "relative_flatness")}
+    yield "correlations", partial(pf.correlations, columns, seed=1)
+    yield "correlations, one", partial(pf.correlations, columns, "trace")
+
+
+def _broken(case: Case, call: Callable[..., Any], *args: Any, kind: str, **options: Any) -> Any:
+    """Call with one number of a sample that is not finite, or a weight that is not."""
+    model, inputs, targets = case.build(), case.inputs.clone(), case.targets.clone()
+    if kind == "inputs":
+        inputs[1].flatten()[0] = torch.nan
+    elif kind == "infinite inputs":
+        inputs[-1].flatten()[0] = torch.inf
+    elif kind == "all inputs":
+        inputs[:] = torch.nan
+    elif kind == "weight":
+        next(model.parameters()).data.flatten()[0] = torch.nan
+    else:
+        targets[0] = torch.nan
+    batches = list(zip(inputs.split(2), targets.split(2), strict=True))
+    return call(model, case.loss, batches, *args, **options)
+
+
+def of_broken_samples() -> Iterator[Entry]:
+    """Yield what each policy makes of numbers that are not finite."""
+    policies, kinds = ("raise", "propagate", "omit"), ("inputs", "infinite inputs", "all inputs", "weight", "targets")
+    for name, policy, kind in itertools.product(
+        ("mlp ReLU", "mlp Tanh", "cnn", "loss: squared error", "loss: class weights", "loss: custom"), policies, kinds
+    ):
+        case = CASES[name]
+        if kind == "targets" and not case.targets.is_floating_point():
+            continue
+        given = {"kind": kind, "nan_policy": policy}
+        where = f"{name} | {kind} not finite | {policy}"
+        yield (
+            f"relative_flatness | {where}",
+            partial(_broken, case, pf.relative_flatness, case.layers[0], per_sample=True, **given),
+        )
+        yield (
+            f"relative_flatness | {where} | head, std",
+            partial(_broken, case, pf.relative_flatness, normalize="std", per_sample=policy != "raise", **given),
+        )
+        yield (
+            f"relative_flatness | {where} | probes",
+            partial(_broken, case, pf.relative_flatness, case.layers[0], probes=2, **given),
+        )
+        yield f"measure all | {where}", partial(_broken, case, pf.measure, measures="all", **given)
+        yield f"block_traces | {where}", partial(_broken, case, pf.block_traces, case.layers[0], **given)
+        yield f"representation | {where}", partial(_broken, case, pf.representation, per_sample=True, **given)
+        yield f"generalization_gap | {where}", partial(_broken, case, _of_itself, **given)
+
+
+def _of_itself(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.GeneralizationGap:
+    return pf.generalization_gap(model, loss, data, data, **options)
+
+
+def score(*options: str) -> list[dict[str, str]]:
+    """Return the rows that the command line's ``score`` writes for two checkpoints, but their times."""
+    from support.value_grid import command_line
+
+    with tempfile.TemporaryDirectory() as folder:
+        network = Path(folder) / "scored_network.py"
+        shutil.copy(Path(__file__).parents[1] / "tiny_network.py", network)
+        paths = []
+        for seed in range(2):
+            torch.manual_seed(seed)
+            layers = {"body": nn.Linear(4, 5), "head": nn.Linear(5, 3)}
+            state = {
+                f"{name}.{key}": value for name, layer in layers.items() for key, value in layer.state_dict().items()
+            }
+            paths.append(Path(folder) / f"{seed}.pt")
+            torch.save(state, paths[-1])
+        out = Path(folder) / "scores.csv"
+        command_line("score", "--model", f"{network}:Tiny", "--data", f"{network}:data", "--loss", "cross_entropy",
+            "--allow-pickle-weights-only", *options, "--out", str(out), *map(str, paths))  # fmt: skip
+        with out.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    return [{key: cell.replace(folder, "") for key, cell in row.items() if key != "seconds"} for row in rows]
+
+
+def of_the_command_line() -> Iterator[Entry]:
+    """Yield the rows of ``score``."""
+    for options in ((), ("--layers", "*", "--measures", "all"), ("--layers", "body", "--probes", "2"),
+        ("--layers", "*", "--curvature", "ggn", "--measures", "trace")):  # fmt: skip
+        yield f"score | {' '.join(options).replace('*', 'every layer')}", partial(score, *options)
+
+
+def entries(on_case: OnCase) -> Iterator[Entry]:
+    """Yield all of these."""
+    return itertools.chain(of_networks(on_case), of_features(), of_broken_samples(), of_the_command_line())
