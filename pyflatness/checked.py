@@ -4,7 +4,8 @@ A value is of one function of a sample, and of a loss of that function's outputs
 numbers that matter, outputs must not change with the batch that a sample is in, and the loss must not depend on the
 parameters by another way. All are looked at where batches are run anyway: the first costs the comparison of two states
 of generators a batch (and a second pass where they differ), the second a pass of two samples a call, where no few
-samples were looked at before, and the third, for a loss that is a callable, such a pass and one evaluation of it.
+samples were looked at before, and the third, for a loss that is a callable, such a pass and one evaluation of it. A
+pass whose graph will be differentiated is watched for what it detaches, see :mod:`.detached`.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from . import capture, data
+from .detached import Detached
 from .errors import FlatnessError, InputError
 from .generators import Generators, OutsideTorch
 from .independence import check_unchanged, pair
@@ -46,6 +48,7 @@ class Checked:
         self._is_first = True  # whether no batch was run yet, but to find something out
         self._fewest = math.inf  # samples that were run to find something out
         self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
+        self.detaches = False  # whether outputs depended on what derivatives take as constant, see :mod:`.detached`
         self._loss_is_open = isinstance(loss, CustomLoss)  # whether it may depend on more than the outputs
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
@@ -60,7 +63,7 @@ class Checked:
             self._fewest = min(self._fewest, data.size(batch))
         else:
             before, outside = self._generators.states(), OutsideTorch() if self._is_first else None
-            outputs, targets = self._run(model, batch)
+            outputs, targets = self._watched(model, batch) if torch.is_grad_enabled() else self._run(model, batch)
             if self._generators.moved(before) or (outside is not None and outside.moved()):
                 self._check_repeated(model, batch, outputs)
             if self._is_first and self._fewest >= data.size(batch):
@@ -115,6 +118,12 @@ class Checked:
             if not is_out_of_memory(error):
                 setattr(error, _CALL, (self._call(batch), self._kinds()))
             raise
+
+    def _watched(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        with Detached() as detached:
+            outputs, targets = self._run(model, batch)
+        self.detaches |= detached.reaches(outputs)
+        return outputs, targets
 
     def _check_repeated(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
         """Raise if a second pass over a batch, in which random numbers were drawn, has other outputs."""

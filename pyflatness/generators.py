@@ -69,8 +69,7 @@ class OutsideTorch:
         """Return whether numbers were drawn from either since."""
         if self._python != random.getstate():
             return True
-        now = np.random.get_state(legacy=False) if not self._numpy_is_still() else self._numpy  # noqa: NPY002
-        return not _equal(self._numpy, now)
+        return not (self._numpy_is_still() or _equal(self._numpy, np.random.get_state(legacy=False)))  # noqa: NPY002
 
     def _numpy_is_still(self) -> bool:
         """Return whether NumPy's bits prove that nothing was drawn.

@@ -10,6 +10,7 @@ from torch import nn
 from . import capture, losses
 from .checked import Checked, explained
 from .data import Batches
+from .detached import TAKEN_AS_CONSTANT
 from .errors import InputError
 from .losses import Loss
 from .options import Options, check_flag
@@ -19,6 +20,7 @@ from .selectors import Selection
 from .task import Task
 
 _WITHOUT_LOSS = ("weights", "jacobian", "ascent")  # methods
+_WITHOUT_DERIVATIVES = ("weights", "head", "monte-carlo")
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,12 @@ class Opened:
     progress: bool | None
 
     def noted(self, estimate: Estimate) -> Estimate:
-        """Return an estimate with what there is to say of the loss and the outputs, if it is one of the loss."""
-        notes = self.forward.notes
-        if not notes or estimate.method in _WITHOUT_LOSS:
-            return estimate
-        return replace(estimate, notes=(*estimate.notes, *notes))
+        """Return an estimate with what there is to say of the loss and the model's forward pass, where it matters."""
+        if self.forward.notes and estimate.method not in _WITHOUT_LOSS:
+            estimate = replace(estimate, notes=(*estimate.notes, *self.forward.notes))
+        if self.forward.detaches and estimate.method not in _WITHOUT_DERIVATIVES:
+            estimate = replace(estimate, exact=False, notes=(*estimate.notes, TAKEN_AS_CONSTANT))
+        return estimate
 
     def on(self, data: Any) -> "Opened":
         """Return the same with other data, to be read once."""

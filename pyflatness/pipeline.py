@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from . import capture, coverage, head, interrupts, layers, losses, selectors
+from .detached import TAKEN_AS_CONSTANT
+from .errors import InputError
 from .layer_values import LayerValues
 from .measures import RELATIVE_FLATNESS, Measure, at_head, named
 from .opening import Opened, opened
@@ -284,7 +286,10 @@ def block_traces(
     ) as call:
         name, _ = head.find(call.model, layer, call.loss, call.batches, call.forward)
         selection = selectors.select(call.model, name)
-        return LayerValues(call.model, selection, call.loss, call.batches, call.forward, options).block_traces()
+        traces = LayerValues(call.model, selection, call.loss, call.batches, call.forward, options).block_traces()
+        if call.forward.detaches:
+            raise InputError(f"layer {name!r}: no block traces, since {TAKEN_AS_CONSTANT}")
+        return traces
 
 
 @capture.eager

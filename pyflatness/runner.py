@@ -129,6 +129,7 @@ class Runner:
         self._twice_differentiable = False  # whether attention is run so that it has second derivatives
         self._unseen: set[str] = set()  # layers that ran for the first time
         self._idle: dict[str, frozenset[int]] = {}  # calls of layers that outputs do not depend on, by number
+        self._detached: set[str] = set()  # layers to which autograd has no path, left out like those that do not run
         self._spacing = Spacing(len(batches))
 
     @property
@@ -248,6 +249,8 @@ class Runner:
         try:
             with tape.recording():
                 outputs, targets = forward()
+            for name in self._detached:
+                tape.calls.pop(name, None)
             self._unseen = tape.calls.keys() - self._layouts.keys()
             if self._unseen:
                 return None
@@ -289,13 +292,17 @@ class Runner:
         unreached = curvature.unreached(outputs, users, self._tape.calls)
         new = {name: calls for name, calls in unreached.items() if not calls <= self._idle.get(name, frozenset())}
         for name, calls in new.items():
-            if preflight.matters(self.model, self.selected[name], calls, part, self._forward):
+            if not preflight.matters(self.model, self.selected[name], calls, part, self._forward):
+                self._idle[name] = self._idle.get(name, frozenset()) | calls
+            elif name in self._named or name in self._measured or len(self._layouts) == 1:
                 raise InputError(
                     f"layer {name!r}: the model's outputs change with what it gives, but autograd has no path between "
                     "them (detach, .data, numpy, or an operation without a derivative is on the way), and derivatives "
                     "of zero would be wrong; write that way in differentiable operations, or choose other layers"
                 )
-            self._idle[name] = self._idle.get(name, frozenset()) | calls
+            else:
+                self._detached.add(name)
+                self._layouts.pop(name, None)
         return bool(new)  # the user's forward was called since: have the run once more
 
     def _attention(self) -> contextlib.AbstractContextManager[None]:
@@ -360,7 +367,8 @@ class Runner:
         for name in found.layouts:
             layers.check_measurable(name, modules[name])
         known = self._layouts if self._looked_at > 1 else {}
-        self._layouts = {**self._layouts, **found.layouts, **known}
+        layouts = {**self._layouts, **found.layouts, **known}
+        self._layouts = {name: kept for name, kept in layouts.items() if name not in self._detached}
         self._looked_at = max(self._looked_at, found.samples)
         if not again:
             self._cuttable = found.cuttable

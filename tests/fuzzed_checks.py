@@ -35,7 +35,8 @@ def _flatness(verdict: Verdict, what: str, layer: str | None, data=None, **optio
 
 
 def _compare_report(verdict: Verdict, truth: Truth, report, curvature: str, *, per_sample: str = "") -> None:
-    verdict.hold("layers", report.layers == verdict.case.names, f"measured {report.layers}")
+    expected = tuple(name for name in verdict.case.names if f"{name}.weight" not in report.uncovered)
+    verdict.hold("layers", report.layers == expected, f"measured {report.layers}, left out {report.uncovered}")
     for measure in OF_LAYERS:
         for name in report.layers:
             hessian = truth.of_layer(measure, "hessian", name)
@@ -205,6 +206,17 @@ def omitted(verdict: Verdict, truth: Truth) -> None:
     verdict.compare(f"omitted, {normalize}", estimate, expected)
 
 
+def as_function(verdict: Verdict, truth: Truth) -> None:
+    """Where autograd's gradient is not that of the loss as a function of a layer's weight, no value is exact."""
+    for name in verdict.case.names:
+        by_autograd, (before, behind) = truth.slopes(name)
+        smooth = abs(before - behind) < 1e-5 * (1 + abs(before))
+        missed = smooth and abs(by_autograd - before) > 1e-4 * (1 + abs(before))
+        estimate = _flatness(verdict, "as a function", name) if missed else None
+        if estimate is not None:
+            verdict.hold("as a function", not estimate.exact, f"{name}: slopes {by_autograd}, {before}, {behind}")
+
+
 def sampled(verdict: Verdict, truth: Truth) -> None:
     case = verdict.case
     name, curvature = case.rng.choice(case.names), case.rng.choice(("auto", "ggn"))
@@ -243,5 +255,5 @@ def head(verdict: Verdict, truth: Truth) -> None:
 
 OTHERS = (
     gauss_newton, one_layer, block_traces, normalised, affine, eigenvalues, parameters, fisher_rao, representation,
-    omitted, sampled, head,
+    omitted, sampled, head, as_function,
 )  # fmt: skip

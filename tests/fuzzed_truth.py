@@ -50,6 +50,21 @@ class Truth:
     def ggn(self) -> Tensor:
         return truth.joint_ggn(self.model, self.problem.loss, self.inputs, self.targets, self.names)
 
+    def slopes(self, name: str) -> tuple[float, list[float]]:
+        """The loss's derivative along a direction of a layer's weight: by autograd, and by differences on each side."""
+        outputs, weights = truth.outputs_of_all(self.model, self.inputs, [name])
+        direction = torch.randn(weights.shape, generator=torch.Generator().manual_seed(0), dtype=weights.dtype)
+
+        def risk(step: Tensor) -> Tensor:
+            return self.problem.loss(outputs(weights + step * direction), self.targets)
+
+        step = torch.zeros((), dtype=weights.dtype, requires_grad=True)
+        (slope,) = torch.autograd.grad(risk(step), step, materialize_grads=True)
+        with torch.no_grad():
+            here = risk(step)
+            found = [float(here - risk(step - h)) / h for h in (1e-6, -1e-6)]
+        return float(slope), found
+
     def block(self, curvature: str, name: str) -> Tensor:
         """(d, m, d, m) of one layer; ``curvature`` is "hessian" or "ggn"."""
         start = 0

@@ -126,22 +126,20 @@ def layer_ggn(
 
 def joint_hessian(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, names: Sequence[str]) -> Tensor:
     """The Hessian (N, N) of E in the weights of several layers, one after the other, each a row-major matrix."""
-    outputs, weights = _outputs_of_all(model, inputs, names)
+    outputs, weights = outputs_of_all(model, inputs, names)
     return hessian(lambda vector: loss(outputs(vector), targets), weights)
 
 
 def joint_ggn(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, names: Sequence[str]) -> Tensor:
     """JᵀH_fJ (N, N) in the weights of several layers."""
-    outputs, weights = _outputs_of_all(model, inputs, names)
+    outputs, weights = outputs_of_all(model, inputs, names)
     f = outputs(weights).detach()
     jacobian = autograd.jacobian(outputs, weights).view(f.numel(), -1)
     curvature = hessian(lambda z: loss(z, targets), f).view(f.numel(), f.numel())
     return jacobian.t() @ curvature @ jacobian
 
 
-def _outputs_of_all(
-    model: nn.Module, inputs: Tensor, names: Sequence[str]
-) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+def outputs_of_all(model: nn.Module, inputs: Tensor, names: Sequence[str]) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """The model's outputs as a function of all weights of some layers, joined; and these."""
     weights = [weight_of(model, name) for name in names]
 

@@ -239,7 +239,7 @@ def representation(
     found = {}
     for row in rows:
         assert row.of_jacobians is not None
-        found.update({(name, row.name): value for name, value in row.of_jacobians(samples).items()})
+        found.update({(name, row.name): call.noted(value) for name, value in row.of_jacobians(samples).items()})
     left_out = coverage.uncovered(call.model, [call.model.get_submodule(name) for name in samples.layers])
     if layers is None:
         found = coverage.marked(found, [row.name for row in rows if row.of_layers], left_out)
