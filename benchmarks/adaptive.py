@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.tape import Tape
+from pyflatness.passes.recorder import Tape
 
 LOSS = nn.CrossEntropyLoss()
 TOLERANCES = (0.003, 0.01, 0.03)

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness import curvature
-from pyflatness.tape import Tape
+from pyflatness.passes import linearity
+from pyflatness.passes.recorder import Tape
 
 X, Y = torch.randn(6, 4, 4, 4), torch.arange(6) % 3
 
@@ -103,7 +103,7 @@ def reading(tail):
     with tape.attached():
         with tape.recording():
             outputs = net(X)
-        return curvature.read(outputs, tape.calls)
+        return linearity.read(outputs, tape.calls)
 
 
 @pytest.mark.parametrize("name", PROVEN)
@@ -112,7 +112,7 @@ def test_linear_tails_are_proven(name):
     net.requires_grad_(False)
     tape = Tape({"body": net.body, "head": net.head})
     with tape.attached(), tape.recording():
-        assert curvature.read(net(X), tape.calls).proven == {"body", "head"}
+        assert linearity.read(net(X), tape.calls).proven == {"body", "head"}
     assert pf.measure(network(PROVEN[name]), nn.CrossEntropyLoss(), (X, Y), layers="body")["trace"].exact
 
 

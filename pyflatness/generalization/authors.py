@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import capture, head, interrupts, losses
+from .. import head, interrupts, losses, session
 from ..contractions import promoted
 from ..losses import Loss
+from ..messages import check_tensor
 from ..options import check_count, check_seed
-from ..received import check_tensor
 from .representativeness import FOLDS, Fit, assigned, refit
 
 _PAIRS = 2**18  # at once
 
 
-@capture.eager
+@session.eager
 def authors_representativeness(
     features: Tensor,
     weight: Tensor,

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, risk
-from ..data import size
+from .. import session
 from ..errors import InputError, NonFiniteError
-from ..losses import CustomLoss, Loss
-from ..opening import Opened, opened
+from ..losses import CustomLoss, Loss, risk
+from ..model import calling
+from ..model.data import size
 from ..options import Options
+from ..session import Opened, opened
 
 _GROUPS = 64  # of samples, at least, for the standard error of a loss that is a callable
 _BATCHES = 8  # that data have, if they cannot tell
@@ -91,7 +92,7 @@ class GeneralizationGap:
         return _together(self.train.accuracy_stderr, self.test.accuracy_stderr)
 
 
-@capture.eager
+@session.eager
 def generalization_gap(
     model: nn.Module,
     loss: Any,
@@ -100,7 +101,7 @@ def generalization_gap(
     *,
     nan_policy: str = "raise",
     reduction: str | None = None,
-    forward: capture.Forward | None = None,
+    forward: calling.Forward | None = None,
     progress: bool | None = None,
 ) -> GeneralizationGap:
     """Loss and accuracy of a model on training and test data, in one pass over each.
@@ -147,7 +148,7 @@ def performance(call: Opened, nan_policy: str = "raise") -> Performance:
     samples = omitted = 0
     classes = True
     for number, batch in enumerate(call.batches):
-        outputs, targets = capture.run(call.model, batch, call.forward)
+        outputs, targets = calling.run(call.model, batch, call.forward)
         terms, count = _terms(loss, outputs, targets, number, groups), size(batch)
         value = float(terms[0].sum())
         if not math.isfinite(value) and nan_policy != "propagate":

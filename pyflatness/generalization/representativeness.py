@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import capture, head, interrupts, intervals, losses, risk
+from .. import head, interrupts, losses, session
 from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
-from ..losses import CustomLoss, Loss
+from ..losses import CustomLoss, Loss, risk
+from ..messages import check_tensor, shown
 from ..options import check_count, check_draws, check_number, check_seed
-from ..received import check_tensor, shown
+from ..report import intervals
 from . import noise
 
 FOLDS, DRAWS = 3, 32
@@ -108,7 +109,7 @@ class Representativeness:
         return f"Representativeness({', '.join(facts)})"
 
 
-@capture.eager
+@session.eager
 def representativeness(
     features: Tensor,
     weight: Tensor,

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..errors import InputError
-from ..received import shown
+from ..messages import shown
 from .base import Factors, Loss, Reduction, Terms, marked
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import InputError
-from ..received import check_tensor
+from ..messages import check_tensor
 from .base import Loss, Terms
 
 

@@ -4,9 +4,9 @@
     Σ_j θ_j² ∂²E/∂θ_j²,    θ all trainable parameters, biases and normalisation too        of the network
 
 over the entries w_j of a layer's weight. So the network's value is not the sum of its layers'; it takes a sweep of its
-own (:mod:`pyflatness.diagonal`), made where the measure is asked for by name or by ``"all"``: ``measures=None`` gives
-the layers' values alone. Where the network's cannot be had (too many entries in which the model is curved), the report
-has the layers' and says why. It is the limit ρ → 0 of :mod:`.adaptive_sharpness_mc` where the model is twice
+own (:mod:`pyflatness.sweep.diagonal`), made where the measure is asked for by name or by ``"all"``: ``measures=None``
+gives the layers' values alone. Where the network's cannot be had (too many entries in which the model is curved), the
+report has the layers' and says why. It is the limit ρ → 0 of :mod:`.adaptive_sharpness_mc` where the model is twice
 differentiable.
 
 Behind curved layers a layer's value comes from the diagonal of the Hessian, d products for a layer of one position,
@@ -16,7 +16,7 @@ Invariant to layer-wise and neuron-wise rescalings.
 C24: "From Loss Flatness to Compressed Representations".
 """
 
-from .. import diagonal
+from ..sweep import diagonal
 from .base import Measure
 
 ADAPTIVE_SHARPNESS = Measure(

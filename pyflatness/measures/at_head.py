@@ -15,10 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .. import contractions, losses, normalize
+from .. import contractions, losses
 from ..errors import InputError, NonFiniteError
 from ..head import HeadBatch
 from ..options import Options
+from ..passes import normalize
 from ..report import Estimate
 
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import data, parameters, risk
-from ..directions import Directions
 from ..errors import InputError, NonFiniteError, NotYetError
+from ..losses import risk
+from ..model import data, parameters
+from ..numerics.directions import Directions
 from ..report import Estimate
 from .base import Measure, Task, Values
 
