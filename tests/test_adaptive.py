@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyflatness as pf
 from pyflatness.model.data import Batches
-from pyflatness.passes.recorder import Tape
+from pyflatness.passes.recorder import Recorder
 
 MEASURES = ("relative_flatness", "trace")
 OTHERS = {"gathered tokens", "custom loss, Tanh"}  # can be measured in batches of one sample alone; is not convex
@@ -153,13 +153,13 @@ def test_a_seed_is_one_value():
 @pytest.fixture
 def sent(monkeypatch):
     """Rows of all signals that went back."""
-    rows, gradients = [], Tape.gradients
+    rows, gradients = [], Recorder.gradients
 
     def counted(self, outputs, signal, *args, **options):
         rows.append(len(signal))
         return gradients(self, outputs, signal, *args, **options)
 
-    monkeypatch.setattr(Tape, "gradients", counted)
+    monkeypatch.setattr(Recorder, "gradients", counted)
     return rows
 
 

@@ -109,7 +109,7 @@ class Products:
 
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
         """Samples, mass and opaque layers of a part of the data."""
-        opaque = linearity.read(run.outputs, run.tape.calls).opaque
+        opaque = linearity.read(run.outputs, run.recorder.calls).opaque
         if self._options.curvature == "auto":
             linearity.refuse_opaque(sorted(opaque))
         sent = cotangents.of_run(run, self._loss)
@@ -152,7 +152,7 @@ class Products:
     @torch.enable_grad()
     def _of_run(self, run: Run, vectors: Vectors) -> Vectors:
         advice = "eigenvalues, of the GGN too, cannot do without"
-        with contractions.full_precision(run.outputs), block_traces.differentiable(run.tape.calls, advice):
+        with contractions.full_precision(run.outputs), block_traces.differentiable(run.recorder.calls, advice):
             multiply = self._ggn(run) if self._options.curvature == "ggn" else self._hessian(run)
             return {names: torch.stack([multiply(names, row) for row in rows]) for names, rows in vectors.items()}
 
@@ -185,9 +185,9 @@ class Products:
 
         return multiply
 
-    def _check_complete(self, run: Run, value: Tensor, signal: Tensor) -> None:
-        names = self.opaque.intersection(run.tape.calls)
-        for name, found in run.tape.gradients(value, signal, names, create_graph=True).items() if names else ():
+    def _check_complete(self, run: Run, value: Tensor, cotangent: Tensor) -> None:
+        names = self.opaque.intersection(run.recorder.calls)
+        for name, found in run.recorder.gradients(value, cotangent, names, create_graph=True).items() if names else ():
             linearity.check_complete(f"layer {name!r}", found)
 
     def _along(self, gradients: Mapping[str, Tensor], names: Names, vector: Tensor) -> Tensor:
@@ -237,13 +237,13 @@ def spread(module: nn.Module, scale: Tensor) -> Tensor:
 
 
 def _gradients(
-    value: Tensor, inputs: Mapping[str, Tensor], signal: Tensor | None = None, *, create_graph: bool = False
+    value: Tensor, inputs: Mapping[str, Tensor], cotangent: Tensor | None = None, *, create_graph: bool = False
 ) -> dict[str, Tensor]:
-    """Of a value, or ⟨signal, value⟩; zeros where it does not depend on an input."""
+    """Of a value, or ⟨cotangent, value⟩; zeros where it does not depend on an input."""
     if not value.requires_grad:
         return {name: torch.zeros_like(tensor) for name, tensor in inputs.items()}
     found = torch.autograd.grad(
-        value, [*inputs.values()], signal, create_graph=create_graph, retain_graph=True, materialize_grads=True
+        value, [*inputs.values()], cotangent, create_graph=create_graph, retain_graph=True, materialize_grads=True
     )
     return dict(zip(inputs, found, strict=True))
 
