@@ -108,31 +108,31 @@ def group(weights: Tensor, allowed: float) -> Groups:
     counts = numbers.amax(dim=1) + 1
     size, index = int(counts.max()), numbers.clamp_min(0)
     none = weights.new_zeros(len(weights), max(1, size))
-    mass, squares, columns = (
+    weight, squares, columns = (
         none.scatter_add(1, index, part) for part in (ordered, ordered.square(), (numbers >= 0).to(ordered.dtype))
     )
-    variances = torch.where(columns > 1, 2 * (mass.square() - squares).clamp_min(0), 0.0)
+    variances = torch.where(columns > 1, 2 * (weight.square() - squares).clamp_min(0), 0.0)
     return Groups(of, counts, variances)
 
 
 def threshold(ordered: Tensor, allowed: float) -> float:
-    """The largest mass τ of groups with 2 Σ_i [m_i min(m_i, τ) - Σ_{c: w_c < τ} w_c²] ≤ ``allowed``.
+    """The largest weight τ of groups with 2 Σ_i [m_i min(m_i, τ) - Σ_{c: w_c < τ} w_c²] ≤ ``allowed``.
 
-    m_i is the mass of sample i's columns below τ, which fall into about m_i / τ groups.
+    m_i is the weight of sample i's columns below τ, which fall into about m_i / τ groups.
 
     Args:
         ordered: (n, columns) float64, descending.
         allowed: see :meth:`Tolerance.allowed`.
     """
     rising = ordered.flip(1).contiguous()
-    mass, squares = (torch.nn.functional.pad(part.cumsum(1), (1, 0)) for part in (rising, rising.square()))
+    weight, squares = (torch.nn.functional.pad(part.cumsum(1), (1, 0)) for part in (rising, rising.square()))
 
     def predicted(tau: float) -> float:
         below = torch.searchsorted(rising, rising.new_full((len(rising), 1), tau))
-        light = mass.gather(1, below)
+        light = weight.gather(1, below)
         return 2 * float((light * light.clamp(max=tau) - squares.gather(1, below)).clamp_min(0).sum())
 
-    low, high = float(torch.where(ordered > 0, ordered, torch.inf).min()), 1.0001 * float(mass[:, -1].max())
+    low, high = float(torch.where(ordered > 0, ordered, torch.inf).min()), 1.0001 * float(weight[:, -1].max())
     if high == 0 or predicted(high) <= allowed:
         return high or 1.0
     for _ in range(_STEPS):
