@@ -25,7 +25,8 @@ from ..errors import NonFiniteError, NotYetError
 from ..losses import risk
 from ..model import layers, state
 from ..passes import cotangents, linearity, normalize
-from ..passes.runner import DEFAULT_MEMORY, Check, Result, Run, Runner
+from ..passes.independence import Check
+from ..passes.runner import DEFAULT_MEMORY, Result, Run, Runner
 from ..passes.task import Task
 from . import block_traces
 

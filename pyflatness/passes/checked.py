@@ -25,7 +25,7 @@ from ..model import calling, data, state
 from ..model.generators import Generators, OutsideTorch
 from ..model.outputs import SideBySide, single
 from .detached import Detached
-from .independence import check_unchanged, pair
+from .independence import agree, two_alone
 
 _CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called, and of which parameters
 _ROUNDING = 8  # units of the outputs' rounding that two passes over the same batch may differ by
@@ -131,9 +131,9 @@ class Checked:
         if not outputs.is_meta:
             with calling.aside(), torch.no_grad():
                 again, _ = self._run(model, batch)
-            tolerance = _ROUNDING * torch.finfo(outputs.dtype).eps if outputs.is_floating_point() else 0.0
-            size = float(outputs.abs().amax().nan_to_num(0, 0, 0)) if outputs.numel() else 0.0
-            if outputs.shape == again.shape and torch.allclose(outputs, again, 0.0, tolerance * size, equal_nan=True):
+            if agree(
+                outputs, again, _ROUNDING * torch.finfo(outputs.dtype).eps if outputs.is_floating_point() else 0.0
+            ):
                 return
         mode = "it is in training mode: call model.eval() first, and " if model.training else ""
         raise InputError(
@@ -144,16 +144,10 @@ class Checked:
 
     def _check_independent(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
         """Raise if two samples of a batch have other outputs without the others."""
-        samples = data.size(batch)
-        two = pair(samples)
-        if two is None or outputs.is_meta or outputs.ndim == 0 or len(outputs) % samples:
-            return
-        try:
-            with calling.aside(), torch.no_grad():
-                alone, _ = self._run(model, data.take(batch, two))
-        except Exception:  # not a batch that can be cut
-            return
-        check_unchanged(alone, data.rows_of(outputs, samples, two))
+        if not (outputs.is_meta or outputs.ndim == 0 or len(outputs) % data.size(batch)):
+            with calling.aside():
+                check = two_alone(batch, functools.partial(self._run, model))
+            check(outputs)
 
     def _check_loss(self, model: nn.Module, batch: Any) -> None:
         """Raise if the loss depends on the model's parameters otherwise than by the outputs; once."""

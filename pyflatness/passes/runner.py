@@ -18,15 +18,13 @@ from ..model.data import Batches
 from ..model.selectors import Selection
 from . import batch_layout, dry_run, independence, linearity
 from .batch_layout import Layout
-from .independence import Spacing, check_unchanged
+from .independence import Check, Spacing, check_unchanged
 from .recorder import Call, Recorder, frozen
 
 DEFAULT_MEMORY = 512 * 2**20  # bytes that the graph, the layers' inputs and output gradients of a part may take
 _SECOND_ORDER = 3  # about the memory that a graph takes together with that of its derivatives
 
 Result = TypeVar("Result")
-Check = Callable[[Tensor], None]
-"""Of the outputs of a run: raises if these samples had others before."""
 
 
 @dataclass(frozen=True)
@@ -173,11 +171,11 @@ class Runner:
 
         def step(start: int, stop: int) -> Result | None:
             part = data.part(batch, start, stop)
-            check: Check = _unchecked
+            check: Check = independence.unchecked
             if start == 0 and seen is not None:
                 check = partial(_check_as_seen, seen, stop - start)
             elif start == 0 and compare:
-                check = self._two_alone(part)
+                check = independence.two_alone(part, lambda two: calling.run(self.model, two, self._forward))
             return self._tried(part, number, numbers[start:stop], work, check)
 
         yield from self._in_parts(samples, samples, step)
@@ -274,15 +272,6 @@ class Runner:
             return work(Run(part, outputs, targets, samples, number, numbers, recorder, first, nonlinear, again))
         finally:
             recorder.calls.clear()
-
-    def _two_alone(self, part: Any) -> Check:
-        """Holds outputs for a part of the data against those for two of its samples without the others."""
-        samples = data.size(part)
-        two = independence.pair(samples)
-        seen = None if two is None else dry_run.apart(self.model, data.take(part, two), self._forward)
-        if two is None or seen is None:
-            return _unchecked
-        return lambda outputs: check_unchanged(seen, data.rows_of(outputs, samples, two))
 
     def _finds_idle(self, outputs: Tensor, users: linearity.Users, part: Any) -> bool:
         """Whether there are layers, not known before, without a path to the outputs; these do not depend on them.
@@ -397,10 +386,6 @@ def _checkpointing() -> Iterator[None]:
             "some operations in place, weight_norm under measures over all parameters, or parts that compute other "
             "things when they are called again; switch checkpointing off to measure"
         ) from error
-
-
-def _unchecked(outputs: Tensor) -> None:
-    """Nothing is known of these outputs."""
 
 
 def _check_as_seen(found: dry_run.Findings, samples: int, outputs: Tensor) -> None:

@@ -17,6 +17,7 @@ from .. import contractions
 from ..measures.base import Task
 from ..model import layers
 from ..numerics.directions import Directions
+from ..passes.independence import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 from .per_sample_parameters import OwnParameters
@@ -132,6 +133,4 @@ def _same(own: Tensor, whole: Tensor | None) -> bool:
     """Up to rounding; no gradient is one of zeros."""
     if whole is None:
         return not bool((own != 0).any())
-    tolerance = max(1e-3, 8 * torch.finfo(whole.dtype).eps)
-    size = float(own.abs().amax().nan_to_num(0, 0, 0)) if own.numel() else 0.0
-    return torch.allclose(whole.to(own.dtype), own, tolerance, tolerance * size)
+    return agree(own, whole, rounding(whole.dtype))

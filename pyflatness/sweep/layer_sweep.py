@@ -26,6 +26,7 @@ from ..model import layers
 from ..numerics.signs import Signs
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
+from ..passes.independence import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run, Runner
 from . import adaptive, groups
@@ -361,9 +362,7 @@ def _add(parts: Parts, name: str, share: Share) -> None:
 
 def _check_order(name: str, before: Tensor, now: Tensor, dtype: torch.dtype) -> None:
     """Raise if a layer's rows are of other samples in a batch of repeated rows."""
-    tolerance = max(1e-3, 8 * torch.finfo(dtype).eps)
-    size = float(before.abs().nan_to_num(0, 0, 0).amax())
-    if not torch.allclose(before, now, rtol=tolerance, atol=tolerance * size, equal_nan=True):
+    if not agree(before, now, rounding(dtype)):
         raise _disordered(name)
 
 
