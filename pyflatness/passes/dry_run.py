@@ -1,4 +1,4 @@
-"""What is found out on a few samples before a sweep: which layers run, where they keep samples, what fits memory."""
+"""Find out on a few samples, before a sweep, which layers run, where they keep samples, and what memory they take."""
 
 import contextlib
 import itertools
@@ -24,7 +24,7 @@ _NUDGE = 16  # in units of rounding: seen through any smooth way, and hardly eve
 
 @dataclass
 class Findings:
-    """What holds for the batches to come.
+    """Hold what a dry run found, and what holds for the batches to come.
 
     Attributes:
         samples: how many were looked at.
@@ -46,7 +46,7 @@ class Findings:
     cuttable: bool
 
 
-def look(
+def run(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
     recorder: Recorder,
@@ -55,7 +55,7 @@ def look(
     *,
     whole: bool = False,
 ) -> Findings:
-    """Runs some samples of a batch, or the ``whole`` of it, and sends cotangents back from some of them.
+    """Run some samples of a batch, or the ``whole`` of it, and send cotangents back from some of them.
 
     Raises:
         InputError: a layer is not what its class says, or does not keep its samples apart.
