@@ -103,7 +103,7 @@ def reading(tail):
     with tape.attached():
         with tape.recording():
             outputs = net(X)
-        return linearity.read(outputs, tape.calls)
+        return linearity.read(linearity.users_of(outputs), linearity.edges_of(tape.calls))
 
 
 @pytest.mark.parametrize("name", PROVEN)
@@ -112,7 +112,8 @@ def test_linear_tails_are_proven(name):
     net.requires_grad_(False)
     tape = Tape({"body": net.body, "head": net.head})
     with tape.attached(), tape.recording():
-        assert linearity.read(net(X), tape.calls).proven == {"body", "head"}
+        users = linearity.users_of(net(X))
+        assert linearity.read(users, linearity.edges_of(tape.calls)).proven == {"body", "head"}
     assert pf.measure(network(PROVEN[name]), nn.CrossEntropyLoss(), (X, Y), layers="body")["trace"].exact
 
 
