@@ -20,7 +20,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from ..errors import InputError
 from ..numerics.directions import Directions
-from .recorder import Call, Tape
+from .recorder import Call, Recorder
 
 Calls = Mapping[str, Sequence[Call]]
 Gradients = Mapping[str, Sequence[Tensor]]
@@ -28,7 +28,7 @@ Users = Mapping[Node, Sequence[Node]]
 """For each node of a graph, the nodes that take its result."""
 
 
-OPAQUE, RECURRENT, CURVED = "opaque", "recurrent", "curved"
+OPAQUE, RECURRENT, NONLINEAR = "opaque", "recurrent", "nonlinear"
 """Why a layer is not certified: a function behind it that torch did not write; its own outputs; second derivatives."""
 
 
@@ -51,32 +51,32 @@ def refuse_opaque(names: Sequence[str]) -> None:
 
 
 @torch.enable_grad()
-def curved(outputs: Tensor, users: Users, tape: Tape, names: Iterable[str]) -> dict[str, str]:
+def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: Iterable[str]) -> dict[str, str]:
     """Those of some layers in whose weight f is not certified to be linear, at any sample of a forward pass, and why.
 
     Where autograd's graph does not prove it, second derivatives of ⟨v, f⟩ in the layer's output are taken along a
     random direction and have to vanish exactly. All layers are moved at once first: behind ReLUs f is linear in all
     outputs jointly. Where that gives more than zero for a layer (it may be multiplied by another), it is moved alone.
     """
-    calls = {name: tape.calls[name] for name in names if name in tape.calls}
+    calls = {name: recorder.calls[name] for name in names if name in recorder.calls}
     reading = _read(users, calls)
     found = {name: RECURRENT for name, made in calls.items() if feeds_itself(made)}
     found |= dict.fromkeys(reading.opaque, OPAQUE)
     rest = {name: calls[name] for name in calls if name not in reading.proven | found.keys()}
     if rest:
         random = Directions()
-        gradients = tape.gradients(outputs, random.like(outputs), create_graph=True)
-        moving = _bent(rest, gradients, list(rest), random)
-        found |= {name: CURVED for name in moving if _bent(rest, gradients, [name], random)}
+        gradients = recorder.gradients(outputs, random.like(outputs), create_graph=True)
+        moving = _changing(rest, gradients, list(rest), random)
+        found |= {name: NONLINEAR for name in moving if _changing(rest, gradients, [name], random)}
     return found
 
 
 @torch.enable_grad()
-def curved_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, str]:
+def nonlinear_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, str]:
     """Those of some leaves of the outputs' graph in which f is not certified to be linear, and why.
 
     Each by itself: what it is multiplied by may depend on other leaves, but not on itself, as in a recurrent layer. As
-    in :func:`curved`, where the graph does not prove it second derivatives have to vanish exactly.
+    in :func:`nonlinear_layers`, where the graph does not prove it second derivatives have to vanish exactly.
     """
     reading = read_parameters(outputs, leaves)
     found = dict.fromkeys(reading.opaque, OPAQUE)
@@ -87,7 +87,7 @@ def curved_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[str
             outputs, [*rest.values()], random.like(outputs), create_graph=True, allow_unused=True
         )
         turning = zip(rest.items(), gradients, strict=True)
-        found |= {name: CURVED for (name, leaf), g in turning if g is not None and _turns(g, leaf, random)}
+        found |= {name: NONLINEAR for (name, leaf), g in turning if g is not None and _turns(g, leaf, random)}
     return found
 
 
@@ -258,7 +258,7 @@ def users_of(outputs: Tensor) -> Users:
     return users
 
 
-def _bent(calls: Calls, gradients: Gradients, moved: Sequence[str], random: Directions) -> set[str]:
+def _changing(calls: Calls, gradients: Gradients, moved: Sequence[str], random: Directions) -> set[str]:
     """Layers in ``moved`` whose gradient changes when all of these layers' outputs are moved."""
     pushed = torch.zeros((), dtype=torch.float64, device="cpu")
     for name in moved:

@@ -16,7 +16,7 @@ from ..hessian import block_traces
 from ..losses import Loss
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
-from ..passes.cotangents import Signals
+from ..passes.cotangents import Cotangents
 from .per_sample_parameters import Group
 
 PRODUCTS = 2048  # Hessian products, one for every entry of the parameters, that an exact value may take
@@ -41,9 +41,9 @@ class OwnDiagonal:
         group, values = self._group, self.zeros(signs)
         leaves = [group.leaves[name] for name in names]
         sent = cotangents.prepare(group.outputs, group.targets.detach(), self._loss, group.samples)
-        for draw, signal, sign in factors(sent, signs, self._numbers):
+        for draw, cotangent, sign in factors(sent, signs, self._numbers):
             interrupts.check()
-            found = torch.autograd.grad(group.outputs, leaves, signal, retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(group.outputs, leaves, cotangent, retain_graph=True, allow_unused=True)
             for name, gradient in zip(names, found, strict=True):
                 if gradient is not None:
                     values[draw] += self._scaled(name, gradient).square().flatten(1).sum(1, dtype=torch.float64) * sign
@@ -130,9 +130,9 @@ class OwnDiagonal:
         return torch.zeros(draws, self._group.samples, dtype=torch.float64, device=self._group.outputs.device)
 
 
-def factors(sent: Signals, signs: Signs | None, numbers: Tensor) -> Iterator[tuple[int, Tensor, Tensor | float]]:
-    """Draw, signal, and its sign; without signs all are of draw 0."""
+def factors(sent: Cotangents, signs: Signs | None, numbers: Tensor) -> Iterator[tuple[int, Tensor, Tensor | float]]:
+    """Draw, cotangent, and its sign; without signs all are of draw 0."""
     if signs is None:
-        yield from ((0, signal, 1.0 if sign is None else sign) for signal, sign in sent.exact())
+        yield from ((0, cotangent, 1.0 if sign is None else sign) for cotangent, sign in sent.exact())
     else:
         yield from sent.sampled(signs, numbers)

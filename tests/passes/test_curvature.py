@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import pyflatness as pf
 from pyflatness.passes import linearity
-from pyflatness.passes.recorder import Tape
+from pyflatness.passes.recorder import Recorder
 from support import truth
 from support.functions import Opaque, Relu, network
 from support.grid import Net
@@ -67,20 +67,20 @@ CURVED |= {
 
 def reading(tail):
     net = network(tail)
-    tape = Tape({"body": net.body, "head": net.head})
-    with tape.attached():
-        with tape.recording():
+    recorder = Recorder({"body": net.body, "head": net.head})
+    with recorder.attached():
+        with recorder.recording():
             outputs = net(X)
-        return linearity.read(outputs, tape.calls)
+        return linearity.read(outputs, recorder.calls)
 
 
 @pytest.mark.parametrize("name", PROVEN)
 def test_linear_tails_are_proven(name):
     net = network(PROVEN[name])
     net.requires_grad_(False)
-    tape = Tape({"body": net.body, "head": net.head})
-    with tape.attached(), tape.recording():
-        assert linearity.read(net(X), tape.calls).proven == {"body", "head"}
+    recorder = Recorder({"body": net.body, "head": net.head})
+    with recorder.attached(), recorder.recording():
+        assert linearity.read(net(X), recorder.calls).proven == {"body", "head"}
     assert pf.measure(network(PROVEN[name]), nn.CrossEntropyLoss(), (X, Y), layers="body")["trace"].exact
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyflatness as pf
 from pyflatness.model.data import Batches
-from pyflatness.passes.recorder import Tape
+from pyflatness.passes.recorder import Recorder
 from support import grid, truth
 from support.covering import share
 from support.many_samples import NETWORKS, network, seeded
@@ -130,13 +130,13 @@ def test_a_seed_is_one_value():
 @pytest.fixture
 def sent(monkeypatch):
     """Rows of all signals that went back."""
-    rows, gradients = [], Tape.gradients
+    rows, gradients = [], Recorder.gradients
 
     def counted(self, outputs, signal, *args, **options):
         rows.append(len(signal))
         return gradients(self, outputs, signal, *args, **options)
 
-    monkeypatch.setattr(Tape, "gradients", counted)
+    monkeypatch.setattr(Recorder, "gradients", counted)
     return rows
 
 
