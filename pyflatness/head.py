@@ -3,7 +3,7 @@
 At a head the layer's output z = W φ + b *is* the model's output, one loss term per position, so relative flatness
 (Petzka et al. 2021, Definition 3) needs no derivative of the model:
 
-    κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(H_ss') = Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ / Σ_i mass_i
+    κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(H_ss') = Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ / Σ_i ω_i
 """
 
 import contextlib
@@ -104,7 +104,7 @@ class Head:
     def established(self, batch: Any) -> bool:
         """Whether the layer is the head, going by one sample of a batch; after it the layer's name is known."""
         sample = take(batch, _SECOND) if size(batch) > 1 else batch  # it has lost what was in front of it and behind
-        with calling.Calls(self._candidates) as calls, calling.trial():
+        with calling.Calls(self._candidates) as calls, calling.dry_run():
             try:
                 outputs, targets = calling.run(self._model, sample, self._forward)
             except FlatnessError:
@@ -148,7 +148,7 @@ class Head:
         two = pair(rows.samples)
         if two is None:
             return
-        with calling.trial():
+        with calling.dry_run():
             try:
                 outputs, targets = calling.run(self._model, take(batch, two), self._forward)
             except Exception:  # not a batch that can be cut
@@ -173,7 +173,7 @@ class Head:
         generators = Generators([*self._model.modules()])
         before = generators.states()
         try:
-            with state.without_product(module, width), calling.trial():
+            with state.without_product(module, width), calling.dry_run():
                 calling.run(self._model, first(batch, 1), self._forward)
         except (RuntimeError, NotImplementedError):
             return  # the model looks at its logits: let it have them

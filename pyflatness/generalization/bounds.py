@@ -196,7 +196,7 @@ def generalization_bound(
         measured = None if test is None else GeneralizationGap(performance(call), performance(call.on(test)))
         if kappa is None:
             kappa = layer_value(RELATIVE_FLATNESS, call, name, Options())
-    mean_kappa = float(kappa) / (1.0 if call.loss.reduction == "mean" else sums.mass())
+    mean_kappa = float(kappa) / (1.0 if call.loss.reduction == "mean" else sums.normaliser())
     found = summary(
         [sums.against_the_rest([k]) for k in range(folds)],
         None if measured is None else sums.against(measured.test.loss),

@@ -94,7 +94,7 @@ class BlockTraces:
     """T of one layer at the samples of a run, and what is read off it.
 
     Args:
-        run: on tape.
+        run: recorded.
         form: the layer.
         module: the same.
         loss: the user's.
@@ -288,7 +288,7 @@ def slopes(run: Run, loss: Loss, names: Iterable[str]) -> dict[str, list[Tensor]
     """Gradients of the run's summed loss in the output of every call of some layers, with their graph."""
     with torch.enable_grad():
         value = loss.value(run.outputs, run.targets)
-    return run.tape.gradients(value, torch.ones_like(value), names, create_graph=True)
+    return run.recorder.gradients(value, torch.ones_like(value), names, create_graph=True)
 
 
 def differentiable(

@@ -1,7 +1,7 @@
 """Products of the loss Hessian, or of its GGN, with vectors in the space of layers' weights; over all of the data.
 
     H v = ∂⟨∂E/∂w, v⟩/∂w                        back through the graph twice
-    G v = Σ_i J_iᵀ (∂²ℓ_i/∂f_i²) (J_i v) / Σ_i mass_i    J v as the derivative of ⟨Jᵀu, v⟩ in u
+    G v = Σ_i J_iᵀ (∂²ℓ_i/∂f_i²) (J_i v) / Σ_i ω_i    J v as the derivative of ⟨Jᵀu, v⟩ in u
 
 The derivative is in the effective weight of each layer, a leaf that its calls are given: so it is through the layer's
 own use of a tied weight, in what a parametrisation made of its parts, and of every call of a layer that is called
@@ -92,12 +92,12 @@ class Products:
         self._model, self._loss, self._options = task.model, task.loss, task.options
         memory = max(1, (task.options.memory or DEFAULT_MEMORY) // _GRAPHS)
         self._runner = WeightRunner(task.model, task.selection, task.batches, task.forward, memory)
-        self.samples, mass = 0, 0.0
+        self.samples, normaliser = 0, 0.0
         self.opaque: set[str] = set()
         with contextlib.closing(self._runner.results(self._seen)) as parts:
             for samples, part, opaque in parts:
-                self.samples, mass, self.opaque = self.samples + samples, mass + part, self.opaque | opaque
-        self._divisor = risk.divisor(task.loss, mass)
+                self.samples, normaliser, self.opaque = self.samples + samples, normaliser + part, self.opaque | opaque
+        self._divisor = risk.divisor(task.loss, normaliser)
         self.modules = self._runner.modules
         weights = [layers.matrix(module)[0] for module in self.modules.values()]
         self.device, self.eps = weights[0].device, max(torch.finfo(weight.dtype).eps for weight in weights)
@@ -108,14 +108,14 @@ class Products:
             self._spreads = {name: spread(module, scales[name]) for name, module in self.modules.items()}
 
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
-        """Samples, mass and opaque layers of a part of the data."""
-        opaque = linearity.read(linearity.users_of(run.outputs), linearity.edges_of(run.tape.calls)).opaque
+        """Return samples, normaliser and opaque layers of a part of the data."""
+        opaque = linearity.read(linearity.users_of(run.outputs), linearity.edges_of(run.recorder.calls)).opaque
         if self._options.curvature == "auto":
             linearity.refuse_opaque(sorted(opaque))
         sent = cotangents.of_run(run, self._loss)
         if self._options.nan_policy != "propagate" and bool(sent.bad.any()):
             raise self._non_finite(run.number)
-        return run.samples, sent.total_mass, opaque
+        return run.samples, sent.normaliser, opaque
 
     def size(self, names: Names) -> int:
         """N, the entries of a vector for these layers."""
@@ -152,7 +152,7 @@ class Products:
     @torch.enable_grad()
     def _of_run(self, run: Run, vectors: Vectors) -> Vectors:
         advice = "eigenvalues, of the GGN too, cannot do without"
-        with contractions.full_precision(run.outputs), block_traces.differentiable(run.tape.calls, advice):
+        with contractions.full_precision(run.outputs), block_traces.differentiable(run.recorder.calls, advice):
             multiply = self._ggn(run) if self._options.curvature == "ggn" else self._hessian(run)
             return {names: torch.stack([multiply(names, row) for row in rows]) for names, rows in vectors.items()}
 
@@ -185,9 +185,9 @@ class Products:
 
         return multiply
 
-    def _check_complete(self, run: Run, value: Tensor, signal: Tensor) -> None:
-        names = self.opaque.intersection(run.tape.calls)
-        for name, found in run.tape.gradients(value, signal, names, create_graph=True).items() if names else ():
+    def _check_complete(self, run: Run, value: Tensor, cotangent: Tensor) -> None:
+        names = self.opaque.intersection(run.recorder.calls)
+        for name, found in run.recorder.gradients(value, cotangent, names, create_graph=True).items() if names else ():
             linearity.check_complete(f"layer {name!r}", found)
 
     def _along(self, gradients: Mapping[str, Tensor], names: Names, vector: Tensor) -> Tensor:
@@ -237,13 +237,13 @@ def spread(module: nn.Module, scale: Tensor) -> Tensor:
 
 
 def _gradients(
-    value: Tensor, inputs: Mapping[str, Tensor], signal: Tensor | None = None, *, create_graph: bool = False
+    value: Tensor, inputs: Mapping[str, Tensor], cotangent: Tensor | None = None, *, create_graph: bool = False
 ) -> dict[str, Tensor]:
-    """Of a value, or ⟨signal, value⟩; zeros where it does not depend on an input."""
+    """Of a value, or ⟨cotangent, value⟩; zeros where it does not depend on an input."""
     if not value.requires_grad:
         return {name: torch.zeros_like(tensor) for name, tensor in inputs.items()}
     found = torch.autograd.grad(
-        value, [*inputs.values()], signal, create_graph=create_graph, retain_graph=True, materialize_grads=True
+        value, [*inputs.values()], cotangent, create_graph=create_graph, retain_graph=True, materialize_grads=True
     )
     return dict(zip(inputs, found, strict=True))
 

@@ -57,7 +57,7 @@ class _Part:
     """What a part of the data adds, by layer: it is taken in when the part is done, since one may be begun again."""
 
     samples: int
-    mass: float
+    normaliser: float
     number: int
     weighted: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     blocks: dict[str, Tensor] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class RowSweep:
         self._by_entries: set[str] = set()
         self._by_sweeps: set[str] = set()
         self._opaque: set[str] = set()
-        self.samples, self._mass, self._divisor = 0, 0.0, 1.0
+        self.samples, self._normaliser, self._divisor = 0, 0.0, 1.0
 
     def rows(self) -> dict[str, Rows]:
         """Of every layer that ran.
@@ -108,8 +108,8 @@ class RowSweep:
         with contextlib.closing(self._runner.results(self._part)) as parts:
             for part in parts:
                 self._take(part)
-        self._divisor = risk.divisor(self._task.loss, self._mass)
-        self._by_entries |= self._by_sweeps & self._bent(self._runner.modules)
+        self._divisor = risk.divisor(self._task.loss, self._normaliser)
+        self._by_entries |= self._by_sweeps & self._nonlinear(self._runner.modules)
         for name in self._by_entries:
             self._check_entries(name)
         swept = self._by_sweeps - self._by_entries
@@ -132,14 +132,14 @@ class RowSweep:
         exact = ritz.converged and (linear or not ggn) and name not in self._opaque
         return Rows(weight.square().sum(dim=1), ritz, "ggn" if linear or ggn else "hessian", exact)
 
-    def _check(self, bent: Mapping[str, str]) -> None:
+    def _check(self, nonlinear: Mapping[str, str]) -> None:
         if self._options.curvature == "auto":
-            linearity.refuse_opaque([name for name, why in bent.items() if why == linearity.OPAQUE])
+            linearity.refuse_opaque([name for name, why in nonlinear.items() if why == linearity.OPAQUE])
 
     def _over_divisor(self, ritz: Ritz) -> Ritz:
         return replace(ritz, values=ritz.values / self._divisor, residuals=ritz.residuals / self._divisor)
 
-    def _bent(self, names: Iterable[str]) -> set[str]:
+    def _nonlinear(self, names: Iterable[str]) -> set[str]:
         """Layers for which second derivatives are asked for."""
         ggn = self._options.curvature == "ggn"
         return {name for name in names if not ggn and not self._runner.is_linear(name)}
@@ -177,18 +177,18 @@ class RowSweep:
 
     def _part(self, run: Run) -> _Part:
         sent = cotangents.of_run(run, self._task.loss)
-        part = _Part(run.samples, sent.total_mass, run.number)
-        for name in run.tape.calls:
+        part = _Part(run.samples, sent.normaliser, run.number)
+        for name in run.recorder.calls:
             if name not in self._forms:
                 self._set_up(name)
-        single = {name: phi for name in run.tape.calls if (phi := self._features(run, name)) is not None}
-        bent = set() if self._options.curvature == "ggn" else set(run.bent)
-        self._opaque |= {name for name in bent if self._runner.why_not_linear(name) == linearity.OPAQUE}
+        single = {name: phi for name in run.recorder.calls if (phi := self._features(run, name)) is not None}
+        nonlinear = set() if self._options.curvature == "ggn" else set(run.nonlinear)
+        self._opaque |= {name for name in nonlinear if self._runner.why_not_linear(name) == linearity.OPAQUE}
         with contractions.full_precision(run.outputs):
-            weights = self._by_factors(run, sent, run.tape.calls.keys() - bent, single.keys(), part.blocks)
-            weights.update(self._by_second_derivatives(run, bent & single.keys()))
+            weights = self._by_factors(run, sent, run.recorder.calls.keys() - nonlinear, single.keys(), part.blocks)
+            weights.update(self._by_second_derivatives(run, nonlinear & single.keys()))
         part.weighted = {name: (single[name], weights[name]) for name in weights}
-        self._by_entries |= bent - single.keys()
+        self._by_entries |= nonlinear - single.keys()
         return part
 
     def _take(self, part: _Part) -> None:
@@ -196,7 +196,7 @@ class RowSweep:
         for name in filter(
             measured.__contains__, self._runner.modules
         ):  # an error names the first in the model's order
-            fine = part.is_finite(name) and math.isfinite(part.mass)
+            fine = part.is_finite(name) and math.isfinite(part.normaliser)
             if self._options.nan_policy != "propagate" and not fine:
                 raise self._non_finite(part.number, name)
         for name, (features, weights) in part.weighted.items():
@@ -205,10 +205,10 @@ class RowSweep:
                 self._by_sweeps.add(name)
         for name, blocks in part.blocks.items():
             self._blocks[name].add_blocks(blocks)
-        self.samples, self._mass = self.samples + part.samples, self._mass + part.mass
+        self.samples, self._normaliser = self.samples + part.samples, self._normaliser + part.normaliser
 
     def _by_factors(
-        self, run: Run, sent: cotangents.Signals, names: set[str], single: Iterable[str], blocks: dict[str, Tensor]
+        self, run: Run, sent: cotangents.Cotangents, names: set[str], single: Iterable[str], blocks: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """Of layers with a single position: h (n, b). The blocks of the others are filled in, if they fit."""
         columns = {name: self._spread(name) for name in names - set(single)}
@@ -218,8 +218,8 @@ class RowSweep:
         weights: dict[str, Tensor] = {}
         if not names:
             return weights
-        for signal, signs in sent.exact():
-            gradients = run.tape.gradients(run.outputs, signal, names)
+        for cotangent, signs in sent.exact():
+            gradients = run.recorder.gradients(run.outputs, cotangent, names)
             for name in names:
                 delta = self._forms[name].signal(run, gradients[name])
                 if name in blocks:

@@ -1,10 +1,11 @@
-"""What is sent backward: for each pass, one output factor of one loss term of every sample, or random signs of all.
+"""Make the cotangents that go backward: one column of one loss term of every sample, or random signs of all.
 
-    scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ,       M_i^(c) from the signal s_ic alone
+    scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ,       M_i^(c) from the cotangent s_ic alone
 
-Terms of one sample go apart: their signals would add up in M, and the cross terms are not in the curvature. Samples go
-together, each has its own rows everywhere. Sampled, all factors of all terms go together with independent random signs:
-the cross terms are then zero in the mean.
+The s_ic are the columns of the square-root factor of the loss Hessian. Terms of one sample go apart: their cotangents
+would add up in M, and the cross terms are not in the curvature. Samples go together, since each has its own rows
+everywhere. Sampled, all columns of all terms go together with independent random signs: the cross terms are then zero
+in the mean.
 """
 
 import functools
@@ -28,21 +29,21 @@ _ROUNDING = 1e-9  # a negative weight of so much of the largest is none
 
 
 @dataclass(frozen=True)
-class Signals:
-    """Output factors of a batch, ready to be sent.
+class Cotangents:
+    """Hold the square-root factor of a batch's loss Hessian, whose columns are the cotangents to send.
 
-    A signal has the outputs' shape and dtype; its signs are (n,) float64, or None for all +1.
+    A cotangent has the outputs' shape and dtype; its signs are (n,) float64, or None for all +1.
 
     Attributes:
         passes: how many there are.
-        mass: (n,) float64, each sample's part of the divisor of a mean.
+        sample_weights: (n,) float64, each sample's weight in a mean, the sum of its terms'.
         bad: (n,), samples without a loss: NaN or infinity in their targets or outputs.
         used: (n, L), whether the loss does not ignore each of a sample's L terms.
         outputs: the model's, without their graph.
     """
 
     passes: int
-    mass: Tensor
+    sample_weights: Tensor
     bad: Tensor
     used: Tensor
     outputs: Tensor
@@ -54,7 +55,7 @@ class Signals:
     _factors: Callable[[], Factors]
 
     def exact(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Signals and their signs.
+        """Yield cotangents and their signs.
 
         Raises:
             InputError: more passes than :data:`PASSES`.
@@ -81,14 +82,17 @@ class Signals:
                 yield self._shaped(values), signs
 
     def sent(self, signs: Signs | None, numbers: Tensor) -> Iterator[tuple[int, Tensor, Tensor | float | None]]:
-        """Yield draw, signal and its sign: of draw 0 all of :meth:`exact` without signs, else :meth:`sampled`."""
+        """Yield draw, cotangent and its sign: of draw 0 all of :meth:`exact` without signs, else :meth:`sampled`."""
         if signs is None:
-            yield from ((0, signal, sign) for signal, sign in self.exact())
+            yield from ((0, cotangent, sign) for cotangent, sign in self.exact())
         else:
             yield from self.sampled(signs, numbers)
 
     def sampled(self, signs: Signs, numbers: Tensor) -> Iterator[tuple[int, Tensor, float]]:
-        """Draw, signal and its sign, for samples by their numbers in the data; a draw's values are to be added up."""
+        """Yield draw, cotangent and its sign, for samples by their numbers in the data.
+
+        The values of one draw are to be added up.
+        """
         if not self.passes:
             return
         for draw, number in enumerate(signs.draws):
@@ -101,17 +105,17 @@ class Signals:
         return values.masked_fill(self.bad, math.nan)
 
     @property
-    def total_mass(self) -> float:
-        """Of all samples together; NaN if one of them has no loss, and so all of them together have none."""
-        return math.nan if bool(self.bad.any()) else float(self.mass.sum())
+    def normaliser(self) -> float:
+        """Return the sum of the samples' weights; NaN if one of them has no loss, and so all together have none."""
+        return math.nan if bool(self.bad.any()) else float(self.sample_weights.sum())
 
     @property
     def places(self) -> int:
-        """Of columns of all terms of a sample."""
+        """Return how many columns all terms of a sample have."""
         return self._rows.numel() // len(self._order)
 
     def weights(self) -> Tensor:
-        """Of each sample's columns of all terms, (n, places) float64, none negative.
+        """Return the weights of each sample's columns of all terms, (n, places) float64, none negative.
 
         Raises:
             InputError: a loss that is not convex in the outputs.
@@ -127,19 +131,19 @@ class Signals:
         return weights.clamp_min(0.0).view(len(self._order), -1)
 
     def chosen(self, signs: Tensor) -> Tensor:
-        """The signal Σ_c r_c s_c of signs r (n, places), 0 for columns that are left out."""
+        """Return the cotangent Σ_c r_c s_c of signs r (n, places), 0 for columns that are left out."""
         for mixed, sign in self._factors().mixed(signs.view_as(self._rows)):
             if sign > 0:
                 return self._counted(mixed)
         return torch.zeros_like(self.outputs)
 
-    def take(self, index: Tensor) -> "Signals":
-        """Those of some samples, by their places; one may come more than once."""
+    def take(self, index: Tensor) -> "Cotangents":
+        """Return those of some samples, by their places; one may come more than once."""
         samples, terms = self.used.shape
         rows = (index.unsqueeze(1) * terms + torch.arange(terms, device=index.device)).flatten()
         return replace(
             self,
-            mass=self.mass[index],
+            sample_weights=self.sample_weights[index],
             bad=self.bad[index],
             used=self.used[index],
             outputs=data.rows_of(self.outputs, samples, index),
@@ -150,7 +154,7 @@ class Signals:
         )
 
     def _counted(self, values: Tensor) -> Tensor:
-        """As a signal, 0 for terms that do not count."""
+        """Return values as a cotangent, 0 for terms that do not count."""
         return self._shaped(torch.where((self._terms.scale != 0).unsqueeze(1), values, 0.0).to(self._rows.dtype))
 
     def _shaped(self, rows: Tensor) -> Tensor:
@@ -160,8 +164,8 @@ class Signals:
         return rows.view(moved.shape).movedim(-1, self._dim)
 
 
-def of_run(run: Run, loss: Loss) -> Signals:
-    """The factors of a run's outputs; errors name its batch.
+def of_run(run: Run, loss: Loss) -> Cotangents:
+    """Return the cotangents of a run's outputs; errors name its batch.
 
     Raises:
         InputError: targets that are no tensor, or see :func:`prepare`.
@@ -171,8 +175,10 @@ def of_run(run: Run, loss: Loss) -> Signals:
         return prepare(run.outputs, targets, loss, run.samples)
 
 
-def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Signals:
-    """The factors of a batch's outputs (samples in dimension 0, or flattened into it, each sample's rows together).
+def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Cotangents:
+    """Return the cotangents of a batch's outputs.
+
+    Samples are in dimension 0, or flattened into it with each sample's rows together.
 
     Raises:
         InputError: outputs that do not hold the samples.
@@ -190,8 +196,8 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Signa
         most = int(counted.sum(dim=1).max())
         order = counted.int().argsort(dim=1, descending=True, stable=True)[:, :most]
     passes = most * loss.columns(rows.shape[1])
-    mass = terms.mass.reshape(samples, -1).sum(dim=1)
+    weights = terms.weights.reshape(samples, -1).sum(dim=1)
     used = torch.ones_like(counted) if terms.used is None else terms.used.view(samples, -1)
     factors = functools.cache(lambda: loss.factors(rows, terms))
     bad = terms.scale.isnan().view(samples, -1).any(dim=1)
-    return Signals(passes, mass, bad, used, outputs, rows, found.dim, terms, loss, order, factors)
+    return Cotangents(passes, weights, bad, used, outputs, rows, found.dim, terms, loss, order, factors)

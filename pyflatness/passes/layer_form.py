@@ -17,7 +17,7 @@ Parts = list[Tensor]
 
 
 class LayerForm:
-    """One layer's weight, inputs and signals.
+    """One layer's weight, inputs and output gradients.
 
     A convolution is a weight matrix of its filters for each of its groups, or with ``conv="affine"`` the dense matrix
     of all its inputs and outputs, of which the calls for a sample are the positions.

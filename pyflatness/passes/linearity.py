@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ..errors import InputError
 from ..numerics.directions import Directions
-from .recorder import Call, Tape
+from .recorder import Call, Recorder
 
 Calls = Mapping[str, Sequence[Call]]
 Edges = Mapping[str, Sequence[GradientEdge]]
@@ -29,7 +29,7 @@ Users = Mapping[Node, Sequence[Node]]
 """For each node of a graph, the nodes that take its result."""
 
 
-OPAQUE, RECURRENT, CURVED = "opaque", "recurrent", "curved"
+OPAQUE, RECURRENT, NONLINEAR = "opaque", "recurrent", "nonlinear"
 """Why a layer is not certified: a function behind it that torch did not write; its own outputs; second derivatives."""
 
 
@@ -52,14 +52,14 @@ def refuse_opaque(names: Sequence[str], what: str = "layer") -> None:
 
 
 @torch.enable_grad()
-def curved(outputs: Tensor, users: Users, tape: Tape, names: Iterable[str]) -> dict[str, str]:
+def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: Iterable[str]) -> dict[str, str]:
     """Those of some layers in whose weight f is not certified to be linear, at any sample of a forward pass, and why.
 
     Where autograd's graph does not prove it, second derivatives of ⟨v, f⟩ in the layer's output are taken along a
     random direction and have to vanish exactly. All layers are moved at once first: behind ReLUs f is linear in all
     outputs jointly. Where that gives more than zero for a layer (it may be multiplied by another), it is moved alone.
     """
-    calls = {name: tape.calls[name] for name in names if name in tape.calls}
+    calls = {name: recorder.calls[name] for name in names if name in recorder.calls}
     edges = edges_of(calls)
     reading = read(users, edges)
     found = {name: RECURRENT for name, made in calls.items() if feeds_itself(made)}
@@ -67,18 +67,18 @@ def curved(outputs: Tensor, users: Users, tape: Tape, names: Iterable[str]) -> d
     rest = {name: edges[name] for name in edges if name not in reading.proven | found.keys()}
     if rest:
         random = Directions()
-        gradients = tape.gradients(outputs, random.like(outputs), create_graph=True)
-        moving = _bent(rest, gradients, list(rest), random, _is_change)
-        found |= {name: CURVED for name in moving if _bent(rest, gradients, [name], random, _is_change)}
+        gradients = recorder.gradients(outputs, random.like(outputs), create_graph=True)
+        moving = _changing(rest, gradients, list(rest), random, _is_change)
+        found |= {name: NONLINEAR for name in moving if _changing(rest, gradients, [name], random, _is_change)}
     return found
 
 
 @torch.enable_grad()
-def curved_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, str]:
+def nonlinear_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, str]:
     """Those of some leaves of the outputs' graph in which f is not certified to be linear, and why.
 
     Each by itself: what it is multiplied by may depend on other leaves, but not on itself, as in a recurrent layer. As
-    in :func:`curved`, where the graph does not prove it second derivatives have to vanish exactly.
+    in :func:`nonlinear_layers`, where the graph does not prove it second derivatives have to vanish exactly.
     """
     edges = {name: [get_gradient_edge(leaf)] for name, leaf in leaves.items()}
     reading = read(users_of(outputs), edges, alone=True)
@@ -90,7 +90,7 @@ def curved_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[str
             outputs, [leaves[name] for name in rest], random.like(outputs), create_graph=True, allow_unused=True
         )
         gradients = {name: [g] for name, g in zip(rest, first, strict=True) if g is not None}
-        found |= {name: CURVED for name in gradients if _bent(edges, gradients, [name], random, _is_not_zero)}
+        found |= {name: NONLINEAR for name in gradients if _changing(edges, gradients, [name], random, _is_not_zero)}
     return found
 
 
@@ -258,7 +258,7 @@ def users_of(outputs: Tensor) -> Users:
     return users
 
 
-def _bent(
+def _changing(
     edges: Edges,
     gradients: Gradients,
     moved: Sequence[str],

@@ -187,11 +187,11 @@ class _Sweep:
             )
         places = self._places(run)
         edges = [edge for place in places for edge in place.edges]
-        for signal in _identity(run.outputs, run.samples):
+        for cotangent in _identity(run.outputs, run.samples):
             interrupts.check()
             found: tuple[Tensor | None, ...] = (None,) * len(edges)
             if run.outputs.requires_grad:
-                found = torch.autograd.grad(run.outputs, edges, signal, retain_graph=True, allow_unused=True)
+                found = torch.autograd.grad(run.outputs, edges, cotangent, retain_graph=True, allow_unused=True)
             gradients = iter(found)
             for place in places:
                 place.add([next(gradients) for _ in place.edges])
@@ -209,9 +209,9 @@ class _Sweep:
     def _places(self, run: Run) -> list[Place]:
         places = []
         tensor = self._inputs.tensor
-        if tensor is not None and INPUT not in run.tape.calls:  # a model that is a layer itself has no other name
+        if tensor is not None and INPUT not in run.recorder.calls:  # a model that is a layer itself has no other name
             places.append(Place(INPUT, [get_gradient_edge(tensor)], [tensor], lambda x: x, self._needs))
-        for name, calls in run.tape.calls.items():
+        for name, calls in run.recorder.calls.items():
             self._calls[name] = max(self._calls.get(name, 0), len(calls))
             edges, tensors = [_input_edge(name, call) for call in calls], [call.inputs for call in calls]
             weight = self._weight(run, name) if "weights" in self._needs else None
@@ -236,10 +236,10 @@ def _input_edge(name: str, call: Call) -> GradientEdge:
 
 
 def _identity(outputs: Tensor, samples: int) -> Iterator[Tensor]:
-    """Every output of all samples, one after the other, as a signal of the outputs' shape."""
-    signal = torch.zeros(outputs.shape, dtype=outputs.dtype, device=outputs.device)
-    columns = signal.view(samples, -1)
+    """Every output of all samples, one after the other, as a cotangent of the outputs' shape."""
+    cotangent = torch.zeros(outputs.shape, dtype=outputs.dtype, device=outputs.device)
+    columns = cotangent.view(samples, -1)
     for c in range(columns.shape[1]):
         columns[:, c] = 1
-        yield signal
+        yield cotangent
         columns[:, c] = 0

@@ -39,9 +39,9 @@ class OwnDiagonal:
         group, values = self._group, self.zeros(signs)
         leaves = [group.leaves[name] for name in names]
         sent = cotangents.prepare(group.outputs, group.targets.detach(), self._loss, group.samples)
-        for draw, signal, sign in sent.sent(signs, self._numbers):
+        for draw, cotangent, sign in sent.sent(signs, self._numbers):
             interrupts.check()
-            found = torch.autograd.grad(group.outputs, leaves, signal, retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(group.outputs, leaves, cotangent, retain_graph=True, allow_unused=True)
             for name, gradient in zip(names, found, strict=True):
                 if gradient is not None:
                     squares = self._scaled(name, gradient).square().flatten(1).sum(1, dtype=torch.float64)
