@@ -199,7 +199,8 @@ class RowSweep:
         return part
 
     def _take(self, part: _Part) -> None:
-        for name in (*part.weighted, *part.blocks):
+        held = part.weighted.keys() | part.blocks.keys()
+        for name in filter(held.__contains__, self._forms):  # in the order in which the layers ran
             fine = part.is_finite(name) and math.isfinite(part.mass)
             if self._options.nan_policy != "propagate" and not fine:
                 raise self._non_finite(part.number, name)
