@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness import lanczos
 from pyflatness.cli import specs
+from pyflatness.numerics import lanczos
 
 ZOO = Path(__file__).resolve().parents[2] / "shared" / "zoo"
 Data = list[tuple[Tensor, Tensor]]

@@ -15,8 +15,8 @@ from gpu_rows import Row, milliseconds, peak_mib
 from networks import images, measurable, resnet18, settled
 from torch import Tensor, nn
 
-from pyflatness import layers
 from pyflatness.contractions import Geometry, WeightGradients, cuda
+from pyflatness.model import layers
 
 MEMORY = 512 << 20
 

@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from timing import in_turn
 
 import pyflatness as pf
-from pyflatness import selectors
 from pyflatness.cli import checkpoints, specs
 from pyflatness.cli.scoring import Scoring
 from pyflatness.generalization import tables
 from pyflatness.generalization.correlation import STATISTICS
 from pyflatness.measures import MEASURES
+from pyflatness.model import selectors
 from pyflatness.options import Options
 
 FACTORS = 5.0, 25.0

@@ -1,6 +1,6 @@
 """How flat is the loss around a trained network."""
 
-from .capture import causal_lm
+from .api import block_traces, head_flatness, measure, relative_flatness
 from .errors import BackendError, FlatnessError, InputError, MissingExtraError, NonFiniteError, NotYetError
 from .generalization.authors import authors_representativeness
 from .generalization.bounds import (
@@ -12,15 +12,15 @@ from .generalization.bounds import (
 from .generalization.correlation import Correlation, Correlations, correlations, plot_correlation
 from .generalization.feature_robustness import FeatureRobustness, feature_robustness
 from .generalization.gap import GeneralizationGap, Performance, generalization_gap
+from .generalization.inequalities import Bound, Bounds, bounds
 from .generalization.noise import truncated_normal_noise
 from .generalization.representativeness import Decomposition, Representativeness, representativeness
-from .inequalities import Bound, Bounds, bounds
 from .measures.adaptive_sharpness_mc import adaptive_sharpness_mc
 from .measures.mls_adversarial import mls_adversarial
 from .measures.pac_bayes import PacBayes, pac_bayes
 from .measures.representation import representation
-from .pipeline import block_traces, head_flatness, measure, relative_flatness
-from .reparameterize import reparameterize
+from .model.calling import causal_lm
+from .reparameterization.reparameterize import reparameterize
 from .report import Estimate, Report
 from .verification import Verification, verify
 

@@ -3,7 +3,7 @@
 At a head the layer's output z = W φ + b *is* the model's output, one loss term per position, so relative flatness
 (Petzka et al. 2021, Definition 3) needs no derivative of the model:
 
-    κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(H_ss') = Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ / Σ_i mass_i
+    κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(H_ss') = Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ / Σ_i ω_i
 """
 
 import contextlib
@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import capture, layers, losses, selectors
+from . import losses
 from .contractions import promoted, promoted_dtype
-from .data import Batches, first, rows_of, same, size, take
 from .errors import FlatnessError, InputError
-from .generators import Generators
-from .independence import Spacing, check_unchanged, pair
 from .losses.closure import REFUSAL, depends_on_more
-from .received import check_tensor
+from .messages import check_tensor
+from .model import calling, layers, selectors, state
+from .model.data import Batches, first, rows_of, same, size, take
+from .model.generators import Generators
+from .passes.independence import Spacing, check_unchanged, pair
 
 _SECOND = torch.tensor([1], dtype=torch.int64, device="cpu")  # the place of a sample
 _WIDE_OUTPUTS = 1024  # outputs from which the model is spared its own logits
@@ -54,11 +55,11 @@ class Head:
     """One layer of a model, observed batch by batch while it is established to be the head.
 
     Args:
-        model: inside :func:`.capture.observing`.
+        model: inside :func:`.state.observing`.
         layer: a selector, or None for the last Linear that ran.
         loss: from :func:`.losses.resolve`.
         data: what the model runs over.
-        forward: see :func:`.capture.run`.
+        forward: see :func:`.calling.run`.
 
     Raises:
         InputError: no such layer, or bad batches, targets or dtypes, or a layer that is not the head (while iterating).
@@ -70,7 +71,7 @@ class Head:
         layer: str | nn.Module | None,
         loss: losses.Loss,
         data: Batches,
-        forward: capture.Forward | None = None,
+        forward: calling.Forward | None = None,
     ) -> None:
         self._model, self._loss, self._data, self._forward = model, loss, data, forward
         self._alone: tuple[Any, Tensor] | None = None  # a sample that was run by itself, and its features
@@ -103,15 +104,15 @@ class Head:
     def established(self, batch: Any) -> bool:
         """Whether the layer is the head, going by one sample of a batch; after it the layer's name is known."""
         sample = take(batch, _SECOND) if size(batch) > 1 else batch  # it has lost what was in front of it and behind
-        with capture.Calls(self._candidates) as calls, capture.trial():
+        with calling.Calls(self._candidates) as calls, calling.dry_run():
             try:
-                outputs, targets = capture.run(self._model, sample, self._forward)
+                outputs, targets = calling.run(self._model, sample, self._forward)
             except FlatnessError:
                 raise
             except Exception:  # not a batch that one sample can be cut from; an error of the model's own comes again
                 calls.clear()
                 sample = batch
-                outputs, targets = capture.run(self._model, batch, self._forward)
+                outputs, targets = calling.run(self._model, batch, self._forward)
             try:
                 features = self._features(self._head_call(calls, outputs), outputs, targets)
             except _NotTheHeadError:
@@ -124,11 +125,11 @@ class Head:
         """Runs the model over the data and yields the layer's rows; hooks are there until it ends or is closed."""
         observed = {self.name: self._candidates[self.name]} if self.name else self._candidates
         spacing, done = Spacing(len(self._data)), 0
-        with capture.Calls(observed) as calls, contextlib.ExitStack() as product:
+        with calling.Calls(observed) as calls, contextlib.ExitStack() as product:
             for number, batch in enumerate(self._data):
                 if number == 0 and self.name and self._may_be_wide():
                     self._skip_product(batch, calls, product)
-                outputs, targets = capture.run(self._model, batch, self._forward)
+                outputs, targets = calling.run(self._model, batch, self._forward)
                 rows = self._rows(self._head_call(calls, outputs), outputs, targets, size(batch), number)
                 del outputs
                 calls.clear()
@@ -137,7 +138,7 @@ class Head:
                 done += rows.samples
                 yield rows
 
-    def _check_independent(self, batch: Any, rows: HeadBatch, calls: capture.Calls) -> None:
+    def _check_independent(self, batch: Any, rows: HeadBatch, calls: calling.Calls) -> None:
         """Raise an InputError if features of some samples change with the others in their batch."""
         if rows.per_sample == 0 or rows.samples == 1:
             return
@@ -147,9 +148,9 @@ class Head:
         two = pair(rows.samples)
         if two is None:
             return
-        with capture.trial():
+        with calling.dry_run():
             try:
-                outputs, targets = capture.run(self._model, take(batch, two), self._forward)
+                outputs, targets = calling.run(self._model, take(batch, two), self._forward)
             except Exception:  # not a batch that can be cut
                 return
             features = self._features(self._head_call(calls, outputs), outputs, targets)
@@ -163,7 +164,7 @@ class Head:
         )
         return wide and isinstance(self._loss, (losses.CrossEntropy, losses.SquaredError))
 
-    def _skip_product(self, batch: Any, calls: capture.Calls, product: contextlib.ExitStack) -> None:
+    def _skip_product(self, batch: Any, calls: calling.Calls, product: contextlib.ExitStack) -> None:
         """If the head is wide, let the model do without its product; it was established on one sample."""
         module = self._candidates[self.name]
         width = len(layers.matrix(module)[0])
@@ -172,17 +173,17 @@ class Head:
         generators = Generators([*self._model.modules()])
         before = generators.states()
         try:
-            with capture.without_product(module, width), capture.trial():
-                capture.run(self._model, first(batch, 1), self._forward)
+            with state.without_product(module, width), calling.dry_run():
+                calling.run(self._model, first(batch, 1), self._forward)
         except (RuntimeError, NotImplementedError):
             return  # the model looks at its logits: let it have them
         finally:
             calls.clear()
         if generators.moved(before):
             return  # the logits say whether the random numbers matter
-        product.enter_context(capture.without_product(module, width))
+        product.enter_context(state.without_product(module, width))
 
-    def _head_call(self, calls: capture.Calls, outputs: Tensor) -> capture.Call:
+    def _head_call(self, calls: calling.Calls, outputs: Tensor) -> calling.Call:
         if not calls.last:
             raise layers.did_not_run(self._model, self._candidates)
         name = list(calls.last)[-1]
@@ -211,7 +212,7 @@ class Head:
             raise _NotTheHeadError(f"layer {name!r} is not the model's head as in the batches before: {reason}")
         return call
 
-    def _rows(self, call: capture.Call, outputs: Tensor, targets: Any, samples: int, number: int) -> HeadBatch:
+    def _rows(self, call: calling.Call, outputs: Tensor, targets: Any, samples: int, number: int) -> HeadBatch:
         layers.check_dtype(f"layer {self.name!r}: input", call.inputs.dtype)
         layers.check_dtype(f"layer {self.name!r}: output", call.output.dtype)
         targets = losses.tensor_targets(targets, number)
@@ -222,15 +223,15 @@ class Head:
         told_apart = len(outputs) == samples and dim != 0
         return HeadBatch(features, terms, samples, len(features) // samples if told_apart else 0, number)
 
-    def _features(self, call: capture.Call, outputs: Tensor, targets: Any) -> Tensor:
+    def _features(self, call: calling.Call, outputs: Tensor, targets: Any) -> Tensor:
         """(rows, m), the layer's inputs in the order of the model's outputs; raises if it is not the head."""
         return self._ordered(call, self._places(call, outputs, targets)[-1])
 
-    def _ordered(self, call: capture.Call, order: Tensor) -> Tensor:
+    def _ordered(self, call: calling.Call, order: Tensor) -> Tensor:
         features = layers.input_rows(self._candidates[self.name], call.inputs)
         return features if order.numel() == 0 else features[order.to(features.device)]
 
-    def _places(self, call: capture.Call, outputs: Tensor, targets: Any) -> tuple[Tensor, Any, int, Tensor]:
+    def _places(self, call: calling.Call, outputs: Tensor, targets: Any) -> tuple[Tensor, Any, int, Tensor]:
         """Outputs and targets with a dimension for the classes; which it is; which of the layer's rows they are."""
         output = call.output.detach().movedim(layers.class_dim(self._candidates[self.name]), -1)
         outputs = outputs.detach()
@@ -252,7 +253,7 @@ def find(
     layer: str | nn.Module | None,
     loss: losses.Loss,
     data: Batches,
-    forward: capture.Forward | None,
+    forward: calling.Forward | None,
 ) -> tuple[str, Head | None]:
     """The name of the layer that is meant (None: the last Linear that ran), and it as the head if it is that.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import contractions
 from .errors import InputError
-from .received import shown
+from .messages import shown
 
 _MOST_DRAWS = 2**20  # random draws: their standard error is a thousandth of one's, and each has numbers to keep
 _CHOICES = {

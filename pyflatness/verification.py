@@ -15,18 +15,19 @@ from torch.nn.utils import remove_spectral_norm, remove_weight_norm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from . import capture, interrupts, layers, losses
+from . import interrupts, losses, session
 from . import progress as progress_bar
+from .api import relative_flatness
 from .contractions import compiled, promoted_dtype
-from .data import first, leaves, map_tensors
 from .errors import InputError
-from .opening import opened
+from .messages import check_tensor
+from .model import calling, layers, state
+from .model.data import first, leaves, map_tensors
+from .model.outputs import single
 from .options import check_count, check_number
-from .outputs import single
-from .pipeline import relative_flatness
-from .received import check_tensor
-from .reparameterize import duplicate
+from .reparameterization.reparameterize import duplicate
 from .report import Estimate
+from .session import opened
 
 Item = TypeVar("Item")
 
@@ -87,7 +88,7 @@ class Verification:
         return "\n".join(lines)
 
 
-@capture.eager
+@session.eager
 def verify(
     model: nn.Module,
     loss: Any,
@@ -97,7 +98,7 @@ def verify(
     samples: int = 32,
     seconds: float | None = 60.0,
     reduction: str | None = None,
-    forward: capture.Forward | None = None,
+    forward: calling.Forward | None = None,
     progress: bool | None = None,
 ) -> Verification:
     """Compare the compiled and reference values with nested autograd, on the first samples of ``data``.
@@ -140,7 +141,7 @@ def verify(
             if isinstance(part, Tensor):  # of which some samples will be cut, and copied in float64
                 check_tensor("data: batch 0", part)
         batch = first(batch, samples)
-        capture.run(module, batch, call.forward)  # with its checks, which the copy in float64 cannot have
+        calling.run(module, batch, call.forward)  # with its checks, which the copy in float64 cannot have
         double = _in_double(module)
     batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
     measured = [(model, loss, batch), (double, _double_loss(loss, None), batch64)]
@@ -150,14 +151,14 @@ def verify(
     for net, criterion, part in measured:
         for backend in ("compiled", "reference"):
             dtype = next(net.parameters()).dtype
-            if backend == "compiled" and compiled.unavailable(capture.device(double), promoted_dtype(dtype)):
+            if backend == "compiled" and compiled.unavailable(state.device(double), promoted_dtype(dtype)):
                 continue
             estimate = relative_flatness(
                 net, criterion, [part], layer, backend=backend, reduction=reduction, forward=forward, progress=False
             )
             found.append((dtype, estimate))
     estimate = found[0][1]
-    with capture.observing(double) as module:
+    with state.observing(double) as module:
         target = module.get_submodule(estimate.layer)
         _untie(target)
         risk = functools.partial(_risk, module, _double_loss(loss, reduction), batch64, forward)
@@ -226,13 +227,13 @@ def _truth(estimate: Estimate, layer: nn.Module, risk: Callable[[], Tensor], pas
     )
 
 
-def _risk(model: nn.Module, loss: Any, batch: Any, forward: capture.Forward | None) -> Tensor:
+def _risk(model: nn.Module, loss: Any, batch: Any, forward: calling.Forward | None) -> Tensor:
     def taken(returned: Any) -> Any:
         """What the user's loss is called on: all outputs, where it is not clear which one is meant."""
         one = single(returned)
         return returned if one is None else one
 
-    outputs, targets = capture.run(model, batch, forward, taken)
+    outputs, targets = calling.run(model, batch, forward, taken)
     value: Tensor = loss(outputs, targets)
     return value
 

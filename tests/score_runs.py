@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from pyflatness import cli
 from pyflatness.cli import specs
-from pyflatness.text import from_cell
+from pyflatness.messages import from_cell
 
 
 def tiny_net(tiny: str, seed: int, name: str = "Tiny") -> torch.nn.Module:

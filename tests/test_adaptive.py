@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyflatness as pf
-from pyflatness.data import Batches
-from pyflatness.tape import Tape
+from pyflatness.model.data import Batches
+from pyflatness.passes.recorder import Recorder
 
 MEASURES = ("relative_flatness", "trace")
 OTHERS = {"gathered tokens", "custom loss, Tanh"}  # can be measured in batches of one sample alone; is not convex
@@ -153,13 +153,13 @@ def test_a_seed_is_one_value():
 @pytest.fixture
 def sent(monkeypatch):
     """Rows of all signals that went back."""
-    rows, gradients = [], Tape.gradients
+    rows, gradients = [], Recorder.gradients
 
     def counted(self, outputs, signal, *args, **options):
         rows.append(len(signal))
         return gradients(self, outputs, signal, *args, **options)
 
-    monkeypatch.setattr(Tape, "gradients", counted)
+    monkeypatch.setattr(Recorder, "gradients", counted)
     return rows
 
 
@@ -265,7 +265,7 @@ def test_clear_errors():
 
 
 def test_too_many_signals(monkeypatch):
-    monkeypatch.setattr("pyflatness.signals.PASSES", 3)
+    monkeypatch.setattr("pyflatness.passes.cotangents.PASSES", 3)
     model, data = network(0.1)
     refused(
         r"takes \d+ signals a sample .* more than 3; pass a larger one", model, nn.CrossEntropyLoss(), data, rtol=1e-6

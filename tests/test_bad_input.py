@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.data import Batches
+from pyflatness.model.data import Batches
 
 X, Y = torch.randn(10, 4, generator=torch.Generator().manual_seed(4)), torch.arange(10) % 3
 LOSS = nn.CrossEntropyLoss()

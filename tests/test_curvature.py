@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness import curvature
-from pyflatness.tape import Tape
+from pyflatness.passes import linearity
+from pyflatness.passes.recorder import Recorder
 
 X, Y = torch.randn(6, 4, 4, 4), torch.arange(6) % 3
 
@@ -99,20 +99,20 @@ def network(tail):
 
 def reading(tail):
     net = network(tail)
-    tape = Tape({"body": net.body, "head": net.head})
-    with tape.attached():
-        with tape.recording():
+    recorder = Recorder({"body": net.body, "head": net.head})
+    with recorder.attached():
+        with recorder.recording():
             outputs = net(X)
-        return curvature.read(outputs, tape.calls)
+        return linearity.read(outputs, recorder.calls)
 
 
 @pytest.mark.parametrize("name", PROVEN)
 def test_linear_tails_are_proven(name):
     net = network(PROVEN[name])
     net.requires_grad_(False)
-    tape = Tape({"body": net.body, "head": net.head})
-    with tape.attached(), tape.recording():
-        assert curvature.read(net(X), tape.calls).proven == {"body", "head"}
+    recorder = Recorder({"body": net.body, "head": net.head})
+    with recorder.attached(), recorder.recording():
+        assert linearity.read(net(X), recorder.calls).proven == {"body", "head"}
     assert pf.measure(network(PROVEN[name]), nn.CrossEntropyLoss(), (X, Y), layers="body")["trace"].exact
 
 

@@ -75,7 +75,7 @@ def test_the_network_is_the_joint_hessian(name):
 @pytest.mark.parametrize("usual", [0, 10**6])
 @pytest.mark.parametrize(("name", "layer"), [("mlp ReLU", "2"), ("custom loss, Tanh", "0"), ("tokens", "mix")])
 def test_rows_by_products_and_written_out(name, layer, usual, monkeypatch):
-    monkeypatch.setattr("pyflatness.row_blocks._USUAL", usual)
+    monkeypatch.setattr("pyflatness.hessian.row_blocks._USUAL", usual)
     case = CASES[name]
     report = pf.measure(case.build(), case.loss, data_of(case), layers=layer, measures="relative_flatness_max")
     expected, size = of_rows(grid.hessian(case, layer), truth.weight_of(case.build(), layer))
@@ -87,7 +87,7 @@ def test_rows_by_products_and_written_out(name, layer, usual, monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_rows_whose_blocks_do_not_fit(name, curvature, monkeypatch):
     """A sweep for each product; second derivatives in the weights where the GGN is another matrix."""
-    monkeypatch.setattr("pyflatness.row_blocks._LARGEST_BLOCKS", 0)
+    monkeypatch.setattr("pyflatness.hessian.row_blocks._LARGEST_BLOCKS", 0)
     case = CASES[name]
     options = {"layers": list(case.layers), "measures": "relative_flatness_max", "curvature": curvature, "memory": 1}
     report = pf.measure(case.build(), case.loss, data_of(case), **options)
@@ -115,7 +115,7 @@ NORMALISED = ("mlp ReLU", "mlp Tanh", "tokens, binary", "siamese, conv", "cnn", 
 @pytest.mark.parametrize("room", [2**29, 0])
 @pytest.mark.parametrize(("name", "layer"), [(n, la) for n, la in LAYERS if n.startswith(NORMALISED)])
 def test_normalised(name, layer, room, monkeypatch):
-    monkeypatch.setattr("pyflatness.row_blocks._LARGEST_BLOCKS", room)
+    monkeypatch.setattr("pyflatness.hessian.row_blocks._LARGEST_BLOCKS", room)
     case = CASES[name]
     deviation = truth.layer_deviations(case.build(), layer, case.inputs)
     module = case.build().get_submodule(layer)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness import row_blocks
+from pyflatness.hessian import row_blocks
 
 CASE = CASES["mlp Tanh"]
 LOSS, X, Y = CASE.loss, CASE.inputs, CASE.targets
@@ -127,7 +127,7 @@ def test_more_products_than_are_reckoned_with_are_refused():
 
 
 def test_curved_layers_that_fit_nowhere_are_refused(monkeypatch):
-    monkeypatch.setattr("pyflatness.row_blocks._LARGEST_BLOCKS", 0)
+    monkeypatch.setattr("pyflatness.hessian.row_blocks._LARGEST_BLOCKS", 0)
     net = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 3)).eval()
     data = torch.randn(4, 60), torch.arange(4) % 3
     with pytest.raises(pf.NotYetError, match=r"layer '0': .* need 2400 products"):
@@ -172,7 +172,7 @@ def test_a_loader_that_writes_every_batch_into_the_same_tensors():
 
 
 def test_one_that_does_not_converge_says_so(monkeypatch):
-    monkeypatch.setattr("pyflatness.eigenvalues._LIMIT", 2)
+    monkeypatch.setattr("pyflatness.hessian.eigenvalues._LIMIT", 2)
     report = pf.measure(CASE.build(), LOSS, (X, Y), measures=["lambda_max", "scaled_lambda_max"])
     for measure in report.measures:
         assert not report["0", measure].exact

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from pyflatness.generators import OutsideTorch
+from pyflatness.model.generators import OutsideTorch
 
 
 @pytest.fixture(autouse=True)

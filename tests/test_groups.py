@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from pyflatness import groups
-from pyflatness.signs import Signs
+from pyflatness.numerics.signs import Signs
+from pyflatness.sweep import groups
 
 
 def seeded(seed):

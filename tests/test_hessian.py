@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pyflatness as pf
-from pyflatness import hessian
-from pyflatness.signs import Signs
+from pyflatness.numerics.signs import Signs
 
 GRID = [(name, layer) for name, case in CASES.items() for layer in case.layers]
 BENT = [(name, layer) for name, layer in GRID if layer not in CASES[name].linear]
@@ -145,8 +144,8 @@ def test_a_few_draws_more_for_a_standard_error():
 
 
 def test_a_standard_error_that_neither_draws_nor_exact_values_reach(monkeypatch):
-    monkeypatch.setattr(hessian, "PRODUCTS", 3)
-    monkeypatch.setattr("pyflatness.stages.PASSES", 3)
+    monkeypatch.setattr("pyflatness.hessian.block_traces.PRODUCTS", 3)
+    monkeypatch.setattr("pyflatness.sweep.stages.PASSES", 3)
     model, loss, data = many("mlp Tanh", 4)
     with pytest.raises(pf.InputError, match=r"target_stderr=1e-09 takes about \d+ draws .* more than 3; pass a larger"):
         pf.relative_flatness(model, loss, data, "0", target_stderr=1e-9)
@@ -251,7 +250,7 @@ def test_signs_are_fair_and_independent():
 
 
 def test_more_products_than_are_sensible(monkeypatch):
-    monkeypatch.setattr(hessian, "PRODUCTS", 3)
+    monkeypatch.setattr("pyflatness.hessian.block_traces.PRODUCTS", 3)
     model, loss, data = many("mlp Tanh", 1)
     message = r"layer '0': its exact Hessian value takes \d+ Hessian products \(\d+ rows .* pass probes="
     with pytest.raises(pf.InputError, match=message):

@@ -11,9 +11,9 @@ from scipy import stats
 from torch import nn
 
 import pyflatness as pf
-from pyflatness import intervals
 from pyflatness.measures.scaled import together
-from pyflatness.variances import Variances, with_squares
+from pyflatness.numerics.variances import Variances, with_squares
+from pyflatness.report import intervals
 
 X, Y, LOSS = normal(1, 40, 5), torch.arange(40) % 3, nn.CrossEntropyLoss()
 DOFS = [0.5, 1, 1.37, 2, 3, 7.6, 30, 99.5, 1000, 9999, 10001, 1e6, math.inf]

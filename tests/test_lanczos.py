@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyflatness import lanczos
-from pyflatness.row_blocks import RowBlocks, add_gradients
+from pyflatness.hessian.row_blocks import RowBlocks, add_gradients
+from pyflatness.numerics import lanczos
 
 
 def symmetric(*spectra, seed=0):
@@ -129,7 +129,7 @@ def test_kept_rows_gradients_and_blocks_add_up(memory, samples, monkeypatch):
     expected = torch.einsum("ns,nj,nk->sjk", h, phi, phi) + own
     expected = expected + torch.einsum("n,nsj,nsk->sjk", signs, gradients, gradients)
     for usual in (0, 1000):
-        monkeypatch.setattr("pyflatness.row_blocks._USUAL", usual)
+        monkeypatch.setattr("pyflatness.hessian.row_blocks._USUAL", usual)
         found = blocks(memory=memory)
         for some, weights in zip(phi.split(3), h.split(3), strict=True):
             found.add_weighted(some, weights)
@@ -143,7 +143,7 @@ def test_kept_rows_gradients_and_blocks_add_up(memory, samples, monkeypatch):
 
 @pytest.mark.parametrize("usual", [0, 1000])
 def test_columns_that_drop_out_have_no_eigenvalues(usual, monkeypatch):
-    monkeypatch.setattr("pyflatness.row_blocks._USUAL", usual)
+    monkeypatch.setattr("pyflatness.hessian.row_blocks._USUAL", usual)
     columns = torch.tensor([True, False, True, False]).expand(ROWS, -1)
     phi = randn(SAMPLES, COLUMNS) * columns[0]
     found = blocks(columns)
@@ -156,7 +156,7 @@ def test_blocks_that_are_not_finite(monkeypatch):
     phi = randn(SAMPLES, COLUMNS)
     phi[3, 1] = torch.nan
     for usual in (0, 1000):
-        monkeypatch.setattr("pyflatness.row_blocks._USUAL", usual)
+        monkeypatch.setattr("pyflatness.hessian.row_blocks._USUAL", usual)
         found = blocks()
         found.add_weighted(phi, torch.ones(SAMPLES, ROWS, dtype=torch.float64))
         assert found.largest(0).values.isnan().all()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness import norms
+from pyflatness.model import norms
 
 PEAK = """
 import sys, torch

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import pyflatness as pf
-from pyflatness import capture
-from pyflatness.folding import Folding
+from pyflatness.model import state
+from pyflatness.reparameterization.folding import Folding
 
 X = normal(1, 400, 5)
 
@@ -198,7 +198,7 @@ def test_refusals(net, data, options, error, message):
 
 
 def folded(model, x):
-    with capture.observing(model) as module:
+    with state.observing(model) as module:
         folding = Folding(module, (x, None), None)
         return folding, folding.of(module)
 

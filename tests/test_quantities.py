@@ -9,11 +9,10 @@ from networks import CASES
 from torch import nn
 
 import pyflatness as pf
-from pyflatness import hessian
+from pyflatness.api import layer_measure
 from pyflatness.contractions.layer import ROUTES, WeightGradients
 from pyflatness.measures import MEASURES
 from pyflatness.options import Options
-from pyflatness.pipeline import layer_measure
 
 GRID = [(name, layer) for name, case in CASES.items() for layer in case.layers]
 BENT = [(name, layer) for name, layer in GRID if layer not in CASES[name].linear]
@@ -266,7 +265,7 @@ def test_one_layer_s_largest_is_the_layer_s():
 
 
 def test_more_products_than_are_sensible(monkeypatch):
-    monkeypatch.setattr(hessian, "PRODUCTS", 3)
+    monkeypatch.setattr("pyflatness.hessian.block_traces.PRODUCTS", 3)
     case = CASES["mlp Tanh"]
     with pytest.raises(
         pf.InputError, match=r"layer '0': its exact Hessian value takes \d+ Hessian products, more than"

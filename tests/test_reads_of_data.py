@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import pyflatness as pf
 from pyflatness.measures import named
 from pyflatness.options import Options
-from pyflatness.together import reads
+from pyflatness.plan import reads
 
 LOSS = nn.CrossEntropyLoss()
 X, Y = (torch.cat(parts) for parts in zip(*batches(samples=23), strict=True))

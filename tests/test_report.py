@@ -11,7 +11,7 @@ from cases import classifier
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.intervals import shown
+from pyflatness.report.intervals import shown
 
 X, Y = torch.randn(12, 5, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
 LOSS = nn.CrossEntropyLoss()

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from test_layer_kernels import CASES, DTYPES, LAYOUTS, ONE, double, layer, layout, limit
 
 import pyflatness as pf
-from pyflatness import BackendError, contracted
+from pyflatness import BackendError
 from pyflatness.contractions import WeightGradients, compiled, cuda, reference
 from pyflatness.contractions.geometry import Geometry
 from pyflatness.contractions.stacked import Stacked
+from pyflatness.sweep import contracted
 
 
 def several(case, dtype, count, kind="contiguous", roots=9, kept=0.3, seed=0):

@@ -227,7 +227,7 @@ def test_out_of_memory_halves_the_batch(monkeypatch):
     seen = []
     assert_same(expected, pf.measure(residual(), LOSS, [(X, Y)], forward=networks_forward(seen)))
     assert seen == [2, 20, 10, 5, 5, 5, 5]
-    monkeypatch.setattr("pyflatness.received._OUT_OF_MEMORY", ())
+    monkeypatch.setattr("pyflatness.messages._OUT_OF_MEMORY", ())
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         pf.measure(residual(), LOSS, [(X, Y)])
 

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 from traces import CALLS, LOSS, changed, model, of_model, of_process, of_thread
 
 import pyflatness as pf
-from pyflatness import capture
+from pyflatness.model import state
 
 THREADS = 8
 
@@ -132,5 +132,5 @@ def test_the_turn_is_given_back_after_an_error(error):
     with pytest.raises(error):
         pf.relative_flatness(net, LOSS, batches())
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(capture._turn.acquire, timeout=5).result(10)
-        pool.submit(capture._turn.release).result(10)
+        assert pool.submit(state._turn.acquire, timeout=5).result(10)
+        pool.submit(state._turn.release).result(10)

@@ -12,7 +12,8 @@ from networks import CASES
 from torch import nn
 
 import pyflatness as pf
-from pyflatness import hessian, measures, together
+from pyflatness import measures, plan
+from pyflatness.hessian import block_traces
 from pyflatness.measures import MEASURES
 from pyflatness.options import Options
 
@@ -154,8 +155,8 @@ def test_derived_measures_go_with_their_bases(monkeypatch):
 def test_layers_whose_network_is_too_dear(monkeypatch):
     """The layers have theirs, whoever asks, and the report says what is missing."""
     model, whole = mlp(nn.Tanh, (5, 50, 4)), r"of the network: .* Hessian products"
-    monkeypatch.setattr(hessian, "PRODUCTS", 60)
-    monkeypatch.setattr("pyflatness.own_diagonal.PRODUCTS", 60)
+    monkeypatch.setattr(block_traces, "PRODUCTS", 60)
+    monkeypatch.setattr("pyflatness.sweep.per_sample_diagonal.PRODUCTS", 60)
     for names in ("adaptive_sharpness", "all"):
         report = pf.measure(model, LOSS, (X, Y), layers="0", measures=names)
         matrix = truth.layer_hessian(model, LOSS, X, Y, "0")
@@ -236,8 +237,8 @@ def test_wide_reports_are_several_tables():
 def test_products_of_one_sweep_are_shared(monkeypatch):
     """Behind a curved layer: those of the diagonal tell all."""
     taken = []
-    original = hessian.derivatives
-    monkeypatch.setattr(hessian, "derivatives", lambda *a: taken.append(len(a[2])) or original(*a))
+    original = block_traces.derivatives
+    monkeypatch.setattr(block_traces, "derivatives", lambda *a: taken.append(len(a[2])) or original(*a))
     for names, products in ((FLATNESS, 6), (None, 6), ("relative_flatness", 5), (["neuron_flatness_rows"], 6)):
         taken.clear()
         pf.measure(mlp(nn.Tanh), LOSS, (X, Y), layers="0", measures=names)
@@ -247,7 +248,7 @@ def test_products_of_one_sweep_are_shared(monkeypatch):
 def test_how_often_data_are_read():
     for row in MEASURES:
         if row.compute is not None or row.quantity is not None:
-            assert together.reads([row], Options()) == row.reads
+            assert plan.reads([row], Options()) == row.reads
 
 
 def test_measures_of_nothing():

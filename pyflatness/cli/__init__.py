@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import FlatnessError
-from ..text import printable
+from ..messages import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

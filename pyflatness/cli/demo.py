@@ -25,7 +25,7 @@ from rich.table import Table
 from .. import __version__
 from ..errors import MissingExtraError
 from ..generalization.correlation import STATISTICS, Correlation, correlation
-from ..text import printable
+from ..messages import printable
 from . import demo_networks
 from .demo_networks import Row
 from .output import show

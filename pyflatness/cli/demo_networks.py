@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import progress
+from ..api import relative_flatness
 from ..errors import NonFiniteError
-from ..pipeline import relative_flatness
 
 TARGET_LOSS = 0.05
 MAX_EPOCHS = 600

@@ -7,8 +7,8 @@ from rich import box
 from rich.table import Table
 from torch import nn
 
-from .. import layers as kinds
-from ..text import printable
+from ..messages import printable
+from ..model import layers as kinds
 from . import specs
 from .output import show
 

@@ -19,12 +19,14 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Table
 from rich.text import Text
 
-from .. import capture, intervals, losses
-from ..data import Batches
+from .. import losses
 from ..errors import InputError
 from ..measures import MEASURES, named
+from ..messages import printable, to_cell
+from ..model import state
+from ..model.data import Batches
 from ..options import Options
-from ..text import printable, to_cell
+from ..report import intervals
 from . import checkpoints, specs
 from .output import show
 from .paths import append_whole, is_same_file, prepare_file
@@ -128,7 +130,7 @@ def _score(scoring: Scoring, paths: tuple[Path, ...], out: Path, rows: list[Row]
     """Appends each checkpoint's rows to the file and, as far as they are in it, to the list."""
     if hasattr(scoring.data, "__next__"):
         raise InputError("--data: an iterator can be read once; have the callable return a list or a DataLoader")
-    batches = len(Batches(scoring.data, capture.device(scoring.model)))
+    batches = len(Batches(scoring.data, state.device(scoring.model)))
 
     def step(share: float) -> None:
         if batches:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import capture, head, layers, pipeline, selectors
+from .. import api, head
+from ..api import layer_measure
 from ..measures import RELATIVE_FLATNESS, Measure, with_bases
 from ..measures.base import Values
-from ..opening import opened
+from ..model import calling, layers, selectors
 from ..options import Options
-from ..pipeline import layer_measure
 from ..report import Estimate
+from ..session import opened
 from . import checkpoints
 from .specs import reason
 
@@ -177,7 +178,7 @@ class Scoring:
             estimate = layer_measure(*arguments, forward=forward, progress=False)
             return {measure.name: {estimate.layer: estimate}}, {}
         chosen = None if all(one.of_network_alone for one in run) else self.selectors or self._last()
-        report = pipeline.measure(
+        report = api.measure(
             *(self.model, self.loss, self.data),
             layers=chosen,
             measures=[one.name for one in run],
@@ -226,11 +227,11 @@ class Recorder:
         self._sums: list[Tensor] = []  # per batch: losses, loss terms, correct predictions, predictions
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        """See :data:`.capture.Forward`."""
-        if capture.is_trial():
-            return capture.run(model, batch, None)
+        """See :data:`.calling.Forward`."""
+        if calling.is_dry_run():
+            return calling.run(model, batch, None)
         self._count()
-        outputs, targets = capture.run(model, batch, None)
+        outputs, targets = calling.run(model, batch, None)
         if self._active and not outputs.is_meta:  # outputs without values have no loss
             self._pending = outputs.detach(), targets
         self._step()

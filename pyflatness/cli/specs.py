@@ -15,7 +15,7 @@ import click
 from torch import nn
 
 from ..errors import FlatnessError, InputError
-from ..text import printable
+from ..messages import printable
 
 Function = Callable[..., Any]
 

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import capture, head, interrupts, losses
+from .. import head, interrupts, losses, session
 from ..contractions import promoted
 from ..losses import Loss
+from ..messages import check_tensor
 from ..options import check_count, check_seed
-from ..received import check_tensor
 from .representativeness import FOLDS, Fit, assigned, refit
 
 _PAIRS = 2**18  # at once
 
 
-@capture.eager
+@session.eager
 def authors_representativeness(
     features: Tensor,
     weight: Tensor,
@@ -102,6 +102,6 @@ def _fold(features: Tensor, outputs: Tensor, targets: Tensor, held_out: Tensor, 
 def _losses(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     """(rows,) float64: the mean loss of each row."""
     dim = loss.class_dim(outputs)
-    mass = loss.terms(outputs, targets, dim).mass.view(len(outputs), -1).sum(dim=1)
+    weights = loss.terms(outputs, targets, dim).weights.view(len(outputs), -1).sum(dim=1)
     values = torch.func.vmap(lambda f, t: loss.value(f[None], t[None]))(outputs, targets)
-    return torch.where(mass > 0, values / mass, 0.0)
+    return torch.where(weights > 0, values / weights, 0.0)

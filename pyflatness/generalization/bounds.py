@@ -20,16 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, data, head, layers
-from ..data import Batches
+from .. import head, session
+from ..api import layer_value
 from ..errors import InputError
 from ..losses import Loss
 from ..measures import RELATIVE_FLATNESS
-from ..opening import opened
+from ..model import calling, data, layers
+from ..model.data import Batches
+from ..model.selectors import Selector
 from ..options import Options, check_count, check_draws, check_number, check_seed
-from ..pipeline import layer_value
 from ..report import Estimate
-from ..selectors import Selector
+from ..session import opened
 from . import noise
 from .gap import GeneralizationGap, performance
 from .perturbed import Change, Perturbed
@@ -125,7 +126,7 @@ class GeneralizationBound:
         return f"GeneralizationBound({', '.join(facts)})"
 
 
-@capture.eager
+@session.eager
 def generalization_bound(
     model: nn.Module,
     loss: Any,
@@ -139,7 +140,7 @@ def generalization_bound(
     draws: int = DRAWS,
     seed: int = 0,
     reduction: str | None = None,
-    forward: capture.Forward | None = None,
+    forward: calling.Forward | None = None,
     progress: bool | None = None,
 ) -> GeneralizationBound:
     """The approximate bound of the generalisation gap by relative flatness and representativeness.
@@ -195,7 +196,7 @@ def generalization_bound(
         measured = None if test is None else GeneralizationGap(performance(call), performance(call.on(test)))
         if kappa is None:
             kappa = layer_value(RELATIVE_FLATNESS, call, name, Options())
-    mean_kappa = float(kappa) / (1.0 if call.loss.reduction == "mean" else sums.mass())
+    mean_kappa = float(kappa) / (1.0 if call.loss.reduction == "mean" else sums.normaliser())
     found = summary(
         [sums.against_the_rest([k]) for k in range(folds)],
         None if measured is None else sums.against(measured.test.loss),

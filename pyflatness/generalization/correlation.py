@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from .. import views
 from ..errors import InputError
+from ..report import views
 from .tables import Networks, Vector, read
 
 if TYPE_CHECKING:

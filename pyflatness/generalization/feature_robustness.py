@@ -21,16 +21,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, head, intervals, risk, views
-from ..data import Batches, size
+from .. import head, session
+from ..api import layer_value
 from ..errors import InputError, NonFiniteError
-from ..losses import Loss
+from ..losses import Loss, risk
 from ..measures import RELATIVE_FLATNESS
-from ..opening import opened
+from ..model import calling, state
+from ..model.data import Batches, size
+from ..model.selectors import Selector
 from ..options import Options, check_draws, check_number
-from ..pipeline import layer_value
-from ..report import Estimate
-from ..selectors import Selector
+from ..report import Estimate, intervals, views
+from ..session import opened
 from .perturbed import Perturbed, Turns, by_weight
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class FeatureRobustness:
         return figure, axes
 
 
-@capture.eager
+@session.eager
 def feature_robustness(
     model: nn.Module,
     loss: Any,
@@ -133,7 +134,7 @@ def feature_robustness(
     seed: int = 0,
     nan_policy: str = "raise",
     reduction: str | None = None,
-    forward: capture.Forward | None = None,
+    forward: calling.Forward | None = None,
     progress: bool | None = None,
 ) -> FeatureRobustness:
     """Feature robustness of a layer on average over orthogonal matrices, beside the parabola that κ predicts.
@@ -180,7 +181,7 @@ def feature_robustness(
     with opened(model, loss, data, reduction=reduction, forward=forward, passes=2, progress=progress) as call:
         name, source = head.find(call.model, layer, call.loss, call.batches, call.forward)
         perturbed = Perturbed(call.model, name, call.forward, head=source is not None)
-        turns = Turns(perturbed.layer, torch.Generator(capture.device(call.model)).manual_seed(options.seed))
+        turns = Turns(perturbed.layer, torch.Generator(state.device(call.model)).manual_seed(options.seed))
         curve = _Curve(perturbed, call.loss, call.batches, steps, policy=nan_policy)
         for start in range(0, draws, curve.kept):
             curve.add([turns.draw() for _ in range(min(curve.kept, draws - start))])
@@ -218,18 +219,18 @@ class _Curve:
     def add(self, turned: Sequence[Tensor]) -> None:
         """One pass over the data."""
         values = torch.zeros(len(turned), len(self._scales), dtype=torch.float64, device="cpu")
-        own = mass = 0.0
+        own = normaliser = 0.0
         self.samples = 0
         for number, batch in enumerate(self._batches):
             outputs, targets = self._perturbed.outputs(batch)
-            mass += float(risk.rows(outputs, targets, self._loss, number).terms.mass.sum())
+            normaliser += float(risk.rows(outputs, targets, self._loss, number).terms.weights.sum())
             own += self._checked(self._loss.value(outputs, targets), number, "")
             self.samples += size(batch)
             for row, weight in zip(values, turned, strict=True):
                 moved = self._perturbed.moved(by_weight(self._perturbed.layer, weight), self._scales)
                 for place, outputs in enumerate(moved):
                     row[place] += self._checked(self._loss.value(outputs, targets), number, " with turned features")
-        whole = risk.divisor(self._loss, mass)
+        whole = risk.divisor(self._loss, normaliser)
         self.loss = own / whole
         self.rises.extend(values.view(len(turned), -1, 2).mean(dim=2) / whole - self.loss)
 

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .. import interrupts, layers
+from .. import interrupts
 from ..contractions import promoted_dtype
 from ..errors import InputError
+from ..messages import check_tensor
+from ..model import layers
 from ..options import check_draws, check_number, check_seed
-from ..received import check_tensor
 
 _TOGETHER = 2**18  # numbers
 

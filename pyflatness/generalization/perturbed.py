@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, interrupts, layers
+from .. import interrupts
 from ..contractions import promoted, promoted_dtype
 from ..errors import InputError
+from ..model import calling, layers
 from .noise import orthonormal
 
 Change = Callable[[Tensor], Tensor]
@@ -22,18 +23,18 @@ class Perturbed:
     At a head, where the outputs are a view of z, the model runs once a batch, and all moves are of its outputs.
 
     Args:
-        model: inside :func:`.capture.observing`.
+        model: inside :func:`.state.observing`.
         name: the layer.
-        forward: see :func:`.capture.run`.
+        forward: see :func:`.calling.run`.
         head: whether the layer was found to be the head.
     """
 
-    def __init__(self, model: nn.Module, name: str, forward: capture.Forward | None, *, head: bool) -> None:
+    def __init__(self, model: nn.Module, name: str, forward: calling.Forward | None, *, head: bool) -> None:
         self._model, self._name, self._forward, self._head = model, name, forward, head
         self.layer = model.get_submodule(name)
         layers.check_measurable(name, self.layer)
         self._batch: Any = None
-        self._call: capture.Call | None = None  # of a layer that was called once
+        self._call: calling.Call | None = None  # of a layer that was called once
 
     def outputs(self, batch: Any) -> tuple[Tensor, Any]:
         """Outputs of the model as it is, and targets, of the batch that the moves to come are of.
@@ -41,12 +42,12 @@ class Perturbed:
         Raises:
             InputError: the layer did not run.
         """
-        with capture.Calls({self._name: self.layer}) as calls:
-            outputs, targets = capture.run(self._model, batch, self._forward)
+        with calling.Calls({self._name: self.layer}) as calls:
+            outputs, targets = calling.run(self._model, batch, self._forward)
             if self._name not in calls.last:
                 raise layers.did_not_run(self._model, [self._name])
             call = calls.last[self._name]
-            single = calls.count[self._name] == 1 and capture.version(call.inputs) == call.versions[0]
+            single = calls.count[self._name] == 1 and calling.version(call.inputs) == call.versions[0]
             self._call = call if single else None
             self._at_head = self._head and single and not call.changed()
         self._batch, self._outputs = batch, outputs
@@ -74,8 +75,8 @@ class Perturbed:
             if shift is not None:
                 yield self._outputs.double() + scale * shift
                 continue
-            with capture.trial(), _adding(self.layer, _scaled(change, delta, scale)):
-                outputs, _ = capture.run(self._model, self._batch, self._forward)
+            with calling.dry_run(), _adding(self.layer, _scaled(change, delta, scale)):
+                outputs, _ = calling.run(self._model, self._batch, self._forward)
             yield outputs
 
     def _of_outputs(self, delta: Tensor) -> Tensor | None:

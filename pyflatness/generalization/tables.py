@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..text import from_cell
+from ..messages import from_cell
 
 Vector = NDArray[np.float64]
 

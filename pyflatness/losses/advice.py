@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import FlatnessError, InputError
-from ..received import is_out_of_memory, lacks_a_second_derivative, shown
+from ..messages import is_out_of_memory, lacks_a_second_derivative, shown
 
 _KNOWN = (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss)
 # Of a call that does not fit; an exception of another kind is the loss's own affair.

@@ -12,8 +12,8 @@ from torch import Tensor
 from .. import interrupts
 from ..contractions import Bounded, promoted, squared_norms
 from ..errors import InputError
-from ..outputs import SideBySide
-from ..received import shown
+from ..messages import shown
+from ..model.outputs import SideBySide
 from . import advice
 from .base import Curvature, Factors, Reduction, Terms, marked, uniform
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..directions import Directions
+from ..numerics.directions import Directions
 from .base import Loss
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss

@@ -13,12 +13,7 @@ from .interpolation_sharpness import INTERPOLATION_SHARPNESS
 from .lambda_max import LAMBDA_MAX
 from .matrix_normalized_sharpness import MATRIX_NORMALIZED_SHARPNESS, MATRIX_NORMALIZED_SHARPNESS_FROBENIUS
 from .mls_adversarial import MLS_ADVERSARIAL
-from .neuron_flatness import (
-    NEURON_FLATNESS,
-    NEURON_FLATNESS_MAX,
-    NEURON_FLATNESS_ROWS,
-    NEURON_FLATNESS_ROWS_MAX,
-)
+from .neuron_flatness import NEURON_FLATNESS, NEURON_FLATNESS_MAX, NEURON_FLATNESS_ROWS, NEURON_FLATNESS_ROWS_MAX
 from .normalized_sharpness import NORMALIZED_SHARPNESS
 from .pac_bayes import PAC_BAYES
 from .relative_flatness import RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD

@@ -1,12 +1,12 @@
 """Elementwise adaptive sharpness: the trace of the Hessian in relative changes of the weights (C24 Definition E.1).
 
-    Σ_j w_j² ∂²E/∂w_j² = Σ_i Σ_c σ_ic |w ∘ M_i^(c)|² / Σ_i mass_i    by the GGN            of a layer
+    Σ_j w_j² ∂²E/∂w_j² = Σ_i Σ_c σ_ic |w ∘ M_i^(c)|² / Σ_i ω_i    by the GGN            of a layer
     Σ_j θ_j² ∂²E/∂θ_j²,    θ all trainable parameters, biases and normalisation too        of the network
 
 over the entries w_j of a layer's weight. So the network's value is not the sum of its layers'; it takes a sweep of its
-own (:mod:`pyflatness.diagonal`), made where the measure is asked for by name or by ``"all"``: ``measures=None`` gives
-the layers' values alone. Where the network's cannot be had (too many entries in which the model is curved), the report
-has the layers' and says why. It is the limit ρ → 0 of :mod:`.adaptive_sharpness_mc` where the model is twice
+own (:mod:`pyflatness.sweep.diagonal`), made where the measure is asked for by name or by ``"all"``: ``measures=None``
+gives the layers' values alone. Where the network's cannot be had (too many entries in which the model is curved), the
+report has the layers' and says why. It is the limit ρ → 0 of :mod:`.adaptive_sharpness_mc` where the model is twice
 differentiable.
 
 Behind curved layers a layer's value comes from the diagonal of the Hessian, d products for a layer of one position,
@@ -16,7 +16,7 @@ Invariant to layer-wise and neuron-wise rescalings.
 C24: "From Loss Flatness to Compressed Representations".
 """
 
-from .. import diagonal
+from ..sweep import diagonal
 from .base import Measure
 
 ADAPTIVE_SHARPNESS = Measure(

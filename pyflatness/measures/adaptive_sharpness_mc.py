@@ -20,16 +20,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import capture, parameters, risk
-from ..opening import opened
+from .. import session
+from ..losses import risk
+from ..model import calling, parameters, state
 from ..options import Options, check_draws, check_flag, check_number
 from ..report import Estimate
+from ..session import opened
 from .base import Measure, Task
 
 RHO, DRAWS = 0.1, 32
 
 
-@capture.eager
+@session.eager
 def adaptive_sharpness_mc(
     model: nn.Module,
     loss: Any,
@@ -41,7 +43,7 @@ def adaptive_sharpness_mc(
     seed: int = 0,
     nan_policy: str = "raise",
     reduction: str | None = None,
-    forward: capture.Forward | None = None,
+    forward: calling.Forward | None = None,
     progress: bool | None = None,
 ) -> Estimate:
     """Average-case elementwise adaptive sharpness of a network: the mean rise of the loss under noise of size ρ |θ_j|.
@@ -89,14 +91,14 @@ def adaptive_sharpness_mc(
 def _estimate(task: Task, rho: float = RHO, draws: int = DRAWS, *, scaled: bool = True) -> Estimate:
     policy = task.options.nan_policy
     theta = parameters.trainable(task.model)
-    generator = torch.Generator(capture.device(task.model)).manual_seed(task.options.seed)
+    generator = torch.Generator(state.device(task.model)).manual_seed(task.options.seed)
     (own,) = risk.at(task.model, [{}], task.loss, task.batches, task.forward, policy)
     rises = []
     for _ in range(draws):
         noise = parameters.noise(theta, generator)
         spreads = (lambda w: rho * w), (lambda w: -rho * w)
         points = [parameters.moved(theta, noise, spread) for spread in spreads]
-        with capture.trial():
+        with calling.dry_run():
             up, down = risk.at(task.model, points, task.loss, task.batches, task.forward, policy)
         rises.append((up.value + down.value) / 2 - own.value)
     rise, factor = torch.tensor(rises, dtype=torch.float64, device="cpu"), 2 / rho**2 if scaled else 1.0

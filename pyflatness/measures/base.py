@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..jacobians import Samples
 from ..options import Options
+from ..passes.task import Task
 from ..report import Estimate
-from ..task import Task
+from ..sweep.jacobians import Samples
 
 Values = dict[str, Estimate]
 """By layer, ``""`` the network; those of a measure's granularity."""
@@ -31,7 +31,7 @@ class Measure:
             layer's value, and a note if that is not the definition's to rounding.
         of_network: of a quantity whose network value is not the sum of its layers': that, from a sweep of its own.
         compute: its values, if it is not one of the sweep's.
-        of_jacobians: its values from those of :func:`pyflatness.jacobians.measured`.
+        of_jacobians: its values from those of :func:`pyflatness.sweep.jacobians.measured`.
         needs: which quantities these must have that not all measures need.
         base: the measure from whose values it follows without reading the data again.
         derive: its values, from the model, the user's options and its base's values.

@@ -31,10 +31,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import layers as layer_weights
 from ..errors import InputError
-from ..jacobians import Samples
+from ..model import layers as layer_weights
 from ..report import Estimate
+from ..sweep.jacobians import Samples
 from .base import Measure, Values
 from .representation import COST
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from .. import diagonal
 from ..losses import SquaredError, Terms
 from ..losses.base import uniform
 from ..report import Estimate
+from ..sweep import diagonal
 from .base import Measure, Task
 
 

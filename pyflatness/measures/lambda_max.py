@@ -1,18 +1,18 @@
 """The largest eigenvalue of the loss Hessian, of a layer's block and of all measured layers together.
 
     λ_max(∂²E/∂w²), algebraically largest: negative where the loss is concave in w; GGN: λ_max(Σ_i Σ_c σ_ic m_ic m_icᵀ)
-    with m_ic = vec(M_i^(c)), over Σ_i mass_i
+    with m_ic = vec(M_i^(c)), over Σ_i ω_i
 
 w is the layer's effective weight, all its groups together, without the bias; the network's value is that of the joint
 Hessian of the measured layers' weights, with the blocks between layers (where the GGN is another matrix even for ReLU
-networks). By Lanczos (:mod:`pyflatness.lanczos`), every product a pass over the data. Certified is that an eigenvalue
-lies within the reported residual of the value, up to the rounding of the products; that it is the largest one is as
-certain as that a random start has a share in its eigenvector. Not invariant to rescalings.
+networks). By Lanczos (:mod:`pyflatness.numerics.lanczos`), every product a pass over the data. Certified is that an
+eigenvalue lies within the reported residual of the value, up to the rounding of the products; that it is the largest
+one is as certain as that a random start has a share in its eigenvector. Not invariant to rescalings.
 """
 
-from ..eigenvalues import largest
-from ..lanczos import Ritz
-from ..products import Products
+from ..hessian.eigenvalues import largest
+from ..hessian.products import Products
+from ..numerics.lanczos import Ritz
 from ..report import Estimate
 from .base import Measure, Task, Values
 

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from .. import norms
 from ..errors import InputError
+from ..model import norms
 from ..options import Options
 from .base import Measure, Values
 from .scaled import check_own_weights, together

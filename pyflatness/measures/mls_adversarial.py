@@ -16,19 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, inputs, interrupts, tape
-from .. import data as batching
+from .. import interrupts, session
 from ..errors import InputError, NonFiniteError
-from ..opening import opened
+from ..model import calling, inputs, state
+from ..model import data as batching
 from ..options import Options, check_count, check_number
+from ..passes import recorder
+from ..passes.task import Task
 from ..report import Estimate
-from ..task import Task
+from ..session import opened
 from .base import Measure
 
 STEPS = 20
 
 
-@capture.eager
+@session.eager
 def mls_adversarial(
     model: nn.Module,
     loss: Any,
@@ -39,7 +41,7 @@ def mls_adversarial(
     per_sample: bool = False,
     seed: int = 0,
     nan_policy: str = "raise",
-    forward: capture.Forward | None = None,
+    forward: calling.Forward | None = None,
     progress: bool | None = None,
 ) -> Estimate:
     """How much a small change of the input changes the outputs at most, by gradient ascent on the change.
@@ -82,9 +84,9 @@ def mls_adversarial(
 
 
 def _estimate(task: Task, steps: int = STEPS, radius: float | None = None) -> Estimate:
-    generator = torch.Generator(capture.device(task.model)).manual_seed(task.options.seed)
+    generator = torch.Generator(state.device(task.model)).manual_seed(task.options.seed)
     found = []
-    with tape.frozen(task.model):
+    with recorder.frozen(task.model):
         for number, batch in enumerate(task.batches):
             values = _Ascent(task, batch, number, radius).values(steps, generator)
             bad = int((~values.isfinite()).sum())
@@ -143,7 +145,7 @@ class _Ascent:
                 best = torch.maximum(best, _norms(rows) / went)
                 if step == steps or not change.requires_grad:
                     break
-                with capture.differentiated():
+                with calling.differentiated():
                     (gradient,) = torch.autograd.grad(0.5 * rows.square().sum(), moved)
             lost = _norms(gradient) == 0
             direction = torch.where(_like(lost, gradient), direction, gradient.to(dtype))
@@ -155,7 +157,7 @@ class _Ascent:
 
     def _outputs(self, tensor: Tensor) -> Tensor:
         batch = inputs.replaced(self._batch, self._input, tensor.clone())
-        outputs, _ = capture.run(self._task.model, batch, self._task.forward)
+        outputs, _ = calling.run(self._task.model, batch, self._task.forward)
         if outputs.ndim == 0 or len(outputs) % self._samples:
             raise InputError(f"the model's output {tuple(outputs.shape)} does not hold {self._samples} samples")
         return outputs

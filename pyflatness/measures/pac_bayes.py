@@ -31,14 +31,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, layers, parameters, risk
-from ..data import size
+from .. import session
 from ..errors import InputError, NonFiniteError
-from ..folding import Folding
-from ..opening import opened
+from ..losses import risk
+from ..model import calling, layers, parameters, state
+from ..model.data import size
 from ..options import Options, check_count, check_draws, check_flag, check_number
-from ..reparameterize import duplicate
+from ..reparameterization.folding import Folding
+from ..reparameterization.reparameterize import duplicate
 from ..report import Estimate
+from ..session import opened
 from .base import Measure, Task, Values
 
 DROP, DRAWS, STEPS, TOLERANCE = 0.1, 10, 15, 0.01
@@ -102,7 +104,7 @@ class PacBayes(Bisection):
         return None if self.stderr is None else 2 * self.stderr / self.sigma**3
 
 
-@capture.eager
+@session.eager
 def pac_bayes(
     model: nn.Module,
     loss: Any,
@@ -116,7 +118,7 @@ def pac_bayes(
     squared: bool = False,
     seed: int = 0,
     reduction: str | None = None,
-    forward: capture.Forward | None = None,
+    forward: calling.Forward | None = None,
     progress: bool | None = None,
 ) -> PacBayes:
     """PAC-Bayes flatness 1/σ²: σ is the size of Gaussian noise on all parameters that costs 0.1 of accuracy.
@@ -244,8 +246,8 @@ class _Search:
         def deviation(w: Tensor) -> Any:
             return spread(w) ** 2 if self._squared else spread(w)
 
-        noise = parameters.noise(self._theta, torch.Generator(capture.device(self._model)).manual_seed(key))
-        with capture.trial():
+        noise = parameters.noise(self._theta, torch.Generator(state.device(self._model)).manual_seed(key))
+        with calling.dry_run():
             return self._accuracy(parameters.moved(self._theta, noise, deviation))
 
     def _accuracy(self, values: Mapping[str, Tensor]) -> float:

@@ -7,8 +7,8 @@ relative flatness gives the mean over rotations. Invariant to layer-wise rescali
 neuron-wise ones.
 """
 
+from ..hessian.row_sweep import Rows, RowSweep
 from ..report import Estimate
-from ..row_sweep import Rows, RowSweep
 from .base import Measure, Task, Values
 
 

@@ -31,13 +31,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import capture, coverage, jacobians, selectors
+from .. import session
 from ..errors import InputError
-from ..jacobians import INPUT, Samples
-from ..opening import opened
+from ..model import calling, selectors
+from ..model.selectors import Selector
 from ..options import Options, check_count, check_names
-from ..report import Estimate, Report
-from ..selectors import Selector
+from ..report import Estimate, Report, coverage
+from ..session import opened
+from ..sweep import jacobians
+from ..sweep.jacobians import INPUT, Samples
 from .base import Measure, Values
 
 COST = "one forward pass and one backward pass per output of the model, shared by all measures of Jacobians"
@@ -179,7 +181,7 @@ LOCAL_DIMENSION = Measure(
 ROWS = (MLS, NMLS, NORMALIZED_MLS, INPUT_INVARIANT_MLS, LOG_VOLUME, VOLUME, LOCAL_DIMENSION)
 
 
-@capture.eager
+@session.eager
 def representation(
     model: nn.Module,
     loss: Any,
@@ -191,7 +193,7 @@ def representation(
     per_sample: bool = False,
     backend: str = "auto",
     nan_policy: str = "raise",
-    forward: capture.Forward | None = None,
+    forward: calling.Forward | None = None,
     memory: int | None = None,
     progress: bool | None = None,
 ) -> Report:

@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from .. import layers, norms
 from ..errors import InputError, NotYetError
+from ..model import layers, norms
 from ..options import Options
 from ..report import Estimate
 from .base import Measure, Values

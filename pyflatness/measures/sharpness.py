@@ -4,10 +4,10 @@
 
 "From Loss Flatness to Compressed Representations", Eq. 2; the paper plots its root. Parameters are those that require
 gradients, one that is tied counts once, and of a parametrised weight they are the originals. How it is computed:
-:mod:`pyflatness.diagonal`. Not invariant to rescalings.
+:mod:`pyflatness.sweep.diagonal`. Not invariant to rescalings.
 """
 
-from .. import diagonal
+from ..sweep import diagonal
 from .base import Measure
 
 SHARPNESS = Measure(

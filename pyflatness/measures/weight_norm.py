@@ -7,7 +7,7 @@ is read for it: asked for beside measures of a sweep it is of the layers that ra
 Not invariant to rescalings.
 """
 
-from .. import layers, norms
+from ..model import layers, norms
 from ..report import Estimate
 from .base import Measure, Task, Values
 

@@ -123,6 +123,8 @@ def of_layers() -> Iterator[Entry]:
             yield f"measure | {case.name} | defaults | {backend}", partial(on_case, case, pf.measure, backend=backend)
             call = partial(on_case, case, pf.measure, backend=backend, **options_of(row))
             yield f"measure | {case.name} | {', '.join(row)} | {backend}", call
+        memory = (1, None)[len(case.name) % 2]
+        yield f"block_traces | {case.name}", partial(on_case, case, pf.block_traces, case.layers[0], memory=memory)
         for place, layer in enumerate(case.layers):
             options = TRACES[(len(case.name) + place) % len(TRACES)]
             call = partial(on_case, case, pf.block_traces, layer, backend=BACKENDS[place % 2], **options)

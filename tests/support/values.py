@@ -37,17 +37,15 @@ _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")  # of objects without a name; a number 
 def facts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield the facts of a result as pairs of a path and a text, which has every bit of numbers."""
     if isinstance(value, BaseException):
-        yield f"{path}error", f"{_public(type(value)).__name__}: {_ADDRESS.sub('0x…', str(value))}"
+        yield f"{path}error", f"{type(value).__name__}: {_ADDRESS.sub('0x…', str(value))}"
     elif isinstance(value, pf.Report):
-        yield f"{path}printed", _printed(value)
+        yield f"{path}table", _printed(value)
         for name in ("layers", "measures", "skipped", "uncovered"):
             yield from facts(getattr(value, name), f"{path}{name}.")
         for measure, held in value.by_measure().items():
             for layer, estimate in held.items():
                 yield from facts(estimate, f"{path}{measure}.{layer or 'network'}.")
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        if path in ("", "result."):
-            yield f"{path}printed", _printed(value)
         for field in dataclasses.fields(value):
             yield from facts(getattr(value, field.name), f"{path}{field.name}.")
     elif isinstance(value, nn.Module):
@@ -65,11 +63,6 @@ def facts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path.removesuffix("."), f"{value.dtype} {tuple(value.shape)}: {numbers}"
     else:
         yield path.removesuffix("."), _text(value)
-
-
-def _public(error: type[BaseException]) -> type[BaseException]:
-    """Return the first of an error's types that users can name: a public one of the package, or another's."""
-    return next(t for t in error.__mro__ if t.__name__ in pf.__all__ or not t.__module__.startswith("pyflatness"))
 
 
 def _printed(value: Any) -> str:
@@ -119,10 +112,13 @@ def record(entries: Sequence[Entry]) -> dict[str, Any]:
 def differences(
     old: Mapping[str, Mapping[str, str]], new: Mapping[str, Mapping[str, str]]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield each fact that two recordings' values differ in: "entry :: path", the old text, the new one."""
+    """Yield each fact that two recordings' values differ in: "entry :: path", the old text, the new one.
+
+    Entries that are new alone are none: the grid has grown since the old recording.
+    """
     absent: Facts = {}
-    for name in [*old, *(name for name in new if name not in old)]:
-        before, after = old.get(name, absent), new.get(name, absent)
+    for name, before in old.items():
+        after = new.get(name, absent)
         for path in [*before, *(path for path in after if path not in before)]:
             texts = before.get(path, "(absent)"), after.get(path, "(absent)")
             if texts[0] != texts[1]:
@@ -140,6 +136,8 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allowed: Sequence[st
             continue
         unexpected += 1
         print(f"{name}\n  - {_short(before, after)}\n  + {_short(after, before)}{_distance(before, after)}")
+    if added := new["values"].keys() - old["values"].keys():
+        print(f"{len(added)} entries are in the new recording alone, and have nothing to be compared with")
     total = sum(map(len, old["values"].values()))
     print(f"{unexpected} of {total} facts of {len(old['values'])} entries differ; {expected} others are allowed to")
     return unexpected
@@ -165,7 +163,7 @@ def _distance(before: str, after: str) -> str:
 def numbers(values: Mapping[str, Mapping[str, str]]) -> int:
     """Return how many floating-point numbers the values of a recording hold."""
     number = re.compile(r"-?0x[01]\.|\b(?:nan|inf)\b")
-    texts = (text for held in values.values() for path, text in held.items() if path.split(".")[-1] != "printed")
+    texts = (text for held in values.values() for path, text in held.items() if path.split(".")[-1] != "table")
     return sum(len(number.findall(text)) for text in texts)
 
 

@@ -44,6 +44,16 @@ def _from_the_start(model: nn.Module, loss: Any, data: Any) -> pf.PacBayes:
     return pf.pac_bayes(model, loss, data, draws=2, steps=4, initial=initial)
 
 
+def _printed(model: nn.Module, loss: Any, data: Any) -> list[str]:
+    """Return what results print."""
+    calls = "bounds", "pac_bayes", "feature_robustness", "generalization_gap", "generalization_bound", "verify"
+    found = [CALLS[name](model, loss, data) for name in calls]
+    found += [
+        pf.relative_flatness(model, loss, data, **options) for options in ({}, {"probes": 3}, {"normalize": "std"})
+    ]
+    return [str(result) for result in found]
+
+
 def _round_trip(model: nn.Module, loss: Any, data: Any) -> dict[str, Any]:
     """Return what a report is written as, and read back from."""
     report = pf.measure(model, loss, data, measures=["trace", "relative_flatness", "weight_norm"], per_sample=True)
@@ -104,6 +114,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "verify": partial(pf.verify, seconds=None),
     "pac_bayes, initial": _from_the_start,
     "report": _round_trip,
+    "printed": _printed,
     "shuffled": partial(_shuffled, call=pf.measure),
     "shuffled, std": partial(_shuffled, call=pf.measure, normalize="std"),
     "shuffled, target": partial(_shuffled, call=pf.relative_flatness, target_stderr=0.1),

@@ -1,0 +1,401 @@
+"""From tensors, or a model and its data, to numbers: the public calls, each readable in one screen."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import head, interrupts, losses, session
+from .errors import InputError
+from .measures import RELATIVE_FLATNESS, Measure, at_head, named
+from .measures.layer_values import LayerValues
+from .model import calling, layers, selectors
+from .model.selectors import Selector
+from .options import Options, check_relative_error
+from .passes.detached import TAKEN_AS_CONSTANT
+from .plan import Together, reads
+from .report import Estimate, Report, coverage
+from .session import Opened, opened
+
+
+@session.eager
+def head_flatness(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    targets: Tensor | None = None,
+    *,
+    loss: Any = "cross_entropy",
+    normalize: str | None = None,
+    per_sample: bool = False,
+    nan_policy: str = "raise",
+    reduction: str | None = None,
+    backend: str = "auto",
+    rtol: float = 0.0,
+) -> Estimate:
+    """Relative flatness of a linear head, from its input features: exact, no derivative taken.
+
+    κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')   (Petzka et al. 2021, Definition 3); for cross-entropy
+    κ = mean_i |φ_i|² var_{p_i}(w), the variance of the rows of w under the softmax p_i of row i.
+
+    Args:
+        features: φ, (n, m) or (n, …, m), of any floating-point dtype; dimension 0 counts samples, those between are
+            positions. Half precision is computed in float32.
+        weight: w, (d, m), of the features' dtype and device (half precision may stand beside float32).
+        bias: (d,) or None.
+        targets: what ``loss`` takes, with classes last: class indices (n, …), or values (n, …, d). None where the
+            curvature does not depend on them (cross-entropy without class weights, squared error, binary
+            cross-entropy without ``pos_weight``).
+        loss: ``"cross_entropy"``, ``"mse_loss"``, ``"binary_cross_entropy_with_logits"``, the ``F`` function, an ``nn``
+            loss module with its options, or a callable (outputs, targets) -> scalar.
+        normalize: ``"std"`` for the measure of Theorem 4, invariant to every rescaling of neurons.
+        per_sample: also return each sample's value.
+        nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"`` samples with NaN or infinity.
+        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
+        backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
+        rtol: how far the value may be off, relative to it, for the sake of time. At a cross-entropy head of many
+            classes, classes are then left out of the second of its two products where all of them together matter no
+            more than that, which is guaranteed: ``estimate.bound`` says what the value can be off by. 0: exact.
+
+    Returns:
+        The value in units of the loss, exact up to rounding, or to within its ``bound``.
+
+    Raises:
+        InputError: shapes, dtypes, devices, targets or options that do not fit; the message says what was received.
+        NonFiniteError: NaN or infinity, under ``nan_policy="raise"``.
+        BackendError: a backend that does not exist or cannot run here.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> w = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+        >>> phi = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+        >>> pf.head_flatness(phi, w)
+        Estimate(1.47459: exact, method head, 2 samples, ... backend)
+    """
+    rtol = check_relative_error("rtol", rtol)
+    options = Options(normalize=normalize, per_sample=per_sample, nan_policy=nan_policy, backend=backend, rtol=rtol)
+    resolved = losses.resolve(loss, reduction)
+    with interrupts.held(), torch.inference_mode(False), torch.no_grad():
+        source = head.from_tensors(features, weight, bias, targets, resolved)
+        return at_head.relative_flatness(source, resolved, options)
+
+
+@session.eager
+def relative_flatness(
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    layer: Selector | None = None,
+    *,
+    curvature: str = "auto",
+    probes: int | str | None = None,
+    target_stderr: float | None = None,
+    rtol: float | None = None,
+    conv: str = "filter",
+    normalize: str | None = None,
+    per_sample: bool = False,
+    backend: str = "auto",
+    nan_policy: str = "raise",
+    reduction: str | None = None,
+    forward: calling.Forward | None = None,
+    memory: int | None = None,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Estimate:
+    """Relative flatness κ of one layer of a model, with the loss over all of ``data`` as one batch.
+
+    κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')   (Petzka et al. 2021, Definition 3), for w the (d, m) weight matrix
+    of ``layer``; a convolution's rows are its filters, and κ the sum over its groups. At the model's head (a Linear or
+    1×1 convolution whose output is the model's output, established on every batch) it costs a forward pass; elsewhere a
+    forward pass and one backward pass per output factor of the loss: C - 1 for cross-entropy with C classes, and these
+    for each of a sample's positions that has a loss term.
+
+    Args:
+        model: called as ``model(inputs)``, in eval mode; left as it was found, also after an error or
+            Ctrl-C. Calls of several threads take turns.
+        loss: the loss the model was trained with: an ``nn`` module, ``F`` function, name or callable
+            (outputs, targets) -> scalar. Options (class weights, smoothing, ``ignore_index``, …) and reduction count.
+        data: a tuple of tensors (inputs, targets), or an iterable of batches such as a DataLoader; a batch is a pair,
+            or a mapping with ``labels`` of which the rest are the model's keyword arguments. How data is cut into
+            batches does not change the value. Moved to the model's device.
+        layer: qualified name, glob, ``re:…``, ``type:…`` or module; None takes the last Linear that ran.
+        curvature: ``"auto"``: the Hessian value, by the head, by the GGN where the model is certified to be locally
+            linear in the layer's weight (ReLU, pooling, eval BatchNorm, sums), else by Hessian products. ``"ggn"``: the
+            GGN value (``exact`` says whether it is the Hessian's too). ``"hessian"``: as ``"auto"``, but behind
+            functions that torch did not write too, where ``"auto"`` is an error.
+        probes: a sampled value with a standard error, for fewer passes: k random draws for each sample, Hessian probes
+            or signs over its output factors. ``"adaptive"``: the factors in groups with random signs, heavy ones alone,
+            as many groups a sample as ``rtol`` takes; where the model is locally linear in the weight, or for the GGN.
+            How data is cut into batches may then change the value, within its standard error; exact, without one,
+            where each factor is alone. A head needs no passes and stays exact.
+        target_stderr: an absolute standard error for every value asked for, by as many draws as that takes: a first few
+            say how many, so the data are read more than once. Exact values where these take fewer passes.
+        rtol: of ``probes="adaptive"``: a standard error aimed at, relative to the value; 0.01 unless given. It is found
+            from the outputs alone, so what is reached differs by layer; ``stderr`` says what was. Without ``probes`` it
+            is for heads: the error that is guaranteed, see :func:`head_flatness`; other layers refuse it.
+        conv: ``"filter"``: rows of a convolution are its filters. ``"affine"``: the convolution as one dense matrix of
+            all inputs and outputs, a row for every output pixel.
+        normalize: ``"std"``: the measure of Theorem 4, invariant to every rescaling of neurons; reads the data twice.
+        per_sample: also return each sample's value, (n,), whose mean is the value.
+        backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
+        nan_policy: what to do about NaN or infinity in a sample: ``"raise"``, ``"propagate"`` (its own value, and so
+            the mean, becomes NaN) or ``"omit"`` (left out of the data set, and counted).
+        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
+        forward: ``(model, batch) -> (outputs, targets)`` for models and batches that are called otherwise.
+        memory: bytes for the working buffers: at a head those of the contraction (24 MiB unless given), elsewhere a
+            batch's graph, layer inputs and signals (512 MiB), to which batches are cut. The least that is taken at a
+            time is one sample, or at a head sixteen rows and classes; ``estimate.notes`` says so where one sample
+            takes more.
+        seed: of the random signs, which belong to samples by their place in the data: with a number of draws one seed
+            is one value, however data is cut into batches.
+        progress: show a bar; None: on a terminal.
+
+    Returns:
+        The value in units of the loss, its method and backend, and how many samples it is over.
+
+    Raises:
+        InputError: a layer, batch, target, loss, mode or option that does not fit; the message names it.
+        NonFiniteError: NaN or infinity, under ``nan_policy="raise"``.
+        BackendError: a backend that does not exist or cannot run here.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).eval()
+        >>> x, y = torch.randn(100, 4), torch.randint(3, (100,))
+        >>> pf.relative_flatness(model, torch.nn.CrossEntropyLoss(), (x, y))
+        Estimate(0.399134: exact, method head, layer '2', 100 samples, ... backend)
+        >>> pf.relative_flatness(model, torch.nn.CrossEntropyLoss(), (x, y), "0")
+        Estimate(...: exact, method ggn, layer '0', 100 samples, ... backend)
+    """
+    options = Options(
+        curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy, memory, seed, rtol
+    )
+    return layer_measure(RELATIVE_FLATNESS, model, loss, data, layer, options, reduction, forward, progress)
+
+
+def layer_measure(
+    row: Measure,
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    layer: Selector | None,
+    options: Options,
+    reduction: str | None = None,
+    forward: calling.Forward | None = None,
+    progress: bool | None = None,
+) -> Estimate:
+    """One measure of one layer, by the head where it is that; or of the network, if it is none of layers."""
+    options = replace(options, normalize=options.normalize or row.normalize)
+    passes = reads([row], options)
+    with opened(
+        *(model, loss, data),
+        reduction=reduction,
+        forward=forward,
+        passes=passes,
+        ordered=options.by_sample,
+        progress=progress,
+    ) as call:
+        return call.noted(layer_value(row, call, layer, options))
+
+
+def layer_value(row: Measure, call: Opened, layer: Selector | None, options: Options) -> Estimate:
+    """Return the value of :func:`layer_measure` inside a public call."""
+
+    def alone(selection: selectors.Selection) -> Mapping[tuple[str, str], Estimate]:
+        options.refuse_tolerance()
+        return Together([row], call.task(options, selection), named=True, networks=False).estimates()[0]
+
+    if row.of_network_alone:
+        return alone(selectors.select(call.model, None))["", row.name]
+    name, source = head.find(call.model, layer, call.loss, call.batches, call.forward)
+    selection = selectors.select(call.model, name)
+    if row.quantity is None:
+        return alone(selection)[name, row.name]
+    dense = options.conv == "affine" and layers.is_convolution(call.model.get_submodule(name))
+    if source is not None and row.quantity == RELATIVE_FLATNESS.quantity and not dense:
+        return at_head.relative_flatness(source, call.loss, options)
+    options.refuse_tolerance()
+    values = LayerValues(call.model, selection, call.loss, call.batches, call.forward, options)
+    values.check_options(row)
+    return values.estimates([row])[name, row.name]
+
+
+@session.eager
+def block_traces(
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    layer: Selector | None = None,
+    *,
+    curvature: str = "auto",
+    conv: str = "filter",
+    normalize: str | None = None,
+    backend: str = "auto",
+    nan_policy: str = "raise",
+    reduction: str | None = None,
+    forward: calling.Forward | None = None,
+    memory: int | None = None,
+    progress: bool | None = None,
+) -> Tensor:
+    """The matrix T of block Hessian traces of one layer, of which relative flatness is ⟨w wᵀ, T⟩.
+
+    T[s, s'] = Tr(∂²E/∂w_s∂w_s'), (d, d)   (Petzka et al. 2021, Definition 3). Between rows of different groups of a
+    convolution, which see different channels, it is zero.
+
+    Args:
+        model: as for :func:`relative_flatness`, like all that follow.
+        loss: its options count.
+        data: batches.
+        layer: None takes the last Linear that ran.
+        curvature: ``"auto"``, ``"ggn"`` or ``"hessian"``.
+        conv: with ``"affine"`` d is the number of all outputs of the convolution.
+        normalize: ``"std"``: of the layer with rescaled features and columns.
+        backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
+        nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``.
+        reduction: ``"mean"`` or ``"sum"``.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        memory: bytes to which batches are cut.
+        progress: show a bar.
+
+    Returns:
+        (d, d) float64 on the model's device.
+
+    Raises:
+        FlatnessError: as :func:`relative_flatness`; also for a d whose matrix would take more than 1 GiB.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> model = torch.nn.Linear(2, 2, bias=False)
+        >>> _ = model.weight.data.copy_(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
+        >>> data = torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 1])
+        >>> pf.block_traces(model, torch.nn.CrossEntropyLoss(), data).numpy().round(6)
+        array([[ 0.294918, -0.294918],
+               [-0.294918,  0.294918]])
+    """
+    options = Options(curvature, conv=conv, normalize=normalize, backend=backend, nan_policy=nan_policy, memory=memory)
+    passes = options.reads
+    with opened(
+        *(model, loss, data),
+        reduction=reduction,
+        forward=forward,
+        passes=passes,
+        ordered=options.by_sample,
+        progress=progress,
+    ) as call:
+        name, _ = head.find(call.model, layer, call.loss, call.batches, call.forward)
+        selection = selectors.select(call.model, name)
+        traces = LayerValues(call.model, selection, call.loss, call.batches, call.forward, options).block_traces()
+        if call.forward.detaches:
+            raise InputError(f"layer {name!r}: no block traces, since {TAKEN_AS_CONSTANT}")
+        return traces
+
+
+@session.eager
+def measure(
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    *,
+    layers: Selector | Sequence[Selector] | None = None,
+    measures: str | Sequence[str] | None = None,
+    curvature: str = "auto",
+    probes: int | str | None = None,
+    target_stderr: float | None = None,
+    rtol: float | None = None,
+    conv: str = "filter",
+    normalize: str | None = None,
+    per_sample: bool = False,
+    backend: str = "auto",
+    nan_policy: str = "raise",
+    reduction: str | None = None,
+    forward: calling.Forward | None = None,
+    memory: int | None = None,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Report:
+    """Measures of many layers of a model out of one sweep over the data.
+
+    The cost is a forward pass and one backward pass per output factor of the loss (C - 1 for cross-entropy), whatever
+    the number of layers and measures; the sum over layers is the network's value. Behind curved layers (smooth
+    activations) it is Hessian products, and there the measures count: relative flatness alone takes min(d, m) for a
+    layer of d outputs and m inputs (times its positions), with any others d. One sweep more for measures that are
+    normalised in another way; measures that are not of the sweep have costs of their own (``pyflatness measures``).
+
+    Args:
+        model: as for :func:`relative_flatness`, like all that follow but two.
+        loss: its options count.
+        data: batches.
+        layers: a selector or several, each a name, glob, ``re:…``, ``type:…`` or module; None: every layer that can be
+            measured and ran.
+        measures: names (``pyflatness measures`` lists them); None: those of one sweep, which are relative flatness, the
+            trace and what follows from it, layers' adaptive sharpness, the flatness of neurons, and the norm of the
+            weights; ``"all"``. A name that cannot be had is an error. Of None and ``"all"`` such a measure is left out,
+            and ``report.skipped`` says why: options that it does not know (``probes=``, ``normalize=``), curvature of
+            the wrong sign, a model or loss that it is not defined for. What no measure can be had with (data, targets,
+            NaN, a model in training mode) is an error all the same.
+        curvature: ``"auto"``, ``"ggn"`` or ``"hessian"``.
+        probes: a number of random draws for each sample, or ``"adaptive"``.
+        target_stderr: an absolute standard error for every value of a sweep, the network's too; those derived from one
+            (the trace scaled by weights) have its error, scaled as it is.
+        rtol: of ``probes="adaptive"``, a relative standard error aimed at.
+        conv: ``"filter"`` or ``"affine"``.
+        normalize: ``"std"`` for all measures.
+        per_sample: also return each sample's values.
+        backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
+        nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``; a sample is left out of all layers.
+        reduction: ``"mean"`` or ``"sum"``.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        memory: bytes for the working buffers, to which batches are cut (512 MiB). It does not go below one sample's
+            graph; w wᵀ and its root for relative flatness of a layer with fewer outputs d than inputs (about 24 d²
+            bytes); about six float64 matrices of a weight's size for normalised sharpness; up to nine copies of the
+            parameters for measures over all of them.
+        seed: of the random signs.
+        progress: show a bar.
+
+    Returns:
+        ``report[layer, measure]`` and ``report[measure]`` are estimates, ``str(report)`` is a table;
+        ``report.uncovered`` names the weights that no measured layer has (embeddings, attention's projections, …).
+        With ``layers=None`` a network's value that leaves out some is not exact.
+
+    Raises:
+        FlatnessError: as :func:`relative_flatness`.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).eval()
+        >>> data = torch.randn(100, 4), torch.randint(3, (100,))
+        >>> report = pf.measure(model, torch.nn.CrossEntropyLoss(), data)
+        >>> report["0", "trace"].exact
+        True
+    """
+    options = Options(
+        curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy, memory, seed, rtol
+    )
+    options.refuse_tolerance()
+    wanted, networks = named(measures), measures is not None
+    passes = reads(wanted, options, networks=networks)
+    with opened(
+        *(model, loss, data),
+        reduction=reduction,
+        forward=forward,
+        passes=passes,
+        ordered=options.by_sample,
+        progress=progress,
+    ) as call:
+        selection = selectors.select(call.model, layers)
+        task = call.task(options, selection)
+        by_name = measures is not None and measures != "all"
+        together = Together(wanted, task, named=by_name, networks=networks)
+        estimates, skipped = together.estimates()
+        found = {key: call.noted(estimate) for key, estimate in estimates.items()}
+    measured = {name for name, _ in found}
+    names = tuple(name for name in selection.modules if name in measured)
+    covered = [module for name, module in selection.modules.items() if name in together.measured]
+    left_out = coverage.uncovered(call.model, covered) if covered else {}
+    found = coverage.marked(found, [row.name for row in wanted if row.of_layers], left_out) if layers is None else found
+    with_values = tuple(row.name for row in wanted if any(row.name == m for _, m in found))
+    return Report(names, with_values, found, skipped, left_out)

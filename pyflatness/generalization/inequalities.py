@@ -1,0 +1,259 @@
+"""The inequalities of "From Loss Flatness to Compressed Representations" (C24), with both their sides.
+
+What they are made of, and when they are guaranteed, is in :mod:`.measures.bounds`.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from .. import session
+from ..errors import InputError
+from ..measures.bounds import NEEDS, NO_GUARANTEE, LayerTerms, NetworkTerms, mean, product
+from ..measures.interpolation_sharpness import INTERPOLATION_SHARPNESS, HalfSquaredError
+from ..measures.layer_values import LayerValues
+from ..measures.normalized_sharpness import NORMALIZED_SHARPNESS, Minimum, minimised
+from ..model import calling, selectors
+from ..model.selectors import Selector
+from ..options import Options, check_flag, check_number
+from ..passes.task import Task
+from ..session import opened
+from ..sweep import jacobians
+
+_ALL = "all"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One inequality: ``left`` is at most ``right`` where it is guaranteed.
+
+    Attributes:
+        equation: of the paper: its number, and which of its steps.
+        layer: whose; empty for the network.
+        what: the left side in words.
+        left: its value.
+        right: the right-hand side.
+        log: whether both are logarithms, as wherever a power of N appears.
+        caveat: why it need not hold; empty where it must.
+    """
+
+    equation: str
+    layer: str
+    what: str
+    left: float
+    right: float
+    log: bool = False
+    caveat: str = ""
+
+    @property
+    def guaranteed(self) -> bool:
+        """Whether it must hold, up to rounding."""
+        return not self.caveat
+
+
+@dataclass(frozen=True, repr=False)
+class Bounds:
+    """The inequalities of the paper, with both their sides. ``str(bounds)`` is a table.
+
+    Attributes:
+        rows: layer by layer, then of the network.
+        sharpness: S, of the chosen layers' weights unless it was given.
+        samples: how many all means are over.
+        outputs: N.
+    """
+
+    rows: tuple[Bound, ...]
+    sharpness: float
+    samples: int
+    outputs: int
+
+    def __getitem__(self, key: str | tuple[str, str]) -> Bound:
+        layer, equation = ("", key) if isinstance(key, str) else key
+        for row in self.rows:
+            if (row.layer, row.equation) == (layer, equation):
+                return row
+        known = ", ".join(dict.fromkeys(row.equation for row in self.rows))
+        raise InputError(f"bounds: nothing of layer {layer!r} and equation {equation!r}; equations are {known}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings and lists."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as JSON; NaN and infinity as Python writes them."""
+        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for header in ("layer", "equation", "what"):
+            table.add_column(header, overflow="fold")
+        for header in ("value", "bound"):
+            table.add_column(header, justify="right", no_wrap=True)
+        table.add_column("guaranteed")
+        for row in self.rows:
+            said = f"{NO_GUARANTEE}: {row.caveat}" if row.caveat else "yes"
+            table.add_row(row.layer or "network", row.equation, row.what, f"{row.left:.6g}", f"{row.right:.6g}", said)
+        console = Console(width=200, markup=False, highlight=False, emoji=False, color_system=None)
+        with console.capture() as captured:
+            console.print(table)
+        lines = [line.rstrip() for line in captured.get().splitlines() if line.strip()]
+        return "\n".join([*lines, f"{self.samples} samples, N = {self.outputs}, S = {self.sharpness:.6g}"])
+
+    __repr__ = __str__
+
+
+def _of_layer(net: NetworkTerms, layer: LayerTerms, behind: LayerTerms | None, least: Minimum | None) -> list[Bound]:
+    root, A = math.sqrt(net.sharpness), mean(layer.s)
+
+    def row(equation: str, what: str, left: float, right: float, *, log: bool = False) -> Bound:
+        return Bound(equation, layer.name, what, left, right, log, layer.caveat)
+
+    def difference(what: str, other: Tensor) -> Bound:
+        what = f"mean s_max less that {what}"
+        return Bound("17", layer.name, what, mean(layer.s - other), layer.sensitivity, caveat=layer.apart)
+
+    factor = float(layer.ratios.max()) ** 2
+    square = mean(layer.s.square())
+    volume, both = net.log_volumes([layer]), mean(layer.jacobian * layer.x)
+    rows = [
+        row("5", "mean s_max, by |∂f/∂W|/|x|: B of Eq. 48", A, layer.sensitivity),
+        row(
+            "6, W",
+            "mean s_max², by the smallest |x| and W",
+            mean(layer.s.square()),
+            product(factor, layer.weights**2),
+        ),
+        row("6", "mean s_max², by the smallest |x| and S", square, product(factor, net.sharpness)),
+        row("9, middle", "log of the mean volume, by |J|_F", volume, net.log_norms([layer]), log=True),
+        row("9", "log of the mean volume, by S", volume, net.log_volume([layer]), log=True),
+        row("48, C", "mean s_max, by W", A, layer.mls_bound),
+        row("11", "mean s_max, by S: D of Eq. 48", A, product(layer.spread, layer.spectral, root)),
+        row("37", "2 mean |J|_F |x|, by g² + |W|²", 2 * both, layer.weights**2 + layer.frobenius**2),
+    ]
+    if least is not None and layer.rescaled is not None:
+        # The minimum of Eq. 36 is in proportion to the root of H, of which the sum over samples was taken, σ' is not.
+        right = least.value / math.sqrt(net.samples)
+        rows.append(row("37, least", "the same with σ' of Eq. 36, by Eq. 36", 2 * mean(layer.rescaled), right))
+    if layer.passed:
+        rows.append(difference("past the layer (of what follows the sum)", layer.past))
+    elif behind is not None:
+        rows.append(difference("of the next layer", behind.s))
+    return rows
+
+
+def _of_network(net: NetworkTerms) -> list[Bound]:
+    every, first, last = net.layers, net.layers[0], net.layers[-1]
+
+    def row(
+        equation: str, what: str, left: float, right: float, *, log: bool = False, caveat: str = net.caveat
+    ) -> Bound:
+        return Bound(equation, "", what, left, right, log, caveat)
+
+    volume = net.log_volumes(every)
+    scaled = sum(mean(layer.s) / layer.spread for layer in every)
+    return [
+        row("10, middle", "log of the sum of mean volumes, by |J|_F", volume, net.log_norms(every), log=True),
+        row("10", "log of the sum of mean volumes, by S", volume, net.log_volume(every), log=True),
+        row("12", "Σ_l mean s_max", sum(mean(layer.s) for layer in every), net.nmls()),
+        row("35", "Σ_l mean s_max / √(mean 1/|x|²), by |W|₂", scaled, sum(one.spectral * one.weights for one in every)),
+        row("35, F", "the same, by |W|_F", scaled, sum(one.frobenius * one.weights for one in every)),
+        row(
+            "17, summed",
+            "mean s_max at the first layer less that at the last",
+            mean(first.s - last.s),
+            sum(layer.sensitivity for layer in every[:-1]),
+            caveat="" if net.telescopes else net.caveat,
+        ),
+    ]
+
+
+@session.eager
+def bounds(
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    *,
+    layers: Selector | Sequence[Selector] | None = None,
+    sharpness: float | str | None = None,
+    normalized: bool = False,
+    nan_policy: str = "raise",
+    backend: str = "auto",
+    forward: calling.Forward | None = None,
+    memory: int | None = None,
+    progress: bool | None = None,
+) -> Bounds:
+    """The bounds of "From Loss Flatness to Compressed Representations" with both their sides, layer by layer.
+
+    Eq. 5, 6, 9 to 12, 17 (and its sum over layers, appendix A), 35, 37 at λ = ½ and σ = σ' = 1 or those of Eq. 36, 48;
+    see docs/measures.md for the symbols. One forward pass and one backward pass per output. The left side of Eq. 17 is,
+    of a layer at the start of a residual block, at the input of what follows the block's sum.
+
+    Args:
+        model: in eval mode; left as it was found.
+        loss: as for :func:`pyflatness.measure`; it has no part in the values.
+        data: as for :func:`pyflatness.relative_flatness`.
+        layers: whose weights θ is made of; None: all layers that can be measured and ran.
+        sharpness: S of more parameters: ``"all"`` trainable ones as in the paper, by a sweep more, or a number known
+            from elsewhere, (1/n) Σ_i |∂f_i/∂θ|_F². None: of the chosen layers' weights.
+        normalized: Eq. 37 also for the σ, σ' at which its right-hand side is least, by a sweep more; of layers with one
+            position. With H_sj = (1/n) Σ_i |∂f_i/∂w_sj|² that is Eq. 36, normalised sharpness at an interpolation.
+        nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``.
+        backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        memory: bytes for a part's graph, layer inputs and Jacobians, to which batches are cut (512 MiB).
+        progress: show a bar.
+
+    Returns:
+        ``bounds[layer, equation]`` and ``bounds[equation]`` are inequalities, ``str(bounds)`` a table.
+
+    Raises:
+        FlatnessError: as :func:`pyflatness.representation`; a ``sharpness`` below that of the weights.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).eval()
+        >>> data = torch.randn(100, 4), torch.randint(3, (100,))
+        >>> found = pf.bounds(model, torch.nn.CrossEntropyLoss(), data)
+        >>> found["12"].guaranteed, found["12"].left <= found["12"].right
+        (True, True)
+    """
+    options = Options(backend=backend, nan_policy=nan_policy, memory=memory)
+    normalized = check_flag("normalized", normalized)
+    if sharpness is not None and not (isinstance(sharpness, str) and sharpness == _ALL):
+        sharpness = check_number("sharpness", sharpness, f"a number or {_ALL!r}", lambda given: not math.isnan(given))
+    passes = 1 + normalized + (sharpness == _ALL)
+    with opened(model, loss, data, forward=forward, passes=passes, progress=progress) as call:
+        task = call.task(options, selectors.select(call.model, layers))
+        least = _least(task) if normalized else {}
+        scales = {name: minimum.columns for name, minimum in least.items()}
+        samples = jacobians.measured(task, NEEDS, scales=scales)
+        if sharpness == _ALL and INTERPOLATION_SHARPNESS.compute is not None:
+            sharpness = INTERPOLATION_SHARPNESS.compute(task)[""].value
+    net = NetworkTerms(samples, None if sharpness is None else float(sharpness))
+    rows: list[Bound] = []
+    for layer, behind in zip(net.layers, [*net.layers[1:], None], strict=True):
+        rows += _of_layer(net, layer, behind, least.get(layer.name))
+    return Bounds((*rows, *_of_network(net)), net.sharpness, net.samples, net.outputs)
+
+
+def _least(task: Task) -> dict[str, Minimum]:
+    """Of each layer's Eq. 36, with the sum over samples for H; of a grouped convolution none."""
+    found: dict[str, Minimum] = {}
+
+    def keep(name: str, weight: Tensor, diagonal: Tensor) -> tuple[float, str]:
+        if len(weight) == 1:
+            found[name] = minimised(diagonal[0].double().cpu(), weight[0].double().cpu())
+        return 0.0, ""
+
+    options = replace(task.options, curvature="ggn")
+    values = LayerValues(task.model, task.selection, HalfSquaredError(), task.batches, task.forward, options)
+    values.estimates([replace(NORMALIZED_SHARPNESS, of_parts=keep)])
+    return found

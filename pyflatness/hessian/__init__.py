@@ -1,0 +1,1 @@
+"""Second order: block traces, products and eigenvalues of the loss Hessian."""

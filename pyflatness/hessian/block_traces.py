@@ -1,0 +1,377 @@
+"""Second derivatives of the loss through one layer: block traces of the Hessian behind any twice differentiable tail.
+
+Move the layer's weight w to w + D Vᵀ, for columns V (m, ρ) and any D (d, ρ). A sample's loss has second derivatives in
+D, which autograd gives a product at a time: H D, (d, ρ). Columns that span the sample's inputs are enough: with
+K (P, ρ), K Kᵀ the Gram matrix of its inputs φ_p, the layer's outputs move by δz_p = Σ_b D[:, b] K_pb, and
+
+    T = Σ_b (H (e_s e_bᵀ))[t, b]        over unit vectors e_s, e_b: the block traces T[s, t]
+
+In a basis U (r, d) of the rows, D = Uᵀ B, a quantity is ⟨C, U T Uᵀ⟩: for the rows of R, RᵀR = w wᵀ, the trace of that
+is relative flatness; for unit rows ⟨w wᵀ, T⟩ is, and the trace of T is the trace.
+
+- Exact: B the unit vectors, r products for a layer of one position, r min(P, m) for P.
+- Sampled: B random signs, which gives ⟨C, U T Uᵀ⟩ in the mean: E⟨wU, H(wU)⟩ for U of uncorrelated entries.
+
+Where the input of a call depends on the output of another (a recurrence) the outputs' second derivatives are not all
+there is: D is put into the layer itself, with V the unit vectors, which takes r m products.
+
+Quantities that are not of T are in :mod:`.entries`, and those of T beside them, from the same products.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import interrupts
+from ..contractions import promoted
+from ..contractions.layer import Share
+from ..contractions.root import root
+from ..errors import InputError
+from ..losses import Loss
+from ..messages import is_out_of_memory, lacks_a_second_derivative
+from ..numerics.signs import Signs
+from ..passes import linearity
+from ..passes.layer_form import LayerForm
+from ..passes.runner import Run
+from .entries import Entries, tells_all
+
+PRODUCTS = 2048  # Hessian products of a layer, for all samples of a part at once, that an exact value may take
+_TOGETHER = 2**22  # bytes of directions that go through the graph in one pass; more would only leave the caches
+_MOST_POSITIONS = 256  # for which a sampled value takes an eigendecomposition for every sample
+_RANK = 1e-13  # an eigenvalue below so much of the largest is rounding
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Rows in which a layer's weight is moved, and what is read off T in them.
+
+    Attributes:
+        size: how many, r.
+        rows: U, (G, r, d); None: unit vectors.
+        readouts: C of each quantity ⟨C, U T Uᵀ⟩, (G, r, r); None: the identity.
+    """
+
+    size: int
+    rows: Tensor | None
+    readouts: Sequence[Tensor | None]
+
+    def moves(self, coefficients: Tensor) -> Tensor:
+        """D of B: (k, n or 1, G, ρ, r) -> (k, n or 1, G, ρ, d)."""
+        return coefficients if self.rows is None else coefficients @ self.rows
+
+
+@dataclass(frozen=True)
+class Directions:
+    """Where the weight of a layer can be moved at the samples of a run.
+
+    Attributes:
+        columns: ρ.
+        bytes: of one direction, for all samples.
+        turned: D (k, n or 1, G, ρ, d) -> H D, (k, n, G, ρ, d).
+        patches: φ_p of each sample, (n or 1, G, P, m).
+        by_position: moves of z_p = w φ_p, (k, n, G, P, d) -> the Hessian in z times them.
+        scale: (n, G), what H is to be multiplied by; or None.
+    """
+
+    columns: int
+    bytes: int
+    turned: Callable[[Tensor], Tensor]
+    patches: Tensor
+    by_position: Callable[[Tensor], Tensor]
+    scale: Tensor | None = None
+
+    @property
+    def together(self) -> int:
+        """How many directions to take at a time."""
+        return max(1, _TOGETHER // max(1, self.bytes))
+
+
+class BlockTraces:
+    """T of one layer at the samples of a run, and what is read off it.
+
+    Args:
+        run: recorded.
+        form: the layer.
+        module: the same.
+        loss: the user's.
+        slope: from :func:`slopes`, of this layer's calls.
+        quantities: of :data:`.contractions.layer.QUANTITIES`; none: for T itself.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        form: LayerForm,
+        module: nn.Module,
+        loss: Loss,
+        slope: Sequence[Tensor],
+        quantities: Sequence[str] = (),
+    ) -> None:
+        self._run, self._form, self._module, self._loss, self._slope = run, form, module, loss, slope
+        self._weight = promoted(form.weight(run))
+        self._quantities, self._traced = quantities, [name for name in quantities if name in ("squares", "rooted")]
+        self._basis = _basis(self._weight, self._traced)
+        others = [name for name in quantities if name not in self._traced]
+        self._entries = Entries(self._weight, form.taps, others)
+        self._everything = Entries(self._weight, form.taps, quantities) if tells_all(quantities) else None
+        self._recurrent = linearity.feeds_itself(run.calls(form.name))
+        empty = [torch.empty_like(call.output) for call in run.calls(form.name)]
+        positions, columns = form.rows(run, empty).shape[2], self._weight.shape[2]
+        self._columns = columns if self._recurrent else min(positions, columns)  # directions of a sample's inputs
+
+    @property
+    def products(self) -> int:
+        """Hessian products that an exact value takes, at most."""
+        if self._everything is not None:
+            return self._everything.products(self._columns)
+        traced = len(self._weight) * self._basis.size * self._columns if self._traced or not self._quantities else 0
+        return traced + self._entries.products(self._columns)
+
+    def exact(self) -> Share:
+        """The quantities of every sample, and the parts of those that have some.
+
+        Raises:
+            InputError: more than :data:`PRODUCTS` products.
+        """
+        self._check_affordable()
+        total = self._weight.new_zeros(len(self._traced), self._run.samples, dtype=torch.float64)
+        with self._directions() as directions:
+            if self._everything is not None:
+                return self._everything.exact(directions, self._run.samples)
+            if self._traced:
+                for _, _, units in self._units(directions):
+                    total += self._read(directions, units).sum(dim=1)
+            found = self._entries.exact(directions, self._run.samples)
+        return Share(self._in_order(total, found.values), found.parts)
+
+    def matrix(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ_i T_i over the samples that are kept (n,), (G, d, d); Tr T_i of every sample, (n,); float64.
+
+        Raises:
+            InputError: more than :data:`PRODUCTS` products.
+        """
+        groups, d, _ = self._weight.shape
+        total = self._weight.new_zeros(groups * d, d, dtype=torch.float64)
+        traces = self._weight.new_zeros(len(kept), dtype=torch.float64)
+        self._check_affordable()
+        with self._directions() as directions:
+            scale = kept.new_ones(len(kept), groups) if directions.scale is None else directions.scale
+            for place, column, units in self._units(directions):
+                k, group = torch.arange(len(place), device=place.device), place // d
+                row = directions.turned(units)[k, :, group, column].double() * scale.t()[group].unsqueeze(2)
+                total.index_add_(0, place, row[:, kept].sum(dim=1))
+                traces += row[k, :, place % d].sum(dim=0)
+        return total.view(groups, d, d), traces
+
+    def sampled(self, signs: Signs, stream: int) -> Tensor:
+        """(draws, quantities, n) float64, each with the exact value for its mean."""
+        size, draws, parts = (len(self._weight), self._basis.size), signs.draws, []
+        with self._directions(sampled=True) as directions:
+            for start in range(0, len(draws), directions.together):
+                some = Signs(signs.seed, draws[start : start + directions.together])
+                drawn = some(stream, self._run.numbers, directions.columns, *size)  # fewer columns, the same signs
+                traced = self._read(directions, drawn.transpose(2, 3).to(self._weight.dtype))
+                entries = self._entries.sampled(directions, some, stream, self._run.numbers)
+                parts.append(self._in_order(traced, entries))
+        return torch.cat(parts, dim=1).transpose(0, 1)
+
+    def _in_order(self, traced: Tensor, entries: Tensor) -> Tensor:
+        """As the quantities were given."""
+        names = [*self._traced, *(name for name in self._quantities if name not in self._traced)]
+        places = torch.tensor([names.index(name) for name in self._quantities], dtype=torch.int64, device=traced.device)
+        return torch.cat([traced, entries])[places]
+
+    def _read(self, directions: Directions, coefficients: Tensor) -> Tensor:
+        """⟨B C, Uᵀ H Uᵀ B⟩ over all groups, (quantities, k, n) float64."""
+        parts: list[Tensor] = []
+        if not self._traced:
+            return self._weight.new_zeros(0, len(coefficients), self._run.samples, dtype=torch.float64)
+        moves = self._basis.moves(coefficients)
+        turned = directions.turned(moves)
+        for readout in self._basis.readouts:
+            read = moves
+            if readout is not None:
+                read = self._basis.moves(coefficients @ readout.to(coefficients.dtype))
+            products = (turned * read).sum(dim=(3, 4))
+            scaled = products.double() if directions.scale is None else products.double() * directions.scale
+            parts.append(scaled.sum(dim=2))
+        return torch.stack(parts)
+
+    def _units(self, directions: Directions) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Every row of a group and column, some at a time: their numbers (k,), (k,), and B (k, 1, G, ρ, r)."""
+        groups, rows, columns = len(self._weight), self._basis.size, directions.columns
+        count = groups * rows * columns
+        for chosen in torch.arange(count, device=self._weight.device).split(directions.together):
+            place, column = chosen // columns, chosen % columns
+            units = self._weight.new_zeros(len(chosen), 1, groups, columns, rows)
+            units[torch.arange(len(chosen), device=place.device), 0, place // rows, column, place % rows] = 1.0
+            yield place, column, units
+
+    def _check_affordable(self) -> None:
+        if self.products > PRODUCTS:
+            rows = (
+                f"{self.products // self._columns} rows of its weight x {self._columns} directions of a sample's inputs"
+            )
+            listed = f" ({rows})" if len(self._traced) == len(self._quantities) else ""
+            raise InputError(
+                f"layer {self._form.name!r}: its exact Hessian value takes {self.products} Hessian products{listed}, "
+                f"more than {PRODUCTS}; pass probes= for a sampled value with a standard error"
+            )
+
+    def _directions(self, *, sampled: bool = False) -> contextlib.AbstractContextManager[Directions]:
+        return self._of_weight() if self._recurrent else self._of_outputs(sampled)
+
+    @contextlib.contextmanager
+    def _of_outputs(self, sampled: bool) -> Iterator[Directions]:
+        """Moves of the layer's outputs."""
+        run, form, calls = self._run, self._form, self._run.calls(self._form.name)
+        patches = form.patches(run, [call.inputs.detach() for call in calls])
+        span = _spanning(patches, _MOST_POSITIONS if sampled else patches.shape[2])
+        with torch.enable_grad():
+            slope = form.rows(run, self._slope)
+        single = span.shape[2] == span.shape[3] == 1  # then K is a number, by which the rest can be multiplied
+
+        def turned(moves: Tensor) -> Tensor:
+            if single:
+                return by_rows(moves.expand(-1, run.samples, -1, -1, -1))
+            return span.mT @ by_rows(span @ moves)
+
+        def by_rows(moved: Tensor) -> Tensor:
+            found = derivatives(slope, [call.edge for call in calls], moved)
+            if all(part is None for part in found):
+                return torch.zeros_like(moved)
+            filled = [
+                moved.new_zeros(len(moved), *call.output.shape) if part is None else part
+                for part, call in zip(found, calls, strict=True)
+            ]
+            rows: Tensor = torch.func.vmap(lambda *gradients: form.rows(run, gradients))(*filled)
+            return rows
+
+        scale = span[:, :, 0, 0].double().square() if single else None
+        size = slope.numel() * slope.element_size()
+        yield Directions(span.shape[3], size, turned, patches, by_rows, scale)
+
+    @contextlib.contextmanager
+    def _of_weight(self) -> Iterator[Directions]:
+        """Moves of the weight in every call of the layer, each sample's its own."""
+        run, form = self._run, self._form
+        groups, d, columns = self._weight.shape
+        moved = self._weight.new_zeros(run.samples, groups, columns, d).requires_grad_()
+
+        def move(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+            patches = form.patches(run, [args[0] if args else next(iter(kwargs.values()))])
+            return output + form.placed(run, patches @ moved, output)
+
+        def turned(moves: Tensor) -> Tensor:
+            moves = moves.expand(-1, run.samples, -1, -1, -1)
+            (found,) = derivatives(slope, [moved], moves)
+            return torch.zeros_like(moves) if found is None else found
+
+        handle = self._module.register_forward_hook(move, with_kwargs=True, prepend=True)
+        try:  # until all products are done: activation checkpointing calls the layer again in them
+            outputs, targets = run.again()
+            with torch.enable_grad():
+                value = self._loss.value(outputs, targets)
+                (slope,) = torch.autograd.grad(value, moved, create_graph=True)
+            size = moved.numel() * moved.element_size()
+            units = torch.eye(columns, dtype=moved.dtype, device=moved.device).expand(1, groups, -1, -1)
+            yield Directions(columns, size, turned, units, turned)
+        finally:
+            handle.remove()
+
+
+def slopes(run: Run, loss: Loss, names: Iterable[str]) -> dict[str, list[Tensor]]:
+    """Gradients of the run's summed loss in the output of every call of some layers, with their graph."""
+    with torch.enable_grad():
+        value = loss.value(run.outputs, run.targets)
+    return run.recorder.gradients(value, torch.ones_like(value), names, create_graph=True)
+
+
+@contextlib.contextmanager
+def differentiable(
+    names: Iterable[str],
+    advice: str = "curvature='ggn' gives the GGN value, another number",
+    what: str = "layer",
+) -> Iterator[None]:
+    """Inside, an operation without a second derivative is an error: behind ``what`` of these names, with advice.
+
+    Raises:
+        InputError: with what torch said of it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not lacks_a_second_derivative(error):
+            raise
+        raise InputError(
+            f"{what} {', '.join(map(repr, names))}: an operation behind it has no second derivative ({error}); {advice}"
+        ) from error
+
+
+def _basis(weight: Tensor, quantities: Sequence[str]) -> Basis:
+    """For relative flatness alone the rows of R, min(d, m) of them; else unit vectors, d."""
+    if tuple(quantities) == ("rooted",):
+        rows = root(weight)
+        return Basis(rows.shape[1], rows, [None])
+    gram = weight.double() @ weight.double().mT if "rooted" in quantities else None
+    return Basis(weight.shape[1], None, [gram if name == "rooted" else None for name in quantities])
+
+
+def _spanning(patches: Tensor, most: int) -> Tensor:
+    """K (n, G, P, ρ) with K Kᵀ = Φ Φᵀ for inputs Φ (n, G, P, m): of few columns, but Φ itself for many positions."""
+    _, _, positions, columns = patches.shape
+    if positions == 1:
+        return _norms(patches)
+    if positions >= min(columns, most + 1):
+        return patches
+    gram = patches.double() @ patches.double().mT
+    bad = ~gram.isfinite().all(dim=(2, 3), keepdim=True)
+    values, vectors = torch.linalg.eigh(gram.masked_fill(bad, 0.0))
+    rank = max(1, int((values > _RANK * values[..., -1:]).sum(dim=2).max()))
+    scaled = vectors[..., -rank:] * values[..., -rank:].clamp_min(0).sqrt().unsqueeze(2)
+    span: Tensor = scaled.flip(3).masked_fill(bad, torch.nan).to(patches.dtype)
+    return span
+
+
+def _norms(patches: Tensor) -> Tensor:
+    """For one position K is |φ|, (n, G, 1, 1)."""
+    norms: Tensor = torch.linalg.vector_norm(patches, dim=3, keepdim=True, dtype=torch.float64)
+    return norms.to(patches.dtype)
+
+
+def derivatives(slope: Tensor, inputs: Sequence[Any], directions: Tensor) -> list[Tensor | None]:
+    """Derivatives of ⟨slope, direction⟩ in each input, for (k, …) directions; None where there are none."""
+    if not slope.requires_grad:
+        return [None] * len(inputs)
+    found: list[Tensor | None] = [None] * len(inputs)
+    if len(directions) > 1:
+        places: list[int] = []
+
+        def there(direction: Tensor) -> tuple[Tensor, ...]:
+            parts = _derivatives(slope, inputs, direction)
+            places[:] = [place for place, part in enumerate(parts) if part is not None]
+            return tuple(parts[place] for place in places)
+
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "There is a performance drop")  # not every operation batches
+                parts = torch.func.vmap(there)(directions)
+            for place, part in zip(places, parts, strict=True):
+                found[place] = part
+            return found
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            # One at a time may do: no batching rule, or one that does not take half and full precision together.
+    each = [_derivatives(slope, inputs, direction) for direction in directions]
+    return [None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)]
+
+
+def _derivatives(slope: Tensor, inputs: Sequence[Any], direction: Tensor) -> tuple[Any, ...]:
+    interrupts.check()
+    return torch.autograd.grad(slope, inputs, direction, retain_graph=True, allow_unused=True)

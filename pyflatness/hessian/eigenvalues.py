@@ -1,0 +1,36 @@
+"""Largest eigenvalues of several blocks of the loss Hessian in step: each pass over the data is a product for all."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..numerics import lanczos
+from ..numerics.lanczos import Ritz
+from .products import Names, Products
+
+_LIMIT = 200  # products for a block, at most
+_BASIS = 2**30  # bytes that all bases together may take, about
+
+# Residuals relative to the block's norm, in double and in other precisions: products in single precision cannot bring
+# them down much further. The eigenvalue's own error is their square over the distance to the next one.
+_TOLERANCE, _COARSE_TOLERANCE = 1e-8, 1e-5
+
+
+def largest(products: Products, blocks: Sequence[Names], seed: int) -> dict[Names, Ritz]:
+    """The algebraically largest eigenvalue of each block.
+
+    Args:
+        products: with the blocks.
+        blocks: layers that each is in.
+        seed: of the random starts.
+    """
+    sizes = {names: products.size(names) for names in blocks}
+    basis = max(1, _BASIS // (8 * sum(sizes.values())))
+    generator = torch.Generator().manual_seed(seed)
+    tolerance = _TOLERANCE if products.eps < _TOLERANCE else max(_COARSE_TOLERANCE, products.eps)
+    searches = {}
+    for names, size in sizes.items():
+        start = torch.randn(1, size, generator=generator, dtype=torch.float64, device="cpu").to(products.device)
+        start = products.allowed(names, start)
+        searches[names] = lanczos.largest(start, tolerance=tolerance, limit=_LIMIT, size=basis)
+    return lanczos.solved_in_step(searches, products)

@@ -1,0 +1,263 @@
+"""Products of the loss Hessian, or of its GGN, with vectors in the space of layers' weights; over all of the data.
+
+    H v = ∂⟨∂E/∂w, v⟩/∂w                        back through the graph twice
+    G v = Σ_i J_iᵀ (∂²ℓ_i/∂f_i²) (J_i v) / Σ_i ω_i    J v as the derivative of ⟨Jᵀu, v⟩ in u
+
+The derivative is in the effective weight of each layer, a leaf that its calls are given: so it is through the layer's
+own use of a tied weight, in what a parametrisation made of its parts, and of every call of a layer that is called
+several times, on its own output too. Pushing the layers' outputs instead (δz = v φ) would be wrong there, and for
+several layers together: one layer's input depends on the others' weights.
+
+Vectors are float64: for each layer in turn its (d, m) matrix, row by row. The passes are in the model's dtype, what
+they give for each part of the data is added up in float64.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .. import contractions
+from ..errors import NonFiniteError, NotYetError
+from ..losses import risk
+from ..model import layers, state
+from ..passes import cotangents, linearity, normalize
+from ..passes.runner import DEFAULT_MEMORY, Check, Result, Run, Runner
+from ..passes.task import Task
+from . import block_traces
+
+Names = tuple[str, ...]
+"""Layers whose joint block is meant."""
+Vectors = dict[Names, Tensor]
+"""For a block: (b, N), some vectors in the space of its weights."""
+
+_GRAPHS = 4  # the graph of second derivatives takes about so many times the memory of the forward pass's
+
+
+class WeightRunner(Runner):
+    """Runs the model with the weights of the chosen layers as leaves of its graph, twice differentiable.
+
+    Sums over samples and positions are all that is taken, so it does not matter where a layer keeps its samples.
+
+    Attributes:
+        leaves: layer -> its effective weight, as its calls see it.
+    """
+
+    leaves: dict[str, Tensor]
+
+    def _run(
+        self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], check: Check
+    ) -> Result | None:
+        self.leaves = {name: _leaf(module) for name, module in self.modules.items()}
+        with contextlib.ExitStack() as stack:  # around the backward passes too: checkpointing runs the layers again
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            for name, weight in self.leaves.items():
+                module = self.modules[name]
+                stack.enter_context(state.replaced_forward(module, _forward(module, weight)))
+            return super()._run(part, number, numbers, work, check)
+
+    def _narrow(self, outputs: Tensor, samples: int) -> None:
+        """See the class."""
+
+    def _settled(self, outputs: Tensor, users: linearity.Users, samples: int) -> bool:
+        """See the class."""
+        return True
+
+
+class Products:
+    """E's Hessian or GGN in the weights of some layers, as a matrix to multiply with.
+
+    Args:
+        task: the model, its layers, loss and data; ``curvature="ggn"`` for the GGN, else the Hessian; ``normalize``
+            for either in the coordinates w_j σ_j.
+
+    Attributes:
+        samples: of the data.
+        modules: the layers that ran.
+        device: where vectors are.
+        eps: rounding of the products, relative.
+        opaque: layers behind which there is a function that torch did not write.
+
+    Raises:
+        InputError: opaque layers under ``curvature="auto"``; see :meth:`.Runner.results`; targets that do not fit, or
+            are all ignored.
+        NotYetError: ``conv="affine"``.
+    """
+
+    def __init__(self, task: Task) -> None:
+        check_filters(task)
+        self._model, self._loss, self._options = task.model, task.loss, task.options
+        memory = max(1, (task.options.memory or DEFAULT_MEMORY) // _GRAPHS)
+        self._runner = WeightRunner(task.model, task.selection, task.batches, task.forward, memory)
+        self.samples, normaliser = 0, 0.0
+        self.opaque: set[str] = set()
+        with contextlib.closing(self._runner.results(self._seen)) as parts:
+            for samples, part, opaque in parts:
+                self.samples, normaliser, self.opaque = self.samples + samples, normaliser + part, self.opaque | opaque
+        self._divisor = risk.divisor(task.loss, normaliser)
+        self.modules = self._runner.modules
+        weights = [layers.matrix(module)[0] for module in self.modules.values()]
+        self.device, self.eps = weights[0].device, max(torch.finfo(weight.dtype).eps for weight in weights)
+        self._spreads: dict[str, Tensor] = {}
+        if task.options.normalize:
+            runner = Runner(task.model, task.selection, task.batches, task.forward, task.options.memory)
+            scales = normalize.feature_scales(runner, task.loss, task.options.nan_policy)
+            self._spreads = {name: spread(module, scales[name]) for name, module in self.modules.items()}
+
+    def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
+        """Return samples, normaliser and opaque layers of a part of the data."""
+        opaque = linearity.read(run.outputs, run.recorder.calls).opaque
+        if self._options.curvature == "auto":
+            linearity.refuse_opaque(sorted(opaque))
+        sent = cotangents.of_run(run, self._loss)
+        if self._options.nan_policy != "propagate" and bool(sent.bad.any()):
+            raise self._non_finite(run.number)
+        return run.samples, sent.normaliser, opaque
+
+    def size(self, names: Names) -> int:
+        """N, the entries of a vector for these layers."""
+        return sum(layers.matrix(self.modules[name])[0].numel() for name in names)
+
+    def allowed(self, names: Names, vectors: Tensor) -> Tensor:
+        """Vectors (b, N) with zeros for features that drop out under ``normalize``."""
+        return vectors * (self._inverse_spread(names) != 0)
+
+    def notes(self, name: str) -> tuple[str, ...]:
+        """What a reader of a layer's value should know, or of the network's (``""``)."""
+        opaque = name in self.opaque if name else bool(self.opaque)
+        tied = layers.tie_notes(self._model, self.modules[name]) if name else ()
+        return (*tied, *((linearity.TAKEN_AS_THEY_ARE,) if opaque else ()))
+
+    def __call__(self, vectors: Mapping[Names, Tensor]) -> Vectors:
+        """Each block times its vectors, all in one pass over the data.
+
+        Raises:
+            NonFiniteError: a product is not finite; under ``nan_policy="propagate"`` it is handed on.
+            InputError: an operation of the model has no second derivative.
+        """
+        inverse = {names: self._inverse_spread(names) for names in vectors}
+        sent = {names: rows * inverse[names] for names, rows in vectors.items()}
+        sums = {names: torch.zeros_like(rows) for names, rows in vectors.items()}
+        with contextlib.closing(self._runner.results(lambda run: (run.number, self._of_run(run, sent)))) as parts:
+            for number, products in parts:
+                for names, product in products.items():
+                    if self._options.nan_policy != "propagate" and not bool(product.isfinite().all()):
+                        raise self._non_finite(number)
+                    sums[names] += product
+        return {names: rows * inverse[names] / self._divisor for names, rows in sums.items()}
+
+    @torch.enable_grad()
+    def _of_run(self, run: Run, vectors: Vectors) -> Vectors:
+        advice = "eigenvalues, of the GGN too, cannot do without"
+        with contractions.full_precision(run.outputs), block_traces.differentiable(run.recorder.calls, advice):
+            multiply = self._ggn(run) if self._options.curvature == "ggn" else self._hessian(run)
+            return {names: torch.stack([multiply(names, row) for row in rows]) for names, rows in vectors.items()}
+
+    def _hessian(self, run: Run) -> Callable[[Names, Tensor], Tensor]:
+        leaves = self._runner.leaves
+        value = self._loss.value(run.outputs, run.targets.detach())
+        self._check_complete(run, value, torch.ones_like(value))
+        gradients = _gradients(value, leaves, create_graph=True)
+
+        def multiply(names: Names, vector: Tensor) -> Tensor:
+            along = self._along(gradients, names, vector)
+            return self._joined(_gradients(along, {name: leaves[name] for name in names}))
+
+        return multiply
+
+    def _ggn(self, run: Run) -> Callable[[Names, Tensor], Tensor]:
+        leaves = self._runner.leaves
+        u = torch.zeros_like(run.outputs.detach(), requires_grad=True)
+        self._check_complete(run, run.outputs, u)
+        gradients = _gradients(run.outputs, leaves, u, create_graph=True)  # Jᵀu
+        outputs = run.outputs.detach().requires_grad_()
+        (slope,) = _gradients(
+            self._loss.value(outputs, run.targets.detach()), {"": outputs}, create_graph=True
+        ).values()
+
+        def multiply(names: Names, vector: Tensor) -> Tensor:
+            (pushed,) = _gradients(self._along(gradients, names, vector), {"": u}).values()  # J v
+            (turned,) = _gradients(slope, {"": outputs}, pushed).values()
+            return self._joined(_gradients(run.outputs, {name: leaves[name] for name in names}, turned))
+
+        return multiply
+
+    def _check_complete(self, run: Run, value: Tensor, cotangent: Tensor) -> None:
+        names = self.opaque.intersection(run.recorder.calls)
+        for name, found in run.recorder.gradients(value, cotangent, names, create_graph=True).items() if names else ():
+            linearity.check_complete(f"layer {name!r}", found)
+
+    def _along(self, gradients: Mapping[str, Tensor], names: Names, vector: Tensor) -> Tensor:
+        """⟨gradients, v⟩, float64."""
+        total = torch.zeros((), dtype=torch.float64, device=vector.device)
+        for name, part in zip(names, vector.split([self.size((name,)) for name in names]), strict=True):
+            module = self.modules[name]
+            direction = layers.from_matrix(module, part.view(layers.matrix(module)[0].shape))
+            total = total + (gradients[name] * direction.to(gradients[name].dtype)).sum(dtype=torch.float64)
+        return total
+
+    def _joined(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """As one vector (N,) float64."""
+        return torch.cat([layers.as_matrix(self.modules[n], g).flatten().double() for n, g in gradients.items()])
+
+    def _inverse_spread(self, names: Names) -> Tensor:
+        """(N,), or (1,) where nothing is normalised."""
+        if not self._spreads:
+            return torch.ones(1, dtype=torch.float64, device=self.device)
+        spread = torch.cat([self._spreads[name].flatten() for name in names])
+        return torch.where(spread > 0, 1 / spread, 0.0)
+
+    def _non_finite(self, number: int) -> NonFiniteError:
+        layers.check_finite(self._runner.modules)
+        return NonFiniteError(
+            f"batch {number}: its targets, or its part of a product with the loss Hessian, have NaN or infinity; an "
+            "eigenvalue is one of all samples together, so that nan_policy='omit' can leave none of them out: leave "
+            "them out of the data, or pass nan_policy='propagate' for NaN"
+        )
+
+
+def check_filters(task: Task) -> None:
+    """Raise if convolutions are to be dense matrices."""
+    found = [name for name, module in task.selection.modules.items() if layers.is_convolution(module)]
+    if task.options.conv == "affine" and found:
+        raise NotYetError(
+            f"layer {found[0]!r}: eigenvalues of a convolution as one dense matrix (conv='affine') are not there yet; "
+            "conv='filter' gives those in its filters"
+        )
+
+
+def spread(module: nn.Module, scale: Tensor) -> Tensor:
+    """(d, m) float64, what a layer's weights are multiplied by where its input channels are divided by ``scale``."""
+    matrix, groups = layers.matrix(module)[0], layers.groups(module)
+    columns = scale.view(groups, 1, -1).repeat_interleave(layers.geometry(module).taps, dim=2)
+    return columns.expand(-1, len(matrix) // groups, -1).reshape(matrix.shape)
+
+
+def _gradients(
+    value: Tensor, inputs: Mapping[str, Tensor], cotangent: Tensor | None = None, *, create_graph: bool = False
+) -> dict[str, Tensor]:
+    """Of a value, or ⟨cotangent, value⟩; zeros where it does not depend on an input."""
+    if not value.requires_grad:
+        return {name: torch.zeros_like(tensor) for name, tensor in inputs.items()}
+    found = torch.autograd.grad(
+        value, [*inputs.values()], cotangent, create_graph=create_graph, retain_graph=True, materialize_grads=True
+    )
+    return dict(zip(inputs, found, strict=True))
+
+
+def _leaf(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach().requires_grad_()
+
+
+def _forward(module: nn.Module, weight: Tensor) -> Callable[..., Tensor]:
+    def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
+        (inputs,) = (*args, *kwargs.values())
+        bias = module.bias
+        return layers.affine(module, inputs, weight, bias if isinstance(bias, Tensor) else None)
+
+    return forward

@@ -1,0 +1,122 @@
+"""The blocks H_ss = ∂²E/∂w_s² of all rows of a weight matrix, and the largest eigenvalue of each.
+
+Axes: ``b`` rows of the weight, those of all its groups in turn; ``m`` columns; ``n`` samples. Either form adds up:
+
+    one position:  H_ss = Σ_i h_is φ_i φ_iᵀ,  h_is = ∂²ℓ_i/∂z_is² (GGN: Σ_c σ_ic (δ_is^c)²)    φ and h are kept
+    else:          H_ss = Σ_i σ_i M_is M_isᵀ,  M_is row s of a sample's weight gradient           blocks written out
+
+A product of all kept blocks with a vector each is two matrix products, φᵀ (h ∘ (φ Vᵀ)); so their eigenvalues come by
+Lanczos, for all rows at once, unless the blocks are so small that writing them out costs less.
+"""
+
+import torch
+from torch import Tensor
+
+from ..numerics import lanczos
+from ..numerics.lanczos import Ritz
+
+TOLERANCE = 1e-6  # of the residuals, relative to each block's norm
+_LIMIT = 200  # products at most
+_USUAL = 25  # products that are reckoned with
+_LARGEST_BLOCKS = 2**29  # bytes of all blocks of a layer
+_BASIS = 2**30  # bytes of the bases
+
+
+class RowBlocks:
+    """The blocks of a layer, added up over parts of the data, all in float64.
+
+    Args:
+        columns: (b, m), False for a column that drops out.
+        memory: bytes of rows φ and weights h to keep; beyond, they go into the blocks.
+
+    Attributes:
+        full: nothing is held any more: neither the rows nor the blocks fit.
+    """
+
+    def __init__(self, columns: Tensor, memory: int) -> None:
+        self._columns, self._memory, self.full = columns, memory, False
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._blocks: Tensor | None = None
+
+    def add_weighted(self, features: Tensor, weights: Tensor) -> None:
+        """Take in φ (n, m) and h (n, b) of samples with one position."""
+        self._kept.append((features.clone(), weights))  # what goes through the model may be written into later
+        if self.full or sum(x.numel() * x.element_size() for pair in self._kept for x in pair) > self._memory:
+            if fit(self._columns):
+                self._write_out()
+            else:
+                self._kept.clear()
+                self.full = True
+
+    def add_blocks(self, blocks: Tensor) -> None:
+        """Take in H_ss themselves, (b, m, m)."""
+        self._allocated().add_(blocks)
+
+    def largest(self, seed: int) -> Ritz:
+        """The algebraically largest eigenvalue of each block, (b,); NaN where one is not finite."""
+        b, m = self._columns.shape
+        samples = sum(len(features) for features, _ in self._kept)
+        written_out = 2 * samples * b * m**2 + 10 * b * m**3  # the blocks, and all their eigenvalues
+        products = _USUAL * (4 * samples * b * m + (0 if self._blocks is None else 2 * b * m**2))
+        if written_out <= products and fit(self._columns):
+            return self._dense()
+        return lanczos.solved(search(self._columns, seed), self._times)
+
+    def _dense(self) -> Ritz:
+        self._write_out()
+        blocks = self._allocated()
+        finite = blocks.isfinite().all(dim=2).all(dim=1)
+        size = blocks.abs().sum(dim=2).amax(dim=1, keepdim=True)
+        below = torch.diag_embed(torch.where(self._columns, 0.0, -1 - size))  # under every other eigenvalue
+        values = torch.linalg.eigvalsh(torch.where(finite[:, None, None], blocks + below, 0.0))[:, -1]
+        values = torch.where(finite, values, torch.nan)
+        return Ritz(values, torch.zeros_like(values), 0, converged=bool(finite.all()))
+
+    def _times(self, vectors: Tensor) -> Tensor:
+        """H_ss v_s for all rows, (b, m)."""
+        product = torch.zeros_like(vectors)
+        for features, weights in self._kept:
+            phi = features.double()
+            product += (weights * (phi @ vectors.t())).t() @ phi
+        return product if self._blocks is None else product + (self._blocks @ vectors.unsqueeze(2)).squeeze(2)
+
+    def _write_out(self) -> None:
+        blocks = self._allocated()
+        for features, weights in self._kept:
+            phi = features.double()
+            for block, weight in zip(blocks, weights.t(), strict=True):
+                block.addmm_(phi.t() * weight, phi)
+        self._kept.clear()
+
+    def _allocated(self) -> Tensor:
+        if self._blocks is None:
+            self._blocks = empty(self._columns)
+        return self._blocks
+
+
+def fit(columns: Tensor) -> bool:
+    """Whether the blocks of a layer, (b, m), may be written out."""
+    b, m = columns.shape
+    return 8 * b * m**2 <= _LARGEST_BLOCKS
+
+
+def empty(columns: Tensor) -> Tensor:
+    """Blocks (b, m, m) of zeros."""
+    b, m = columns.shape
+    return torch.zeros(b, m, m, dtype=torch.float64, device=columns.device)
+
+
+def add_gradients(blocks: Tensor, gradients: Tensor, signs: Tensor | None) -> None:
+    """Add Σ_i σ_i M_is M_isᵀ for M (n, b, m) and signs (n,), None if all are +1."""
+    rows = gradients.transpose(0, 1).double()  # b, n, m
+    blocks.baddbmm_(rows.mT, rows if signs is None else rows * signs.view(1, -1, 1))
+
+
+def search(columns: Tensor, seed: int, tolerance: float = TOLERANCE) -> lanczos.Search:
+    """For the largest eigenvalue of every row's block at once."""
+    generator = torch.Generator().manual_seed(seed)
+    start = (
+        torch.randn(columns.shape, generator=generator, dtype=torch.float64, device="cpu").to(columns.device) * columns
+    )
+    size = max(1, _BASIS // (8 * columns.numel()))
+    return lanczos.largest(start, tolerance=tolerance, limit=_LIMIT, size=size)

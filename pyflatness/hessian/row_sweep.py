@@ -1,0 +1,328 @@
+"""Sweeps over the data for the blocks H_ss = ∂²E/∂w_s² of the rows of layers' weights.
+
+Where the model is locally linear in the layer's weight, or the GGN is asked for, by output factors sent backward: in
+one sweep, or where blocks are too large for memory one for each product (:mod:`.row_products`). Else by second
+derivatives: in the layer's outputs if there is one position and one call,
+
+    h_is = ∂²ℓ_i/∂z_is²,   a pass for each row,
+
+otherwise in the weights themselves, a product for each of their entries.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from .. import contractions, interrupts
+from ..errors import NonFiniteError, NotYetError
+from ..losses import risk
+from ..model import layers
+from ..model.selectors import Selection
+from ..numerics import lanczos
+from ..numerics.lanczos import Ritz
+from ..passes import cotangents, linearity, normalize
+from ..passes.layer_form import LayerForm
+from ..passes.runner import DEFAULT_MEMORY, Run, Runner
+from ..passes.task import Task
+from . import block_traces, row_blocks, row_products
+from .products import Products, check_filters, spread
+from .row_blocks import RowBlocks
+
+_COARSE_TOLERANCE = 1e-5  # for products in other than double precision
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What was found of a layer.
+
+    Attributes:
+        norms: (b,) float64, |w_s|².
+        ritz: λ_max(H_ss) (b,).
+        method: ``"ggn"`` or ``"hessian"``.
+        exact: whether that is the Hessian's.
+    """
+
+    norms: Tensor
+    ritz: Ritz
+    method: str
+    exact: bool
+
+
+@dataclass
+class _Part:
+    """What a part of the data adds, by layer: it is taken in when the part is done, since one may be begun again."""
+
+    samples: int
+    normaliser: float
+    number: int
+    weighted: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    blocks: dict[str, Tensor] = field(default_factory=dict)
+
+    def is_finite(self, name: str) -> bool:
+        tensors = (*self.weighted.get(name, ()), *(self.blocks[key] for key in self.blocks if key == name))
+        return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+class RowSweep:
+    """The sweeps.
+
+    Args:
+        task: the model, its layers, loss and data.
+
+    Attributes:
+        samples: of the data, once it was read.
+
+    Raises:
+        NotYetError: ``conv="affine"``.
+    """
+
+    def __init__(self, task: Task) -> None:
+        check_filters(task)
+        self._task, self._options = task, task.options
+        self._memory = task.options.memory or DEFAULT_MEMORY
+        self._runner = Runner(
+            *(task.model, task.selection, task.batches, task.forward, self._memory, self._check),
+            second_order=task.options.curvature != "ggn",
+        )
+        self._scales: dict[str, Tensor] = {}
+        if task.options.normalize:
+            self._scales = normalize.feature_scales(self._runner, task.loss, task.options.nan_policy)
+        self._forms: dict[str, LayerForm] = {}
+        self._blocks: dict[str, RowBlocks] = {}
+        self._by_entries: set[str] = set()
+        self._by_sweeps: set[str] = set()
+        self._opaque: set[str] = set()
+        self.samples, self._normaliser, self._divisor = 0, 0.0, 1.0
+
+    def rows(self) -> dict[str, Rows]:
+        """Of every layer that ran.
+
+        Raises:
+            InputError: see :meth:`.Runner.results`; targets that do not fit, or are all ignored.
+            NotYetError: too many passes, or products.
+        """
+        with contextlib.closing(self._runner.results(self._part)) as parts:
+            for part in parts:
+                self._take(part)
+        self._divisor = risk.divisor(self._task.loss, self._normaliser)
+        self._by_entries |= self._by_sweeps & self._nonlinear(self._runner.modules)
+        for name in self._by_entries:
+            self._check_entries(name)
+        swept = self._by_sweeps - self._by_entries
+        found = self._swept(swept) if swept else {}
+        for name, blocks in self._blocks.items():
+            if name in self._by_entries:
+                found[name] = self._of_entries(name)
+            elif name not in swept:
+                found[name] = self._over_divisor(blocks.largest(self._options.seed))
+        return {name: self._rows(name, module, found[name]) for name, module in self._runner.modules.items()}
+
+    def notes(self, name: str) -> tuple[str, ...]:
+        """What a reader of a layer's value should know."""
+        trusted = (linearity.TAKEN_AS_THEY_ARE,) if name in self._opaque else ()
+        return (*layers.tie_notes(self._task.model, self._runner.modules[name]), *trusted)
+
+    def _rows(self, name: str, module: nn.Module, ritz: Ritz) -> Rows:
+        linear, ggn = self._runner.is_linear(name), self._options.curvature == "ggn"
+        weight = layers.matrix(module)[0].double() * self._spread(name)
+        exact = ritz.converged and (linear or not ggn) and name not in self._opaque
+        return Rows(weight.square().sum(dim=1), ritz, "ggn" if linear or ggn else "hessian", exact)
+
+    def _check(self, nonlinear: Mapping[str, str]) -> None:
+        if self._options.curvature == "auto":
+            linearity.refuse_opaque([name for name, why in nonlinear.items() if why == linearity.OPAQUE])
+
+    def _over_divisor(self, ritz: Ritz) -> Ritz:
+        return replace(ritz, values=ritz.values / self._divisor, residuals=ritz.residuals / self._divisor)
+
+    def _nonlinear(self, names: Iterable[str]) -> set[str]:
+        """Layers for which second derivatives are asked for."""
+        ggn = self._options.curvature == "ggn"
+        return {name for name in names if not ggn and not self._runner.is_linear(name)}
+
+    def _check_entries(self, name: str) -> None:
+        weight = layers.matrix(self._runner.modules[name])[0]
+        if weight.numel() > cotangents.PASSES:
+            raise NotYetError(
+                f"layer {name!r}: the model is not locally linear in its weight, and it sees several positions of a "
+                "sample, is called several times, or has too large blocks for memory=: the Hessians of its rows need "
+                f"{weight.numel()} products, more than {cotangents.PASSES}; curvature='ggn' gives the GGN's value, "
+                "another number"
+            )
+
+    def _of_entries(self, name: str) -> Ritz:
+        """From the whole block of the layer, a product for each weight."""
+        module = self._runner.modules[name]
+        d, m = layers.matrix(module)[0].shape
+        products = Products(replace(self._task, selection=Selection({name: module}, frozenset())))
+        identity = torch.eye(d * m, dtype=torch.float64, device=products.device)
+        matrix = products({(name,): identity})[name,].view(d, m, d, m)
+        blocks = RowBlocks(self._spread(name) != 0, 0)
+        blocks.add_blocks(torch.einsum("sjsk->sjk", matrix))
+        return blocks.largest(self._options.seed)
+
+    def _non_finite(self, number: int, name: str) -> NonFiniteError:
+        layers.check_finite(self._runner.modules)
+        return NonFiniteError(
+            f"batch {number}: NaN or infinity in the targets, or the inputs or signals of layer {name!r}; an "
+            "eigenvalue is one of all samples together, so that nan_policy='omit' can leave none of them out: leave "
+            "them out of the data, or pass nan_policy='propagate' for NaN"
+        )
+
+    # --- one sweep ----------------------------------------------------------------------------------------------------
+
+    def _part(self, run: Run) -> _Part:
+        sent = cotangents.of_run(run, self._task.loss)
+        part = _Part(run.samples, sent.normaliser, run.number)
+        for name in run.recorder.calls:
+            if name not in self._forms:
+                self._set_up(name)
+        single = {name: phi for name in run.recorder.calls if (phi := self._features(run, name)) is not None}
+        nonlinear = set() if self._options.curvature == "ggn" else set(run.nonlinear)
+        self._opaque |= {name for name in nonlinear if self._runner.why_not_linear(name) == linearity.OPAQUE}
+        with contractions.full_precision(run.outputs):
+            weights = self._by_factors(run, sent, run.recorder.calls.keys() - nonlinear, single.keys(), part.blocks)
+            weights.update(self._by_second_derivatives(run, nonlinear & single.keys()))
+        part.weighted = {name: (single[name], weights[name]) for name in weights}
+        self._by_entries |= nonlinear - single.keys()
+        return part
+
+    def _take(self, part: _Part) -> None:
+        measured = part.weighted.keys() | part.blocks.keys()
+        for name in filter(
+            measured.__contains__, self._runner.modules
+        ):  # an error names the first in the model's order
+            fine = part.is_finite(name) and math.isfinite(part.normaliser)
+            if self._options.nan_policy != "propagate" and not fine:
+                raise self._non_finite(part.number, name)
+        for name, (features, weights) in part.weighted.items():
+            self._blocks[name].add_weighted(features, weights)
+            if self._blocks[name].full:
+                self._by_sweeps.add(name)
+        for name, blocks in part.blocks.items():
+            self._blocks[name].add_blocks(blocks)
+        self.samples, self._normaliser = self.samples + part.samples, self._normaliser + part.normaliser
+
+    def _by_factors(
+        self, run: Run, sent: cotangents.Cotangents, names: set[str], single: Iterable[str], blocks: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Of layers with a single position: h (n, b). The blocks of the others are filled in, if they fit."""
+        columns = {name: self._spread(name) for name in names - set(single)}
+        self._by_sweeps |= {name for name in columns if not row_blocks.fit(columns[name])}
+        names = names - self._by_sweeps
+        blocks.update({name: row_blocks.empty(columns[name]) for name in names & columns.keys()})
+        weights: dict[str, Tensor] = {}
+        if not names:
+            return weights
+        for cotangent, signs in sent.exact():
+            gradients = run.recorder.gradients(run.outputs, cotangent, names)
+            for name in names:
+                delta = self._forms[name].signal(run, gradients[name])
+                if name in blocks:
+                    self._add_gradients(blocks[name], run, name, delta, signs)
+                    continue
+                squares = delta[0].flatten(1).double().square()
+                share = squares if signs is None else squares * signs.unsqueeze(1)
+                weights[name] = weights[name] + share if name in weights else share
+        return weights
+
+    def _add_gradients(
+        self, blocks: Tensor, run: Run, name: str, delta: Sequence[Tensor], signs: Tensor | None
+    ) -> None:
+        geometry, inputs = layers.geometry(self._runner.modules[name]), self._forms[name].inputs(run)
+        written = sum(x[0].numel() * geometry.taps + y[0].numel() for x, y in zip(inputs, delta, strict=True))
+        chunk = max(1, self._memory // (16 * (written + blocks.shape[0] * blocks.shape[1])))
+        for start in range(0, run.samples, chunk):
+            part = slice(start, start + chunk)
+            gradients = [
+                geometry.rows(contractions.promoted(y[part])).mT @ geometry.patches(contractions.promoted(x[part]))
+                for x, y in zip(inputs, delta, strict=True)
+            ]
+            total = torch.stack(gradients).sum(dim=0).flatten(1, 2)
+            row_blocks.add_gradients(blocks, total, None if signs is None else signs[part])
+
+    @torch.enable_grad()
+    def _by_second_derivatives(self, run: Run, names: set[str]) -> dict[str, Tensor]:
+        """The h (n, b) of layers with one position: the diagonal of ∂²ℓ_i/∂z_i²."""
+        found: dict[str, Tensor] = {}
+        if not names:
+            return found
+        with block_traces.differentiable(names):
+            slopes = block_traces.slopes(run, self._task.loss, names)
+            for name in names:
+                found[name] = self._diagonal(run, name, slopes[name][0])
+        return found
+
+    def _diagonal(self, run: Run, name: str, slope: Tensor) -> Tensor:
+        """(n, b), a pass for each row; all samples at once, none of whose slopes depends on another."""
+        if name in self._opaque:
+            linearity.check_complete(f"layer {name!r}", [slope])
+        (call,), dim = run.calls(name), layers.class_dim(self._runner.modules[name])
+        columns = []
+        for s in range(slope.shape[dim]):
+            interrupts.check()
+            turn = None
+            if slope.requires_grad:
+                along = slope.select(dim, s).sum()
+                (turn,) = torch.autograd.grad(along, [call.edge], retain_graph=True, allow_unused=True)
+            turn = torch.zeros_like(slope) if turn is None else turn
+            columns.append(self._forms[name].signal(run, [turn])[0].flatten(1)[:, s].double())
+        return torch.stack(columns, dim=1)
+
+    def _features(self, run: Run, name: str) -> Tensor | None:
+        """φ (n, m) where the layer sees one position of each sample; None where it sees several."""
+        geometry, parts = layers.geometry(self._runner.modules[name]), self._forms[name].inputs(run)
+        if geometry.groups > 1 or len(parts) > 1 or geometry.places(parts[0].shape[2:]) != (1, 1, 1):
+            return None
+        return geometry.patches(contractions.promoted(parts[0])).flatten(1)
+
+    def _set_up(self, name: str) -> None:
+        module = self._runner.modules[name]
+        weight = layers.matrix(module)[0]
+        dtype = contractions.promoted_dtype(weight.dtype)
+        backend = contractions.choose(self._options.backend, weight.device, dtype)
+        self._forms[name] = LayerForm(name, module, self._scales.get(name), backend, (), self._options)
+        memory = self._memory // len(self._runner.selected)
+        self._blocks[name] = RowBlocks(self._spread(name) != 0, memory)
+
+    def _spread(self, name: str) -> Tensor:
+        """(b, m), what the weights are multiplied by."""
+        module = self._runner.modules[name]
+        if name in self._scales:
+            return spread(module, self._scales[name])
+        return torch.ones_like(layers.matrix(module)[0], dtype=torch.float64)
+
+    # --- a sweep for each product -------------------------------------------------------------------------------------
+
+    def _swept(self, names: set[str]) -> dict[str, Ritz]:
+        """Of layers whose blocks do not fit, in step."""
+        spreads = {name: self._spread(name) for name in names}
+        inverse = {name: torch.where(spread > 0, 1 / spread, 0.0) for name, spread in spreads.items()}
+
+        def times(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            sent = {name: vector * inverse[name] for name, vector in vectors.items()}
+            sums = {name: torch.zeros_like(vector) for name, vector in vectors.items()}
+            modules, loss = self._runner.modules, self._task.loss
+            work = self._runner.results(lambda run: (run.number, row_products.of_run(run, loss, modules, sent)))
+            with contextlib.closing(work) as parts:
+                for number, products in parts:
+                    for name, product in products.items():
+                        if self._options.nan_policy != "propagate" and not bool(product.isfinite().all()):
+                            raise self._non_finite(number, name)
+                        sums[name] += product
+            return {name: product * inverse[name] for name, product in sums.items()}
+
+        dtypes = {name: layers.matrix(self._runner.modules[name])[0].dtype for name in names}
+        searches = {
+            name: row_blocks.search(
+                spreads[name] != 0,
+                self._options.seed,
+                row_blocks.TOLERANCE if dtypes[name] == torch.float64 else _COARSE_TOLERANCE,
+            )
+            for name in names
+        }
+        return {name: self._over_divisor(ritz) for name, ritz in lanczos.solved_in_step(searches, times).items()}

@@ -1,0 +1,190 @@
+"""Measures of any layers of a model: a sweep, its totals, and what is said about them."""
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ..contractions.layer import NEURONS
+from ..errors import InputError, NotYetError
+from ..losses import Loss
+from ..model import calling, layers
+from ..model.data import Batches
+from ..model.selectors import Selection
+from ..options import Options
+from ..passes import linearity
+from ..passes.runner import Runner
+from ..report import Estimate
+from ..sweep import stages
+from ..sweep.layer_sweep import Sweep, Values
+from ..sweep.totals import Sums, Totals
+from . import Measure
+
+Attempt = Callable[[Measure], contextlib.AbstractContextManager[None]]
+_LARGEST_MATRIX = 2**30  # bytes of block traces
+
+
+class LayerValues:
+    """The chosen layers of a model, measured together.
+
+    Args:
+        model: inside :func:`.state.observing`.
+        selection: the layers.
+        loss: from :func:`.losses.resolve`.
+        batches: the data.
+        forward: see :func:`.calling.run`.
+        options: of the user.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        selection: Selection,
+        loss: Loss,
+        batches: Batches,
+        forward: calling.Forward | None,
+        options: Options,
+    ) -> None:
+        self._model, self._selected, self._loss, self._options = model, selection.modules, loss, options
+        order = options.per_sample or options.nan_policy == "omit" or not loss.convex
+        self._runner = Runner(
+            model,
+            selection,
+            batches,
+            forward,
+            options.memory,
+            self._check,
+            second_order=options.curvature != "ggn",
+            order_matters=order,
+        )
+
+    def estimates(
+        self, measures: Sequence[Measure], attempt: Attempt = lambda _: contextlib.nullcontext()
+    ) -> dict[tuple[str, str], Estimate]:
+        """(layer, measure) -> value, for every layer that ran, and for the network under the name ``""``.
+
+        Args:
+            measures: which pass :meth:`check_options`.
+            attempt: around what concerns one measure alone, and may be an error of it.
+
+        Raises:
+            InputError: what concerns all measures.
+        """
+        quantities = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
+        sweep = Sweep(self._runner, self._loss, self._options, quantities)
+        sums = self._sums(sweep)
+        selected = [*self._runner.selected]
+        found: dict[tuple[str, str], Estimate] = {}
+        for measure in measures:
+            column = quantities.index(str(measure.quantity))
+            estimates: dict[str, Estimate] = {}
+            for name in (*self._runner.modules, ""):
+                row = selected.index(name) if name else -1
+                stderr, dof = sums.uncertainty(row, column)
+                layers_of = [name] if name else [*self._runner.modules]
+                by = "hessian" if sweep.by_hessian.intersection(layers_of) else "ggn"
+                estimates[name] = Estimate(
+                    value=float(sums.values[row, column]),
+                    stderr=stderr,
+                    samples=sums.samples,
+                    method=by if sums.errors is None else f"{by}-sampled",
+                    exact=sums.errors is None and all(self._is_hessian(layer, sweep) for layer in layers_of),
+                    backend=sweep.backend,
+                    per_sample=None if sums.per_sample is None else sums.per_sample[row, column],
+                    layer=name,
+                    omitted=sums.omitted,
+                    notes=self._notes(name, sweep) if name else (),
+                    per_neuron=sums.parts.get((name, quantities[column])) if quantities[column] in NEURONS else None,
+                    dof=dof,
+                )
+            with attempt(measure):
+                if measure.of_parts is not None:
+                    estimates = self._of_parts(measure, sums, sweep, estimates)
+                found.update(((name, measure.name), estimate) for name, estimate in estimates.items())
+        return found
+
+    def _of_parts(
+        self, measure: Measure, sums: Sums, sweep: Sweep, estimates: Mapping[str, Estimate]
+    ) -> dict[str, Estimate]:
+        """A measure's values by its own function, and their sum, in the sweep's estimates."""
+        assert measure.of_parts is not None
+        found = {}
+        for name in self._runner.modules:
+            estimate = estimates[name]
+            value, note = measure.of_parts(name, sweep.weight(name), sums.parts[name, str(measure.quantity)])
+            notes = (*estimate.notes, note) if note else estimate.notes
+            exact = estimate.exact and not note
+            found[name] = replace(estimate, value=value, per_sample=None, exact=exact, notes=notes)
+        value, exact = sum(e.value for e in found.values()), all(e.exact for e in found.values())
+        found[""] = replace(estimates[""], value=value, per_sample=None, exact=exact)
+        return found
+
+    def check_options(self, measure: Measure) -> None:
+        """Raise an error for options under which a measure has no value."""
+        if measure.quantity in (*NEURONS, "diagonal") and self._options.sampled:
+            raise InputError(
+                f"{measure.name} has no sampled value: pass probes=None and target_stderr=None, or leave it out of "
+                "measures="
+            )
+        if measure.quantity == "diagonal" and self._options.nan_policy == "omit":
+            raise InputError(f"{measure.name} is of all samples together: nan_policy='omit' can leave none of them out")
+        for name, module in self._selected.items() if self._options.conv == "affine" else ():
+            repeated = measure.quantity == "weighted" and layers.repeats_inputs(module)
+            if repeated or (measure.quantity == "diagonal" and layers.is_convolution(module)):
+                of = "one whose padding repeats pixels" if repeated else "a convolution"
+                raise NotYetError(
+                    f"layer {name!r}: there is no {measure.name} of the dense matrix (conv='affine') of {of} yet; "
+                    "conv='filter' gives that of its filters"
+                )
+
+    def block_traces(self) -> Tensor:
+        """(d, d) of the one layer."""
+        sweep = Sweep(self._runner, self._loss, self._options, ("squares",))
+        totals = Totals(self._loss.reduction, self._options.nan_policy)
+        blocks: Tensor | None = None
+        with contextlib.closing(sweep.block_traces(_LARGEST_MATRIX)) as parts:
+            for part, values in parts:
+                totals.add(values, self._runner.selected)
+                blocks = part if blocks is None else blocks + part
+        assert blocks is not None, "data without samples is refused where it is read"
+        matrix: Tensor = torch.block_diag(*(blocks / totals.divisor))
+        return matrix
+
+    def _sums(self, sweep: Sweep) -> Sums:
+        """Exact, by so many draws, in groups, or by as many draws as a standard error takes."""
+        target, probes = self._options.target_stderr, self._options.probes
+        if probes == "adaptive":
+            return self._totalled(sweep.by_groups())
+        if target is not None:
+            return stages.until(target, lambda draws: self._summed(sweep, draws), lambda: sweep.exact_passes)
+        return self._summed(sweep, None if probes is None else range(int(probes)))
+
+    def _summed(self, sweep: Sweep, draws: range | None) -> Sums:
+        return self._totalled(sweep.values(draws), sampled=draws is not None)
+
+    def _totalled(self, values: Generator[Values, None, None], *, sampled: bool = False) -> Sums:
+        options, reduction = self._options, self._loss.reduction
+        totals = Totals(reduction, options.nan_policy, per_sample=options.per_sample, sampled=sampled)
+        with contextlib.closing(values) as parts:  # hooks go with an error, not at some later time
+            for part in parts:
+                totals.add(part, self._runner.selected)
+        return totals.sums()
+
+    def _check(self, nonlinear: Mapping[str, str]) -> None:
+        """Raise where there is no telling whether a value would be the Hessian's."""
+        opaque = [name for name, why in nonlinear.items() if why == linearity.OPAQUE]
+        if self._options.curvature == "auto":
+            linearity.refuse_opaque(opaque)
+
+    def _is_hessian(self, name: str, sweep: Sweep) -> bool:
+        """Whether an exact value of the layer is certain to be the Hessian's."""
+        why = self._runner.why_not_linear(name)
+        return not why or (name in sweep.by_hessian and why != linearity.OPAQUE)
+
+    def _notes(self, name: str, sweep: Sweep) -> tuple[str, ...]:
+        notes = [*layers.tie_notes(self._model, self._runner.modules[name])]
+        if name in sweep.by_hessian and self._runner.why_not_linear(name) == linearity.OPAQUE:
+            notes.append(linearity.TAKEN_AS_THEY_ARE)
+        return (*notes, *sweep.notes(name), *self._runner.notes)

@@ -1,0 +1,77 @@
+"""What came from outside, as messages, terminals and CSV files need it: values, tensors, names, errors of torch's.
+
+File names, layers' names and the names in a checkpoint may hold anything: escape sequences that a terminal obeys, bytes
+that are not UTF-8, or the beginning of a formula that a spreadsheet would run.
+"""
+
+import re
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+
+_FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # and tab, CR and LF, which are escaped anyway
+_ESCAPE = re.compile(r"\\(?:[\\nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
+_NOT_TWICE = ("is not implemented", "once_differentiable", "differentiate twice")
+
+
+def shown(value: object) -> str:
+    """Return what was received as one short line, for a message."""
+    line = " ".join(repr(value).split())
+    return line if len(line) <= 80 else line[:79] + "…"
+
+
+def check_tensor(what: str, tensor: object) -> Tensor:
+    """Return a dense tensor with values in it.
+
+    Raises:
+        InputError: no tensor, or one that is sparse, nested, quantised or on the meta device.
+    """
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"{what}: a tensor is wanted, got {type(tensor).__name__}{_instead(tensor)}")
+    if tensor.is_nested:
+        raise InputError(f"{what}: a dense tensor is wanted, got a nested one; pad it, torch.nested.to_padded_tensor")
+    if tensor.layout != torch.strided:
+        raise InputError(f"{what}: a dense tensor is wanted, got layout {tensor.layout}; pass tensor.to_dense()")
+    if tensor.is_quantized:
+        raise InputError(f"{what}: a tensor of numbers is wanted, got {tensor.dtype}; pass tensor.dequantize()")
+    if tensor.is_meta:
+        raise InputError(f"{what}: {tuple(tensor.shape)} of {tensor.dtype} on the meta device has no values; load it")
+    return tensor
+
+
+def _instead(given: object) -> str:
+    return "; pass torch.from_numpy(array)" if type(given).__module__ == "numpy" else ""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether torch says that memory did not suffice."""
+    return any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def lacks_a_second_derivative(error: Exception) -> bool:
+    """Return whether torch says that an operation can be differentiated once only."""
+    return any(text in str(error) for text in _NOT_TWICE)
+
+
+def printable(text: str) -> str:
+    r"""Return the text with characters that cannot be printed as Python's escapes, such as ``\n`` or ``\x1b``."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def to_cell(text: str) -> str:
+    """Return the text as a cell of a CSV file: one printable line that no spreadsheet takes for a formula.
+
+    Characters that cannot be printed become Python's escapes and a backslash becomes two. A cell that would begin with
+    ``=``, ``+``, ``-``, ``@`` or the wide form of one gets an apostrophe in front, and so does a cell that begins with
+    an apostrophe: :func:`from_cell` gives the text back. Source: OWASP, "CSV Injection".
+    """
+    cell = printable(text.replace("\\", "\\\\"))
+    return f"'{cell}" if cell.startswith((*_FORMULA, "'")) else cell
+
+
+def from_cell(cell: str) -> str:
+    """Return the text that :func:`to_cell` made the cell of."""
+    return _ESCAPE.sub(lambda found: found[0].encode().decode("unicode_escape"), cell.removeprefix("'"))

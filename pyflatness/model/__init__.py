@@ -1,0 +1,1 @@
+"""What the user brings: a model, how it is called, its layers and parameters, and the data."""

@@ -1,0 +1,230 @@
+"""Calling the user's model on a batch, and seeing what goes through its layers."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import interrupts
+from ..errors import InputError, NoGraphError
+from .outputs import refusal, single
+
+Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
+"""(model, batch) -> (outputs, targets)."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer; the tensors as they went in and came out, and their versions at that time."""
+
+    inputs: Tensor
+    output: Tensor
+    versions: tuple[int, int]
+
+    def changed(self) -> bool:
+        """Whether either tensor was modified in place since."""
+        return (version(self.inputs), version(self.output)) != self.versions
+
+
+def version(tensor: Tensor) -> int:
+    """Counts in-place changes; an inference tensor has no count and cannot be changed outside inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Calls:
+    """Forward hooks on some layers that keep each layer's last call, and how many there were."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._handles: list[Any] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all calls and the tensors they hold."""
+        self.last: dict[str, Call] = {}  # in the order of the layers' last calls
+        self.count: dict[str, int] = {}
+
+    def __enter__(self) -> "Calls":
+        for name, module in self._modules.items():
+            self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.clear()
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            inputs = args[0] if args else kwargs.get("input")
+            if isinstance(inputs, Tensor) and isinstance(output, Tensor) and not _aside:
+                self.last.pop(name, None)
+                self.last[name] = Call(inputs, output, (version(inputs), version(output)))
+                self.count[name] = self.count.get(name, 0) + 1
+
+        return keep
+
+
+@contextlib.contextmanager
+def dry_run() -> Iterator[None]:
+    """Inside, batches go through the model to find something out, or through one at other parameters.
+
+    They come again, or came already, to be measured.
+    """
+    global _dry
+    before, _dry = _dry, True
+    try:
+        yield
+    finally:
+        _dry = before
+
+
+_dry = False
+
+
+def is_dry_run() -> bool:
+    """Whether a ``forward`` is called inside :func:`dry_run`."""
+    return _dry
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Inside, a batch goes through the model once more, and what is recorded of the layers' calls stays as it is."""
+    global _aside
+    before, _aside = _aside, True
+    try:
+        with dry_run():
+            yield
+    finally:
+        _aside = before
+
+
+_aside = False
+
+
+def is_aside() -> bool:
+    """Return whether a layer is called inside :func:`aside`."""
+    return _aside
+
+
+def one_tensor(returned: Any) -> Tensor:
+    """Return the logits in what a model returned.
+
+    Raises:
+        InputError: see :func:`.outputs.single`.
+    """
+    tensor = single(returned)
+    if tensor is None:
+        raise refusal(returned)
+    return tensor
+
+
+def run(
+    model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable[[Any], Tensor] = one_tensor
+) -> tuple[Tensor, Any]:
+    """Outputs and targets of a batch: by ``forward``, ``model(inputs)`` of (inputs, targets), or :func:`by_keywords`.
+
+    Args:
+        model: the user's.
+        batch: as the data have it.
+        forward: the user's, or None.
+        tensor: what the model returned -> outputs.
+
+    Raises:
+        InputError: a batch that is no pair, or outputs that are not one tensor.
+    """
+    with interrupts.at_second():
+        return _run(model, batch, forward, tensor)
+
+
+def _run(model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable[[Any], Tensor]) -> tuple[Tensor, Any]:
+    if forward is not None:
+        result = forward(model, batch)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise InputError(f"forward: a pair (outputs, targets) is wanted, got {type(result).__name__}")
+        returned, targets = result
+    else:
+        if isinstance(batch, Mapping) and "labels" in batch:
+            _check_not_causal(model, batch["labels"])
+            return by_keywords(model, batch, tensor)
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            kind = (
+                f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+            )
+            several = " (a list of tensors is a list of batches, a tuple of tensors is cut into batches)"
+            raise InputError(
+                "data: batches are (inputs, targets) pairs, or mappings with `labels`, got a "
+                f"{kind}{several if isinstance(batch, Tensor) else ''}; pass forward=, a function (model, batch) -> "
+                "(outputs, targets)"
+            )
+        inputs, targets = batch
+        if isinstance(inputs, int):
+            raise InputError(
+                f"data: a batch is a pair of the number {inputs} and a {type(targets).__name__}, as enumerate gives "
+                "them; pass the loader itself"
+            )
+        returned = model(inputs)
+    return tensor(returned), targets
+
+
+@contextlib.contextmanager
+def differentiated() -> Iterator[None]:
+    """Inside, where backward passes are, what a model keeps torch from is an error that says what to do.
+
+    Raises:
+        NoGraphError: reentrant activation checkpointing, which torch does not differentiate in chosen tensors.
+        InputError: a tensor of the graph was modified in place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            raise InputError(
+                "model: a tensor that its backward pass needs is modified in place later, as h += layer(h) does with "
+                "the layer's input, so that torch cannot differentiate the model in all weights that this needs; write "
+                f"h = h + layer(h) ({error})"
+            ) from error
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise NoGraphError(
+            "model: a part of it runs in reentrant activation checkpointing, which torch does not differentiate in "
+            "chosen tensors; pass use_reentrant=False to torch.utils.checkpoint"
+        ) from error
+
+
+def by_keywords(
+    model: nn.Module, batch: Mapping[str, Any], tensor: Callable[[Any], Tensor] = one_tensor
+) -> tuple[Tensor, Any]:
+    """A ``forward`` for mappings: ``labels`` are the targets, the rest the model's keyword arguments.
+
+    Outputs (n, T, C) for labels (n, T), as models of tokens give them, come as (n, C, T), as cross-entropy wants them.
+    """
+    targets = batch["labels"]
+    logits = tensor(model(**{key: value for key, value in batch.items() if key != "labels"}))
+    if isinstance(targets, Tensor) and not targets.is_floating_point() and 2 <= targets.ndim == logits.ndim - 1:
+        return logits.movedim(-1, 1), targets
+    return logits, targets
+
+
+def causal_lm(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
+    """A ``forward`` for causal language models: every position is to predict the next one's label."""
+    logits, targets = by_keywords(model, batch)
+    return logits[:, :, :-1], targets[:, 1:]
+
+
+def _check_not_causal(model: nn.Module, labels: Any) -> None:
+    """Raise for a model whose outputs at a position are about the next one, by the names of its classes."""
+    kinds = [kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] in _LANGUAGE_MODELS]
+    causal = any(kind.__name__.endswith(_CAUSAL) and not kind.__name__.startswith(_MASKED) for kind in kinds)
+    if causal and isinstance(labels, Tensor) and labels.ndim == 2:
+        raise InputError(
+            f"model: {type(model).__name__} predicts the token after each position, and transformers shifts the labels "
+            "for that: pass forward=pf.causal_lm, which does the same. Where these labels are shifted already, pass "
+            "forward=lambda model, batch: (model(batch['input_ids']).logits.movedim(-1, 1), batch['labels'])"
+        )
+
+
+_LANGUAGE_MODELS = ("transformers", "transformers_modules", "peft")  # packages
+_CAUSAL, _MASKED = ("ForCausalLM", "LMHeadModel"), ("XLMWith", "FlaubertWith")  # ends and beginnings of names

@@ -1,0 +1,68 @@
+"""Models that cannot be measured as they are: compiled by torch.jit, in training mode, without values."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from ..errors import InputError
+
+
+def check_modules(named: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raise an InputError that names the first of a model's modules that cannot be measured as it is."""
+    for check in (_check_kind, _check_mode, _check_values):
+        for name, module in named:
+            check(name, module)
+
+
+def _check_kind(name: str, module: nn.Module) -> None:
+    """Raise for a module that takes no hooks, and for parameters that are not all there."""
+    if isinstance(module, torch.jit.ScriptModule):
+        what = f"{name!r} is" if name else "it is"
+        raise InputError(
+            f"model: {what} compiled by torch.jit ({type(module).__name__}), which calls its layers past all hooks; "
+            "pass the nn.Module that it was made from, with the same weights (load_state_dict)"
+        )
+    for own, parameter in module._parameters.items():
+        if type(parameter).__name__ == "DTensor":  # by name: importing its module takes as long as importing this one
+            raise InputError(
+                f"model: its parameter {_joined(name, own)!r} is a DTensor, spread over processes (FSDP2 or tensor "
+                "parallelism); load the full weights into a model that is not (torch.distributed.checkpoint.state_dict."
+                "get_model_state_dict with full_state_dict=True) and measure that"
+            )
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise InputError("model: it has lazy layers whose weights are not initialised; run it once on a batch")
+
+
+def _check_mode(name: str, module: nn.Module) -> None:
+    """Raise for a module in a mode in which samples are not independent, or dropped out at random."""
+    if isinstance(module, _NormBase) and (module.training or module.running_mean is None):
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+            return  # normalises each sample by itself
+        if module.training:
+            raise InputError(f"{name!r} ({type(module).__name__}) is in training mode: call model.eval() first")
+        raise InputError(
+            f"{name!r} ({type(module).__name__}) has no running statistics, so its output for a sample depends on the "
+            "batch; a value over the data set does not exist"
+        )
+    if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+        raise InputError(f"{name!r} ({type(module).__name__}) is in training mode: call model.eval() first")
+
+
+def _check_values(name: str, module: nn.Module) -> None:
+    """Raise for a module whose parameters or buffers have no values."""
+    if "_hf_hook" in vars(module):  # accelerate keeps its weights elsewhere until it is called
+        return
+    for own, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
+        if tensor is not None and tensor.is_meta:
+            raise InputError(
+                f"model: {_joined(name, own)!r}, {tuple(tensor.shape)}, is on the meta device and has no values; load "
+                "the model first"
+            )
+
+
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))

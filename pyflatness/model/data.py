@@ -1,0 +1,302 @@
+"""Data as batches: a tuple of tensors or an iterable of batches, moved to the model's device."""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from .. import interrupts, progress
+from ..errors import InputError
+from ..messages import check_tensor
+from .fingerprint import Fingerprint
+
+_BATCH_SIZE = 256  # samples of a tuple of tensors that go through the model together
+
+
+class Batches:
+    """The user's data, iterated as often as a measure needs.
+
+    Args:
+        data: a tuple of tensors with the samples in dimension 0, or an iterable of batches.
+        device: where batches go.
+        passes: how often the data will be read; a one-shot iterator is refused for more than one, and what a loader
+            gives at a later read is held against what it gave at the first.
+        ordered: whether the samples have to come in the same order at each read.
+        shown: whether reading shows a progress bar; see :func:`.progress.track`.
+
+    Raises:
+        InputError: no data, tensors of different lengths, or something that cannot be iterated (as often as needed).
+    """
+
+    def __init__(
+        self, data: Any, device: torch.device, *, passes: int = 1, ordered: bool = False, shown: bool | None = None
+    ) -> None:
+        self._device, self._shown, self._ordered = device, shown, ordered
+        self._tensors: tuple[Tensor, ...] = ()
+        if isinstance(data, tuple) and data and isinstance(data[0], (Tensor, np.ndarray)):
+            self._tensors = _parts(data)
+        elif isinstance(data, torch.utils.data.Dataset):
+            raise InputError("data: a Dataset yields single samples; wrap it, DataLoader(dataset, batch_size=256)")
+        elif isinstance(data, (Tensor, Mapping, str)) or not hasattr(data, "__iter__"):
+            raise InputError(
+                f"data: a tuple of tensors or an iterable of batches is wanted, got {type(data).__name__}"
+                + ("; the order of arguments is (model, loss, data)" if callable(data) else "")
+            )
+        elif isinstance(data, enumerate):
+            raise InputError("data: enumerate yields (number, batch) pairs; pass the loader itself")
+        elif hasattr(data, "__next__") and passes > 1:
+            raise InputError(
+                f"data: {type(data).__name__} can be read once, and {passes} passes are needed (normalize=, "
+                "target_stderr= and some measures take more than one); pass a list of batches or a DataLoader"
+            )
+        self._data = data
+        self._compared = passes > 1 and not isinstance(data, (tuple, list))
+        self._first: Fingerprint | None = None  # of the first read
+
+    def peek(self) -> Any:
+        """The first batch, without taking it from the data."""
+        taken: list[Any] = []
+        source = _fetched(self._cut())
+        for batch in source:
+            taken.append(batch)
+            if _checked_size(batch, len(taken) - 1) > 0:
+                break
+        if hasattr(self._data, "__next__"):
+            self._data = itertools.chain(taken, source)
+        if not taken or size(taken[-1]) == 0:
+            raise InputError("data: there are no samples in it")
+        return to_device(taken[-1], self._device)
+
+    def __len__(self) -> int:
+        """Number of batches; 0 if the data cannot tell."""
+        if self._tensors:
+            return -(-len(self._tensors[0]) // _BATCH_SIZE)
+        try:
+            return len(self._data)
+        except TypeError:
+            return 0
+
+    @property
+    def samples(self) -> int:
+        """About how many samples there are; 0 if the data cannot tell."""
+        if self._tensors:
+            return len(self._tensors[0])
+        if isinstance(self._data, (tuple, list)):
+            return sum(max(0, size(batch)) for batch in self._data)
+        try:
+            return len(self._data.sampler)
+        except (AttributeError, TypeError):
+            return 0
+
+    def __iter__(self) -> Iterator[Any]:
+        empty, read = True, Fingerprint()
+        for number, batch in enumerate(progress.track(_fetched(self._cut()), len(self), "batches", self._shown)):
+            samples = _checked_size(batch, number)
+            if samples > 0:
+                empty = False
+                if self._compared:
+                    read.add(_with_samples(batch, samples), samples)
+                yield to_device(batch, self._device)
+        if empty:
+            raise InputError("data: there are no samples in it")
+        if self._compared:
+            self._compare(read)
+
+    def _compare(self, read: Fingerprint) -> None:
+        """Raise if a later read gave other data than the first one."""
+        if self._first is None:
+            self._first = read
+        elif not read.same_samples(self._first):
+            raise InputError(
+                "data: they are read several times, and a later read gave other samples than the first (an "
+                "augmentation, noise, or a draw of samples at each read), so that the value would be of no one data "
+                "set; pass the batches of one read, as list(loader), or switch that off. What reads the data once: "
+                "relative_flatness, and pf.measure without measures=, both without normalize= and target_stderr="
+            )
+        elif self._ordered and not read.same_order(self._first):
+            raise InputError(
+                "data: they are read several times, and a later read gave the samples in another order than the first, "
+                "while values are asked for sample by sample (per_sample=, nan_policy='omit'); pass a loader with "
+                "shuffle=False, or the batches of one read, as list(loader)"
+            )
+
+    def _cut(self) -> Iterable[Any]:
+        if not self._tensors:
+            return _read(self._data)
+        return zip(*(held.split(_BATCH_SIZE) for held in self._tensors), strict=True)
+
+
+def _read(data: Iterable[Any]) -> Iterator[Any]:
+    """Yield the user's batches.
+
+    Raises:
+        InputError: reading ended by an error that looks like the end of the data.
+    """
+    why = (
+        "something that reads the data (a generator, a dataset's __getitem__, a collate function) calls next() on an "
+        "iterator that is exhausted"
+    )
+    number = 0
+    try:
+        for batch in data:
+            yield batch
+            number += 1
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, StopIteration):
+            raise
+        raise InputError(f"data: reading batch {number} raised StopIteration: {why}") from error
+    if number < _promised(data):
+        raise InputError(f"data: the loader ended after {number} of its {_promised(data)} batches: {why}")
+
+
+def _promised(data: Any) -> int:
+    """Return how many batches a loader has to give; 0 if that is not known for sure."""
+    if type(data) is not DataLoader or type(data.batch_sampler) is not BatchSampler:
+        return 0
+    return len(data) if type(data.sampler) in (SequentialSampler, RandomSampler) else 0
+
+
+def _fetched(batches: Iterable[Any]) -> Iterator[Any]:
+    """The same; an interrupt is raised at once while one is waited for."""
+    with interrupts.at_once():
+        source = iter(batches)
+    while True:
+        with interrupts.at_once():
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+        yield batch
+
+
+def _parts(data: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Return a tuple of tensors that can be cut into batches."""
+    tensors = tuple(check_tensor(f"data[{place}]", part) for place, part in enumerate(data))
+    if not all(part.ndim for part in tensors):
+        shapes = [tuple(part.shape) for part in tensors]
+        raise InputError(f"data: tensors with samples in dimension 0 are wanted, got shapes {shapes}")
+    if len({len(part) for part in tensors}) > 1:
+        raise InputError(f"data: tensors of different lengths: {[len(part) for part in tensors]}")
+    return tensors
+
+
+def _checked_size(batch: Any, number: int) -> int:
+    """Return the samples of a user's batch.
+
+    Raises:
+        InputError: it holds arrays, tensors without values or of several lengths, or no tensor at all.
+    """
+    for part in leaves(batch):
+        if isinstance(part, np.ndarray) or (isinstance(part, Tensor) and (part.is_meta or part.is_nested)):
+            check_tensor(f"data: batch {number}", part)
+    samples = size(batch)
+    if samples < 0:
+        inside = f" of {', '.join(type(part).__name__ for part in batch)}" if isinstance(batch, (tuple, list)) else ""
+        raise InputError(
+            f"data: batch {number} holds no tensor with samples in dimension 0: it is a {type(batch).__name__}{inside}"
+        )
+    return samples
+
+
+def _with_samples(batch: Any, samples: int) -> Iterator[Tensor]:
+    """Return the tensors of a batch that have its samples in dimension 0."""
+    for part in leaves(batch):
+        if isinstance(part, Tensor) and part.ndim and len(part) == samples:
+            yield part
+
+
+def leaves(batch: Any) -> Iterator[Any]:
+    """Return what is in a batch, whatever holds it."""
+    if isinstance(batch, Tensor) or not isinstance(batch, (tuple, list, Mapping)):
+        yield batch
+        return
+    for part in batch.values() if isinstance(batch, Mapping) else batch:
+        yield from leaves(part)
+
+
+def size(batch: Any) -> int:
+    """Samples of a batch: entries of dimension 0 of its ``labels``, or first tensor (-1 if it holds none)."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.ndim else -1
+    parts: Iterable[Any] = ()
+    if isinstance(batch, (tuple, list)):  # asked first: it is asked often
+        parts = batch
+    elif isinstance(batch, Mapping):
+        parts = [batch["labels"]] if isinstance(batch.get("labels"), Tensor) else batch.values()
+    for part in parts:
+        if (found := size(part)) >= 0:
+            return found
+    return -1
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor in it on ``device``, and no graph in front of it."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        tensor = tensor.to(device, non_blocking=True)
+        return tensor.detach() if tensor.requires_grad else tensor
+
+    return map_tensors(moved, batch)
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """``change`` applied to every tensor of a batch; tuples, lists and mappings keep their type."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(change, part) for part in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(map_tensors(change, part) for part in batch)
+    if isinstance(batch, MutableMapping):
+        mapped = copy.copy(batch)
+        for key, part in batch.items():
+            mapped[key] = map_tensors(change, part)
+        return mapped
+    return batch
+
+
+def part(batch: Any, start: int, stop: int) -> Any:
+    """Some samples of a batch; tensors that do not hold its samples stay whole."""
+    samples = size(batch)
+    if stop - start == samples:
+        return batch
+    return map_tensors(lambda held: held[start:stop] if held.ndim and len(held) == samples else held, batch)
+
+
+def take(batch: Any, index: Tensor) -> Any:
+    """Samples of a batch by their places in it, which may come more than once."""
+    samples = size(batch)
+    return map_tensors(lambda held: held[index.to(held.device)] if held.ndim and len(held) == samples else held, batch)
+
+
+def rows_of(tensor: Tensor, samples: int, index: Tensor) -> Tensor:
+    """The same of a tensor with each sample's rows together in dimension 0."""
+    rows: Tensor = tensor.unflatten(0, (samples, -1))[index.to(tensor.device)].flatten(0, 1)
+    return rows
+
+
+def described(batch: Any) -> str:
+    """Return in words what is in a batch: shapes and dtypes of tensors, types of all else."""
+    if isinstance(batch, Tensor):
+        return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key}: {described(part)}" for key, part in batch.items()) + "}"
+    if isinstance(batch, (tuple, list)):
+        return f"{type(batch).__name__} [" + ", ".join(map(described, batch)) + "]"
+    return type(batch).__name__
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two batches hold the same tensors, entry by entry; NaN is not the same as NaN."""
+    pairs = itertools.zip_longest(leaves(one), leaves(other))
+    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
+
+
+def first(batch: Any, count: int) -> Any:
+    """The first ``count`` samples of a batch."""
+    return part(batch, 0, count)

@@ -1,0 +1,66 @@
+"""The model's input in the graph: the tensor of a batch in which outputs are derived, if one can be."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import calling, data
+
+
+class Inputs:
+    """A ``forward`` that puts the input on record: the first floating-point tensor of a batch that holds its samples.
+
+    Targets (the second of a pair, the last of a longer tuple, ``labels``) are none. Where there is no such tensor,
+    as for tokens, embeddings are where the graph begins: what several layers take of them is then one tensor for all.
+
+    Args:
+        forward: the user's; see :func:`.calling.run`.
+
+    Attributes:
+        tensor: of the last run, (n, …), with its gradient required; None if the batch has none.
+    """
+
+    def __init__(self, forward: calling.Forward | None) -> None:
+        self._forward = forward
+        self.tensor: Tensor | None = None
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """See :data:`.calling.Forward`."""
+        found = first_floating(batch)
+        if found is None:
+            self.tensor = None
+            for module in model.modules():
+                if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                    module.weight.requires_grad_(True)
+        else:
+            start = found.clone() if found.is_inference() else found.detach()
+            self.tensor = start.requires_grad_()
+            batch = replaced(batch, found, self.tensor.clone())  # a leaf itself could not be changed in place
+        return calling.run(model, batch, self._forward)
+
+
+def first_floating(batch: Any) -> Tensor | None:
+    """The first floating-point tensor among the inputs of a batch that has its samples in dimension 0."""
+    samples = data.size(batch)
+    if isinstance(batch, Mapping):
+        parts = [part for key, part in batch.items() if key != "labels"]
+    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
+        parts = [*batch[:-1]]
+    else:
+        parts = [batch]
+    found: list[Tensor] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        if tensor.layout == torch.strided and tensor.is_floating_point() and tensor.ndim and len(tensor) == samples:
+            found.append(tensor)
+        return tensor
+
+    data.map_tensors(look, parts)
+    return found[0] if found else None
+
+
+def replaced(batch: Any, tensor: Tensor, other: Tensor) -> Any:
+    """The batch with another tensor in the place of one."""
+    return data.map_tensors(lambda held: other if held is tensor else held, batch)

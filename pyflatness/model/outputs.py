@@ -1,0 +1,77 @@
+"""What a model returns, as the one tensor that values are of."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import InputError
+
+_WAY_OUT = "pass forward=, a function (model, batch) -> (outputs, targets) that returns the outputs that are meant"
+
+
+def single(outputs: Any) -> Tensor | None:
+    """Return the logits in what a model returned: a tensor, ``logits`` by key or attribute, or a tuple's only tensor.
+
+    Further parts of a tuple may be parameters, whole numbers, or no tensors, as the caches of token models. None if it
+    is not clear which tensor is meant.
+    """
+    if isinstance(outputs, Tensor):
+        return outputs
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    if not isinstance(outputs, (tuple, list)) or not outputs or not isinstance(outputs[0], Tensor):
+        return None
+    others = [part for part in outputs[1:] if isinstance(part, Tensor) and not isinstance(part, nn.Parameter)]
+    return None if any(part.is_floating_point() for part in others) else outputs[0]
+
+
+def refusal(outputs: Any) -> InputError:
+    """Return the error that asks which tensor is meant."""
+    found = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    shapes = ", ".join(str(tuple(leaf.shape)) for leaf in found)
+    if not found:
+        return InputError(
+            f"model: no tensor, tuple or object with `logits` came out, got {type(outputs).__name__}; {_WAY_OUT}"
+        )
+    return InputError(
+        f"model: it returns a {type(outputs).__name__} with several tensors, {shapes}, and the loss takes one; "
+        f"{_WAY_OUT}"
+    )
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Several outputs of a model as one tensor (n, C), for a loss that takes them all.
+
+    Attributes:
+        structure: of what the model returned, as :mod:`torch.utils._pytree` has it.
+        shapes: of each output, without the samples.
+    """
+
+    structure: Any
+    shapes: tuple[torch.Size, ...]
+
+    @classmethod
+    def of(cls, outputs: Any) -> "tuple[SideBySide, Tensor]":
+        """Return where the outputs lie, and the tensor that they lie in.
+
+        Raises:
+            InputError: something else than floating-point tensors with a row for each sample is among them.
+        """
+        leaves, structure = pytree.tree_flatten(outputs)
+        floating = all(isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim for leaf in leaves)
+        if not leaves or not floating or len({len(leaf) for leaf in leaves}) > 1:
+            raise refusal(outputs)
+        whole = torch.cat([leaf.reshape(len(leaf), -1) for leaf in leaves], dim=1)
+        return cls(structure, tuple(leaf.shape[1:] for leaf in leaves)), whole
+
+    def apart(self, whole: Tensor) -> Any:
+        """Return what the model returned, from (n, C) of any number of samples."""
+        parts = whole.split([shape.numel() for shape in self.shapes], dim=1)
+        leaves = [part.reshape(len(part), *shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return pytree.tree_unflatten(leaves, self.structure)

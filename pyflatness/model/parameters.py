@@ -1,0 +1,106 @@
+"""A model run at other parameters than its own: these stay as they are, whatever happens."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from . import calling, state
+
+Parameters = dict[str, Tensor]
+Result = TypeVar("Result")
+
+
+def every(model: nn.Module) -> Parameters:
+    """The model's parameters by name, detached; one that has several names once.
+
+    Raises:
+        InputError: weights without values, or that are not floating-point numbers.
+    """
+    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, values in found.items():
+        if values.is_meta or not values.is_floating_point():
+            where = "on the meta device" if values.is_meta else f"{values.dtype}"
+            raise InputError(f"model: its parameter {name!r} is {where}; floating-point values are wanted")
+    return found
+
+
+def trainable(model: nn.Module) -> Parameters:
+    """Those parameters that require gradients.
+
+    Raises:
+        InputError: see :func:`every`; none of them does.
+    """
+    wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not wanted:
+        raise InputError("model: none of its parameters requires gradients, and the measure is over those that do")
+    return {name: values for name, values in every(model).items() if name in wanted}
+
+
+def noise(values: Mapping[str, Tensor], generator: torch.Generator) -> Parameters:
+    """Standard normal numbers of the shape of each tensor; in float32 where the tensor has fewer bits."""
+
+    def of(tensor: Tensor) -> Tensor:
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        return torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=dtype)
+
+    return {name: of(tensor) for name, tensor in values.items()}
+
+
+def moved(values: Mapping[str, Tensor], noise: Mapping[str, Tensor], spread: Callable[[Tensor], Any]) -> Parameters:
+    """θ + spread(θ) · noise, in the dtype of each tensor."""
+    return {name: (w + spread(w) * noise[name]).to(w.dtype) for name, w in values.items()}
+
+
+def run(
+    model: nn.Module, values: Mapping[str, Tensor], batch: Any, forward: calling.Forward | None
+) -> tuple[Tensor, Any]:
+    """As :func:`.calling.run`, with ``values`` in the place of the parameters of these names.
+
+    Args:
+        model: inside :func:`.state.observing`.
+        values: by name; tied names follow.
+        batch: see :func:`.calling.run`.
+        forward: see :func:`.calling.run`.
+    """
+    return inside(model, values, lambda: calling.run(model, batch, forward))
+
+
+def inside(model: nn.Module, values: Mapping[str, Tensor], work: Callable[[], Result]) -> Result:
+    """``work``, done while ``values`` are in the place of the parameters of these names.
+
+    Backward passes of a run belong in it too: activation checkpointing calls the model again in them.
+    """
+    with state.made_anew(model), contextlib.ExitStack() as stack:
+        stack.callback(state.put_back, state.attributes(model.modules()))
+        result: Result = torch.func.functional_call(_Work(model, work), _places(model, values), (), tie_weights=False)
+    return result
+
+
+def _places(model: nn.Module, values: Mapping[str, Tensor]) -> Parameters:
+    """The values by every place that holds their parameter, once: torch does not undo it where it swaps one twice.
+
+    So of tied parameters every module's, and of a module that has several names only the first.
+    """
+    own = dict(model.named_parameters())
+    by_parameter = {id(own[name]): tensor for name, tensor in values.items()}
+    return {
+        ".".join(filter(None, ("model", prefix, key))): by_parameter[id(parameter)]
+        for prefix, module in model.named_modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and id(parameter) in by_parameter
+    }
+
+
+class _Work(nn.Module):
+    """Anything done with a model, as a module, so that it can be called functionally."""
+
+    def __init__(self, model: nn.Module, work: Callable[[], Any]) -> None:
+        super().__init__()
+        self.model, self._work = model, work
+
+    def forward(self) -> Any:
+        return self._work()

@@ -1,0 +1,109 @@
+"""Choosing layers of a model: by qualified name, glob, ``re:…``, ``type:…`` or the module itself."""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..messages import shown
+from .layers import LAYERS, SUPPORTED, is_supported, why_not_supported
+
+Selector = str | nn.Module
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Layers that were asked for.
+
+    Attributes:
+        modules: name -> module, in the model's order.
+        named: those asked for by their own name (or module): each has to run.
+        optional: whether none at all has to run; else one has to.
+    """
+
+    modules: dict[str, nn.Module]
+    named: frozenset[str]
+    optional: bool = False
+
+
+def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) -> Selection:
+    """The supported layers that selectors mean; None means all of them.
+
+    Raises:
+        InputError: a selector that matches nothing, or nothing that can be measured; near names are listed.
+    """
+    every = dict(model.named_modules(remove_duplicate=False))
+    supported = {name: module for name, module in model.named_modules() if is_supported(module)}
+    if selectors is None:
+        if not supported:
+            own = next((name for name, module in every.items() if isinstance(module, LAYERS)), None)
+            why = "" if own is None else f"; {own!r} {why_not_supported(every[own])}"
+            raise InputError(f"layers: the model has none that can be measured ({SUPPORTED}){why}")
+        return Selection(supported, frozenset())
+    if not isinstance(selectors, Iterable) or isinstance(selectors, (str, bytes, type, nn.Module, Tensor)):
+        selectors = [selectors]
+    selectors = [*selectors]
+    if not selectors:
+        raise InputError("layers: an empty list; pass None for all layers")
+    chosen: dict[str, nn.Module] = {}
+    named = set()
+    first_name = {module: name for name, module in reversed(every.items())}
+    for selector in selectors:
+        names = [first_name[every[name]] for name in _matching(every, selector)]  # a shared module has several
+        if not isinstance(selector, str) or selector in every:
+            named.update(names)
+        usable = [name for name in names if is_supported(every[name])]
+        if not usable:
+            raise InputError(f"layer {names[0]!r} {why_not_supported(every[names[0]])}")
+        chosen.update((name, every[name]) for name in usable)
+    return Selection({name: chosen[name] for name in every if name in chosen}, frozenset(named))
+
+
+def one(model: nn.Module, selector: Selector) -> str:
+    """The one layer that a selector means.
+
+    Raises:
+        InputError: nothing or several layers match, or it cannot be measured.
+    """
+    matches = [*select(model, selector).modules]
+    if len(matches) > 1:
+        raise InputError(f"layer: {selector!r} matches {len(matches)} layers, one is wanted: {', '.join(matches[:8])}")
+    return matches[0]
+
+
+def _matching(every: dict[str, nn.Module], selector: Any) -> list[str]:
+    if isinstance(selector, nn.Module):
+        names = [name for name, module in every.items() if module is selector][:1]
+        if not names:
+            raise InputError(f"layer: this {type(selector).__name__} is not a part of the model")
+        return names
+    if not isinstance(selector, str):
+        wanted = "a name, glob, 're:…', 'type:…' or module is wanted"
+        if isinstance(selector, type):
+            raise InputError(f"layer: {wanted}, got a class; 'type:{selector.__name__}' is for all layers of it")
+        hint = f"; {str(selector)!r} is the name of one" if str(selector) in every else ""
+        raise InputError(f"layer: {wanted}, got {type(selector).__name__} {shown(selector)}{hint}")
+    names = [selector] if selector in every else _by_pattern(every, selector)
+    if not names:
+        candidates = [name for name, module in every.items() if is_supported(module)]
+        near = difflib.get_close_matches(selector, [name for name in every if name]) or candidates
+        raise InputError(f"layer: nothing in the model matches {selector!r}; did you mean {', '.join(near[:5])}?")
+    return names
+
+
+def _by_pattern(every: dict[str, nn.Module], pattern: str) -> list[str]:
+    kind, _, rest = pattern.partition(":")
+    if kind == "type" and rest:
+        return [name for name, module in every.items() if name and type(module).__name__ == rest]
+    if kind == "re" and rest:
+        try:
+            expression = re.compile(rest)
+        except re.error as error:
+            raise InputError(f"layer: {pattern!r} is not a regular expression ({error})") from None
+        return [name for name in every if name and expression.fullmatch(name)]
+    return [name for name, module in every.items() if is_supported(module) and fnmatch.fnmatchcase(name, pattern)]

@@ -1,0 +1,1 @@
+"""Mathematics of tensors that know of no model."""

@@ -1,0 +1,193 @@
+"""The user's forward pass as all public calls make it, held to what every value relies on.
+
+A value is of one function of a sample, and of a loss of that function's outputs. So a forward pass must not draw random
+numbers that matter, outputs must not change with the batch that a sample is in, and the loss must not depend on the
+parameters by another way. All are looked at where batches are run anyway: the first costs the comparison of two states
+of generators a batch (and a second pass where they differ), the second a pass of two samples a call, where no few
+samples were looked at before, and the third, for a loss that is a callable, such a pass and one evaluation of it. A
+pass whose graph will be differentiated is watched for what it detaches, see :mod:`.detached`.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import FlatnessError, InputError
+from ..losses import CustomLoss, Loss, remarks
+from ..losses.closure import REFUSAL, depends_on
+from ..messages import is_out_of_memory
+from ..model import calling, data, state
+from ..model.generators import Generators, OutsideTorch
+from ..model.outputs import SideBySide, single
+from .detached import Detached
+from .independence import check_unchanged, pair
+
+_CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called, and of which parameters
+_ROUNDING = 8  # units of the outputs' rounding that two passes over the same batch may differ by
+
+
+class Checked:
+    """A ``forward`` that calls the user's, or the model itself, and checks what comes of it.
+
+    Args:
+        model: inside :func:`.state.observing`.
+        loss: the user's.
+        forward: the user's; see :func:`.calling.run`.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, forward: calling.Forward | None) -> None:
+        self._forward, self._loss = forward, loss
+        modules = [*model.modules()]
+        self._generators = Generators(modules)
+        self._parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        self._is_first = True  # whether no batch was run yet, but to find something out
+        self._fewest = math.inf  # samples that were run to find something out
+        self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
+        self.detaches = False  # whether outputs depended on what derivatives take as constant, see :mod:`.detached`
+        self._loss_is_open = isinstance(loss, CustomLoss)  # whether it may depend on more than the outputs
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """See :data:`.calling.Forward`.
+
+        Raises:
+            InputError: random numbers that change the outputs; outputs that change with the batch that a sample is in;
+                a loss that depends on the parameters by another way.
+        """
+        if calling.is_dry_run():
+            outputs, targets = self._run(model, batch)
+            self._fewest = min(self._fewest, data.size(batch))
+        else:
+            before, outside = self._generators.states(), OutsideTorch() if self._is_first else None
+            outputs, targets = self._watched(model, batch) if torch.is_grad_enabled() else self._run(model, batch)
+            if self._generators.moved(before) or (outside is not None and outside.moved()):
+                self._check_repeated(model, batch, outputs)
+            if self._is_first and self._fewest >= data.size(batch):
+                self._check_independent(model, batch, outputs)
+            self._is_first = False
+            if self.notes is None and not outputs.is_meta and isinstance(targets, Tensor):
+                self.notes = ()
+                with contextlib.suppress(Exception):  # what does not go together is an error of the measure
+                    self.notes = remarks.of(self._loss, outputs, targets, self._parameters)
+        if self._loss_is_open and not outputs.is_meta and isinstance(targets, Tensor):
+            self._check_loss(model, batch)
+        return outputs, targets
+
+    def _tensor(self, returned: Any) -> Tensor:
+        """Return the outputs in what the model returned: side by side if there are several and the loss takes all."""
+        loss = self._loss
+        if not isinstance(loss, CustomLoss) or single(returned) is not None:
+            return calling.one_tensor(returned)
+        several, whole = SideBySide.of(returned)
+        if loss.several not in (None, several):
+            raise InputError(
+                f"model: its outputs have other shapes, {several.shapes}, than in the batches before, "
+                f"{loss.several.shapes}; pass forward=, a function (model, batch) -> (outputs, targets)"
+            )
+        loss.several = several
+        return whole
+
+    def _call(self, batch: Any) -> str:
+        """Return in words what was called, and on what."""
+        if self._forward is not None:
+            return f"forward(model, batch) on the batch {data.described(batch)}"
+        if isinstance(batch, Mapping):
+            keywords = {key: part for key, part in batch.items() if key != "labels"}
+            return f"model(**inputs) on the inputs {data.described(keywords)} (`labels` are the targets)"
+        return f"model(inputs) on the inputs {data.described(batch[0])}"
+
+    def _kinds(self) -> str:
+        """Return in words what the parameters are."""
+        kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in self._parameters}
+        return ", ".join(sorted(kinds)).replace("torch.", "")
+
+    def _run(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        try:
+            return calling.run(model, batch, self._forward, self._tensor)
+        except FlatnessError:
+            raise
+        except StopIteration as error:  # by itself it would be an error of a generator's, or the end of a loop
+            stopped = RuntimeError("the forward pass raised StopIteration")
+            setattr(stopped, _CALL, (self._call(batch), self._kinds()))
+            raise stopped from error
+        except Exception as error:
+            if not is_out_of_memory(error):
+                setattr(error, _CALL, (self._call(batch), self._kinds()))
+            raise
+
+    def _watched(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        with Detached() as detached:
+            outputs, targets = self._run(model, batch)
+        self.detaches |= detached.reaches(outputs)
+        return outputs, targets
+
+    def _check_repeated(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
+        """Raise if a second pass over a batch, in which random numbers were drawn, has other outputs."""
+        outputs = outputs.detach()
+        if not outputs.is_meta:
+            with calling.aside(), torch.no_grad():
+                again, _ = self._run(model, batch)
+            tolerance = _ROUNDING * torch.finfo(outputs.dtype).eps if outputs.is_floating_point() else 0.0
+            size = float(outputs.abs().amax().nan_to_num(0, 0, 0)) if outputs.numel() else 0.0
+            if outputs.shape == again.shape and torch.allclose(outputs, again, 0.0, tolerance * size, equal_nan=True):
+                return
+        mode = "it is in training mode: call model.eval() first, and " if model.training else ""
+        raise InputError(
+            f"model: it draws random numbers in its forward pass: on the same batch, {data.described(batch)}, a second "
+            f"pass has other outputs, so that a value would be one of many; {mode}switch off what draws them (dropout "
+            "that does not ask for self.training, added noise, sampling), or have it draw the same at every call"
+        )
+
+    def _check_independent(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
+        """Raise if two samples of a batch have other outputs without the others."""
+        samples = data.size(batch)
+        two = pair(samples)
+        if two is None or outputs.is_meta or outputs.ndim == 0 or len(outputs) % samples:
+            return
+        try:
+            with calling.aside(), torch.no_grad():
+                alone, _ = self._run(model, data.take(batch, two))
+        except Exception:  # not a batch that can be cut
+            return
+        check_unchanged(alone, data.rows_of(outputs, samples, two))
+
+    def _check_loss(self, model: nn.Module, batch: Any) -> None:
+        """Raise if the loss depends on the model's parameters otherwise than by the outputs; once."""
+        assert isinstance(self._loss, CustomLoss)
+        held = {*self._parameters, *model.parameters()}  # others where the model is run functionally
+        for part in (data.first(batch, min(2, data.size(batch))), batch):
+            with contextlib.suppress(Exception), state.made_anew(model), calling.aside():
+                found = depends_on(self._loss, functools.partial(self._run, model, part), held)
+                break
+        else:  # a loss that does not take these; the measure says better what is wrong
+            return
+        self._loss_is_open = False
+        if found:
+            raise InputError(REFUSAL)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Inside, an error that the user's forward pass raises, and that nothing catches, says what was called.
+
+    Inner code sees what was raised: a batch that cannot be cut, say, goes through the model whole then.
+
+    Raises:
+        InputError: such an error; what was raised is the cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(error, _CALL):
+            raise
+        raised = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
+        call, parameters_are = getattr(error, _CALL)
+        raise InputError(
+            f"model: {call} raised {type(raised).__name__}: {raised}; pass data that fit the model (its parameters are "
+            f"{parameters_are}), or forward=, a function (model, batch) -> (outputs, targets) that calls it as it "
+            "wants to be called"
+        ) from raised

@@ -1,0 +1,196 @@
+"""Make the cotangents that go backward: one column of one loss term of every sample, or random signs of all.
+
+    scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ,       M_i^(c) from the cotangent s_ic alone
+
+The s_ic are the columns of the square-root factor of the loss Hessian. Terms of one sample go apart: their cotangents
+would add up in M, and the cross terms are not in the curvature. Samples go together, since each has its own rows
+everywhere. Sampled, all columns of all terms go together with independent random signs: the cross terms are then zero
+in the mean.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .. import losses
+from ..errors import InputError
+from ..losses import Factors, Loss, Terms
+from ..model import data
+from ..numerics.signs import Signs
+from .runner import Run
+
+PASSES = 2048  # backward passes per batch that an exact sweep is ready to take
+STREAM = 0  # of the signs
+_ROUNDING = 1e-9  # a negative weight of so much of the largest is none
+
+
+@dataclass(frozen=True)
+class Cotangents:
+    """Hold the square-root factor of a batch's loss Hessian, whose columns are the cotangents to send.
+
+    A cotangent has the outputs' shape and dtype; its signs are (n,) float64, or None for all +1.
+
+    Attributes:
+        passes: how many there are.
+        sample_weights: (n,) float64, each sample's weight in a mean, the sum of its terms'.
+        bad: (n,), samples without a loss: NaN or infinity in their targets or outputs.
+        used: (n, L), whether the loss does not ignore each of a sample's L terms.
+        outputs: the model's, without their graph.
+    """
+
+    passes: int
+    sample_weights: Tensor
+    bad: Tensor
+    used: Tensor
+    outputs: Tensor
+    _rows: Tensor
+    _dim: int
+    _terms: Terms
+    _loss: Loss
+    _order: Tensor
+    _factors: Callable[[], Factors]
+
+    def exact(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield cotangents and their signs.
+
+        Raises:
+            InputError: more passes than :data:`PASSES`.
+        """
+        samples, terms = self._order.shape
+        if self.passes > PASSES:
+            raise InputError(
+                f"{self.passes} backward passes a batch ({terms} loss terms of a sample x "
+                f"{self._loss.columns(self._rows.shape[1])} output factors) are more than {PASSES}; pass probes= for a "
+                "value sampled from fewer, with a standard error"
+            )
+        first = torch.arange(samples, device=self._rows.device) * self.used.shape[1]
+        for t in range(terms):
+            index = first + self._order[:, t]
+            part = self._terms.take(index)
+            factors = self._loss.factors(self._rows[index], part)
+            counted = (part.scale != 0).unsqueeze(1)
+            whole = bool(counted.all())
+            for c in range(factors.count):
+                column, signs = factors.column(c)
+                values = (column if whole else torch.where(counted, column, 0.0)).to(self._rows.dtype)
+                if len(values) < len(self._rows):
+                    values = torch.zeros_like(self._rows).index_copy_(0, index, values)
+                yield self._shaped(values), signs
+
+    def sampled(self, signs: Signs, numbers: Tensor) -> Iterator[tuple[int, Tensor, float]]:
+        """Yield draw, cotangent and its sign, for samples by their numbers in the data.
+
+        The values of one draw are to be added up.
+        """
+        if not self.passes:
+            return
+        for draw, number in enumerate(signs.draws):
+            drawn = Signs(signs.seed, [number])(STREAM, numbers, self.places)
+            for mixed, sign in self._factors().mixed(drawn.view_as(self._rows)):
+                yield draw, self._counted(mixed), sign
+
+    def marked(self, values: Tensor) -> Tensor:
+        """Return values (…, n) of the samples, NaN for those without a loss."""
+        return values.masked_fill(self.bad, math.nan)
+
+    @property
+    def normaliser(self) -> float:
+        """Return the sum of the samples' weights; NaN if one of them has no loss, and so all together have none."""
+        return math.nan if bool(self.bad.any()) else float(self.sample_weights.sum())
+
+    @property
+    def places(self) -> int:
+        """Return how many columns all terms of a sample have."""
+        return self._rows.numel() // len(self._order)
+
+    def weights(self) -> Tensor:
+        """Return the weights of each sample's columns of all terms, (n, places) float64, none negative.
+
+        Raises:
+            InputError: a loss that is not convex in the outputs.
+        """
+        weights = torch.where((self._terms.scale != 0).unsqueeze(1), self._factors().weights(), 0.0)
+        negative = weights < -_ROUNDING * weights.nan_to_num(0.0).abs().amax()
+        if bool(negative.any()):
+            raise InputError(
+                f"probes='adaptive' is for losses that are convex in the outputs; this one curves down at "
+                f"{int(negative.view(len(self._order), -1).any(dim=1).sum())} of {len(self._order)} samples: pass "
+                "probes=k, a number of draws"
+            )
+        return weights.clamp_min(0.0).view(len(self._order), -1)
+
+    def chosen(self, signs: Tensor) -> Tensor:
+        """Return the cotangent Σ_c r_c s_c of signs r (n, places), 0 for columns that are left out."""
+        for mixed, sign in self._factors().mixed(signs.view_as(self._rows)):
+            if sign > 0:
+                return self._counted(mixed)
+        return torch.zeros_like(self.outputs)
+
+    def take(self, index: Tensor) -> "Cotangents":
+        """Return those of some samples, by their places; one may come more than once."""
+        samples, terms = self.used.shape
+        rows = (index.unsqueeze(1) * terms + torch.arange(terms, device=index.device)).flatten()
+        return replace(
+            self,
+            sample_weights=self.sample_weights[index],
+            bad=self.bad[index],
+            used=self.used[index],
+            outputs=data.rows_of(self.outputs, samples, index),
+            _rows=self._rows[rows],
+            _terms=self._terms.take(rows),
+            _order=self._order[index],
+            _factors=lambda: self._factors().take(rows),
+        )
+
+    def _counted(self, values: Tensor) -> Tensor:
+        """Return values as a cotangent, 0 for terms that do not count."""
+        return self._shaped(torch.where((self._terms.scale != 0).unsqueeze(1), values, 0.0).to(self._rows.dtype))
+
+    def _shaped(self, rows: Tensor) -> Tensor:
+        if not self._loss.positions or self._dim % self.outputs.ndim == self.outputs.ndim - 1:
+            return rows.view_as(self.outputs)
+        moved = self.outputs.movedim(self._dim, -1)
+        return rows.view(moved.shape).movedim(-1, self._dim)
+
+
+def of_run(run: Run, loss: Loss) -> Cotangents:
+    """Return the cotangents of a run's outputs; errors name its batch.
+
+    Raises:
+        InputError: targets that are no tensor, or see :func:`prepare`.
+    """
+    targets = losses.tensor_targets(run.targets, run.number)
+    with losses.of_batch(run.number):
+        return prepare(run.outputs, targets, loss, run.samples)
+
+
+def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Cotangents:
+    """Return the cotangents of a batch's outputs.
+
+    Samples are in dimension 0, or flattened into it with each sample's rows together.
+
+    Raises:
+        InputError: outputs that do not hold the samples.
+    """
+    outputs = outputs.detach()
+    if outputs.ndim == 0 or len(outputs) % samples:
+        raise InputError(f"the model's output {tuple(outputs.shape)} does not hold {samples} samples in dimension 0")
+    found = losses.rows(outputs, targets, loss)
+    rows = found.of(outputs)
+    terms = losses.marked(found.terms, rows, masks=not loss.elementwise)
+    counted = (terms.scale != 0).view(samples, -1)
+    most = counted.shape[1]
+    order = torch.arange(most, device=counted.device).expand(samples, -1)
+    if not bool(counted.all()):
+        most = int(counted.sum(dim=1).max())
+        order = counted.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+    passes = most * loss.columns(rows.shape[1])
+    weights = terms.weights.reshape(samples, -1).sum(dim=1)
+    used = torch.ones_like(counted) if terms.used is None else terms.used.view(samples, -1)
+    factors = functools.cache(lambda: loss.factors(rows, terms))
+    bad = terms.scale.isnan().view(samples, -1).any(dim=1)
+    return Cotangents(passes, weights, bad, used, outputs, rows, found.dim, terms, loss, order, factors)

@@ -1,0 +1,184 @@
+"""What is found out on a few samples before a sweep: which layers run, where they keep samples, what fits memory."""
+
+import contextlib
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import FlatnessError, InputError
+from ..model import calling, data, layers
+from ..numerics.directions import Directions
+from . import batch_layout
+from .batch_layout import Layout
+from .recorder import Recorder
+
+_SHARE = 16  # one sample of so many of the first batch is looked at, at least two and at most _MOST
+_MOST = 16
+_NUDGE = 16  # in units of rounding: seen through any smooth way, and hardly ever through a comparison
+
+
+@dataclass
+class Findings:
+    """What holds for the batches to come.
+
+    Attributes:
+        samples: how many were looked at.
+        start: the place in the batch of the first of them whose outputs are kept: not the first of all, if it can be
+            helped, so that what a sample has by its place in the batch is seen.
+        layouts: where each layer that ran may keep the samples, by what was seen, likely ones first.
+        outputs: the model's, for samples from there on.
+        bytes: that the graph and the layers' inputs and output gradients take per sample, about.
+        inputs: bytes of the layers' inputs per sample.
+        cuttable: whether the model runs on parts of a batch.
+    """
+
+    samples: int
+    start: int
+    layouts: dict[str, tuple[Layout, ...]]
+    outputs: Tensor
+    bytes: int
+    inputs: int
+    cuttable: bool
+
+
+def look(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    recorder: Recorder,
+    batch: Any,
+    forward: calling.Forward | None,
+    *,
+    whole: bool = False,
+) -> Findings:
+    """Runs some samples of a batch, or the ``whole`` of it, and sends cotangents back from some of them.
+
+    Raises:
+        InputError: a layer is not what its class says, or does not keep its samples apart.
+    """
+    samples = data.size(batch)
+    count = samples if whole else min(samples, max(2, min(_MOST, samples // _SHARE)))
+    start, cuttable = int(count < samples), True
+    try:
+        outputs, stored = _run(model, recorder, data.part(batch, start, start + count), forward)
+    except FlatnessError:
+        raise
+    except Exception:  # not a batch that can be cut; an error of the model's own comes again
+        start, count, cuttable = 0, samples, False
+        outputs, stored = _run(model, recorder, batch, forward)
+    check_samples(outputs, count)
+    layouts = {}
+    for name in recorder.calls:
+        output = recorder.calls[name][0].output
+        dims = 1 if layers.is_convolution(modules[name]) else output.ndim - 1
+        layouts[name] = tuple(batch_layout.candidates(output.shape, count, dims))
+    narrowed = narrow(outputs, recorder, layouts, count)
+    received = sum(
+        call.output.numel() * call.output.element_size() for made in recorder.calls.values() for call in made
+    )
+    taken = sum(_bytes(call.inputs) for made in recorder.calls.values() for call in made)
+    if 1 < count == samples and cuttable:  # else the batch itself will show it
+        alone = apart(model, data.part(batch, 1, 2), forward)
+        start, outputs = (0, outputs) if alone is None else (1, alone)
+    bytes_ = (stored + 2 * received) // count
+    return Findings(count, start, narrowed, outputs.detach(), bytes_, taken // count, cuttable)
+
+
+def narrow(
+    outputs: Tensor, recorder: Recorder, layouts: Mapping[str, tuple[Layout, ...]], samples: int
+) -> dict[str, tuple[Layout, ...]]:
+    """Return the layouts that remain when cotangents go back from some samples only.
+
+    From every second sample and from the others, and from halves if need be.
+
+    Raises:
+        InputError: none remains for a layer.
+    """
+    if samples == 1 or not layouts:
+        return dict(layouts)
+    place = torch.arange(samples, device=outputs.device)
+    left = dict(layouts)
+    cotangent = Directions().like(outputs)
+    for number, senders in enumerate((place % 2 == 0, place % 2 == 1, place < samples // 2, place >= samples // 2)):
+        if number == 2 and (samples == 2 or all(len(layouts) == 1 for layouts in left.values())):
+            break
+        rows = senders.repeat_interleave(len(outputs) // samples).view(-1, *(1,) * (outputs.ndim - 1))
+        gradients = recorder.gradients(outputs, cotangent * rows.to(cotangent.dtype))
+        for name in layouts:
+            left[name] = batch_layout.consistent(left[name], senders, gradients.get(name, []), samples)
+            if not left[name]:
+                raise batch_layout.mixed(name, gradients[name][0].shape, samples)
+    return left
+
+
+def check_samples(outputs: Tensor, samples: int) -> None:
+    """Raise if the model's output cannot be told apart by sample."""
+    if outputs.ndim == 0 or len(outputs) % samples:
+        raise InputError(f"the model's output {tuple(outputs.shape)} does not hold {samples} samples in dimension 0")
+
+
+def apart(model: nn.Module, batch: Any, forward: calling.Forward | None) -> Tensor | None:
+    """The model's outputs for a batch that is a part of another one; None if it does not run on that."""
+    try:
+        with calling.dry_run(), torch.no_grad():
+            return calling.run(model, batch, forward)[0]
+    except Exception:  # one of the model's own comes again with the whole batch
+        return None
+
+
+def matters(
+    model: nn.Module, module: nn.Module, calls: Collection[int], batch: Any, forward: calling.Forward | None
+) -> bool:
+    """Whether the model's outputs change, in any bit, when some calls of a layer, by number, give a little more."""
+    numbers, random = itertools.count(), Directions()
+
+    def nudge(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        if next(numbers) not in calls or output.numel() == 0:
+            return output
+        size = output.abs().amax()
+        return output + _NUDGE * torch.finfo(output.dtype).eps * torch.where(size > 0, size, 1) * random.like(output)
+
+    def outputs() -> Tensor:
+        with calling.dry_run(), torch.no_grad():
+            return calling.run(model, batch, forward)[0]
+
+    before = outputs()
+    handle = module.register_forward_hook(nudge, with_kwargs=True, prepend=True)
+    try:
+        return not torch.allclose(before, outputs(), rtol=0, atol=0, equal_nan=True)
+    finally:
+        handle.remove()
+
+
+def _run(model: nn.Module, recorder: Recorder, batch: Any, forward: calling.Forward | None) -> tuple[Tensor, int]:
+    """The outputs, and the bytes that the graph and the kept inputs hold."""
+    for _ in range(2):
+        with calling.dry_run(), recorder.recording(checking=True), saved_storages() as storages:
+            outputs, _ = calling.run(model, batch, forward)
+        if not recorder.overwritten():  # else once more, with copies
+            break
+    for calls in recorder.calls.values():
+        storages.update({call.inputs.untyped_storage()._cdata: _bytes(call.inputs) for call in calls})
+    return outputs, sum(storages.values())
+
+
+@contextlib.contextmanager
+def saved_storages() -> Iterator[dict[int, int]]:
+    """Sizes of the storages that autograd saves inside, parameters apart."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            storages[tensor.untyped_storage()._cdata] = _bytes(tensor)
+        return tensor.detach()  # the tensor itself would hold its own graph, in a cycle that nothing frees
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield storages
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Of the tensor, not of its storage, which may be the user's whole data."""
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,187 @@
+"""A chosen layer in the one form that all contractions take, rescaled where the user wants normalised values."""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from .. import contractions
+from ..contractions import DenseGradients, WeightGradients, promoted
+from ..errors import InputError
+from ..model import layers
+from ..options import Options
+from . import normalize
+from .runner import Run
+
+Parts = list[Tensor]
+
+
+class LayerForm:
+    """One layer's weight, inputs and output gradients.
+
+    A convolution is a weight matrix of its filters for each of its groups, or with ``conv="affine"`` the dense matrix
+    of all its inputs and outputs, of which the calls for a sample are the positions.
+
+    Args:
+        name: for errors.
+        module: the layer.
+        scale: of the layer's input channels, or None; see :mod:`.normalize`.
+        backend: a module from :func:`.contractions.choose`.
+        quantities: what is wanted.
+        options: of the user.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        scale: Tensor | None,
+        backend: ModuleType,
+        quantities: Sequence[str],
+        options: Options,
+    ) -> None:
+        self.name, self._module, self._scale = name, module, scale
+        self._backend, self._quantities = backend, quantities
+        self._dense = options.conv == "affine" and layers.is_convolution(module)
+        self._memory = options.memory or contractions.DEFAULT_MEMORY
+        self._sizes: set[tuple[int, ...]] = set()
+        self._gradients: WeightGradients | None = None
+
+    def gradients(self, run: Run) -> WeightGradients | DenseGradients:
+        """The contractions for the layer's calls in this run."""
+        if self._dense:
+            dense = Dense(self._module, self._scale, self._size(run), run.calls(self.name)[0].output)
+            return DenseGradients(dense, self._backend, self._quantities)
+        if self._gradients is None:
+            geometry = layers.geometry(self._module)
+            self._gradients = WeightGradients(
+                self.weight(run), geometry, self._backend, self._quantities, memory=self._memory
+            )
+        return self._gradients
+
+    def weight(self, run: Run) -> Tensor:
+        """(G, d, m), for inputs as :meth:`inputs` has them."""
+        if self._dense:
+            size = self._size(run)
+            dtype, device = layers.matrix(self._module)[0].dtype, run.outputs.device
+            pixels = torch.eye(torch.Size(size).numel(), dtype=dtype, device=device).unflatten(1, size)
+            if self._scale is not None:
+                pixels = normalize.multiplied(pixels, self._scale, 1).to(dtype)
+            dense: Tensor = layers.apply(self._module, pixels).flatten(1).t().unsqueeze(0)
+            return dense
+        return self.matrix
+
+    @property
+    def matrix(self) -> Tensor:
+        """(G, d, m), of a convolution its filters."""
+        weight: Tensor = layers.matrix(self._module)[0].unflatten(0, (layers.groups(self._module), -1))
+        if self._scale is None:
+            return weight
+        taps = layers.geometry(self._module).taps
+        columns = self._scale.view(len(weight), 1, -1).repeat_interleave(taps, dim=2)
+        scaled: Tensor = promoted(weight) * columns.to(contractions.promoted_dtype(weight.dtype))
+        return scaled
+
+    @property
+    def taps(self) -> int:
+        """Columns of the weight that belong to one input channel."""
+        return 1 if self._dense else layers.geometry(self._module).taps
+
+    def inputs(self, run: Run) -> Parts:
+        """φ of all calls, as the contractions want them."""
+        parts = [part for call in run.calls(self.name) for part in self._input_parts(run, call.inputs.detach())]
+        return parts if self._dense else layers.joined(self._module, parts)
+
+    def signal(self, run: Run, gradients: Sequence[Tensor]) -> Parts:
+        """δ of all calls, as the contractions want them."""
+        parts: Parts = []
+        for gradient in gradients:
+            parts += self._in_form(run.samples_first(self.name, gradient))
+        return parts if self._dense else layers.joined(self._module, parts)
+
+    def rows(self, run: Run, gradients: Sequence[Tensor]) -> Tensor:
+        """δ of all calls by position, (n, G, P, d): the gradients' entries in another order."""
+        parts = self.signal(run, gradients)
+        if self._dense:
+            return torch.stack([promoted(part).flatten(1) for part in parts], dim=1).unsqueeze(1)
+        return _joined([layers.geometry(self._module).rows(promoted(part)) for part in parts])
+
+    def placed(self, run: Run, rows: Tensor, output: Tensor) -> Tensor:
+        """Rows (n, G, P, d) as an output of one call, with their graph: the transpose of :meth:`rows`."""
+        empty = torch.zeros_like(output, requires_grad=True)
+        (placed,) = torch.autograd.grad(self.rows(run, [empty]), empty, rows, create_graph=True)
+        return placed
+
+    def fingerprints(self, run: Run) -> Tensor:
+        """A number for each sample's inputs, (n,), by which its row can be known again."""
+        total = torch.zeros(run.samples, dtype=torch.float64, device=run.outputs.device)
+        for number, call in enumerate(run.calls(self.name)):
+            rows = promoted(run.samples_first(self.name, call.inputs.detach())).flatten(1)
+            total += rows @ (torch.arange(rows.shape[1], device=rows.device) + number).cos().to(rows.dtype)
+        return total
+
+    def patches(self, run: Run, inputs: Sequence[Tensor]) -> Tensor:
+        """φ of some calls by position, (n, G, P, m), with the inputs' graph; for all of the layer's calls in a run.
+
+        Written out: a convolution's patches are as many times its input as it has taps.
+        """
+        parts = [promoted(part) for tensor in inputs for part in self._input_parts(run, tensor)]
+        if self._dense:
+            return torch.stack([part.flatten(1) for part in parts], dim=1).unsqueeze(1)
+        return _joined([layers.geometry(self._module).patches(part) for part in parts])
+
+    def _input_parts(self, run: Run, inputs: Tensor) -> Parts:
+        if self._scale is not None:
+            inputs = normalize.divided(inputs, self._scale, layers.class_dim(self._module))
+        if not self._dense:
+            inputs = layers.pad(self._module, inputs)
+        return self._in_form(run.samples_first(self.name, inputs))
+
+    def _in_form(self, tensor: Tensor) -> Parts:
+        return list(tensor.unbind(1)) if self._dense else layers.in_common_form(self._module, tensor)
+
+    def _size(self, run: Run) -> tuple[int, ...]:
+        """Of a sample's unpadded input."""
+        self._sizes |= {tuple(call.inputs.shape[1:]) for call in run.calls(self.name)}
+        if len(self._sizes) > 1:
+            raise InputError(
+                f"layer {self.name!r}: conv='affine' on inputs of several sizes {sorted(self._sizes)}; each would be "
+                "a dense matrix of its own"
+            )
+        (size,) = self._sizes
+        return size
+
+
+class Dense:
+    """A convolution as one dense matrix W (d, m), never written out; see :class:`.contractions.dense.DenseLayer`.
+
+    Args:
+        module: the convolution.
+        scale: of its input channels, by which inputs are divided and columns multiplied, or None.
+        size: of a sample's unpadded input.
+        output: of one of its calls.
+    """
+
+    def __init__(self, module: nn.Module, scale: Tensor | None, size: tuple[int, ...], output: Tensor) -> None:
+        self._module, self._scale, self._size = module, scale, size
+        self.d, self.m = output[0].numel(), torch.Size(size).numel()
+        self.device = layers.matrix(module)[0].device
+
+    def carried(self, delta: Tensor) -> Tensor:
+        """Wᵀ δ: the gradient in the layer's unpadded input through this layer alone."""
+        gamma = layers.carried(self._module, delta, self._size)
+        return gamma if self._scale is None else normalize.multiplied(gamma, self._scale, 1)
+
+    def applied(self, inputs: Tensor, power: int) -> Tensor:
+        """W x, or (W ∘ W) x: of a convolution padded with zeros an entry of W is an entry of its weight."""
+        weight = self._module.weight
+        assert isinstance(weight, Tensor)
+        if self._scale is not None:
+            inputs = normalize.multiplied(inputs, self._scale**power, 1)
+        return layers.affine(self._module, promoted(inputs), promoted(weight.detach()) ** power, None)
+
+
+def _joined(calls: Parts) -> Tensor:
+    """Positions of all calls."""
+    return calls[0] if len(calls) == 1 else torch.cat(calls, dim=2)

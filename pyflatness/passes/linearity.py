@@ -1,0 +1,298 @@
+"""Whether the GGN value of a layer is the Hessian's: whether the model is locally linear in the layer's weight.
+
+κ of the GGN equals κ of the Hessian exactly where f is locally linear in w: behind ReLUs, pooling, eval BatchNorm,
+sums. Comparing the two values would prove nothing: they agree at a trained minimum whatever the network is (the
+residual vanishes there). It is read off autograd's graph where every operation behind the layer is known to be linear
+in pieces; elsewhere second derivatives are taken at every sample. A layer that is called on its own output is not
+linear in its weight whatever is behind it.
+"""
+
+import functools
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, get_gradient_edge
+
+from ..errors import InputError
+from ..numerics.directions import Directions
+from .recorder import Call, Recorder
+
+Calls = Mapping[str, Sequence[Call]]
+Gradients = Mapping[str, Sequence[Tensor]]
+Users = Mapping[Node, Sequence[Node]]
+"""For each node of a graph, the nodes that take its result."""
+
+
+OPAQUE, RECURRENT, NONLINEAR = "opaque", "recurrent", "nonlinear"
+"""Why a layer is not certified: a function behind it that torch did not write; its own outputs; second derivatives."""
+
+
+TAKEN_AS_THEY_ARE = "second derivatives of functions that torch did not write taken as they are"
+
+
+def refuse_opaque(names: Sequence[str]) -> None:
+    """Raise if there are layers whose Hessian value cannot be told from another one.
+
+    Raises:
+        InputError: some names are given.
+    """
+    if names:
+        listed = ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        raise InputError(
+            f"behind layer {listed} is a function that torch did not write (a torch.autograd.Function, a kernel of "
+            "another library), whose second derivative may be missing without a sign: curvature='hessian' takes it "
+            "as it is, curvature='ggn' gives the GGN value, another number"
+        )
+
+
+@torch.enable_grad()
+def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: Iterable[str]) -> dict[str, str]:
+    """Those of some layers in whose weight f is not certified to be linear, at any sample of a forward pass, and why.
+
+    Where autograd's graph does not prove it, second derivatives of ⟨v, f⟩ in the layer's output are taken along a
+    random direction and have to vanish exactly. All layers are moved at once first: behind ReLUs f is linear in all
+    outputs jointly. Where that gives more than zero for a layer (it may be multiplied by another), it is moved alone.
+    """
+    calls = {name: recorder.calls[name] for name in names if name in recorder.calls}
+    reading = _read(users, calls)
+    found = {name: RECURRENT for name, made in calls.items() if feeds_itself(made)}
+    found |= dict.fromkeys(reading.opaque, OPAQUE)
+    rest = {name: calls[name] for name in calls if name not in reading.proven | found.keys()}
+    if rest:
+        random = Directions()
+        gradients = recorder.gradients(outputs, random.like(outputs), create_graph=True)
+        moving = _changing(rest, gradients, list(rest), random)
+        found |= {name: NONLINEAR for name in moving if _changing(rest, gradients, [name], random)}
+    return found
+
+
+@torch.enable_grad()
+def nonlinear_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, str]:
+    """Those of some leaves of the outputs' graph in which f is not certified to be linear, and why.
+
+    Each by itself: what it is multiplied by may depend on other leaves, but not on itself, as in a recurrent layer. As
+    in :func:`nonlinear_layers`, where the graph does not prove it second derivatives have to vanish exactly.
+    """
+    reading = read_parameters(outputs, leaves)
+    found = dict.fromkeys(reading.opaque, OPAQUE)
+    rest = {name: leaf for name, leaf in leaves.items() if name not in reading.proven | found.keys()}
+    if rest:
+        random = Directions()
+        gradients = torch.autograd.grad(
+            outputs, [*rest.values()], random.like(outputs), create_graph=True, allow_unused=True
+        )
+        turning = zip(rest.items(), gradients, strict=True)
+        found |= {name: NONLINEAR for (name, leaf), g in turning if g is not None and _turns(g, leaf, random)}
+    return found
+
+
+# As autograd's graph names them: linear in pieces on any real inputs, or in each of their inputs, or in some.
+_KINDS = {
+    "quotient": re.compile(r"DivBackward\d+"),
+    "product": re.compile(
+        r"(\w*Convolution|Addmm|Mm|Bmm|Baddbmm|Addbmm|Mv|Dot|Mul|Linear|MkldnnLinear|PreluKernel|Embedding|"
+        r"EmbeddingBag)Backward\d+"
+    ),
+    "batch norm": re.compile(r"NativeBatchNormBackward\d+"),
+    "norm": re.compile(r"Native(Layer|Group)NormBackward\d+"),
+    "piecewise": re.compile(
+        r"(Relu|LeakyRelu|Hardtanh|Threshold|Abs|Clamp\w*|Max|Min|Amax|Amin|Maximum|Minimum|Where|MaskedFill|"
+        r"Gather|Sort|Topk|Add|Sub|Rsub|Neg|Sum|Mean|Cumsum|\w*Pool[123]?D?\w*|\w*Pad\w*|Upsample\w+|PixelShuffle|"
+        r"View|UnsafeView|ReshapeAlias|Reshape|Alias|T|Transpose|Permute|Movedim|Unsqueeze|Squeeze|Expand|Repeat|Flatten|"
+        r"Unflatten|Cat|Stack|Split\w*|UnsafeSplit\w*|Chunk|Slice|Select|Narrow|Index|IndexSelect|Unbind|Unfold|Flip|Roll|"
+        r"Diagonal|AsStrided|Clone|ToCopy|Col2Im|Im2Col)Backward\d+|(torch::autograd::)?CopyBackwards"
+    ),
+}
+_OF_TORCH = re.compile(r"\w+Backward\d+|(torch::autograd::)?CopyBackwards|torch::autograd::CopySlices")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What autograd's graph says of layers.
+
+    Attributes:
+        proven: f is linear in pieces in their outputs.
+        opaque: there is a function behind them that torch did not write, whose second derivative may be missing.
+    """
+
+    proven: frozenset[str]
+    opaque: frozenset[str]
+
+
+def read(outputs: Tensor, calls: Calls) -> Reading:
+    """What is behind each layer's output, by the names of the graph's nodes."""
+    return _read(users_of(outputs), calls)
+
+
+def _read(users: Users, calls: Calls) -> Reading:
+    is_piecewise, is_of_torch = functools.cache(_is_piecewise), functools.cache(_is_of_torch)
+    proven, opaque = set(), set()
+    for name, made in calls.items():
+        behind = _behind([call.edge.node for call in made], users)
+        if all(map(is_piecewise, behind)):
+            proven.add(name)
+        if not all(map(is_of_torch, behind)):
+            opaque.add(name)
+    return Reading(frozenset(proven), frozenset(opaque))
+
+
+def read_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> Reading:
+    """What is behind each leaf, by the names of the graph's nodes; one that has no part in it is proven."""
+    users, proven, opaque = users_of(outputs), set(), set()
+    for name, leaf in leaves.items():
+        start = get_gradient_edge(leaf).node
+        behind = _behind([start], users)
+        if all(_is_piecewise(node, behind | {start}) for node in behind):
+            proven.add(name)
+        if not all(map(_is_of_torch, behind)):
+            opaque.add(name)
+    return Reading(frozenset(proven), frozenset(opaque))
+
+
+def unreached(outputs: Tensor, users: Users, calls: Calls) -> dict[str, frozenset[int]]:
+    """By layer the calls, by number, to whose outputs autograd has no path from the model's; layers that have some."""
+    last = outputs.grad_fn
+    found = {
+        name: frozenset(n for n, call in enumerate(made) if call.edge.node not in users and call.edge.node != last)
+        for name, made in calls.items()
+    }
+    return {name: numbers for name, numbers in found.items() if numbers}
+
+
+def has_fused_attention(users: Users) -> bool:
+    """Whether a kernel of attention was run that has no second derivative."""
+    return any("ScaledDotProduct" in node.name() for node in users)
+
+
+def check_complete(what: str, gradients: Sequence[Tensor]) -> None:
+    """Raise if the graph of gradients in one layer or parameter lacks a function behind it that is opaque.
+
+    Raises:
+        InputError: it does not depend on anything, or on what a function gave that can be differentiated once only.
+    """
+    turning = [gradient for gradient in gradients if gradient.requires_grad]
+    nodes = {node.name() for part in turning for node in (part.grad_fn, *users_of(part)) if node}
+    if not turning or "torch::autograd::Error" in nodes:
+        raise InputError(
+            f"{what}: the second derivative of a function behind it is missing (its backward pass is not "
+            "differentiable); write that in differentiable operations, or take relative flatness by curvature='ggn', "
+            "another number"
+        )
+
+
+@torch.enable_grad()
+def feeds_itself(calls: Sequence[Call]) -> bool:
+    """Whether the input of a call depends on the output of an earlier one."""
+    edges = [call.edge for call in calls]
+    for number, call in enumerate(calls):
+        if number == 0 or call.inputs.grad_fn is None:
+            continue
+        found = torch.autograd.grad(call.inputs.sum(), edges[:number], retain_graph=True, allow_unused=True)
+        if any(gradient is not None for gradient in found):
+            return True
+    return False
+
+
+def _is_piecewise(node: Node, moved: Collection[Node] | None = None) -> bool:
+    """Whether an operation is linear in pieces in those of its inputs that ``moved`` nodes give; None: in all."""
+    kind = _kind(node.name())
+    if not kind or not _is_of_torch(node) or any(entry.dtype.is_complex for entry in node._input_metadata):
+        return False
+    if kind == "piecewise":
+        return True
+    sources = [source for source, _ in node.next_functions]
+    inputs = [place for place, source in enumerate(sources) if source and (moved is None or source in moved)]
+    if kind == "batch norm":
+        return not getattr(node, "_saved_training", True) and len(inputs) == 1
+    if kind == "norm":
+        return inputs in ([1], [2])  # weight, bias
+    return len(inputs) == 1 and not (kind == "quotient" and inputs == [1])
+
+
+def _is_of_torch(node: Node) -> bool:
+    return not isinstance(cast(object, node), BackwardCFunction) and _has_name_of_torch(node.name())
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_name_of_torch(name: str) -> bool:
+    return bool(_OF_TORCH.fullmatch(name))
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind(name: str) -> str:
+    """What an operation of this name is, as :func:`_is_piecewise` tells them apart; empty: linear in nothing."""
+    return next((kind for kind, names in _KINDS.items() if names.fullmatch(name)), "")
+
+
+def _behind(starts: Iterable[Node], users: Users) -> set[Node]:
+    """The nodes that depend on some others, these not among them."""
+    behind: set[Node] = set()
+    stack = [user for start in starts for user in users.get(start, ())]
+    while stack:
+        node = stack.pop()
+        if node not in behind:
+            behind.add(node)
+            stack += users.get(node, ())
+    return behind
+
+
+def users_of(outputs: Tensor) -> Users:
+    """Return, for each node of the outputs' graph but the last one, the nodes that take its result."""
+    users: dict[Node, list[Node]] = {}
+    stack = [] if outputs.grad_fn is None else [outputs.grad_fn]
+    seen = set(stack)
+    while stack:
+        user = stack.pop()
+        for node, _ in user.next_functions:
+            if node is None:
+                continue
+            users.setdefault(node, []).append(user)
+            if node not in seen:
+                seen.add(node)
+                stack.append(node)
+    return users
+
+
+def _changing(calls: Calls, gradients: Gradients, moved: Sequence[str], random: Directions) -> set[str]:
+    """Layers in ``moved`` whose gradient changes when all of these layers' outputs are moved."""
+    pushed = torch.zeros((), dtype=torch.float64, device="cpu")
+    for name in moved:
+        for gradient in gradients[name]:
+            if gradient.requires_grad:
+                pushed = pushed.to(gradient.device) + (gradient * random.like(gradient)).sum(dtype=torch.float64)
+    if not pushed.requires_grad:
+        return set()
+    edges = [call.edge for name in moved for call in calls[name]]
+    try:
+        changes = torch.autograd.grad(pushed, edges, retain_graph=True, allow_unused=True)
+    except RuntimeError:  # an operation without a second derivative: nothing is certified
+        return set(moved)
+    owners = [name for name in moved for _ in calls[name]]
+    first = [gradient for name in moved for gradient in gradients[name]]
+    found = zip(owners, changes, first, strict=True)
+    return {name for name, change, gradient in found if _turned(change, gradient)}
+
+
+def _turns(gradient: Tensor, leaf: Tensor, random: Directions) -> bool:
+    """Whether a gradient in a leaf changes with it."""
+    if not gradient.requires_grad:
+        return False
+    pushed = (gradient * random.like(gradient)).sum(dtype=torch.float64)
+    try:
+        (change,) = torch.autograd.grad(pushed, leaf, retain_graph=True, allow_unused=True)
+    except RuntimeError:  # an operation without a second derivative: nothing is certified
+        return True
+    return change is not None and bool((change != 0).any())  # with NaN too: samples cannot be told apart in it
+
+
+def _turned(change: Tensor | None, gradient: Tensor) -> bool:
+    """Whether a gradient changes: also where it is finite and its change is not, as behind a root of 0."""
+    if change is None:
+        return False
+    undefined = ~change.isfinite() & gradient.isfinite()  # elsewhere a sample itself has NaN, which proves nothing
+    return bool(((change.nan_to_num(0.0) != 0) | undefined).any())

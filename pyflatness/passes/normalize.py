@@ -1,0 +1,185 @@
+"""Standard deviations of features, by which the normalised measures rescale (Petzka et al. 2021, Theorem 4).
+
+    κ_n = Σ with φ_j / σ_j for φ_j and w_j σ_j for w_j
+
+σ_j is the biased, unweighted standard deviation over the rows that the loss does not ignore. A feature that is zero
+throughout drops out; a constant c ≠ 0 takes |c|. Only so does no rescaling of a neuron change the value.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..contractions import promoted
+from ..errors import NonFiniteError
+from ..losses import Loss
+from ..model import layers
+from . import cotangents
+from .cotangents import Cotangents
+from .runner import Run, Runner
+
+_ULPS = 16  # a deviation below so many units in the last place of the largest entry is none
+
+
+class FeatureScale:
+    """Running mean, deviation and largest magnitude of each feature, in float64 (Chan's update).
+
+    ``rows`` says how many rows were taken in.
+    """
+
+    def __init__(self) -> None:
+        self.rows = self._features = 0
+        self._mean = self._squares = self._largest = torch.zeros((), dtype=torch.float64, device="cpu")
+        self._eps, self._device = 0.0, torch.device("cpu")
+
+    def add(self, features: Tensor) -> None:
+        """Take in rows (rows, m)."""
+        self._features, self._device = features.shape[1], features.device
+        if len(features) == 0:
+            return
+        self._eps = torch.finfo(features.dtype).eps
+        rows = features.double()
+        mean = rows.mean(dim=0)
+        squares = (rows - mean).square().sum(dim=0)
+        largest = rows.abs().amax(dim=0)
+        if self.rows == 0:
+            self.rows, self._mean, self._squares, self._largest = len(rows), mean, squares, largest
+            return
+        total = self.rows + len(rows)
+        shift = mean - self._mean
+        self._squares = self._squares + squares + shift.square() * (self.rows * len(rows) / total)
+        self._mean = self._mean + shift * (len(rows) / total)
+        self._largest = torch.maximum(self._largest, largest)
+        self.rows = total
+
+    def scale(self) -> Tensor:
+        """(m,) float64: σ_j, |c| for a constant feature, 0 for one that is zero throughout (and drops out).
+
+        Ones where no rows were taken in.
+        """
+        if self.rows == 0:
+            return torch.ones(self._features, dtype=torch.float64, device=self._device)
+        deviation = (self._squares / self.rows).sqrt()
+        constant = deviation <= _ULPS * self._eps * self._largest
+        return torch.where(constant, self._largest, deviation)
+
+
+def apply(scale: Tensor, matrix: Tensor, *, inverse: bool = False) -> Tensor:
+    """The last dimension of ``matrix`` times ``scale``, or divided by it; entries of scale 0 dropped."""
+    matrix, kept = promoted(matrix), scale > 0
+    factors = scale[kept]
+    columns = matrix if bool(kept.all()) else matrix[..., kept]
+    return columns * (1 / factors if inverse else factors).to(matrix.dtype)
+
+
+def multiplied(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
+    """``tensor`` times the scale of its channels, which are in ``dim``."""
+    sizes = [1] * tensor.ndim
+    sizes[dim] = len(scale)
+    tensor = promoted(tensor)
+    return tensor * scale.view(sizes).to(tensor.dtype)
+
+
+def divided(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
+    """``tensor`` divided by the scale of its channels; channels of scale 0 become 0, which drops them."""
+    return multiplied(tensor, torch.where(scale > 0, 1 / scale, 0.0), dim)
+
+
+def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Tensor]:
+    """The scale of every layer's input channels, by one pass over the data.
+
+    Rows are positions, or the unpadded pixels of a convolution. Positions of ignored targets are left out where the
+    layer's positions are the loss's; with them the padding of an ``attention_mask``; else samples without any target.
+    So are, but under ``nan_policy="raise"``, samples that have no value of the layer.
+
+    Raises:
+        NonFiniteError: NaN or infinity in a layer's input, under ``nan_policy="raise"``.
+    """
+    deviations: dict[str, FeatureScale] = {}
+    for rows in runner.results(lambda run: _rows(runner, run, loss, nan_policy)):
+        for name, kept in rows.items():
+            deviations.setdefault(name, FeatureScale()).add(kept)
+    return {name: deviation.scale() for name, deviation in deviations.items()}
+
+
+def left_out(runner: Runner, run: Run, sent: Cotangents) -> Tensor:
+    """Return which samples (n,) ``nan_policy="omit"`` leaves out of the deviations, and so has to out of the values.
+
+    Those without a loss, and those with NaN or infinity in a row that counts of a layer's input.
+    """
+    bad = [~kept.good for kept in _kept(runner, run, sent).values()]
+    return torch.stack([sent.bad, *bad]).any(dim=0)
+
+
+def late(number: int, count: int, what: str) -> NonFiniteError:
+    """Return the error of samples that turn out to have no value when the deviations have them in already."""
+    return NonFiniteError(
+        f"batch {number}: {count} {what} with finite inputs and targets have NaN or infinity (or squares beyond the "
+        "dtype's range) in the derivatives, so that nan_policy='omit' cannot leave them out of the deviations of "
+        "normalize='std' too; leave them out of the data"
+    )
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A layer's inputs (n, rows, channels); which rows count (n, rows); the samples (n,) that are finite in those."""
+
+    rows: Tensor
+    mask: Tensor
+    good: Tensor
+
+
+def _kept(runner: Runner, run: Run, sent: Cotangents) -> dict[str, _Kept]:
+    """By layer."""
+    found = {}
+    for name, module in runner.modules.items():
+        if run.calls(name):
+            rows = _by_sample(module, run, name)
+            mask = _mask(run, sent.used, rows.shape[1], layers.is_pointwise(module))
+            good = torch.ones_like(sent.bad)
+            if not bool(rows.sum().isfinite()):
+                good = (rows.isfinite().all(dim=2) | ~mask).all(dim=1)
+            found[name] = _Kept(rows, mask, good)
+    return found
+
+
+def _rows(runner: Runner, run: Run, loss: Loss, nan_policy: str) -> dict[str, Tensor]:
+    """(rows, channels) of each layer's input, those that count."""
+    sent = cotangents.of_run(run, loss)
+    found = _kept(runner, run, sent)
+    for name, kept in found.items():
+        if nan_policy == "raise" and not bool(kept.good.all()):
+            raise NonFiniteError(
+                f"batch {run.number}: {int((~kept.good).sum())} of {run.samples} samples have NaN or infinity in the "
+                f"input of layer {name!r}; pass nan_policy='omit' or 'propagate' to go on"
+            )
+    everywhere = torch.stack([~sent.bad, *(kept.good for kept in found.values())]).all(dim=0)
+    counted = {}
+    for name, kept in found.items():
+        good = everywhere if nan_policy == "omit" else kept.good & ~sent.bad
+        counted[name] = kept.rows[kept.mask & good.unsqueeze(1)]
+    return counted
+
+
+def _by_sample(module: nn.Module, run: Run, name: str) -> Tensor:
+    """(n, rows, channels)."""
+    parts = []
+    for call in run.calls(name):
+        inputs = run.samples_first(name, call.inputs.detach())
+        if layers.is_convolution(module):
+            inputs = inputs.movedim(2, -1)
+        parts.append(inputs.reshape(run.samples, -1, inputs.shape[-1]))
+    return torch.cat(parts, dim=1)
+
+
+def _mask(run: Run, used: Tensor, rows: int, pointwise: bool) -> Tensor:
+    """(n, rows), which of a layer's rows count."""
+    mask = used.any(dim=1, keepdim=True).expand(-1, rows)
+    if pointwise and rows == used.shape[1]:
+        mask = used
+    attention = run.batch.get("attention_mask") if isinstance(run.batch, Mapping) else None
+    if isinstance(attention, Tensor) and pointwise and attention.shape == mask.shape:
+        mask = mask & (attention != 0)
+    return mask

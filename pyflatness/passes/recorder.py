@@ -1,0 +1,198 @@
+"""What a sweep remembers of a forward pass: the inputs of chosen layers, and where their outputs are in the graph.
+
+Outputs are kept as gradient edges, so that an in-place operation behind a layer does no harm: it goes on from there.
+Not so for an output that is a view, as ``F.linear`` with a bias gives one in three dimensions or more: the operation
+then becomes a part of the history of what is viewed, and the view's edge is on no path to the model's outputs. Such an
+output is handed on as an alias with a history of its own.
+
+Nothing in front of the first chosen layer is recorded: no parameter requires a gradient meanwhile, and a layer whose
+input does not either gets an alias of it that does.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from .. import interrupts
+from ..errors import InputError, NoGraphError
+from ..messages import check_tensor
+from ..model import layers
+from ..model.calling import is_aside, version
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer.
+
+    Attributes:
+        inputs: the tensor that went in; it still has its graph.
+        version: of its contents, as counted by torch, when it went in.
+        edge: of the output.
+        input_edge: of the input, as it was when it went in; None for a view that is modified in place afterwards, whose
+            gradient in that is no longer to be had.
+        output: an empty tensor of the output's shape and dtype, on the meta device.
+    """
+
+    inputs: Tensor
+    version: int
+    edge: GradientEdge
+    input_edge: GradientEdge | None
+    output: Tensor
+
+
+class Recorder:
+    """Hooks on layers; their calls, by name, of the last forward pass inside :meth:`recording`."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules, self._active, self._checking, self._paused = modules, False, False, False
+        self._copied: set[str] = set()
+        self.calls: dict[str, list[Call]] = {}
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Hooks are there inside."""
+        with contextlib.ExitStack() as stack:
+            for name, module in self._modules.items():
+                before = module.register_forward_pre_hook(self._alias(name), with_kwargs=True)
+                stack.callback(before.remove)
+                # In front of the user's hooks: what they return is not the layer's own output.
+                after = module.register_forward_hook(self._keep(name), with_kwargs=True, prepend=True)
+                stack.callback(after.remove)
+            stack.callback(self.calls.clear)
+            yield
+
+    @contextlib.contextmanager
+    def recording(self, *, checking: bool = False) -> Iterator[None]:
+        """Calls inside are kept; those of recomputation in a backward pass come later and are not.
+
+        Raises:
+            InputError: a layer runs without a graph, or (when ``checking``) its output is not W φ + b.
+        """
+        self.calls.clear()
+        self._active, self._checking = True, checking
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            self._active = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Layers are called as if there were no hooks inside; what was recorded stays."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def gradients(
+        self, outputs: Tensor, cotangent: Tensor, names: Iterable[str] | None = None, *, create_graph: bool = False
+    ) -> dict[str, list[Tensor]]:
+        """Of ⟨cotangent, outputs⟩ in the output of every call of some layers, or all; zeros where there is no path."""
+        made = {name: self.calls[name] for name in (self.calls if names is None else names)}
+        edges = [call.edge for calls in made.values() for call in calls]
+        found: Sequence[Tensor | None] = [None] * len(edges)
+        interrupts.check()
+        if outputs.requires_grad:
+            found = torch.autograd.grad(
+                outputs, edges, cotangent, create_graph=create_graph, retain_graph=True, allow_unused=True
+            )
+        flat = iter(found)
+        return {name: [_or_zeros(next(flat), call, outputs) for call in calls] for name, calls in made.items()}
+
+    def overwritten(self) -> set[str]:
+        """Layers whose kept input was modified in place since; from now on a copy of it is kept."""
+        names = {name for name, calls in self.calls.items() if any(version(c.inputs) != c.version for c in calls)}
+        self._copied |= names
+        return names
+
+    def _alias(self, name: str) -> Any:
+        def alias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._paused or is_aside():
+                return None
+            if self._active and not torch.is_grad_enabled():
+                raise NoGraphError(
+                    f"layer {name!r} runs without recording a graph: under torch.no_grad() inside the model, or in "
+                    "reentrant activation checkpointing (pass use_reentrant=False to torch.utils.checkpoint)"
+                )
+            key = next(iter(kwargs), None) if not args else None
+            inputs = args[0] if args else kwargs.get(str(key))
+            if not isinstance(inputs, Tensor):
+                return None
+            check_tensor(f"layer {name!r}: input", inputs)
+            if inputs.requires_grad or not torch.is_grad_enabled():
+                return None  # else also in a backward pass: activation checkpointing computes the same again
+            layers.check_dtype(f"layer {name!r}: input", inputs.dtype)
+            inputs = (inputs.clone() if inputs.is_inference() else inputs.detach()).requires_grad_()
+            return ((inputs, *args[1:]), kwargs) if args else (args, {**kwargs, str(key): inputs})
+
+        return alias
+
+    def _keep(self, name: str) -> Any:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
+            inputs = args[0] if args else next(iter(kwargs.values()), None)
+            if self._paused or is_aside() or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
+                return None
+            own = _with_own_history(output)  # also in a backward pass, see above
+            if self._active:
+                self._take(name, module, inputs, own)
+            return None if own is output else own
+
+        return keep
+
+    def _take(self, name: str, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
+        weight = module._parameters.get("weight")
+        if inputs.ndim < (weight.ndim if weight is not None and layers.is_convolution(module) else 2):
+            raise InputError(
+                f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
+                f"it one, {(1, *inputs.shape)}"
+            )
+        if self._checking and not layers.computes(module, inputs, output):
+            raise InputError(
+                f"layer {name!r} ({type(module).__name__}): its output is not W φ + b of its weight and input; its "
+                "forward is replaced (by an adapter, quantisation, …) and cannot be measured"
+            )
+        overwritten = name in self._copied
+        kept = inputs.clone() if overwritten else inputs
+        input_edge = None if overwritten and inputs._is_view() else get_gradient_edge(inputs)
+        shape = torch.empty_like(output, device="meta", requires_grad=False)
+        call = Call(kept, version(kept), get_gradient_edge(output), input_edge, shape)
+        self.calls.setdefault(name, []).append(call)
+
+
+@contextlib.contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter requires a gradient inside; each as it was afterwards."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    if any(parameter.is_inference() for parameter, _ in flags):
+        raise InputError(
+            "model: its parameters were made in inference mode and take no part in a graph; copy it outside"
+        )
+    try:
+        for parameter, _ in flags:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+def _or_zeros(gradient: Tensor | None, call: Call, outputs: Tensor) -> Tensor:
+    if gradient is not None:
+        return gradient
+    return torch.zeros(call.output.shape, dtype=call.output.dtype, device=outputs.device)
+
+
+def _with_own_history(output: Tensor) -> Tensor:
+    """A layer's output, or an alias of it where it is a view in a graph; a copy in layouts that have no such alias."""
+    if not (output.requires_grad and output._is_view()):
+        return output
+    if output.layout != torch.strided:
+        return output.clone()
+    alias: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+    return alias

@@ -1,0 +1,1 @@
+"""The same function at other weights."""

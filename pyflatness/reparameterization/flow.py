@@ -1,0 +1,207 @@
+"""Following the outputs of layers through a model, entry by entry: what multiplying them would multiply.
+
+A label says for each entry of a tensor which row of which layer it comes from: if that row's output were multiplied by
+λ > 0, so would be the entry. ReLU and LeakyReLU, pooling, reshapes and eval BatchNorm (whose own numbers can be
+rescaled) keep that up.
+
+It is looked at in a run on real data, below autograd: any Python code may be in the model, which symbolic tracing would
+not take, and every operation of torch that a labelled tensor goes into is seen, also ``detach``, comparisons and writes
+into other tensors. What cannot be seen (a way through numpy) is left to a comparison of outputs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..errors import InputError
+from ..model import layers
+
+_ELEMENTWISE = {"relu", "leaky_relu", "_prelu_kernel", "abs", "neg", "clone", "detach", "alias", "_to_copy"}
+_VIEWS = {"view", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze", "permute", "transpose", "t", "expand"}
+_VIEWS |= {"slice", "select", "split", "split_with_sizes", "chunk", "unbind"}
+_RESHAPES = {"view", "_unsafe_view", "_reshape_alias"}
+_PRODUCTS = {"mul", "div"}
+_REDUCTIONS = {"mean", "sum", "amax"}
+_POOLS = {  # how many of the last dimensions each works along
+    "max_pool1d": 1,
+    "max_pool2d_with_indices": 2,
+    "max_pool3d_with_indices": 3,
+    "avg_pool2d": 2,
+    "avg_pool3d": 3,
+    "_adaptive_avg_pool2d": 2,
+    "_adaptive_avg_pool3d": 3,
+    "adaptive_max_pool2d": 2,
+    "adaptive_max_pool3d": 3,
+}
+
+
+@dataclass(frozen=True)
+class Label:
+    """Where the entries of a tensor come from: ``rows``, of the tensor's shape, of the layer ``source``."""
+
+    source: str
+    rows: Tensor
+
+    def channels(self, dim: int) -> Tensor | None:
+        """The row of each index along ``dim``, (channels,); None if entries of one index have different ones."""
+        rows = self.rows.movedim(dim, -1)
+        rows = rows.reshape(-1, rows.shape[-1])
+        return rows[0] if bool((rows == rows[0]).all()) else None
+
+
+Elsewhere = Callable[[str, str, str], None]
+"""(source, operation, name of the module it is in): a labelled tensor goes into something that keeps no label."""
+
+
+class Flow(TorchDispatchMode):
+    """One run of a model inside, on a few samples, fills in what is known afterwards.
+
+    Args:
+        model: the model that will run.
+        sources: layer -> how many labels its rows have: their number, or 1 for all rows as one.
+        elsewhere: called where a label ends that no layer takes up.
+        through: whether labels go on behind operations (else they only reach what takes the output as it is).
+
+    Attributes:
+        arrivals: the labels of the inputs of each call of each linear layer, convolution and BatchNorm (None: none).
+    """
+
+    def __init__(
+        self, model: nn.Module, sources: Mapping[str, int], elsewhere: Elsewhere, *, through: bool = True
+    ) -> None:
+        super().__init__()
+        self.arrivals: dict[str, list[Label | None]] = {}
+        self._model, self._sources, self._elsewhere, self._through = model, sources, elsewhere, through
+        self._labels: dict[int, tuple[Tensor, Label]] = {}  # by id; the tensors are kept so that ids stay theirs
+        self._running: list[str] = []
+        self._inside = 0  # layers that are looked at from outside
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "Flow":
+        for name, module in self._model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after(name), with_kwargs=True))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        super().__exit__(*exception)
+
+    def finish(self, outputs: Tensor) -> None:
+        """Take in what came out of the model."""
+        label = self._label(outputs)
+        if label is not None:
+            self._elsewhere(label.source, "output", "")
+        self._labels.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        held = [] if self._inside else [label for leaf in tree_leaves((args, kwargs)) if (label := self._label(leaf))]
+        if held:
+            found = self._carried(func, args, kwargs or {}, result) if self._through and len(held) == 1 else None
+            if found is None:
+                place = self._running[-1] if self._running else ""
+                self._elsewhere(held[0].source, func.overloadpacket.__name__, place)
+            else:
+                for tensor, rows in found:
+                    self._labels[id(tensor)] = tensor, Label(held[0].source, rows)
+        return result
+
+    def _carried(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> list[tuple[Tensor, Tensor]] | None:
+        """The labelled tensors in an operation's result with their rows; None if it does not keep factors up."""
+        name, label = func.overloadpacket.__name__, self._label(args[0])
+        if label is None:  # the labelled tensor is not the one that is worked on
+            return self._carried(func, args[1::-1], kwargs, result) if name == "mul" and self._label(args[1]) else None
+        rows = label.rows
+        if name.rstrip("_") in _ELEMENTWISE:
+            return [(result, rows)]
+        if name.rstrip("_") in _PRODUCTS and result.shape == rows.shape and "rounding_mode" not in kwargs:
+            return [(result, rows)]
+        if name in _VIEWS and func._overloadname != "dtype":
+            parts = rows.reshape(result.shape) if name in _RESHAPES else func(rows, *args[1:], **kwargs)
+            return list(zip(tree_leaves(result), tree_leaves(parts), strict=True))
+        if name in _REDUCTIONS:
+            dims = args[1] if len(args) > 1 and args[1] else [*range(rows.ndim)]
+            low, high = rows.amin(dims), rows.amax(dims)
+            return [(result, low.reshape(result.shape))] if bool((low == high).all()) else None
+        last = _POOLS.get(name, 0)
+        if name == "constant_pad_nd" and (len(args) < 3 or args[2] == 0):
+            last = len(args[1]) // 2
+        if last:
+            first = rows.flatten(-last)[..., :1].unflatten(-1, (1,) * last)
+            pooled = tree_leaves(result)[0]
+            return [(pooled, first.expand(pooled.shape))] if bool((rows == first).all()) else None
+        return None
+
+    def _label(self, tensor: Any) -> Label | None:
+        held = self._labels.get(id(tensor))
+        return held[1] if held is not None and held[0] is tensor else None
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._running.append(name)
+            if takes_factors(module):
+                if not self._inside:
+                    self.arrivals.setdefault(name, []).append(self._label(args[0] if args else kwargs.get("input")))
+                self._inside += 1
+
+        return enter
+
+    def _after(self, name: str) -> Callable[..., None]:
+        def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            self._running.pop()
+            if not takes_factors(module):
+                return
+            self._inside -= 1
+            if self._inside:
+                return
+            came = self.arrivals[name][-1]
+            if name in self._sources:
+                self._labels[id(output)] = output, Label(name, _rows(module, output, self._sources[name]))
+            elif isinstance(module, _BatchNorm) and came is not None and self._through:
+                self._labels[id(output)] = output, came
+
+        return leave
+
+
+def takes_factors(module: nn.Module) -> bool:
+    """Whether factors on a module's inputs can be undone, or passed on, by its own numbers."""
+    return isinstance(module, _BatchNorm) or layers.is_supported(module)
+
+
+def _rows(module: nn.Module, output: Tensor, count: int) -> Tensor:
+    dim = layers.class_dim(module)
+    rows = torch.arange(count, device=output.device)
+    return rows.expand(output.movedim(dim, -1).shape).movedim(-1, dim)
+
+
+def obstacle(model: nn.Module, name: str, module: nn.Module) -> str:
+    """Why the layer's weight and bias cannot be written to without changing more than they; empty if they can."""
+    for what in ("weight", "bias"):
+        held = getattr(module, what, None)
+        if held is not None and not isinstance(module._parameters.get(what), nn.Parameter):
+            return (
+                f"layer {name!r}: its {what} is made by a parametrisation (or a hook); remove that first "
+                "(torch.nn.utils.parametrize.remove_parametrizations)"
+            )
+    others = layers.ties(model, module)
+    return f"layer {name!r}: its weight is tied with {', '.join(others)}, which would change with it" if others else ""
+
+
+def check_plain(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Raise an InputError if there is an :func:`obstacle`."""
+    reason = obstacle(model, name, module)
+    if reason:
+        raise InputError(reason)

@@ -1,0 +1,88 @@
+"""Eval BatchNorm folded into the layers in front of it: the same function without numbers that only scale each other.
+
+γ (w φ + b - μ) / √(v + ε) + β  =  (s w) φ + (s (b - μ) + β),    s = γ / √(v + ε)
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..model import calling, layers
+from . import flow
+from .flow import Flow
+from .reparameterize import check_same, duplicate, scale_rows
+
+
+class Folding:
+    """What of a model's BatchNorm can be folded where, found out on a batch.
+
+    Args:
+        model: inside :func:`.state.observing`.
+        batch: some samples.
+        forward: see :func:`.calling.run`.
+
+    Attributes:
+        into: BatchNorm -> the linear layer or convolution that it follows, whose output goes nowhere else.
+        alone: the other ones: each becomes its own scale and shift, with mean 0 and variance 1.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, forward: calling.Forward | None) -> None:
+        self.into: dict[str, str] = {}
+        self.alone: tuple[str, ...] = ()
+        self._batch, self._forward = batch, forward
+        norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+        if not norms:
+            return
+        kept: set[str] = set()  # layers whose output goes elsewhere
+        sources = {name: 1 for name, module in model.named_modules() if layers.is_supported(module)}
+        with Flow(model, sources, lambda source, *_: kept.add(source), through=False) as seen, calling.dry_run():
+            outputs, _ = calling.run(model, batch, forward)
+            seen.finish(outputs)
+        followed = [label.source for labels in seen.arrivals.values() for label in labels if label is not None]
+        for name in norms:
+            calls = seen.arrivals.get(name, [])
+            source = calls[0].source if len(calls) == 1 and calls[0] is not None else ""
+            once = source and len(seen.arrivals[source]) == 1 == followed.count(source) and source not in kept
+            if once and not flow.obstacle(model, source, model.get_submodule(source)):
+                self.into[name] = source
+        self.alone = tuple(name for name in norms if name not in self.into)
+
+    def of(self, model: nn.Module) -> nn.Module:
+        """The model (of that structure) folded: a copy, or itself if it has no BatchNorm."""
+        if not self.into and not self.alone:
+            return model
+        copy = duplicate(model)
+        for name in (*self.into, *self.alone):
+            norm = copy.get_submodule(name)
+            assert isinstance(norm, _BatchNorm)
+            scale, shift = _affine(norm)
+            if name in self.into:
+                layer = copy.get_submodule(self.into[name])
+                scale_rows(layer, scale)
+                assert isinstance(layer.weight, Tensor)
+                bias = shift + layer.bias.double() if isinstance(layer.bias, Tensor) else shift
+                layer.bias = nn.Parameter(bias.to(layer.weight.dtype))
+                norm.weight = norm.bias = None  # type: ignore[assignment]
+            elif norm.affine:
+                norm.weight.copy_(scale)
+                norm.bias.copy_(shift)
+            else:
+                continue  # it has no parameters
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            norm.running_mean.zero_()
+            norm.running_var.fill_(1 - norm.eps)
+        check_same(model, copy, self._batch, self._forward)
+        return copy
+
+
+def _affine(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
+    """The scale s and shift β - s μ of a BatchNorm, float64."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    scale = (norm.running_var.double() + norm.eps).rsqrt()
+    if norm.affine:
+        scale = scale * norm.weight.double()
+    shift = -scale * norm.running_mean.double()
+    return scale, shift + norm.bias.double() if norm.affine else shift

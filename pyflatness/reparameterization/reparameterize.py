@@ -1,0 +1,236 @@
+"""The same function at other weights: rows of a layer by λ, the columns behind them by 1/λ.
+
+    w_l -> diag(λ) w_l,  b_l -> λ b_l,    w_{l+1} -> w_{l+1} diag(1/λ)      (Petzka et al. 2019, Theorems 2 and 3)
+
+One factor for all rows is the layer-wise reparameterisation, one for each the neuron-wise one. It leaves the function
+alone where every operation between the two layers is positively homogeneous and keeps rows apart: ReLU, LeakyReLU,
+pooling, flatten. Of an eval BatchNorm between them running mean and β are multiplied too, γ and running variance are
+left: γ (λz - λμ) / √(v + ε) + λβ is λ times what it was. Where the outputs go elsewhere, into a residual sum say, there
+is no such reparameterisation of that layer alone.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .. import session
+from ..errors import FlatnessError, InputError
+from ..model import calling, layers, selectors, state
+from ..model.data import first
+from ..model.selectors import Selector
+from ..options import check_flag
+from ..session import opened
+from . import flow
+from .flow import Flow, Label
+
+_SAMPLES = 2  # that are followed through the model
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+_HINTS = {
+    "add": "a sum, as of a residual connection",
+    "sub": "a difference",
+    "cat": "a concatenation",
+    "native_layer_norm": "a LayerNorm",
+    "native_group_norm": "a GroupNorm",
+}
+
+
+@session.eager
+def reparameterize(
+    model: nn.Module,
+    factors: Mapping[Selector, Any],
+    data: Any,
+    *,
+    inplace: bool = False,
+    forward: calling.Forward | None = None,
+) -> nn.Module:
+    """The model at other weights that give the same function: rows of layers by λ, columns behind them by 1/λ.
+
+    Args:
+        model: in eval mode; linear layers and convolutions with ReLU, LeakyReLU, pooling, reshapes, factors of other
+            branches and eval BatchNorm between. How its layers are connected is observed on two samples.
+        factors: layer (name or module) -> λ > 0: a number for all its rows (layer-wise), or (d,) numbers, one for each
+            (neuron-wise). The layers that take its output get 1/λ on their columns; several layers at once are fine.
+        data: as for :func:`pyflatness.relative_flatness`, or a tensor of inputs. The function is compared on all of it.
+        inplace: change the model's own weights; else a copy's.
+        forward: ``(model, batch) -> (outputs, targets)``.
+
+    Returns:
+        The reparameterised copy, or the model itself with ``inplace``.
+
+    Raises:
+        InputError: a factor that does not fit; a layer whose output goes where factors cannot follow (the message names
+            the place); tied or parametrised weights; a function that did change.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> x = torch.randn(5, 4)
+        >>> other = pf.reparameterize(model, {"0": 10.0}, x)
+        >>> torch.allclose(other[0].weight, 10 * model[0].weight), torch.allclose(other(x), model(x), atol=1e-6)
+        (True, True)
+    """
+    inplace = check_flag("inplace", inplace)
+    batches = [(data, None)] if isinstance(data, Tensor) else data
+    with opened(model, nn.MSELoss(), batches, forward=forward, passes=2) as call:  # no loss has a part in it
+        module = call.model
+        wanted = _factors(module, factors)
+        batch = call.batches.peek()
+        try:
+            found = _followed(module, wanted, first(batch, _SAMPLES), call.forward)
+        except FlatnessError:
+            raise
+        except Exception:  # not a batch that can be cut; an error of the model's own comes again
+            found = _followed(module, wanted, batch, call.forward)
+        changed = duplicate(module)
+        _multiply(changed, wanted, found)
+        for number, batch in enumerate(call.batches):
+            check_same(module, changed, batch, call.forward, number)
+        if not inplace:
+            return changed
+        for (_, own), (_, other) in zip(_tensors(module), _tensors(changed), strict=True):
+            if not torch.equal(own, other):
+                own.copy_(other)
+        return model
+
+
+def duplicate(model: nn.Module) -> nn.Module:
+    """Return a copy of the user's model, which is inside :func:`.state.observing`.
+
+    Raises:
+        InputError: it holds something that cannot be copied.
+    """
+    held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    made = [tensor for tensor in held if tensor.grad_fn is not None]  # by hooks of the older weight_norm, for one
+    try:
+        with state.made_anew(model):
+            return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in made})
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"model: it cannot be copied ({error})") from None
+
+
+def check_same(
+    model: nn.Module, other: nn.Module, batch: Any, forward: calling.Forward | None, number: int = 0
+) -> None:
+    """Raise unless both models give the same outputs for a batch, up to rounding."""
+    before, now = (calling.run(net, batch, forward)[0] for net in (model, other))
+    if before.shape != now.shape or not bool(before.isfinite().all() and now.isfinite().all()):
+        raise InputError(f"batch {number}: outputs {tuple(before.shape)} and {tuple(now.shape)} are not finite")
+    off, size = float((now - before).abs().amax()), float(before.abs().amax())
+    if off > _TOLERANCE.get(before.dtype, 1e-3) * size:
+        raise InputError(
+            f"batch {number}: the reparameterised model is another function, by up to {off:.2g} in outputs of up to "
+            f"{size:.2g}; it has operations that are not seen in one run, or factors too large for its dtype"
+        )
+
+
+def scale_rows(module: nn.Module, factors: Tensor) -> None:
+    """Multiply the rows of a layer's weight and bias, in place, by factors (d,) or (1,) float64."""
+    weight, bias = module.weight, module.bias
+    assert isinstance(weight, Tensor)
+    rows = weight.movedim(layers.row_dim(module), -1)
+    rows.copy_(rows.double() * factors)
+    if isinstance(bias, Tensor):
+        bias.copy_(bias.double() * factors)
+
+
+def scale_columns(module: nn.Module, factors: Tensor) -> None:
+    """Multiply the columns of a layer's weight, in place, by factors of its input features or channels, float64."""
+    weight, groups = module.weight, layers.groups(module)
+    assert isinstance(weight, Tensor)
+    columns = weight.movedim(1 - layers.row_dim(module), -1).unflatten(0, (groups, -1))
+    columns.copy_(columns.double() * factors.view(groups, *(1,) * (columns.ndim - 2), -1))
+
+
+def _factors(model: nn.Module, factors: Mapping[Selector, Any]) -> dict[str, Tensor]:
+    """By name: λ as (1,) or (d,) float64."""
+    if not isinstance(factors, Mapping) or not factors:
+        raise InputError(f"factors: a mapping from layers to numbers is wanted, got {factors!r:.80}")
+    found: dict[str, Tensor] = {}
+    for selector, given in factors.items():
+        name = selectors.one(model, selector)
+        module = model.get_submodule(name)
+        layers.check_measurable(name, module)
+        flow.check_plain(model, name, module)
+        d = len(layers.matrix(module)[0])
+        try:
+            values = torch.as_tensor(given, dtype=torch.float64, device=state.device(model)).detach()
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(f"factors of layer {name!r}: numbers are wanted, got {given!r:.80}") from None
+        if values.ndim > 1 or values.numel() not in ({1, d} if values.ndim else {1}):
+            raise InputError(f"factors of layer {name!r}: one number or {d}, got shape {tuple(values.shape)}")
+        if not bool((values.isfinite() & (values > 0)).all()):
+            raise InputError(f"factors of layer {name!r}: positive numbers are wanted, got {given!r:.80}")
+        if name in found:
+            raise InputError(f"factors: layer {name!r} is there twice")
+        found[name] = values.reshape(-1)
+    return found
+
+
+def _followed(
+    model: nn.Module, factors: Mapping[str, Tensor], batch: Any, forward: calling.Forward | None
+) -> dict[str, Label]:
+    """For each module that what is multiplied goes into: where the features that arrive there come from."""
+    with Flow(model, {name: len(values) for name, values in factors.items()}, _refuse) as seen, calling.dry_run():
+        outputs, _ = calling.run(model, batch, forward)
+        seen.finish(outputs)
+    missing = [name for name in factors if name not in seen.arrivals]
+    if missing:
+        raise InputError(f"layer {missing[0]!r} did not run in the model's forward pass, or inside of another layer")
+    found: dict[str, Label] = {}
+    for name, labels in seen.arrivals.items():
+        module = model.get_submodule(name)
+        held = [label for label in labels if label is not None]
+        if not held:
+            continue
+        source = held[0].source
+        channels = [label.channels(_channel_dim(module)) for label in held]
+        if any(rows is None for rows in channels):
+            raise InputError(f"layer {source!r}: one feature of {name!r} behind it gets several of its rows")
+        if len(held) < len(labels) or any(
+            label.source != source or not torch.equal(rows, channels[0])  # type: ignore[arg-type]
+            for label, rows in zip(held, channels, strict=True)
+        ):
+            raise InputError(
+                f"layer {source!r}: {name!r} behind it is called {len(labels)} times, with inputs of other layers (or "
+                "rows) too, which would need other factors"
+            )
+        if not isinstance(module, _BatchNorm):
+            flow.check_plain(model, name, module)
+        found[name] = Label(source, channels[0])  # type: ignore[arg-type]
+    return found
+
+
+def _refuse(source: str, operation: str, place: str) -> None:
+    if operation == "output":
+        raise InputError(f"layer {source!r}: its output is the model's; there is no layer behind it to take 1/λ")
+    hint = _HINTS.get(operation.rstrip("_"))
+    raise InputError(
+        f"layer {source!r}: its output goes into {operation!r}{f' ({hint})' if hint else ''} in "
+        f"{f'module {place!r}' if place else 'the model itself'}, through which factors of this layer alone cannot be "
+        "followed; between it and the layers behind may be ReLU, LeakyReLU, pooling, reshapes and eval BatchNorm"
+    )
+
+
+def _multiply(model: nn.Module, factors: Mapping[str, Tensor], found: Mapping[str, Label]) -> None:
+    for name, values in factors.items():
+        scale_rows(model.get_submodule(name), values)
+    for name, label in found.items():
+        module, values = model.get_submodule(name), factors[label.source][label.rows]
+        if not isinstance(module, _BatchNorm):
+            scale_columns(module, 1 / values)
+            continue
+        for tensor in (module.running_mean, module.bias):
+            if tensor is not None:
+                tensor.copy_(tensor.double() * values)
+
+
+def _channel_dim(module: nn.Module) -> int:
+    return 1 if isinstance(module, _BatchNorm) else layers.class_dim(module)
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]

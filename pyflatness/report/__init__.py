@@ -1,0 +1,5 @@
+"""What a measurement returns: estimates, reports, and their tables, figures and intervals."""
+
+from .report import Estimate, Report
+
+__all__ = ["Estimate", "Report"]

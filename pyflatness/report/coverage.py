@@ -1,0 +1,66 @@
+"""Which weights of a model the measured layers do not have, and what that means for values of the network.
+
+A weight is a floating-point parameter of two or more dimensions at the module that holds it: the matrix of a linear
+map, a kernel, an embedding. Biases and the scales of normalisation layers are none. A parameter that several modules
+hold (tied weights) is a weight of each, since a measured layer has the derivative through its own use only.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from . import Estimate
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
+_LISTED = 4  # names in a note
+
+
+def uncovered(model: nn.Module, measured: Collection[nn.Module]) -> dict[str, float]:
+    """Return the weights that no measured layer has, by name, each with its share of all the weights' entries.
+
+    Args:
+        model: the whole.
+        measured: its layers that have values; of a parametrised one the parameters behind its weight count as its own.
+    """
+    covered = {(id(part), name) for module in measured for part in module.modules() for name in part._parameters}
+    sizes, left = 0, {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not _is_weight(module, name, parameter):
+                continue
+            sizes += parameter.numel()
+            if (id(module), name) not in covered:
+                left[f"{prefix}.{name}" if prefix else name] = parameter.numel()
+    return {name: size / sizes for name, size in left.items()}
+
+
+def marked(
+    found: Mapping[tuple[str, str], Estimate], of_layers: Collection[str], left_out: Mapping[str, float]
+) -> dict[tuple[str, str], Estimate]:
+    """Return estimates of which some of the network's are not exact, with a note of the weights that they leave out.
+
+    Args:
+        found: by layer and measure, ``""`` the network.
+        of_layers: the measures whose value of the network is of its measured layers together.
+        left_out: from :func:`uncovered`.
+    """
+    if not left_out:
+        return dict(found)
+    network = {("", measure) for measure in of_layers}
+    more = f" and {len(left_out) - _LISTED} more" if len(left_out) > _LISTED else ""
+    names = ", ".join([*left_out][:_LISTED]) + more
+    note = f"without {100 * sum(left_out.values()):.3g} % of the weights, which no measured layer has: {names}"
+    return {
+        key: replace(estimate, exact=False, notes=(*estimate.notes, note)) if key in network else estimate
+        for key, estimate in found.items()
+    }
+
+
+def _is_weight(module: nn.Module, name: str, parameter: Tensor) -> bool:
+    return (
+        parameter.is_floating_point()
+        and parameter.ndim >= 2
+        and not name.startswith("bias")
+        and not isinstance(module, _NORMS)
+    )

@@ -1,0 +1,346 @@
+"""What a measurement returns: numbers with everything needed to read them."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ..errors import InputError
+from . import intervals, views
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_TENSORS = ("per_sample", "per_neuron")  # of an Estimate
+_SKIPPED, _UNCOVERED = "skipped", "uncovered"  # beside the measures of a report as a dict
+_WIDTH = 96  # of the columns of values and layers in a table
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Estimate(float):
+    """Hold a measured value and how it came about; an estimate is that value wherever a number is wanted.
+
+    It is a ``float``: it can be formatted (``f"{estimate:.3g}"``), ordered, compared with numbers, taken into arrays
+    and tensors and calculated with, which gives plain floats. Two estimates are equal only if all their facts are, NaN
+    being equal to NaN; ``estimate.value == other.value`` compares the values alone. So it has no hash.
+
+    Attributes:
+        value: the measure, in units of the loss where it is one of its second derivatives.
+        stderr: standard error of ``value`` given the data; None when nothing was drawn at random.
+        samples: samples (entries of dimension 0 of the batches) that the value is over; 0 if it is of no data.
+        method: ``"head"``, ``"ggn"``, ``"hessian"``, ``"ggn-sampled"``, ``"hessian-sampled"`` or ``"definition"``; of
+            measures without second derivatives ``"forward-mode"``, ``"monte-carlo"`` or ``"weights"``, of Jacobians
+            ``"jacobian"`` or ``"ascent"``.
+        exact: True only if the value is the definition's up to rounding (that of the loss Hessian, where it is of one).
+        backend: ``"compiled"`` or ``"reference"``.
+        per_sample: (n,) float64, ``n`` times each sample's share, so that the mean is ``value``; None unless asked
+            for. Under ``nan_policy="omit"`` an omitted sample holds NaN, and the mean over the others is ``value``.
+        per_neuron: (neurons,) float64, a layer's values by neuron for measures that have them; else None.
+        layer: qualified name of the measured layer; empty for bare tensors.
+        omitted: samples left out by ``nan_policy="omit"``.
+        notes: what a reader of the value should know (tied weights, dropped features, …).
+        bound: what ``value`` is off by at most, besides rounding, where ``rtol=`` let a head leave out what matters
+            little; None where nothing was left out.
+        dof: degrees of freedom of ``stderr``, not always a whole number: how well it is known. None without one, and
+            where it cannot be known, as from a single draw.
+    """
+
+    value: float
+    stderr: float | None
+    samples: int
+    method: str
+    exact: bool
+    backend: str
+    per_sample: Tensor | None = None
+    layer: str = ""
+    omitted: int = 0
+    notes: tuple[str, ...] = field(default=())
+    per_neuron: Tensor | None = None
+    bound: float | None = None
+    dof: float | None = None
+
+    def __new__(cls, value: float, *_: Any, **__: Any) -> "Estimate":
+        """Make the number; the facts are set by ``__init__``."""
+        return super().__new__(cls, value)
+
+    def interval(self, level: float = 0.95) -> tuple[float, float] | None:
+        """Return the interval that holds the value of the definition with probability ``level``, given the data.
+
+        value ± t ``stderr``, t the quantile of Student's t distribution with ``dof`` degrees of freedom: of many
+        intervals from other random draws, so many hold the value that exact computation gives. Samples are not redrawn.
+
+        Args:
+            level: in (0, 1).
+
+        Returns:
+            Both ends; (value, value) of an exact value; None where nothing is known of the error: a standard error
+            without degrees of freedom (one draw alone), or a value that is neither exact nor drawn at random.
+
+        Raises:
+            InputError: a level that is no probability.
+
+        Example:
+            >>> import pyflatness as pf
+            >>> sampled = pf.Estimate(2.0, 0.1, 100, "ggn-sampled", exact=False, backend="reference", dof=5.0)
+            >>> [round(end, 4) for end in sampled.interval()]
+            [1.7429, 2.2571]
+        """
+        if self.stderr is None:
+            ends = intervals.interval(self.value, 0.0, math.inf, level)  # for the check of level
+            return ends if self.exact else None
+        return intervals.interval(self.value, self.stderr, self.dof, level)
+
+    def __repr__(self) -> str:
+        number = _number(self)
+        facts = [
+            "exact" if self.exact else "not exact",
+            "" if self.stderr is None else "95 % interval" if self.interval() else "no interval",
+            "" if self.bound is None else f"off by at most {self.bound:.2g}",
+            f"method {self.method}",
+            f"layer {self.layer!r}" if self.layer else "",
+            f"{self.samples} samples" if self.samples else "no data read",
+            f"{self.omitted} omitted" if self.omitted else "",
+            f"{self.backend} backend",
+            *self.notes,
+        ]
+        return f"Estimate({number}: {', '.join(filter(None, facts))})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings and lists."""
+        facts = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        for name in _TENSORS:
+            facts[name] = None if facts[name] is None else facts[name].tolist()
+        facts["notes"] = list(self.notes)
+        return facts
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> "Estimate":
+        """What :meth:`to_dict` was made from.
+
+        Raises:
+            InputError: not such a dict.
+        """
+        known = {entry.name: entry.default is MISSING and entry.default_factory is MISSING for entry in fields(cls)}
+        try:
+            held = {name: facts[name] for name in _TENSORS if facts.get(name) is not None}
+            tensors = {name: torch.tensor(values, dtype=torch.float64, device="cpu") for name, values in held.items()}
+            return cls(**{**facts, "notes": tuple(facts.get("notes", ())), **tensors})
+        except (AttributeError, TypeError, ValueError):
+            needed = {name for name, required in known.items() if required}
+            given = {*facts} if isinstance(facts, Mapping) else set()
+            odd = sorted((needed - given) | (given - {*known}))
+            raise InputError(
+                f"estimate: a dict as of Estimate.to_dict() is wanted; missing or unknown: {odd}"
+            ) from None
+
+    def __eq__(self, other: object) -> bool:
+        return _facts(self) == _facts(other) if isinstance(other, Estimate) else super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return _facts(self) != _facts(other) if isinstance(other, Estimate) else super().__ne__(other)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Report:
+    """Measures of a network's layers, and of the network. ``str(report)`` is a table.
+
+    ``report[layer, measure]`` is one layer's :class:`Estimate`, ``report[measure]`` the network's: the sum over the
+    measured layers, or one value of its own. A measure may have values of layers, of the network, or both.
+
+    A network's value that is of its measured layers leaves out the weights in :attr:`uncovered`. Where these were left
+    out for want of support (``layers=None``: all that can be measured) the value has a note and is not ``exact``. Where
+    the layers were chosen it is the value of the chosen layers, and exact if theirs are.
+
+    Attributes:
+        layers: names of the measured layers, in the model's order.
+        measures: names of the measures that have values.
+        skipped: measures that were left out, and why; also of one with values of layers that has none of the network.
+        uncovered: weights of the model that no measured layer has, by the name of the parameter, each with its share of
+            all weights' entries. A weight is a parameter of two or more dimensions (matrices, kernels, embeddings;
+            frozen ones too), not the scale of a normalisation; one that several modules share is a weight of each. A
+            layer that did not run counts, since its weight may be used without it, as that of attention's ``out_proj``.
+            Empty where no layer was measured.
+    """
+
+    layers: tuple[str, ...]
+    measures: tuple[str, ...]
+    _estimates: Mapping[tuple[str, str], Estimate]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    uncovered: Mapping[str, float] = field(default_factory=dict)
+
+    def __getitem__(self, key: str | tuple[str, str]) -> Estimate:
+        layer, measure = ("", key) if isinstance(key, str) else key
+        if measure in self.skipped and (not layer or measure not in self.measures):
+            raise InputError(f"report: no value of {measure!r}: {self.skipped[measure]}")
+        if measure not in self.measures:
+            raise InputError(f"report: no measure {measure!r}; there are {', '.join(self.measures)}")
+        if layer and layer not in self.layers:
+            raise InputError(f"report: no layer {layer!r}; there are {', '.join(self.layers)}")
+        if (layer, measure) not in self._estimates:
+            raise InputError(f"report: {measure!r} has no value of {f'layer {layer!r}' if layer else 'the network'}")
+        return self._estimates[layer, measure]
+
+    def by_measure(self) -> dict[str, dict[str, Estimate]]:
+        """By measure, then layer (``""``: the network)."""
+        held, places = self._estimates, (*self.layers, "")
+        return {name: {layer: held[layer, name] for layer in places if (layer, name) in held} for name in self.measures}
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """:meth:`by_measure`, each estimate as a dict; and ``skipped`` and ``uncovered``, if there are any."""
+        facts: dict[str, dict[str, Any]] = {
+            measure: {layer: estimate.to_dict() for layer, estimate in held.items()}
+            for measure, held in self.by_measure().items()
+        }
+        beside: dict[str, dict[str, Any]] = {_SKIPPED: dict(self.skipped), _UNCOVERED: dict(self.uncovered)}
+        return {**facts, **{key: held for key, held in beside.items() if held}}
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """:meth:`to_dict` as JSON, also written to ``path``; NaN and infinity as Python writes them."""
+        text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Mapping[str, Any]]) -> "Report":
+        """What :meth:`to_dict` was made from.
+
+        Raises:
+            InputError: not such a dict.
+        """
+        if not isinstance(facts, Mapping) or not all(isinstance(held, Mapping) for held in facts.values()):
+            raise InputError("report: a dict as of Report.to_dict() is wanted: measure -> layer -> estimate")
+        facts = dict(facts)
+        skipped, uncovered = dict(facts.pop(_SKIPPED, {})), dict(facts.pop(_UNCOVERED, {}))
+        found = {
+            (layer, measure): Estimate.from_dict(estimate)
+            for measure, held in facts.items()
+            for layer, estimate in held.items()
+        }
+        fullest = sorted(facts.values(), key=len, reverse=True)  # the one with most layers says their order
+        layers = dict.fromkeys(layer for held in fullest for layer in held if layer)
+        return cls(tuple(layers), tuple(facts), found, skipped, uncovered)
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> "Report":
+        """What :meth:`to_json` was made from: its text, or the path of its file.
+
+        Raises:
+            InputError: no such file, or not such a text.
+        """
+        try:
+            is_text = isinstance(source, str) and source.lstrip().startswith("{")
+            text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
+            facts = json.loads(text)
+        except (OSError, ValueError) as error:
+            raise InputError(f"report: JSON text, or the path of a file of it, is wanted ({error})") from None
+        return cls.from_dict(facts)
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """One row per estimate, its facts as columns; the network's rows have the layer ``""``.
+
+        Raises:
+            MissingExtraError: without pandas.
+        """
+        return views.frame(self)
+
+    def plot(self, path: str | Path | None = None) -> "tuple[Figure, Axes]":
+        """The layers' values as a profile from the first to the last, a line for each measure.
+
+        Args:
+            path: where the figure is written too; its ending is its format.
+
+        Returns:
+            Figure and axes of matplotlib, outside of pyplot.
+
+        Raises:
+            MissingExtraError: without matplotlib.
+            InputError: no measure has values of layers.
+        """
+        figure, axes = views.profile(self)
+        if path is not None:
+            figure.savefig(path)
+        return figure, axes
+
+    def __eq__(self, other: object) -> bool:
+        return _facts(self) == _facts(other) if isinstance(other, Report) else NotImplemented
+
+    def __str__(self) -> str:
+        first = max(self._estimates.values(), key=lambda estimate: estimate.samples)
+        lines = [line for measures in self._side_by_side() for line in ("", *self._table(measures))][1:]
+        omitted = f", {first.omitted} omitted" if first.omitted else ""
+        samples = f"{first.samples} samples" if first.samples else "no data read"
+        notes = dict.fromkeys(
+            f"{layer or 'network'}: {note}"
+            for layer in (*self.layers, "")
+            for measure in self.measures
+            if (layer, measure) in self._estimates
+            for note in self._estimates[layer, measure].notes
+        )
+        skipped: dict[str, list[str]] = {}
+        for measure, reason in self.skipped.items():
+            skipped.setdefault(reason, []).append(measure)
+        left_out = [f"skipped {', '.join(measures)}: {reason}" for reason, measures in skipped.items()]
+        sampled = any(estimate.stderr is not None for estimate in self._estimates.values())
+        brackets = ", [95 % intervals]" if sampled else ""
+        return "\n".join([*lines, f"{samples}{omitted}, {first.backend} backend{brackets}", *notes, *left_out])
+
+    def _side_by_side(self) -> list[list[str]]:
+        """The measures, as many to a table as there is room for."""
+        layers = max(map(len, (*self.layers, "network")))
+        tables: list[list[str]] = []
+        room = 0
+        for measure, held in self.by_measure().items():
+            width = 2 + max([len(measure), *(len(_number(estimate)) for estimate in held.values())])
+            if width > room:
+                tables, room = [*tables, []], _WIDTH - layers
+            tables[-1].append(measure)
+            room -= width
+        return tables
+
+    def _table(self, measures: Sequence[str]) -> list[str]:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.add_column("layer", overflow="fold")
+        for measure in measures:
+            table.add_column(measure, justify="right", no_wrap=True)
+        for header in ("value of", "exact"):
+            table.add_column(header)
+        for layer in (*self.layers, ""):
+            cells = [self._estimates.get((layer, measure)) for measure in measures]
+            row = [estimate for estimate in cells if estimate is not None]
+            if not row:
+                continue
+            if not layer:
+                table.add_section()
+            methods = ", ".join(dict.fromkeys(e.method for e in row))
+            exact = "yes" if all(e.exact for e in row) else "no"
+            table.add_row(layer or "network", *map(_number, cells), methods, exact)
+        console = Console(width=200, markup=False, highlight=False, emoji=False, color_system=None)
+        with console.capture() as capture:
+            console.print(table)
+        return [line.rstrip() for line in capture.get().splitlines() if line.strip()]
+
+    __repr__ = __str__
+
+
+def _facts(held: Estimate | Report) -> str:
+    """As text, in which NaN equals NaN."""
+    return json.dumps(held.to_dict(), sort_keys=True)
+
+
+def _number(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "–"
+    if estimate.stderr is None:
+        return f"{estimate.value:.6g}"
+    return intervals.shown(estimate.value, estimate.interval())

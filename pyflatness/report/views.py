@@ -1,0 +1,73 @@
+"""Reports as data frames and figures; pandas and matplotlib are imported when they are asked for."""
+
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError, MissingExtraError
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from . import Report
+
+
+def frame(report: "Report") -> "pandas.DataFrame":
+    """See :meth:`.Report.to_frame`."""
+    rows = [
+        {"layer": layer, "measure": measure, **estimate.to_dict()}
+        for measure, held in report.by_measure().items()
+        for layer, estimate in held.items()
+    ]
+    table = rows_frame(rows)
+    return table.drop(columns=[name for name in ("per_sample", "per_neuron") if table[name].isna().all()])
+
+
+def rows_frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
+    """A data frame of rows.
+
+    Raises:
+        MissingExtraError: without pandas.
+    """
+    try:
+        import pandas
+    except ImportError:
+        raise MissingExtraError("a data frame needs pandas: pip install 'pyflatness[frame]'") from None
+    return pandas.DataFrame(rows)
+
+
+def figure(width: float = 6.0) -> "tuple[Figure, Axes]":
+    """An empty figure, outside of pyplot: no window, no global state.
+
+    Raises:
+        MissingExtraError: without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("a figure needs matplotlib: pip install 'pyflatness[plot]'") from None
+    empty = Figure(figsize=(width, 4.5), layout="constrained")
+    return empty, empty.subplots()
+
+
+def profile(report: "Report") -> "tuple[Figure, Axes]":
+    """See :meth:`.Report.plot`."""
+    held = {measure: {layer: e for layer, e in of.items() if layer} for measure, of in report.by_measure().items()}
+    drawn = {measure: of for measure, of in held.items() if of}
+    if not drawn:
+        raise InputError(f"report: {', '.join(report.measures)} has values of the network alone; no profile of layers")
+    figure_, axes = figure(max(6.0, 2.5 + 0.35 * len(report.layers)))
+    places = {layer: place for place, layer in enumerate(report.layers)}
+    for measure, of in drawn.items():
+        x, y = [places[layer] for layer in of], [e.value for e in of.values()]
+        ends = [e.interval() or (e.value, e.value) for e in of.values()]
+        errors = [(high - low) / 2 for low, high in ends]
+        axes.errorbar(x, y, yerr=errors if any(errors) else None, marker="o", markersize=4, capsize=2, label=measure)
+    if all(e.value > 0 for of in drawn.values() for e in of.values()):
+        axes.set_yscale("log")
+    axes.set_xticks(range(len(report.layers)), report.layers, rotation=45, ha="right", rotation_mode="anchor")
+    axes.set_xlabel("layer, in the model's order")
+    axes.set_ylabel("value")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure_, axes

@@ -1,0 +1,227 @@
+"""Sum the diagonal of the loss Hessian over all trainable parameters of a network.
+
+    Σ_j a_j² ∂²E/∂θ_j²,    a_j = 1: the trace,    a_j = θ_j: adaptive sharpness
+
+No entry of the Hessian between two parameters is in it, so each parameter tensor goes by itself: where the model is
+certified to be locally linear in it (:func:`.linearity.nonlinear_parameters`), by cotangents s_ic,
+
+    Σ_i Σ_c σ_ic |a ∘ ∂⟨s_ic, f_i⟩/∂θ|² / Σ_i ω_i
+
+and elsewhere by second derivatives: exact, a Hessian product for every entry; sampled, ⟨a∘r, H (a∘r)⟩ for random signs
+r of each sample's own. The gradients of a linear or convolutional layer's weight and bias come from its inputs φ and
+output gradients δ (Σ_p δ_p φ_pᵀ and Σ_p δ_p); those of other parameters, and all second derivatives, from a run in
+which every sample has parameters of its own (:mod:`.per_sample_parameters`).
+"""
+
+import contextlib
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import contractions
+from ..errors import InputError, NonFiniteError
+from ..measures.base import Task
+from ..model import parameters
+from ..model.selectors import Selection
+from ..numerics.signs import Signs
+from ..passes import cotangents, linearity
+from ..passes.cotangents import Cotangents
+from ..passes.runner import DEFAULT_MEMORY, Run, Runner
+from ..report import Estimate
+from . import stages
+from .layer_gradients import LayerGradients
+from .layer_sweep import Values
+from .per_sample_diagonal import OwnDiagonal, factors
+from .per_sample_parameters import Group, OwnParameters
+from .totals import Sums, Totals
+
+
+class Diagonal:
+    """The sums for the samples of a task's data, by one pass over them.
+
+    Args:
+        task: what to measure.
+        adaptive: a_j = θ_j, else 1.
+        certify: whether it matters in which parameters the model is linear.
+
+    Attributes:
+        nonlinear: parameters in which the model is not certified to be linear, and why.
+        exact_passes: backward passes or Hessian products that exact values take, or would take.
+    """
+
+    def __init__(self, task: Task, *, adaptive: bool = False, certify: bool = True) -> None:
+        self._task, self._certify = task, certify
+        self.theta = parameters.trainable(task.model)
+        self._scales = self.theta if adaptive else {}
+        self.nonlinear: dict[str, str] = {}
+        self.exact_passes = 0
+        self._layers = LayerGradients(task, self.theta, adaptive=adaptive)
+        self._own = OwnParameters(task.model, task.forward, task.options.memory or DEFAULT_MEMORY)
+        options = task.options
+        self._runner = Runner(
+            task.model,
+            Selection(self._layers.modules, frozenset(), optional=True),
+            task.batches,
+            task.forward,
+            options.memory,
+            second_order=options.curvature != "ggn",
+            order_matters=options.per_sample or options.nan_policy == "omit" or not task.loss.convex or options.sampled,
+        )
+
+    @property
+    def backend(self) -> str:
+        """Of the contractions."""
+        return self._layers.backend
+
+    def values(self, draws: Sequence[int] | None = None) -> Generator[Values, None, None]:
+        """Every sample's sum: exact, or in the draws of these numbers.
+
+        Raises:
+            InputError: see :meth:`.Runner.results`; targets that do not fit; too many passes or products; a function
+                that torch did not write behind a parameter, under ``curvature="auto"``.
+        """
+        signs = None if draws is None else Signs(self._task.options.seed, draws)
+        return self._runner.results(lambda run: self._values(run, signs))
+
+    def sums(self, draws: range | None = None) -> Sums:
+        """Those of all samples together.
+
+        Raises:
+            InputError: see :meth:`values`.
+            NonFiniteError: NaN or infinity, by the policy.
+        """
+        options = self._task.options
+        reduction, sampled = self._task.loss.reduction, draws is not None
+        totals = Totals(reduction, options.nan_policy, per_sample=options.per_sample, sampled=sampled)
+        with contextlib.closing(self.values(draws)) as parts:  # hooks go with an error, not at some later time
+            for part in parts:
+                if options.nan_policy == "raise":
+                    _check_finite(part, self.theta)
+                totals.add(part, {})
+        return totals.sums()
+
+    def _values(self, run: Run, signs: Signs | None) -> Values:
+        sent = cotangents.of_run(run, self._task.loss)
+        self.exact_passes = max(self.exact_passes, sent.passes)
+        draws = 1 if signs is None else len(signs.draws)
+        values = torch.zeros(draws, run.samples, dtype=torch.float64, device=run.outputs.device)
+        by_layer = self._by_layer(run)
+        if by_layer:
+            self._add_layers(run, sent, signs, by_layer, values)
+        done = {parameter for name in by_layer for parameter in self._layers.parameters(name)}
+        rest = {name: w for name, w in self.theta.items() if name not in done}
+        if rest:
+
+            def add(group: Group) -> None:
+                values[:, group.place] += self._of_group(run, group, signs)
+
+            unknown = {name: w for name, w in rest.items() if name not in self.nonlinear}
+            if self._certify and unknown:
+                self._note(self._own.shared(run, unknown, linearity.nonlinear_parameters))
+            self._own.each(run, rest, add)
+        return Values(sent.marked(values)[:, None, None], sent.sample_weights, run.number, lost=sent.bad)
+
+    def _by_layer(self, run: Run) -> list[str]:
+        """The layers whose parameters' gradients will come from the layers' own."""
+        with contractions.full_precision(run.outputs):
+            self._layers.check(run, self._own)
+        usable = self._layers.usable(run)
+        for name in usable:
+            if name in run.nonlinear:
+                self._note(dict.fromkeys(self._layers.parameters(name), self._runner.why_not_linear(name)))
+        return [name for name in usable if name not in run.nonlinear or self._task.options.curvature == "ggn"]
+
+    def _note(self, nonlinear: dict[str, str]) -> None:
+        """Take in which parameters the model is not linear in."""
+        opaque = [name for name, why in nonlinear.items() if why == linearity.OPAQUE]
+        if opaque and self._task.options.curvature == "auto":
+            listed = ", ".join(map(repr, opaque[:6])) + (f" and {len(opaque) - 6} more" if len(opaque) > 6 else "")
+            raise InputError(
+                f"behind parameter {listed} is a function that torch did not write (a torch.autograd.Function, a "
+                "kernel of another library), whose second derivative may be missing without a sign: "
+                "curvature='hessian' takes it as it is, curvature='ggn' gives the GGN value, another number"
+            )
+        self.nonlinear.update(nonlinear)
+
+    def _add_layers(
+        self, run: Run, sent: Cotangents, signs: Signs | None, names: Sequence[str], values: Tensor
+    ) -> None:
+        with contractions.full_precision(run.outputs):
+            squares = self._layers.squares(run, names, sent.passes if signs is None else len(values))
+        for draw, cotangent, sign in factors(sent, signs, run.numbers):
+            gradients = run.recorder.gradients(run.outputs, cotangent, names)
+            with contractions.full_precision(run.outputs):
+                values[draw] += squares(gradients) * sign
+
+    def _of_group(self, run: Run, group: Group, signs: Signs | None) -> Tensor:
+        """(draws, n)."""
+        own = OwnDiagonal(group, run.numbers[group.place], self._task.loss, self._scales)
+        if not group.outputs.requires_grad:  # they depend on none of the parameters
+            return own.zeros(signs)
+        by_ggn = self._task.options.curvature == "ggn"
+        nonlinear = [] if by_ggn else [name for name in group.leaves if name in self.nonlinear]
+        linear = [name for name in group.leaves if name not in nonlinear]
+        values = own.by_factors(linear, signs) if linear else own.zeros(signs)
+        if nonlinear:
+            order = [*self.theta]
+            self.exact_passes = max(self.exact_passes, sum(self.theta[name].numel() for name in nonlinear))
+            streams = {name: cotangents.STREAM + 1 + order.index(name) for name in nonlinear}
+            values += own.by_hessian(streams, signs, [n for n in nonlinear if self.nonlinear[n] == linearity.OPAQUE])
+        return values
+
+
+def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Estimate:
+    """The sum over the task's data: exact, or sampled as its options say.
+
+    Args:
+        task: see :class:`Diagonal`.
+        adaptive: see :class:`Diagonal`.
+        certify: see :class:`Diagonal`.
+
+    Raises:
+        InputError: see :meth:`Diagonal.values`; no trainable parameter; ``probes="adaptive"``.
+        NonFiniteError: NaN or infinity, by the policy.
+    """
+    options = task.options
+    if options.probes == "adaptive":
+        raise InputError(
+            "probes='adaptive' is for sums over layers; a value over all trainable parameters takes probes=k, a "
+            "number of draws, or target_stderr="
+        )
+    diagonal = Diagonal(task, adaptive=adaptive, certify=certify)
+    if options.target_stderr is not None:
+        sums = stages.until(options.target_stderr, diagonal.sums, lambda: diagonal.exact_passes)
+    else:
+        sums = diagonal.sums(None if options.probes is None else range(int(options.probes)))
+    by = "hessian" if diagonal.nonlinear and options.curvature != "ggn" else "ggn"
+    taken = by == "hessian" and linearity.OPAQUE in diagonal.nonlinear.values()
+    sampled = sums.errors is not None
+    stderr, dof = sums.uncertainty(-1, 0)
+    return Estimate(
+        value=float(sums.values[-1]),
+        stderr=stderr,
+        samples=sums.samples,
+        method=f"{by}-sampled" if sampled else by,
+        exact=not sampled and not taken and (by == "hessian" or not diagonal.nonlinear),
+        backend=diagonal.backend,
+        per_sample=None if sums.per_sample is None else sums.per_sample[-1, 0],
+        omitted=sums.omitted,
+        notes=("second derivatives of functions that torch did not write taken as they are",) if taken else (),
+        dof=dof,
+    )
+
+
+def _check_finite(part: Values, theta: parameters.Parameters) -> None:
+    """Raise if a parameter or a sample's value has NaN or infinity in it."""
+    bad = ~part.values.isfinite().flatten(0, 2).all(dim=0)
+    if not bool(bad.any()):
+        return
+    for name, values in theta.items():
+        if not bool(values.isfinite().all()):
+            count = int((~values.isfinite()).sum())
+            raise NonFiniteError(f"parameter {name!r}: it has {count} entries of NaN or infinity")
+    raise NonFiniteError(
+        f"batch {part.number}: {int(bad.sum())} of {len(bad)} samples have NaN or infinity (or squares beyond the "
+        "dtype's range) in their targets, outputs or derivatives; pass nan_policy='omit' or 'propagate' to go on"
+    )

@@ -1,0 +1,175 @@
+"""Choose which columns of a sample's square-root factor go backward together, from the outputs alone.
+
+A sample's columns s_c of all its loss terms, sorted by weight w_c ≈ |s_c|² (cross-entropy: scale · p_c), are cut into
+groups of about equal weight τ, and a group g is one cotangent Σ_{c∈g} r_c s_c with random signs r: fewer cotangents
+than columns. Different groups have no cross terms; a column heavier than τ is alone in its group and so exact; one
+group is plain sampling, τ → 0 the exact sweep.
+
+In units of weights the variance of a group's value is v_g = 2 [(Σ_{c∈g} w_c)² - Σ_{c∈g} w_c²].
+
+What the values really vary by is measured: some groups are sent twice with independent signs. Of a group that is sent
+twice with probability π, the mean of both counts, and for their difference d
+
+    (d²/2) (1/π - ½)   if it was sent twice, else 0
+
+has the mean of the variance v (1 - π/2), whatever v is.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RTOL = 0.01  # of a value's standard error, unless the user gives one
+TWICE = 0.2  # groups that are sent twice, per sample
+_AT_LEAST = 200  # of them over all data, as far as there are: for an error that is known well enough
+_STEPS = 48  # of bisection
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Of samples, numbered from 0 in each, heaviest first.
+
+    Attributes:
+        of: (n, columns) int64, each column's group; -1 for one of weight 0, which is not sent.
+        counts: (n,) int64, groups of each sample.
+        variances: (n, largest count) float64, v_g; 0 for a group of one column, and for none.
+    """
+
+    of: Tensor
+    counts: Tensor
+    variances: Tensor
+
+
+@dataclass(frozen=True)
+class Sends:
+    """What is to be sent: groups of samples in turn, and then those that are sent twice once more; (s,) each.
+
+    Attributes:
+        samples: places of the samples.
+        groups: of the sample.
+        draws: 0, or 1 for the second time.
+        rounds: a sample's own sends, counted from 0.
+        pairs: which of those sent twice it belongs to, or -1.
+        chances: (pairs,) float64, π of each of those.
+    """
+
+    samples: Tensor
+    groups: Tensor
+    draws: Tensor
+    rounds: Tensor
+    pairs: Tensor
+    chances: Tensor
+
+    @property
+    def shares(self) -> Tensor:
+        """How much of a value each send is, (s,) float64."""
+        return torch.where(self.pairs >= 0, 0.5, 1.0).double()
+
+    def together(self, having: float) -> int:
+        """The first round, and those that so many samples have; later ones fewer do."""
+        return max(1, int((self.rounds.bincount() >= having).sum()))
+
+
+class Tolerance:
+    """The variance that a part of the data may have, so that a value has a relative standard error of about ``rtol``.
+
+    Args:
+        rtol: of values that are as large as the weights say; those of a layer differ from it by what the layer makes of
+            each sample.
+        samples: of all data, about; 0 if that is not known.
+    """
+
+    def __init__(self, rtol: float, samples: int) -> None:
+        self._rtol, self._samples = rtol, samples
+        self._total, self._seen = 0.0, 0
+
+    def allowed(self, weights: Tensor) -> float:
+        """(rtol R / seen)² N n for n samples of ``weights`` (n, columns): R the total weight of N samples, so far."""
+        seen = self._seen + len(weights)
+        mean = (self._total + float(weights.sum())) / seen
+        return (self._rtol * mean) ** 2 * self.expected(len(weights)) * len(weights)
+
+    def expected(self, more: int) -> int:
+        """Samples of all data, as far as is known with so many more."""
+        return max(self._samples, self._seen + more)
+
+    def add(self, weights: Tensor) -> None:
+        """Take in a part that is done."""
+        self._total, self._seen = self._total + float(weights.sum()), self._seen + len(weights)
+
+
+def group(weights: Tensor, allowed: float) -> Groups:
+    """Columns by their weights (n, columns) in the largest groups for which Σ v_g is at most about ``allowed``."""
+    ordered, order = weights.sort(dim=1, descending=True)
+    numbers = cut(ordered, threshold(ordered, allowed))
+    of = torch.empty_like(numbers).scatter_(1, order, numbers)
+    counts = numbers.amax(dim=1) + 1
+    size, index = int(counts.max()), numbers.clamp_min(0)
+    none = weights.new_zeros(len(weights), max(1, size))
+    weight, squares, columns = (
+        none.scatter_add(1, index, part) for part in (ordered, ordered.square(), (numbers >= 0).to(ordered.dtype))
+    )
+    variances = torch.where(columns > 1, 2 * (weight.square() - squares).clamp_min(0), 0.0)
+    return Groups(of, counts, variances)
+
+
+def threshold(ordered: Tensor, allowed: float) -> float:
+    """The largest weight τ of groups with 2 Σ_i [m_i min(m_i, τ) - Σ_{c: w_c < τ} w_c²] ≤ ``allowed``.
+
+    m_i is the weight of sample i's columns below τ, which fall into about m_i / τ groups.
+
+    Args:
+        ordered: (n, columns) float64, descending.
+        allowed: see :meth:`Tolerance.allowed`.
+    """
+    rising = ordered.flip(1).contiguous()
+    weight, squares = (torch.nn.functional.pad(part.cumsum(1), (1, 0)) for part in (rising, rising.square()))
+
+    def predicted(tau: float) -> float:
+        below = torch.searchsorted(rising, rising.new_full((len(rising), 1), tau))
+        light = weight.gather(1, below)
+        return 2 * float((light * light.clamp(max=tau) - squares.gather(1, below)).clamp_min(0).sum())
+
+    low, high = float(torch.where(ordered > 0, ordered, torch.inf).min()), 1.0001 * float(weight[:, -1].max())
+    if high == 0 or predicted(high) <= allowed:
+        return high or 1.0
+    for _ in range(_STEPS):
+        middle = math.sqrt(low) * math.sqrt(high)
+        low, high = (middle, high) if predicted(middle) <= allowed else (low, middle)
+    return low
+
+
+def cut(ordered: Tensor, tau: float) -> Tensor:
+    """The group of each column, (n, columns) int64, for weights in descending order; -1 for weights 0."""
+    filled = (ordered / tau).clamp(max=1)
+    places = (filled.cumsum(1) - filled / 2).floor()
+    numbers = torch.nn.functional.pad((places[:, 1:] != places[:, :-1]).long().cumsum(1), (1, 0))
+    return numbers.masked_fill(ordered == 0, -1)
+
+
+def chances(variances: Tensor, expected: int) -> Tensor:
+    """π for each group, (n, groups), proportional to √v: :data:`TWICE` a sample, more of few samples."""
+    roots = variances.sqrt()
+    wanted = max(TWICE, _AT_LEAST / expected) * len(variances)
+    return (wanted * roots / roots.sum().clamp_min(torch.finfo(roots.dtype).tiny)).clamp(max=1)
+
+
+def sends(groups: Groups, probabilities: Tensor, uniform: Tensor) -> Sends:
+    """All groups once, and twice those whose ``uniform`` number in [0, 1) is below π; both (n, groups)."""
+    twice = uniform < probabilities
+    samples, numbers = (torch.arange(twice.shape[1], device=twice.device) < groups.counts.unsqueeze(1)).nonzero().t()
+    again, repeated = twice.nonzero().t()
+    rounds = groups.counts[again] + (twice.long().cumsum(1) - 1)[again, repeated]
+    pairs = torch.full_like(twice, -1, dtype=torch.long)
+    pairs[again, repeated] = torch.arange(len(again), device=twice.device)
+    first = torch.cat([samples, again]), torch.cat([numbers, repeated])
+    return Sends(
+        samples=first[0],
+        groups=first[1],
+        draws=torch.cat([torch.zeros_like(samples), torch.ones_like(again)]),
+        rounds=torch.cat([numbers, rounds]),
+        pairs=pairs[first],
+        chances=probabilities[again, repeated],
+    )

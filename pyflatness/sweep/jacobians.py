@@ -1,0 +1,248 @@
+"""Jacobians of a model's outputs in its input and in the inputs of its layers, by what is measured of them.
+
+J_i = ∂f_i/∂x of all outputs of a sample, through everything behind x: also past the layer that takes x, where there is
+a way. One sweep: every output of all samples at once is sent backward, C passes for all places together, and of the
+rows of J that arrive come G = J Jᵀ and a few sums. J is held for a part of a batch, cut to the memory budget.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from .. import contractions, interrupts
+from ..errors import InputError, NonFiniteError
+from ..model import inputs, layers
+from ..passes.cotangents import PASSES
+from ..passes.dry_run import Findings
+from ..passes.layer_form import LayerForm
+from ..passes.recorder import Call
+from ..passes.runner import Run, Runner
+from ..passes.task import Task
+from .jacobian_rows import Place, WeightGradient
+
+INPUT = ""
+"""The place of the model's input; a layer's input has the layer's name."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Quantities of every sample at every place.
+
+    Attributes:
+        task: what was measured.
+        layers: the places that are layers' inputs, in the model's order.
+        width: outputs of a sample.
+        kept: (n,), the samples that count; the others were left out.
+        calls: how often each layer was called in a run, at most.
+        apart: why a layer is not one matrix that is used once; empty for one that is.
+        passed: layers whose input goes to the outputs another way too.
+        backend: of the eigenvalues.
+    """
+
+    task: Task
+    layers: tuple[str, ...]
+    width: int
+    kept: Tensor
+    calls: dict[str, int]
+    apart: dict[str, str]
+    passed: frozenset[str]
+    backend: str
+    _found: dict[tuple[str, str], Tensor]
+
+    @property
+    def has_input(self) -> bool:
+        """Whether the model's input has a derivative."""
+        return self.has(INPUT, "largest")
+
+    def has(self, place: str, quantity: str) -> bool:
+        """Whether a place has a quantity."""
+        return (place, quantity) in self._found
+
+    def each(self, place: str, quantity: str) -> Tensor:
+        """(n,) float64; NaN for a sample that was left out."""
+        return self._found[place, quantity]
+
+    def counted(self, place: str, quantity: str) -> Tensor:
+        """Of the samples that count."""
+        return self._found[place, quantity][self.kept]
+
+
+@dataclass
+class _Part:
+    """Quantities of a part of the data, and its samples' numbers."""
+
+    number: int
+    numbers: Tensor
+    values: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+
+    def bad(self) -> dict[str, Tensor]:
+        """By place, (n,), the samples with NaN or infinity; a volume of zero has a logarithm of minus infinity."""
+        found: dict[str, Tensor] = {}
+        for (place, quantity), values in self.values.items():
+            if quantity != "log_volume":
+                found[place] = found.get(place, False) | ~values.isfinite()
+        return found
+
+
+def measured(
+    task: Task,
+    needs: Collection[str] = (),
+    top: int | None = None,
+    scales: Mapping[str, Tensor] | None = None,
+) -> Samples:
+    """The sweep.
+
+    Args:
+        task: of the user.
+        needs: those of :data:`QUANTITIES` on request.
+        top: singular values that ``log_volume`` is over, the largest; None: all.
+        scales: by layer, those of its features for ``rescaled``.
+
+    Raises:
+        InputError: see :meth:`.Runner.results`; more outputs than backward passes are allowed.
+        NonFiniteError: NaN or infinity, under ``nan_policy="raise"``, or in all samples.
+    """
+    return _Sweep(task, frozenset(needs), top, scales or {}).samples()
+
+
+class _Sweep:
+    def __init__(self, task: Task, needs: frozenset[str], top: int | None, scales: Mapping[str, Tensor]) -> None:
+        self._task, self._needs, self._top, self._scales = task, needs, top, scales
+        self._inputs = inputs.Inputs(task.forward)
+        options = task.options
+        self._runner = Runner(
+            *(task.model, task.selection, task.batches, self._inputs, options.memory),
+            order_matters=options.per_sample or options.nan_policy == "omit",
+            certify=False,
+            reserve=self._reserve,
+        )
+        self._backend = contractions.choose(options.backend, torch.device("cpu"), torch.float64)  # raises early
+        self._forms: dict[str, LayerForm] = {}
+        self._calls: dict[str, int] = {}
+        self._apart: dict[str, str] = {}
+        self._passed: set[str] = set()
+        self._width = 0
+
+    def samples(self) -> Samples:
+        parts, bad, count = [], [], 0
+        with contextlib.closing(self._runner.results(self._measure)) as results:  # hooks go with an error
+            for part in results:
+                parts.append(part)
+                bad.append(self._checked(part))
+                count += len(part.numbers)
+        spoiled = torch.cat(bad)
+        kept = ~spoiled if self._task.options.nan_policy == "omit" else torch.ones_like(spoiled)
+        if not bool(kept.any()):
+            raise NonFiniteError(f"nan_policy='omit': all {count} samples have NaN or infinity")
+        found: dict[tuple[str, str], Tensor] = {}
+        for part in parts:
+            for key, values in part.values.items():
+                # A layer that did not run for a sample has no part in its outputs: its J is 0.
+                empty = -torch.inf if key[1] == "log_volume" else 0.0
+                whole = found.setdefault(key, torch.full((count,), empty, dtype=torch.float64, device="cpu"))
+                whole[part.numbers] = values
+        for whole in found.values():
+            whole[spoiled] = torch.nan
+        names = tuple(name for name in self._task.selection.modules if (name, "largest") in found)
+        backend = contractions.describe(self._backend)
+        passed = frozenset(self._passed)
+        return Samples(self._task, names, self._width, kept, self._calls, self._apart, passed, backend, found)
+
+    def _reserve(self, found: Findings) -> int:
+        """Bytes of J a sample."""
+        width = found.outputs.numel() // max(1, min(len(found.outputs), found.samples))
+        own = 0 if self._inputs.tensor is None else self._inputs.tensor[0].numel() * self._inputs.tensor.element_size()
+        copies = 2 if "weights" in self._needs else 1  # and of J what is past the layers
+        return width * (copies * found.inputs + own)
+
+    def _checked(self, part: _Part) -> Tensor:
+        """(n,), the samples that have no values."""
+        by_place = part.bad()
+        bad = torch.stack([*by_place.values()]).any(dim=0)
+        policy = self._task.options.nan_policy
+        if bool(bad.any()) and policy == "raise":
+            places = [name for name, where in by_place.items() if bool(where.any())]
+            listed = ", ".join(f"layer {name!r}" if name else "the model's input" for name in places[:4])
+            raise NonFiniteError(
+                f"batch {part.number}: {int(bad.sum())} of {len(bad)} samples have NaN or infinity in the input, or in "
+                f"the derivatives, of {listed}; pass nan_policy='omit' or 'propagate' to go on"
+            )
+        return bad
+
+    def _measure(self, run: Run) -> _Part:
+        before, self._width = self._width, run.outputs.numel() // run.samples
+        if "weights" in self._needs and before not in (0, self._width):
+            raise InputError(
+                f"bounds: samples of {before} and of {self._width} outputs; they are for one number of them"
+            )
+        if self._width > PASSES:
+            raise InputError(
+                f"batch {run.number}: the {self._width} outputs of a sample are more than {PASSES} backward passes; "
+                "mls_adversarial needs no Jacobian"
+            )
+        places = self._places(run)
+        edges = [edge for place in places for edge in place.edges]
+        for cotangent in _identity(run.outputs, run.samples):
+            interrupts.check()
+            found: tuple[Tensor | None, ...] = (None,) * len(edges)
+            if run.outputs.requires_grad:
+                found = torch.autograd.grad(run.outputs, edges, cotangent, retain_graph=True, allow_unused=True)
+            gradients = iter(found)
+            for place in places:
+                place.add([next(gradients) for _ in place.edges])
+        device = run.outputs.device
+        self._backend, where = contractions.choose_for_few(self._task.options.backend, device, torch.float64)
+        part = _Part(run.number, run.numbers.cpu())
+        for place in places:
+            values = place.values(self._backend, where, self._top)
+            part.values.update(((place.name, quantity), numbers) for quantity, numbers in values.items())
+            if place.weight is not None:
+                self._apart[place.name] = self._apart.get(place.name) or place.weight.apart
+                self._passed |= {place.name} if place.passed else set()
+        return part
+
+    def _places(self, run: Run) -> list[Place]:
+        places = []
+        tensor = self._inputs.tensor
+        if tensor is not None and INPUT not in run.recorder.calls:  # a model that is a layer itself has no other name
+            places.append(Place(INPUT, [get_gradient_edge(tensor)], [tensor], lambda x: x, self._needs))
+        for name, calls in run.recorder.calls.items():
+            self._calls[name] = max(self._calls.get(name, 0), len(calls))
+            edges, tensors = [_input_edge(name, call) for call in calls], [call.inputs for call in calls]
+            weight = self._weight(run, name) if "weights" in self._needs else None
+            arrange = partial(run.samples_first, name)
+            places.append(Place(name, edges, tensors, arrange, self._needs, weight, self._scales.get(name)))
+        return places
+
+    def _weight(self, run: Run, name: str) -> WeightGradient:
+        module, options = self._runner.selected[name], self._task.options
+        if name not in self._forms:
+            weight = layers.matrix(module)[0]
+            dtype = contractions.promoted_dtype(weight.dtype)
+            backend = contractions.choose(options.backend, weight.device, dtype)
+            self._forms[name] = LayerForm(name, module, None, backend, ("squares",), replace(options, conv="filter"))
+        return WeightGradient(run, name, module, self._forms[name], self._width)
+
+
+def _input_edge(name: str, call: Call) -> GradientEdge:
+    if call.input_edge is None:
+        raise InputError(
+            f"layer {name!r}: its input is a view (reshaped, transposed, a slice) that is modified in place later, "
+            "so that autograd does not keep the gradient in it; write x = x + y in the place of x += y behind it"
+        )
+    return call.input_edge
+
+
+def _identity(outputs: Tensor, samples: int) -> Iterator[Tensor]:
+    """Every output of all samples, one after the other, as a cotangent of the outputs' shape."""
+    cotangent = torch.zeros(outputs.shape, dtype=outputs.dtype, device=outputs.device)
+    columns = cotangent.view(samples, -1)
+    for c in range(columns.shape[1]):
+        columns[:, c] = 1
+        yield cotangent
+        columns[:, c] = 0

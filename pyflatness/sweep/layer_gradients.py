@@ -1,0 +1,137 @@
+"""Squares of every sample's gradients in the weights and biases of linear layers and convolutions, from φ and δ.
+
+    ∂⟨s, f_i⟩/∂w = M_i = Σ_p δ_ip φ_ipᵀ,   ∂⟨s, f_i⟩/∂b = Σ_p δ_ip
+    |a ∘ M_i|², a = 1 or w;   |a ∘ Σ_p δ_ip|², a = 1 or b
+
+A parameter that the model also uses in another way (tied, or read by other code) has a gradient that is not that of the
+layer's calls. It is looked at once for each layer, and such layers are not used.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from .. import contractions
+from ..measures.base import Task
+from ..model import layers
+from ..numerics.directions import Directions
+from ..passes.layer_form import LayerForm
+from ..passes.runner import Run
+from .per_sample_parameters import OwnParameters
+
+Gradients = Mapping[str, Sequence[Tensor]]
+
+
+class LayerGradients:
+    """The layers whose weight and bias are parameters of the model.
+
+    Args:
+        task: the model and options.
+        theta: the parameters in question, by name.
+        adaptive: whether squares are of a ∘ gradient with a the parameter itself.
+
+    Attributes:
+        modules: by name; those that may turn out to be usable.
+        backend: of the contractions.
+    """
+
+    def __init__(self, task: Task, theta: Mapping[str, Tensor], *, adaptive: bool) -> None:
+        self._task, self._theta, self._adaptive = task, theta, adaptive
+        self._options = replace(task.options, conv="filter", normalize=None)
+        self.modules = {name: module for name, module in task.model.named_modules() if self._is_candidate(name, module)}
+        self.backend = "reference"
+        self._forms: dict[str, LayerForm] = {}
+        self._usable: dict[str, bool] = {}
+
+    def parameters(self, name: str) -> list[str]:
+        """Names of a layer's own parameters, among those in question."""
+        return [full for what in ("weight", "bias") if (full := _joined(name, what)) in self._theta]
+
+    def usable(self, run: Run) -> list[str]:
+        """The layers that ran and whose parameters are used by their own calls alone; after :meth:`check`."""
+        return [name for name in self.modules if run.calls(name) and self._usable.get(name, False)]
+
+    def check(self, run: Run, own: OwnParameters) -> None:
+        """Look at the layers that ran for the first time: are the parameters' gradients those of the layers' calls?
+
+        Where there is NaN in them that cannot be seen, and the layer is not used until it can.
+        """
+        new = [name for name in self.modules if run.calls(name) and name not in self._usable]
+        if not new:
+            return
+        names = [parameter for name in new for parameter in self.parameters(name)]
+        cotangent = Directions().like(run.outputs)
+
+        def gradients_of_all(outputs: Tensor, leaves: dict[str, Tensor]) -> Sequence[Tensor | None]:
+            if not outputs.requires_grad:
+                return [None] * len(leaves)
+            return torch.autograd.grad(outputs, [*leaves.values()], cotangent, allow_unused=True)
+
+        found = own.shared(run, {name: self._theta[name] for name in names}, gradients_of_all)
+        whole = dict(zip(names, found, strict=True))
+        gradients = run.recorder.gradients(run.outputs, cotangent, new)
+        for name in new:
+            self._forms.setdefault(name, self._form(name))
+            if all(bool(part.isfinite().all()) for part in gradients[name]):
+                self._usable[name] = self._is_whole(run, name, gradients[name], whole)
+
+    def squares(self, run: Run, names: Sequence[str], passes: int) -> Callable[[Gradients], Tensor]:
+        """For some layers, of whose outputs gradients will come so many times: gradients -> (n,) float64."""
+        contracted = {}
+        for name in names:
+            form = self._forms[name]
+            if _joined(name, "weight") in self._theta:
+                contracted[name] = form.gradients(run).of(form.inputs(run), passes)
+
+        def of(gradients: Gradients) -> Tensor:
+            total = torch.zeros(run.samples, dtype=torch.float64, device=run.outputs.device)
+            for name in names:
+                form = self._forms[name]
+                if name in contracted:
+                    total += contracted[name](form.signal(run, gradients[name])).values[0]
+                if _joined(name, "bias") in self._theta:
+                    slope = form.rows(run, gradients[name]).sum(dim=2).flatten(1)
+                    scale = self._theta[_joined(name, "bias")] if self._adaptive else 1.0
+                    total += (slope * scale).square().sum(dim=1, dtype=torch.float64)
+            return total
+
+        return of
+
+    def _is_whole(self, run: Run, name: str, gradients: Sequence[Tensor], whole: Mapping[str, Tensor | None]) -> bool:
+        """Whether the gradients of all samples together are those of the layer's parameters."""
+        module, delta = self.modules[name], self._forms[name].rows(run, gradients)
+        weight, bias = whole.get(_joined(name, "weight")), whole.get(_joined(name, "bias"))
+        if _joined(name, "weight") in whole:
+            own = torch.einsum("ngpd,ngpm->gdm", delta, self._patches(run, name)).flatten(0, 1)
+            if not _same(own, None if weight is None else layers.as_matrix(module, weight)):
+                return False
+        return _joined(name, "bias") not in whole or _same(delta.sum(dim=(0, 2)).flatten(), bias)
+
+    def _patches(self, run: Run, name: str) -> Tensor:
+        return self._forms[name].patches(run, [call.inputs.detach() for call in run.calls(name)])
+
+    def _form(self, name: str) -> LayerForm:
+        weight = layers.matrix(self.modules[name])[0]
+        backend = contractions.choose(self._options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
+        self.backend = contractions.describe(backend)
+        quantity = "weighted" if self._adaptive else "squares"
+        return LayerForm(name, self.modules[name], None, backend, (quantity,), self._options)
+
+    def _is_candidate(self, name: str, module: nn.Module) -> bool:
+        plain = isinstance(module._parameters.get("weight"), nn.Parameter)
+        return plain and layers.is_supported(module) and bool(self.parameters(name))
+
+
+def _joined(name: str, what: str) -> str:
+    return f"{name}.{what}" if name else what
+
+
+def _same(own: Tensor, whole: Tensor | None) -> bool:
+    """Up to rounding; no gradient is one of zeros."""
+    if whole is None:
+        return not bool((own != 0).any())
+    tolerance = max(1e-3, 8 * torch.finfo(whole.dtype).eps)
+    size = float(own.abs().amax().nan_to_num(0, 0, 0)) if own.numel() else 0.0
+    return torch.allclose(whole.to(own.dtype), own, tolerance, tolerance * size)

@@ -1,0 +1,379 @@
+"""One sweep over the data for all layers and quantities: forward, output factors backward, contractions.
+
+for x, y in batches:                              # cut to the memory budget
+    f, φ, edges = model(x)                        # recorded: layer inputs, gradient edges of layer outputs
+    for each output factor s of f:                # cotangents: C - 1 for cross-entropy, terms of a sample apart
+        δ = autograd.grad(f, edges, s)            # for all layers at once
+        for each layer: value_i += σ q(M_i)       # contractions of M_i = Σ_p δ_ip φ_ipᵀ
+
+Layers in whose weight the model is not linear take Hessian products instead, each its own; see :mod:`.block_traces`.
+"""
+
+import contextlib
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .. import contractions
+from ..contractions.layer import NEURONS, Share
+from ..errors import InputError
+from ..hessian import block_traces
+from ..hessian.block_traces import BlockTraces
+from ..losses import Loss
+from ..model import layers
+from ..numerics.signs import Signs
+from ..options import Options
+from ..passes import cotangents, linearity, normalize
+from ..passes.layer_form import LayerForm
+from ..passes.runner import Run, Runner
+from . import adaptive, groups
+from .contracted import Contracted
+
+Parts = dict[tuple[str, str], Tensor]
+
+
+@dataclass(frozen=True)
+class Values:
+    """Of some samples.
+
+    Attributes:
+        values: (draws, layers, quantities, n) float64, each summed over output factors or directions; not yet divided
+            by the loss's divisor. One draw if they are exact. Of all selected layers; 0 for one that did not run.
+        sample_weights: (n,) float64, each sample's weight in a mean.
+        number: of the user's batch.
+        variances: (2, layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these
+            are sampled in groups, and the sums of the groups' squared ones; None: they are exact, or their draws tell.
+        parts: by layer and quantity, those of :class:`.contractions.layer.Share` summed over the samples that count.
+        lost: (n,), samples without a loss, whose values are NaN.
+        by_hessian: layers whose values are of second derivatives.
+    """
+
+    values: Tensor
+    sample_weights: Tensor
+    number: int
+    variances: Tensor | None = None
+    parts: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
+    lost: Tensor | None = None
+    by_hessian: frozenset[str] = frozenset()
+
+
+class Sweep:
+    """The sweep of a runner, for some quantities.
+
+    Args:
+        runner: the model, its layers and data.
+        loss: from :func:`.losses.resolve`.
+        options: of the user.
+        quantities: of :data:`.contractions.layer.QUANTITIES`.
+
+    Attributes:
+        backend: of the contractions.
+        by_hessian: layers for which second derivatives were taken.
+        exact_passes: backward passes or Hessian products of a layer that exact values take, or would take.
+    """
+
+    def __init__(self, runner: Runner, loss: Loss, options: Options, quantities: Sequence[str]) -> None:
+        self._runner, self._loss, self._options, self._quantities = runner, loss, options, quantities
+        self._forms: dict[str, LayerForm] = {}
+        self._scales: Mapping[str, Tensor] = {}
+        self.backend = ""
+        self.by_hessian: set[str] = set()
+        self.exact_passes = 0
+        if options.normalize:
+            self._scales = normalize.feature_scales(runner, loss, options.nan_policy)
+
+    def values(self, draws: Sequence[int] | None = None) -> Generator[Values, None, None]:
+        """Every sample's quantities in every layer: exact, or in the draws of these numbers.
+
+        Raises:
+            InputError: see :meth:`.Runner.results`; targets that do not fit; too many passes or products.
+        """
+        signs = None if draws is None else Signs(self._options.seed, draws)
+        return self._runner.results(lambda run: self._values(run, signs))
+
+    def by_groups(self) -> Generator[Values, None, None]:
+        """Every sample's quantities, output factors sent in groups as large as the user's ``rtol`` allows.
+
+        Raises:
+            InputError: as :meth:`values`; layers or losses for which there are no such factors, or negative ones.
+        """
+        tolerance = groups.Tolerance(self._options.rtol or groups.RTOL, self._runner.batches.samples)
+        with contextlib.closing(self._runner.results(lambda run: self._begun(run, tolerance))) as parts:
+            for part, prints, left_out in parts:
+                self._finish(part, prints)
+                tolerance.add(part.weights)
+                values = self._marked(part.sums.unsqueeze(0), part.sent, left_out, part.left.number)
+                yield Values(values, part.sent.sample_weights, part.left.number, part.variances(), lost=part.sent.bad)
+
+    def block_traces(self, limit: int) -> Generator[tuple[Tensor, Values], None, None]:
+        """Of one layer: the sum of its block traces over samples, (G, d, d) float64, beside the samples' own values.
+
+        Raises:
+            InputError: as :meth:`values`; the matrix would take more than ``limit`` bytes.
+        """
+        return self._runner.results(lambda run: self._block_traces(run, limit))
+
+    def notes(self, name: str) -> tuple[str, ...]:
+        """What a reader of a layer's value should know."""
+        dropped = int((self._scales[name] == 0).sum()) if name in self._scales else 0
+        return (f"{dropped} features that are zero throughout dropped",) if dropped else ()
+
+    def weight(self, name: str) -> Tensor:
+        """(G, d, m) of a layer that ran."""
+        return self._forms[name].matrix
+
+    def _values(self, run: Run, signs: Signs | None = None) -> Values:
+        linear, nonlinear = self._ran(run)
+        sent = cotangents.of_run(run, self._loss)
+        draws = 1 if signs is None else len(signs.draws)
+        places = {name: place for place, name in enumerate(self._runner.selected)}
+        values = torch.zeros(draws, len(places), len(self._quantities), run.samples, dtype=torch.float64, device="cpu")
+        values = values.to(run.outputs.device)
+        parts: Parts = {}
+        self._add_factors(run, sent, signs, {name: values[:, places[name]] for name in linear}, parts)
+        self._add_hessian(run, signs, {name: values[:, places[name]] for name in nonlinear}, parts)
+        self.by_hessian.update(nonlinear)
+        values = self._marked(values, sent, self._left_out(run, sent), run.number)
+        if parts:
+            kept = self._kept(values)
+            parts = {key: part[kept].sum(dim=0) if key[1] in NEURONS else part for key, part in parts.items()}
+            if bool((sent.bad & kept).any()):  # of a loss whose curvature does not show that a sample has none
+                parts = {key: torch.full_like(part, torch.nan) for key, part in parts.items()}
+        return Values(
+            values, sent.sample_weights, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(nonlinear)
+        )
+
+    def _add_factors(
+        self, run: Run, sent: cotangents.Cotangents, signs: Signs | None, found: dict[str, Tensor], parts: Parts
+    ) -> None:
+        """Values (draws, quantities, n) of layers by output factors sent backward, and their parts."""
+        if not found:
+            return
+        self.exact_passes = max(self.exact_passes, sent.passes)
+        contracted = self._contracted(
+            run, found, sent.passes if signs is None else len(signs.draws), stack=signs is None
+        )
+        for name in found if sent.passes == 0 else ():
+            _add(parts, name, self._forms[name].gradients(run).nothing(run.samples))
+        for draw, cotangent, sign in _sent(run, sent, signs):
+            for name, share in contracted.of(cotangent, sign):
+                found[name][draw] += share.values
+                _add(parts, name, share)
+        for name, share in contracted.rest():
+            found[name][0] += share.values
+
+    def _contracted(self, run: Run, names: Iterable[str], passes: int, *, stack: bool = False) -> Contracted:
+        return Contracted(run, {name: self._forms[name] for name in names}, passes, stack=stack)
+
+    def _begun(self, run: Run, tolerance: groups.Tolerance) -> tuple[adaptive.Part, dict[str, Tensor], Tensor]:
+        """A part's sends planned, the rounds for all samples sent; fingerprints of rows; see :meth:`_left_out`."""
+        names, sent = self._linear(run), cotangents.of_run(run, self._loss)
+        self.exact_passes = max(self.exact_passes, sent.passes)
+        shape = len(self._runner.selected), len(self._quantities)
+        part = adaptive.begin(run, sent, shape, tolerance, self._options.seed)
+        rounds = part.sends.together(run.samples / 2 if self._runner.cuttable else 1) if sent.passes else 0
+        contracted = self._contracted(run, names, rounds)
+        for number in range(rounds):
+            chosen, cotangent = part.of_round(number)
+            values = self._stacked(contracted.of(cotangent), part.sums)
+            silent = part.silent(chosen)
+            for name, heard in zip(self._runner.selected, values.nan_to_num(0.0).any(dim=1), strict=True):
+                if bool((heard & silent).any()):
+                    raise _disordered(name)
+            part.add_round(chosen, values)
+        part.rounds = rounds
+        return part, {name: self._forms[name].fingerprints(run) for name in names}, self._left_out(run, sent)
+
+    def _finish(self, part: adaptive.Part, prints: dict[str, Tensor]) -> None:
+        """What is left to be sent, packed."""
+        left = (part.sends.rounds >= part.rounds).nonzero().flatten()
+        places = part.sends.samples[left]
+
+        def send(run: Run, which: slice) -> Tensor:
+            names = self._linear(run)
+            for name in names:
+                _check_order(name, prints[name][places[which]], self._forms[name].fingerprints(run), run.outputs.dtype)
+            values = self._contracted(run, names, 1).of(part.packed(left[which]))
+            return self._stacked(values, part.sums.new_empty(*part.sums.shape[:2], run.samples))
+
+        done = 0
+        for values in self._runner.repeated(part.left, places, send):
+            part.add(left[done : done + values.shape[2]], values)
+            done += values.shape[2]
+
+    def _linear(self, run: Run) -> list[str]:
+        """The layers that ran, all of which have their values by output factors."""
+        names, nonlinear = self._ran(run)
+        if nonlinear:
+            raise InputError(
+                f"layer {', '.join(map(repr, nonlinear))}: probes='adaptive' is for layers in whose weight the model "
+                "is locally linear (ReLU, pooling, sums behind them); pass probes=k, a number of draws, or "
+                "curvature='ggn' for the GGN value, another number"
+            )
+        return names
+
+    def _stacked(self, shares: Iterable[tuple[str, Share]], like: Tensor) -> Tensor:
+        """(layers, quantities, n) of all selected layers; 0 for one that did not run."""
+        stacked, places = torch.zeros_like(like), [*self._runner.selected]
+        for name, share in shares:
+            stacked[places.index(name)] = share.values
+        return stacked
+
+    def _add_hessian(self, run: Run, signs: Signs | None, found: dict[str, Tensor], parts: Parts) -> None:
+        """Values (draws, quantities, n) of layers by second derivatives of the loss, and their parts."""
+        if not found:
+            return
+        with block_traces.differentiable(found), contractions.full_precision(run.outputs):
+            slopes = self._slopes(run, found)
+            for name, values in found.items():
+                traces = self._traces(run, name, slopes[name], self._quantities)
+                self.exact_passes = max(self.exact_passes, traces.products)
+                if signs is None:
+                    share = traces.exact()
+                    values[0] += share.values
+                    _add(parts, name, share)
+                else:
+                    stream = cotangents.STREAM + 1 + list(self._runner.selected).index(name)
+                    values += traces.sampled(signs, stream)
+
+    def _slopes(self, run: Run, names: Iterable[str]) -> dict[str, list[Tensor]]:
+        slopes = block_traces.slopes(run, self._loss, names)
+        for name, slope in slopes.items():
+            if self._runner.why_not_linear(name) == linearity.OPAQUE:
+                linearity.check_complete(f"layer {name!r}", slope)
+        return slopes
+
+    def _traces(self, run: Run, name: str, slope: Sequence[Tensor], quantities: Sequence[str]) -> BlockTraces:
+        return BlockTraces(run, self._forms[name], self._runner.selected[name], self._loss, slope, quantities)
+
+    def _block_traces(self, run: Run, limit: int) -> tuple[Tensor, Values]:
+        ((name, module),) = self._runner.selected.items()
+        rows = len(layers.matrix(module)[0])
+        if self._options.conv == "affine" and layers.is_convolution(module) and run.calls(name):
+            rows = max(call.output.numel() for call in run.calls(name)) // run.samples
+        if limit < 8 * rows**2:
+            raise InputError(
+                f"layer {name!r}: its block traces are a matrix of {rows} x {rows}, more than {limit >> 20} MiB; "
+                "relative_flatness and measure need no such matrix"
+            )
+        linear, nonlinear = self._ran(run)
+        sent = cotangents.of_run(run, self._loss)
+        kept = torch.ones_like(sent.sample_weights, dtype=torch.bool)
+        traced = self._traced_by_hessian if nonlinear else self._traced_by_factors
+        total, traces = torch.zeros_like(sent.sample_weights.sum()), torch.zeros_like(sent.sample_weights)
+        if linear or nonlinear:
+            total, traces = traced(run, sent, name, kept)
+        traces = self._marked(traces[None, None, None], sent, self._left_out(run, sent), run.number)
+        left = self._kept(traces)
+        if not bool(left.all()):
+            total, _ = traced(run, sent, name, left)
+        elif bool(sent.bad.any()):
+            total = torch.full_like(total, torch.nan)
+        if (
+            linear or nonlinear
+        ) and total.ndim == 0:  # no factor was sent: the loss has no curvature, as with one class
+            total = total.new_zeros(1, rows, rows)
+        return total, Values(traces, sent.sample_weights, run.number, lost=sent.bad, by_hessian=frozenset(nonlinear))
+
+    def _traced_by_factors(
+        self, run: Run, sent: cotangents.Cotangents, name: str, kept: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Σ_i T_i (G, d, d) of one layer over the samples that are kept, and Tr T_i, (n,)."""
+        form = self._forms[name]
+        gradients, inputs = form.gradients(run), [_masked(part, kept) for part in form.inputs(run)]
+        with contractions.full_precision(run.outputs):
+            contract = gradients.of(inputs, sent.passes)
+        total, traces = torch.zeros_like(sent.sample_weights.sum()), torch.zeros_like(sent.sample_weights)
+        for cotangent, signs in sent.exact():
+            with contractions.full_precision(run.outputs):
+                delta = form.signal(run, run.recorder.gradients(run.outputs, cotangent)[name])
+                delta = [_masked(part, kept) for part in delta]
+                traces = traces + contract(delta, signs).values[0]
+                coefficients = kept.double() if signs is None else signs.where(kept, 0.0)
+                total = total + gradients.traces(inputs, delta, coefficients)
+        return total, traces
+
+    def _traced_by_hessian(
+        self, run: Run, sent: cotangents.Cotangents, name: str, kept: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same by second derivatives."""
+        with block_traces.differentiable([name]), contractions.full_precision(run.outputs):
+            slopes = self._slopes(run, [name])
+            return self._traces(run, name, slopes[name], ()).matrix(kept)
+
+    def _left_out(self, run: Run, sent: cotangents.Cotangents) -> Tensor:
+        """Which samples (n,) are to be left out, whatever their values are: they have no loss, or no deviations."""
+        if self._options.normalize and self._options.nan_policy == "omit":
+            return normalize.left_out(self._runner, run, sent)
+        return sent.bad
+
+    def _marked(self, values: Tensor, sent: cotangents.Cotangents, left_out: Tensor, number: int) -> Tensor:
+        """Values (…, n), NaN for samples that are left out."""
+        if self._options.normalize and self._options.nan_policy == "omit":
+            late = ~self._kept(values) & ~left_out
+            if bool(late.any()):
+                layers.check_finite(self._runner.modules)
+                raise normalize.late(number, int(late.sum()), "samples")
+        return values.masked_fill(left_out, torch.nan)
+
+    def _kept(self, values: Tensor) -> Tensor:
+        """Which samples count, (n,)."""
+        finite = values.isfinite().flatten(0, 2).all(dim=0)
+        return finite if self._options.nan_policy == "omit" else torch.ones_like(finite)
+
+    def _ran(self, run: Run) -> tuple[list[str], list[str]]:
+        """The layers that ran: those whose values come by output factors, and those by second derivatives."""
+        self._make_forms()
+        names = [name for name in self._runner.selected if run.calls(name)]
+        nonlinear = [] if self._options.curvature == "ggn" else [name for name in names if name in run.nonlinear]
+        return [name for name in names if name not in nonlinear], nonlinear
+
+    def _make_forms(self) -> None:
+        """For layers that came with this run."""
+        for name, module in self._runner.modules.items():
+            if name not in self._forms:
+                self._forms[name] = self._form(name, module)
+
+    def _form(self, name: str, module: nn.Module) -> LayerForm:
+        weight = layers.matrix(module)[0]
+        backend = contractions.choose(self._options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
+        self.backend = contractions.describe(backend)
+        return LayerForm(name, module, self._scales.get(name), backend, self._quantities, self._options)
+
+
+def _sent(
+    run: Run, sent: cotangents.Cotangents, signs: Signs | None
+) -> Iterator[tuple[int, Tensor, Tensor | float | None]]:
+    """Draw, cotangent, and its sign."""
+    if signs is None:
+        yield from ((0, cotangent, sign) for cotangent, sign in sent.exact())
+    else:
+        yield from sent.sampled(signs, run.numbers)
+
+
+def _add(parts: Parts, name: str, share: Share) -> None:
+    for quantity, part in share.parts.items():
+        held = parts.get((name, quantity))
+        parts[name, quantity] = part if held is None else held + part
+
+
+def _check_order(name: str, before: Tensor, now: Tensor, dtype: torch.dtype) -> None:
+    """Raise if a layer's rows are of other samples in a batch of repeated rows."""
+    tolerance = max(1e-3, 8 * torch.finfo(dtype).eps)
+    size = float(before.abs().nan_to_num(0, 0, 0).amax())
+    if not torch.allclose(before, now, rtol=tolerance, atol=tolerance * size, equal_nan=True):
+        raise _disordered(name)
+
+
+def _disordered(name: str) -> InputError:
+    return InputError(
+        f"layer {name!r}: its inputs for the same samples change with the batch they are in, or come in another order "
+        "than the model's outputs; pass probes=k, a number of draws"
+    )
+
+
+def _masked(part: Tensor, kept: Tensor) -> Tensor:
+    """Zeros for the samples that are left out."""
+    return part if bool(kept.all()) else torch.where(kept.view(-1, *(1,) * (part.ndim - 1)), part, 0.0)

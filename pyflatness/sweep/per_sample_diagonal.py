@@ -1,0 +1,138 @@
+"""Σ_j a_j² ∂²ℓ_i/∂θ_j² of :mod:`.per_sample_parameters`, sample by sample.
+
+By output factors s_ic: Σ_c σ_ic |a ∘ ∂⟨s_ic, f_i⟩/∂θ_i|². By second derivatives: exact, a product for every entry of
+the parameters; sampled, ⟨a∘r, H_i (a∘r)⟩ for random signs r, all parameters together.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import interrupts
+from ..contractions import promoted
+from ..errors import InputError
+from ..hessian import block_traces
+from ..losses import Loss
+from ..numerics.signs import Signs
+from ..passes import cotangents, linearity
+from ..passes.cotangents import Cotangents
+from .per_sample_parameters import Group
+
+PRODUCTS = 2048  # Hessian products, one for every entry of the parameters, that an exact value may take
+_TOGETHER = 2**22  # bytes of directions that go through the graph in one pass
+
+
+class OwnDiagonal:
+    """The sums of one group of samples.
+
+    Args:
+        group: the samples.
+        numbers: (n,), theirs in the data.
+        loss: the user's.
+        scales: a of some parameters by name; 1 for others.
+    """
+
+    def __init__(self, group: Group, numbers: Tensor, loss: Loss, scales: Mapping[str, Tensor]) -> None:
+        self._group, self._numbers, self._loss, self._scales = group, numbers, loss, scales
+
+    def by_factors(self, names: Sequence[str], signs: Signs | None) -> Tensor:
+        """(draws, n) float64 over the parameters of these names; exact without signs."""
+        group, values = self._group, self.zeros(signs)
+        leaves = [group.leaves[name] for name in names]
+        sent = cotangents.prepare(group.outputs, group.targets.detach(), self._loss, group.samples)
+        for draw, cotangent, sign in factors(sent, signs, self._numbers):
+            interrupts.check()
+            found = torch.autograd.grad(group.outputs, leaves, cotangent, retain_graph=True, allow_unused=True)
+            for name, gradient in zip(names, found, strict=True):
+                if gradient is not None:
+                    values[draw] += self._scaled(name, gradient).square().flatten(1).sum(1, dtype=torch.float64) * sign
+        return values
+
+    def by_hessian(self, streams: Mapping[str, int], signs: Signs | None, opaque: Sequence[str] = ()) -> Tensor:
+        """(draws, n) float64 over the parameters that are the keys of ``streams``, by which their signs are drawn.
+
+        Args:
+            streams: see above.
+            signs: of draws; exact without.
+            opaque: names behind which there is a function that torch did not write.
+
+        Raises:
+            InputError: more than :data:`PRODUCTS` products; a second derivative that is missing.
+        """
+        names, values = [*streams], self.zeros(signs)
+        if signs is None:
+            self._check_products(names)
+        with block_traces.differentiable(names, "parameter"), torch.enable_grad():
+            value = self._loss.value(self._group.outputs, self._group.targets.detach())
+            leaves = [self._group.leaves[name] for name in names]
+            found = torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True)
+            slopes = {name: slope for name, slope in zip(names, found, strict=True) if slope is not None}
+            for name in opaque:
+                if name in slopes:
+                    linearity.check_complete(f"parameter {name!r}", [slopes[name]])
+            turning = {name: slope for name, slope in slopes.items() if slope.requires_grad}
+            if signs is None:
+                for name, slope in turning.items():
+                    values[0] += self._entries(name, slope)
+            elif turning:
+                for draw, number in enumerate(signs.draws):
+                    values[draw] += self._along(turning, streams, Signs(signs.seed, [number]))
+        return values
+
+    def _check_products(self, names: Sequence[str]) -> None:
+        products = sum(self._group.leaves[name][0].numel() for name in names)
+        if products > PRODUCTS:
+            listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise InputError(
+                f"the model is not known to be locally linear in {listed}: an exact value takes {products} Hessian "
+                f"products, one for every entry, more than {PRODUCTS}; pass probes= for a sampled value with a "
+                "standard error, or curvature='ggn' for the GGN value, another number"
+            )
+
+    def _entries(self, name: str, slope: Tensor) -> Tensor:
+        """Of one parameter by a product for every entry, (n,)."""
+        leaf = self._group.leaves[name]
+        size, total = leaf[0].numel(), self.zeros(None)[0]
+        together = max(1, _TOGETHER // max(1, leaf.numel() * leaf.element_size()))
+        for chosen in torch.arange(size, device=leaf.device).split(together):
+            rows = torch.arange(len(chosen), device=leaf.device)
+            units = leaf.new_zeros(len(chosen), 1, size)
+            units[rows, 0, chosen] = 1.0
+            directions = units.expand(-1, len(leaf), -1).reshape(len(chosen), *leaf.shape)
+            (turned,) = block_traces.derivatives(slope, [leaf], directions)
+            if turned is not None:
+                entries = self._scaled(name, self._scaled(name, turned)).flatten(2)[rows, :, chosen]
+                total += entries.sum(dim=0, dtype=torch.float64)
+        return total
+
+    def _along(self, slopes: Mapping[str, Tensor], streams: Mapping[str, int], signs: Signs) -> Tensor:
+        """Of all parameters in one draw, (n,)."""
+        total, moves = self.zeros(None)[0], []
+        leaves = [self._group.leaves[name] for name in slopes]
+        for name, leaf in zip(slopes, leaves, strict=True):
+            drawn = signs(streams[name], self._numbers, leaf[0].numel()).view_as(leaf).to(leaf.dtype)
+            moves.append(self._scaled(name, drawn).to(leaf.dtype))
+        turned = torch.autograd.grad([*slopes.values()], leaves, moves, retain_graph=True, allow_unused=True)
+        for move, change in zip(moves, turned, strict=True):
+            if change is not None:
+                total += (promoted(move) * change).flatten(1).sum(dim=1, dtype=torch.float64)
+        return total
+
+    def _scaled(self, name: str, tensor: Tensor) -> Tensor:
+        """Times a, in float32 at least."""
+        tensor = promoted(tensor)
+        return tensor * self._scales[name] if name in self._scales else tensor
+
+    def zeros(self, signs: Signs | None) -> Tensor:
+        """(draws, n) float64."""
+        draws = 1 if signs is None else len(signs.draws)
+        return torch.zeros(draws, self._group.samples, dtype=torch.float64, device=self._group.outputs.device)
+
+
+def factors(sent: Cotangents, signs: Signs | None, numbers: Tensor) -> Iterator[tuple[int, Tensor, Tensor | float]]:
+    """Draw, cotangent, and its sign; without signs all are of draw 0."""
+    if signs is None:
+        yield from ((0, cotangent, 1.0 if sign is None else sign) for cotangent, sign in sent.exact())
+    else:
+        yield from sent.sampled(signs, numbers)

@@ -1,0 +1,208 @@
+"""A model run with parameters of each sample's own, so that one backward pass gives every sample's gradients.
+
+    f_i = f(x_i, θ_i),   θ_i = θ for all i:   ∂ Σ_i ⟨s_i, f_i⟩ / ∂θ_i = ∂⟨s_i, f(x_i, θ)⟩ / ∂θ,   and ∂²/∂θ_i∂θ_j = 0
+
+Samples go through the model together where ``torch.vmap`` takes it and gives the outputs that it had; else one by one.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from .. import contractions
+from ..messages import is_out_of_memory
+from ..model import calling, data, parameters
+from ..model.parameters import Result
+from ..passes import dry_run
+from ..passes.independence import check_unchanged
+from ..passes.runner import Run
+
+Leaves = dict[str, Tensor]
+"""Parameters by name, in a graph."""
+
+_COPIES = 6  # of a sample's parameters there are at a time, about: they, their gradients, directions, changes
+_GRAPHS = 3  # about the memory that a graph takes together with that of its derivatives
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some samples of a run, with parameters of their own.
+
+    Attributes:
+        outputs: the model's, with their graph.
+        targets: as they came.
+        leaves: (samples, *shape), the parameters of these names.
+        place: which of the run's samples they are.
+    """
+
+    outputs: Tensor
+    targets: Any
+    leaves: Leaves
+    place: slice
+
+    @property
+    def samples(self) -> int:
+        """How many."""
+        return int(self.place.stop - self.place.start)
+
+
+class OwnParameters:
+    """A model whose samples get parameters of their own.
+
+    Args:
+        model: inside :func:`.state.observing`.
+        forward: see :func:`.calling.run`.
+        memory: bytes that the samples of a group, their parameters and graph, may take.
+    """
+
+    def __init__(self, model: nn.Module, forward: calling.Forward | None, memory: int) -> None:
+        self._model, self._forward, self._memory = model, forward, memory
+        self._together, self._tried = True, False
+        self._graph = -1  # bytes that a sample's takes, once known
+
+    def each(self, run: Run, values: Mapping[str, Tensor], work: Callable[[Group], None]) -> None:
+        """``work`` done on the samples of a run in groups that fit the memory, while the run's recorder is paused.
+
+        Args:
+            run: of the same model.
+            values: the parameters in question, by name.
+            work: what is done with a group; backward passes have to be in it.
+
+        Raises:
+            InputError: a sample has other outputs when it is alone.
+        """
+        start = 0
+        with _undisturbed(run):
+            most = self._most(run, values)
+            while start < run.samples:
+                stop = min(start + most, run.samples) if self._together else start + 1
+                group = self._at_once(run, values, slice(start, stop)) if stop - start > 1 else None
+                if group is None:
+                    stop = start + 1
+                    self._alone(run, values, slice(start, stop), work)
+                else:
+                    work(group)
+                start = stop
+
+    def shared(
+        self, run: Run, values: Mapping[str, Tensor], work: Callable[[Tensor, dict[str, Tensor]], Result]
+    ) -> Result:
+        """``work`` done on the outputs of the run's samples with parameters that they share, and on these as leaves.
+
+        The run's recorder is paused meanwhile. No backward pass of the run itself belongs in it: activation
+        checkpointing calls the layers again there, and they have to be as they were.
+        """
+        leaves = {name: w.clone().requires_grad_() for name, w in values.items()}
+        batch = data.map_tensors(_outside_inference, run.batch)
+
+        def done() -> Result:
+            with torch.enable_grad():
+                outputs, _ = calling.run(self._model, batch, self._forward)
+            return work(outputs, leaves)
+
+        with _undisturbed(run):
+            return parameters.inside(self._model, leaves, done)
+
+    def _most(self, run: Run, values: Mapping[str, Tensor]) -> int:
+        """How many samples go together."""
+        if self._graph < 0:
+            with dry_run.saved_storages() as storages:
+                self._alone(run, values, slice(0, 1), lambda group: None)
+            self._graph = sum(storages.values())
+        size = sum(w.numel() * w.element_size() for w in values.values())
+        return max(1, self._memory // max(1, _COPIES * size + _GRAPHS * self._graph))
+
+    def _at_once(self, run: Run, values: Mapping[str, Tensor], place: slice) -> Group | None:
+        """By ``torch.vmap``; None if the model does not take that: an error of its own comes again with one sample."""
+        samples = place.stop - place.start
+        leaves = {name: w.expand(samples, *w.shape).clone().requires_grad_() for name, w in values.items()}
+        held: list[Tensor] = []
+        _changed_samples(run, lambda tensor: held.append(_outside_inference(tensor[place])))
+
+        def one(own: dict[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
+            parts = iter(inputs)
+            batch = _changed_samples(run, lambda tensor: next(parts).unsqueeze(0))
+            return parameters.run(self._model, own, batch, self._forward)
+
+        try:
+            with warnings.catch_warnings(), torch.enable_grad():
+                warnings.simplefilter("ignore", UserWarning)  # of operations that vmap takes one by one
+                outputs, targets = (part.flatten(0, 1) for part in torch.vmap(one)(leaves, held))
+            check_unchanged(_rows(run, place), outputs)
+            if not self._tried and outputs.requires_grad:  # activation checkpointing fails here
+                cotangent = torch.ones_like(outputs)
+                torch.autograd.grad(outputs, [*leaves.values()], cotangent, retain_graph=True, allow_unused=True)
+            self._tried = True
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self._together = False
+            return None
+        return Group(outputs, targets, leaves, place)
+
+    def _alone(self, run: Run, values: Mapping[str, Tensor], place: slice, work: Callable[[Group], None]) -> None:
+        leaves = {name: w.unsqueeze(0).clone().requires_grad_() for name, w in values.items()}
+        batch = _changed_samples(run, lambda tensor: _outside_inference(tensor[place]))
+
+        def done() -> None:
+            with torch.enable_grad():
+                outputs, targets = calling.run(self._model, batch, self._forward)
+            check_unchanged(_rows(run, place), outputs)
+            work(Group(outputs, targets, leaves, place))
+
+        with torch.enable_grad():
+            own = {name: leaf[0] for name, leaf in leaves.items()}
+        parameters.inside(self._model, own, done)
+
+
+@contextlib.contextmanager
+def _undisturbed(run: Run) -> Iterator[None]:
+    """Inside, the model can be run once more, with parameters of its own and second derivatives."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(calling.dry_run())
+        stack.enter_context(run.recorder.paused())
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(contractions.full_precision(run.outputs))
+        stack.enter_context(_PlainWeightNorm())
+        yield
+
+
+class _PlainWeightNorm(TorchFunctionMode):
+    """Inside, weight_norm is written out: the second derivative of torch's kernel in its direction is wrong (2.13).
+
+    Torch leaves a mode out while it runs a backward pass, so that weight_norm is another function when activation
+    checkpointing calls it again there.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch._weight_norm:
+            return func(*args, **(kwargs or {}))
+        direction, size, dim = (*args, *(kwargs or {}).values(), 0)[:3]
+        return direction * (size / torch.norm_except_dim(direction, 2, dim))
+
+
+def _changed_samples(run: Run, change: Callable[[Tensor], Any]) -> Any:
+    """The run's batch with every tensor that holds its samples changed."""
+    return data.map_tensors(
+        lambda held: change(held) if held.ndim and len(held) == run.samples else held,
+        run.batch,
+    )
+
+
+def _outside_inference(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _rows(run: Run, place: slice) -> Tensor:
+    """The outputs of some samples of a run."""
+    each = len(run.outputs) // run.samples
+    return run.outputs[place.start * each : place.stop * each]
