@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from grid import Net
 from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
+from support.grid import Net
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 

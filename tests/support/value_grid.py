@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import convolutions  # noqa: F401, its networks are added to CASES
-import networks  # noqa: F401
 import torch
-from cases import LOSSES, head, to
-from grid import CASES, Case
-from support import larger_networks, refusals, whole_networks
 
 import pyflatness as pf
+from support import larger_networks, refusals, whole_networks
+from support.cases import LOSSES, head, to
+from support.grid import Case
+from support.networks import CASES
 
 Entry = tuple[str, Callable[[], Any]]
 BACKENDS = "reference", "compiled"

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import LOSSES, head, to
-from grid import CASES, Case
 from torch import nn
 
 import pyflatness as pf
+from support.cases import LOSSES, head, to
+from support.grid import CASES, Case
 
 Entry = tuple[str, Callable[[], Any]]
 OnCase = Callable[..., Any]
@@ -227,7 +227,7 @@ def score(*options: str) -> list[dict[str, str]]:
 
     with tempfile.TemporaryDirectory() as folder:
         network = Path(folder) / "scored_network.py"
-        shutil.copy(Path(__file__).parents[1] / "tiny_network.py", network)
+        shutil.copy(Path(__file__).with_name("tiny_network.py"), network)
         paths = []
         for seed in range(2):
             torch.manual_seed(seed)
