@@ -126,6 +126,6 @@ def opened(
     if forward is not None and not callable(forward):
         raise InputError(f"forward={shown(forward)}: a function (model, batch) -> (outputs, targets) is wanted")
     progress = None if progress is None else check_flag("progress", progress)
-    with explained(), state.observing(model) as module:
+    with explained(), state.observing(model) as (module, random):
         batches = Batches(data, state.device(module), passes=passes, ordered=ordered, shown=progress)
-        yield Opened(module, resolved, batches, Checked(module, resolved, forward), progress)
+        yield Opened(module, resolved, batches, Checked(module, resolved, forward, random), progress)
