@@ -110,6 +110,8 @@ class Sweep:
             values = self._marked(part.sums.unsqueeze(0), part.sent, left_out, part.left.number)
             take(Values(values, part.sent.sample_weights, part.left.number, part.variances(), lost=part.sent.bad))
 
+        self._runner.each(functools.partial(self._begun, tolerance=tolerance), finish)
+
     def block_traces(self, limit: int, take: Callable[[tuple[Tensor, Values]], None]) -> None:
         """Hand one layer's block traces, summed over samples, (G, d, d) float64, and the samples' values to ``take``.
 
