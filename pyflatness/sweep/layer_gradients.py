@@ -129,7 +129,7 @@ def _joined(name: str, what: str) -> str:
 
 
 def _same(own: Tensor, whole: Tensor | None) -> bool:
-    """Up to rounding; no gradient is one of zeros."""
+    """Return whether gradients agree up to rounding; no gradient is one of zeros, and NaN agrees with nothing."""
     if whole is None:
         return not bool((own != 0).any())
-    return agree(own, whole, rounding(whole.dtype))
+    return not bool(whole.isnan().any()) and agree(own, whole, rounding(whole.dtype))
