@@ -3,7 +3,7 @@
 At a head the layer's output z = W φ + b *is* the model's output, one loss term per position, so relative flatness
 (Petzka et al. 2021, Definition 3) needs no derivative of the model:
 
-    κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(H_ss') = Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ / Σ_i mass_i
+    κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(H_ss') = Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ / Σ_i ω_i
 """
 
 import contextlib

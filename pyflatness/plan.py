@@ -1,8 +1,9 @@
 """From measures, layers and options to the steps of a measurement, and these steps: what they share is paid for once.
 
-A step reads the data for all of its measures: the head's (a forward pass, for relative flatness of the one layer whose
-output is the model's), a sweep for each way of normalising, one for the Jacobians, and one or more for each measure that
-is computed by itself (eigenvalues, all parameters). Derived measures take the values of others and read nothing.
+A step reads the data for all of its measures. There is a sweep for each way of normalising; a forward pass in place of
+it, for the relative flatness of one layer alone that is the model's head; a sweep for the Jacobians; and steps of their
+own for measures that are computed by themselves (eigenvalues, all parameters). Derived measures take the values of
+others and read nothing.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ class Plan:
 
     Attributes:
         wanted: the measures that were asked for.
-        sweeps: by how they are normalised, those that are sums over one sweep's quantities; or have the formula of :mod:`.at_head`.
+        sweeps: by how they are normalised, those that are made of one sweep's quantities.
         networks: those of a sweep whose network value takes another one.
         computed: those that are computed by themselves.
         jacobians: those of the Jacobians' sweep.
@@ -75,7 +76,8 @@ def shared(measures: Sequence[Measure], options: Options, *, layers: int) -> lis
 
     Of one layer relative flatness is by itself, since a forward pass may be enough for it.
     """
-    rows, steps = {row.name: row for row in with_bases(measures)}, {}
+    rows = {row.name: row for row in with_bases(measures)}
+    steps: dict[Hashable, list[Measure]] = {}
     for measure in measures:
         row = rows[measure.base] if measure.base else measure
         alone = layers == 1 and (measure.quantity == RELATIVE_FLATNESS.quantity or measure.of_network is not None)

@@ -45,6 +45,8 @@ from the table in the code: `pyflatness measures --markdown > docs/measures.md`.
 - **invariant to rescalings** of a ReLU network that leave its function alone: `layer-wise`, a layer's weights by λ and
   the next one's by 1/λ; `neuron-wise`, each row of a layer by its own λ_j and the columns behind it by 1/λ_j.
   `pf.reparameterize` makes such networks, and tests hold every measure to what is said here.
+- **ω_i** in formulas is the weight of sample i in the loss's mean: the number of its loss terms, or the sum of their
+  class weights. Σ_i ω_i is the normaliser; for the reduction `"sum"` it is 1.
 - **cost**: a sweep is a forward pass and one backward pass per output factor of the loss (C − 1 for cross-entropy), for
   all layers and measures that share it.
 

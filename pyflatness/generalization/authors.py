@@ -103,6 +103,6 @@ def _fold(features: Tensor, outputs: Tensor, targets: Tensor, held_out: Tensor, 
 def _losses(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     """(rows,) float64: the mean loss of each row."""
     dim = loss.class_dim(outputs)
-    mass = loss.terms(outputs, targets, dim).mass.view(len(outputs), -1).sum(dim=1)
+    weights = loss.terms(outputs, targets, dim).weights.view(len(outputs), -1).sum(dim=1)
     values = torch.func.vmap(lambda f, t: loss.value(f[None], t[None]))(outputs, targets)
-    return torch.where(mass > 0, values / mass, 0.0)
+    return torch.where(weights > 0, values / weights, 0.0)

@@ -196,7 +196,7 @@ def generalization_bound(
         measured = None if test is None else GeneralizationGap(performance(task), performance(task.on(test)))
         if kappa is None:
             kappa = of_layer(RELATIVE_FLATNESS, task, name)
-    mean_kappa = float(kappa) / (1.0 if task.loss.reduction == "mean" else sums.mass())
+    mean_kappa = float(kappa) / (1.0 if task.loss.reduction == "mean" else sums.normaliser())
     found = summary(
         [sums.against_the_rest([k]) for k in range(folds)],
         None if measured is None else sums.against(measured.test.loss),

@@ -219,18 +219,18 @@ class _Curve:
     def add(self, turned: Sequence[Tensor]) -> None:
         """One pass over the data."""
         values = torch.zeros(len(turned), len(self._scales), dtype=torch.float64, device="cpu")
-        own = mass = 0.0
+        own = normaliser = 0.0
         self.samples = 0
         for number, batch in enumerate(self._batches):
             outputs, targets = self._perturbed.outputs(batch)
-            mass += float(risk.rows(outputs, targets, self._loss, number).terms.mass.sum())
+            normaliser += float(risk.rows(outputs, targets, self._loss, number).terms.weights.sum())
             own += self._checked(self._loss.value(outputs, targets), number, "")
             self.samples += size(batch)
             for row, weight in zip(values, turned, strict=True):
                 moved = self._perturbed.moved(by_weight(self._perturbed.layer, weight), self._scales)
                 for place, outputs in enumerate(moved):
                     row[place] += self._checked(self._loss.value(outputs, targets), number, " with turned features")
-        whole = risk.divisor(self._loss, mass)
+        whole = risk.divisor(self._loss, normaliser)
         self.loss = own / whole
         self.rises.extend(values.view(len(turned), -1, 2).mean(dim=2) / whole - self.loss)
 

@@ -1,12 +1,12 @@
 """The generalisation gap: mean loss and accuracy on training and test data, one pass each.
 
-    gap = E_test - E_train,   E = Σ terms of the loss / Σ their mass
+    gap = E_test - E_train,   E = Σ terms of the loss / Σ their weights
 
 E is the user's own loss over the whole data set; for the reduction ``"sum"`` it is the mean that goes with it, since
 sums over data sets of different size have no difference that means anything.
 
 Standard errors say how much the means would change with other samples from where these come from. Samples are
-independent, the terms of one are not: with t_i the sum of a sample's terms and m_i their mass, r_i = t_i - E m_i,
+independent, the terms of one are not: with t_i the sum of a sample's terms and m_i their weights, r_i = t_i - E m_i,
 
     stderr(E) = √(n/(n-1) Σ_i r_i²) / Σ_i m_i
 
@@ -182,7 +182,7 @@ class _Ratio:
         self._parts = [torch.zeros(2, 0, dtype=torch.float64, device="cpu")]
 
     def add(self, terms: Tensor, samples: int) -> None:
-        """Take in values and masses of the terms of some samples in order, or of groups of samples, (2, terms)."""
+        """Take in values and weights of the terms of some samples in order, or of groups of samples, (2, terms)."""
         whole = samples if terms.shape[1] % samples == 0 else terms.shape[1]
         self._parts.append(terms.double().view(2, whole, -1).sum(dim=2).cpu())
 
@@ -198,31 +198,31 @@ class _Ratio:
     @property
     def value(self) -> float:
         """The ratio."""
-        values, masses = self._sums.sum(dim=1)
-        return float(values / masses)
+        values, weights = self._sums.sum(dim=1)
+        return float(values / weights)
 
     def stderr(self) -> float | None:
         """Over the samples that have terms; None of fewer than two."""
-        values, masses = self._sums
-        count = int((masses > 0).sum())
+        values, weights = self._sums
+        count = int((weights > 0).sum())
         if count < 2:
             return None
-        apart = values - self.value * masses
-        return float((apart.square().sum() * count / (count - 1)).sqrt() / masses.sum())
+        apart = values - self.value * weights
+        return float((apart.square().sum() * count / (count - 1)).sqrt() / weights.sum())
 
 
 def _terms(loss: Loss, outputs: Tensor, targets: Tensor, number: int, groups: int) -> Tensor:
-    """Return values and masses of the loss terms of a batch, (2, terms); of a callable those of groups of samples.
+    """Return values and weights of the loss terms of a batch, (2, terms); of a callable those of groups of samples.
 
     A callable would have to be called for every sample. Groups are at random, in no step with the order of the data.
     """
-    mass = risk.rows(outputs, targets, loss, number).terms.mass.double()
+    weights = risk.rows(outputs, targets, loss, number).terms.weights.double()
     if not isinstance(loss, CustomLoss):
-        return torch.stack([loss.each(outputs, targets), mass])
-    order = torch.randperm(len(mass), generator=torch.Generator("cpu").manual_seed(number), device="cpu")
+        return torch.stack([loss.each(outputs, targets), weights])
+    order = torch.randperm(len(weights), generator=torch.Generator("cpu").manual_seed(number), device="cpu")
     places = [index.to(outputs.device) for index in order.chunk(groups)]
     values = torch.stack([loss.value(outputs[index], targets[index]) for index in places])
-    return torch.stack([values, torch.stack([mass[index].sum() for index in places])])
+    return torch.stack([values, torch.stack([weights[index].sum() for index in places])])
 
 
 def _finite(loss: Loss, outputs: Tensor, targets: Tensor, samples: int, number: int) -> Tensor:

@@ -257,7 +257,7 @@ class Sums:
 
     def __init__(self, loss: Loss, groups: int, draws: int) -> None:
         self._loss = loss
-        self._own, self._mass = (torch.zeros(groups, dtype=torch.float64, device="cpu") for _ in range(2))
+        self._own, self._weights = (torch.zeros(groups, dtype=torch.float64, device="cpu") for _ in range(2))
         self._noisy = torch.zeros(draws, groups, dtype=torch.float64, device="cpu")
 
     def add(self, outputs: Tensor, targets: Any, groups: Tensor, noisy: Iterator[Tensor], number: int = 0) -> None:
@@ -270,13 +270,13 @@ class Sums:
             noisy: outputs with noise, two of opposite signs for each draw.
             number: of the batch.
         """
-        mass = risk.rows(outputs, targets, self._loss, number).terms.mass.double().cpu()
-        if len(outputs) != len(groups) or len(targets) != len(groups) or len(mass) % len(groups):
+        weights = risk.rows(outputs, targets, self._loss, number).terms.weights.double().cpu()
+        if len(outputs) != len(groups) or len(targets) != len(groups) or len(weights) % len(groups):
             raise InputError(
                 f"batch {number}: outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} do not hold "
                 f"{len(groups)} samples in dimension 0"
             )
-        self._mass.index_add_(0, groups, mass.view(len(groups), -1).sum(dim=1))
+        self._weights.index_add_(0, groups, weights.view(len(groups), -1).sum(dim=1))
         order = groups.argsort(stable=True).to(outputs.device)
         sizes: list[int] = groups.bincount(minlength=len(self._own)).tolist()
         chosen = targets[order.to(targets.device)].split(sizes)
@@ -297,11 +297,11 @@ class Sums:
 
     def mean(self) -> float:
         """Of all samples, without noise."""
-        return float(self._own.sum() / self.mass())
+        return float(self._own.sum() / self.normaliser())
 
-    def mass(self) -> float:
+    def normaliser(self) -> float:
         """Of all loss terms."""
-        return risk.divisor_of_mean(float(self._mass.sum()))
+        return risk.divisor_of_mean(float(self._weights.sum()))
 
     def against(self, held_out: float) -> tuple[Decomposition, Tensor]:
         """All groups as the sample, beside a mean loss of other data; and E_Rep draw by draw."""
@@ -311,12 +311,12 @@ class Sums:
         """Some groups held out, the others as the sample; and E_Rep draw by draw."""
         sample = torch.ones(len(self._own), dtype=torch.bool, device="cpu")
         sample[[*held_out]] = False
-        mass = risk.divisor_of_mean(float(self._mass[~sample].sum()))
-        return self._decomposed(float(self._own[~sample].sum()) / mass, sample)
+        normaliser = risk.divisor_of_mean(float(self._weights[~sample].sum()))
+        return self._decomposed(float(self._own[~sample].sum()) / normaliser, sample)
 
     def _decomposed(self, held_out: float, sample: Tensor) -> tuple[Decomposition, Tensor]:
-        mass = risk.divisor_of_mean(float(self._mass[sample].sum()))
-        own, noisy = float(self._own[sample].sum()) / mass, self._noisy[:, sample].sum(dim=1) / mass
+        normaliser = risk.divisor_of_mean(float(self._weights[sample].sum()))
+        own, noisy = float(self._own[sample].sum()) / normaliser, self._noisy[:, sample].sum(dim=1) / normaliser
         smooth = float(noisy.mean())
         parts = Decomposition(held_out - own, held_out - smooth, smooth - own, _stderr(noisy))
         return parts, held_out - noisy

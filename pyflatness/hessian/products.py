@@ -1,7 +1,7 @@
 """Products of the loss Hessian, or of its GGN, with vectors in the space of layers' weights; over all of the data.
 
     H v = ∂⟨∂E/∂w, v⟩/∂w                        back through the graph twice
-    G v = Σ_i J_iᵀ (∂²ℓ_i/∂f_i²) (J_i v) / Σ_i mass_i    J v as the derivative of ⟨Jᵀu, v⟩ in u
+    G v = Σ_i J_iᵀ (∂²ℓ_i/∂f_i²) (J_i v) / Σ_i ω_i    J v as the derivative of ⟨Jᵀu, v⟩ in u
 
 The derivative is in the effective weight of each layer, a leaf that its calls are given: so it is through the layer's
 own use of a tied weight, in what a parametrisation made of its parts, and of every call of a layer that is called
@@ -92,12 +92,12 @@ class Products:
         self._model, self._loss, self._options = task.model, task.loss, task.options
         memory = max(1, (task.options.memory or DEFAULT_MEMORY) // _GRAPHS)
         self._runner = WeightRunner(task.model, task.selection, task.batches, task.forward, memory)
-        self.samples, mass = 0, 0.0
+        self.samples, normaliser = 0, 0.0
         self.opaque: set[str] = set()
         with contextlib.closing(self._runner.results(self._seen)) as parts:
             for samples, part, opaque in parts:
-                self.samples, mass, self.opaque = self.samples + samples, mass + part, self.opaque | opaque
-        self._divisor = risk.divisor(task.loss, mass)
+                self.samples, normaliser, self.opaque = self.samples + samples, normaliser + part, self.opaque | opaque
+        self._divisor = risk.divisor(task.loss, normaliser)
         self.modules = self._runner.modules
         weights = [layers.matrix(module)[0] for module in self.modules.values()]
         self.device, self.eps = weights[0].device, max(torch.finfo(weight.dtype).eps for weight in weights)
@@ -108,14 +108,14 @@ class Products:
             self._spreads = {name: spread(module, scales[name]) for name, module in self.modules.items()}
 
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
-        """Samples, mass and opaque layers of a part of the data."""
+        """Return samples, normaliser and opaque layers of a part of the data."""
         opaque = linearity.read(run.outputs, run.tape.calls).opaque
         if self._options.curvature == "auto":
             linearity.refuse_opaque(sorted(opaque))
         sent = cotangents.of_run(run, self._loss)
         if self._options.nan_policy != "propagate" and bool(sent.bad.any()):
             raise self._non_finite(run.number)
-        return run.samples, sent.total_mass, opaque
+        return run.samples, sent.normaliser, opaque
 
     def size(self, names: Names) -> int:
         """N, the entries of a vector for these layers."""

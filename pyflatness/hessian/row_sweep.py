@@ -57,7 +57,7 @@ class _Part:
     """What a part of the data adds, by layer: it is taken in when the part is done, since one may be begun again."""
 
     samples: int
-    mass: float
+    normaliser: float
     number: int
     weighted: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     blocks: dict[str, Tensor] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class RowSweep:
         self._by_entries: set[str] = set()
         self._by_sweeps: set[str] = set()
         self._opaque: set[str] = set()
-        self.samples, self._mass, self._divisor = 0, 0.0, 1.0
+        self.samples, self._normaliser, self._divisor = 0, 0.0, 1.0
 
     def rows(self) -> dict[str, Rows]:
         """Of every layer that ran.
@@ -108,7 +108,7 @@ class RowSweep:
         with contextlib.closing(self._runner.results(self._part)) as parts:
             for part in parts:
                 self._take(part)
-        self._divisor = risk.divisor(self._task.loss, self._mass)
+        self._divisor = risk.divisor(self._task.loss, self._normaliser)
         self._by_entries |= self._by_sweeps & self._bent(self._runner.modules)
         for name in self._by_entries:
             self._check_entries(name)
@@ -177,7 +177,7 @@ class RowSweep:
 
     def _part(self, run: Run) -> _Part:
         sent = cotangents.of_run(run, self._task.loss)
-        part = _Part(run.samples, sent.total_mass, run.number)
+        part = _Part(run.samples, sent.normaliser, run.number)
         for name in run.tape.calls:
             if name not in self._forms:
                 self._set_up(name)
@@ -196,7 +196,7 @@ class RowSweep:
         for name in filter(
             measured.__contains__, self._runner.modules
         ):  # an error names the first in the model's order
-            fine = part.is_finite(name) and math.isfinite(part.mass)
+            fine = part.is_finite(name) and math.isfinite(part.normaliser)
             if self._options.nan_policy != "propagate" and not fine:
                 raise self._non_finite(part.number, name)
         for name, (features, weights) in part.weighted.items():
@@ -205,7 +205,7 @@ class RowSweep:
                 self._by_sweeps.add(name)
         for name, blocks in part.blocks.items():
             self._blocks[name].add_blocks(blocks)
-        self.samples, self._mass = self.samples + part.samples, self._mass + part.mass
+        self.samples, self._normaliser = self.samples + part.samples, self._normaliser + part.normaliser
 
     def _by_factors(
         self, run: Run, sent: cotangents.Signals, names: set[str], single: Iterable[str], blocks: dict[str, Tensor]

@@ -22,13 +22,13 @@ class Terms:
     Attributes:
         scale: (rows,) float64; 0 for a row that adds nothing, NaN for one without a loss: its targets, or what is known
             of its outputs, have NaN or infinity in them. Its curvature may be a number all the same.
-        mass: (rows,) float64, the row's part of the divisor of a mean.
+        weights: (rows,) float64, the row's weight in a mean; their sum over the data is the normaliser.
         extra: what the curvature needs besides the features: coefficients or targets, rows first.
         used: (rows,), False for a row that the loss ignores (one of class weight 0 is used); None where all are.
     """
 
     scale: Tensor
-    mass: Tensor
+    weights: Tensor
     extra: Tensor | None = None
     used: Tensor | None = None
 
@@ -37,7 +37,7 @@ class Terms:
         extra, used = self.extra, self.used
         return Terms(
             self.scale[index],
-            self.mass[index],
+            self.weights[index],
             None if extra is None else extra[index],
             None if used is None else used[index],
         )
@@ -94,7 +94,7 @@ class Loss(Protocol):
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Σ of the loss terms of a model's outputs, as the user's own loss has them; a scalar, float64, with a graph.
 
-        E is that of all batches over Σ mass for the reduction ``"mean"``, and that itself for ``"sum"``.
+        E is that of all batches over the normaliser for the reduction ``"mean"``, and that itself for ``"sum"``.
         """
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -132,9 +132,9 @@ def marked(terms: Terms, values: Tensor, *, masks: bool = False) -> Terms:
     return replace(terms, scale=torch.where(bad, torch.nan, terms.scale))
 
 
-def uniform(rows: int, scale: float, mass: float, device: torch.device) -> Terms:
-    """The same scale and mass for all rows, in no memory."""
-    numbers = torch.tensor([scale, mass], dtype=torch.float64, device=device)
+def uniform(rows: int, scale: float, weight: float, device: torch.device) -> Terms:
+    """Return terms of the same scale and weight for all rows, in no memory."""
+    numbers = torch.tensor([scale, weight], dtype=torch.float64, device=device)
     return Terms(numbers[:1].expand(rows), numbers[1:].expand(rows))
 
 

@@ -64,12 +64,12 @@ class CrossEntropy:
                 f"(ignore_index is {self.ignore_index})"
             )
         if self.weight is None:  # then smoothing moves weight 1 about between classes of weight 1
-            mass = kept.double()
-            return Terms(mass, mass, used=kept)
+            weights = kept.double()
+            return Terms(weights, weights, used=kept)
         weight = self._class_weights(classes, labels.device)
-        mass = torch.where(kept, weight[labels.clamp(0, classes - 1)], 0.0)
+        weights = torch.where(kept, weight[labels.clamp(0, classes - 1)], 0.0)
         smooth = torch.where(kept, self.label_smoothing * weight.mean(), 0.0)
-        return Terms((1 - self.label_smoothing) * mass + smooth, mass, used=kept)
+        return Terms((1 - self.label_smoothing) * weights + smooth, weights, used=kept)
 
     def _probability_terms(self, outputs: Tensor, targets: Tensor, class_dim: int) -> Terms:
         rows = rows_like("target probabilities", targets, outputs, class_dim).double()

@@ -26,25 +26,25 @@ def rows(outputs: Tensor, targets: Any, loss: Loss, number: int) -> losses.Rows:
         return losses.rows(outputs, targets, loss)
 
 
-def divisor(loss: Loss, mass: float) -> float:
-    """What sums over loss terms of so much mass are divided by; NaN for a mass of NaN, a loss that is not a number.
+def divisor(loss: Loss, normaliser: float) -> float:
+    """Return what E divides sums by; NaN for a normaliser of NaN, that of a loss that is not a number.
 
     Raises:
         InputError: no target counts.
     """
-    mass = divisor_of_mean(mass)
-    return mass if loss.reduction == "mean" or math.isnan(mass) else 1.0
+    normaliser = divisor_of_mean(normaliser)
+    return normaliser if loss.reduction == "mean" or math.isnan(normaliser) else 1.0
 
 
-def divisor_of_mean(mass: float) -> float:
-    """What sums over loss terms of so much mass are divided by for their mean, whatever the loss's reduction.
+def divisor_of_mean(normaliser: float) -> float:
+    """Return what a mean over loss terms divides by, whatever the loss's reduction.
 
     Raises:
         InputError: no target counts.
     """
-    if mass == 0:
+    if normaliser == 0:
         raise InputError("targets: every one is ignored (or has class weight 0), so the loss has no terms")
-    return mass
+    return normaliser
 
 
 def hits(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Tensor:
@@ -124,13 +124,13 @@ def at(
         InputError: targets that do not fit.
         NonFiniteError: E is NaN or infinite at a point, but under ``"propagate"``.
     """
-    sums, mass, samples = [0.0] * len(points), 0.0, 0
+    sums, normaliser, samples = [0.0] * len(points), 0.0, 0
     for number, batch in enumerate(batches):
         for place, values in enumerate(points):
             outputs, targets = parameters.run(model, values, batch, forward)
             if place == 0:
                 terms = rows(outputs, targets, loss, number).terms
-                mass += float(terms.mass.sum())
+                normaliser += float(terms.weights.sum())
                 samples += data.size(batch)
             value = float(loss.value(outputs, targets))
             if not math.isfinite(value) and nan_policy != "propagate":
@@ -140,5 +140,5 @@ def at(
                     "nan_policy says"
                 )
             sums[place] += value
-    whole = divisor(loss, mass)
+    whole = divisor(loss, normaliser)
     return [Risk(total / whole, samples) for total in sums]

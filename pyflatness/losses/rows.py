@@ -17,7 +17,7 @@ class Rows:
     """The loss terms of a model's outputs.
 
     Attributes:
-        terms: scales and masses of the rows, and what else the loss needs.
+        terms: scales and weights of the rows, and what else the loss needs.
         positions: whether each position is a term; else a sample is.
         dim: the dimension that a term's outputs are in, if so.
     """

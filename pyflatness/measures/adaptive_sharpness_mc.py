@@ -82,9 +82,9 @@ def adaptive_sharpness_mc(
         (100, True)
     """
     rho, draws, scaled = check_number("rho", rho), check_draws("draws", draws, 2), check_flag("scaled", scaled)
-    options, reads = Options(nan_policy=nan_policy, seed=seed), draws + 1
+    options = Options(nan_policy=nan_policy, seed=seed)
     with session(
-        model, loss, data, options, reduction=reduction, forward=forward, reads=reads, progress=progress
+        model, loss, data, options, reduction=reduction, forward=forward, reads=draws + 1, progress=progress
     ) as task:
         return task.noted(_estimate(task, rho, draws, scaled=scaled))
 

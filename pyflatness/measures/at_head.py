@@ -1,7 +1,7 @@
 """Relative flatness (Petzka et al. 2021, Definition 3) of a head: no derivative of the model is taken.
 
     κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')
-         = Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ / Σ_i mass_i                       at a head, z_i = w φ_i + b
+         = Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ / Σ_i ω_i                       at a head, z_i = w φ_i + b
 
 Invariant to layer-wise rescalings of ReLU networks; with features divided and columns multiplied by the features'
 deviation (Theorem 4) also to neuron-wise ones. Never negative for a convex loss.
@@ -66,7 +66,7 @@ class _Sum:
         self._backend = contractions.choose(options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
         memory = options.memory or contractions.default_memory(weight.device)
         self._curvature = loss.curvature(weight, bias, self._backend, rows, memory, options.tolerance)
-        self._value = self._mass = self._bound = 0.0
+        self._value = self._normaliser = self._bound = 0.0
         self._shares: list[Tensor] = []
         self._samples = self._omitted = 0
 
@@ -76,13 +76,13 @@ class _Sum:
         rows = curvature.values.mul_(batch.terms.scale)
         if self._scale is not None:
             rows = self._as_in_the_first_read(batch, rows)
-        total, mass, kept = float(rows.sum()), batch.terms.mass, None
+        total, weights, kept = float(rows.sum()), batch.terms.weights, None
         if not math.isfinite(total):
             rows = torch.where(batch.terms.scale != 0, rows, 0.0)
-            rows, mass, kept = self._without_bad_rows(batch, rows)
+            rows, weights, kept = self._without_bad_rows(batch, rows)
             total = float(rows.sum())
         self._samples += batch.samples if kept is None else int(kept.sum())
-        self._value, self._mass = self._value + total, self._mass + float(mass.sum())
+        self._value, self._normaliser = self._value + total, self._normaliser + float(weights.sum())
         if curvature.bounds is not None:
             bounds = curvature.bounds * batch.terms.scale.abs()
             counted = bounds.isfinite() & (rows != 0)  # not in rows that were left out
@@ -101,24 +101,24 @@ class _Sum:
         return rows.masked_fill(left_out, math.nan)
 
     def _without_bad_rows(self, batch: HeadBatch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Rows and masses by the policy for NaN, and which samples are left (None: all)."""
+        """Return rows and weights by the policy for NaN, and which samples are left (None: all)."""
         bad = ~rows.isfinite()
         if not bad.any() or self._options.nan_policy == "propagate":
-            return rows.masked_fill(bad, math.nan), batch.terms.mass, None
+            return rows.masked_fill(bad, math.nan), batch.terms.weights, None
         _check_finite_weights(self._source)
         if self._options.nan_policy == "raise":
             raise _non_finite(batch, bad, self._source.name)
         kept = ~_by_sample(batch, bad).any(dim=1)
         gone = ~kept.repeat_interleave(batch.per_sample)
         self._omitted += int((~kept).sum())
-        return rows.masked_fill(gone, 0.0), batch.terms.mass.masked_fill(gone, 0.0), kept
+        return rows.masked_fill(gone, 0.0), batch.terms.weights.masked_fill(gone, 0.0), kept
 
     def estimate(self) -> Estimate:
         if self._samples == 0:
             raise NonFiniteError(f"nan_policy='omit': all {self._omitted} samples have NaN or infinity")
-        if self._mass == 0:
+        if self._normaliser == 0:
             raise InputError("targets: every one is ignored (or has class weight 0), so the loss has no terms")
-        divisor = self._mass if self._reduction == "mean" else 1.0
+        divisor = self._normaliser if self._reduction == "mean" else 1.0
         return Estimate(
             value=self._value / divisor,
             stderr=None,

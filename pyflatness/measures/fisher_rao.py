@@ -2,8 +2,8 @@
 
     FR = √ E ⟨θ, ∂ℓ/∂θ⟩²        θ all parameters, ⟨θ, ∂ℓ/∂θ⟩ = ⟨∂ℓ/∂f, (∂f/∂θ) θ⟩
 
-An observation is one loss term, of the weight that it has in E: with terms t_i of E = Σ_i t_i / Σ_i mass_i it is
-ℓ_i = t_i / mass_i, and FR² = Σ_i mass_i ⟨θ, ∂ℓ_i/∂θ⟩² / Σ_i mass_i; for the reduction "sum", as E, without the divisor.
+An observation is one loss term, of the weight that it has in E: with terms t_i of E = Σ_i t_i / Σ_i ω_i it is
+ℓ_i = t_i / ω_i, and FR² = Σ_i ω_i ⟨θ, ∂ℓ_i/∂θ⟩² / Σ_i ω_i; for the reduction "sum", as E, without the divisor.
 Of a loss that is a sum over outputs (squared error, binary cross-entropy) all outputs of a sample are one observation:
 ℓ_i is their mean, or for the reduction "sum" their sum, as of the same loss given as a callable.
 (∂f/∂θ) θ comes from one run of the model in forward mode. Behind ReLU, K layers without biases have
@@ -29,7 +29,7 @@ from .base import Measure, Task, Values
 
 def _values(task: Task) -> Values:
     theta, policy = parameters.every(task.model), task.options.nan_policy
-    total = mass = 0.0
+    total = normaliser = 0.0
     samples = omitted = 0
     moved = _Moved(task, theta)
     for number, batch in enumerate(task.batches):
@@ -37,7 +37,7 @@ def _values(task: Task) -> Values:
         seen = risk.rows(outputs, targets, task.loss, number)
         count = data.size(batch)
         products = seen.of(_slope(task, outputs, targets) * change.double()).sum(dim=1)
-        weights = seen.terms.mass
+        weights = seen.terms.weights
         if task.loss.elementwise:
             products, weights = (_by_sample(rows, count, number).sum(dim=1) for rows in (products, weights))
             weights = weights if task.loss.reduction == "mean" else torch.ones_like(weights)
@@ -52,10 +52,10 @@ def _values(task: Task) -> Values:
         if bool(bad.any()) and policy == "omit":
             squares, weights, gone = _without(squares, weights, bad, count, number)
             omitted, count = omitted + gone, count - gone
-        total, mass, samples = total + float(squares.sum()), mass + float(weights.sum()), samples + count
+        total, normaliser, samples = total + float(squares.sum()), normaliser + float(weights.sum()), samples + count
     if samples == 0:
         raise NonFiniteError(f"nan_policy='omit': all {omitted} samples have NaN or infinity")
-    value = math.sqrt(total / risk.divisor(task.loss, mass)) if not math.isnan(total) else math.nan
+    value = math.sqrt(total / risk.divisor(task.loss, normaliser)) if not math.isnan(total) else math.nan
     estimate = Estimate(value, None, samples, "forward-mode", exact=True, backend="reference", omitted=omitted)
     return {"": estimate}
 

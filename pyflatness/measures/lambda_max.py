@@ -1,7 +1,7 @@
 """The largest eigenvalue of the loss Hessian, of a layer's block and of all measured layers together.
 
     λ_max(∂²E/∂w²), algebraically largest: negative where the loss is concave in w; GGN: λ_max(Σ_i Σ_c σ_ic m_ic m_icᵀ)
-    with m_ic = vec(M_i^(c)), over Σ_i mass_i
+    with m_ic = vec(M_i^(c)), over Σ_i ω_i
 
 w is the layer's effective weight, all its groups together, without the bias; the network's value is that of the joint
 Hessian of the measured layers' weights, with the blocks between layers (where the GGN is another matrix even for ReLU

@@ -12,6 +12,7 @@ from ..errors import InputError, NotYetError
 from ..model import layers
 from ..passes import linearity
 from ..passes.runner import Runner
+from ..passes.task import Task
 from ..report import Estimate
 from ..sweep import stages
 from ..sweep.layer_sweep import Sweep, Values

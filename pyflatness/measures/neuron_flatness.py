@@ -1,6 +1,6 @@
 """Flatness by neuron: the curvature of the loss along each neuron's own weights (Petzka et al. 2019, appendix B).
 
-    ρ^l(j) = w_l(j)ᵀ ∂²E/∂w_l(j)² w_l(j) = Σ_i Σ_c σ_ic (Σ_{group j} w ∘ M_i^(c))² / Σ_i mass_i    by the GGN
+    ρ^l(j) = w_l(j)ᵀ ∂²E/∂w_l(j)² w_l(j) = Σ_i Σ_c σ_ic (Σ_{group j} w ∘ M_i^(c))² / Σ_i ω_i    by the GGN
 
 w_l(j) are a neuron's outgoing weights: the column of an input unit, or all filters' taps on an input channel of a
 convolution (within its group of channels); for ``neuron_flatness_rows`` the row of incoming weights of an output unit.

@@ -1,6 +1,6 @@
 """The trace of a layer's block of the loss Hessian.
 
-    Tr(∂²E/∂w²) = Σ_s T[s, s] = Σ_i Σ_c σ_ic |M_i^(c)|² / Σ_i mass_i    by the GGN
+    Tr(∂²E/∂w²) = Σ_s T[s, s] = Σ_i Σ_c σ_ic |M_i^(c)|² / Σ_i ω_i    by the GGN
 
 A network's value is the sum over its measured layers. Not invariant to rescalings.
 """

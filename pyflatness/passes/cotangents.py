@@ -35,14 +35,14 @@ class Signals:
 
     Attributes:
         passes: how many there are.
-        mass: (n,) float64, each sample's part of the divisor of a mean.
+        sample_weights: (n,) float64, each sample's weight in a mean, the sum of its terms'.
         bad: (n,), samples without a loss: NaN or infinity in their targets or outputs.
         used: (n, L), whether the loss does not ignore each of a sample's L terms.
         outputs: the model's, without their graph.
     """
 
     passes: int
-    mass: Tensor
+    sample_weights: Tensor
     bad: Tensor
     used: Tensor
     outputs: Tensor
@@ -94,9 +94,9 @@ class Signals:
         return values.masked_fill(self.bad, math.nan)
 
     @property
-    def total_mass(self) -> float:
-        """Of all samples together; NaN if one of them has no loss, and so all of them together have none."""
-        return math.nan if bool(self.bad.any()) else float(self.mass.sum())
+    def normaliser(self) -> float:
+        """Return the sum of the samples' weights; NaN if one of them has no loss, and so all together have none."""
+        return math.nan if bool(self.bad.any()) else float(self.sample_weights.sum())
 
     @property
     def places(self) -> int:
@@ -132,7 +132,7 @@ class Signals:
         rows = (index.unsqueeze(1) * terms + torch.arange(terms, device=index.device)).flatten()
         return replace(
             self,
-            mass=self.mass[index],
+            sample_weights=self.sample_weights[index],
             bad=self.bad[index],
             used=self.used[index],
             outputs=data.rows_of(self.outputs, samples, index),
@@ -183,8 +183,8 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Signa
         most = int(counted.sum(dim=1).max())
         order = counted.int().argsort(dim=1, descending=True, stable=True)[:, :most]
     passes = most * loss.columns(rows.shape[1])
-    mass = terms.mass.reshape(samples, -1).sum(dim=1)
+    weights = terms.weights.reshape(samples, -1).sum(dim=1)
     used = torch.ones_like(counted) if terms.used is None else terms.used.view(samples, -1)
     factors = functools.cache(lambda: loss.factors(rows, terms))
     bad = terms.scale.isnan().view(samples, -1).any(dim=1)
-    return Signals(passes, mass, bad, used, outputs, rows, found.dim, terms, loss, order, factors)
+    return Signals(passes, weights, bad, used, outputs, rows, found.dim, terms, loss, order, factors)

@@ -1,5 +1,6 @@
 """What a public call is asked to measure: the user's model, loss and data, taken in hand, and the options."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,9 @@ from .detached import TAKEN_AS_CONSTANT
 
 _WITHOUT_LOSS = ("weights", "jacobian", "ascent")  # methods
 _WITHOUT_DERIVATIVES = ("weights", "head", "monte-carlo")
+
+
+_NO_LAYERS = Selection({}, frozenset())
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,9 @@ class Task:
     forward: Checked
     options: Options
     progress: bool | None = None
-    selection: Selection = Selection({}, frozenset())
+    selection: Selection = _NO_LAYERS
 
-    def of(self, layers: Selector | list[Selector] | None) -> "Task":
+    def of(self, layers: Selector | Sequence[Selector] | None) -> "Task":
         """Return the task with the layers that selectors mean, see :func:`.selectors.select`."""
         return replace(self, selection=selectors.select(self.model, layers))
 

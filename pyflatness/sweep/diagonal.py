@@ -5,7 +5,7 @@
 No entry of the Hessian between two parameters is in it, so each parameter tensor goes by itself: where the model is
 certified to be locally linear in it (:func:`.linearity.curved_parameters`), by output factors s_ic sent backward,
 
-    Σ_i Σ_c σ_ic |a ∘ ∂⟨s_ic, f_i⟩/∂θ|² / Σ_i mass_i
+    Σ_i Σ_c σ_ic |a ∘ ∂⟨s_ic, f_i⟩/∂θ|² / Σ_i ω_i
 
 and elsewhere by second derivatives: exact, a Hessian product for every entry; sampled, ⟨a∘r, H (a∘r)⟩ for random signs
 r of each sample's own. The gradients of a linear or convolutional layer's weight and bias come from its inputs φ and
@@ -120,7 +120,7 @@ class Diagonal:
             if self._certify and unknown:
                 self._note(self._own.shared(run, unknown, linearity.curved_parameters))
             self._own.each(run, rest, add)
-        return Values(sent.marked(values)[:, None, None], sent.mass, run.number, lost=sent.bad)
+        return Values(sent.marked(values)[:, None, None], sent.sample_weights, run.number, lost=sent.bad)
 
     def _by_layer(self, run: Run) -> list[str]:
         """The layers whose parameters' gradients will come from the layers' own."""

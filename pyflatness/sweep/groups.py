@@ -1,8 +1,8 @@
 """Which output factors of a sample go backward together, so that fewer signals than factors do: from the outputs alone.
 
 A sample's columns s_c of all its loss terms, sorted by weight w_c ≈ |s_c|² (cross-entropy: scale · p_c), are cut into
-groups of about equal mass τ, and a group g is one signal Σ_{c∈g} r_c s_c with random signs r. Different groups have no
-cross terms; a column heavier than τ is alone in its group and so exact; one group is plain sampling, τ → 0 the exact
+groups of about equal weight τ, and a group g is one signal Σ_{c∈g} r_c s_c with random signs r. Different groups have
+no cross terms; a column heavier than τ is alone in its group and so exact; one group is plain sampling, τ → 0 the exact
 sweep. In units of weights the variance of a group's value is v_g = 2 [(Σ_{c∈g} w_c)² - Σ_{c∈g} w_c²].
 
 What the values really vary by is measured: some groups are sent twice with independent signs. Of a group that is sent
@@ -106,31 +106,31 @@ def group(weights: Tensor, allowed: float) -> Groups:
     counts = numbers.amax(dim=1) + 1
     size, index = int(counts.max()), numbers.clamp_min(0)
     none = weights.new_zeros(len(weights), max(1, size))
-    mass, squares, columns = (
+    weight, squares, columns = (
         none.scatter_add(1, index, part) for part in (ordered, ordered.square(), (numbers >= 0).to(ordered.dtype))
     )
-    variances = torch.where(columns > 1, 2 * (mass.square() - squares).clamp_min(0), 0.0)
+    variances = torch.where(columns > 1, 2 * (weight.square() - squares).clamp_min(0), 0.0)
     return Groups(of, counts, variances)
 
 
 def threshold(ordered: Tensor, allowed: float) -> float:
-    """The largest mass τ of groups with 2 Σ_i [m_i min(m_i, τ) - Σ_{c: w_c < τ} w_c²] ≤ ``allowed``.
+    """The largest weight τ of groups with 2 Σ_i [m_i min(m_i, τ) - Σ_{c: w_c < τ} w_c²] ≤ ``allowed``.
 
-    m_i is the mass of sample i's columns below τ, which fall into about m_i / τ groups.
+    m_i is the weight of sample i's columns below τ, which fall into about m_i / τ groups.
 
     Args:
         ordered: (n, columns) float64, descending.
         allowed: see :meth:`Tolerance.allowed`.
     """
     rising = ordered.flip(1).contiguous()
-    mass, squares = (torch.nn.functional.pad(part.cumsum(1), (1, 0)) for part in (rising, rising.square()))
+    weight, squares = (torch.nn.functional.pad(part.cumsum(1), (1, 0)) for part in (rising, rising.square()))
 
     def predicted(tau: float) -> float:
         below = torch.searchsorted(rising, rising.new_full((len(rising), 1), tau))
-        light = mass.gather(1, below)
+        light = weight.gather(1, below)
         return 2 * float((light * light.clamp(max=tau) - squares.gather(1, below)).clamp_min(0).sum())
 
-    low, high = float(torch.where(ordered > 0, ordered, torch.inf).min()), 1.0001 * float(mass[:, -1].max())
+    low, high = float(torch.where(ordered > 0, ordered, torch.inf).min()), 1.0001 * float(weight[:, -1].max())
     if high == 0 or predicted(high) <= allowed:
         return high or 1.0
     for _ in range(_STEPS):

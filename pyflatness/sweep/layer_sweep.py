@@ -41,7 +41,7 @@ class Values:
     Attributes:
         values: (draws, layers, quantities, n) float64, each summed over output factors or directions; not yet divided
             by the loss's divisor. One draw if they are exact. Of all selected layers; 0 for one that did not run.
-        mass: (n,) float64, the samples' part of the divisor of a mean.
+        sample_weights: (n,) float64, each sample's weight in a mean.
         number: of the user's batch.
         variances: (2, layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these
             are sampled in groups, and the sums of the groups' squared ones; None: they are exact, or their draws tell.
@@ -51,7 +51,7 @@ class Values:
     """
 
     values: Tensor
-    mass: Tensor
+    sample_weights: Tensor
     number: int
     variances: Tensor | None = None
     parts: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Sweep:
                 self._finish(part, prints)
                 tolerance.add(part.weights)
                 values = self._marked(part.sums.unsqueeze(0), part.sent, left_out, part.left.number)
-                yield Values(values, part.sent.mass, part.left.number, part.variances(), lost=part.sent.bad)
+                yield Values(values, part.sent.sample_weights, part.left.number, part.variances(), lost=part.sent.bad)
 
     def block_traces(self, limit: int) -> Generator[tuple[Tensor, Values], None, None]:
         """Of one layer: the sum of its block traces over samples, (G, d, d) float64, beside the samples' own values.
@@ -141,7 +141,7 @@ class Sweep:
             parts = {key: part[kept].sum(dim=0) if key[1] in NEURONS else part for key, part in parts.items()}
             if bool((sent.bad & kept).any()):  # of a loss whose curvature does not show that a sample has none
                 parts = {key: torch.full_like(part, torch.nan) for key, part in parts.items()}
-        return Values(values, sent.mass, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(bent))
+        return Values(values, sent.sample_weights, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(bent))
 
     def _add_factors(
         self, run: Run, sent: cotangents.Signals, signs: Signs | None, found: dict[str, Tensor], parts: Parts
@@ -258,9 +258,9 @@ class Sweep:
             )
         linear, bent = self._ran(run)
         sent = cotangents.of_run(run, self._loss)
-        kept = torch.ones_like(sent.mass, dtype=torch.bool)
+        kept = torch.ones_like(sent.sample_weights, dtype=torch.bool)
         traced = self._traced_by_hessian if bent else self._traced_by_factors
-        total, traces = torch.zeros_like(sent.mass.sum()), torch.zeros_like(sent.mass)
+        total, traces = torch.zeros_like(sent.sample_weights.sum()), torch.zeros_like(sent.sample_weights)
         if linear or bent:
             total, traces = traced(run, sent, name, kept)
         traces = self._marked(traces[None, None, None], sent, self._left_out(run, sent), run.number)
@@ -271,7 +271,7 @@ class Sweep:
             total = torch.full_like(total, torch.nan)
         if (linear or bent) and total.ndim == 0:  # no factor was sent: the loss has no curvature, as with one class
             total = total.new_zeros(1, rows, rows)
-        return total, Values(traces, sent.mass, run.number, lost=sent.bad, by_hessian=frozenset(bent))
+        return total, Values(traces, sent.sample_weights, run.number, lost=sent.bad, by_hessian=frozenset(bent))
 
     def _traced_by_factors(self, run: Run, sent: cotangents.Signals, name: str, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Σ_i T_i (G, d, d) of one layer over the samples that are kept, and Tr T_i, (n,)."""
@@ -279,7 +279,7 @@ class Sweep:
         gradients, inputs = form.gradients(run), [_masked(part, kept) for part in form.inputs(run)]
         with contractions.full_precision(run.outputs):
             contract = gradients.of(inputs, sent.passes)
-        total, traces = torch.zeros_like(sent.mass.sum()), torch.zeros_like(sent.mass)
+        total, traces = torch.zeros_like(sent.sample_weights.sum()), torch.zeros_like(sent.sample_weights)
         for signal, signs in sent.exact():
             with contractions.full_precision(run.outputs):
                 delta = form.signal(run, run.tape.gradients(run.outputs, signal)[name])

@@ -76,7 +76,7 @@ class Totals:
         self._reduction, self._policy, self._per_sample, self._sampled = reduction, nan_policy, per_sample, sampled
         self._sums = torch.zeros((), dtype=torch.float64, device="cpu")
         self._variances = Variances()
-        self._mass = 0.0
+        self._normaliser = 0.0
         self._shares: list[Tensor] = []
         self._parts: dict[tuple[str, str], Tensor] = {}
         self.samples = self.omitted = 0
@@ -87,7 +87,7 @@ class Totals:
         Raises:
             NonFiniteError: NaN or infinity, under the policy ``"raise"`` or in a layer's weights.
         """
-        values, mass = part.values, part.mass
+        values, weights = part.values, part.sample_weights
         bad = ~values.isfinite().flatten(0, 2).all(dim=0)
         if bool(bad.any()) and self._policy == "propagate":
             values = values.where(values.isfinite(), torch.nan)  # never infinity, and a layer that is fine stays so
@@ -95,12 +95,12 @@ class Totals:
             layers.check_finite(modules)
             if self._policy == "raise":
                 raise _non_finite(part, bad, [*modules])
-            values, mass = values.masked_fill(bad, 0.0), mass.masked_fill(bad, 0.0)
+            values, weights = values.masked_fill(bad, 0.0), weights.masked_fill(bad, 0.0)
             self.omitted += int(bad.sum())
         else:
             bad = torch.zeros_like(bad)
         self.samples += int((~bad).sum())
-        self._mass += float(mass.sum())
+        self._normaliser += float(weights.sum())
         draws = torch.cat([values, values.sum(dim=1, keepdim=True)], dim=1)
         means = draws.mean(dim=0)
         self._sums = self._sums.to(means.device) + means.sum(dim=2)
@@ -123,9 +123,9 @@ class Totals:
         """
         if self.samples == 0:
             raise NonFiniteError(f"nan_policy='omit': all {self.omitted} samples have NaN or infinity")
-        if self._mass == 0:
+        if self._normaliser == 0:
             raise InputError("targets: every one is ignored (or has class weight 0), so the loss has no terms")
-        return self._mass if self._reduction == "mean" else 1.0
+        return self._normaliser if self._reduction == "mean" else 1.0
 
     def sums(self) -> Sums:
         """Of all samples so far."""
