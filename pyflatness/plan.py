@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from . import head
-from .errors import InputError, NoGraphError, NonFiniteError, NotYetError
+from .errors import InputError, NoGraphError, NonFiniteError
 from .measures import RELATIVE_FLATNESS, Measure, at_head, with_bases
 from .measures.base import Values
 from .measures.layer_values import LayerValues
@@ -215,7 +215,7 @@ class Measurement:
         if row in self._steps.networks:
             try:
                 values[""] = row.of_network(self._task)
-            except (InputError, NotYetError, NonFiniteError) as error:
+            except InputError as error:
                 self._check_own(error)
                 self._reasons[row.name] = f"of the network: {error}"
 
@@ -257,7 +257,7 @@ class Measurement:
         """Inside, what these measures cannot be had for is an error if they were named, else a reason."""
         try:
             yield
-        except (InputError, NotYetError, NonFiniteError) as error:
+        except InputError as error:
             self._check_own(error)
             if self._named:
                 raise
