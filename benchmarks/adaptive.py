@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.passes.recorder import Tape
+from pyflatness.passes.recorder import Recorder
 
 LOSS = nn.CrossEntropyLoss()
 TOLERANCES = (0.003, 0.01, 0.03)
@@ -70,9 +70,9 @@ class Work:
 
     def rows(self, options: Options) -> tuple[float, float]:
         """Rows that go back and forward, in units of the data."""
-        back, ahead, gradients = [], [], Tape.gradients
+        back, ahead, gradients = [], [], Recorder.gradients
 
-        def counted(self: Tape, outputs: Tensor, signal: Tensor, *args: Any, **more: Any) -> Any:
+        def counted(self: Recorder, outputs: Tensor, signal: Tensor, *args: Any, **more: Any) -> Any:
             back.append(len(signal))
             return gradients(self, outputs, signal, *args, **more)
 
@@ -80,7 +80,7 @@ class Work:
             ahead.append(len(batch[0]))
             return model(batch[0]), batch[1]
 
-        with mock.patch.object(Tape, "gradients", counted):
+        with mock.patch.object(Recorder, "gradients", counted):
             self.measure(options, forward)
         return sum(back) / len(self.data[0]), sum(ahead) / len(self.data[0])
 

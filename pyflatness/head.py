@@ -96,7 +96,7 @@ class Head:
     def established(self, batch: Any) -> bool:
         """Whether the layer is the head, going by one sample of a batch; after it the layer's name is known."""
         sample = take(batch, _SECOND) if size(batch) > 1 else batch  # it has lost what was in front of it and behind
-        with calling.Calls(self._candidates) as calls, calling.trial():
+        with calling.Calls(self._candidates) as calls, calling.dry_run():
             try:
                 outputs, targets = calling.run(self._model, sample, self._forward)
             except FlatnessError:
@@ -140,7 +140,7 @@ class Head:
         two = pair(rows.samples)
         if two is None:
             return
-        with calling.trial():
+        with calling.dry_run():
             try:
                 outputs, targets = calling.run(self._model, take(batch, two), self._forward)
             except Exception:  # not a batch that can be cut
@@ -165,7 +165,7 @@ class Head:
         generators = Generators([*self._model.modules()])
         before = generators.states()
         try:
-            with state.without_product(module, width), calling.trial():
+            with state.without_product(module, width), calling.dry_run():
                 calling.run(self._model, first(batch, 1), self._forward)
         except (RuntimeError, NotImplementedError):
             return  # the model looks at its logits: let it have them

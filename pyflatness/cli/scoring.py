@@ -219,7 +219,7 @@ class Recorder:
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """See :data:`.calling.Forward`."""
-        if calling.is_trial():
+        if calling.is_dry_run():
             return calling.run(model, batch, None)
         self._count()
         outputs, targets = calling.run(model, batch, None)

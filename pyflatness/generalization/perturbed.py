@@ -75,7 +75,7 @@ class Perturbed:
             if shift is not None:
                 yield self._outputs.double() + scale * shift
                 continue
-            with calling.trial(), _adding(self.layer, _scaled(change, delta, scale)):
+            with calling.dry_run(), _adding(self.layer, _scaled(change, delta, scale)):
                 outputs, _ = calling.run(self._model, self._batch, self._forward)
             yield outputs
 

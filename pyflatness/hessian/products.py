@@ -109,7 +109,7 @@ class Products:
 
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
         """Return samples, normaliser and opaque layers of a part of the data."""
-        opaque = linearity.read(run.outputs, run.tape.calls).opaque
+        opaque = linearity.read(linearity.users_of(run.outputs), linearity.edges_of(run.recorder.calls)).opaque
         if self._options.curvature == "auto":
             linearity.refuse_opaque(sorted(opaque))
         sent = cotangents.of_run(run, self._loss)
@@ -152,7 +152,7 @@ class Products:
     @torch.enable_grad()
     def _of_run(self, run: Run, vectors: Vectors) -> Vectors:
         advice = "eigenvalues, of the GGN too, cannot do without"
-        with contractions.full_precision(run.outputs), block_traces.differentiable(run.tape.calls, advice):
+        with contractions.full_precision(run.outputs), block_traces.differentiable(run.recorder.calls, advice):
             multiply = self._ggn(run) if self._options.curvature == "ggn" else self._hessian(run)
             return {names: torch.stack([multiply(names, row) for row in rows]) for names, rows in vectors.items()}
 
@@ -185,9 +185,9 @@ class Products:
 
         return multiply
 
-    def _check_complete(self, run: Run, value: Tensor, signal: Tensor) -> None:
-        names = self.opaque.intersection(run.tape.calls)
-        for name, found in run.tape.gradients(value, signal, names, create_graph=True).items() if names else ():
+    def _check_complete(self, run: Run, value: Tensor, cotangent: Tensor) -> None:
+        names = self.opaque.intersection(run.recorder.calls)
+        for name, found in run.recorder.gradients(value, cotangent, names, create_graph=True).items() if names else ():
             linearity.check_complete(f"layer {name!r}", found)
 
     def _along(self, gradients: Mapping[str, Tensor], names: Names, vector: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class Products:
         total = torch.zeros((), dtype=torch.float64, device=vector.device)
         for name, part in zip(names, vector.split([self.size((name,)) for name in names]), strict=True):
             module = self.modules[name]
-            direction = layers.from_matrix(module, part.view(layers.matrix(module)[0].shape))
+            direction = layers.as_weight(module, part.view(layers.matrix(module)[0].shape))
             total = total + (gradients[name] * direction.to(gradients[name].dtype)).sum(dtype=torch.float64)
         return total
 
@@ -231,19 +231,19 @@ def check_filters(task: Task) -> None:
 
 def spread(module: nn.Module, scale: Tensor) -> Tensor:
     """(d, m) float64, what a layer's weights are multiplied by where its input channels are divided by ``scale``."""
-    matrix, groups = layers.matrix(module)[0], layers.groups(module)
-    columns = scale.view(groups, 1, -1).repeat_interleave(layers.geometry(module).taps, dim=2)
-    return columns.expand(-1, len(matrix) // groups, -1).reshape(matrix.shape)
+    matrix = layers.matrix(module)[0]
+    columns = normalize.of_columns(module, scale)
+    return columns.expand(-1, len(matrix) // len(columns), -1).reshape(matrix.shape)
 
 
 def _gradients(
-    value: Tensor, inputs: Mapping[str, Tensor], signal: Tensor | None = None, *, create_graph: bool = False
+    value: Tensor, inputs: Mapping[str, Tensor], cotangent: Tensor | None = None, *, create_graph: bool = False
 ) -> dict[str, Tensor]:
-    """Of a value, or ⟨signal, value⟩; zeros where it does not depend on an input."""
+    """Of a value, or ⟨cotangent, value⟩; zeros where it does not depend on an input."""
     if not value.requires_grad:
         return {name: torch.zeros_like(tensor) for name, tensor in inputs.items()}
     found = torch.autograd.grad(
-        value, [*inputs.values()], signal, create_graph=create_graph, retain_graph=True, materialize_grads=True
+        value, [*inputs.values()], cotangent, create_graph=create_graph, retain_graph=True, materialize_grads=True
     )
     return dict(zip(inputs, found, strict=True))
 

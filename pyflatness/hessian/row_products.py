@@ -2,8 +2,8 @@
 
     H_ss v_s = Σ_i Σ_c σ_ic u_is^(c) M_is^(c),    u_is^(c) = ⟨M_is^(c), v_s⟩ = Σ_p δ_ips^(c) (V φ_ip)_s
 
-V φ is a pass of the layer forward, on V for its weight. The signals u_is δ_ips are added up over c and go back through
-that pass at once. No M, nor any patch, is written out.
+V φ is a pass of the layer forward, on V for its weight. The cotangents u_is δ_ips are added up over c and go back
+through that pass at once. No M, nor any patch, is written out.
 """
 
 from collections.abc import Mapping
@@ -23,25 +23,25 @@ def of_run(run: Run, loss: Loss, modules: Mapping[str, nn.Module], vectors: Mapp
     """H_ss v_s of some samples, (b, m) float64, for the rows v_s of V (b, m) of each layer; not over the divisor."""
     with contractions.full_precision(run.outputs):
         passes = {name: _Pass(run, name, modules[name], vectors[name]) for name in vectors if run.calls(name)}
-        for signal, signs in cotangents.of_run(run, loss).exact():
-            gradients = run.tape.gradients(run.outputs, signal, passes)
+        for cotangent, signs in cotangents.of_run(run, loss).exact():
+            gradients = run.recorder.gradients(run.outputs, cotangent, passes)
             for name, layer in passes.items():
                 layer.add(gradients[name], signs)
         return {name: layer.product() for name, layer in passes.items()}
 
 
 class _Pass:
-    """A layer's calls with V for its weight, and the signal that will go back."""
+    """A layer's calls with V for its weight, and the cotangent that will go back."""
 
     def __init__(self, run: Run, name: str, module: nn.Module, vectors: Tensor) -> None:
         self._run, self._name, self._module = run, name, module
         dtype = contractions.promoted_dtype(layers.matrix(module)[0].dtype)
-        self._weight = layers.from_matrix(module, vectors.to(dtype)).detach().requires_grad_()
+        self._weight = layers.as_weight(module, vectors.to(dtype)).detach().requires_grad_()
         self._outputs = [
             self._rows(layers.affine(module, call.inputs.detach().to(dtype), self._weight, None))
             for call in run.calls(name)
         ]
-        self._signals = [torch.zeros_like(rows) for rows in self._outputs]
+        self._cotangents = [torch.zeros_like(rows) for rows in self._outputs]
 
     def add(self, gradients: list[Tensor], signs: Tensor | None) -> None:
         """Take in the gradients of an output factor, one for each call."""
@@ -50,12 +50,12 @@ class _Pass:
             products = [(delta * rows).sum(dim=2) for delta, rows in zip(deltas, self._outputs, strict=True)]
             along = torch.stack(products).sum(dim=0)  # u, n, b
             along = along if signs is None else along * signs.to(along.dtype).unsqueeze(1)
-            for signal, delta in zip(self._signals, deltas, strict=True):
-                signal += along.unsqueeze(2) * delta
+            for cotangent, delta in zip(self._cotangents, deltas, strict=True):
+                cotangent += along.unsqueeze(2) * delta
 
     def product(self) -> Tensor:
         """(b, m) float64."""
-        (product,) = torch.autograd.grad(self._outputs, self._weight, self._signals)
+        (product,) = torch.autograd.grad(self._outputs, self._weight, self._cotangents)
         return layers.as_matrix(self._module, product).double()
 
     def _rows(self, outputs: Tensor) -> Tensor:

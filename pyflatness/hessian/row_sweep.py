@@ -109,7 +109,7 @@ class RowSweep:
             for part in parts:
                 self._take(part)
         self._divisor = risk.divisor(self._task.loss, self._normaliser)
-        self._by_entries |= self._by_sweeps & self._bent(self._runner.modules)
+        self._by_entries |= self._by_sweeps & self._nonlinear(self._runner.modules)
         for name in self._by_entries:
             self._check_entries(name)
         swept = self._by_sweeps - self._by_entries
@@ -132,14 +132,14 @@ class RowSweep:
         exact = ritz.converged and (linear or not ggn) and name not in self._opaque
         return Rows(weight.square().sum(dim=1), ritz, "ggn" if linear or ggn else "hessian", exact)
 
-    def _check(self, bent: Mapping[str, str]) -> None:
+    def _check(self, nonlinear: Mapping[str, str]) -> None:
         if self._options.curvature == "auto":
-            linearity.refuse_opaque([name for name, why in bent.items() if why == linearity.OPAQUE])
+            linearity.refuse_opaque([name for name, why in nonlinear.items() if why == linearity.OPAQUE])
 
     def _over_divisor(self, ritz: Ritz) -> Ritz:
         return replace(ritz, values=ritz.values / self._divisor, residuals=ritz.residuals / self._divisor)
 
-    def _bent(self, names: Iterable[str]) -> set[str]:
+    def _nonlinear(self, names: Iterable[str]) -> set[str]:
         """Layers for which second derivatives are asked for."""
         ggn = self._options.curvature == "ggn"
         return {name for name in names if not ggn and not self._runner.is_linear(name)}
@@ -178,17 +178,17 @@ class RowSweep:
     def _part(self, run: Run) -> _Part:
         sent = cotangents.of_run(run, self._task.loss)
         part = _Part(run.samples, sent.normaliser, run.number)
-        for name in run.tape.calls:
+        for name in run.recorder.calls:
             if name not in self._forms:
                 self._set_up(name)
-        single = {name: phi for name in run.tape.calls if (phi := self._features(run, name)) is not None}
-        bent = set() if self._options.curvature == "ggn" else set(run.bent)
-        self._opaque |= {name for name in bent if self._runner.why_not_linear(name) == linearity.OPAQUE}
+        single = {name: phi for name in run.recorder.calls if (phi := self._features(run, name)) is not None}
+        nonlinear = set() if self._options.curvature == "ggn" else set(run.nonlinear)
+        self._opaque |= {name for name in nonlinear if self._runner.why_not_linear(name) == linearity.OPAQUE}
         with contractions.full_precision(run.outputs):
-            weights = self._by_factors(run, sent, run.tape.calls.keys() - bent, single.keys(), part.blocks)
-            weights.update(self._by_second_derivatives(run, bent & single.keys()))
+            weights = self._by_factors(run, sent, run.recorder.calls.keys() - nonlinear, single.keys(), part.blocks)
+            weights.update(self._by_second_derivatives(run, nonlinear & single.keys()))
         part.weighted = {name: (single[name], weights[name]) for name in weights}
-        self._by_entries |= bent - single.keys()
+        self._by_entries |= nonlinear - single.keys()
         return part
 
     def _take(self, part: _Part) -> None:
@@ -208,7 +208,7 @@ class RowSweep:
         self.samples, self._normaliser = self.samples + part.samples, self._normaliser + part.normaliser
 
     def _by_factors(
-        self, run: Run, sent: cotangents.Signals, names: set[str], single: Iterable[str], blocks: dict[str, Tensor]
+        self, run: Run, sent: cotangents.Cotangents, names: set[str], single: Iterable[str], blocks: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """Of layers with a single position: h (n, b). The blocks of the others are filled in, if they fit."""
         columns = {name: self._spread(name) for name in names - set(single)}
@@ -218,8 +218,8 @@ class RowSweep:
         weights: dict[str, Tensor] = {}
         if not names:
             return weights
-        for signal, signs in sent.exact():
-            gradients = run.tape.gradients(run.outputs, signal, names)
+        for cotangent, signs in sent.exact():
+            gradients = run.recorder.gradients(run.outputs, cotangent, names)
             for name in names:
                 delta = self._forms[name].signal(run, gradients[name])
                 if name in blocks:
@@ -281,11 +281,8 @@ class RowSweep:
         return geometry.patches(contractions.promoted(parts[0])).flatten(1)
 
     def _set_up(self, name: str) -> None:
-        module = self._runner.modules[name]
-        weight = layers.matrix(module)[0]
-        dtype = contractions.promoted_dtype(weight.dtype)
-        backend = contractions.choose(self._options.backend, weight.device, dtype)
-        self._forms[name] = LayerForm(name, module, self._scales.get(name), backend, (), self._options)
+        module, scale = self._runner.modules[name], self._scales.get(name)
+        self._forms[name] = LayerForm(name, module, (), self._options, scale)
         memory = self._memory // len(self._runner.selected)
         self._blocks[name] = RowBlocks(self._spread(name) != 0, memory)
 

@@ -99,7 +99,7 @@ def _estimate(task: Task, rho: float = RHO, draws: int = DRAWS, *, scaled: bool 
         noise = parameters.noise(theta, generator)
         spreads = (lambda w: rho * w), (lambda w: -rho * w)
         points = [parameters.moved(theta, noise, spread) for spread in spreads]
-        with calling.trial():
+        with calling.dry_run():
             up, down = risk.at(task.model, points, task.loss, task.batches, task.forward, policy)
         rises.append((up.value + down.value) / 2 - own.value)
     rise, factor = torch.tensor(rises, dtype=torch.float64, device="cpu"), 2 / rho**2 if scaled else 1.0

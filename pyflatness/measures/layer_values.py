@@ -157,9 +157,9 @@ class LayerValues:
                 totals.add(part, self._runner.selected)
         return totals.sums()
 
-    def _check(self, bent: Mapping[str, str]) -> None:
+    def _check(self, nonlinear: Mapping[str, str]) -> None:
         """Raise where there is no telling whether a value would be the Hessian's."""
-        opaque = [name for name, why in bent.items() if why == linearity.OPAQUE]
+        opaque = [name for name, why in nonlinear.items() if why == linearity.OPAQUE]
         if self._options.curvature == "auto":
             linearity.refuse_opaque(opaque)
 

@@ -249,7 +249,7 @@ class _Search:
             return spread(w) ** 2 if self._squared else spread(w)
 
         noise = parameters.noise(self._theta, torch.Generator(state.device(self._model)).manual_seed(key))
-        with calling.trial():
+        with calling.dry_run():
             return self._accuracy(parameters.moved(self._theta, noise, deviation))
 
     def _accuracy(self, values: Mapping[str, Tensor]) -> float:

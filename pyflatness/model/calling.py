@@ -68,25 +68,25 @@ class Calls:
 
 
 @contextlib.contextmanager
-def trial() -> Iterator[None]:
+def dry_run() -> Iterator[None]:
     """Inside, batches go through the model to find something out, or through one at other parameters.
 
     They come again, or came already, to be measured.
     """
-    global _trial
-    before, _trial = _trial, True
+    global _dry
+    before, _dry = _dry, True
     try:
         yield
     finally:
-        _trial = before
+        _dry = before
 
 
-_trial = False
+_dry = False
 
 
-def is_trial() -> bool:
-    """Whether a ``forward`` is called inside :func:`trial`."""
-    return _trial
+def is_dry_run() -> bool:
+    """Whether a ``forward`` is called inside :func:`dry_run`."""
+    return _dry
 
 
 @contextlib.contextmanager
@@ -95,7 +95,7 @@ def aside() -> Iterator[None]:
     global _aside
     before, _aside = _aside, True
     try:
-        with trial():
+        with dry_run():
             yield
     finally:
         _aside = before

@@ -1,7 +1,7 @@
 """Which entries of a layer's input and output belong to which sample.
 
 A measurement needs each sample's own positions. Most layers keep samples in dimension 0, but models flatten them
-(n T, m), cut windows (n W, P, m), or go position first (T, n, m). A layout says how; it is found by sending signals
+(n T, m), cut windows (n W, P, m), or go position first (T, n, m). A layout says how; it is found by sending cotangents
 from some samples only: they must reach none of the others' rows.
 """
 
@@ -45,7 +45,7 @@ def candidates(shape: Sequence[int], samples: int, dims: int) -> Iterator[Layout
 def consistent(
     layouts: Iterable[Layout], senders: Tensor, gradients: Sequence[Tensor], samples: int
 ) -> tuple[Layout, ...]:
-    """The layouts in which the gradients of a signal stay within the rows of the samples that sent it, (n,) bool."""
+    """The layouts in which the gradients of a cotangent stay within the rows of the samples that sent it, (n,) bool."""
     return tuple(
         layout
         for layout in layouts

@@ -58,7 +58,7 @@ class Checked:
             InputError: random numbers that change the outputs; outputs that change with the batch that a sample is in;
                 a loss that depends on the parameters by another way.
         """
-        if calling.is_trial():
+        if calling.is_dry_run():
             outputs, targets = self._run(model, batch)
             self._fewest = min(self._fewest, data.size(batch))
         else:

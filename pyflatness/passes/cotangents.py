@@ -1,10 +1,11 @@
-"""What is sent backward: for each pass, one output factor of one loss term of every sample, or random signs of all.
+"""Make the cotangents that go backward: one column of one loss term of every sample, or random signs of all.
 
-    scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ,       M_i^(c) from the signal s_ic alone
+    scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ,       M_i^(c) from the cotangent s_ic alone
 
-Terms of one sample go apart: their signals would add up in M, and the cross terms are not in the curvature. Samples go
-together, each has its own rows everywhere. Sampled, all factors of all terms go together with independent random signs:
-the cross terms are then zero in the mean.
+The s_ic are the columns of the square-root factor of the loss Hessian. Terms of one sample go apart: their cotangents
+would add up in M, and the cross terms are not in the curvature. Samples go together, since each has its own rows
+everywhere. Sampled, all columns of all terms go together with independent random signs: the cross terms are then zero
+in the mean.
 """
 
 import functools
@@ -22,16 +23,16 @@ from ..model import data
 from ..numerics.signs import Signs
 from .runner import Run
 
-PASSES = 2048  # backward passes per batch that an exact sweep is ready to take
+PASSES = 2048  # backward passes of a batch, or Hessian products of a layer, that an exact value may take
 STREAM = 0  # of the signs
 _ROUNDING = 1e-9  # a negative weight of so much of the largest is none
 
 
 @dataclass(frozen=True)
-class Signals:
-    """Output factors of a batch, ready to be sent.
+class Cotangents:
+    """Hold the square-root factor of a batch's loss Hessian, whose columns are the cotangents to send.
 
-    A signal has the outputs' shape and dtype; its signs are (n,) float64, or None for all +1.
+    A cotangent has the outputs' shape and dtype; its signs are (n,) float64, or None for all +1.
 
     Attributes:
         passes: how many there are.
@@ -54,7 +55,7 @@ class Signals:
     _factors: Callable[[], Factors]
 
     def exact(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Signals and their signs.
+        """Yield cotangents and their signs.
 
         Raises:
             InputError: more passes than :data:`PASSES`.
@@ -80,8 +81,18 @@ class Signals:
                     values = torch.zeros_like(self._rows).index_copy_(0, index, values)
                 yield self._shaped(values), signs
 
+    def sent(self, signs: Signs | None, numbers: Tensor) -> Iterator[tuple[int, Tensor, Tensor | float | None]]:
+        """Yield draw, cotangent and its sign: of draw 0 all of :meth:`exact` without signs, else :meth:`sampled`."""
+        if signs is None:
+            yield from ((0, cotangent, sign) for cotangent, sign in self.exact())
+        else:
+            yield from self.sampled(signs, numbers)
+
     def sampled(self, signs: Signs, numbers: Tensor) -> Iterator[tuple[int, Tensor, float]]:
-        """Draw, signal and its sign, for samples by their numbers in the data; a draw's values are to be added up."""
+        """Yield draw, cotangent and its sign, for samples by their numbers in the data.
+
+        The values of one draw are to be added up.
+        """
         if not self.passes:
             return
         for draw, number in enumerate(signs.draws):
@@ -100,11 +111,11 @@ class Signals:
 
     @property
     def places(self) -> int:
-        """Of columns of all terms of a sample."""
+        """Return how many columns all terms of a sample have."""
         return self._rows.numel() // len(self._order)
 
     def weights(self) -> Tensor:
-        """Of each sample's columns of all terms, (n, places) float64, none negative.
+        """Return the weights of each sample's columns of all terms, (n, places) float64, none negative.
 
         Raises:
             InputError: a loss that is not convex in the outputs.
@@ -120,14 +131,14 @@ class Signals:
         return weights.clamp_min(0.0).view(len(self._order), -1)
 
     def chosen(self, signs: Tensor) -> Tensor:
-        """The signal Σ_c r_c s_c of signs r (n, places), 0 for columns that are left out."""
+        """Return the cotangent Σ_c r_c s_c of signs r (n, places), 0 for columns that are left out."""
         for mixed, sign in self._factors().mixed(signs.view_as(self._rows)):
             if sign > 0:
                 return self._counted(mixed)
         return torch.zeros_like(self.outputs)
 
-    def take(self, index: Tensor) -> "Signals":
-        """Those of some samples, by their places; one may come more than once."""
+    def take(self, index: Tensor) -> "Cotangents":
+        """Return those of some samples, by their places; one may come more than once."""
         samples, terms = self.used.shape
         rows = (index.unsqueeze(1) * terms + torch.arange(terms, device=index.device)).flatten()
         return replace(
@@ -143,7 +154,7 @@ class Signals:
         )
 
     def _counted(self, values: Tensor) -> Tensor:
-        """As a signal, 0 for terms that do not count."""
+        """Return values as a cotangent, 0 for terms that do not count."""
         return self._shaped(torch.where((self._terms.scale != 0).unsqueeze(1), values, 0.0).to(self._rows.dtype))
 
     def _shaped(self, rows: Tensor) -> Tensor:
@@ -153,8 +164,8 @@ class Signals:
         return rows.view(moved.shape).movedim(-1, self._dim)
 
 
-def of_run(run: Run, loss: Loss) -> Signals:
-    """The factors of a run's outputs; errors name its batch.
+def of_run(run: Run, loss: Loss) -> Cotangents:
+    """Return the cotangents of a run's outputs; errors name its batch.
 
     Raises:
         InputError: targets that are no tensor, or see :func:`prepare`.
@@ -164,8 +175,10 @@ def of_run(run: Run, loss: Loss) -> Signals:
         return prepare(run.outputs, targets, loss, run.samples)
 
 
-def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Signals:
-    """The factors of a batch's outputs (samples in dimension 0, or flattened into it, each sample's rows together).
+def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Cotangents:
+    """Return the cotangents of a batch's outputs.
+
+    Samples are in dimension 0, or flattened into it with each sample's rows together.
 
     Raises:
         InputError: outputs that do not hold the samples.
@@ -187,4 +200,4 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Signa
     used = torch.ones_like(counted) if terms.used is None else terms.used.view(samples, -1)
     factors = functools.cache(lambda: loss.factors(rows, terms))
     bad = terms.scale.isnan().view(samples, -1).any(dim=1)
-    return Signals(passes, weights, bad, used, outputs, rows, found.dim, terms, loss, order, factors)
+    return Cotangents(passes, weights, bad, used, outputs, rows, found.dim, terms, loss, order, factors)

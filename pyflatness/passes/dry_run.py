@@ -14,7 +14,7 @@ from ..model import calling, data, layers
 from ..numerics.directions import Directions
 from . import batch_layout
 from .batch_layout import Layout
-from .recorder import Tape
+from .recorder import Recorder
 
 _SHARE = 16  # one sample of so many of the first batch is looked at, at least two and at most _MOST
 _MOST = 16
@@ -31,7 +31,7 @@ class Findings:
             helped, so that what a sample has by its place in the batch is seen.
         layouts: where each layer that ran may keep the samples, by what was seen, likely ones first.
         outputs: the model's, for samples from there on.
-        bytes: that the graph and the layers' inputs and signals take per sample, about.
+        bytes: that the graph and the layers' inputs and output gradients take per sample, about.
         inputs: bytes of the layers' inputs per sample.
         cuttable: whether the model runs on parts of a batch.
     """
@@ -48,13 +48,13 @@ class Findings:
 def look(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
-    tape: Tape,
+    recorder: Recorder,
     batch: Any,
     forward: calling.Forward | None,
     *,
     whole: bool = False,
 ) -> Findings:
-    """Runs some samples of a batch, or the ``whole`` of it, and sends signals back from some of them.
+    """Runs some samples of a batch, or the ``whole`` of it, and sends cotangents back from some of them.
 
     Raises:
         InputError: a layer is not what its class says, or does not keep its samples apart.
@@ -63,21 +63,23 @@ def look(
     count = samples if whole else min(samples, max(2, min(_MOST, samples // _SHARE)))
     start, cuttable = int(count < samples), True
     try:
-        outputs, stored = _run(model, tape, data.part(batch, start, start + count), forward)
+        outputs, stored = _run(model, recorder, data.part(batch, start, start + count), forward)
     except FlatnessError:
         raise
     except Exception:  # not a batch that can be cut; an error of the model's own comes again
         start, count, cuttable = 0, samples, False
-        outputs, stored = _run(model, tape, batch, forward)
+        outputs, stored = _run(model, recorder, batch, forward)
     check_samples(outputs, count)
     layouts = {}
-    for name in tape.calls:
-        output = tape.calls[name][0].output
+    for name in recorder.calls:
+        output = recorder.calls[name][0].output
         dims = 1 if layers.is_convolution(modules[name]) else output.ndim - 1
         layouts[name] = tuple(batch_layout.candidates(output.shape, count, dims))
-    narrowed = narrow(outputs, tape, layouts, count)
-    received = sum(call.output.numel() * call.output.element_size() for made in tape.calls.values() for call in made)
-    taken = sum(_bytes(call.inputs) for made in tape.calls.values() for call in made)
+    narrowed = narrow(outputs, recorder, layouts, count)
+    received = sum(
+        call.output.numel() * call.output.element_size() for made in recorder.calls.values() for call in made
+    )
+    taken = sum(_bytes(call.inputs) for made in recorder.calls.values() for call in made)
     if 1 < count == samples and cuttable:  # else the batch itself will show it
         alone = apart(model, data.part(batch, 1, 2), forward)
         start, outputs = (0, outputs) if alone is None else (1, alone)
@@ -86,9 +88,11 @@ def look(
 
 
 def narrow(
-    outputs: Tensor, tape: Tape, layouts: Mapping[str, tuple[Layout, ...]], samples: int
+    outputs: Tensor, recorder: Recorder, layouts: Mapping[str, tuple[Layout, ...]], samples: int
 ) -> dict[str, tuple[Layout, ...]]:
-    """The layouts that remain when signals go back from every second sample and the others, and from halves if need be.
+    """Return the layouts that remain when cotangents go back from some samples only.
+
+    From every second sample and from the others, and from halves if need be.
 
     Raises:
         InputError: none remains for a layer.
@@ -97,12 +101,12 @@ def narrow(
         return dict(layouts)
     place = torch.arange(samples, device=outputs.device)
     left = dict(layouts)
-    signal = Directions().like(outputs)
+    cotangent = Directions().like(outputs)
     for number, senders in enumerate((place % 2 == 0, place % 2 == 1, place < samples // 2, place >= samples // 2)):
         if number == 2 and (samples == 2 or all(len(layouts) == 1 for layouts in left.values())):
             break
         rows = senders.repeat_interleave(len(outputs) // samples).view(-1, *(1,) * (outputs.ndim - 1))
-        gradients = tape.gradients(outputs, signal * rows.to(signal.dtype))
+        gradients = recorder.gradients(outputs, cotangent * rows.to(cotangent.dtype))
         for name in layouts:
             left[name] = batch_layout.consistent(left[name], senders, gradients.get(name, []), samples)
             if not left[name]:
@@ -119,7 +123,7 @@ def check_samples(outputs: Tensor, samples: int) -> None:
 def apart(model: nn.Module, batch: Any, forward: calling.Forward | None) -> Tensor | None:
     """The model's outputs for a batch that is a part of another one; None if it does not run on that."""
     try:
-        with calling.trial(), torch.no_grad():
+        with calling.dry_run(), torch.no_grad():
             return calling.run(model, batch, forward)[0]
     except Exception:  # one of the model's own comes again with the whole batch
         return None
@@ -138,7 +142,7 @@ def matters(
         return output + _NUDGE * torch.finfo(output.dtype).eps * torch.where(size > 0, size, 1) * random.like(output)
 
     def outputs() -> Tensor:
-        with calling.trial(), torch.no_grad():
+        with calling.dry_run(), torch.no_grad():
             return calling.run(model, batch, forward)[0]
 
     before = outputs()
@@ -149,14 +153,14 @@ def matters(
         handle.remove()
 
 
-def _run(model: nn.Module, tape: Tape, batch: Any, forward: calling.Forward | None) -> tuple[Tensor, int]:
+def _run(model: nn.Module, recorder: Recorder, batch: Any, forward: calling.Forward | None) -> tuple[Tensor, int]:
     """The outputs, and the bytes that the graph and the kept inputs hold."""
     for _ in range(2):
-        with calling.trial(), tape.recording(checking=True), saved_storages() as storages:
+        with calling.dry_run(), recorder.recording(checking=True), saved_storages() as storages:
             outputs, _ = calling.run(model, batch, forward)
-        if not tape.overwritten():  # else once more, with copies
+        if not recorder.overwritten():  # else once more, with copies
             break
-    for calls in tape.calls.values():
+    for calls in recorder.calls.values():
         storages.update({call.inputs.untyped_storage()._cdata: _bytes(call.inputs) for call in calls})
     return outputs, sum(storages.values())
 

@@ -17,7 +17,7 @@ from ..errors import NonFiniteError
 from ..losses import Loss
 from ..model import layers
 from . import cotangents
-from .cotangents import Signals
+from .cotangents import Cotangents
 from .runner import Run, Runner
 
 _ULPS = 16  # a deviation below so many units in the last place of the largest entry is none
@@ -74,6 +74,12 @@ def apply(scale: Tensor, matrix: Tensor, *, inverse: bool = False) -> Tensor:
     return columns * (1 / factors if inverse else factors).to(matrix.dtype)
 
 
+def of_columns(module: nn.Module, scale: Tensor) -> Tensor:
+    """Return what a layer's columns are multiplied by, (G, 1, m), for a scale of its input channels."""
+    kernel_elements = layers.geometry(module).taps
+    return scale.view(layers.groups(module), 1, -1).repeat_interleave(kernel_elements, dim=2)
+
+
 def multiplied(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
     """``tensor`` times the scale of its channels, which are in ``dim``."""
     sizes = [1] * tensor.ndim
@@ -104,7 +110,7 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
     return {name: deviation.scale() for name, deviation in deviations.items()}
 
 
-def left_out(runner: Runner, run: Run, sent: Signals) -> Tensor:
+def left_out(runner: Runner, run: Run, sent: Cotangents) -> Tensor:
     """Return which samples (n,) ``nan_policy="omit"`` leaves out of the deviations, and so has to out of the values.
 
     Those without a loss, and those with NaN or infinity in a row that counts of a layer's input.
@@ -131,7 +137,7 @@ class _Kept:
     good: Tensor
 
 
-def _kept(runner: Runner, run: Run, sent: Signals) -> dict[str, _Kept]:
+def _kept(runner: Runner, run: Run, sent: Cotangents) -> dict[str, _Kept]:
     """By layer."""
     found = {}
     for name, module in runner.modules.items():

@@ -45,7 +45,7 @@ class Call:
     output: Tensor
 
 
-class Tape:
+class Recorder:
     """Hooks on layers; their calls, by name, of the last forward pass inside :meth:`recording`."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -91,16 +91,16 @@ class Tape:
             self._paused = False
 
     def gradients(
-        self, outputs: Tensor, signal: Tensor, names: Iterable[str] | None = None, *, create_graph: bool = False
+        self, outputs: Tensor, cotangent: Tensor, names: Iterable[str] | None = None, *, create_graph: bool = False
     ) -> dict[str, list[Tensor]]:
-        """Of ⟨signal, outputs⟩ in the output of every call of some layers, or all; zeros where there is no path."""
+        """Of ⟨cotangent, outputs⟩ in the output of every call of some layers, or all; zeros where there is no path."""
         made = {name: self.calls[name] for name in (self.calls if names is None else names)}
         edges = [call.edge for calls in made.values() for call in calls]
         found: Sequence[Tensor | None] = [None] * len(edges)
         interrupts.check()
         if outputs.requires_grad:
             found = torch.autograd.grad(
-                outputs, edges, signal, create_graph=create_graph, retain_graph=True, allow_unused=True
+                outputs, edges, cotangent, create_graph=create_graph, retain_graph=True, allow_unused=True
             )
         flat = iter(found)
         return {name: [_or_zeros(next(flat), call, outputs) for call in calls] for name, calls in made.items()}

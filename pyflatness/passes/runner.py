@@ -1,4 +1,4 @@
-"""Running a model over data with the chosen layers on tape, a batch cut into parts that fit the memory."""
+"""Running a model over data with the chosen layers recorded, a batch cut into parts that fit the memory."""
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator
@@ -19,9 +19,9 @@ from ..model.selectors import Selection
 from . import batch_layout, dry_run, independence, linearity
 from .batch_layout import Layout
 from .independence import Spacing, check_unchanged
-from .recorder import Call, Tape, frozen
+from .recorder import Call, Recorder, frozen
 
-DEFAULT_MEMORY = 512 * 2**20  # bytes that the graph, the layers' inputs and signals of a part may take
+DEFAULT_MEMORY = 512 * 2**20  # bytes that the graph, the layers' inputs and output gradients of a part may take
 _SECOND_ORDER = 3  # about the memory that a graph takes together with that of its derivatives
 
 Result = TypeVar("Result")
@@ -31,7 +31,7 @@ Check = Callable[[Tensor], None]
 
 @dataclass(frozen=True)
 class Run:
-    """A forward pass of some samples, on tape.
+    """A forward pass of some samples, recorded.
 
     Attributes:
         batch: these samples.
@@ -40,10 +40,10 @@ class Run:
         samples: how many.
         number: of the user's batch.
         numbers: (n,) int64, of the samples, counted over all data.
-        tape: the layers' calls; empty once the run is over.
+        recorder: the layers' calls; empty once the run is over.
         layouts: where each layer keeps the samples.
-        bent: layers in whose weight the model is not certified to be locally linear.
-        again: the model on these samples once more, off tape, with a graph of what requires gradients.
+        nonlinear: layers in whose weight the model is not certified to be locally linear.
+        again: the model on these samples once more, unrecorded, with a graph of what requires gradients.
     """
 
     batch: Any
@@ -52,14 +52,14 @@ class Run:
     samples: int
     number: int
     numbers: Tensor
-    tape: Tape
+    recorder: Recorder
     layouts: dict[str, Layout]
-    bent: frozenset[str]
+    nonlinear: frozenset[str]
     again: Callable[[], tuple[Tensor, Any]]
 
     def calls(self, name: str) -> list[Call]:
         """A layer's calls; none if it did not run."""
-        return self.tape.calls.get(name, [])
+        return self.recorder.calls.get(name, [])
 
     def samples_first(self, name: str, tensor: Tensor) -> Tensor:
         """An input or gradient of a layer as (n, q, …)."""
@@ -92,7 +92,7 @@ class Runner:
         selection: the layers.
         batches: the data.
         forward: see :func:`.calling.run`.
-        memory: bytes for the graph, layer inputs and signals of a part; None takes :data:`DEFAULT_MEMORY`.
+        memory: bytes for the graph, layer inputs and output gradients of a part; None takes :data:`DEFAULT_MEMORY`.
         approve: called before each part is measured, with the layers that are not linear so far, and why.
         second_order: whether second derivatives will be taken behind those, which makes their graph larger.
         order_matters: whether values of single samples are asked for, so that rows in another order have to be noticed.
@@ -107,7 +107,7 @@ class Runner:
         batches: Batches,
         forward: calling.Forward | None = None,
         memory: int | None = None,
-        approve: Callable[[dict[str, str]], None] = lambda bent: None,
+        approve: Callable[[dict[str, str]], None] = lambda nonlinear: None,
         *,
         second_order: bool = False,
         order_matters: bool = False,
@@ -120,13 +120,13 @@ class Runner:
         self._named, self._optional, self._forward = selection.named, selection.optional, forward
         self._asked, self._memory = memory, memory or DEFAULT_MEMORY
         self.notes: tuple[str, ...] = ()  # what a reader of a value should know of how it was come by
-        self._tape = Tape(selection.modules)
+        self._recorder = Recorder(selection.modules)
         self._looked_at = 0  # samples behind what is known
         self._layouts: dict[str, tuple[Layout, ...]] = {}
         self._measured: set[str] = set()  # layers whose layout was relied on
         self._part = 1  # samples that go through the model together
         self._cuttable = True
-        self._bent: dict[str, str] = {}
+        self._nonlinear: dict[str, str] = {}
         self._twice_differentiable = False  # whether attention is run so that it has second derivatives
         self._unseen: set[str] = set()  # layers that ran for the first time
         self._idle: dict[str, frozenset[int]] = {}  # calls of layers that outputs do not depend on, by number
@@ -145,11 +145,11 @@ class Runner:
 
     def why_not_linear(self, name: str) -> str:
         """One of :mod:`.linearity`'s reasons; empty for a layer that is linear."""
-        return self._bent.get(name, "")
+        return self._nonlinear.get(name, "")
 
     def is_linear(self, name: str) -> bool:
         """Whether the model is locally linear in the layer's weight at all samples so far, see :mod:`.linearity`."""
-        return name not in self._bent
+        return name not in self._nonlinear
 
     def results(self, work: Callable[[Run], Result]) -> Generator[Result, None, None]:
         """``work`` done on a run of every part of the data; out of memory, parts are halved.
@@ -158,7 +158,7 @@ class Runner:
             InputError: see :func:`.dry_run.look`; a layer that was named does not run; outputs that change with the
                 batch that a sample is in.
         """
-        with self._tape.attached(), frozen(self.model):
+        with self._recorder.attached(), frozen(self.model):
             done = 0
             for number, batch in enumerate(self.batches):
                 yield from self._of_batch(batch, number, done, work)
@@ -199,7 +199,7 @@ class Runner:
             index = rows[start:stop]
             seen = data.rows_of(run.outputs, len(run.numbers), index)
             part, numbers = data.take(run.batch, index), run.numbers[index]
-            with calling.trial():  # these samples went through the model before
+            with calling.dry_run():  # these samples went through the model before
                 own = partial(check_unchanged, seen)
                 return self._tried(part, run.number, numbers, lambda found: work(found, slice(start, stop)), own)
 
@@ -237,25 +237,25 @@ class Runner:
     def _run(
         self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], check: Check
     ) -> Result | None:
-        tape, samples = self._tape, data.size(part)
+        recorder, samples = self._recorder, data.size(part)
 
         def forward() -> tuple[Tensor, Any]:
             with torch.enable_grad():
                 return calling.run(self.model, part, self._forward)
 
         def again() -> tuple[Tensor, Any]:
-            with calling.trial():
+            with calling.dry_run():
                 return forward()
 
         try:
-            with tape.recording():
+            with recorder.recording():
                 outputs, targets = forward()
             for name in self._detached:
-                tape.calls.pop(name, None)
-            self._unseen = tape.calls.keys() - self._layouts.keys()
+                recorder.calls.pop(name, None)
+            self._unseen = recorder.calls.keys() - self._layouts.keys()
             if self._unseen:
                 return None
-            overwritten = tape.overwritten()
+            overwritten = recorder.overwritten()
             if overwritten:
                 raise InputError(f"batch {number}: the inputs of {', '.join(overwritten)} are modified in place")
             dry_run.check_samples(outputs, samples)
@@ -268,12 +268,12 @@ class Runner:
                 return None
             first = {name: layouts[0] for name, layouts in self._layouts.items()}
             if samples > 1:
-                self._measured |= tape.calls.keys()
+                self._measured |= recorder.calls.keys()
             numbers = numbers.to(outputs.device)
-            bent = frozenset(self._bent).intersection(tape.calls)
-            return work(Run(part, outputs, targets, samples, number, numbers, tape, first, bent, again))
+            nonlinear = frozenset(self._nonlinear).intersection(recorder.calls)
+            return work(Run(part, outputs, targets, samples, number, numbers, recorder, first, nonlinear, again))
         finally:
-            tape.calls.clear()
+            recorder.calls.clear()
 
     def _two_alone(self, part: Any) -> Check:
         """Holds outputs for a part of the data against those for two of its samples without the others."""
@@ -290,7 +290,7 @@ class Runner:
         Raises:
             InputError: they do, so that derivatives of zero would be wrong.
         """
-        unreached = linearity.unreached(outputs, users, self._tape.calls)
+        unreached = linearity.unreached(outputs, users, self._recorder.calls)
         new = {name: calls for name, calls in unreached.items() if not calls <= self._idle.get(name, frozenset())}
         for name, calls in new.items():
             if not dry_run.matters(self.model, self.selected[name], calls, part, self._forward):
@@ -319,33 +319,35 @@ class Runner:
         doubtful = {
             name: layouts
             for name, layouts in self._layouts.items()
-            if name in self._tape.calls
+            if name in self._recorder.calls
             and (
                 gathered
                 or len(layouts) > 1
-                or len(self._tape.calls[name]) > 1
-                or any(call.output.shape[layouts[0].dim] != samples for call in self._tape.calls[name])
+                or len(self._recorder.calls[name]) > 1
+                or any(call.output.shape[layouts[0].dim] != samples for call in self._recorder.calls[name])
             )
         }
-        for name, layouts in dry_run.narrow(outputs, self._tape, doubtful, samples).items():
+        for name, layouts in dry_run.narrow(outputs, self._recorder, doubtful, samples).items():
             if name in self._measured and layouts[0] != self._layouts[name][0]:
-                raise batch_layout.mixed(name, self._tape.calls[name][0].output.shape, samples)
+                raise batch_layout.mixed(name, self._recorder.calls[name][0].output.shape, samples)
             self._layouts[name] = layouts
 
     def _settled(self, outputs: Tensor, users: linearity.Users, samples: int) -> bool:
         """Take in which layers are linear; False to have the run once more, so that it has second derivatives."""
         if not self._certify:
             return True
-        bent = linearity.curved(outputs, users, self._tape, filter(self.is_linear, self._tape.calls))
-        if bent and not self._twice_differentiable and linearity.has_fused_attention(users):
+        nonlinear = linearity.nonlinear_layers(
+            outputs, users, self._recorder, filter(self.is_linear, self._recorder.calls)
+        )
+        if nonlinear and not self._twice_differentiable and linearity.has_fused_attention(users):
             self._twice_differentiable = True
             return False
-        if bent and not self._bent and self._second_order and self._cuttable:
+        if nonlinear and not self._nonlinear and self._second_order and self._cuttable:
             # The graph of the first derivatives comes on top.
             self._part = max(1, self._part // _SECOND_ORDER)
-        self._bent.update(bent)
-        self._approve(self._bent)
-        return not bent or samples <= self._part
+        self._nonlinear.update(nonlinear)
+        self._approve(self._nonlinear)
+        return not nonlinear or samples <= self._part
 
     def _look(self, batch: Any, *, again: bool = False) -> dry_run.Findings | None:
         """What was found out on some of the batch's samples, if these had to be looked at."""
@@ -358,7 +360,7 @@ class Runner:
             return None
         modules = self.selected
         with calling.differentiated(), _checkpointing():
-            found = dry_run.look(self.model, modules, self._tape, batch, self._forward, whole=again)
+            found = dry_run.look(self.model, modules, self._recorder, batch, self._forward, whole=again)
         if self._unseen - found.layouts.keys():
             listed = ", ".join(map(repr, sorted(self._unseen)))
             raise InputError(f"layer {listed} runs at one call of the model and not at the next, on the same batch")

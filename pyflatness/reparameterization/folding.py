@@ -36,7 +36,7 @@ class Folding:
             return
         kept: set[str] = set()  # layers whose output goes elsewhere
         sources = {name: 1 for name, module in model.named_modules() if layers.is_supported(module)}
-        with Flow(model, sources, lambda source, *_: kept.add(source), through=False) as seen, calling.trial():
+        with Flow(model, sources, lambda source, *_: kept.add(source), through=False) as seen, calling.dry_run():
             outputs, _ = calling.run(model, batch, forward)
             seen.finish(outputs)
         followed = [label.source for labels in seen.arrivals.values() for label in labels if label is not None]

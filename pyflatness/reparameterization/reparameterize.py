@@ -173,7 +173,7 @@ def _followed(
     model: nn.Module, factors: Mapping[str, Tensor], batch: Any, forward: calling.Forward | None
 ) -> dict[str, Label]:
     """For each module that what is multiplied goes into: where the features that arrive there come from."""
-    with Flow(model, {name: len(values) for name, values in factors.items()}, _refuse) as seen, calling.trial():
+    with Flow(model, {name: len(values) for name, values in factors.items()}, _refuse) as seen, calling.dry_run():
         outputs, _ = calling.run(model, batch, forward)
         seen.finish(outputs)
     missing = [name for name in factors if name not in seen.arrivals]

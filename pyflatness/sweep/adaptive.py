@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..numerics.signs import Signs
 from ..numerics.variances import with_squares
 from ..passes import cotangents
-from ..passes.cotangents import Signals
+from ..passes.cotangents import Cotangents
 from ..passes.runner import Repeatable, Run
 from . import groups
 from .groups import Groups, Sends, Tolerance
@@ -39,7 +39,7 @@ class Part:
     """
 
     left: Repeatable
-    sent: Signals
+    sent: Cotangents
     weights: Tensor
     finite: Tensor
     groups: Groups
@@ -56,7 +56,7 @@ class Part:
         return torch.where(kept, self.signs[sends.draws[chosen], places], 0)
 
     def of_round(self, number: int) -> tuple[Tensor, Tensor]:
-        """A round's sends, and its signal for all samples; NaN for those that are not finite."""
+        """A round's sends, and its cotangent for all samples; NaN for those that are not finite."""
         chosen = (self.sends.rounds == number).nonzero().flatten()
         rows = torch.zeros_like(self.signs[0]).index_copy_(0, self.sends.samples[chosen], self.rows(chosen))
         return chosen, self.sent.chosen(rows.float().masked_fill_(~self.finite.unsqueeze(1), torch.nan))
@@ -66,7 +66,7 @@ class Part:
         return torch.ones_like(self.finite).index_fill_(0, self.sends.samples[chosen], False) & self.finite
 
     def packed(self, chosen: Tensor) -> Tensor:
-        """The signal of some sends, one in each row of a batch."""
+        """The cotangent of some sends, one in each row of a batch."""
         return self.sent.take(self.sends.samples[chosen]).chosen(self.rows(chosen).float())
 
     def add_round(self, chosen: Tensor, values: Tensor) -> None:
@@ -100,7 +100,7 @@ class Part:
         return both.new_zeros(*found.shape[:-1], self.sums.shape[2]).index_add_(3, again, found)
 
 
-def begin(run: Run, sent: Signals, shape: tuple[int, int], tolerance: Tolerance, seed: int) -> Part:
+def begin(run: Run, sent: Cotangents, shape: tuple[int, int], tolerance: Tolerance, seed: int) -> Part:
     """Plan a run's sends; ``shape`` counts layers and quantities.
 
     Raises:

@@ -19,7 +19,7 @@ class Contracted:
     """What layers add for each signal that is sent.
 
     Args:
-        run: on tape.
+        run: recorded.
         forms: the layers, by name.
         signals: about how many will come.
         stack: whether shares may come late, of several signals together; :meth:`rest` then has to be asked.
@@ -39,7 +39,7 @@ class Contracted:
         shares = []
         with contractions.full_precision(self._run.outputs):
             # The last signal's are kept meanwhile: the C library would give their pages back to the system.
-            self._gradients = self._run.tape.gradients(self._run.outputs, signal, self._contract)
+            self._gradients = self._run.recorder.gradients(self._run.outputs, signal, self._contract)
             for name, contract in self._contract.items():
                 share = contract(self._forms[name].signal(self._run, self._gradients[name]), sign)
                 if share is not None:

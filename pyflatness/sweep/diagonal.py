@@ -1,16 +1,16 @@
-"""The diagonal of the loss Hessian over all trainable parameters of a network, summed.
+"""Sum the diagonal of the loss Hessian over all trainable parameters of a network.
 
     Σ_j a_j² ∂²E/∂θ_j²,    a_j = 1: the trace,    a_j = θ_j: adaptive sharpness
 
 No entry of the Hessian between two parameters is in it, so each parameter tensor goes by itself: where the model is
-certified to be locally linear in it (:func:`.linearity.curved_parameters`), by output factors s_ic sent backward,
+certified to be locally linear in it (:func:`.linearity.nonlinear_parameters`), by cotangents s_ic,
 
     Σ_i Σ_c σ_ic |a ∘ ∂⟨s_ic, f_i⟩/∂θ|² / Σ_i ω_i
 
 and elsewhere by second derivatives: exact, a Hessian product for every entry; sampled, ⟨a∘r, H (a∘r)⟩ for random signs
 r of each sample's own. The gradients of a linear or convolutional layer's weight and bias come from its inputs φ and
-signals δ (Σ_p δ_p φ_pᵀ and Σ_p δ_p); those of other parameters, and all second derivatives, from a run in which every
-sample has parameters of its own (:mod:`.per_sample_parameters`).
+output gradients δ (Σ_p δ_p φ_pᵀ and Σ_p δ_p); those of other parameters, and all second derivatives, from a run in
+which every sample has parameters of its own (:mod:`.per_sample_parameters`).
 """
 
 import contextlib
@@ -26,13 +26,13 @@ from ..model import parameters
 from ..model.selectors import Selection
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
-from ..passes.cotangents import Signals
+from ..passes.cotangents import Cotangents
 from ..passes.runner import DEFAULT_MEMORY, Run, Runner
 from ..report import Estimate
 from . import stages
 from .layer_gradients import LayerGradients
 from .layer_sweep import Values
-from .per_sample_diagonal import OwnDiagonal, factors
+from .per_sample_diagonal import OwnDiagonal
 from .per_sample_parameters import Group, OwnParameters
 from .totals import Sums, Totals
 
@@ -46,7 +46,7 @@ class Diagonal:
         certify: whether it matters in which parameters the model is linear.
 
     Attributes:
-        curved: parameters in which the model is not certified to be linear, and why.
+        nonlinear: parameters in which the model is not certified to be linear, and why.
         exact_passes: backward passes or Hessian products that exact values take, or would take.
     """
 
@@ -54,7 +54,7 @@ class Diagonal:
         self._task, self._certify = task, certify
         self.theta = parameters.trainable(task.model)
         self._scales = self.theta if adaptive else {}
-        self.curved: dict[str, str] = {}
+        self.nonlinear: dict[str, str] = {}
         self.exact_passes = 0
         self._layers = LayerGradients(task, self.theta, adaptive=adaptive)
         self._own = OwnParameters(task.model, task.forward, task.options.memory or DEFAULT_MEMORY)
@@ -116,9 +116,9 @@ class Diagonal:
             def add(group: Group) -> None:
                 values[:, group.place] += self._of_group(run, group, signs)
 
-            unknown = {name: w for name, w in rest.items() if name not in self.curved}
+            unknown = {name: w for name, w in rest.items() if name not in self.nonlinear}
             if self._certify and unknown:
-                self._note(self._own.shared(run, unknown, linearity.curved_parameters))
+                self._note(self._own.shared(run, unknown, linearity.nonlinear_parameters))
             self._own.each(run, rest, add)
         return Values(sent.marked(values)[:, None, None], sent.sample_weights, run.number, lost=sent.bad)
 
@@ -128,29 +128,27 @@ class Diagonal:
             self._layers.check(run, self._own)
         usable = self._layers.usable(run)
         for name in usable:
-            if name in run.bent:
+            if name in run.nonlinear:
                 self._note(dict.fromkeys(self._layers.parameters(name), self._runner.why_not_linear(name)))
-        return [name for name in usable if name not in run.bent or self._task.options.curvature == "ggn"]
+        return [name for name in usable if name not in run.nonlinear or self._task.options.curvature == "ggn"]
 
-    def _note(self, curved: dict[str, str]) -> None:
+    def _note(self, nonlinear: dict[str, str]) -> None:
         """Take in which parameters the model is not linear in."""
-        opaque = [name for name, why in curved.items() if why == linearity.OPAQUE]
-        if opaque and self._task.options.curvature == "auto":
-            listed = ", ".join(map(repr, opaque[:6])) + (f" and {len(opaque) - 6} more" if len(opaque) > 6 else "")
-            raise InputError(
-                f"behind parameter {listed} is a function that torch did not write (a torch.autograd.Function, a "
-                "kernel of another library), whose second derivative may be missing without a sign: "
-                "curvature='hessian' takes it as it is, curvature='ggn' gives the GGN value, another number"
-            )
-        self.curved.update(curved)
+        opaque = [name for name, why in nonlinear.items() if why == linearity.OPAQUE]
+        if self._task.options.curvature == "auto":
+            linearity.refuse_opaque(opaque, "parameter")
+        self.nonlinear.update(nonlinear)
 
-    def _add_layers(self, run: Run, sent: Signals, signs: Signs | None, names: Sequence[str], values: Tensor) -> None:
+    def _add_layers(
+        self, run: Run, sent: Cotangents, signs: Signs | None, names: Sequence[str], values: Tensor
+    ) -> None:
         with contractions.full_precision(run.outputs):
             squares = self._layers.squares(run, names, sent.passes if signs is None else len(values))
-        for draw, signal, sign in factors(sent, signs, run.numbers):
-            gradients = run.tape.gradients(run.outputs, signal, names)
+        for draw, cotangent, sign in sent.sent(signs, run.numbers):
+            gradients = run.recorder.gradients(run.outputs, cotangent, names)
             with contractions.full_precision(run.outputs):
-                values[draw] += squares(gradients) * sign
+                found = squares(gradients)
+                values[draw] += found if sign is None else found * sign
 
     def _of_group(self, run: Run, group: Group, signs: Signs | None) -> Tensor:
         """(draws, n)."""
@@ -158,14 +156,14 @@ class Diagonal:
         if not group.outputs.requires_grad:  # they depend on none of the parameters
             return own.zeros(signs)
         by_ggn = self._task.options.curvature == "ggn"
-        bent = [] if by_ggn else [name for name in group.leaves if name in self.curved]
-        linear = [name for name in group.leaves if name not in bent]
+        nonlinear = [] if by_ggn else [name for name in group.leaves if name in self.nonlinear]
+        linear = [name for name in group.leaves if name not in nonlinear]
         values = own.by_factors(linear, signs) if linear else own.zeros(signs)
-        if bent:
+        if nonlinear:
             order = [*self.theta]
-            self.exact_passes = max(self.exact_passes, sum(self.theta[name].numel() for name in bent))
-            streams = {name: cotangents.STREAM + 1 + order.index(name) for name in bent}
-            values += own.by_hessian(streams, signs, [n for n in bent if self.curved[n] == linearity.OPAQUE])
+            self.exact_passes = max(self.exact_passes, sum(self.theta[name].numel() for name in nonlinear))
+            streams = {name: cotangents.STREAM + 1 + order.index(name) for name in nonlinear}
+            values += own.by_hessian(streams, signs, [n for n in nonlinear if self.nonlinear[n] == linearity.OPAQUE])
         return values
 
 
@@ -192,8 +190,8 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
         sums = stages.until(options.target_stderr, diagonal.sums, lambda: diagonal.exact_passes)
     else:
         sums = diagonal.sums(None if options.probes is None else range(int(options.probes)))
-    by = "hessian" if diagonal.curved and options.curvature != "ggn" else "ggn"
-    taken = by == "hessian" and linearity.OPAQUE in diagonal.curved.values()
+    by = "hessian" if diagonal.nonlinear and options.curvature != "ggn" else "ggn"
+    taken = by == "hessian" and linearity.OPAQUE in diagonal.nonlinear.values()
     sampled = sums.errors is not None
     stderr, dof = sums.uncertainty(-1, 0)
     return Estimate(
@@ -201,11 +199,11 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
         stderr=stderr,
         samples=sums.samples,
         method=f"{by}-sampled" if sampled else by,
-        exact=not sampled and not taken and (by == "hessian" or not diagonal.curved),
+        exact=not sampled and not taken and (by == "hessian" or not diagonal.nonlinear),
         backend=diagonal.backend,
         per_sample=None if sums.per_sample is None else sums.per_sample[-1, 0],
         omitted=sums.omitted,
-        notes=("second derivatives of functions that torch did not write taken as they are",) if taken else (),
+        notes=(linearity.TAKEN_AS_THEY_ARE,) if taken else (),
         dof=dof,
     )
 

@@ -1,9 +1,11 @@
-"""Which output factors of a sample go backward together, so that fewer signals than factors do: from the outputs alone.
+"""Choose which columns of a sample's square-root factor go backward together, from the outputs alone.
 
 A sample's columns s_c of all its loss terms, sorted by weight w_c ≈ |s_c|² (cross-entropy: scale · p_c), are cut into
-groups of about equal weight τ, and a group g is one signal Σ_{c∈g} r_c s_c with random signs r. Different groups have
-no cross terms; a column heavier than τ is alone in its group and so exact; one group is plain sampling, τ → 0 the exact
-sweep. In units of weights the variance of a group's value is v_g = 2 [(Σ_{c∈g} w_c)² - Σ_{c∈g} w_c²].
+groups of about equal weight τ, and a group g is one cotangent Σ_{c∈g} r_c s_c with random signs r: fewer cotangents
+than columns. Different groups have no cross terms; a column heavier than τ is alone in its group and so exact; one
+group is plain sampling, τ → 0 the exact sweep.
+
+In units of weights the variance of a group's value is v_g = 2 [(Σ_{c∈g} w_c)² - Σ_{c∈g} w_c²].
 
 What the values really vary by is measured: some groups are sent twice with independent signs. Of a group that is sent
 twice with probability π, the mean of both counts, and for their difference d

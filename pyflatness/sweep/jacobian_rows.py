@@ -23,11 +23,11 @@ class WeightGradient:
     """|∂f/∂w|_F² of each sample for a layer's weight w, and the part (∂f/∂z) w of J that is through the layer.
 
     Args:
-        run: with the layer on tape.
+        run: with the layer recorded.
         name: of the layer.
         module: the layer.
         form: for the contraction ``"squares"``.
-        width: how many signals will come.
+        width: how many cotangents will come.
 
     Attributes:
         total: (n,) float64.

@@ -16,8 +16,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import contractions, interrupts
 from ..errors import InputError, NonFiniteError
-from ..model import inputs, layers
-from ..passes.cotangents import PASSES
+from ..model import inputs
+from ..passes import cotangents
 from ..passes.dry_run import Findings
 from ..passes.layer_form import LayerForm
 from ..passes.recorder import Call
@@ -180,18 +180,18 @@ class _Sweep:
             raise InputError(
                 f"bounds: samples of {before} and of {self._width} outputs; they are for one number of them"
             )
-        if self._width > PASSES:
+        if self._width > cotangents.PASSES:
             raise InputError(
-                f"batch {run.number}: the {self._width} outputs of a sample are more than {PASSES} backward passes; "
-                "mls_adversarial needs no Jacobian"
+                f"batch {run.number}: the {self._width} outputs of a sample are more than {cotangents.PASSES} "
+                "backward passes; mls_adversarial needs no Jacobian"
             )
         places = self._places(run)
         edges = [edge for place in places for edge in place.edges]
-        for signal in _identity(run.outputs, run.samples):
+        for cotangent in _identity(run.outputs, run.samples):
             interrupts.check()
             found: tuple[Tensor | None, ...] = (None,) * len(edges)
             if run.outputs.requires_grad:
-                found = torch.autograd.grad(run.outputs, edges, signal, retain_graph=True, allow_unused=True)
+                found = torch.autograd.grad(run.outputs, edges, cotangent, retain_graph=True, allow_unused=True)
             gradients = iter(found)
             for place in places:
                 place.add([next(gradients) for _ in place.edges])
@@ -209,9 +209,9 @@ class _Sweep:
     def _places(self, run: Run) -> list[Place]:
         places = []
         tensor = self._inputs.tensor
-        if tensor is not None and INPUT not in run.tape.calls:  # a model that is a layer itself has no other name
+        if tensor is not None and INPUT not in run.recorder.calls:  # a model that is a layer itself has no other name
             places.append(Place(INPUT, [get_gradient_edge(tensor)], [tensor], lambda x: x, self._needs))
-        for name, calls in run.tape.calls.items():
+        for name, calls in run.recorder.calls.items():
             self._calls[name] = max(self._calls.get(name, 0), len(calls))
             edges, tensors = [_input_edge(name, call) for call in calls], [call.inputs for call in calls]
             weight = self._weight(run, name) if "weights" in self._needs else None
@@ -222,10 +222,7 @@ class _Sweep:
     def _weight(self, run: Run, name: str) -> WeightGradient:
         module, options = self._runner.selected[name], self._task.options
         if name not in self._forms:
-            weight = layers.matrix(module)[0]
-            dtype = contractions.promoted_dtype(weight.dtype)
-            backend = contractions.choose(options.backend, weight.device, dtype)
-            self._forms[name] = LayerForm(name, module, None, backend, ("squares",), replace(options, conv="filter"))
+            self._forms[name] = LayerForm(name, module, ("squares",), replace(options, conv="filter"))
         return WeightGradient(run, name, module, self._forms[name], self._width)
 
 
@@ -239,10 +236,10 @@ def _input_edge(name: str, call: Call) -> GradientEdge:
 
 
 def _identity(outputs: Tensor, samples: int) -> Iterator[Tensor]:
-    """Every output of all samples, one after the other, as a signal of the outputs' shape."""
-    signal = torch.zeros(outputs.shape, dtype=outputs.dtype, device=outputs.device)
-    columns = signal.view(samples, -1)
+    """Every output of all samples, one after the other, as a cotangent of the outputs' shape."""
+    cotangent = torch.zeros(outputs.shape, dtype=outputs.dtype, device=outputs.device)
+    columns = cotangent.view(samples, -1)
     for c in range(columns.shape[1]):
         columns[:, c] = 1
-        yield signal
+        yield cotangent
         columns[:, c] = 0

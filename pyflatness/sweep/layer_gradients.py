@@ -62,16 +62,16 @@ class LayerGradients:
         if not new:
             return
         names = [parameter for name in new for parameter in self.parameters(name)]
-        signal = Directions().like(run.outputs)
+        cotangent = Directions().like(run.outputs)
 
         def gradients_of_all(outputs: Tensor, leaves: dict[str, Tensor]) -> Sequence[Tensor | None]:
             if not outputs.requires_grad:
                 return [None] * len(leaves)
-            return torch.autograd.grad(outputs, [*leaves.values()], signal, allow_unused=True)
+            return torch.autograd.grad(outputs, [*leaves.values()], cotangent, allow_unused=True)
 
         found = own.shared(run, {name: self._theta[name] for name in names}, gradients_of_all)
         whole = dict(zip(names, found, strict=True))
-        gradients = run.tape.gradients(run.outputs, signal, new)
+        gradients = run.recorder.gradients(run.outputs, cotangent, new)
         for name in new:
             self._forms.setdefault(name, self._form(name))
             if all(bool(part.isfinite().all()) for part in gradients[name]):
@@ -101,23 +101,22 @@ class LayerGradients:
 
     def _is_whole(self, run: Run, name: str, gradients: Sequence[Tensor], whole: Mapping[str, Tensor | None]) -> bool:
         """Whether the gradients of all samples together are those of the layer's parameters."""
-        module, signal = self.modules[name], self._forms[name].rows(run, gradients)
+        module, delta = self.modules[name], self._forms[name].rows(run, gradients)
         weight, bias = whole.get(_joined(name, "weight")), whole.get(_joined(name, "bias"))
         if _joined(name, "weight") in whole:
-            own = torch.einsum("ngpd,ngpm->gdm", signal, self._patches(run, name)).flatten(0, 1)
+            own = torch.einsum("ngpd,ngpm->gdm", delta, self._patches(run, name)).flatten(0, 1)
             if not _same(own, None if weight is None else layers.as_matrix(module, weight)):
                 return False
-        return _joined(name, "bias") not in whole or _same(signal.sum(dim=(0, 2)).flatten(), bias)
+        return _joined(name, "bias") not in whole or _same(delta.sum(dim=(0, 2)).flatten(), bias)
 
     def _patches(self, run: Run, name: str) -> Tensor:
         return self._forms[name].patches(run, [call.inputs.detach() for call in run.calls(name)])
 
     def _form(self, name: str) -> LayerForm:
-        weight = layers.matrix(self.modules[name])[0]
-        backend = contractions.choose(self._options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
-        self.backend = contractions.describe(backend)
         quantity = "weighted" if self._adaptive else "squares"
-        return LayerForm(name, self.modules[name], None, backend, (quantity,), self._options)
+        form = LayerForm(name, self.modules[name], (quantity,), self._options)
+        self.backend = contractions.describe(form.backend)
+        return form
 
     def _is_candidate(self, name: str, module: nn.Module) -> bool:
         plain = isinstance(module._parameters.get("weight"), nn.Parameter)

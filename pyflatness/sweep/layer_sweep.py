@@ -1,8 +1,8 @@
 """One sweep over the data for all layers and quantities: forward, output factors backward, contractions.
 
 for x, y in batches:                              # cut to the memory budget
-    f, φ, edges = model(x)                        # tape: layer inputs, gradient edges of layer outputs
-    for each output factor s of f:                # signals: C - 1 for cross-entropy, terms of a sample apart
+    f, φ, edges = model(x)                        # recorded: layer inputs, gradient edges of layer outputs
+    for each output factor s of f:                # cotangents: C - 1 for cross-entropy, terms of a sample apart
         δ = autograd.grad(f, edges, s)            # for all layers at once
         for each layer: value_i += σ q(M_i)       # contractions of M_i = Σ_p δ_ip φ_ipᵀ
 
@@ -10,11 +10,11 @@ Layers in whose weight the model is not linear take Hessian products instead, ea
 """
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import contractions
 from ..contractions.layer import NEURONS, Share
@@ -125,7 +125,7 @@ class Sweep:
         return self._forms[name].matrix
 
     def _values(self, run: Run, signs: Signs | None = None) -> Values:
-        linear, bent = self._ran(run)
+        linear, nonlinear = self._ran(run)
         sent = cotangents.of_run(run, self._loss)
         draws = 1 if signs is None else len(signs.draws)
         places = {name: place for place, name in enumerate(self._runner.selected)}
@@ -133,18 +133,20 @@ class Sweep:
         values = values.to(run.outputs.device)
         parts: Parts = {}
         self._add_factors(run, sent, signs, {name: values[:, places[name]] for name in linear}, parts)
-        self._add_hessian(run, signs, {name: values[:, places[name]] for name in bent}, parts)
-        self.by_hessian.update(bent)
+        self._add_hessian(run, signs, {name: values[:, places[name]] for name in nonlinear}, parts)
+        self.by_hessian.update(nonlinear)
         values = self._marked(values, sent, self._left_out(run, sent), run.number)
         if parts:
             kept = self._kept(values)
             parts = {key: part[kept].sum(dim=0) if key[1] in NEURONS else part for key, part in parts.items()}
             if bool((sent.bad & kept).any()):  # of a loss whose curvature does not show that a sample has none
                 parts = {key: torch.full_like(part, torch.nan) for key, part in parts.items()}
-        return Values(values, sent.sample_weights, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(bent))
+        return Values(
+            values, sent.sample_weights, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(nonlinear)
+        )
 
     def _add_factors(
-        self, run: Run, sent: cotangents.Signals, signs: Signs | None, found: dict[str, Tensor], parts: Parts
+        self, run: Run, sent: cotangents.Cotangents, signs: Signs | None, found: dict[str, Tensor], parts: Parts
     ) -> None:
         """Values (draws, quantities, n) of layers by output factors sent backward, and their parts."""
         if not found:
@@ -155,15 +157,15 @@ class Sweep:
         )
         for name in found if sent.passes == 0 else ():
             _add(parts, name, self._forms[name].gradients(run).nothing(run.samples))
-        for draw, signal, sign in _sent(run, sent, signs):
-            for name, share in contracted.of(signal, sign):
+        for draw, cotangent, sign in sent.sent(signs, run.numbers):
+            for name, share in contracted.of(cotangent, sign):
                 found[name][draw] += share.values
                 _add(parts, name, share)
         for name, share in contracted.rest():
             found[name][0] += share.values
 
-    def _contracted(self, run: Run, names: Iterable[str], signals: int, *, stack: bool = False) -> Contracted:
-        return Contracted(run, {name: self._forms[name] for name in names}, signals, stack=stack)
+    def _contracted(self, run: Run, names: Iterable[str], passes: int, *, stack: bool = False) -> Contracted:
+        return Contracted(run, {name: self._forms[name] for name in names}, passes, stack=stack)
 
     def _begun(self, run: Run, tolerance: groups.Tolerance) -> tuple[adaptive.Part, dict[str, Tensor], Tensor]:
         """A part's sends planned, the rounds for all samples sent; fingerprints of rows; see :meth:`_left_out`."""
@@ -174,8 +176,8 @@ class Sweep:
         rounds = part.sends.together(run.samples / 2 if self._runner.cuttable else 1) if sent.passes else 0
         contracted = self._contracted(run, names, rounds)
         for number in range(rounds):
-            chosen, signal = part.of_round(number)
-            values = self._stacked(contracted.of(signal), part.sums)
+            chosen, cotangent = part.of_round(number)
+            values = self._stacked(contracted.of(cotangent), part.sums)
             silent = part.silent(chosen)
             for name, heard in zip(self._runner.selected, values.nan_to_num(0.0).any(dim=1), strict=True):
                 if bool((heard & silent).any()):
@@ -203,11 +205,11 @@ class Sweep:
 
     def _linear(self, run: Run) -> list[str]:
         """The layers that ran, all of which have their values by output factors."""
-        names, bent = self._ran(run)
-        if bent:
+        names, nonlinear = self._ran(run)
+        if nonlinear:
             raise InputError(
-                f"layer {', '.join(map(repr, bent))}: probes='adaptive' is for layers in whose weight the model is "
-                "locally linear (ReLU, pooling, sums behind them); pass probes=k, a number of draws, or "
+                f"layer {', '.join(map(repr, nonlinear))}: probes='adaptive' is for layers in whose weight the model "
+                "is locally linear (ReLU, pooling, sums behind them); pass probes=k, a number of draws, or "
                 "curvature='ggn' for the GGN value, another number"
             )
         return names
@@ -256,12 +258,12 @@ class Sweep:
                 f"layer {name!r}: its block traces are a matrix of {rows} x {rows}, more than {limit >> 20} MiB; "
                 "relative_flatness and measure need no such matrix"
             )
-        linear, bent = self._ran(run)
+        linear, nonlinear = self._ran(run)
         sent = cotangents.of_run(run, self._loss)
         kept = torch.ones_like(sent.sample_weights, dtype=torch.bool)
-        traced = self._traced_by_hessian if bent else self._traced_by_factors
+        traced = self._traced_by_hessian if nonlinear else self._traced_by_factors
         total, traces = torch.zeros_like(sent.sample_weights.sum()), torch.zeros_like(sent.sample_weights)
-        if linear or bent:
+        if linear or nonlinear:
             total, traces = traced(run, sent, name, kept)
         traces = self._marked(traces[None, None, None], sent, self._left_out(run, sent), run.number)
         left = self._kept(traces)
@@ -269,39 +271,45 @@ class Sweep:
             total, _ = traced(run, sent, name, left)
         elif bool(sent.bad.any()):
             total = torch.full_like(total, torch.nan)
-        if (linear or bent) and total.ndim == 0:  # no factor was sent: the loss has no curvature, as with one class
+        if (
+            linear or nonlinear
+        ) and total.ndim == 0:  # no factor was sent: the loss has no curvature, as with one class
             total = total.new_zeros(1, rows, rows)
-        return total, Values(traces, sent.sample_weights, run.number, lost=sent.bad, by_hessian=frozenset(bent))
+        return total, Values(traces, sent.sample_weights, run.number, lost=sent.bad, by_hessian=frozenset(nonlinear))
 
-    def _traced_by_factors(self, run: Run, sent: cotangents.Signals, name: str, kept: Tensor) -> tuple[Tensor, Tensor]:
+    def _traced_by_factors(
+        self, run: Run, sent: cotangents.Cotangents, name: str, kept: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Σ_i T_i (G, d, d) of one layer over the samples that are kept, and Tr T_i, (n,)."""
         form = self._forms[name]
         gradients, inputs = form.gradients(run), [_masked(part, kept) for part in form.inputs(run)]
         with contractions.full_precision(run.outputs):
             contract = gradients.of(inputs, sent.passes)
         total, traces = torch.zeros_like(sent.sample_weights.sum()), torch.zeros_like(sent.sample_weights)
-        for signal, signs in sent.exact():
+        for cotangent, signs in sent.exact():
             with contractions.full_precision(run.outputs):
-                delta = form.signal(run, run.tape.gradients(run.outputs, signal)[name])
+                delta = form.signal(run, run.recorder.gradients(run.outputs, cotangent)[name])
                 delta = [_masked(part, kept) for part in delta]
                 traces = traces + contract(delta, signs).values[0]
                 coefficients = kept.double() if signs is None else signs.where(kept, 0.0)
                 total = total + gradients.traces(inputs, delta, coefficients)
         return total, traces
 
-    def _traced_by_hessian(self, run: Run, sent: cotangents.Signals, name: str, kept: Tensor) -> tuple[Tensor, Tensor]:
+    def _traced_by_hessian(
+        self, run: Run, sent: cotangents.Cotangents, name: str, kept: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The same by second derivatives."""
         with block_traces.differentiable([name]), contractions.full_precision(run.outputs):
             slopes = self._slopes(run, [name])
             return self._traces(run, name, slopes[name], ()).matrix(kept)
 
-    def _left_out(self, run: Run, sent: cotangents.Signals) -> Tensor:
+    def _left_out(self, run: Run, sent: cotangents.Cotangents) -> Tensor:
         """Which samples (n,) are to be left out, whatever their values are: they have no loss, or no deviations."""
         if self._options.normalize and self._options.nan_policy == "omit":
             return normalize.left_out(self._runner, run, sent)
         return sent.bad
 
-    def _marked(self, values: Tensor, sent: cotangents.Signals, left_out: Tensor, number: int) -> Tensor:
+    def _marked(self, values: Tensor, sent: cotangents.Cotangents, left_out: Tensor, number: int) -> Tensor:
         """Values (…, n), NaN for samples that are left out."""
         if self._options.normalize and self._options.nan_policy == "omit":
             late = ~self._kept(values) & ~left_out
@@ -319,30 +327,15 @@ class Sweep:
         """The layers that ran: those whose values come by output factors, and those by second derivatives."""
         self._make_forms()
         names = [name for name in self._runner.selected if run.calls(name)]
-        bent = [] if self._options.curvature == "ggn" else [name for name in names if name in run.bent]
-        return [name for name in names if name not in bent], bent
+        nonlinear = [] if self._options.curvature == "ggn" else [name for name in names if name in run.nonlinear]
+        return [name for name in names if name not in nonlinear], nonlinear
 
     def _make_forms(self) -> None:
         """For layers that came with this run."""
         for name, module in self._runner.modules.items():
             if name not in self._forms:
-                self._forms[name] = self._form(name, module)
-
-    def _form(self, name: str, module: nn.Module) -> LayerForm:
-        weight = layers.matrix(module)[0]
-        backend = contractions.choose(self._options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
-        self.backend = contractions.describe(backend)
-        return LayerForm(name, module, self._scales.get(name), backend, self._quantities, self._options)
-
-
-def _sent(
-    run: Run, sent: cotangents.Signals, signs: Signs | None
-) -> Iterator[tuple[int, Tensor, Tensor | float | None]]:
-    """Draw, signal, and its sign."""
-    if signs is None:
-        yield from ((0, signal, sign) for signal, sign in sent.exact())
-    else:
-        yield from sent.sampled(signs, run.numbers)
+                form = LayerForm(name, module, self._quantities, self._options, self._scales.get(name))
+                self._forms[name], self.backend = form, contractions.describe(form.backend)
 
 
 def _add(parts: Parts, name: str, share: Share) -> None:

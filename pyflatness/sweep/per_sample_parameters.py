@@ -68,7 +68,7 @@ class OwnParameters:
         self._graph = -1  # bytes that a sample's takes, once known
 
     def each(self, run: Run, values: Mapping[str, Tensor], work: Callable[[Group], None]) -> None:
-        """``work`` done on the samples of a run in groups that fit the memory, while the run's tape is paused.
+        """``work`` done on the samples of a run in groups that fit the memory, while the run's recorder is paused.
 
         Args:
             run: of the same model.
@@ -96,8 +96,8 @@ class OwnParameters:
     ) -> Result:
         """``work`` done on the outputs of the run's samples with parameters that they share, and on these as leaves.
 
-        The run's tape is paused meanwhile. No backward pass of the run itself belongs in it: activation checkpointing
-        calls the layers again there, and they have to be as they were.
+        The run's recorder is paused meanwhile. No backward pass of the run itself belongs in it: activation
+        checkpointing calls the layers again there, and they have to be as they were.
         """
         leaves = {name: w.clone().requires_grad_() for name, w in values.items()}
         batch = data.map_tensors(_outside_inference, run.batch)
@@ -137,8 +137,8 @@ class OwnParameters:
                 outputs, targets = (part.flatten(0, 1) for part in torch.vmap(one)(leaves, held))
             check_unchanged(_rows(run, place), outputs)
             if not self._tried and outputs.requires_grad:  # activation checkpointing fails here
-                signal = torch.ones_like(outputs)
-                torch.autograd.grad(outputs, [*leaves.values()], signal, retain_graph=True, allow_unused=True)
+                cotangent = torch.ones_like(outputs)
+                torch.autograd.grad(outputs, [*leaves.values()], cotangent, retain_graph=True, allow_unused=True)
             self._tried = True
         except Exception as error:
             if is_out_of_memory(error):
@@ -166,8 +166,8 @@ class OwnParameters:
 def _undisturbed(run: Run) -> Iterator[None]:
     """Inside, the model can be run once more, with parameters of its own and second derivatives."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(calling.trial())
-        stack.enter_context(run.tape.paused())
+        stack.enter_context(calling.dry_run())
+        stack.enter_context(run.recorder.paused())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(contractions.full_precision(run.outputs))
         stack.enter_context(_PlainWeightNorm())
