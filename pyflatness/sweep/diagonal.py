@@ -21,7 +21,6 @@ from torch import Tensor
 
 from .. import contractions
 from ..errors import InputError, NonFiniteError
-from ..measures.base import Task
 from ..model import parameters
 from ..model.selectors import Selection
 from ..numerics.signs import Signs
@@ -29,6 +28,7 @@ from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
 from ..passes.memory import DEFAULT_MEMORY
 from ..passes.runner import Run, Runner
+from ..passes.task import Task
 from ..report import Estimate
 from . import stages
 from .layer_gradients import LayerGradients
