@@ -21,13 +21,13 @@ from torch import Tensor
 
 from .. import contractions
 from ..errors import InputError, NonFiniteError
-from ..measures.base import Task
 from ..model import parameters
 from ..model.selectors import Selection
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
 from ..passes.runner import DEFAULT_MEMORY, Run, Runner
+from ..passes.task import Task
 from ..report import Estimate
 from . import stages
 from .layer_gradients import LayerGradients

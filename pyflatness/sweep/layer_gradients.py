@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import contractions
-from ..measures.base import Task
 from ..model import layers
 from ..numerics.directions import Directions
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
+from ..passes.task import Task
 from .per_sample_parameters import OwnParameters
 
 Gradients = Mapping[str, Sequence[Tensor]]
