@@ -158,7 +158,7 @@ def verify(
             )
             found.append((dtype, estimate))
     estimate = found[0][1]
-    with state.observing(double) as module:
+    with state.observing(double) as (module, _):
         target = module.get_submodule(estimate.layer)
         _untie(target)
         risk = functools.partial(_risk, module, _double_loss(loss, reduction), batch64, forward)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import contractions
 from ..model import layers
 from ..numerics.directions import Directions
+from ..passes.independence import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 from ..passes.task import Task
@@ -128,9 +129,7 @@ def _joined(name: str, what: str) -> str:
 
 
 def _same(own: Tensor, whole: Tensor | None) -> bool:
-    """Up to rounding; no gradient is one of zeros."""
+    """Return whether gradients agree up to rounding; no gradient is one of zeros, and NaN agrees with nothing."""
     if whole is None:
         return not bool((own != 0).any())
-    tolerance = max(1e-3, 8 * torch.finfo(whole.dtype).eps)
-    size = float(own.abs().amax().nan_to_num(0, 0, 0)) if own.numel() else 0.0
-    return torch.allclose(whole.to(own.dtype), own, tolerance, tolerance * size)
+    return not bool(whole.isnan().any()) and agree(own, whole, rounding(whole.dtype))

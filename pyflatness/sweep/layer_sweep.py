@@ -9,8 +9,8 @@ for x, y in batches:                              # cut to the memory budget
 Layers in whose weight the model is not linear take Hessian products instead, each its own; see :mod:`.block_traces`.
 """
 
-import contextlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,12 +26,14 @@ from ..model import layers
 from ..numerics.signs import Signs
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
+from ..passes.independence import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run, Runner
 from . import adaptive, groups
 from .contracted import Contracted
 
 Parts = dict[tuple[str, str], Tensor]
+Take = Callable[["Values"], None]
 
 
 @dataclass(frozen=True)
@@ -84,36 +86,39 @@ class Sweep:
         if options.normalize:
             self._scales = normalize.feature_scales(runner, loss, options.nan_policy)
 
-    def values(self, draws: Sequence[int] | None = None) -> Generator[Values, None, None]:
-        """Every sample's quantities in every layer: exact, or in the draws of these numbers.
+    def values(self, take: Take, draws: Sequence[int] | None = None) -> None:
+        """Hand every sample's quantities in every layer to ``take``: exact, or in the draws of these numbers.
 
         Raises:
-            InputError: see :meth:`.Runner.results`; targets that do not fit; too many passes or products.
+            InputError: see :meth:`.Runner.each`; targets that do not fit; too many passes or products.
         """
         signs = None if draws is None else Signs(self._options.seed, draws)
-        return self._runner.results(lambda run: self._values(run, signs))
+        self._runner.each(functools.partial(self._values, signs=signs), take)
 
-    def by_groups(self) -> Generator[Values, None, None]:
-        """Every sample's quantities, output factors sent in groups as large as the user's ``rtol`` allows.
+    def by_groups(self, take: Take) -> None:
+        """Hand every sample's quantities to ``take``, columns sent in groups as large as the user's ``rtol`` allows.
 
         Raises:
-            InputError: as :meth:`values`; layers or losses for which there are no such factors, or negative ones.
+            InputError: as :meth:`values`; layers or losses for which there are no such columns, or negative weights.
         """
         tolerance = groups.Tolerance(self._options.rtol or groups.RTOL, self._runner.batches.samples)
-        with contextlib.closing(self._runner.results(lambda run: self._begun(run, tolerance))) as parts:
-            for part, prints, left_out in parts:
-                self._finish(part, prints)
-                tolerance.add(part.weights)
-                values = self._marked(part.sums.unsqueeze(0), part.sent, left_out, part.left.number)
-                yield Values(values, part.sent.sample_weights, part.left.number, part.variances(), lost=part.sent.bad)
 
-    def block_traces(self, limit: int) -> Generator[tuple[Tensor, Values], None, None]:
-        """Of one layer: the sum of its block traces over samples, (G, d, d) float64, beside the samples' own values.
+        def finish(begun: tuple[adaptive.Grouped, dict[str, Tensor], Tensor]) -> None:
+            part, prints, left_out = begun
+            self._finish(part, prints)
+            tolerance.add(part.weights)
+            values = self._marked(part.sums.unsqueeze(0), part.sent, left_out, part.left.number)
+            take(Values(values, part.sent.sample_weights, part.left.number, part.variances(), lost=part.sent.bad))
+
+        self._runner.each(functools.partial(self._begun, tolerance=tolerance), finish)
+
+    def block_traces(self, limit: int, take: Callable[[tuple[Tensor, Values]], None]) -> None:
+        """Hand one layer's block traces, summed over samples, (G, d, d) float64, and the samples' values to ``take``.
 
         Raises:
             InputError: as :meth:`values`; the matrix would take more than ``limit`` bytes.
         """
-        return self._runner.results(lambda run: self._block_traces(run, limit))
+        self._runner.each(functools.partial(self._block_traces, limit=limit), take)
 
     def notes(self, name: str) -> tuple[str, ...]:
         """What a reader of a layer's value should know."""
@@ -160,8 +165,8 @@ class Sweep:
     def _contracted(self, run: Run, names: Iterable[str], passes: int, *, hold: bool = False) -> Contracted:
         return Contracted(run, {name: self._forms[name] for name in names}, passes, hold=hold)
 
-    def _begun(self, run: Run, tolerance: groups.Tolerance) -> tuple[adaptive.Part, dict[str, Tensor], Tensor]:
-        """A part's sends planned, the rounds for all samples sent; fingerprints of rows; see :meth:`_left_out`."""
+    def _begun(self, run: Run, tolerance: groups.Tolerance) -> tuple[adaptive.Grouped, dict[str, Tensor], Tensor]:
+        """Plan a micro-batch's sends, and send the rounds for all samples; fingerprints of rows; :meth:`_left_out`."""
         names, sent = self._linear(run), cotangents.of_run(run, self._loss)
         self.exact_passes = max(self.exact_passes, sent.passes)
         shape = len(self._runner.selected), len(self._quantities)
@@ -179,22 +184,19 @@ class Sweep:
         part.rounds = rounds
         return part, {name: self._forms[name].fingerprints(run) for name in names}, self._left_out(run, sent)
 
-    def _finish(self, part: adaptive.Part, prints: dict[str, Tensor]) -> None:
-        """What is left to be sent, packed."""
+    def _finish(self, part: adaptive.Grouped, prints: dict[str, Tensor]) -> None:
+        """Send what is left to be sent, packed."""
         left = (part.sends.rounds >= part.rounds).nonzero().flatten()
         places = part.sends.samples[left]
 
-        def send(run: Run, which: slice) -> Tensor:
+        def send(run: Run, which: slice) -> tuple[Tensor, Tensor]:
             names = self._linear(run)
             for name in names:
                 _check_order(name, prints[name][places[which]], self._forms[name].fingerprints(run), run.outputs.dtype)
             values = self._contracted(run, names, 1).of(part.packed(left[which]))
-            return self._stacked(values, part.sums.new_empty(*part.sums.shape[:2], run.samples))
+            return left[which], self._stacked(values, part.sums.new_empty(*part.sums.shape[:2], run.samples))
 
-        done = 0
-        for values in self._runner.repeated(part.left, places, send):
-            part.add(left[done : done + values.shape[2]], values)
-            done += values.shape[2]
+        self._runner.repeat(part.left, places, send, lambda found: part.add(*found))
 
     def _linear(self, run: Run) -> list[str]:
         """The layers that ran, all of which have their values by output factors."""
@@ -339,9 +341,7 @@ def _add(parts: Parts, name: str, contribution: Contribution) -> None:
 
 def _check_order(name: str, before: Tensor, now: Tensor, dtype: torch.dtype) -> None:
     """Raise if a layer's rows are of other samples in a batch of repeated rows."""
-    tolerance = max(1e-3, 8 * torch.finfo(dtype).eps)
-    size = float(before.abs().nan_to_num(0, 0, 0).amax())
-    if not torch.allclose(before, now, rtol=tolerance, atol=tolerance * size, equal_nan=True):
+    if not agree(before, now, rounding(dtype)):
         raise _disordered(name)
 
 
