@@ -170,14 +170,14 @@ class Products:
         self._check_complete(run, run.outputs, u)
         gradients = _gradients(run.outputs, leaves, u, create_graph=True)  # Jᵀu
         outputs = run.outputs.detach().requires_grad_()
-        (slope,) = _gradients(
+        (gradient,) = _gradients(
             self._loss.value(outputs, run.targets.detach()), {"": outputs}, create_graph=True
         ).values()
 
         def multiply(names: Names, vector: Tensor) -> Tensor:
             (pushed,) = _gradients(self._along(gradients, names, vector), {"": u}).values()  # J v
-            (turned,) = _gradients(slope, {"": outputs}, pushed).values()
-            return self._joined(_gradients(run.outputs, {name: leaves[name] for name in names}, turned))
+            (product,) = _gradients(gradient, {"": outputs}, pushed).values()
+            return self._joined(_gradients(run.outputs, {name: leaves[name] for name in names}, product))
 
         return multiply
 

@@ -219,13 +219,13 @@ class RowSweep:
         for cotangent, signs in sent.exact():
             gradients = run.recorder.gradients(run.outputs, cotangent, names)
             for name in names:
-                delta = self._forms[name].signal(run, gradients[name])
+                delta = self._forms[name].cotangent(run, gradients[name])
                 if name in blocks:
                     self._add_gradients(blocks[name], run, name, delta, signs)
                     continue
                 squares = delta[0].flatten(1).double().square()
-                share = squares if signs is None else squares * signs.unsqueeze(1)
-                weights[name] = weights[name] + share if name in weights else share
+                contribution = squares if signs is None else squares * signs.unsqueeze(1)
+                weights[name] = weights[name] + contribution if name in weights else contribution
         return weights
 
     def _add_gradients(
@@ -250,25 +250,25 @@ class RowSweep:
         if not names:
             return found
         with block_traces.differentiable(names):
-            slopes = block_traces.slopes(run, self._task.loss, names)
+            gradients = block_traces.gradients(run, self._task.loss, names)
             for name in names:
-                found[name] = self._diagonal(run, name, slopes[name][0])
+                found[name] = self._diagonal(run, name, gradients[name][0])
         return found
 
-    def _diagonal(self, run: Run, name: str, slope: Tensor) -> Tensor:
-        """(n, b), a pass for each row; all samples at once, none of whose slopes depends on another."""
+    def _diagonal(self, run: Run, name: str, gradient: Tensor) -> Tensor:
+        """(n, b), a pass for each row; all samples at once, none of whose gradients depends on another."""
         if name in self._opaque:
-            linearity.check_complete(f"layer {name!r}", [slope])
+            linearity.check_complete(f"layer {name!r}", [gradient])
         (call,), dim = run.calls(name), layers.class_dim(self._runner.modules[name])
         columns = []
-        for s in range(slope.shape[dim]):
+        for s in range(gradient.shape[dim]):
             interrupts.check()
-            turn = None
-            if slope.requires_grad:
-                along = slope.select(dim, s).sum()
-                (turn,) = torch.autograd.grad(along, [call.edge], retain_graph=True, allow_unused=True)
-            turn = torch.zeros_like(slope) if turn is None else turn
-            columns.append(self._forms[name].signal(run, [turn])[0].flatten(1)[:, s].double())
+            derivatives = None
+            if gradient.requires_grad:
+                along = gradient.select(dim, s).sum()
+                (derivatives,) = torch.autograd.grad(along, [call.edge], retain_graph=True, allow_unused=True)
+            derivatives = torch.zeros_like(gradient) if derivatives is None else derivatives
+            columns.append(self._forms[name].cotangent(run, [derivatives])[0].flatten(1)[:, s].double())
         return torch.stack(columns, dim=1)
 
     def _features(self, run: Run, name: str) -> Tensor | None:

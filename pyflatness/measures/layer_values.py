@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..contractions.layer import NEURONS
+from ..contractions.quantities import QUANTITIES
 from ..errors import InputError, NotYetError
 from ..model import layers
 from ..passes import linearity
@@ -65,6 +65,7 @@ class LayerValues:
         found: dict[tuple[str, str], Estimate] = {}
         for measure in measures:
             column = quantities.index(str(measure.quantity))
+            has_neurons = QUANTITIES[quantities[column]].neurons is not None
             estimates: dict[str, Estimate] = {}
             for name in (*self._runner.modules, ""):
                 row = selected.index(name) if name else -1
@@ -82,7 +83,7 @@ class LayerValues:
                     layer=name,
                     omitted=sums.omitted,
                     notes=self._notes(name, sweep) if name else (),
-                    per_neuron=sums.parts.get((name, quantities[column])) if quantities[column] in NEURONS else None,
+                    per_neuron=sums.parts.get((name, quantities[column])) if has_neurons else None,
                     dof=dof,
                 )
             with attempt(measure):
@@ -109,16 +110,19 @@ class LayerValues:
 
     def check_options(self, measure: Measure) -> None:
         """Raise an error for options under which a measure has no value."""
-        if measure.quantity in (*NEURONS, "diagonal") and self._options.sampled:
+        if measure.quantity is None:
+            return
+        quantity = QUANTITIES[measure.quantity]
+        if self._options.sampled and not quantity.sampled:
             raise InputError(
                 f"{measure.name} has no sampled value: pass probes=None and target_stderr=None, or leave it out of "
                 "measures="
             )
-        if measure.quantity == "diagonal" and self._options.nan_policy == "omit":
+        if quantity.entries and self._options.nan_policy == "omit":
             raise InputError(f"{measure.name} is of all samples together: nan_policy='omit' can leave none of them out")
         for name, module in self._selected.items() if self._options.conv == "affine" else ():
-            repeated = measure.quantity == "weighted" and layers.repeats_inputs(module)
-            if repeated or (measure.quantity == "diagonal" and layers.is_convolution(module)):
+            repeated = not quantity.of_repeated and layers.repeats_inputs(module)
+            if repeated or (not quantity.of_dense and layers.is_convolution(module)):
                 of = "one whose padding repeats pixels" if repeated else "a convolution"
                 raise NotYetError(
                     f"layer {name!r}: there is no {measure.name} of the dense matrix (conv='affine') of {of} yet; "

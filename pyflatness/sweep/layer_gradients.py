@@ -84,18 +84,18 @@ class LayerGradients:
         for name in names:
             form = self._forms[name]
             if _joined(name, "weight") in self._theta:
-                contracted[name] = form.gradients(run).of(form.inputs(run), passes)
+                contracted[name] = form.contraction(run).at(form.inputs(run), passes).of
 
         def of(gradients: Gradients) -> Tensor:
             total = torch.zeros(run.samples, dtype=torch.float64, device=run.outputs.device)
             for name in names:
                 form = self._forms[name]
                 if name in contracted:
-                    total += contracted[name](form.signal(run, gradients[name])).values[0]
+                    total += contracted[name](form.cotangent(run, gradients[name])).values[0]
                 if _joined(name, "bias") in self._theta:
-                    slope = form.rows(run, gradients[name]).sum(dim=2).flatten(1)
+                    gradient = form.rows(run, gradients[name]).sum(dim=2).flatten(1)
                     scale = self._theta[_joined(name, "bias")] if self._adaptive else 1.0
-                    total += (slope * scale).square().sum(dim=1, dtype=torch.float64)
+                    total += (gradient * scale).square().sum(dim=1, dtype=torch.float64)
             return total
 
         return of

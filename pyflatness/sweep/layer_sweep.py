@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import contractions
-from ..contractions.layer import NEURONS, Share
+from ..contractions.quantities import QUANTITIES, Contribution
 from ..errors import InputError
 from ..hessian import block_traces
 from ..hessian.block_traces import BlockTraces
@@ -47,7 +47,7 @@ class Values:
         number: of the user's batch.
         variances: (2, layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these
             are sampled in groups, and the sums of the groups' squared ones; None: they are exact, or their draws tell.
-        parts: by layer and quantity, those of :class:`.contractions.layer.Share` summed over the samples that count.
+        parts: by layer and quantity, those of :class:`.quantities.Contribution` summed over the samples that count.
         lost: (n,), samples without a loss, whose values are NaN.
         by_hessian: layers whose values are of second derivatives.
     """
@@ -68,7 +68,7 @@ class Sweep:
         runner: the model, its layers and data.
         loss: from :func:`.losses.resolve`.
         options: of the user.
-        quantities: of :data:`.contractions.layer.QUANTITIES`.
+        quantities: of :data:`.contractions.quantities.QUANTITIES`.
 
     Attributes:
         backend: of the contractions.
@@ -137,40 +137,33 @@ class Sweep:
         values = torch.zeros(draws, len(places), len(self._quantities), run.samples, dtype=torch.float64, device="cpu")
         values = values.to(run.outputs.device)
         parts: Parts = {}
-        self._add_factors(run, sent, signs, {name: values[:, places[name]] for name in linear}, parts)
+        if linear:
+            self.exact_passes = max(self.exact_passes, sent.passes)
+            count = sent.passes if signs is None else len(signs.draws)
+            contracted = self._contracted(run, linear, count, hold=signs is None)
+            for name in linear if sent.passes == 0 else ():
+                _add(parts, name, self._forms[name].contraction(run).nothing(run.samples))
+            for draw, cotangent, sign in sent.sent(signs, run.numbers):
+                for name, contribution in contracted.of(cotangent, sign):
+                    values[draw, places[name]] += contribution.values
+                    _add(parts, name, contribution)
+            for name, contribution in contracted.rest():
+                values[0, places[name]] += contribution.values
         self._add_hessian(run, signs, {name: values[:, places[name]] for name in nonlinear}, parts)
         self.by_hessian.update(nonlinear)
         values = self._marked(values, sent, self._left_out(run, sent), run.number)
         if parts:
             kept = self._kept(values)
-            parts = {key: part[kept].sum(dim=0) if key[1] in NEURONS else part for key, part in parts.items()}
+            neurons = {key for key in parts if QUANTITIES[key[1]].neurons}
+            parts = {key: part[kept].sum(dim=0) if key in neurons else part for key, part in parts.items()}
             if bool((sent.bad & kept).any()):  # of a loss whose curvature does not show that a sample has none
                 parts = {key: torch.full_like(part, torch.nan) for key, part in parts.items()}
         return Values(
             values, sent.sample_weights, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(nonlinear)
         )
 
-    def _add_factors(
-        self, run: Run, sent: cotangents.Cotangents, signs: Signs | None, found: dict[str, Tensor], parts: Parts
-    ) -> None:
-        """Values (draws, quantities, n) of layers by output factors sent backward, and their parts."""
-        if not found:
-            return
-        self.exact_passes = max(self.exact_passes, sent.passes)
-        contracted = self._contracted(
-            run, found, sent.passes if signs is None else len(signs.draws), stack=signs is None
-        )
-        for name in found if sent.passes == 0 else ():
-            _add(parts, name, self._forms[name].gradients(run).nothing(run.samples))
-        for draw, cotangent, sign in sent.sent(signs, run.numbers):
-            for name, share in contracted.of(cotangent, sign):
-                found[name][draw] += share.values
-                _add(parts, name, share)
-        for name, share in contracted.rest():
-            found[name][0] += share.values
-
-    def _contracted(self, run: Run, names: Iterable[str], passes: int, *, stack: bool = False) -> Contracted:
-        return Contracted(run, {name: self._forms[name] for name in names}, passes, stack=stack)
+    def _contracted(self, run: Run, names: Iterable[str], passes: int, *, hold: bool = False) -> Contracted:
+        return Contracted(run, {name: self._forms[name] for name in names}, passes, hold=hold)
 
     def _begun(self, run: Run, tolerance: groups.Tolerance) -> tuple[adaptive.Grouped, dict[str, Tensor], Tensor]:
         """Plan a micro-batch's sends, and send the rounds for all samples; fingerprints of rows; :meth:`_left_out`."""
@@ -216,11 +209,11 @@ class Sweep:
             )
         return names
 
-    def _stacked(self, shares: Iterable[tuple[str, Share]], like: Tensor) -> Tensor:
+    def _stacked(self, contributions: Iterable[tuple[str, Contribution]], like: Tensor) -> Tensor:
         """(layers, quantities, n) of all selected layers; 0 for one that did not run."""
         stacked, places = torch.zeros_like(like), [*self._runner.selected]
-        for name, share in shares:
-            stacked[places.index(name)] = share.values
+        for name, contribution in contributions:
+            stacked[places.index(name)] = contribution.values
         return stacked
 
     def _add_hessian(self, run: Run, signs: Signs | None, found: dict[str, Tensor], parts: Parts) -> None:
@@ -228,27 +221,27 @@ class Sweep:
         if not found:
             return
         with block_traces.differentiable(found), contractions.full_precision(run.outputs):
-            slopes = self._slopes(run, found)
+            gradients = self._gradients(run, found)
             for name, values in found.items():
-                traces = self._traces(run, name, slopes[name], self._quantities)
+                traces = self._traces(run, name, gradients[name], self._quantities)
                 self.exact_passes = max(self.exact_passes, traces.products)
                 if signs is None:
-                    share = traces.exact()
-                    values[0] += share.values
-                    _add(parts, name, share)
+                    contribution = traces.exact()
+                    values[0] += contribution.values
+                    _add(parts, name, contribution)
                 else:
                     stream = cotangents.STREAM + 1 + list(self._runner.selected).index(name)
                     values += traces.sampled(signs, stream)
 
-    def _slopes(self, run: Run, names: Iterable[str]) -> dict[str, list[Tensor]]:
-        slopes = block_traces.slopes(run, self._loss, names)
-        for name, slope in slopes.items():
+    def _gradients(self, run: Run, names: Iterable[str]) -> dict[str, list[Tensor]]:
+        gradients = block_traces.gradients(run, self._loss, names)
+        for name, gradient in gradients.items():
             if self._runner.why_not_linear(name) == linearity.OPAQUE:
-                linearity.check_complete(f"layer {name!r}", slope)
-        return slopes
+                linearity.check_complete(f"layer {name!r}", gradient)
+        return gradients
 
-    def _traces(self, run: Run, name: str, slope: Sequence[Tensor], quantities: Sequence[str]) -> BlockTraces:
-        return BlockTraces(run, self._forms[name], self._runner.selected[name], self._loss, slope, quantities)
+    def _traces(self, run: Run, name: str, gradient: Sequence[Tensor], quantities: Sequence[str]) -> BlockTraces:
+        return BlockTraces(run, self._forms[name], self._runner.selected[name], self._loss, gradient, quantities)
 
     def _block_traces(self, run: Run, limit: int) -> tuple[Tensor, Values]:
         ((name, module),) = self._runner.selected.items()
@@ -284,17 +277,17 @@ class Sweep:
     ) -> tuple[Tensor, Tensor]:
         """Σ_i T_i (G, d, d) of one layer over the samples that are kept, and Tr T_i, (n,)."""
         form = self._forms[name]
-        gradients, inputs = form.gradients(run), [_masked(part, kept) for part in form.inputs(run)]
+        layer, inputs = form.contraction(run), [_masked(part, kept) for part in form.inputs(run)]
         with contractions.full_precision(run.outputs):
-            contract = gradients.of(inputs, sent.passes)
+            contraction = layer.at(inputs, sent.passes)
         total, traces = torch.zeros_like(sent.sample_weights.sum()), torch.zeros_like(sent.sample_weights)
         for cotangent, signs in sent.exact():
             with contractions.full_precision(run.outputs):
-                delta = form.signal(run, run.recorder.gradients(run.outputs, cotangent)[name])
+                delta = form.cotangent(run, run.recorder.gradients(run.outputs, cotangent)[name])
                 delta = [_masked(part, kept) for part in delta]
-                traces = traces + contract(delta, signs).values[0]
+                traces = traces + contraction.of(delta, signs).values[0]
                 coefficients = kept.double() if signs is None else signs.where(kept, 0.0)
-                total = total + gradients.traces(inputs, delta, coefficients)
+                total = total + layer.traces(inputs, delta, coefficients)
         return total, traces
 
     def _traced_by_hessian(
@@ -302,8 +295,8 @@ class Sweep:
     ) -> tuple[Tensor, Tensor]:
         """The same by second derivatives."""
         with block_traces.differentiable([name]), contractions.full_precision(run.outputs):
-            slopes = self._slopes(run, [name])
-            return self._traces(run, name, slopes[name], ()).matrix(kept)
+            gradients = self._gradients(run, [name])
+            return self._traces(run, name, gradients[name], ()).matrix(kept)
 
     def _left_out(self, run: Run, sent: cotangents.Cotangents) -> Tensor:
         """Which samples (n,) are to be left out, whatever their values are: they have no loss, or no deviations."""
@@ -340,8 +333,8 @@ class Sweep:
                 self._forms[name], self.backend = form, contractions.describe(form.backend)
 
 
-def _add(parts: Parts, name: str, share: Share) -> None:
-    for quantity, part in share.parts.items():
+def _add(parts: Parts, name: str, contribution: Contribution) -> None:
+    for quantity, part in contribution.parts.items():
         held = parts.get((name, quantity))
         parts[name, quantity] = part if held is None else held + part
 
