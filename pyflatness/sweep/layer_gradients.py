@@ -20,7 +20,7 @@ from ..passes.independence import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 from ..passes.task import Task
-from .per_sample_parameters import OwnParameters
+from .per_sample_parameters import PerSampleParameters
 
 Gradients = Mapping[str, Sequence[Tensor]]
 
@@ -54,7 +54,7 @@ class LayerGradients:
         """Return the layers that ran and whose parameters are used by their own calls alone; after :meth:`check`."""
         return [name for name in self.modules if run.calls(name) and self._usable.get(name, False)]
 
-    def check(self, run: Run, own: OwnParameters) -> None:
+    def check(self, run: Run, per_sample: PerSampleParameters) -> None:
         """Look at the layers that ran for the first time: are the parameters' gradients those of the layers' calls?
 
         Where there is NaN in them that cannot be seen, and the layer is not used until it can.
@@ -70,7 +70,7 @@ class LayerGradients:
                 return [None] * len(leaves)
             return torch.autograd.grad(outputs, [*leaves.values()], cotangent, allow_unused=True)
 
-        found = own.shared(run, {name: self._theta[name] for name in names}, gradients_of_all)
+        found = per_sample.shared(run, {name: self._theta[name] for name in names}, gradients_of_all)
         whole = dict(zip(names, found, strict=True))
         gradients = run.recorder.gradients(run.outputs, cotangent, new)
         for name in new:

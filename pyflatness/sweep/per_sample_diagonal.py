@@ -21,7 +21,7 @@ from .per_sample_parameters import Group
 _TOGETHER = 2**22  # bytes of directions that go through the graph in one pass
 
 
-class OwnDiagonal:
+class PerSampleDiagonal:
     """Sum for one group of samples.
 
     Args:
