@@ -20,7 +20,7 @@ from ..passes.independence import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 from ..passes.task import Task
-from .per_sample_parameters import OwnParameters
+from .per_sample_parameters import PerSampleParameters
 
 Gradients = Mapping[str, Sequence[Tensor]]
 
@@ -54,7 +54,7 @@ class LayerGradients:
         """The layers that ran and whose parameters are used by their own calls alone; after :meth:`check`."""
         return [name for name in self.modules if run.calls(name) and self._usable.get(name, False)]
 
-    def check(self, run: Run, own: OwnParameters) -> None:
+    def check(self, run: Run, per_sample: PerSampleParameters) -> None:
         """Look at the layers that ran for the first time: are the parameters' gradients those of the layers' calls?
 
         Where there is NaN in them that cannot be seen, and the layer is not used until it can.
@@ -70,7 +70,7 @@ class LayerGradients:
                 return [None] * len(leaves)
             return torch.autograd.grad(outputs, [*leaves.values()], cotangent, allow_unused=True)
 
-        found = own.shared(run, {name: self._theta[name] for name in names}, gradients_of_all)
+        found = per_sample.shared(run, {name: self._theta[name] for name in names}, gradients_of_all)
         whole = dict(zip(names, found, strict=True))
         gradients = run.recorder.gradients(run.outputs, cotangent, new)
         for name in new:
@@ -105,8 +105,8 @@ class LayerGradients:
         module, delta = self.modules[name], self._forms[name].rows(run, gradients)
         weight, bias = whole.get(_joined(name, "weight")), whole.get(_joined(name, "bias"))
         if _joined(name, "weight") in whole:
-            own = torch.einsum("ngpd,ngpm->gdm", delta, self._patches(run, name)).flatten(0, 1)
-            if not _same(own, None if weight is None else layers.as_matrix(module, weight)):
+            summed = torch.einsum("ngpd,ngpm->gdm", delta, self._patches(run, name)).flatten(0, 1)
+            if not _same(summed, None if weight is None else layers.as_matrix(module, weight)):
                 return False
         return _joined(name, "bias") not in whole or _same(delta.sum(dim=(0, 2)).flatten(), bias)
 
@@ -128,8 +128,8 @@ def _joined(name: str, what: str) -> str:
     return f"{name}.{what}" if name else what
 
 
-def _same(own: Tensor, whole: Tensor | None) -> bool:
+def _same(summed: Tensor, whole: Tensor | None) -> bool:
     """Return whether gradients agree up to rounding; no gradient is one of zeros, and NaN agrees with nothing."""
     if whole is None:
-        return not bool((own != 0).any())
-    return not bool(whole.isnan().any()) and agree(own, whole, rounding(whole.dtype))
+        return not bool((summed != 0).any())
+    return not bool(whole.isnan().any()) and agree(summed, whole, rounding(whole.dtype))
