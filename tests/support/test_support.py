@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pyflatness as pf
-from support import value_grid, values
+from support import combinations, value_grid, values
 from support.cases import LOSSES
 from support.grid import CASES
 
@@ -56,7 +56,7 @@ def test_the_grid_covers_measures_losses_backends_networks_and_calls(entries):
 
 def test_every_pair_of_options_occurs():
     choices = {name: list(table) for name, table in value_grid.CHOICES.items()}
-    rows = value_grid.pairwise(choices)
+    rows = combinations.covering(choices)
     for i, (first, a_values) in enumerate(choices.items()):
         for second, b_values in list(choices.items())[i + 1 :]:
             place = list(choices).index(second)
