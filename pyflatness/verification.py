@@ -15,7 +15,7 @@ from torch.nn.utils import remove_spectral_norm, remove_weight_norm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from . import interrupts, losses, session
+from . import interrupts, losses
 from . import progress as progress_bar
 from .api import relative_flatness
 from .contractions import compiled, promoted_dtype
@@ -27,7 +27,7 @@ from .model.outputs import single
 from .options import check_count, check_number
 from .reparameterization.reparameterize import duplicate
 from .report import Estimate
-from .session import opened
+from .session import public, session
 
 Item = TypeVar("Item")
 
@@ -88,7 +88,7 @@ class Verification:
         return "\n".join(lines)
 
 
-@session.eager
+@public
 def verify(
     model: nn.Module,
     loss: Any,
@@ -134,14 +134,14 @@ def verify(
     samples = check_count("samples", samples, 1, "a number of samples")
     if seconds is not None:
         seconds = check_number("seconds", seconds, "a number of seconds, 0 or more,", lambda given: given >= 0)
-    with opened(model, loss, data, reduction=reduction, forward=forward, progress=progress) as call:
-        module = call.model
-        batch = call.batches.peek()
+    with session(model, loss, data, reduction=reduction, forward=forward, progress=progress) as task:
+        module = task.model
+        batch = task.batches.peek()
         for part in leaves(batch):
             if isinstance(part, Tensor):  # of which some samples will be cut, and copied in float64
                 check_tensor("data: batch 0", part)
         batch = first(batch, samples)
-        calling.run(module, batch, call.forward)  # with its checks, which the copy in float64 cannot have
+        calling.run(module, batch, task.forward)  # with its checks, which the copy in float64 cannot have
         double = _in_double(module)
     batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
     measured = [(model, loss, batch), (double, _double_loss(loss, None), batch64)]

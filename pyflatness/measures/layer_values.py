@@ -5,17 +5,14 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..contractions.layer import NEURONS
 from ..errors import InputError, NotYetError
-from ..losses import Loss
-from ..model import calling, layers
-from ..model.data import Batches
-from ..model.selectors import Selection
-from ..options import Options
+from ..model import layers
 from ..passes import linearity
 from ..passes.runner import Runner
+from ..passes.task import Task
 from ..report import Estimate
 from ..sweep import stages
 from ..sweep.layer_sweep import Sweep, Values
@@ -30,33 +27,21 @@ class LayerValues:
     """The chosen layers of a model, measured together.
 
     Args:
-        model: inside :func:`.state.observing`.
-        selection: the layers.
-        loss: from :func:`.losses.resolve`.
-        batches: the data.
-        forward: see :func:`.calling.run`.
-        options: of the user.
+        task: the model, its layers, loss and data.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        selection: Selection,
-        loss: Loss,
-        batches: Batches,
-        forward: calling.Forward | None,
-        options: Options,
-    ) -> None:
-        self._model, self._selected, self._loss, self._options = model, selection.modules, loss, options
-        order = options.per_sample or options.nan_policy == "omit" or not loss.convex
+    def __init__(self, task: Task) -> None:
+        self._task, self._model, self._selected = task, task.model, task.selection.modules
+        self._loss, self._options = task.loss, task.options
+        order = self._options.per_sample or self._options.nan_policy == "omit" or not task.loss.convex
         self._runner = Runner(
-            model,
-            selection,
-            batches,
-            forward,
-            options.memory,
+            task.model,
+            task.selection,
+            task.batches,
+            task.forward,
+            self._options.memory,
             self._check,
-            second_order=options.curvature != "ggn",
+            second_order=self._options.curvature != "ggn",
             order_matters=order,
         )
 

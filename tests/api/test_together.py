@@ -155,8 +155,7 @@ def test_derived_measures_go_with_their_bases(monkeypatch):
 def test_layers_whose_network_is_too_dear(monkeypatch):
     """The layers have theirs, whoever asks, and the report says what is missing."""
     model, whole = mlp(nn.Tanh, (5, 50, 4)), r"of the network: .* Hessian products"
-    monkeypatch.setattr(block_traces, "PRODUCTS", 60)
-    monkeypatch.setattr("pyflatness.sweep.per_sample_diagonal.PRODUCTS", 60)
+    monkeypatch.setattr("pyflatness.passes.cotangents.PASSES", 60)
     for names in ("adaptive_sharpness", "all"):
         report = pf.measure(model, LOSS, (X, Y), layers="0", measures=names)
         matrix = truth.layer_hessian(model, LOSS, X, Y, "0")
@@ -248,7 +247,7 @@ def test_products_of_one_sweep_are_shared(monkeypatch):
 def test_how_often_data_are_read():
     for row in MEASURES:
         if row.compute is not None or row.quantity is not None:
-            assert plan.reads([row], Options()) == row.reads
+            assert plan.plan([row], Options()).reads == row.reads
 
 
 def test_measures_of_nothing():

@@ -125,8 +125,7 @@ def test_a_few_draws_more_for_a_standard_error():
 
 
 def test_a_standard_error_that_neither_draws_nor_exact_values_reach(monkeypatch):
-    monkeypatch.setattr("pyflatness.hessian.block_traces.PRODUCTS", 3)
-    monkeypatch.setattr("pyflatness.sweep.stages.PASSES", 3)
+    monkeypatch.setattr("pyflatness.passes.cotangents.PASSES", 3)
     model, loss, data = many("mlp Tanh", 4)
     with pytest.raises(pf.InputError, match=r"target_stderr=1e-09 takes about \d+ draws .* more than 3; pass a larger"):
         pf.relative_flatness(model, loss, data, "0", target_stderr=1e-9)
@@ -231,7 +230,7 @@ def test_signs_are_fair_and_independent():
 
 
 def test_more_products_than_are_sensible(monkeypatch):
-    monkeypatch.setattr("pyflatness.hessian.block_traces.PRODUCTS", 3)
+    monkeypatch.setattr("pyflatness.passes.cotangents.PASSES", 3)
     model, loss, data = many("mlp Tanh", 1)
     message = r"layer '0': its exact Hessian value takes \d+ Hessian products \(\d+ rows .* pass probes="
     with pytest.raises(pf.InputError, match=message):

@@ -71,7 +71,7 @@ def reading(tail):
     with recorder.attached():
         with recorder.recording():
             outputs = net(X)
-        return linearity.read(outputs, recorder.calls)
+        return linearity.read(linearity.users_of(outputs), linearity.edges_of(recorder.calls))
 
 
 @pytest.mark.parametrize("name", PROVEN)
@@ -80,7 +80,8 @@ def test_linear_tails_are_proven(name):
     net.requires_grad_(False)
     recorder = Recorder({"body": net.body, "head": net.head})
     with recorder.attached(), recorder.recording():
-        assert linearity.read(net(X), recorder.calls).proven == {"body", "head"}
+        users = linearity.users_of(net(X))
+        assert linearity.read(users, linearity.edges_of(recorder.calls)).proven == {"body", "head"}
     assert pf.measure(network(PROVEN[name]), nn.CrossEntropyLoss(), (X, Y), layers="body")["trace"].exact
 
 

@@ -45,6 +45,16 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+TRACES: list[dict[str, Any]] = [
+    {},
+    {"conv": "affine"},
+    {"normalize": "std", "nan_policy": "omit"},
+    {"memory": 1, "data": 2},
+    {"conv": "affine", "curvature": "ggn", "normalize": "std"},
+    {"curvature": "hessian", "dtype": torch.float32},
+]
+
+
 def options_of(row: Sequence[str]) -> dict[str, Any]:
     """Return the keyword arguments of a row of choices."""
     chosen = zip(CHOICES.values(), row, strict=True)
@@ -93,10 +103,12 @@ def of_layers() -> Iterator[Entry]:
             yield f"measure | {case.name} | defaults | {backend}", partial(on_case, case, pf.measure, backend=backend)
             call = partial(on_case, case, pf.measure, backend=backend, **options_of(row))
             yield f"measure | {case.name} | {', '.join(row)} | {backend}", call
-        yield (
-            f"block_traces | {case.name}",
-            partial(on_case, case, pf.block_traces, case.layers[0], memory=(1, None)[len(case.name) % 2]),
-        )
+        memory = (1, None)[len(case.name) % 2]
+        yield f"block_traces | {case.name}", partial(on_case, case, pf.block_traces, case.layers[0], memory=memory)
+        for place, layer in enumerate(case.layers):
+            options = TRACES[(len(case.name) + place) % len(TRACES)]
+            call = partial(on_case, case, pf.block_traces, layer, backend=BACKENDS[place % 2], **options)
+            yield f"block_traces | {case.name} | layer {layer}", call
 
 
 def _at_head(loss: str, dtype: torch.dtype, **options: Any) -> pf.Estimate:

@@ -258,7 +258,7 @@ def test_one_layer_s_largest_is_the_layer_s():
 
 
 def test_more_products_than_are_sensible(monkeypatch):
-    monkeypatch.setattr("pyflatness.hessian.block_traces.PRODUCTS", 3)
+    monkeypatch.setattr("pyflatness.passes.cotangents.PASSES", 3)
     case = CASES["mlp Tanh"]
     with pytest.raises(
         pf.InputError, match=r"layer '0': its exact Hessian value takes \d+ Hessian products, more than"
