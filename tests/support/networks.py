@@ -286,6 +286,14 @@ LAYERS = [(name, layer) for name, case in CASES.items() for layer in case.layers
 NETWORKS = [name for name in CASES if not name.startswith("loss:")]  # those that differ by more than a loss
 
 
+def networks_in_turn(every: int) -> pytest.MarkDecorator:
+    """Return a mark that runs a test with the ``name`` of one network in ``every``; of the others in the soak run."""
+    parameters = [
+        pytest.param(name, marks=pytest.mark.soak if number % every else ()) for number, name in enumerate(CASES)
+    ]
+    return pytest.mark.parametrize("name", parameters)
+
+
 def curvatures() -> pytest.MarkDecorator:
     """Return a mark that runs a test with the ``name`` of every network and each ``curvature``, "auto" and "ggn".
 

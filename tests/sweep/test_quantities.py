@@ -13,7 +13,7 @@ from support import grid, truth
 from support.cases import to
 from support.combinations import ENGINES, every
 from support.grid import batches
-from support.networks import CASES, LAYERS, NETWORKS, curvatures, layers_in_turn
+from support.networks import CASES, LAYERS, NETWORKS, curvatures, networks_in_turn
 
 BENT = [(name, layer) for name, layer in LAYERS if layer not in CASES[name].linear]
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -99,20 +99,22 @@ def test_float32(name):
         check(report, case, layer, grid.ggn(case, layer), rel=2e-4, floor=1e-5 * float(weighted.sum()))
 
 
-@layers_in_turn(1)
-def test_sampled(name, layer):
+@networks_in_turn(5)
+def test_sampled(name):
     """Within four standard errors of the truth, whether by factors or by Hessian products; beside the others."""
     case = CASES[name]
-    measures = ("trace", "adaptive_sharpness")
-    report = pf.measure(case.build(), case.loss, batches(case), layers=layer, probes=200, seed=1, measures=measures)
-    expected = truth.adaptive_sharpness_of(grid.hessian(case, layer), truth.weight_of(case.build(), layer))
-    estimate = report[layer, "adaptive_sharpness"]
-    assert abs(estimate.value - expected) <= 4 * estimate.stderr + 1e-9 * abs(expected) + 1e-14
+    options = {"layers": list(case.layers), "probes": 200, "seed": 1}
+    report = pf.measure(case.build(), case.loss, batches(case), measures=("trace", "adaptive_sharpness"), **options)
+    for layer in case.layers:
+        expected = truth.adaptive_sharpness_of(grid.hessian(case, layer), truth.weight_of(case.build(), layer))
+        estimate = report[layer, "adaptive_sharpness"]
+        assert abs(estimate.value - expected) <= 4 * estimate.stderr + 1e-9 * abs(expected) + 1e-14, layer
     if name == "curved at the last sample alone":  # a part without that sample goes another way
         return
-    options = {"layers": layer, "probes": 200, "seed": 1, "measures": "adaptive_sharpness"}
-    alone = pf.measure(case.build(), case.loss, batches(case, 1), **options)
-    assert alone[layer, "adaptive_sharpness"].value == pytest.approx(estimate.value, rel=1e-6, abs=1e-12)
+    alone = pf.measure(case.build(), case.loss, batches(case, 1), measures="adaptive_sharpness", **options)
+    for layer in case.layers:
+        estimate = report[layer, "adaptive_sharpness"]
+        assert alone[layer, "adaptive_sharpness"].value == pytest.approx(estimate.value, rel=1e-6, abs=1e-12), layer
 
 
 @pytest.mark.parametrize("seed", range(3))
