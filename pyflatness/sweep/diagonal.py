@@ -13,8 +13,8 @@ output gradients δ (Σ_p δ_p φ_pᵀ and Σ_p δ_p); those of other parameters
 which every sample has parameters of its own (:mod:`.per_sample_parameters`).
 """
 
-import contextlib
-from collections.abc import Generator, Sequence
+import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,12 +26,13 @@ from ..model.selectors import Selection
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
-from ..passes.runner import DEFAULT_MEMORY, Run, Runner
+from ..passes.memory import DEFAULT_MEMORY
+from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from ..report import Estimate
 from . import stages
 from .layer_gradients import LayerGradients
-from .layer_sweep import Values
+from .layer_sweep import Take, Values
 from .per_sample_diagonal import OwnDiagonal
 from .per_sample_parameters import Group, OwnParameters
 from .totals import Sums, Totals
@@ -74,15 +75,15 @@ class Diagonal:
         """Of the contractions."""
         return self._layers.backend
 
-    def values(self, draws: Sequence[int] | None = None) -> Generator[Values, None, None]:
-        """Every sample's sum: exact, or in the draws of these numbers.
+    def values(self, take: Take, draws: Sequence[int] | None = None) -> None:
+        """Hand every sample's sum to ``take``: exact, or in the draws of these numbers.
 
         Raises:
-            InputError: see :meth:`.Runner.results`; targets that do not fit; too many passes or products; a function
+            InputError: see :meth:`.Runner.each`; targets that do not fit; too many passes or products; a function
                 that torch did not write behind a parameter, under ``curvature="auto"``.
         """
         signs = None if draws is None else Signs(self._task.options.seed, draws)
-        return self._runner.results(lambda run: self._values(run, signs))
+        self._runner.each(functools.partial(self._values, signs=signs), take)
 
     def sums(self, draws: range | None = None) -> Sums:
         """Those of all samples together.
@@ -94,11 +95,13 @@ class Diagonal:
         options = self._task.options
         reduction, sampled = self._task.loss.reduction, draws is not None
         totals = Totals(reduction, options.nan_policy, per_sample=options.per_sample, sampled=sampled)
-        with contextlib.closing(self.values(draws)) as parts:  # hooks go with an error, not at some later time
-            for part in parts:
-                if options.nan_policy == "raise":
-                    _check_finite(part, self.theta)
-                totals.add(part, {})
+
+        def take(values: Values) -> None:
+            if options.nan_policy == "raise":
+                _check_finite(values, self.theta)
+            totals.add(values, {})
+
+        self.values(take, draws)
         return totals.sums()
 
     def _values(self, run: Run, signs: Signs | None) -> Values:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.contractions.layer import ROUTES, WeightGradients
+from pyflatness.contractions.layer import ROUTES, LayerContraction
 from support import grid, truth
 from support.cases import to
 from support.combinations import ENGINES, every
@@ -45,7 +45,7 @@ def test_ggn_of_every_layer(name):
 
 @every(name=NETWORKS, route=ROUTES, engine=ENGINES)
 def test_every_backend_instruction_set_and_route(name, route, engine, monkeypatch):
-    monkeypatch.setattr(WeightGradients, "cheaper", lambda *_: route)
+    monkeypatch.setattr(LayerContraction, "cheaper", lambda *_: route)
     case = CASES[name]
     data = data_of(case, 1 if name == "gathered tokens" else case.samples)
     report = pf.measure(

@@ -6,7 +6,7 @@ from torch import nn
 
 import pyflatness as pf
 from pyflatness.api import layer_measure
-from pyflatness.contractions.layer import ROUTES, WeightGradients
+from pyflatness.contractions.layer import ROUTES, LayerContraction
 from pyflatness.measures import MEASURES
 from pyflatness.options import Options
 from support import grid, truth
@@ -73,7 +73,7 @@ def test_every_layer(name, curvature):
 
 @every(together=1, name=NETWORKS, route=ROUTES, engine=ENGINES)  # in pairs: test_layers.py
 def test_every_backend_instruction_set_and_route(name, route, engine, monkeypatch):
-    monkeypatch.setattr(WeightGradients, "cheaper", lambda *_: route)
+    monkeypatch.setattr(LayerContraction, "cheaper", lambda *_: route)
     case = CASES[name]
     options = {"curvature": "ggn", "backend": engine.backend, "layers": list(case.layers)}
     for measures in ((*SUMS, *LARGEST), ("relative_flatness", *SUMS, *LARGEST)):
