@@ -137,9 +137,9 @@ class Diagonal:
 
     def _note(self, nonlinear: dict[str, str]) -> None:
         """Take in which parameters the model is not linear in."""
-        opaque = [name for name, why in nonlinear.items() if why == linearity.OPAQUE]
+        custom = [name for name, why in nonlinear.items() if why == linearity.CUSTOM]
         if self._task.options.curvature == "auto":
-            linearity.refuse_opaque(opaque, "parameter")
+            linearity.refuse_custom_functions(custom, "parameter")
         self.nonlinear.update(nonlinear)
 
     def _add_layers(
@@ -155,19 +155,19 @@ class Diagonal:
 
     def _of_group(self, run: Run, group: Group, signs: Signs | None) -> Tensor:
         """(draws, n)."""
-        per_sample = PerSampleDiagonal(group, run.numbers[group.place], self._task.loss, self._scales)
+        diagonal = PerSampleDiagonal(group, run.numbers[group.place], self._task.loss, self._scales)
         if not group.outputs.requires_grad:  # they depend on none of the parameters
-            return per_sample.zeros(signs)
+            return diagonal.zeros(signs)
         by_ggn = self._task.options.curvature == "ggn"
         nonlinear = [] if by_ggn else [name for name in group.leaves if name in self.nonlinear]
         linear = [name for name in group.leaves if name not in nonlinear]
-        values = per_sample.by_factors(linear, signs) if linear else per_sample.zeros(signs)
+        values = diagonal.by_factors(linear, signs) if linear else diagonal.zeros(signs)
         if nonlinear:
             order = [*self.theta]
             self.exact_passes = max(self.exact_passes, sum(self.theta[name].numel() for name in nonlinear))
             streams = {name: cotangents.STREAM + 1 + order.index(name) for name in nonlinear}
-            values += per_sample.by_hessian(
-                streams, signs, [n for n in nonlinear if self.nonlinear[n] == linearity.OPAQUE]
+            values += diagonal.by_hessian(
+                streams, signs, [n for n in nonlinear if self.nonlinear[n] == linearity.CUSTOM]
             )
         return values
 
@@ -196,7 +196,7 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
     else:
         sums = diagonal.sums(None if options.probes is None else range(int(options.probes)))
     by = "hessian" if diagonal.nonlinear and options.curvature != "ggn" else "ggn"
-    taken = by == "hessian" and linearity.OPAQUE in diagonal.nonlinear.values()
+    taken = by == "hessian" and linearity.CUSTOM in diagonal.nonlinear.values()
     sampled = sums.errors is not None
     stderr, dof = sums.uncertainty(-1, 0)
     return Estimate(

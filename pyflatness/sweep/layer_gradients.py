@@ -105,8 +105,8 @@ class LayerGradients:
         module, delta = self.modules[name], self._forms[name].rows(run, gradients)
         weight, bias = whole.get(_joined(name, "weight")), whole.get(_joined(name, "bias"))
         if _joined(name, "weight") in whole:
-            own = torch.einsum("ngpd,ngpm->gdm", delta, self._patches(run, name)).flatten(0, 1)
-            if not _same(own, None if weight is None else layers.as_matrix(module, weight)):
+            summed = torch.einsum("ngpd,ngpm->gdm", delta, self._patches(run, name)).flatten(0, 1)
+            if not _same(summed, None if weight is None else layers.as_matrix(module, weight)):
                 return False
         return _joined(name, "bias") not in whole or _same(delta.sum(dim=(0, 2)).flatten(), bias)
 
@@ -128,8 +128,8 @@ def _joined(name: str, what: str) -> str:
     return f"{name}.{what}" if name else what
 
 
-def _same(own: Tensor, whole: Tensor | None) -> bool:
+def _same(summed: Tensor, whole: Tensor | None) -> bool:
     """Return whether gradients agree up to rounding; no gradient is one of zeros, and NaN agrees with nothing."""
     if whole is None:
-        return not bool((own != 0).any())
-    return not bool(whole.isnan().any()) and agree(own, whole, rounding(whole.dtype))
+        return not bool((summed != 0).any())
+    return not bool(whole.isnan().any()) and agree(summed, whole, rounding(whole.dtype))

@@ -48,13 +48,13 @@ class PerSampleDiagonal:
                     values[draw] += squares if sign is None else squares * sign
         return values
 
-    def by_hessian(self, streams: Mapping[str, int], signs: Signs | None, opaque: Sequence[str] = ()) -> Tensor:
+    def by_hessian(self, streams: Mapping[str, int], signs: Signs | None, custom: Sequence[str] = ()) -> Tensor:
         """Return (draws, n) float64 over the parameters that are the keys of ``streams``, by which signs are drawn.
 
         Args:
             streams: see above.
             signs: of draws; exact without.
-            opaque: names behind which there is a function that torch did not write.
+            custom: names behind which there is a custom autograd function.
 
         Raises:
             InputError: more than :data:`.cotangents.PASSES` products; a second derivative that is missing.
@@ -67,7 +67,7 @@ class PerSampleDiagonal:
             leaves = [self._group.leaves[name] for name in names]
             found = torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True)
             gradients = {name: gradient for name, gradient in zip(names, found, strict=True) if gradient is not None}
-            for name in opaque:
+            for name in custom:
                 if name in gradients:
                     linearity.check_complete(f"parameter {name!r}", [gradients[name]])
             nonconstant = {name: gradient for name, gradient in gradients.items() if gradient.requires_grad}
