@@ -12,6 +12,7 @@ from ..contractions.quantities import QUANTITIES
 from ..errors import InputError, NotYetError
 from ..model import layers
 from ..passes import linearity
+from ..passes.memory import Budget
 from ..passes.runner import Runner
 from ..passes.task import Task
 from ..report import Estimate
@@ -40,7 +41,7 @@ class LayerValues:
             task.selection,
             task.batches,
             task.forward,
-            self._options.memory,
+            Budget(self._options.memory),
             self._check,
             second_order=self._options.curvature != "ggn",
             order_matters=order,

@@ -19,6 +19,7 @@ from ..model import inputs
 from ..passes import cotangents
 from ..passes.dry_run import Findings
 from ..passes.layer_form import LayerForm
+from ..passes.memory import Budget
 from ..passes.recorder import Call
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
@@ -115,7 +116,7 @@ class _Sweep:
         self._inputs = inputs.Inputs(task.forward)
         options = task.options
         self._runner = Runner(
-            *(task.model, task.selection, task.batches, self._inputs, options.memory),
+            *(task.model, task.selection, task.batches, self._inputs, Budget(options.memory)),
             order_matters=options.per_sample or options.nan_policy == "omit",
             certify=False,
             reserve=self._reserve,

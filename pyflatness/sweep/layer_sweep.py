@@ -28,6 +28,7 @@ from ..options import Options
 from ..passes import cotangents, linearity, normalize
 from ..passes.independence import agree, rounding
 from ..passes.layer_form import LayerForm
+from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from . import adaptive, groups
 from .contracted import Contracted
@@ -80,6 +81,7 @@ class Sweep:
         self._runner, self._loss, self._options, self._quantities = runner, loss, options, quantities
         self._forms: dict[str, LayerForm] = {}
         self._scales: Mapping[str, Tensor] = {}
+        self._budget = Budget(options.memory)
         self.backend = ""
         self.by_hessian: set[str] = set()
         self.exact_passes = 0
@@ -140,7 +142,7 @@ class Sweep:
         if linear:
             self.exact_passes = max(self.exact_passes, sent.passes)
             count = sent.passes if signs is None else len(signs.draws)
-            contracted = self._contracted(run, linear, count, hold=signs is None)
+            contracted = self._contracted(run, linear, count, hold=self._budget.held_back if signs is None else 0)
             for name in linear if sent.passes == 0 else ():
                 _add(parts, name, self._forms[name].contraction(run).nothing(run.samples))
             for draw, cotangent, sign in sent.sent(signs, run.numbers):
@@ -162,7 +164,7 @@ class Sweep:
             values, sent.sample_weights, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(nonlinear)
         )
 
-    def _contracted(self, run: Run, names: Iterable[str], passes: int, *, hold: bool = False) -> Contracted:
+    def _contracted(self, run: Run, names: Iterable[str], passes: int, *, hold: int = 0) -> Contracted:
         return Contracted(run, {name: self._forms[name] for name in names}, passes, hold=hold)
 
     def _begun(self, run: Run, tolerance: groups.Tolerance) -> tuple[adaptive.Grouped, dict[str, Tensor], Tensor]:
