@@ -160,7 +160,8 @@ class LayerContraction:
         elif layer.weight is None:
             route = Gram(layer, inputs[0], squares=layer.products.squares)
         else:
-            route = Both(layer, inputs[0])
+            by_gram = None if layer.factor is None else Gram(layer, inputs[0], squares=False)
+            route = Both(Direct(layer, inputs[0], None), by_gram)
 
         def entries(cotangent: Calls, sign: Sign) -> Tensor:
             return self.entries(inputs, cotangent, sign)

@@ -150,17 +150,16 @@ class Both:
     """What has a form without M by that, the rest by M.
 
     Args:
-        layer: the weight.
-        phi: the inputs, joined.
+        by_gradients: the route by M.
+        by_gram: the route to |R M|²; None if that is not wanted.
     """
 
-    def __init__(self, layer: Prepared, phi: Tensor) -> None:
-        self._direct = Direct(layer, phi, None)
-        self._by_gram = None if layer.factor is None else Gram(layer, phi, squares=False)
+    def __init__(self, by_gradients: Direct, by_gram: Gram | None) -> None:
+        self._by_gradients, self._by_gram = by_gradients, by_gram
 
     def products(self, cotangent: Calls) -> Products:
         """Return the products of a cotangent."""
-        found = self._direct.products(cotangent)
+        found = self._by_gradients.products(cotangent)
         if self._by_gram is None:
             return found
         return found._replace(gram_weighted=self._by_gram.products(cotangent).gram_weighted)
