@@ -8,6 +8,7 @@ from .errors import InputError, NoGraphError, NonFiniteError, NotYetError
 from .measures import RELATIVE_FLATNESS, Measure, with_bases
 from .measures.base import Values
 from .measures.layer_values import LayerValues
+from .numerics.accumulate import check_followed
 from .options import Options
 from .passes.task import Task
 from .report import Estimate
@@ -94,7 +95,7 @@ class Together:
             try:
                 values[""] = row.of_network(self._task)
             except (InputError, NotYetError, NonFiniteError) as error:
-                self._check_own(error)
+                check_followed(self._task.options.nan_policy, error)
                 self._skipped[row.name] = f"of the network: {error}"
 
     def _take_jacobians(self) -> None:
@@ -126,15 +127,10 @@ class Together:
         try:
             yield
         except (InputError, NotYetError, NonFiniteError) as error:
-            self._check_own(error)
+            check_followed(self._task.options.nan_policy, error)
             if self._named:
                 raise
             self._skipped.update((row.name, str(error)) for row in rows)
-
-    def _check_own(self, error: Exception) -> None:
-        """Raise an error that is not of one measure: NaN, unless a policy for it is what the measure cannot follow."""
-        if isinstance(error, NonFiniteError) and self._task.options.nan_policy == "raise":
-            raise error
 
 
 def reads(wanted: Sequence[Measure], options: Options, *, networks: bool = False) -> int:

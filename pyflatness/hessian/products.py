@@ -13,6 +13,7 @@ they give for each part of the data is added up in float64.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,8 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import contractions
 from ..errors import NonFiniteError, NotYetError
-from ..losses import risk
 from ..model import layers, state
+from ..numerics.accumulate import Accumulator, check_together
+from ..options import Options
 from ..passes import cotangents, linearity, normalize
 from ..passes.runner import DEFAULT_MEMORY, Check, Result, Run, Runner
 from ..passes.task import Task
@@ -92,12 +94,13 @@ class Products:
         self._model, self._loss, self._options = task.model, task.loss, task.options
         memory = max(1, (task.options.memory or DEFAULT_MEMORY) // _GRAPHS)
         self._runner = WeightRunner(task.model, task.selection, task.batches, task.forward, memory)
-        self.samples, normaliser = 0, 0.0
+        over = Accumulator(task.options.nan_policy, task.loss.reduction)
         self.opaque: set[str] = set()
         with contextlib.closing(self._runner.results(self._seen)) as parts:
-            for samples, part, opaque in parts:
-                self.samples, normaliser, self.opaque = self.samples + samples, normaliser + part, self.opaque | opaque
-        self._divisor = risk.divisor(task.loss, normaliser)
+            for samples, weight, opaque in parts:
+                over.add(samples, weight)
+                self.opaque |= opaque
+        self.samples, self._normaliser = over.samples, over.normaliser
         self.modules = self._runner.modules
         weights = [layers.matrix(module)[0] for module in self.modules.values()]
         self.device, self.eps = weights[0].device, max(torch.finfo(weight.dtype).eps for weight in weights)
@@ -113,9 +116,8 @@ class Products:
         if self._options.curvature == "auto":
             linearity.refuse_opaque(sorted(opaque))
         sent = cotangents.of_run(run, self._loss)
-        if self._options.nan_policy != "propagate" and bool(sent.bad.any()):
-            raise self._non_finite(run.number)
-        return run.samples, sent.normaliser, opaque
+        self._check(run.number, not math.isnan(sent.weight))
+        return run.samples, sent.weight, opaque
 
     def size(self, names: Names) -> int:
         """N, the entries of a vector for these layers."""
@@ -144,10 +146,9 @@ class Products:
         with contextlib.closing(self._runner.results(lambda run: (run.number, self._of_run(run, sent)))) as parts:
             for number, products in parts:
                 for names, product in products.items():
-                    if self._options.nan_policy != "propagate" and not bool(product.isfinite().all()):
-                        raise self._non_finite(number)
+                    self._check(number, bool(product.isfinite().all()))
                     sums[names] += product
-        return {names: rows * inverse[names] / self._divisor for names, rows in sums.items()}
+        return {names: rows * inverse[names] / self._normaliser for names, rows in sums.items()}
 
     @torch.enable_grad()
     def _of_run(self, run: Run, vectors: Vectors) -> Vectors:
@@ -210,13 +211,34 @@ class Products:
         spread = torch.cat([self._spreads[name].flatten() for name in names])
         return torch.where(spread > 0, 1 / spread, 0.0)
 
-    def _non_finite(self, number: int) -> NonFiniteError:
-        layers.check_finite(self._runner.modules)
+    def _check(self, number: int, fine: bool) -> None:
+        """Raise unless a batch's targets, or its part of a product, are finite or may be NaN."""
+        what = "its targets, or its part of a product with the loss Hessian, have NaN or infinity"
+        check_batch(self._options, self._runner.modules, number, fine, what)
+
+
+def check_batch(options: Options, modules: Mapping[str, nn.Module], number: int, fine: bool, what: str) -> None:
+    """Raise unless a batch's part of an eigenvalue is fine, or may be NaN.
+
+    Args:
+        options: of the user.
+        modules: the layers that ran, whose weights may be what is not finite.
+        number: of the batch.
+        fine: whether the part is finite.
+        what: what is not.
+
+    Raises:
+        NonFiniteError: it is not fine, under the policies "raise" and "omit".
+    """
+
+    def error() -> NonFiniteError:
+        layers.check_finite(modules)
         return NonFiniteError(
-            f"batch {number}: its targets, or its part of a product with the loss Hessian, have NaN or infinity; an "
-            "eigenvalue is one of all samples together, so that nan_policy='omit' can leave none of them out: leave "
-            "them out of the data, or pass nan_policy='propagate' for NaN"
+            f"batch {number}: {what}; an eigenvalue is one of all samples together, so that nan_policy='omit' can "
+            "leave none of them out: leave them out of the data, or pass nan_policy='propagate' for NaN"
         )
+
+    check_together(options.nan_policy, fine, error)
 
 
 def check_filters(task: Task) -> None:

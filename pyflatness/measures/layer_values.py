@@ -1,8 +1,9 @@
 """Measures of any layers of a model: a sweep, its totals, and what is said about them."""
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,14 @@ from ..losses import Loss
 from ..model import calling, layers
 from ..model.data import Batches
 from ..model.selectors import Selection
+from ..numerics.accumulate import omits
 from ..options import Options
 from ..passes import linearity
 from ..passes.runner import Runner
 from ..report import Estimate
 from ..sweep import stages
-from ..sweep.layer_sweep import Sweep, Values
-from ..sweep.totals import Sums, Totals
+from ..sweep.layer_sweep import Sweep
+from ..sweep.totals import Sums, Totals, layer_error
 from . import Measure
 
 Attempt = Callable[[Measure], contextlib.AbstractContextManager[None]]
@@ -48,7 +50,6 @@ class LayerValues:
         options: Options,
     ) -> None:
         self._model, self._selected, self._loss, self._options = model, selection.modules, loss, options
-        order = options.per_sample or options.nan_policy == "omit" or not loss.convex
         self._runner = Runner(
             model,
             selection,
@@ -57,7 +58,7 @@ class LayerValues:
             options.memory,
             self._check,
             second_order=options.curvature != "ggn",
-            order_matters=order,
+            order_matters=options.by_sample or not loss.convex,
         )
 
     def estimates(
@@ -128,7 +129,7 @@ class LayerValues:
                 f"{measure.name} has no sampled value: pass probes=None and target_stderr=None, or leave it out of "
                 "measures="
             )
-        if measure.quantity == "diagonal" and self._options.nan_policy == "omit":
+        if measure.quantity == "diagonal" and omits(self._options.nan_policy):
             raise InputError(f"{measure.name} is of all samples together: nan_policy='omit' can leave none of them out")
         for name, module in self._selected.items() if self._options.conv == "affine" else ():
             repeated = measure.quantity == "weighted" and layers.repeats_inputs(module)
@@ -140,37 +141,31 @@ class LayerValues:
                 )
 
     def block_traces(self) -> Tensor:
-        """(d, d) of the one layer."""
+        """Return the (d, d) block traces of the one layer."""
         sweep = Sweep(self._runner, self._loss, self._options, ("squares",))
-        totals = Totals(self._loss.reduction, self._options.nan_policy)
+        totals = self._totals()
         blocks: Tensor | None = None
         with contextlib.closing(sweep.block_traces(_LARGEST_MATRIX)) as parts:
             for part, values in parts:
-                totals.add(values, self._runner.selected)
+                totals.add(values)
                 blocks = part if blocks is None else blocks + part
         assert blocks is not None, "data without samples is refused where it is read"
-        matrix: Tensor = torch.block_diag(*(blocks / totals.divisor))
+        matrix: Tensor = torch.block_diag(*(blocks / totals.over.normaliser))
         return matrix
 
     def _sums(self, sweep: Sweep) -> Sums:
-        """Exact, by so many draws, in groups, or by as many draws as a standard error takes."""
-        target, probes = self._options.target_stderr, self._options.probes
-        if probes == "adaptive":
-            return self._totalled(sweep.by_groups())
-        if target is not None:
-            return stages.until(target, lambda draws: self._summed(sweep, draws), lambda: sweep.exact_passes)
-        return self._summed(sweep, None if probes is None else range(int(probes)))
+        """Return the sums: exact, in groups, or by draws as the options say."""
+        if self._options.probes == "adaptive":
+            return self._totals().of(sweep.by_groups())
 
-    def _summed(self, sweep: Sweep, draws: range | None) -> Sums:
-        return self._totalled(sweep.values(draws), sampled=draws is not None)
+        def summed(draws: range | None) -> Sums:
+            return self._totals(sampled=draws is not None).of(sweep.values(draws))
 
-    def _totalled(self, values: Generator[Values, None, None], *, sampled: bool = False) -> Sums:
-        options, reduction = self._options, self._loss.reduction
-        totals = Totals(reduction, options.nan_policy, per_sample=options.per_sample, sampled=sampled)
-        with contextlib.closing(values) as parts:  # hooks go with an error, not at some later time
-            for part in parts:
-                totals.add(part, self._runner.selected)
-        return totals.sums()
+        return stages.by_options(self._options, summed, lambda: sweep.exact_passes)
+
+    def _totals(self, *, sampled: bool = False) -> Totals:
+        error = partial(layer_error, self._runner.selected)
+        return Totals(self._loss.reduction, self._options, error, sampled=sampled)
 
     def _check(self, nonlinear: Mapping[str, str]) -> None:
         """Raise where there is no telling whether a value would be the Hessian's."""

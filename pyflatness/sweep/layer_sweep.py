@@ -12,6 +12,7 @@ Layers in whose weight the model is not linear take Hessian products instead, ea
 import contextlib
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from ..hessian import block_traces
 from ..hessian.block_traces import BlockTraces
 from ..losses import Loss
 from ..model import layers
+from ..numerics.accumulate import counting, finite_samples
 from ..numerics.signs import Signs
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
@@ -137,7 +139,7 @@ class Sweep:
         self.by_hessian.update(nonlinear)
         values = self._marked(values, sent, self._left_out(run, sent), run.number)
         if parts:
-            kept = self._kept(values)
+            kept = counting(self._options.nan_policy, values)
             parts = {key: part[kept].sum(dim=0) if key[1] in NEURONS else part for key, part in parts.items()}
             if bool((sent.bad & kept).any()):  # of a loss whose curvature does not show that a sample has none
                 parts = {key: torch.full_like(part, torch.nan) for key, part in parts.items()}
@@ -266,7 +268,7 @@ class Sweep:
         if linear or nonlinear:
             total, traces = traced(run, sent, name, kept)
         traces = self._marked(traces[None, None, None], sent, self._left_out(run, sent), run.number)
-        left = self._kept(traces)
+        left = counting(self._options.nan_policy, traces)
         if not bool(left.all()):
             total, _ = traced(run, sent, name, left)
         elif bool(sent.bad.any()):
@@ -305,23 +307,18 @@ class Sweep:
 
     def _left_out(self, run: Run, sent: cotangents.Cotangents) -> Tensor:
         """Which samples (n,) are to be left out, whatever their values are: they have no loss, or no deviations."""
-        if self._options.normalize and self._options.nan_policy == "omit":
-            return normalize.left_out(self._runner, run, sent)
-        return sent.bad
+        policy = self._options.nan_policy
+        return normalize.left_out(self._runner, run, sent, policy) if self._options.normalize else sent.bad
 
     def _marked(self, values: Tensor, sent: cotangents.Cotangents, left_out: Tensor, number: int) -> Tensor:
         """Values (…, n), NaN for samples that are left out."""
-        if self._options.normalize and self._options.nan_policy == "omit":
-            late = ~self._kept(values) & ~left_out
-            if bool(late.any()):
-                layers.check_finite(self._runner.modules)
-                raise normalize.late(number, int(late.sum()), "samples")
+        if self._options.normalize:
+            late, check_weights = (
+                ~finite_samples(values) & ~left_out,
+                partial(layers.check_finite, self._runner.modules),
+            )
+            normalize.check_in_time(self._options.nan_policy, late, number, "samples", check_weights)
         return values.masked_fill(left_out, torch.nan)
-
-    def _kept(self, values: Tensor) -> Tensor:
-        """Which samples count, (n,)."""
-        finite = values.isfinite().flatten(0, 2).all(dim=0)
-        return finite if self._options.nan_policy == "omit" else torch.ones_like(finite)
 
     def _ran(self, run: Run) -> tuple[list[str], list[str]]:
         """The layers that ran: those whose values come by output factors, and those by second derivatives."""
