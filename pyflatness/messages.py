@@ -4,7 +4,9 @@ File names, layers' names and the names in a checkpoint may hold anything: escap
 that are not UTF-8, or the beginning of a formula that a spreadsheet would run.
 """
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -54,6 +56,25 @@ def is_out_of_memory(error: Exception) -> bool:
 def lacks_a_second_derivative(error: Exception) -> bool:
     """Return whether torch says that an operation can be differentiated once only."""
     return any(text in str(error) for text in _NOT_TWICE)
+
+
+@contextlib.contextmanager
+def second_derivatives(what: str, advice: str) -> Iterator[None]:
+    """Raise a clear error where an operation inside the context can be differentiated once only.
+
+    Args:
+        what: the beginning of the message, which says of what there is no second derivative.
+        advice: its end, what to do.
+
+    Raises:
+        InputError: with what torch said of the operation.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not lacks_a_second_derivative(error):
+            raise
+        raise InputError(f"{what} ({error}); {advice}") from error
 
 
 def printable(text: str) -> str:

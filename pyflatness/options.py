@@ -13,7 +13,7 @@ from torch import Tensor
 from . import contractions
 from .errors import InputError
 from .messages import shown
-from .numerics.accumulate import NAN_POLICIES, RAISE, omits
+from .numerics.accumulate import NAN_POLICIES, omits
 
 _MOST_DRAWS = 2**20  # random draws: their standard error is a thousandth of one's, and each has numbers to keep
 _CHOICES = {
@@ -39,7 +39,7 @@ class Options:
     normalize: str | None = None
     per_sample: bool = False
     backend: str = "auto"
-    nan_policy: str = RAISE
+    nan_policy: str = "raise"
     memory: int | None = None
     seed: int = 0
     rtol: float | None = None

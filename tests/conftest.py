@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import emulated
 import pytest
 import torch
 from hypothesis import settings
 
 from pyflatness.contractions import compiled, cuda, reference
+from support import ROOT, emulated
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("default")
@@ -54,7 +54,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Path of a file with a network and its data; what importing it leaves behind is undone."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = set(sys.modules)
-    shutil.copy(Path(__file__).with_name("tiny_network.py"), tmp_path / "tiny.py")
+    shutil.copy(ROOT / "tests" / "support" / "tiny_network.py", tmp_path / "tiny.py")
     yield str(tmp_path / "tiny.py")
     for name in set(sys.modules) - before:
         if name in ("tiny", "lenet5", "broken", "package", "package.inner") or name.endswith(".py"):
@@ -98,7 +98,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
     parts = [value for report in reports for name, value in report.user_properties if name == "fuzz"]
     if parts:
-        from fuzzed_verdicts import Total
+        from support.fuzzed.verdicts import Total
 
         terminalreporter.section("random networks")
         terminalreporter.write_line(str(sum((Total.of(part) for part in parts), Total())))

@@ -67,7 +67,7 @@ def test(name: str) -> str:
 
 def files() -> list[str]:
     """Those with tests for a GPU whose imports are there."""
-    paths = [path for path in sorted(ROOT.glob("tests/test_*.py")) if "cuda" in path.read_text(encoding="utf-8")]
+    paths = [path for path in sorted(ROOT.glob("tests/**/test_*.py")) if "cuda" in path.read_text(encoding="utf-8")]
     lacking = {
         path: [name for name in OPTIONAL.get(path.name, ()) if importlib.util.find_spec(name) is None] for path in paths
     }

@@ -33,14 +33,13 @@ from ..contractions.layer import Share
 from ..contractions.root import root
 from ..errors import InputError
 from ..losses import Loss
-from ..messages import is_out_of_memory, lacks_a_second_derivative
+from ..messages import is_out_of_memory, second_derivatives
 from ..numerics.signs import Signs
-from ..passes import linearity
+from ..passes import cotangents, linearity
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 from .entries import Entries, tells_all
 
-PRODUCTS = 2048  # Hessian products of a layer, for all samples of a part at once, that an exact value may take
 _TOGETHER = 2**22  # bytes of directions that go through the graph in one pass; more would only leave the caches
 _MOST_POSITIONS = 256  # for which a sampled value takes an eigendecomposition for every sample
 _RANK = 1e-13  # an eigenvalue below so much of the largest is rounding
@@ -136,7 +135,7 @@ class BlockTraces:
         """The quantities of every sample, and the parts of those that have some.
 
         Raises:
-            InputError: more than :data:`PRODUCTS` products.
+            InputError: more than :data:`.cotangents.PASSES` products.
         """
         self._check_affordable()
         total = self._weight.new_zeros(len(self._traced), self._run.samples, dtype=torch.float64)
@@ -153,7 +152,7 @@ class BlockTraces:
         """Σ_i T_i over the samples that are kept (n,), (G, d, d); Tr T_i of every sample, (n,); float64.
 
         Raises:
-            InputError: more than :data:`PRODUCTS` products.
+            InputError: more than :data:`.cotangents.PASSES` products.
         """
         groups, d, _ = self._weight.shape
         total = self._weight.new_zeros(groups * d, d, dtype=torch.float64)
@@ -213,14 +212,14 @@ class BlockTraces:
             yield place, column, units
 
     def _check_affordable(self) -> None:
-        if self.products > PRODUCTS:
+        if self.products > cotangents.PASSES:
             rows = (
                 f"{self.products // self._columns} rows of its weight x {self._columns} directions of a sample's inputs"
             )
             listed = f" ({rows})" if len(self._traced) == len(self._quantities) else ""
             raise InputError(
                 f"layer {self._form.name!r}: its exact Hessian value takes {self.products} Hessian products{listed}, "
-                f"more than {PRODUCTS}; pass probes= for a sampled value with a standard error"
+                f"more than {cotangents.PASSES}; pass probes= for a sampled value with a standard error"
             )
 
     def _directions(self, *, sampled: bool = False) -> contextlib.AbstractContextManager[Directions]:
@@ -292,25 +291,20 @@ def slopes(run: Run, loss: Loss, names: Iterable[str]) -> dict[str, list[Tensor]
     return run.recorder.gradients(value, torch.ones_like(value), names, create_graph=True)
 
 
-@contextlib.contextmanager
 def differentiable(
     names: Iterable[str],
     advice: str = "curvature='ggn' gives the GGN value, another number",
     what: str = "layer",
-) -> Iterator[None]:
-    """Inside, an operation without a second derivative is an error: behind ``what`` of these names, with advice.
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which an operation behind layers that has no second derivative is an error with advice.
 
-    Raises:
-        InputError: with what torch said of it.
+    Args:
+        names: of the layers.
+        advice: what to do.
+        what: they are, if not layers.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if not lacks_a_second_derivative(error):
-            raise
-        raise InputError(
-            f"{what} {', '.join(map(repr, names))}: an operation behind it has no second derivative ({error}); {advice}"
-        ) from error
+    listed = ", ".join(map(repr, names))
+    return second_derivatives(f"{what} {listed}: an operation behind it has no second derivative", advice)
 
 
 def _basis(weight: Tensor, quantities: Sequence[str]) -> Basis:

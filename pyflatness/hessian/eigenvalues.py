@@ -8,7 +8,6 @@ from ..numerics import lanczos
 from ..numerics.lanczos import Ritz
 from .products import Names, Products
 
-_LIMIT = 200  # products for a block, at most
 _BASIS = 2**30  # bytes that all bases together may take, about
 
 # Residuals relative to the block's norm, in double and in other precisions: products in single precision cannot bring
@@ -32,5 +31,5 @@ def largest(products: Products, blocks: Sequence[Names], seed: int) -> dict[Name
     for names, size in sizes.items():
         start = torch.randn(1, size, generator=generator, dtype=torch.float64, device="cpu").to(products.device)
         start = products.allowed(names, start)
-        searches[names] = lanczos.largest(start, tolerance=tolerance, limit=_LIMIT, size=basis)
+        searches[names] = lanczos.largest(start, tolerance=tolerance, size=basis)
     return lanczos.solved_in_step(searches, products)

@@ -112,7 +112,7 @@ class Products:
 
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
         """Return samples, normaliser and opaque layers of a part of the data."""
-        opaque = linearity.read(run.outputs, run.recorder.calls).opaque
+        opaque = linearity.read(linearity.users_of(run.outputs), linearity.edges_of(run.recorder.calls)).opaque
         if self._options.curvature == "auto":
             linearity.refuse_opaque(sorted(opaque))
         sent = cotangents.of_run(run, self._loss)
@@ -196,7 +196,7 @@ class Products:
         total = torch.zeros((), dtype=torch.float64, device=vector.device)
         for name, part in zip(names, vector.split([self.size((name,)) for name in names]), strict=True):
             module = self.modules[name]
-            direction = layers.from_matrix(module, part.view(layers.matrix(module)[0].shape))
+            direction = layers.as_weight(module, part.view(layers.matrix(module)[0].shape))
             total = total + (gradients[name] * direction.to(gradients[name].dtype)).sum(dtype=torch.float64)
         return total
 
@@ -253,9 +253,9 @@ def check_filters(task: Task) -> None:
 
 def spread(module: nn.Module, scale: Tensor) -> Tensor:
     """(d, m) float64, what a layer's weights are multiplied by where its input channels are divided by ``scale``."""
-    matrix, groups = layers.matrix(module)[0], layers.groups(module)
-    columns = scale.view(groups, 1, -1).repeat_interleave(layers.geometry(module).taps, dim=2)
-    return columns.expand(-1, len(matrix) // groups, -1).reshape(matrix.shape)
+    matrix = layers.matrix(module)[0]
+    columns = normalize.of_columns(module, scale)
+    return columns.expand(-1, len(matrix) // len(columns), -1).reshape(matrix.shape)
 
 
 def _gradients(

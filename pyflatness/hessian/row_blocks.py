@@ -16,7 +16,6 @@ from ..numerics import lanczos
 from ..numerics.lanczos import Ritz
 
 TOLERANCE = 1e-6  # of the residuals, relative to each block's norm
-_LIMIT = 200  # products at most
 _USUAL = 25  # products that are reckoned with
 _LARGEST_BLOCKS = 2**29  # bytes of all blocks of a layer
 _BASIS = 2**30  # bytes of the bases
@@ -119,4 +118,4 @@ def search(columns: Tensor, seed: int, tolerance: float = TOLERANCE) -> lanczos.
         torch.randn(columns.shape, generator=generator, dtype=torch.float64, device="cpu").to(columns.device) * columns
     )
     size = max(1, _BASIS // (8 * columns.numel()))
-    return lanczos.largest(start, tolerance=tolerance, limit=_LIMIT, size=size)
+    return lanczos.largest(start, tolerance=tolerance, size=size)

@@ -36,7 +36,7 @@ class _Pass:
     def __init__(self, run: Run, name: str, module: nn.Module, vectors: Tensor) -> None:
         self._run, self._name, self._module = run, name, module
         dtype = contractions.promoted_dtype(layers.matrix(module)[0].dtype)
-        self._weight = layers.from_matrix(module, vectors.to(dtype)).detach().requires_grad_()
+        self._weight = layers.as_weight(module, vectors.to(dtype)).detach().requires_grad_()
         self._outputs = [
             self._rows(layers.affine(module, call.inputs.detach().to(dtype), self._weight, None))
             for call in run.calls(name)

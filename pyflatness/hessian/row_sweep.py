@@ -277,11 +277,8 @@ class RowSweep:
         return geometry.patches(contractions.promoted(parts[0])).flatten(1)
 
     def _set_up(self, name: str) -> None:
-        module = self._runner.modules[name]
-        weight = layers.matrix(module)[0]
-        dtype = contractions.promoted_dtype(weight.dtype)
-        backend = contractions.choose(self._options.backend, weight.device, dtype)
-        self._forms[name] = LayerForm(name, module, self._scales.get(name), backend, (), self._options)
+        module, scale = self._runner.modules[name], self._scales.get(name)
+        self._forms[name] = LayerForm(name, module, (), self._options, scale)
         memory = self._memory // len(self._runner.selected)
         self._blocks[name] = RowBlocks(self._spread(name) != 0, memory)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import FlatnessError, InputError
-from ..messages import is_out_of_memory, lacks_a_second_derivative, shown
+from ..messages import is_out_of_memory, second_derivatives, shown
 
 _KNOWN = (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss)
 # Of a call that does not fit; an exception of another kind is the loss's own affair.
@@ -69,22 +69,12 @@ def on_call(loss: Any, outputs: Tensor, targets: Tensor) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def on_second_derivative(loss: Any) -> Iterator[None]:
-    """Inside, where a loss is differentiated twice, an error says that torch cannot do that.
-
-    Raises:
-        InputError: torch has no second derivative of it.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not lacks_a_second_derivative(error):
-            raise
-        raise InputError(
-            f"loss: torch has no second derivative of {name(loss)} ({error}); pass the same loss written with "
-            "operations that have one, a callable (outputs, targets) -> scalar"
-        ) from error
+def on_second_derivative(loss: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a context for differentiating a loss twice, in which an error says that torch cannot do that."""
+    return second_derivatives(
+        f"loss: torch has no second derivative of {name(loss)}",
+        "pass the same loss written with operations that have one, a callable (outputs, targets) -> scalar",
+    )
 
 
 def _inner(loss: Any) -> Any:

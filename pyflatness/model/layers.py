@@ -96,7 +96,7 @@ def as_matrix(module: nn.Module, weight: Tensor) -> Tensor:
 
 
 def as_weight(module: nn.Module, matrix: Tensor) -> Tensor:
-    """A (d, m) matrix as a tensor of the shape of the layer's weight."""
+    """Return a (d, m) matrix as a tensor of the shape of the layer's weight; undoes :func:`as_matrix`."""
     assert isinstance(module.weight, Tensor)
     return matrix.t() if _is_transposed(module) else matrix.reshape(module.weight.shape)
 
@@ -104,13 +104,6 @@ def as_weight(module: nn.Module, matrix: Tensor) -> Tensor:
 def row_dim(module: nn.Module) -> int:
     """The dimension of the layer's weight that counts its rows."""
     return 1 if _is_transposed(module) else 0
-
-
-def from_matrix(module: nn.Module, matrix: Tensor) -> Tensor:
-    """A (d, m) matrix in the shape of the layer's weight; undoes :func:`as_matrix`."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return matrix.t() if _is_transposed(module) else matrix.reshape(weight.shape)
 
 
 def groups(module: nn.Module) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import InputError, NonFiniteError
 
-NAN_POLICIES = RAISE, PROPAGATE, OMIT = "raise", "propagate", "omit"
+NAN_POLICIES = "raise", "propagate", "omit"
 
 Error = Callable[[], NonFiniteError]
 """Make the error for "raise". It may raise another itself, of weights, where leaving out samples would not help."""
@@ -28,7 +28,7 @@ BySample = Callable[[Tensor], Tensor]
 
 def omits(policy: str) -> bool:
     """Return whether samples may be left out, so that it matters which values are a sample's."""
-    return policy == OMIT
+    return policy == "omit"
 
 
 def non_finite(number: int, fine: Tensor, where: str, rows: str = "samples") -> NonFiniteError:
@@ -58,10 +58,10 @@ def kept(policy: str, fine: Tensor, error: Error, samples: BySample | None = Non
     Raises:
         NonFiniteError: not all is fine, under "raise".
     """
-    if policy == PROPAGATE or bool(fine.all()):
+    if policy == "propagate" or bool(fine.all()):
         return None
     found = error()
-    if policy == RAISE:
+    if policy == "raise":
         raise found
     return fine if samples is None else samples(fine)
 
@@ -88,13 +88,13 @@ def check_together(policy: str, fine: bool, error: Error) -> None:
     Raises:
         NonFiniteError: that ``error`` makes.
     """
-    if not fine and policy != PROPAGATE:
+    if not fine and policy != "propagate":
         raise error()
 
 
 def check_followed(policy: str, error: Exception) -> None:
     """Raise an error of NaN under "raise"; under other policies one measure alone has it, which cannot follow them."""
-    if policy == RAISE and isinstance(error, NonFiniteError):
+    if policy == "raise" and isinstance(error, NonFiniteError):
         raise error
 
 

@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+LIMIT = 200  # products that a search takes at most, where nothing else is said
 _FEWEST = 4  # vectors of a basis that is restarted, at least
 
 
@@ -43,15 +44,16 @@ Search = Generator[Tensor, Tensor, Ritz]
 """Yields vectors (b, N), wants their products with the matrices (b, N), and returns what it found."""
 
 
-def largest(start: Tensor, *, tolerance: float, limit: int, size: int) -> Search:
+def largest(start: Tensor, *, tolerance: float, size: int, limit: int | None = None) -> Search:
     """The algebraically largest eigenvalue of each matrix.
 
     Args:
         start: (b, N) float64, random.
         tolerance: for the residual, relative to the matrix's norm (as seen so far).
-        limit: products at most, besides the one that measures the residual.
         size: vectors that a basis may have; a full one is restarted from its upper half of Ritz vectors.
+        limit: products at most, besides the one that measures the residual; None takes :data:`LIMIT`.
     """
+    limit = LIMIT if limit is None else limit
     basis = torch.nn.functional.normalize(start, dim=1).unsqueeze(1)
     projected = start.new_zeros(len(start), 0, 0)
     found, done = torch.zeros_like(start), torch.zeros(len(start), dtype=torch.bool, device=start.device)

@@ -23,7 +23,7 @@ from ..model import data
 from ..numerics.signs import Signs
 from .runner import Run
 
-PASSES = 2048  # backward passes per batch that an exact sweep is ready to take
+PASSES = 2048  # backward passes of a batch, or Hessian products of a layer, that an exact value may take
 STREAM = 0  # of the signs
 _ROUNDING = 1e-9  # a negative weight of so much of the largest is none
 
@@ -80,6 +80,13 @@ class Cotangents:
                 if len(values) < len(self._rows):
                     values = torch.zeros_like(self._rows).index_copy_(0, index, values)
                 yield self._shaped(values), signs
+
+    def sent(self, signs: Signs | None, numbers: Tensor) -> Iterator[tuple[int, Tensor, Tensor | float | None]]:
+        """Yield draw, cotangent and its sign: of draw 0 all of :meth:`exact` without signs, else :meth:`sampled`."""
+        if signs is None:
+            yield from ((0, cotangent, sign) for cotangent, sign in self.exact())
+        else:
+            yield from self.sampled(signs, numbers)
 
     def sampled(self, signs: Signs, numbers: Tensor) -> Iterator[tuple[int, Tensor, float]]:
         """Yield draw, cotangent and its sign, for samples by their numbers in the data.

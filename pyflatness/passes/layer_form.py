@@ -1,7 +1,6 @@
 """A chosen layer in the one form that all contractions take, rescaled where the user wants normalised values."""
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -26,23 +25,25 @@ class LayerForm:
     Args:
         name: for errors.
         module: the layer.
-        scale: of the layer's input channels, or None; see :mod:`.normalize`.
-        backend: a module from :func:`.contractions.choose`.
         quantities: what is wanted.
         options: of the user.
+        scale: of the layer's input channels, or None; see :mod:`.normalize`.
+
+    Attributes:
+        backend: of the contractions.
     """
 
     def __init__(
         self,
         name: str,
         module: nn.Module,
-        scale: Tensor | None,
-        backend: ModuleType,
         quantities: Sequence[str],
         options: Options,
+        scale: Tensor | None = None,
     ) -> None:
-        self.name, self._module, self._scale = name, module, scale
-        self._backend, self._quantities = backend, quantities
+        self.name, self._module, self._scale, self._quantities = name, module, scale, quantities
+        weight = layers.matrix(module)[0]
+        self.backend = contractions.choose(options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
         self._dense = options.conv == "affine" and layers.is_convolution(module)
         self._memory = options.memory or contractions.DEFAULT_MEMORY
         self._sizes: set[tuple[int, ...]] = set()
@@ -52,11 +53,11 @@ class LayerForm:
         """The contractions for the layer's calls in this run."""
         if self._dense:
             dense = Dense(self._module, self._scale, self._size(run), run.calls(self.name)[0].output)
-            return DenseGradients(dense, self._backend, self._quantities)
+            return DenseGradients(dense, self.backend, self._quantities)
         if self._gradients is None:
             geometry = layers.geometry(self._module)
             self._gradients = WeightGradients(
-                self.weight(run), geometry, self._backend, self._quantities, memory=self._memory
+                self.weight(run), geometry, self.backend, self._quantities, memory=self._memory
             )
         return self._gradients
 
@@ -78,8 +79,7 @@ class LayerForm:
         weight: Tensor = layers.matrix(self._module)[0].unflatten(0, (layers.groups(self._module), -1))
         if self._scale is None:
             return weight
-        taps = layers.geometry(self._module).taps
-        columns = self._scale.view(len(weight), 1, -1).repeat_interleave(taps, dim=2)
+        columns = normalize.of_columns(self._module, self._scale)
         scaled: Tensor = promoted(weight) * columns.to(contractions.promoted_dtype(weight.dtype))
         return scaled
 

@@ -9,20 +9,21 @@ linear in its weight whatever is behind it.
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ..errors import InputError
 from ..numerics.directions import Directions
 from .recorder import Call, Recorder
 
 Calls = Mapping[str, Sequence[Call]]
+Edges = Mapping[str, Sequence[GradientEdge]]
 Gradients = Mapping[str, Sequence[Tensor]]
 Users = Mapping[Node, Sequence[Node]]
 """For each node of a graph, the nodes that take its result."""
@@ -35,8 +36,8 @@ OPAQUE, RECURRENT, NONLINEAR = "opaque", "recurrent", "nonlinear"
 TAKEN_AS_THEY_ARE = "second derivatives of functions that torch did not write taken as they are"
 
 
-def refuse_opaque(names: Sequence[str]) -> None:
-    """Raise if there are layers whose Hessian value cannot be told from another one.
+def refuse_opaque(names: Sequence[str], what: str = "layer") -> None:
+    """Raise if there are layers (or ``what`` they are) whose Hessian value cannot be told from another one.
 
     Raises:
         InputError: some names are given.
@@ -44,7 +45,7 @@ def refuse_opaque(names: Sequence[str]) -> None:
     if names:
         listed = ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         raise InputError(
-            f"behind layer {listed} is a function that torch did not write (a torch.autograd.Function, a kernel of "
+            f"behind {what} {listed} is a function that torch did not write (a torch.autograd.Function, a kernel of "
             "another library), whose second derivative may be missing without a sign: curvature='hessian' takes it "
             "as it is, curvature='ggn' gives the GGN value, another number"
         )
@@ -59,15 +60,16 @@ def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: I
     outputs jointly. Where that gives more than zero for a layer (it may be multiplied by another), it is moved alone.
     """
     calls = {name: recorder.calls[name] for name in names if name in recorder.calls}
-    reading = _read(users, calls)
+    edges = edges_of(calls)
+    reading = read(users, edges)
     found = {name: RECURRENT for name, made in calls.items() if feeds_itself(made)}
     found |= dict.fromkeys(reading.opaque, OPAQUE)
-    rest = {name: calls[name] for name in calls if name not in reading.proven | found.keys()}
+    rest = {name: edges[name] for name in edges if name not in reading.proven | found.keys()}
     if rest:
         random = Directions()
         gradients = recorder.gradients(outputs, random.like(outputs), create_graph=True)
-        moving = _changing(rest, gradients, list(rest), random)
-        found |= {name: NONLINEAR for name in moving if _changing(rest, gradients, [name], random)}
+        moving = _changing(rest, gradients, list(rest), random, _is_change)
+        found |= {name: NONLINEAR for name in moving if _changing(rest, gradients, [name], random, _is_change)}
     return found
 
 
@@ -78,16 +80,17 @@ def nonlinear_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[
     Each by itself: what it is multiplied by may depend on other leaves, but not on itself, as in a recurrent layer. As
     in :func:`nonlinear_layers`, where the graph does not prove it second derivatives have to vanish exactly.
     """
-    reading = read_parameters(outputs, leaves)
+    edges = {name: [get_gradient_edge(leaf)] for name, leaf in leaves.items()}
+    reading = read(users_of(outputs), edges, alone=True)
     found = dict.fromkeys(reading.opaque, OPAQUE)
-    rest = {name: leaf for name, leaf in leaves.items() if name not in reading.proven | found.keys()}
+    rest = [name for name in leaves if name not in reading.proven | found.keys()]
     if rest:
         random = Directions()
-        gradients = torch.autograd.grad(
-            outputs, [*rest.values()], random.like(outputs), create_graph=True, allow_unused=True
+        first = torch.autograd.grad(
+            outputs, [leaves[name] for name in rest], random.like(outputs), create_graph=True, allow_unused=True
         )
-        turning = zip(rest.items(), gradients, strict=True)
-        found |= {name: NONLINEAR for (name, leaf), g in turning if g is not None and _turns(g, leaf, random)}
+        gradients = {name: [g] for name, g in zip(rest, first, strict=True) if g is not None}
+        found |= {name: NONLINEAR for name in gradients if _changing(edges, gradients, [name], random, _is_not_zero)}
     return found
 
 
@@ -113,10 +116,10 @@ _OF_TORCH = re.compile(r"\w+Backward\d+|(torch::autograd::)?CopyBackwards|torch:
 
 @dataclass(frozen=True)
 class Reading:
-    """What autograd's graph says of layers.
+    """What autograd's graph says of layers, or of parameters.
 
     Attributes:
-        proven: f is linear in pieces in their outputs.
+        proven: f is linear in pieces in their outputs, or in the parameters.
         opaque: there is a function behind them that torch did not write, whose second derivative may be missing.
     """
 
@@ -124,32 +127,29 @@ class Reading:
     opaque: frozenset[str]
 
 
-def read(outputs: Tensor, calls: Calls) -> Reading:
-    """What is behind each layer's output, by the names of the graph's nodes."""
-    return _read(users_of(outputs), calls)
+def edges_of(calls: Calls) -> Edges:
+    """Return the gradient edges of layers' outputs, one for each call."""
+    return {name: [call.edge for call in made] for name, made in calls.items()}
 
 
-def _read(users: Users, calls: Calls) -> Reading:
+def read(users: Users, edges: Edges, *, alone: bool = False) -> Reading:
+    """Return what is behind each layer's calls, or each parameter, by the names of the graph's nodes.
+
+    Args:
+        users: the graph, from :func:`users_of`.
+        edges: of the layers' outputs, or of the parameters; one that has no part in the graph is proven.
+        alone: whether each moves alone: an operation then has to be linear in those of its inputs that depend on these
+            edges, and not in all of them.
+    """
     is_piecewise, is_of_torch = functools.cache(_is_piecewise), functools.cache(_is_of_torch)
     proven, opaque = set(), set()
-    for name, made in calls.items():
-        behind = _behind([call.edge.node for call in made], users)
-        if all(map(is_piecewise, behind)):
+    for name, starts in edges.items():
+        nodes = [edge.node for edge in starts]
+        behind = _behind(nodes, users)
+        moved = behind.union(nodes)
+        if all(_is_piecewise(node, moved) if alone else is_piecewise(node) for node in behind):
             proven.add(name)
         if not all(map(is_of_torch, behind)):
-            opaque.add(name)
-    return Reading(frozenset(proven), frozenset(opaque))
-
-
-def read_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> Reading:
-    """What is behind each leaf, by the names of the graph's nodes; one that has no part in it is proven."""
-    users, proven, opaque = users_of(outputs), set(), set()
-    for name, leaf in leaves.items():
-        start = get_gradient_edge(leaf).node
-        behind = _behind([start], users)
-        if all(_is_piecewise(node, behind | {start}) for node in behind):
-            proven.add(name)
-        if not all(map(_is_of_torch, behind)):
             opaque.add(name)
     return Reading(frozenset(proven), frozenset(opaque))
 
@@ -258,8 +258,14 @@ def users_of(outputs: Tensor) -> Users:
     return users
 
 
-def _changing(calls: Calls, gradients: Gradients, moved: Sequence[str], random: Directions) -> set[str]:
-    """Layers in ``moved`` whose gradient changes when all of these layers' outputs are moved."""
+def _changing(
+    edges: Edges,
+    gradients: Gradients,
+    moved: Sequence[str],
+    random: Directions,
+    changes: Callable[[Tensor, Tensor], bool],
+) -> set[str]:
+    """Those of ``moved`` whose gradient changes when they are all moved; ``changes`` says whether one does."""
     pushed = torch.zeros((), dtype=torch.float64, device="cpu")
     for name in moved:
         for gradient in gradients[name]:
@@ -267,32 +273,23 @@ def _changing(calls: Calls, gradients: Gradients, moved: Sequence[str], random: 
                 pushed = pushed.to(gradient.device) + (gradient * random.like(gradient)).sum(dtype=torch.float64)
     if not pushed.requires_grad:
         return set()
-    edges = [call.edge for name in moved for call in calls[name]]
+    where = [edge for name in moved for edge in edges[name]]
     try:
-        changes = torch.autograd.grad(pushed, edges, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(pushed, where, retain_graph=True, allow_unused=True)
     except RuntimeError:  # an operation without a second derivative: nothing is certified
         return set(moved)
-    owners = [name for name in moved for _ in calls[name]]
+    owners = [name for name in moved for _ in edges[name]]
     first = [gradient for name in moved for gradient in gradients[name]]
-    found = zip(owners, changes, first, strict=True)
-    return {name for name, change, gradient in found if _turned(change, gradient)}
+    each = zip(owners, found, first, strict=True)
+    return {name for name, change, gradient in each if change is not None and changes(change, gradient)}
 
 
-def _turns(gradient: Tensor, leaf: Tensor, random: Directions) -> bool:
-    """Whether a gradient in a leaf changes with it."""
-    if not gradient.requires_grad:
-        return False
-    pushed = (gradient * random.like(gradient)).sum(dtype=torch.float64)
-    try:
-        (change,) = torch.autograd.grad(pushed, leaf, retain_graph=True, allow_unused=True)
-    except RuntimeError:  # an operation without a second derivative: nothing is certified
-        return True
-    return change is not None and bool((change != 0).any())  # with NaN too: samples cannot be told apart in it
+def _is_not_zero(change: Tensor, _: Tensor) -> bool:
+    """Return whether a gradient in a parameter changes: with NaN too, for samples cannot be told apart in it."""
+    return bool((change != 0).any())
 
 
-def _turned(change: Tensor | None, gradient: Tensor) -> bool:
-    """Whether a gradient changes: also where it is finite and its change is not, as behind a root of 0."""
-    if change is None:
-        return False
+def _is_change(change: Tensor, gradient: Tensor) -> bool:
+    """Return whether a gradient in outputs changes: also where it is finite and its change is not, as behind √0."""
     undefined = ~change.isfinite() & gradient.isfinite()  # elsewhere a sample itself has NaN, which proves nothing
     return bool(((change.nan_to_num(0.0) != 0) | undefined).any())

@@ -77,6 +77,12 @@ def apply(scale: Tensor, matrix: Tensor, *, inverse: bool = False) -> Tensor:
     return columns * (1 / factors if inverse else factors).to(matrix.dtype)
 
 
+def of_columns(module: nn.Module, scale: Tensor) -> Tensor:
+    """Return what a layer's columns are multiplied by, (G, 1, m), for a scale of its input channels."""
+    kernel_elements = layers.geometry(module).taps
+    return scale.view(layers.groups(module), 1, -1).repeat_interleave(kernel_elements, dim=2)
+
+
 def multiplied(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
     """``tensor`` times the scale of its channels, which are in ``dim``."""
     sizes = [1] * tensor.ndim

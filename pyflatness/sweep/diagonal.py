@@ -33,7 +33,7 @@ from ..report import Estimate
 from . import stages
 from .layer_gradients import LayerGradients
 from .layer_sweep import Values
-from .per_sample_diagonal import OwnDiagonal, factors
+from .per_sample_diagonal import OwnDiagonal
 from .per_sample_parameters import Group, OwnParameters
 from .totals import OR_OVERFLOW, Sums, Totals
 
@@ -130,13 +130,8 @@ class Diagonal:
     def _note(self, nonlinear: dict[str, str]) -> None:
         """Take in which parameters the model is not linear in."""
         opaque = [name for name, why in nonlinear.items() if why == linearity.OPAQUE]
-        if opaque and self._task.options.curvature == "auto":
-            listed = ", ".join(map(repr, opaque[:6])) + (f" and {len(opaque) - 6} more" if len(opaque) > 6 else "")
-            raise InputError(
-                f"behind parameter {listed} is a function that torch did not write (a torch.autograd.Function, a "
-                "kernel of another library), whose second derivative may be missing without a sign: "
-                "curvature='hessian' takes it as it is, curvature='ggn' gives the GGN value, another number"
-            )
+        if self._task.options.curvature == "auto":
+            linearity.refuse_opaque(opaque, "parameter")
         self.nonlinear.update(nonlinear)
 
     def _add_layers(
@@ -144,10 +139,11 @@ class Diagonal:
     ) -> None:
         with contractions.full_precision(run.outputs):
             squares = self._layers.squares(run, names, sent.passes if signs is None else len(values))
-        for draw, cotangent, sign in factors(sent, signs, run.numbers):
+        for draw, cotangent, sign in sent.sent(signs, run.numbers):
             gradients = run.recorder.gradients(run.outputs, cotangent, names)
             with contractions.full_precision(run.outputs):
-                values[draw] += squares(gradients) * sign
+                found = squares(gradients)
+                values[draw] += found if sign is None else found * sign
 
     def _of_group(self, run: Run, group: Group, signs: Signs | None) -> Tensor:
         """(draws, n)."""
@@ -199,7 +195,7 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
         backend=diagonal.backend,
         per_sample=None if sums.per_sample is None else sums.per_sample[-1, 0],
         omitted=sums.omitted,
-        notes=("second derivatives of functions that torch did not write taken as they are",) if taken else (),
+        notes=(linearity.TAKEN_AS_THEY_ARE,) if taken else (),
         dof=dof,
     )
 

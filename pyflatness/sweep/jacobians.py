@@ -16,9 +16,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import contractions, interrupts
 from ..errors import InputError, NonFiniteError
-from ..model import inputs, layers
+from ..model import inputs
 from ..numerics.accumulate import Accumulator, non_finite
-from ..passes.cotangents import PASSES
+from ..passes import cotangents
 from ..passes.dry_run import Findings
 from ..passes.layer_form import LayerForm
 from ..passes.recorder import Call
@@ -177,10 +177,10 @@ class _Sweep:
             raise InputError(
                 f"bounds: samples of {before} and of {self._width} outputs; they are for one number of them"
             )
-        if self._width > PASSES:
+        if self._width > cotangents.PASSES:
             raise InputError(
-                f"batch {run.number}: the {self._width} outputs of a sample are more than {PASSES} backward passes; "
-                "mls_adversarial needs no Jacobian"
+                f"batch {run.number}: the {self._width} outputs of a sample are more than {cotangents.PASSES} "
+                "backward passes; mls_adversarial needs no Jacobian"
             )
         places = self._places(run)
         edges = [edge for place in places for edge in place.edges]
@@ -219,10 +219,7 @@ class _Sweep:
     def _weight(self, run: Run, name: str) -> WeightGradient:
         module, options = self._runner.selected[name], self._task.options
         if name not in self._forms:
-            weight = layers.matrix(module)[0]
-            dtype = contractions.promoted_dtype(weight.dtype)
-            backend = contractions.choose(options.backend, weight.device, dtype)
-            self._forms[name] = LayerForm(name, module, None, backend, ("squares",), replace(options, conv="filter"))
+            self._forms[name] = LayerForm(name, module, ("squares",), replace(options, conv="filter"))
         return WeightGradient(run, name, module, self._forms[name], self._width)
 
 

@@ -113,11 +113,10 @@ class LayerGradients:
         return self._forms[name].patches(run, [call.inputs.detach() for call in run.calls(name)])
 
     def _form(self, name: str) -> LayerForm:
-        weight = layers.matrix(self.modules[name])[0]
-        backend = contractions.choose(self._options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
-        self.backend = contractions.describe(backend)
         quantity = "weighted" if self._adaptive else "squares"
-        return LayerForm(name, self.modules[name], None, backend, (quantity,), self._options)
+        form = LayerForm(name, self.modules[name], (quantity,), self._options)
+        self.backend = contractions.describe(form.backend)
+        return form
 
     def _is_candidate(self, name: str, module: nn.Module) -> bool:
         plain = isinstance(module._parameters.get("weight"), nn.Parameter)

@@ -10,12 +10,12 @@ Layers in whose weight the model is not linear take Hessian products instead, ea
 """
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import contractions
 from ..contractions.layer import NEURONS, Share
@@ -159,7 +159,7 @@ class Sweep:
         )
         for name in found if sent.passes == 0 else ():
             _add(parts, name, self._forms[name].gradients(run).nothing(run.samples))
-        for draw, cotangent, sign in _sent(run, sent, signs):
+        for draw, cotangent, sign in sent.sent(signs, run.numbers):
             for name, share in contracted.of(cotangent, sign):
                 found[name][draw] += share.values
                 _add(parts, name, share)
@@ -331,23 +331,8 @@ class Sweep:
         """For layers that came with this run."""
         for name, module in self._runner.modules.items():
             if name not in self._forms:
-                self._forms[name] = self._form(name, module)
-
-    def _form(self, name: str, module: nn.Module) -> LayerForm:
-        weight = layers.matrix(module)[0]
-        backend = contractions.choose(self._options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
-        self.backend = contractions.describe(backend)
-        return LayerForm(name, module, self._scales.get(name), backend, self._quantities, self._options)
-
-
-def _sent(
-    run: Run, sent: cotangents.Cotangents, signs: Signs | None
-) -> Iterator[tuple[int, Tensor, Tensor | float | None]]:
-    """Draw, cotangent, and its sign."""
-    if signs is None:
-        yield from ((0, cotangent, sign) for cotangent, sign in sent.exact())
-    else:
-        yield from sent.sampled(signs, run.numbers)
+                form = LayerForm(name, module, self._quantities, self._options, self._scales.get(name))
+                self._forms[name], self.backend = form, contractions.describe(form.backend)
 
 
 def _add(parts: Parts, name: str, share: Share) -> None:

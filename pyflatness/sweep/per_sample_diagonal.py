@@ -4,7 +4,7 @@ By output factors s_ic: Σ_c σ_ic |a ∘ ∂⟨s_ic, f_i⟩/∂θ_i|². By seco
 the parameters; sampled, ⟨a∘r, H_i (a∘r)⟩ for random signs r, all parameters together.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,10 +16,8 @@ from ..hessian import block_traces
 from ..losses import Loss
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
-from ..passes.cotangents import Cotangents
 from .per_sample_parameters import Group
 
-PRODUCTS = 2048  # Hessian products, one for every entry of the parameters, that an exact value may take
 _TOGETHER = 2**22  # bytes of directions that go through the graph in one pass
 
 
@@ -41,12 +39,13 @@ class OwnDiagonal:
         group, values = self._group, self.zeros(signs)
         leaves = [group.leaves[name] for name in names]
         sent = cotangents.prepare(group.outputs, group.targets.detach(), self._loss, group.samples)
-        for draw, cotangent, sign in factors(sent, signs, self._numbers):
+        for draw, cotangent, sign in sent.sent(signs, self._numbers):
             interrupts.check()
             found = torch.autograd.grad(group.outputs, leaves, cotangent, retain_graph=True, allow_unused=True)
             for name, gradient in zip(names, found, strict=True):
                 if gradient is not None:
-                    values[draw] += self._scaled(name, gradient).square().flatten(1).sum(1, dtype=torch.float64) * sign
+                    squares = self._scaled(name, gradient).square().flatten(1).sum(1, dtype=torch.float64)
+                    values[draw] += squares if sign is None else squares * sign
         return values
 
     def by_hessian(self, streams: Mapping[str, int], signs: Signs | None, opaque: Sequence[str] = ()) -> Tensor:
@@ -58,7 +57,7 @@ class OwnDiagonal:
             opaque: names behind which there is a function that torch did not write.
 
         Raises:
-            InputError: more than :data:`PRODUCTS` products; a second derivative that is missing.
+            InputError: more than :data:`.cotangents.PASSES` products; a second derivative that is missing.
         """
         names, values = [*streams], self.zeros(signs)
         if signs is None:
@@ -82,12 +81,12 @@ class OwnDiagonal:
 
     def _check_products(self, names: Sequence[str]) -> None:
         products = sum(self._group.leaves[name][0].numel() for name in names)
-        if products > PRODUCTS:
+        if products > cotangents.PASSES:
             listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             raise InputError(
                 f"the model is not known to be locally linear in {listed}: an exact value takes {products} Hessian "
-                f"products, one for every entry, more than {PRODUCTS}; pass probes= for a sampled value with a "
-                "standard error, or curvature='ggn' for the GGN value, another number"
+                f"products, one for every entry, more than {cotangents.PASSES}; pass probes= for a sampled value with "
+                "a standard error, or curvature='ggn' for the GGN value, another number"
             )
 
     def _entries(self, name: str, slope: Tensor) -> Tensor:
@@ -128,11 +127,3 @@ class OwnDiagonal:
         """(draws, n) float64."""
         draws = 1 if signs is None else len(signs.draws)
         return torch.zeros(draws, self._group.samples, dtype=torch.float64, device=self._group.outputs.device)
-
-
-def factors(sent: Cotangents, signs: Signs | None, numbers: Tensor) -> Iterator[tuple[int, Tensor, Tensor | float]]:
-    """Draw, cotangent, and its sign; without signs all are of draw 0."""
-    if signs is None:
-        yield from ((0, cotangent, 1.0 if sign is None else sign) for cotangent, sign in sent.exact())
-    else:
-        yield from sent.sampled(signs, numbers)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from ..errors import InputError
 from ..options import Options
-from ..passes.cotangents import PASSES
+from ..passes import cotangents
 from .totals import Sums
 
 _FIRST_STAGE, _LATER_STAGES = 4, 3  # draws from which their number is found; how often it is corrected
@@ -51,12 +51,12 @@ def until(target: float, summed: Callable[[range | None], Sums], exact_passes: C
         if excess <= _CLOSE:
             break
         needed = max(math.ceil(draws * excess**2), draws + _FEWEST)
-        if exact_passes() <= min(needed, PASSES):
+        if exact_passes() <= min(needed, cotangents.PASSES):
             return summed(None)
-        if needed > PASSES:
+        if needed > cotangents.PASSES:
             raise InputError(
                 f"target_stderr={target:g} takes about {needed} draws (the standard error of {draws} is "
-                f"{excess * target:.3g}), more than {PASSES}; pass a larger one, or probes="
+                f"{excess * target:.3g}), more than {cotangents.PASSES}; pass a larger one, or probes="
             )
         sums, draws = sums.pooled(summed(range(draws, needed)), draws / needed), needed
     return sums

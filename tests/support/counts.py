@@ -2,9 +2,10 @@
 
     python tests/support/counts.py [--check]
 
-Printed: modules at the package's root; floors and circles of imports between rooms (:mod:`imports` says what these
-are); the Python frames of the package on the stack when a compiled kernel is called; files over 400 lines; and files
-in which it is decided what becomes of samples with NaN. With ``--check`` the exit status is 1 if any is above its aim.
+Printed: modules at the package's root; floors and circles of imports between rooms (:mod:`support.imports` says what
+these are); the Python frames of the package on the stack when a compiled kernel is called; files over 400 lines; and
+files in which it is decided what becomes of samples with NaN. With ``--check`` the exit status is 1 if any is above
+its aim.
 """
 
 import argparse

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from grid import Net
 from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
+from support.grid import Net
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 
@@ -96,11 +96,6 @@ def on_network(
     return call(built(make, dtype), CROSS_ENTROPY, (inputs, targets), *args, **options)
 
 
-def language_model(model: nn.Module, input_ids: torch.Tensor) -> SimpleNamespace:
-    h = model.embed(input_ids)
-    return SimpleNamespace(logits=model.head(F.relu(model.body(h + h.cumsum(1)))))
-
-
 class LanguageModel(nn.Module):
     """Logits of the next token, as an attribute of what it returns, from batches that are mappings."""
 
@@ -109,7 +104,8 @@ class LanguageModel(nn.Module):
         self.embed, self.body, self.head = nn.Embedding(11, 6), nn.Linear(6, 8), nn.Linear(8, 11)
 
     def forward(self, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
-        return language_model(self, input_ids)
+        h = self.embed(input_ids)
+        return SimpleNamespace(logits=self.head(F.relu(self.body(h + h.cumsum(1)))))
 
 
 def of_language(layer: str, **options: Any) -> pf.Estimate:
@@ -133,6 +129,11 @@ def entries() -> Iterator[tuple[str, Callable[[], Any]]]:
         for layer in layers:
             call = partial(on_network, name, pf.relative_flatness, layer, backend=backend, dtype=torch.float64)
             yield f"relative_flatness | larger: {name} | layer {layer} | float64 | {backend}", call
+    for name in ("lenet5", "stages", "tokens", "encoder"):
+        yield f"measure all | larger: {name}", partial(on_network, name, pf.measure, measures="all")
+    eigenvalues = ["lambda_max", "relative_flatness_max", "matrix_normalized_sharpness"]
+    call = partial(on_network, "vocabulary", pf.measure, measures=eigenvalues)
+    yield "measure eigenvalues | larger: vocabulary", call
     for layer, (variant, options) in itertools.product(("body", "head"), VARIANTS.items()):
         yield f"relative_flatness | language model | {layer} | {variant}", partial(of_language, layer, **options)
     for count, dtype, backend in itertools.product((3, 300, 1500), (torch.float32, torch.float64), backends):

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import doors
 import torch
-from doors import LOSS, ON_MODELS, ON_TENSORS, C, M, X, Y
 from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
+from support import doors
+from support.doors import LOSS, ON_MODELS, ON_TENSORS, C, M, X, Y
 
 
 class Odd(nn.Module):

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import convolutions  # noqa: F401, its networks are added to CASES
-import networks  # noqa: F401
 import torch
-from cases import LOSSES, head, to
-from grid import CASES, Case
-from support import larger_networks, refusals, whole_networks
 
 import pyflatness as pf
+from support import larger_networks, refusals, whole_networks
+from support.cases import LOSSES, head, to
+from support.grid import Case
+from support.networks import CASES
 
 Entry = tuple[str, Callable[[], Any]]
 BACKENDS = "reference", "compiled"
@@ -45,6 +44,16 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     "dtype": {"float64": {}, "float32": {"dtype": torch.float32}},
     "data": {"tuple": {}, "batches of 2": {"data": 2}},
 }
+
+
+TRACES: list[dict[str, Any]] = [
+    {},
+    {"conv": "affine"},
+    {"normalize": "std", "nan_policy": "omit"},
+    {"memory": 1, "data": 2},
+    {"conv": "affine", "curvature": "ggn", "normalize": "std"},
+    {"curvature": "hessian", "dtype": torch.float32},
+]
 
 
 def pairwise(choices: Mapping[str, Sequence[str]], seed: int = 0) -> list[tuple[str, ...]]:
@@ -113,10 +122,12 @@ def of_layers() -> Iterator[Entry]:
             yield f"measure | {case.name} | defaults | {backend}", partial(on_case, case, pf.measure, backend=backend)
             call = partial(on_case, case, pf.measure, backend=backend, **options_of(row))
             yield f"measure | {case.name} | {', '.join(row)} | {backend}", call
-        yield (
-            f"block_traces | {case.name}",
-            partial(on_case, case, pf.block_traces, case.layers[0], memory=(1, None)[len(case.name) % 2]),
-        )
+        memory = (1, None)[len(case.name) % 2]
+        yield f"block_traces | {case.name}", partial(on_case, case, pf.block_traces, case.layers[0], memory=memory)
+        for place, layer in enumerate(case.layers):
+            options = TRACES[(len(case.name) + place) % len(TRACES)]
+            call = partial(on_case, case, pf.block_traces, layer, backend=BACKENDS[place % 2], **options)
+            yield f"block_traces | {case.name} | layer {layer}", call
 
 
 def _at_head(loss: str, dtype: torch.dtype, **options: Any) -> pf.Estimate:

@@ -65,9 +65,9 @@ def facts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path.removesuffix("."), _text(value)
 
 
-def _printed(report: pf.Report) -> str:
+def _printed(value: Any) -> str:
     try:
-        return str(report)
+        return str(value)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -112,10 +112,13 @@ def record(entries: Sequence[Entry]) -> dict[str, Any]:
 def differences(
     old: Mapping[str, Mapping[str, str]], new: Mapping[str, Mapping[str, str]]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield each fact that two recordings' values differ in: "entry :: path", the old text, the new one."""
+    """Yield each fact that two recordings' values differ in: "entry :: path", the old text, the new one.
+
+    Entries that are new alone are none: the grid has grown since the old recording.
+    """
     absent: Facts = {}
-    for name in [*old, *(name for name in new if name not in old)]:
-        before, after = old.get(name, absent), new.get(name, absent)
+    for name, before in old.items():
+        after = new.get(name, absent)
         for path in [*before, *(path for path in after if path not in before)]:
             texts = before.get(path, "(absent)"), after.get(path, "(absent)")
             if texts[0] != texts[1]:
@@ -133,6 +136,8 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allowed: Sequence[st
             continue
         unexpected += 1
         print(f"{name}\n  - {_short(before, after)}\n  + {_short(after, before)}{_distance(before, after)}")
+    if added := new["values"].keys() - old["values"].keys():
+        print(f"{len(added)} entries are in the new recording alone, and have nothing to be compared with")
     total = sum(map(len, old["values"].values()))
     print(f"{unexpected} of {total} facts of {len(old['values'])} entries differ; {expected} others are allowed to")
     return unexpected
@@ -183,13 +188,13 @@ def main() -> int:
     from support.value_grid import entries
 
     torch.set_num_threads(1)  # sums in one order
-    start = time.perf_counter()
+    start = time.process_time()
     chosen = [entry for entry in entries() if fnmatch.fnmatchcase(entry[0], options.only)]
     found = record(chosen)
     options.file.write_text(json.dumps(found, indent=0, ensure_ascii=False), encoding="utf-8")
     held = found["values"]
     counts = f"{len(held)} entries, {sum(map(len, held.values()))} facts, {numbers(held)} floating-point numbers"
-    print(f"{counts} of {Path(pf.__file__).parent} in {time.perf_counter() - start:.0f} s")
+    print(f"{counts} of {Path(pf.__file__).parent} in {time.process_time() - start:.0f} CPU seconds")
     return 0
 
 

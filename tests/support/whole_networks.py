@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import LOSSES, head, to
-from grid import CASES, Case
 from torch import nn
 
 import pyflatness as pf
+from support.cases import LOSSES, head, to
+from support.grid import CASES, Case
 
 Entry = tuple[str, Callable[[], Any]]
 OnCase = Callable[..., Any]
+ON_TUPLES = "generalization", "shuffled", "changed"  # the calls that make other data of theirs
 ALPHAS = (0.05, 0.4)
 HALVES = ("mlp ReLU", "mlp Tanh", "cnn", "residual", "attention", "siamese", "loss: squared error", "tokens",
     "loss: class weights sum", "loss: binary sum", "batch norm of vectors", "linear layers on pixels")  # fmt: skip
@@ -36,6 +37,57 @@ def _bound(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.General
 def _rescaled(model: nn.Module, loss: Any, data: Any, factor: Any = 2.0) -> nn.Module:
     first = next(name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d))
     return pf.reparameterize(model, {first: factor}, data)
+
+
+def _from_the_start(model: nn.Module, loss: Any, data: Any) -> pf.PacBayes:
+    initial = {name: 0.5 * value for name, value in model.state_dict().items()}
+    return pf.pac_bayes(model, loss, data, draws=2, steps=4, initial=initial)
+
+
+def _printed(model: nn.Module, loss: Any, data: Any) -> list[str]:
+    """Return what results print."""
+    calls = "bounds", "pac_bayes", "feature_robustness", "generalization_gap", "generalization_bound", "verify"
+    found = [CALLS[name](model, loss, data) for name in calls]
+    found += [
+        pf.relative_flatness(model, loss, data, **options) for options in ({}, {"probes": 3}, {"normalize": "std"})
+    ]
+    return [str(result) for result in found]
+
+
+def _round_trip(model: nn.Module, loss: Any, data: Any) -> dict[str, Any]:
+    """Return what a report is written as, and read back from."""
+    report = pf.measure(model, loss, data, measures=["trace", "relative_flatness", "weight_norm"], per_sample=True)
+    text = report.to_json()
+    estimate = report[report.layers[0], "trace"]
+    return {
+        "json": text,
+        "read back": pf.Report.from_json(text),
+        "frame": report.to_frame().to_csv(),
+        "interval": estimate.interval(0.5),
+        "estimate": pf.Estimate.from_dict(estimate.to_dict()),
+        "network": report["trace"],
+    }
+
+
+class Shuffled:
+    """Batches of two in another order at each read."""
+
+    def __init__(self, data: tuple[torch.Tensor, torch.Tensor], *, changed: bool = False) -> None:
+        self._data, self._changed = data, changed
+        self._draw = torch.Generator().manual_seed(0)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        inputs, targets = self._data
+        order = torch.randperm(len(inputs), generator=self._draw)
+        if self._changed:
+            self._data = inputs + 1, targets
+        return zip(inputs[order].split(2), targets[order].split(2), strict=True)
+
+
+def _shuffled(
+    model: nn.Module, loss: Any, data: Any, *, call: Callable[..., Any], changed: bool = False, **options: Any
+) -> Any:
+    return call(model, loss, Shuffled(data, changed=changed), **options)
 
 
 CALLS: dict[str, Callable[..., Any]] = {
@@ -60,23 +112,42 @@ CALLS: dict[str, Callable[..., Any]] = {
     "generalization_bound, given": partial(_bound, delta=0.2, kappa=1.5, seed=3),
     "reparameterize": _rescaled,
     "verify": partial(pf.verify, seconds=None),
+    "pac_bayes, initial": _from_the_start,
+    "report": _round_trip,
+    "printed": _printed,
+    "shuffled": partial(_shuffled, call=pf.measure),
+    "shuffled, std": partial(_shuffled, call=pf.measure, normalize="std"),
+    "shuffled, target": partial(_shuffled, call=pf.relative_flatness, target_stderr=0.1),
+    "shuffled, by sample": partial(_shuffled, call=pf.measure, normalize="std", per_sample=True),
+    "changed data, std": partial(_shuffled, call=pf.measure, normalize="std", changed=True),
+    "changed data, all": partial(_shuffled, call=pf.measure, measures="all", changed=True),
 }
 
 
 def of_networks(on_case: OnCase) -> Iterator[Entry]:
     """Yield what the public calls beside those of layers give for each network."""
     for name, case in itertools.product(CALLS, HALVES):
+        batches = {} if name.startswith(ON_TUPLES) else {"data": 2}
         yield f"{name} | {case}", partial(on_case, CASES[case], CALLS[name])
-        yield f"{name} | {case} | float32, batches of 2", partial(
-            on_case, CASES[case], CALLS[name], **({} if name.startswith("generalization") else {"data": 2}),
-            dtype=torch.float32,
-        )  # fmt: skip
+        again = partial(on_case, CASES[case], CALLS[name], dtype=torch.float32, **batches)
+        yield f"{name} | {case} | float32, batches of 2", again
 
 
 def _of_head(call: Callable[..., Any], loss: str, **options: Any) -> Any:
     features, weight, bias = head(torch.float64)
     function, targets = (to(torch.float64, value) for value in LOSSES[loss])
     return call(features, weight, bias, targets, loss=function, **options)
+
+
+def _refitted(loss: str) -> pf.Representativeness:
+    features, weight, bias = head(torch.float64)
+    function, targets = (to(torch.float64, value) for value in LOSSES[loss])
+
+    def fit(held: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return weight + held.mean(), bias
+
+    test = features[:3] + 1, targets[:3]
+    return pf.representativeness(features, weight, bias, targets, loss=function, folds=2, draws=2, fit=fit, test=test)
 
 
 def _noise(**options: Any) -> torch.Tensor:
@@ -88,6 +159,7 @@ def of_features() -> Iterator[Entry]:
     """Yield representativeness of heads as tensors, noise and bounds from numbers."""
     for loss in LOSSES:
         yield f"representativeness | {loss}", partial(_of_head, pf.representativeness, loss, folds=2, draws=3)
+        yield f"representativeness, refitted | {loss}", partial(_refitted, loss)
         yield f"authors_representativeness | {loss}", partial(_of_head, pf.authors_representativeness, loss, folds=2)
     for draws, seed in itertools.product((1, 3), (0, 5)):
         yield f"truncated_normal_noise | {draws} | {seed}", partial(_noise, draws=draws, seed=seed)
@@ -155,7 +227,7 @@ def score(*options: str) -> list[dict[str, str]]:
 
     with tempfile.TemporaryDirectory() as folder:
         network = Path(folder) / "scored_network.py"
-        shutil.copy(Path(__file__).parents[1] / "tiny_network.py", network)
+        shutil.copy(Path(__file__).with_name("tiny_network.py"), network)
         paths = []
         for seed in range(2):
             torch.manual_seed(seed)
@@ -173,11 +245,18 @@ def score(*options: str) -> list[dict[str, str]]:
     return [{key: cell.replace(folder, "") for key, cell in row.items() if key != "seconds"} for row in rows]
 
 
+def _layers() -> str:
+    from support.value_grid import command_line
+
+    return command_line("layers", "--model", f"{Path(__file__).with_name('larger_networks.py')}:stages")
+
+
 def of_the_command_line() -> Iterator[Entry]:
-    """Yield the rows of ``score``."""
+    """Yield the rows of ``score`` and what ``layers`` prints."""
     for options in ((), ("--layers", "*", "--measures", "all"), ("--layers", "body", "--probes", "2"),
         ("--layers", "*", "--curvature", "ggn", "--measures", "trace")):  # fmt: skip
         yield f"score | {' '.join(options).replace('*', 'every layer')}", partial(score, *options)
+    yield "layers", _layers
 
 
 def entries(on_case: OnCase) -> Iterator[Entry]:

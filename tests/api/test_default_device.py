@@ -1,0 +1,161 @@
+"""The user's default device and dtype are for the user's tensors: values and draws do not depend on them."""
+
+import ast
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pyflatness as pf
+from support import doors
+from support.doors import LOSS, ON_MODELS, ON_TENSORS, X, Y
+
+
+@contextlib.contextmanager
+def default(device, dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_device(device)
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(before)
+
+
+DEFAULTS = [("meta", torch.float32), ("cpu", torch.float64), ("cpu", torch.float16), ("meta", torch.bfloat16)]
+
+
+def numbers(result):
+    """All that a result holds, in the order of its fields, as text of full precision."""
+    if isinstance(result, torch.Tensor):
+        return [str(result.dtype), str(result.device), result.tolist()]
+    if isinstance(result, nn.Module):
+        return [numbers(p) for p in result.parameters()]
+    if isinstance(result, pf.Report):
+        return {key: numbers(estimate) for key, estimate in result._estimates.items()}
+    if hasattr(result, "__dataclass_fields__"):
+        return [numbers(getattr(result, name)) for name in result.__dataclass_fields__]
+    if isinstance(result, (tuple, list)):
+        return [numbers(part) for part in result]
+    return repr(result)
+
+
+def assert_same(call):
+    expected = numbers(call())
+    for device, dtype in DEFAULTS:
+        with default(device, dtype):
+            found = numbers(call())
+        assert found == expected, (device, dtype)
+
+
+@pytest.mark.parametrize("name", ON_MODELS)
+def test_calls_on_models(name):
+    model = doors.net()
+    assert_same(lambda: ON_MODELS[name](model, LOSS, (X, Y)))
+
+
+@pytest.mark.parametrize("name", ON_TENSORS)
+def test_calls_on_tensors(name):
+    tensors = doors.head()
+    assert_same(lambda: ON_TENSORS[name](*tensors))
+
+
+def test_truncated_normal_noise():
+    assert_same(lambda: pf.truncated_normal_noise(X, 0.1, draws=3))
+
+
+class Smooth(nn.Module):
+    """A convolution, attention-free but curved layers, and a head on every position."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.hidden, self.head = nn.Conv1d(2, 4, 2, groups=2), nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.hidden(torch.tanh(self.conv(x)).transpose(1, 2)))).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"measures": "all"},
+        {"probes": 3},
+        {"probes": "adaptive", "curvature": "ggn"},
+        {"target_stderr": 0.05},
+        {"normalize": "std", "per_sample": True},
+        {"conv": "affine", "memory": 1},
+        {"curvature": "ggn", "backend": "reference"},
+        {"nan_policy": "omit"},
+    ],
+    ids=str,
+)
+def test_all_measures_of_a_curved_network(options):
+    model, x, y = Smooth().eval(), torch.randn(6, 2, 4), torch.randint(3, (6, 3))
+    assert_same(lambda: pf.measure(model, LOSS, (x, y), **options))
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(), nn.BCEWithLogitsLoss(), nn.HuberLoss(), lambda f, y: (f - y).cos().mean()]
+)
+def test_losses(loss):
+    model, targets = doors.net(), torch.rand(len(X), doors.C)
+    for layer in "02":
+        assert_same(lambda layer=layer: pf.relative_flatness(model, loss, (X, targets), layer))
+
+
+_MAKE = {
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "tensor",
+    "as_tensor",
+    "arange",
+    "linspace",
+    "eye",
+    "randn",
+    "rand",
+    "randint",
+}
+_MAKE |= {"randperm", "scalar_tensor", "tril_indices", "triu_indices", "logspace", "normal"}
+_WHOLE = {"arange", "randint", "randperm", "tril_indices", "triu_indices"}  # of whole numbers unless they say otherwise
+
+
+def test_every_tensor_that_is_made_says_where_and_of_what():
+    """Each call of a torch function that makes a tensor names its device, and its dtype where a default would count."""
+    root = Path(pf.__file__).parent
+    missing = []
+    for path in sorted(root.rglob("*.py")):
+        if path.parent.name == "cli":  # programs, which have no user's defaults
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            made = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+            if made not in _MAKE or not (isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"):
+                continue
+            said = {keyword.arg for keyword in node.keywords}
+            lacks = {"device", "dtype"} - said - ({"dtype"} if made in _WHOLE else set())
+            if lacks:
+                missing.append(f"{path.relative_to(root)}:{node.lineno} torch.{made} lacks {', '.join(sorted(lacks))}")
+    assert not missing, "\n".join(missing)
+
+
+class TwoWays(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.one(x) + self.other(x)
+
+
+def test_the_largest_of_values_that_agree_to_nine_digits():
+    """Both layers have the same trace, and weights of one shape, so that the second's |w|² Tr(H) is 2e-9 larger."""
+    model = TwoWays().double()
+    with torch.no_grad():
+        model.other.weight.copy_(model.one.weight * (1 + 1e-9))
+    report = pf.measure(model, LOSS, (X.double(), Y), measures=["scaled_trace", "largest_scaled_trace"])
+    assert report["other", "scaled_trace"].value > report["one", "scaled_trace"].value
+    assert report["largest_scaled_trace"].value == report["other", "scaled_trace"].value

@@ -1,0 +1,364 @@
+"""Ctrl-C at any line of a call: it is raised, and nothing is left behind, nor by a second one."""
+
+import contextlib
+import random
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import pyflatness as pf
+from pyflatness import interrupts
+from support.traces import CALLS, changed, everything, model
+
+
+class Interrupting:
+    """Sends SIGINT at chosen lines, counted in every frame that is entered inside: ours, torch's and the model's.
+
+    One that falls into a finalizer, or the callback of a weak reference, is dropped by Python and not counted as sent.
+    """
+
+    def __init__(self, *lines):
+        self._lines, self.seen, self.sent = set(lines), 0, 0
+
+    def __enter__(self):
+        self._before = sys.gettrace(), sys.unraisablehook
+        sys.unraisablehook = self._dropped
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *exception):
+        trace, sys.unraisablehook = self._before
+        sys.settrace(trace)
+
+    def _dropped(self, found):
+        if found.exc_type is KeyboardInterrupt:
+            self.sent -= 1
+        else:
+            self._before[1](found)
+
+    def _trace(self, frame, event, argument):
+        if frame.f_globals["__name__"] == __name__:
+            return self._trace
+        if event == "line":
+            self.seen += 1
+            if self.seen in self._lines:
+                self.sent += 1
+                signal.raise_signal(signal.SIGINT)
+        return self._trace
+
+
+def lines(call, net):
+    """How many there are; after it nothing is done for the first time."""
+    call(net)
+    with Interrupting() as count:
+        call(net)
+    return count.seen
+
+
+def assert_interrupted(name, net, before, *at):
+    __tracebackhide__ = True
+    interrupting = Interrupting(*at)
+    try:
+        with interrupting:
+            CALLS[name][1](net)
+    except KeyboardInterrupt:
+        assert changed(before, everything(net)) == [], f"{name}, at {at}"
+    else:
+        assert not interrupting.sent, f"{name}: an interrupt at line {at} was lost"  # else the call had fewer lines
+
+
+def chosen(name, net, count):
+    """Lines of a call, with more weight to its beginning and its end."""
+    total, pick = lines(CALLS[name][1], net), random.Random(name)
+    edge = min(total, 400)
+    ends = [*range(1, edge + 1), *range(total - edge + 1, total + 1)]
+    return pick.sample(range(1, total + 1), count - count // 3) + pick.sample(ends, count // 3)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_leaves_nothing(name):
+    net = model(CALLS[name][0])
+    count = 4 if name in ("measure all", "sharpness", "measure") else 12
+    places = chosen(name, net, count)
+    before = everything(net)
+    for at in places:
+        assert_interrupted(name, net, before, at)
+
+
+@pytest.mark.parametrize("name", ["head", "adaptive_sharpness_mc", "fisher_rao", "head_flatness"])
+def test_neither_does_a_second_one(name):
+    net = model(CALLS[name][0])
+    places = chosen(name, net, 12)
+    before = everything(net)
+    for at in places:
+        assert_interrupted(name, net, before, at, at + random.Random(at).randrange(1, 60))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CALLS)
+def test_thousands_of_interrupts_leave_nothing(name):
+    """5,060 of them: single ones at random lines, and every eleventh followed by a second."""
+    net = model(CALLS[name][0])
+    places = chosen(name, net, 220)
+    before = everything(net)
+    for number, at in enumerate(places):
+        later = [at + random.Random(at).randrange(1, 200)] if number % 11 == 0 else []
+        assert_interrupted(name, net, before, at, *later)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CALLS)
+def test_interrupts_at_any_time_leave_nothing(name):
+    """As they come from outside, between any two bytecodes, or while a kernel runs."""
+    net, pick = model(CALLS[name][0]), random.Random(name)
+    CALLS[name][1](net)
+    start = time.perf_counter()
+    CALLS[name][1](net)
+    whole = time.perf_counter() - start
+    before, main = everything(net), threading.main_thread().ident
+    interrupted = 0
+    while interrupted < 40:
+        timer = threading.Timer(pick.uniform(0, whole), signal.pthread_kill, (main, signal.SIGINT))
+        try:
+            timer.start()
+            CALLS[name][1](net)
+            timer.join()  # the call was faster than that
+        except KeyboardInterrupt:
+            interrupted += 1
+            assert changed(before, everything(net)) == [], name
+        timer.join()
+
+
+def in_a_moment(count=1):
+    """Sends that many interrupts from another thread, soon."""
+
+    def send():
+        for _ in range(count):
+            time.sleep(0.05)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_data_that_are_waited_for_are_interrupted_at_once():
+    net = model(CALLS["head"][0])
+    before = everything(net)
+
+    def batches():
+        in_a_moment()
+        time.sleep(30)
+        yield "never"
+
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        pf.relative_flatness(net, torch.nn.CrossEntropyLoss(), batches())
+    assert time.perf_counter() - start < 20
+    assert changed(before, everything(net)) == []
+
+
+class Slow(torch.nn.Sequential):
+    """Works as long as it is told to."""
+
+    ran, working = 0, staticmethod(lambda: False)
+
+    def forward(self, x):
+        while self.working():
+            time.sleep(0.01)
+        type(self).ran += 1
+        return super().forward(x)
+
+
+@pytest.fixture
+def slow():
+    Slow.ran = 0
+    return Slow(torch.nn.Linear(4, 3)).double()
+
+
+DATA = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.arange(5) % 3
+
+
+def test_a_model_that_runs_is_interrupted_when_it_has_run(slow):
+    """Then at once: of the forward passes to come none is done."""
+    threads = []
+    before = everything(slow)
+
+    def working():
+        if not threads:
+            threads.append(in_a_moment())
+        return threads[0].is_alive()
+
+    slow.working = working
+    with pytest.raises(KeyboardInterrupt):
+        pf.adaptive_sharpness_mc(slow, torch.nn.CrossEntropyLoss(), DATA)
+    del slow.working
+    assert slow.ran == 1
+    assert changed(before, everything(slow)) == []
+
+
+def test_a_model_that_hangs_is_interrupted_by_the_second_one(slow):
+    before, threads = everything(slow), []
+
+    def working():
+        if not threads:
+            threads.append(in_a_moment(2))
+        return True
+
+    slow.working = working
+    with pytest.raises(KeyboardInterrupt):
+        pf.adaptive_sharpness_mc(slow, torch.nn.CrossEntropyLoss(), DATA)
+    del slow.working
+    assert slow.ran == 0
+    assert changed(before, everything(slow)) == []
+
+
+def test_a_loss_that_hangs_is_too(slow):
+    before, threads = everything(slow), []
+
+    def loss(outputs, targets):
+        threads.append(in_a_moment(2))
+        while True:
+            time.sleep(0.01)
+
+    with pytest.raises(KeyboardInterrupt):
+        pf.generalization_gap(slow, loss, DATA, DATA)
+    threads[0].join()
+    assert changed(before, everything(slow)) == []
+
+
+@pytest.fixture
+def handled():
+    """Sets a handler of SIGINT for a test."""
+    before = signal.getsignal(signal.SIGINT)
+    yield lambda handler: signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, before)
+
+
+def raised_once(net):
+    """A forward that is interrupted at its first call."""
+    todo = [signal.SIGINT]
+
+    def forward(model, batch):
+        if todo:
+            signal.raise_signal(todo.pop())
+        return model(batch[0]), batch[1]
+
+    return pf.relative_flatness(net, torch.nn.CrossEntropyLoss(), DATA, forward=forward)
+
+
+def test_handlers_of_the_user_s_are_called_and_stay(slow, handled):
+    seen = []
+
+    def mine(number, frame):
+        seen.append(number)
+
+    handled(mine)
+    expected = pf.relative_flatness(slow, torch.nn.CrossEntropyLoss(), DATA)
+    assert float(raised_once(slow)) == float(expected)
+    assert seen == [signal.SIGINT]
+    assert signal.getsignal(signal.SIGINT) is mine
+
+
+def test_an_ignored_signal_stays_ignored(slow, handled):
+    handled(signal.SIG_IGN)
+    raised_once(slow)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_handler_that_the_model_sets_stays(slow, handled):
+    def mine(number, frame):
+        pass
+
+    def forward(model, batch):
+        signal.signal(signal.SIGINT, mine)
+        return model(batch[0]), batch[1]
+
+    handled(signal.default_int_handler)
+    pf.relative_flatness(slow, torch.nn.CrossEntropyLoss(), DATA, forward=forward)
+    assert signal.getsignal(signal.SIGINT) is mine
+
+
+def test_an_interrupt_in_a_call_inside_of_a_call(slow):
+    inner = model(CALLS["adaptive_sharpness_mc"][0])
+    before, inner_before = everything(slow), everything(inner)
+
+    def forward(model, batch):
+        with Interrupting(2000):
+            CALLS["adaptive_sharpness_mc"][1](inner)
+        return model(batch[0]), batch[1]
+
+    with pytest.raises(KeyboardInterrupt):
+        pf.relative_flatness(slow, torch.nn.CrossEntropyLoss(), DATA, forward=forward)
+    assert slow.ran == 0
+    assert changed(inner_before, everything(inner)) == []
+    assert changed(before, everything(slow)) == []
+
+
+def test_an_interrupt_beside_an_error_is_not_lost(slow):
+    def forward(model, batch):
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("of the model's own")
+
+    with pytest.raises(KeyboardInterrupt):
+        pf.relative_flatness(slow, torch.nn.CrossEntropyLoss(), DATA, forward=forward)
+
+
+def test_an_interrupt_while_another_thread_has_its_turn(slow):
+    start, stop = threading.Event(), threading.Event()
+
+    def forward(model, batch):
+        start.set()
+        stop.wait(30)
+        return model(batch[0]), batch[1]
+
+    other = Slow(torch.nn.Linear(4, 3)).double()
+    options = {"forward": forward}
+    thread = threading.Thread(
+        target=lambda: pf.relative_flatness(other, torch.nn.CrossEntropyLoss(), DATA, **options), daemon=True
+    )
+    thread.start()
+    start.wait(30)
+    before = everything(slow)["model"]
+    try:
+        in_a_moment()
+        with pytest.raises(KeyboardInterrupt):
+            pf.relative_flatness(slow, torch.nn.CrossEntropyLoss(), DATA)
+        assert thread.is_alive()
+        assert changed(before, everything(slow)["model"]) == []
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_reparameterizing_in_place_is_all_or_nothing():
+    """The function is the same whatever line is interrupted: no weight is multiplied without those behind it."""
+    net = model(CALLS["reparameterize"][0])
+    expected = net(DATA[0])
+
+    def call(net):
+        pf.reparameterize(net, {"body": 2.0}, [DATA], inplace=True)
+
+    for at in random.Random(0).sample(range(1, lines(call, net)), 30):
+        with contextlib.suppress(KeyboardInterrupt), Interrupting(at) as interrupting:
+            call(net)
+            assert not interrupting.sent, f"an interrupt at line {at} was lost"
+        assert torch.allclose(net(DATA[0]), expected, rtol=1e-12)
+
+
+def test_other_threads_are_left_alone():
+    """They get no signals; nothing is set there."""
+    found = []
+
+    def look():
+        with interrupts.held():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGINT)]

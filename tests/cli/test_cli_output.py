@@ -1,0 +1,133 @@
+"""What the commands print and write: narrow terminals, other encodings, pipes that close, disks without space."""
+
+import collections
+import contextlib
+import os
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import pyflatness as pf
+from pyflatness import cli
+from pyflatness.cli import demo, demo_networks, doctor, paths, score
+from pyflatness.cli.scoring import Row
+from support.score_runs import status
+
+NETWORK = demo_networks.Row(
+    *("MLP-1", "Adam", 0.005, 64, 3, 17, True, 0.0499123, 0.123456, 0.961234, 0.0735437, 12.3456789, 0.00123456)
+)
+SCORED = Row("runs/a long name of a file.safetensors", "stage1.0.conv1", "relative_flatness", 0.367799, None, "head")
+
+
+def _printed(command: Callable[[], object], width: int, monkeypatch, capsys) -> collections.Counter[str]:
+    """The letters and digits that a command prints on a terminal of this width."""
+    for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": str(width)}.items():
+        monkeypatch.setenv(name, value)
+    command()
+    out = re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out)
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= max(width, 80)
+    return collections.Counter(character for character in out if character.isalnum())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda: status("layers", "--model", "torch.nn:Linear", "--model-args", '{"in_features": 4, "out_features": 3}'),
+        lambda: status("measures"),
+        lambda: doctor.show(doctor._table([doctor.Check("avx512", doctor.torch.float64, 1.5e-13, "fused", 1e-12)])),
+        lambda: doctor.show(doctor._environment()),
+        lambda: demo._print([NETWORK], []),
+        lambda: score._print([SCORED]),
+    ],
+    ids=["layers", "measures", "doctor", "environment", "demo", "score"],
+)
+def test_nothing_is_cut_off_on_a_narrow_terminal(
+    command: Callable[[], object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = _printed(command, 400, monkeypatch, capsys)
+    assert sum(wide.values()) > 20
+    for width in (80, 40, 20):
+        assert _printed(command, width, monkeypatch, capsys) == wide
+
+
+def test_a_file_or_pipe_has_lines_of_one_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    score._print([SCORED])
+    out = capsys.readouterr().out
+    assert "stage1.0.conv1  relative_flatness  0.3678" in " ".join(out.split(" "))
+    assert "\x1b" not in out
+
+
+def _run(*arguments: str, stdout: int | None = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pyflatness", *arguments],
+        **{"stdout": stdout, "stderr": subprocess.PIPE, "text": True, "check": False},
+        env={**os.environ, **environment},
+    )
+
+
+def test_other_encodings_get_escapes() -> None:
+    done = _run("measures", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"\u03ba = \u03a3_{s,s'}" in done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("arguments", [["measures"], ["measures", "--markdown"], ["--version"]])
+def test_output_without_space_is_one_line(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = _run(*arguments, stdout=full.fileno())
+    assert done.returncode == 1
+    assert done.stderr == "Error: the output cannot be written (No space left on device)\n"
+
+
+def test_a_pipe_that_closes_ends_in_silence() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = _run("measures", stdout=write)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_faults_that_are_no_output_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        Path("/nowhere/at/all").read_text()
+
+    monkeypatch.setattr("pyflatness.cli.measures.page", missing)
+    with pytest.raises(FileNotFoundError):
+        cli.main(["measures", "--markdown"])
+
+
+@contextlib.contextmanager
+def _space(bytes_: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_results_of_the_demo_are_whole_or_the_older_ones(tmp_path: Path) -> None:
+    demo.write(tmp_path, [NETWORK], [], seed=0)
+    older = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert sorted(older) == ["results.csv", "results.json", "scatter.png"]
+    with _space(1000), pytest.raises(pf.InputError) as caught:
+        demo.write(tmp_path, [NETWORK] * 9, [], seed=0)
+    assert str(caught.value) == f"--out: {tmp_path / 'scatter.png'} cannot be written (File too large)"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == older
+
+
+def test_a_folder_in_the_place_of_a_result(tmp_path: Path) -> None:
+    (tmp_path / "results.csv").mkdir()
+    with pytest.raises(pf.InputError, match=r"--out: .*results\.csv cannot be written \(Is a directory\)"):
+        paths.write_whole(tmp_path / "results.csv", b"rows")
+    assert [path.name for path in tmp_path.iterdir()] == ["results.csv"]

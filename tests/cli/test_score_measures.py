@@ -1,0 +1,157 @@
+"""``pyflatness score`` with many measures and layers, and networks of the zoo."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional as F
+
+import pyflatness as pf
+from pyflatness.cli import checkpoints, specs
+from support import ROOT
+from support.score_runs import arguments_of, rows_of, saved, status, tiny_net
+
+ZOO = ROOT.parent / "shared" / "zoo"
+CHOICES = ("relative_flatness", "relative_flatness_std", "trace")
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.skipif(not ZOO.is_dir(), reason="the zoo of trained networks is not beside the repository")
+def test_zoo(tmp_path: Path) -> None:
+    pytest.importorskip("PIL", reason="the zoo's images are JPEG files")
+    files = [str(path) for path in sorted(ZOO.glob("*.safetensors"))[:2]]
+    data = {"split": "train", "count": 200}
+    arguments = ["--model", f"{ZOO}/lenet5.py:LeNet5", "--data", f"{ZOO}/lenet5.py:images", "--loss", "cross_entropy"]
+    arguments += ["--data-args", json.dumps(data), "--out", str(tmp_path / "zoo.csv")]
+    assert status("score", *arguments, *files) == 0
+    with (tmp_path / "zoo.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["checkpoint"] for row in rows] == files
+    network = specs.resolve(f"{ZOO}/lenet5.py:LeNet5")().eval()
+    checkpoints.fit(network, checkpoints.load(Path(files[0]), allow_pickle=False))
+    truth = pf.relative_flatness(network, "cross_entropy", specs.resolve(f"{ZOO}/lenet5.py:images")(**data))
+    assert float(rows[0]["value"]) == pytest.approx(truth.value, rel=1e-6)
+    assert all(row["layer"] == "fc3" and float(row["accuracy"]) > 0.9 for row in rows)
+
+
+def test_measures_of_the_network_alone_are_one_row(tiny: str) -> None:
+    checkpoint = saved(tiny, 1, "a.safetensors")
+    names = ["weight_norm", "trace", "pac_bayes", "fisher_rao", "adaptive_sharpness_mc"]
+    chosen = [f"--measures={name}" for name in names]
+    assert status(*arguments_of(tiny, checkpoint, *chosen, "--layers=body", "--layers=head")) == 0
+    rows = rows_of(tiny)
+    assert [(row["layer"], row["measure"]) for row in rows] == [
+        *((layer, name) for layer in ("body", "head", "") for name in names[:2]),
+        *(("", name) for name in names[2:]),
+    ]
+    network, batches = tiny_net(tiny, 1), specs.resolve(f"{tiny}:data")()
+    logits = torch.cat([network(x) for x, _ in batches]).detach().double()
+    targets = torch.cat([y for _, y in batches]).long()
+    for row in rows:
+        report = pf.measure(network, "cross_entropy", batches, layers=row["layer"] or None, measures=row["measure"])
+        expected = report[row["layer"], row["measure"]]
+        assert float(row["value"]) == pytest.approx(expected.value, rel=1e-6)
+        assert (row["method"], row["exact"], row["samples"]) == (
+            expected.method,
+            str(expected.exact),
+            str(expected.samples),
+        )
+        assert float(row["loss"]) == pytest.approx(float(F.cross_entropy(logits, targets)), rel=1e-6)
+        assert float(row["accuracy"]) == float((logits.argmax(dim=1) == targets)[targets != -100].double().mean())
+
+
+@pytest.mark.parametrize("first", ["pac_bayes", "adaptive_sharpness_mc", "fisher_rao"])
+def test_loss_and_accuracy_are_those_of_the_network_itself(first: str, tiny: str) -> None:
+    """Not of it under noise; nor of derivatives in forward mode."""
+    checkpoint = saved(tiny, 1, "a.safetensors")
+    assert status(*arguments_of(tiny, checkpoint, f"--measures={first}", "--measures=trace")) == 0
+    one = rows_of(tiny)
+    assert status(*arguments_of(tiny, checkpoint, "--measures=trace")) == 0
+    for key in ("loss", "accuracy"):
+        assert {float(row[key]) for row in one} == {float(rows_of(tiny)[0][key])}
+
+
+def test_sampled_values_have_their_errors(tiny: str) -> None:
+    """Also where samples go through the model more than once, which counts in no loss or accuracy."""
+    path = saved(tiny, 0, "a.safetensors")
+    found = {}
+    for probes in ([], ["--probes", "4"], ["--probes", "adaptive", "--rtol", "0.2"]):
+        assert status(*arguments_of(tiny, "--layers", "body", *probes, path)) == 0
+        (found[" ".join(probes)],) = rows_of(tiny)
+    exact, sampled, adaptive = found.values()
+    assert (exact["stderr"], exact["method"]) == ("", "ggn")
+    assert exact["low"] == exact["value"] == exact["high"]
+    assert [*exact][-3:] == ["error", "low", "high"]
+    for row in (sampled, adaptive):
+        assert row["method"] == "ggn-sampled"
+        assert abs(float(row["value"]) - float(exact["value"])) <= 5 * float(row["stderr"])
+        assert float(row["low"]) < float(row["value"]) < float(row["high"])
+        assert float(row["loss"]) == pytest.approx(float(exact["loss"]))
+        assert row["accuracy"] == exact["accuracy"]
+    assert status(*arguments_of(tiny, "--probes", "some", path)) != 0
+
+
+def _in_report(report: pf.Report) -> set[tuple[str, str]]:
+    return {(layer, measure) for measure, held in report.to_dict().items() for layer in held}
+
+
+def test_all_measures_of_all_layers(tiny: str) -> None:
+    checkpoint = saved(tiny, 1, "a.safetensors")
+    assert status(*arguments_of(tiny, checkpoint, "--layers=*", "--measures=all")) == 0
+    rows = rows_of(tiny)
+    report = pf.measure(tiny_net(tiny, 1), "cross_entropy", specs.resolve(f"{tiny}:data")(), measures="all")
+    assert {(row["layer"], row["measure"]) for row in rows} == _in_report(report)
+    assert len({(row["layer"], row["measure"]) for row in rows}) == len(rows)
+    for row in rows:
+        assert float(row["value"]) == pytest.approx(report[row["layer"], row["measure"]].value, rel=1e-9), row
+    assert len({(row["loss"], row["accuracy"]) for row in rows}) == 1
+
+
+@pytest.mark.parametrize("layers", [[], ["--layers=body"], ["--layers=*"]])
+def test_measures_share_their_passes(layers: list[str], tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = saved(tiny, 1, "a.safetensors")
+    network, calls = specs.resolve(f"{tiny}:Tiny"), []
+    forward = network.forward
+    monkeypatch.setattr(network, "forward", lambda self, x: calls.append(len(x)) or forward(self, x))
+    swept = ["trace", "scaled_trace", "neuron_flatness_rows", "neuron_flatness", "weight_norm"]
+    for names in (swept, ["mls", "nmls", "volume"], [*swept, "mls", "nmls", "volume"]):
+        assert status(*arguments_of(tiny, checkpoint, *layers, *(f"--measures={name}" for name in names))) == 0
+    passes = sum(size > 2 for size in calls) / 4  # batches; nmls is of all layers, and so apart where one is chosen
+    assert passes == (4 if layers == ["--layers=*"] else 6)
+
+
+def test_a_measure_that_fails_stops_no_other(tiny: str) -> None:
+    checkpoint = Path(tiny).with_name("a.safetensors")
+    network = tiny_net(tiny, 1, "Curved")
+    save_file(network.state_dict(), checkpoint)
+    names = ["trace", "normalized_sharpness", "adaptive_sharpness", "weight_norm"]
+    chosen = [f"--measures={name}" for name in names]
+    arguments = arguments_of(tiny, checkpoint, "--model", f"{tiny}:Curved", "--layers=*", *chosen, data="data")
+    assert status(*arguments, "--data-args", '{"kind": "values"}', "--loss", "mse_loss") == 1
+    rows = rows_of(tiny)
+    assert len(rows) == 3 + 3 + 4 + 4  # that "spare" does not run is not known of weights, nor where there is no value
+    data = specs.resolve(f"{tiny}:data")("values")
+    for row in rows:
+        if row["measure"] == "normalized_sharpness":
+            assert "has no lower bound" in row["error"]
+            assert row["value"] == row["loss"] == ""
+            continue
+        assert row["error"] == ""
+        report = pf.measure(network, "mse_loss", data, measures=row["measure"])  # as it is taken by itself
+        assert float(row["value"]) == pytest.approx(report[row["layer"], row["measure"]].value, rel=1e-6)
+        assert row["loss"] != ""
+    assert status(*arguments, "--layers=spare") == 1  # by its own name, so that it has to run
+    assert all("'spare' did not run" in row["error"] for row in rows_of(tiny) if row["measure"] == "trace")
+
+
+def test_values_to_a_standard_error(tiny: str) -> None:
+    path = saved(tiny, 0, "a.safetensors")
+    assert status(*arguments_of(tiny, "--layers", "body", "--target-stderr", "0.05", path)) == 0
+    (row,) = rows_of(tiny)
+    expected = pf.relative_flatness(
+        *(tiny_net(tiny, 0), "cross_entropy", specs.resolve(f"{tiny}:data")(), "body"), target_stderr=0.05
+    )
+    assert float(row["value"]) == expected.value

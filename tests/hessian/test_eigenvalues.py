@@ -1,0 +1,232 @@
+"""λ_max and what is made of it, and maximal relative flatness, against dense Hessians: networks, losses and layers."""
+
+import pytest
+import torch
+from torch import nn
+
+import pyflatness as pf
+from support import grid, truth
+from support.cases import to
+from support.networks import CASES, LAYERS
+
+EIGENVALUES = ("lambda_max", "relative_flatness_max")
+CURVATURES = {"auto": grid.hessian, "ggn": grid.ggn}
+
+
+def data_of(case, size=2):
+    size = 1 if case.name == "gathered tokens" else size
+    return list(zip(case.inputs.split(size), case.targets.split(size), strict=True))
+
+
+def largest(matrix):
+    """λ_max, and the largest in magnitude."""
+    size = matrix.shape[0] * matrix.shape[1] if matrix.ndim == 4 else len(matrix)
+    values = torch.linalg.eigvalsh(matrix.reshape(size, size))
+    return float(values[-1]), float(values.abs().max())
+
+
+def of_rows(matrix, weight):
+    """Σ_s |w_s|² λ_max(H_ss), and the same with the largest in magnitude."""
+    values = torch.linalg.eigvalsh(torch.einsum("sjsk->sjk", matrix))
+    norms = weight.square().sum(dim=1)
+    return float(norms @ values[:, -1]), float(norms @ values.abs().amax(dim=1))
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.parametrize("name", CASES)
+def test_every_layer(name, curvature):
+    """By the Hessian whatever the network is, and by the GGN."""
+    case = CASES[name]
+    options = {"layers": list(case.layers), "measures": EIGENVALUES, "curvature": curvature}
+    report = pf.measure(case.build(), case.loss, data_of(case), **options)
+    for layer in case.layers:
+        matrix = CURVATURES[curvature](case, layer)
+        expected, size = largest(matrix)
+        estimate = report[layer, "lambda_max"]
+        assert estimate.value == pytest.approx(expected, abs=1e-9 * size + 1e-12), layer
+        assert estimate.method == {"auto": "hessian", "ggn": "ggn"}[curvature]
+        assert estimate.exact == (curvature == "auto")
+        assert (estimate.samples, estimate.stderr, estimate.layer) == (case.samples, None, layer)
+        expected, size = of_rows(matrix, truth.weight_of(case.build(), layer))
+        estimate = report[layer, "relative_flatness_max"]
+        assert estimate.value == pytest.approx(expected, abs=1e-9 * size + 1e-12), layer
+        assert estimate.method == ("ggn" if layer in case.linear or curvature == "ggn" else "hessian")
+        assert estimate.exact == (layer in case.linear or curvature == "auto")
+
+
+JOINT = ("mlp ReLU", "mlp Tanh", "custom loss, Tanh", "siamese", "recurrent", "gating", "checkpointed", "tied",
+         "pruned", "weight norm", "attention", "log-softmax inside", "batch second", "unused output", "one sample",
+         "cnn", "tokens, tied head")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_the_network_is_the_joint_hessian(name):
+    case = CASES[name]
+    arguments = (case.loss, case.inputs, case.targets, case.layers)
+    for curvature, matrix_of in (("auto", truth.joint_hessian), ("ggn", truth.joint_ggn)):
+        matrix = matrix_of(case.build(), *arguments)
+        options = {"layers": list(case.layers), "measures": "lambda_max", "curvature": curvature}
+        report = pf.measure(case.build(), case.loss, data_of(case), **options)
+        expected, size = largest(matrix)
+        assert report["lambda_max"].value == pytest.approx(expected, abs=1e-9 * size), curvature
+
+
+@pytest.mark.parametrize("usual", [0, 10**6])
+@pytest.mark.parametrize(("name", "layer"), [("mlp ReLU", "2"), ("custom loss, Tanh", "0"), ("tokens", "mix")])
+def test_rows_by_products_and_written_out(name, layer, usual, monkeypatch):
+    monkeypatch.setattr("pyflatness.hessian.row_blocks._USUAL", usual)
+    case = CASES[name]
+    report = pf.measure(case.build(), case.loss, data_of(case), layers=layer, measures="relative_flatness_max")
+    expected, size = of_rows(grid.hessian(case, layer), truth.weight_of(case.build(), layer))
+    assert report[layer, "relative_flatness_max"].value == pytest.approx(expected, abs=1e-9 * size)
+    assert any("Lanczos" in note for note in report[layer, "relative_flatness_max"].notes) == (usual == 0)
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.parametrize("name", CASES)
+def test_rows_whose_blocks_do_not_fit(name, curvature, monkeypatch):
+    """A sweep for each product; second derivatives in the weights where the GGN is another matrix."""
+    monkeypatch.setattr("pyflatness.hessian.row_blocks._LARGEST_BLOCKS", 0)
+    case = CASES[name]
+    options = {"layers": list(case.layers), "measures": "relative_flatness_max", "curvature": curvature, "memory": 1}
+    report = pf.measure(case.build(), case.loss, data_of(case), **options)
+    for layer in case.layers:
+        expected, size = of_rows(CURVATURES[curvature](case, layer), truth.weight_of(case.build(), layer))
+        estimate = report[layer, "relative_flatness_max"]
+        assert estimate.value == pytest.approx(expected, abs=1e-9 * size + 1e-12), layer
+        assert any("Lanczos" in note for note in estimate.notes)
+
+
+@pytest.mark.parametrize("options", [{"memory": 1}, {"memory": 3000}, {}])
+@pytest.mark.parametrize("size", [1, 4, 6])
+def test_cuts_change_nothing(size, options):
+    case = CASES["custom loss, Tanh"]
+    report = pf.measure(case.build(), case.loss, data_of(case, size), measures=EIGENVALUES, **options)
+    for layer in case.layers:
+        assert report[layer, "lambda_max"].value == pytest.approx(largest(grid.hessian(case, layer))[0], rel=1e-9)
+        expected = of_rows(grid.hessian(case, layer), truth.weight_of(case.build(), layer))[0]
+        assert report[layer, "relative_flatness_max"].value == pytest.approx(expected, rel=1e-9)
+
+
+NORMALISED = ("mlp ReLU", "mlp Tanh", "tokens, binary", "siamese, conv", "cnn", "grouped", "loss: custom, indefinite")
+
+
+@pytest.mark.parametrize("room", [2**29, 0])
+@pytest.mark.parametrize(("name", "layer"), [(n, la) for n, la in LAYERS if n.startswith(NORMALISED)])
+def test_normalised(name, layer, room, monkeypatch):
+    monkeypatch.setattr("pyflatness.hessian.row_blocks._LARGEST_BLOCKS", room)
+    case = CASES[name]
+    deviation = truth.layer_deviations(case.build(), layer, case.inputs)
+    module = case.build().get_submodule(layer)
+    matrix, weight = truth.scaled(module, grid.hessian(case, layer), deviation)
+    report = pf.measure(case.build(), case.loss, data_of(case), layers=layer, measures=EIGENVALUES, normalize="std")
+    expected, size = largest(matrix)
+    assert report[layer, "lambda_max"].value == pytest.approx(expected, abs=1e-8 * size)
+    expected, size = of_rows(matrix, weight)
+    assert report[layer, "relative_flatness_max"].value == pytest.approx(expected, abs=1e-8 * size)
+
+
+@pytest.mark.parametrize("name", ["mlp ReLU", "mlp Tanh", "tokens", "attention", "cnn", "recurrent"])
+def test_float32(name):
+    case = CASES[name]
+    model, loss = case.build().float(), to(torch.float32, case.loss)
+    inputs, targets = to(torch.float32, case.inputs), to(torch.float32, case.targets)
+    report = pf.measure(model, loss, (inputs, targets), layers=list(case.layers), measures=EIGENVALUES)
+    for layer in case.layers:
+        matrix = grid.hessian(case, layer)
+        expected, size = largest(matrix)
+        assert report[layer, "lambda_max"].value == pytest.approx(expected, abs=2e-5 * size)
+        expected, size = of_rows(matrix, truth.weight_of(case.build(), layer))
+        assert report[layer, "relative_flatness_max"].value == pytest.approx(expected, abs=2e-5 * size)
+
+
+# --- scaled with the weight's norm ------------------------------------------------------------------------------------
+
+SCALED = {"scaled_lambda_max": "lambda_max", "scaled_trace": "trace"}
+
+
+@pytest.mark.parametrize("name", ["mlp ReLU", "mlp Tanh", "cnn", "siamese", "weight norm", "tied"])
+def test_scaled(name):
+    case = CASES[name]
+    model = case.build()
+    measures = [*SCALED.values(), *SCALED, *(f"largest_{measure}" for measure in SCALED)]
+    report = pf.measure(model, case.loss, data_of(case), layers=list(case.layers), measures=measures, per_sample=True)
+    for measure, base in SCALED.items():
+        values = []
+        for layer in report.layers:
+            norm = float(truth.weight_of(model, layer).square().sum())
+            values.append(report[layer, measure].value)
+            assert values[-1] == pytest.approx(norm * report[layer, base].value, rel=1e-12)
+            assert report[layer, measure].exact
+        assert report[measure].value == pytest.approx(sum(values))
+        assert report[f"largest_{measure}"].value == max(values)
+        assert report.layers[values.index(max(values))] in report[f"largest_{measure}"].notes[0]
+    assert float(report["scaled_trace"].per_sample.mean()) == pytest.approx(report["scaled_trace"].value)
+
+
+def test_scaled_sampled_values():
+    case = CASES["mlp Tanh"]
+    measures = ["trace", "scaled_trace"]
+    report = pf.measure(case.build(), case.loss, data_of(case), measures=measures, probes=4, per_sample=True)
+    for layer in report.layers:
+        norm = float(truth.weight_of(case.build(), layer).square().sum())
+        base, estimate = report[layer, "trace"], report[layer, "scaled_trace"]
+        assert (estimate.value, estimate.stderr) == pytest.approx((norm * base.value, norm * base.stderr))
+        assert estimate.method == base.method
+        assert float(estimate.per_sample.mean()) == pytest.approx(estimate.value)
+    assert report["scaled_trace"].stderr == pytest.approx(
+        sum(report[layer, "scaled_trace"].stderr for layer in report.layers)
+    )
+    with pytest.raises(pf.InputError, match="the largest of several is too large in the mean"):
+        pf.measure(case.build(), case.loss, data_of(case), measures="largest_scaled_trace", probes=4)
+
+
+def test_what_follows_costs_nothing_more_and_shows_no_base():
+    case = CASES["mlp ReLU"]
+    calls = {}
+    for measures in (
+        "lambda_max",
+        ["lambda_max", "scaled_lambda_max", "largest_scaled_lambda_max"],
+        "scaled_lambda_max",
+    ):
+        model = case.build()
+        counted = []
+        model.register_forward_hook(lambda *_, counted=counted: counted.append(1))
+        report = pf.measure(model, case.loss, data_of(case), measures=measures)
+        calls[str(measures)] = len(counted)
+    assert len(set(calls.values())) == 1
+    assert report.measures == ("scaled_lambda_max",)
+    with pytest.raises(pf.InputError, match="no measure 'lambda_max'"):
+        report["lambda_max"]
+    report = pf.measure(case.build(), case.loss, data_of(case), measures=["trace", "largest_scaled_trace"])
+    with pytest.raises(pf.InputError, match=r"has no value of layer '2'"):
+        report["2", "largest_scaled_trace"]
+
+
+def test_layers_rescaled_against_each_other():
+    """What Table 1 calls invariant does not move, and λ_max does."""
+    case = CASES["mlp ReLU"]
+    model, other = case.build(), case.build()
+    with torch.no_grad():
+        other[0].weight.mul_(3)
+        other[0].bias.mul_(3)
+        other[2].weight.div_(3)
+    measures = [*SCALED, *(f"largest_{measure}" for measure in SCALED), "relative_flatness_max", "lambda_max"]
+    before, after = (pf.measure(net, case.loss, data_of(case), measures=measures) for net in (model, other))
+    for layer in before.layers:
+        for measure in (*SCALED, "relative_flatness_max"):
+            assert after[layer, measure].value == pytest.approx(before[layer, measure].value, rel=1e-9)
+    for measure in measures[:4]:
+        assert after[measure].value == pytest.approx(before[measure].value, rel=1e-9)
+    assert after["0", "lambda_max"].value == pytest.approx(before["0", "lambda_max"].value / 9)
+
+
+def test_the_example_by_hand():
+    model = nn.Linear(2, 2, bias=False).double()
+    model.weight.data.copy_(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
+    data = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64), torch.tensor([0, 1])
+    report = pf.measure(model, nn.CrossEntropyLoss(), data, measures="all")
+    assert report["lambda_max"].value == pytest.approx(0.514737, abs=5e-7)
+    assert report["", "relative_flatness_max"].value == pytest.approx(1.286842, abs=5e-7)
+    assert report["scaled_lambda_max"].value == pytest.approx(5 * report["lambda_max"].value)
+    assert report["scaled_trace"].value == pytest.approx(5 * 0.589836, abs=5e-6)

@@ -1,0 +1,58 @@
+"""Notes on how a loss and the model's outputs go together."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pyflatness as pf
+from support.public_calls import batches
+
+DATA = batches()
+REAL = [(x, F.one_hot(y, 3).double()) for x, y in DATA]
+PROBABILITIES, STRAIGHT = "outputs are probabilities", "second derivative 0"
+
+
+def network(*last):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3), *last).double().eval()
+
+
+def notes(net, loss, data):
+    report = pf.measure(net, loss, data, measures=["trace", "fisher_rao", "mls", "weight_norm"])
+    assert not report["mls"].notes  # not of the loss
+    assert not report["weight_norm"].notes
+    alone = pf.relative_flatness(net, loss, data).notes
+    assert alone == report["2", "trace"].notes == report["fisher_rao"].notes[-len(alone) or 99 :]
+    return " ".join(alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_softmax_before_cross_entropy(dtype):
+    data = [(x.to(dtype), y) for x, y in DATA]
+    assert PROBABILITIES in notes(network(nn.Softmax(1)).to(dtype), nn.CrossEntropyLoss(), data)
+    for net in (network(), network(nn.Sigmoid()), network(nn.LogSoftmax(1))):
+        assert not notes(net.to(dtype), nn.CrossEntropyLoss(), data)
+    assert PROBABILITIES in repr(pf.relative_flatness(network(nn.Softmax(1)).to(dtype), F.cross_entropy, data))
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.L1Loss(), lambda f, y: (f * y).sum(1).mean(), lambda f, y: (1 - f * y).relu().mean()]
+)
+def test_losses_without_curvature(loss):
+    net = network()
+    assert STRAIGHT in notes(net, loss, REAL)
+    assert pf.relative_flatness(net, loss, REAL).value == 0
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.HuberLoss(), lambda f, y: (f - y).pow(4).mean()])
+def test_losses_with_curvature(loss):
+    assert not notes(network(), loss, REAL)
+
+
+def test_the_nll_of_logarithms_of_probabilities():
+    """The curvature is the model's own: the value is not 0, and the note says of what it is."""
+    found = pf.relative_flatness(network(nn.LogSoftmax(1)), nn.NLLLoss(), DATA)
+    expected = pf.relative_flatness(network(), nn.CrossEntropyLoss(), DATA)
+    assert found.value == pytest.approx(expected.value, rel=1e-10)
+    assert STRAIGHT in " ".join(found.notes)

@@ -1,0 +1,253 @@
+"""Measures of a network's parameters that need no sweep, against their definitions by brute force in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import pyflatness as pf
+from pyflatness.measures import MEASURES
+from support.brute_force import X, all_parameters_hessian, network, one, products
+from support.cases import INDICES, C, M, N
+from support.grid import normal
+from support.residual import LOSS, residual
+from support.residual import X as IMAGES
+from support.residual import Y as LABELS
+from support.unchanged import assert_unchanged, snapshot
+
+# --- weight norm ------------------------------------------------------------------------------------------------------
+
+
+def test_weight_norm_of_effective_weights():
+    model = network(M, 6, 6, C)
+    parametrizations.weight_norm(model[0])
+    prune.l1_unstructured(model[2], "weight", amount=0.5)
+    report = pf.measure(model, LOSS, (X, INDICES), measures="weight_norm")
+    assert report.layers == ("0", "2", "4")
+    for layer in report.layers:
+        weight = model.get_submodule(layer).weight
+        assert report[layer, "weight_norm"].value == pytest.approx(float(weight.detach().square().sum()), rel=1e-12)
+    total = sum(report[layer, "weight_norm"].value for layer in report.layers)
+    assert report["weight_norm"].value == pytest.approx(total, rel=1e-12)
+    some = pf.measure(model, LOSS, (X, INDICES), measures="weight_norm", layers=["0", "4"])
+    assert some["weight_norm"].value == pytest.approx(total - report["2", "weight_norm"].value, rel=1e-12)
+
+
+def test_weight_norm_counts_a_shared_weight_once_and_reads_no_data():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    expected = sum(float(model[k].weight.detach().double().square().sum()) for k in (0, 2))
+
+    def untouched():
+        raise AssertionError
+        yield
+
+    estimate = one("weight_norm", model, LOSS, untouched())
+    assert estimate.value == pytest.approx(expected, rel=1e-12)
+    assert "no data read" in repr(estimate)
+
+
+# --- adaptive sharpness by Monte Carlo --------------------------------------------------------------------------------
+
+
+def test_adaptive_sharpness_mc_of_a_quadratic_risk_is_the_exact_sum():
+    """Of a linear model under squared error L(θ + δ) has no terms beyond the second, at any ρ."""
+    model, loss, y = network(M, C), nn.MSELoss(), normal(3, N, C)
+    theta, hessian = all_parameters_hessian(model, loss, X, y)
+    exact = float((theta.square() * hessian.diagonal()).sum())
+    for rho in (0.1, 1.0):
+        estimate = pf.adaptive_sharpness_mc(model, loss, (X, y), rho=rho, draws=400)
+        assert 0 < estimate.stderr < 0.1 * exact
+        assert abs(estimate.value - exact) < 4 * estimate.stderr
+        assert not estimate.exact
+
+
+def test_adaptive_sharpness_mc_of_small_noise():
+    model = network(M, 6, C, activation=nn.Tanh)
+    model[0].bias.requires_grad_(False)
+    theta, hessian = all_parameters_hessian(model, LOSS, X, INDICES)
+    exact = float((theta.square() * hessian.diagonal()).sum())
+    estimate = pf.adaptive_sharpness_mc(model, LOSS, (X, INDICES), rho=1e-3, draws=2000)
+    assert estimate.stderr < 0.2 * abs(exact)
+    assert abs(estimate.value - exact) < 4 * estimate.stderr
+
+
+def test_adaptive_sharpness_mc_standard_error():
+    """Over seeds the values scatter as their standard errors say."""
+    model = network(M, 6, C)
+    found = [pf.adaptive_sharpness_mc(model, LOSS, (X, INDICES), draws=16, seed=seed) for seed in range(60)]
+    spread = torch.tensor([e.value for e in found]).std()
+    claimed = torch.tensor([e.stderr for e in found]).square().mean().sqrt()
+    assert 0.7 < float(spread / claimed) < 1.4
+
+
+def test_adaptive_sharpness_mc_options():
+    model, data = network(M, 6, C), (X, INDICES)
+    value = pf.adaptive_sharpness_mc(model, LOSS, data, draws=4, seed=3)
+    assert pf.adaptive_sharpness_mc(model, LOSS, data, draws=4, seed=3).value == value.value
+    assert pf.adaptive_sharpness_mc(model, LOSS, data, draws=4, seed=4).value != value.value
+    bare = pf.adaptive_sharpness_mc(model, LOSS, data, draws=4, seed=3, scaled=False)
+    assert bare.value == pytest.approx(value.value * 0.1**2 / 2, rel=1e-12)
+    assert bare.stderr == pytest.approx(value.stderr * 0.1**2 / 2, rel=1e-12)
+    default = one("adaptive_sharpness_mc", model, LOSS, data, seed=3)
+    assert default.value == pf.adaptive_sharpness_mc(model, LOSS, data, seed=3).value
+    cut = pf.adaptive_sharpness_mc(model, LOSS, [(X[:5], INDICES[:5]), (X[5:], INDICES[5:])], draws=4, seed=3)
+    assert cut.value == pytest.approx(value.value, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rho": 0.0}, "rho=0.0"),
+        ({"draws": 1}, "draws=1"),
+        ({"data": (X * torch.nan, INDICES), "nan_policy": "omit"}, "batch 0: .* no sample is left out"),
+        ({"nan_policy": "skip"}, "nan_policy='skip' does not exist"),
+        ({"data": iter([(X, INDICES)])}, "can be read once"),
+        ({"data": (X * torch.nan, INDICES)}, "batch 0: the loss of the model is nan"),
+    ],
+)
+def test_adaptive_sharpness_mc_refusals(options, message):
+    data = options.pop("data", (X, INDICES))
+    with pytest.raises(pf.InputError, match=message):
+        pf.adaptive_sharpness_mc(network(M, 6, C), LOSS, data, **options)
+
+
+def test_adaptive_sharpness_mc_may_propagate_nan():
+    estimate = pf.adaptive_sharpness_mc(network(M, 6, C), LOSS, (X * torch.nan, INDICES), nan_policy="propagate")
+    assert math.isnan(estimate.value)
+
+
+def test_frozen_models_have_no_trainable_parameters():
+    model = network(M, 6, C).requires_grad_(False)
+    with pytest.raises(pf.InputError, match="none of its parameters requires gradients"):
+        one("adaptive_sharpness_mc", model, LOSS, (X, INDICES))
+    assert one("fisher_rao", model, LOSS, (X, INDICES)).value > 0
+
+
+# --- parametrised and old-style weights -------------------------------------------------------------------------------
+
+
+class Sine(nn.Module):
+    def forward(self, w):
+        return w.sin()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", Sine()),
+        lambda layer: prune.l1_unstructured(layer, "weight", amount=0.3),
+    ],
+)
+def test_weights_that_are_made_from_others_move_and_come_back(how):
+    model = network(M, 6, C, activation=nn.Tanh)
+    how(model[0])
+    before, weight = snapshot(model), model[0].weight.detach().clone()
+    theta, hessian = all_parameters_hessian(model, LOSS, X, INDICES)
+    expected = float((theta.square() * hessian.diagonal()).sum())
+    estimate = pf.adaptive_sharpness_mc(model, LOSS, (X, INDICES), rho=1e-3, draws=600)
+    assert abs(estimate.value - expected) < 4 * estimate.stderr
+    slope = products(model, LOSS, X, INDICES).square().mean().sqrt()
+    assert one("fisher_rao", model, LOSS, (X, INDICES)).value == pytest.approx(float(slope), rel=1e-10)
+    assert torch.equal(model[0].weight, weight)
+    assert_unchanged(model, before)
+
+
+# --- the user's state -------------------------------------------------------------------------------------------------
+
+CALLS = {
+    "fisher_rao": lambda *a, **o: pf.measure(*a, measures="fisher_rao", **o),
+    "adaptive_sharpness_mc": lambda *a, **o: pf.adaptive_sharpness_mc(*a, draws=3, **o),
+    "pac_bayes": lambda *a, **o: pf.pac_bayes(*a, steps=3, draws=2, **o),
+    "sharpness": lambda *a, **o: pf.measure(*a, measures="sharpness", **o),
+    "interpolation_sharpness": lambda *a, **o: pf.measure(*a, measures="interpolation_sharpness", **o),
+    "adaptive_sharpness": lambda *a, **o: pf.measure(*a, measures="adaptive_sharpness", **o),
+    "weight_norm": lambda *a, **o: pf.measure(*a, measures="weight_norm", **o),
+}
+
+
+@pytest.fixture
+def model():
+    net = residual().train()
+    LOSS(net(IMAGES), LABELS).backward()
+    net.eval()
+    net[3].conv1.weight.requires_grad_(False)
+    net[8].register_forward_hook(lambda *_: None)
+    return net
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_measurement_leaves_no_trace(model, name):
+    before = snapshot(model)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(IMAGES, LABELS), batch_size=6, shuffle=True)
+    CALLS[name](model, LOSS, loader)
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("name", [*CALLS][:-1])
+def test_an_exception_leaves_no_trace(model, name, error):
+    before, calls = snapshot(model), []
+
+    def forward(net, batch):
+        calls.append(1)
+        if len(calls) > 1:
+            raise error("stopped")
+        return net(batch[0]), batch[1]
+
+    batches = [(IMAGES[:10], LABELS[:10]), (IMAGES[10:], LABELS[10:])]
+    with pytest.raises(pf.InputError if error is RuntimeError else error, match="stopped"):
+        CALLS[name](model, LOSS, batches, forward=forward)
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("name", [*CALLS])
+def test_values_do_not_depend_on_grad_modes_or_wrappers(model, name):
+    def value(net):
+        found = CALLS[name](net, LOSS, (IMAGES, LABELS))
+        return (
+            found.sigma
+            if name == "pac_bayes"
+            else found.value
+            if name == "adaptive_sharpness_mc"
+            else found[name].value
+        )
+
+    expected = value(model)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert value(model) == pytest.approx(expected, rel=1e-6)
+    assert value(nn.DataParallel(model)) == pytest.approx(expected, rel=1e-6)
+    assert value(torch.compile(model, backend="eager")) == pytest.approx(expected, rel=1e-6)
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+def test_all_measures_at_once():
+    model = network(M, 6, C)
+    report = pf.measure(model, LOSS, (X, INDICES), measures="all")
+    assert report.measures == tuple(measure.name for measure in MEASURES)
+    facts = report.to_dict()
+    for measure in MEASURES:
+        places = {"layer" if layer else "network" for layer in facts[measure.name]}
+        assert places == set(measure.granularity.split(", "))
+
+
+@pytest.mark.parametrize(
+    "measure", ["sharpness", "adaptive_sharpness", "adaptive_sharpness_mc", "fisher_rao", "pac_bayes"]
+)
+def test_a_module_of_two_names_is_left_as_it_was(measure):
+    torch.manual_seed(0)
+    shared, own = nn.Linear(4, 4), nn.Linear(4, 4)
+    x, y = torch.randn(20, 4), torch.arange(20) % 3
+    head = nn.Linear(4, 3)
+    model = nn.Sequential(shared, nn.ReLU(), shared, nn.ReLU(), own, nn.ReLU(), shared, nn.ReLU(), head).eval()
+    own.weight = shared.weight  # tied too
+    parameters, before = dict(model.named_parameters()), model(x)
+    found = pf.measure(model, nn.CrossEntropyLoss(), (x, y), measures=measure)
+    assert math.isfinite(found[measure].value)
+    assert {name: id(value) for name, value in model.named_parameters()} == {k: id(v) for k, v in parameters.items()}
+    assert torch.equal(model(x), before)

@@ -1,0 +1,390 @@
+"""Measures of all trainable parameters together, against dense Hessians in float64."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations, prune
+
+import pyflatness as pf
+from support import truth
+from support.brute_force import X, all_parameters_hessian, network, one
+from support.cases import INDICES, C, M, N
+from support.convolutions import batch_norm
+from support.covering import share
+from support.grid import CASES, Case, Net, classes, normal
+from support.networks import SEQUENCES
+
+LOSS = nn.CrossEntropyLoss()
+MEASURED = [name for name in CASES if name not in ("gathered tokens", "frozen")]
+LINEAR = [  # those of a kind that has to be certified, or an exact value would cost a product for every entry
+    "mlp ReLU", "mlp LeakyReLU", "mlp PReLU", "batch norm of vectors", "gating", "siamese", "siamese, convolution",
+    "tokens", "tokens, weighted sum", "windows", "flattened tokens", "pruned", "unused output", "loss: custom",
+]  # fmt: skip
+CURVED = ["mlp Tanh", "attention", "layer norm", "tied", "recurrent", "weight norm", "checkpointed"]
+
+
+def written_out(direction, size, dim):
+    """weight_norm: torch's own kernel has a wrong second derivative."""
+    return direction * (size / torch.norm_except_dim(direction, 2, dim))
+
+
+def flat(model):
+    named = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return torch.cat([p.flatten() for p in named.values()]), named
+
+
+def placed(named, theta):
+    parts = theta.split([p.numel() for p in named.values()])
+    return {name: part.view_as(p) for (name, p), part in zip(named.items(), parts, strict=True)}
+
+
+@functools.cache
+def diagonals(case: Case, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """θ, and the diagonal of the Hessian, the GGN, or of (1/n) Σ_i J_iᵀJ_i."""
+    model = case.build()
+    theta, named = flat(model)
+
+    def outputs(theta):
+        return torch.func.functional_call(model, placed(named, theta), (case.inputs,))
+
+    with sdpa_kernel(SDPBackend.MATH), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_weight_norm", written_out)
+        if kind == "hessian":
+            return theta, truth.hessian(lambda t: case.loss(outputs(t), case.targets), theta).diagonal()
+        f = outputs(theta).detach()
+        jacobian = torch.autograd.functional.jacobian(outputs, theta).view(f.numel(), -1)
+    if kind == "outputs":
+        return theta, jacobian.square().sum(dim=0) / case.samples
+    curvature = truth.hessian(lambda z: case.loss(z, case.targets), f).view(f.numel(), f.numel())
+    return theta, torch.einsum("aj,ab,bj->j", jacobian, curvature, jacobian)
+
+
+def measured(case, **options):
+    names = ["sharpness", "adaptive_sharpness"]
+    return pf.measure(case.build(), case.loss, (case.inputs, case.targets), measures=names, **options)
+
+
+def assert_are(report, theta, diagonal):
+    for name, terms in (("sharpness", diagonal), ("adaptive_sharpness", theta.square() * diagonal)):
+        value, size = report[name].value, float(terms.abs().sum())
+        assert value == pytest.approx(float(terms.sum()), abs=1e-10 * size + 1e-14), name
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_of_every_case(name):
+    report = measured(CASES[name])
+    assert_are(report, *diagonals(CASES[name], "hessian"))
+    assert report["sharpness"].exact
+    assert report["adaptive_sharpness"].exact
+    assert report["sharpness"].stderr is None
+    if name in LINEAR or name.startswith("loss: "):
+        assert report["sharpness"].method == "ggn"
+
+
+@pytest.mark.parametrize("name", [*LINEAR[:8], *CURVED, "custom loss, Tanh"])
+def test_ggn_is_exact_only_where_it_is_the_hessian(name):
+    report = measured(CASES[name], curvature="ggn")
+    assert_are(report, *diagonals(CASES[name], "ggn"))
+    for estimate in (report["sharpness"], report["adaptive_sharpness"]):
+        assert estimate.method == "ggn"
+        assert estimate.exact == (name in LINEAR)
+
+
+@pytest.mark.parametrize("name", [*LINEAR, *CURVED, "one output, squeezed", "tokens, binary"])
+def test_interpolation_sharpness(name):
+    case = CASES[name]
+    estimate = one("interpolation_sharpness", case.build(), case.loss, (case.inputs, case.targets))
+    assert estimate.value == pytest.approx(float(diagonals(case, "outputs")[1].sum()), rel=1e-10)
+    assert estimate.exact
+    assert estimate.samples == case.samples
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+def test_interpolation_sharpness_is_the_trace_of_half_the_squares(activation):
+    """Behind ReLUs at any residual, behind tanh at none."""
+    model = network(M, 6, C, activation=activation)
+    targets = model(X).detach() if activation is nn.Tanh else normal(3, N, C)
+    _, hessian = all_parameters_hessian(model, lambda f, y: 0.5 * (f - y).square().sum() / N, X, targets)
+    value = one("interpolation_sharpness", model, nn.MSELoss(), (X, targets)).value
+    assert value == pytest.approx(float(hessian.trace()), rel=1e-10)
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+def of(model, inputs=X, targets=INDICES, loss=LOSS):
+    return Case("", lambda: model, loss, inputs, targets, (), frozenset())
+
+
+class Odd(nn.Module):
+    """Parameters of its own, one of which multiplies itself, and a layer whose weight is also read by other code."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.gain = nn.Parameter(normal(1, 1, 6)), nn.Parameter(normal(2, 6))
+        self.layer, self.head = nn.Linear(M, 6), nn.Linear(6, C)
+
+    def forward(self, x):
+        h = F.relu(self.layer(x) + self.shift) * self.gain.square()
+        return self.head(h) + (x @ self.layer.weight.t()).abs()[:, :C]
+
+
+def fully_connected(*parts):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        return nn.Sequential(*(part() if isinstance(part, type) else part for part in parts)).double().eval()
+
+
+class Last(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = kind
+
+    def forward(self, x):
+        return self.layer(x)[0][:, -1]
+
+
+NETWORKS = {
+    "own parameters": lambda: of(Odd().double()),
+    "norms": lambda: of(
+        fully_connected(nn.Conv2d(2, 4, 3, bias=False), batch_norm(4), nn.ReLU(), nn.GroupNorm(2, 4),
+            nn.Conv2d(4, 3, 1), nn.InstanceNorm2d(3, affine=True), nn.Flatten(), nn.LayerNorm(12), nn.Linear(12, C)),
+        normal(5, N, 2, 4, 4)),
+    "grouped convolution": lambda: of(
+        fully_connected(nn.Conv2d(2, 4, 3, groups=2, padding=1, stride=2), nn.ReLU(), nn.Conv2d(4, 4, 2, groups=4),
+            nn.Flatten(), nn.Linear(4, C)), normal(5, N, 2, 4, 4)),
+    "lstm": lambda: of(fully_connected(Last(nn.LSTM(5, 3, batch_first=True)), nn.Linear(3, C)), SEQUENCES, INDICES[:3]),
+    "attention of torch": lambda: of(
+        fully_connected(nn.TransformerEncoderLayer(6, 2, 4, dropout=0.0, batch_first=True), nn.Flatten(),
+            nn.Linear(18, C)), normal(6, 4, 3, 6), INDICES[:4]),
+    "weight norm behind tanh": lambda: of(
+        fully_connected(parametrizations.weight_norm(nn.Linear(M, 4)), nn.Tanh(), nn.Linear(4, C))),
+    "pruned behind tanh": lambda: of(
+        fully_connected(prune.random_unstructured(nn.Linear(M, 4), "weight", 0.3), nn.Tanh(), nn.Linear(4, C))),
+    "decides by its input": lambda: of(Net(lambda net, x: net.a(x) if float(x.sum()) > 1e9 else torch.tanh(net.a(x)),
+        a=nn.Linear(M, C, dtype=torch.float64))),
+    "one layer": lambda: of(nn.Linear(M, C).double()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_of_parameters_of_many_kinds(name):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(3)
+        case = NETWORKS[name]()
+    report = measured(case)
+    assert_are(report, *diagonals(case, "hessian"))
+    assert report["sharpness"].exact
+    ggn = measured(case, curvature="ggn")
+    assert_are(ggn, *diagonals(case, "ggn"))
+
+
+def test_embedding_bag():
+    """Torch's own has no second derivative, and needs none: the model is linear in it."""
+    bag, plain = nn.EmbeddingBag(7, 3, mode="sum"), nn.Embedding(7, 3)
+    plain.load_state_dict(bag.state_dict())
+    rest = [nn.ReLU(), nn.Linear(3, C)]
+    case = of(fully_connected(Net(lambda net, x: net.all(x).sum(1), all=plain), *rest), classes(4, N, 3, of=7))
+    assert_are(measured(of(fully_connected(bag, *rest), case.inputs)), *diagonals(case, "hessian"))
+
+
+def test_frozen_parameters_are_left_out():
+    model = network(M, 6, 5, C, activation=nn.Tanh)
+    whole = diagonals(of(model), "hessian")[1]
+    model[0].weight.requires_grad_(False)
+    model[4].bias.requires_grad_(False)
+    kept = torch.cat([torch.full((p.numel(),), p.requires_grad) for p in model.parameters()])
+    assert one("sharpness", model, LOSS, (X, INDICES)).value == pytest.approx(float(whole[kept].sum()), rel=1e-10)
+
+
+@pytest.mark.parametrize("name", ["sharpness", "interpolation_sharpness", "adaptive_sharpness"])
+def test_none_trainable(name):
+    with pytest.raises(pf.InputError, match="none of its parameters requires gradients"):
+        one(name, network(M, 6, C).requires_grad_(False), LOSS, (X, INDICES))
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+def test_half_and_single_precision(activation):
+    model = network(M, 6, C, activation=activation)
+    model.insert(1, nn.LayerNorm(6).double())
+    theta, diagonal = diagonals(of(model), "hessian")
+    for dtype, rel in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
+        found = measured(of(model.to(dtype), X.to(dtype)))
+        for name, terms in (("sharpness", diagonal), ("adaptive_sharpness", theta.square() * diagonal)):
+            assert found[name].value == pytest.approx(float(terms.sum()), abs=rel * float(terms.abs().sum()))
+
+
+@pytest.mark.parametrize(("name", "calls"), [("layer norm", 6), ("attention", 7), ("checkpointed", 11)])
+def test_samples_go_together_where_the_model_takes_it(name, calls):
+    """Preflight, the run (once more for attention), two looks, one for the memory, all at once; else each sample."""
+    case, made = CASES[name], []
+
+    def forward(model, batch):
+        made.append(1)
+        return model(batch[0]), batch[1]
+
+    one("sharpness", case.build(), case.loss, (case.inputs, case.targets), forward=forward)
+    assert len(made) == calls
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+MIXED = ["mlp ReLU", "mlp Tanh", "layer norm", "tokens", "attention", "loss: class weights", "loss: ignored"]
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("options", [{}, {"probes": 2}])
+def test_cuts_of_the_data_change_nothing(name, options):
+    case = CASES[name]
+    model, x, y = case.build(), case.inputs, case.targets
+    names = ["sharpness", "interpolation_sharpness", "adaptive_sharpness"]
+    whole = pf.measure(model, case.loss, (x, y), measures=names, **options)
+    batches = [(x[:1], y[:1]), (x[1:], y[1:])]
+    for cut in (
+        pf.measure(model, case.loss, batches, measures=names, **options),
+        pf.measure(model, case.loss, (x, y), measures=names, memory=1, **options),
+    ):
+        for measure in names:
+            assert cut[measure].value == pytest.approx(whole[measure].value, rel=1e-9)
+            if options:
+                assert cut[measure].stderr == pytest.approx(whole[measure].stderr, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_values_of_samples(name):
+    case = CASES[name]
+    for measure in ("sharpness", "adaptive_sharpness", "interpolation_sharpness"):
+        data = case.inputs, case.targets
+        estimate = one(measure, case.build(), case.loss, data, per_sample=True)
+        assert estimate.per_sample.mean().item() == pytest.approx(estimate.value, rel=1e-10)
+        if "loss" not in name:
+            alone = one(measure, case.build(), nn.CrossEntropyLoss(), (case.inputs[:1], case.targets[:1]))
+            share = estimate.per_sample[0].item()
+            if case.targets.ndim == 1 or measure == "interpolation_sharpness":
+                assert alone.value == pytest.approx(share, rel=1e-10)
+
+
+@pytest.mark.parametrize("name", ["mlp ReLU", "mlp Tanh", "layer norm"])
+@pytest.mark.parametrize("measure", ["sharpness", "adaptive_sharpness", "interpolation_sharpness"])
+def test_nan(name, measure):
+    case = CASES[name]
+    model, x = case.build(), case.inputs.clone()
+    x[2] = torch.nan
+    kept = torch.arange(len(x)) != 2
+    clean = one(measure, model, LOSS, (x[kept], case.targets[kept])).value
+    with pytest.raises(pf.NonFiniteError, match="batch 0: 1 of 6 samples"):
+        one(measure, model, LOSS, (x, case.targets))
+    omitted = one(measure, model, LOSS, (x, case.targets), nan_policy="omit", per_sample=True)
+    assert omitted.value == pytest.approx(clean, rel=1e-10)
+    assert (omitted.samples, omitted.omitted) == (5, 1)
+    assert omitted.per_sample.isnan().tolist() == (~kept).tolist()
+    spread = one(measure, model, LOSS, (x, case.targets), nan_policy="propagate", per_sample=True)
+    assert torch.isnan(torch.tensor(spread.value))
+    assert spread.per_sample.isnan().tolist() == (~kept).tolist()
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] = torch.nan
+    with pytest.raises(pf.NonFiniteError, match=r"(parameter '0.weight': it|layer '0': its weight) has 1 entries"):
+        one(measure, model, LOSS, (case.inputs, case.targets))
+
+
+# --- sampled ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp ReLU", "mlp Tanh", "layer norm", "recurrent", "tokens"])
+@pytest.mark.parametrize("measure", ["sharpness", "adaptive_sharpness"])
+def test_coverage_of_sampled_values(name, measure):
+    """Of 240 seeds: no bias, and the standard errors are what the values scatter by."""
+    case = CASES[name]
+    model, data = case.build(), (case.inputs, case.targets)
+    exact = one(measure, model, case.loss, data).value
+    found = [one(measure, model, case.loss, data, probes=8, seed=seed) for seed in range(240)]
+    assert {e.method for e in found} == {("ggn" if name in LINEAR else "hessian") + "-sampled"}
+    assert not any(e.exact for e in found)
+    values, errors = (torch.tensor([getattr(e, what) for e in found]) for what in ("value", "stderr"))
+    assert abs(float(values.mean()) - exact) < 4 * float(values.std()) / len(found) ** 0.5
+    assert 0.85 < float(values.std() / errors.square().mean().sqrt()) < 1.15
+    assert 0.88 < share((e.interval() for e in found), exact) < 0.99
+
+
+def test_coverage_of_interpolation_sharpness():
+    model, data = network(M, 6, C), (X, INDICES)
+    exact = one("interpolation_sharpness", model, LOSS, data).value
+    found = [one("interpolation_sharpness", model, LOSS, data, probes=8, seed=seed) for seed in range(240)]
+    assert 0.88 < share((e.interval() for e in found), exact) < 0.99
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+def test_target_stderr(activation):
+    model, data = network(M, 6, C, activation=activation), (X.repeat(8, 1), INDICES.repeat(8))
+    exact = one("sharpness", model, LOSS, data)
+    coarse = one("sharpness", model, LOSS, data, probes=2)
+    found = one("sharpness", model, LOSS, data, target_stderr=0.7 * coarse.stderr)
+    assert found.value == exact.value or found.stderr < 0.75 * coarse.stderr
+    fine = one("sharpness", model, LOSS, data, target_stderr=1e-5 * coarse.stderr)
+    assert (fine.value, fine.stderr, fine.exact) == (exact.value, None, True)
+
+
+def test_too_many_products():
+    model, data = network(M, 50, 40, C, activation=nn.Tanh), (X, INDICES)
+    with pytest.raises(pf.InputError, match=r"0.weight, .* takes 2340 Hessian products, .* probes="):
+        one("sharpness", model, LOSS, data)
+    assert one("sharpness", model, LOSS, data, probes=2).stderr > 0
+    assert one("sharpness", model, LOSS, data, curvature="ggn").value > 0
+
+
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.SiLU])
+def test_adaptive_sharpness_is_the_limit_of_monte_carlo(activation):
+    model, data = network(M, 6, C, activation=activation), (X, INDICES)
+    exact = one("adaptive_sharpness", model, LOSS, data).value
+    estimate = pf.adaptive_sharpness_mc(model, LOSS, data, rho=1e-3, draws=2000)
+    assert abs(estimate.value - exact) < 4 * estimate.stderr
+
+
+# --- functions that torch did not write -------------------------------------------------------------------------------
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class OnceOnly(Squared):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+@pytest.mark.parametrize("function", [Squared, OnceOnly])
+@pytest.mark.parametrize("layer", [nn.Linear(M, 6), nn.Sequential(nn.Linear(M, 6), nn.LayerNorm(6))])
+def test_functions_that_torch_did_not_write(function, layer):
+    def net(call):
+        return Net(lambda net, x: net.head(call(net.first(x))), first=layer, head=nn.Linear(6, C)).double()
+
+    model, plain = net(function.apply), net(torch.square)
+    plain.load_state_dict(model.state_dict())
+    with pytest.raises(pf.InputError, match=r"behind parameter 'first.*weight', .* torch did not write"):
+        one("sharpness", model, LOSS, (X, INDICES))
+    found, expected = (measured(of(m), curvature="ggn")["sharpness"] for m in (model, plain))
+    assert found.value == pytest.approx(expected.value, rel=1e-10)
+    assert not found.exact
+    if function is Squared:
+        taken = one("sharpness", model, LOSS, (X, INDICES), curvature="hessian")
+        assert taken.value == pytest.approx(one("sharpness", plain, LOSS, (X, INDICES)).value, rel=1e-10)
+        assert not taken.exact
+        assert "taken as they are" in repr(taken)
+    else:
+        with pytest.raises(pf.InputError, match=r"parameter 'first.*second derivative .* is missing"):
+            one("sharpness", model, LOSS, (X, INDICES), curvature="hessian")

@@ -1,0 +1,234 @@
+"""Modules, layers and data that cannot be measured as they are, each right or refused by name: no error of torch's."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
+
+import pyflatness as pf
+from support.grid import Net, normal
+
+X, Y = normal(1, 12, 5), torch.arange(12) % 3
+LOSS = nn.CrossEntropyLoss()
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double().eval()
+
+
+def exhausted():
+    return next(iter([]))
+
+
+# --- torch.jit, DTensor -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda net: torch.jit.trace(net, X)], ids=["script", "trace"])
+def test_jit_modules_are_refused(compiled):
+    net = compiled(mlp())
+    for call in (pf.relative_flatness, pf.measure, pf.verify, pf.block_traces, pf.pac_bayes):
+        with pytest.raises(
+            pf.InputError, match=r"model: it is compiled by torch.jit .* pass the nn.Module that it was"
+        ):
+            call(net, LOSS, (X, Y))
+    with pytest.raises(pf.InputError, match=r"model: '0' is compiled by torch.jit"):
+        pf.measure(nn.Sequential(net, nn.ReLU()), LOSS, (X, Y))
+
+
+SHARDED = """
+import torch, pyflatness as pf
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+net = torch.nn.Sequential(torch.nn.Linear(5, 3))
+fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+try:
+    pf.measure(net, torch.nn.CrossEntropyLoss(), (torch.randn(4, 5), torch.tensor([0, 1, 2, 0])))
+except pf.InputError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_sharded_weights_are_refused():
+    done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, check=True, timeout=120)
+    assert "model: its parameter '0.weight' is a DTensor, spread over processes" in done.stdout
+
+
+# --- StopIteration ----------------------------------------------------------------------------------------------------
+
+
+class Stopping(nn.Module):
+    def __init__(self, at):
+        super().__init__()
+        self.net, self.at, self.calls = mlp(), at, itertools.count()
+
+    def forward(self, x):
+        return self.net(x) if next(self.calls) < self.at else exhausted()
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_stop_iteration_of_a_forward_pass_is_an_error_that_says_so(at):
+    batches = [*zip(X.split(4), Y.split(4), strict=True)]
+    said = r"model: model\(inputs\) on the inputs \(., 5\) float64 raised StopIteration"
+    for call in (
+        lambda net: pf.relative_flatness(net, LOSS, batches),
+        lambda net: pf.relative_flatness(net, LOSS, batches, "net.0"),
+        lambda net: pf.measure(net, LOSS, batches, measures="lambda_max"),
+        lambda net: pf.measure(net, LOSS, batches, measures="fisher_rao"),
+        lambda net: pf.measure(net, LOSS, batches, measures="mls"),
+    ):
+        with pytest.raises(pf.InputError, match=said):
+            call(Stopping(at))
+
+
+def ending(x, y):
+    yield x[:4], y[:4]
+    yield x[4:8], exhausted()
+
+
+class Ending(Dataset):
+    """Of 12 samples, of which the last four cannot be read."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        return X[i], Y[i] if i < 8 else exhausted()
+
+
+def test_data_that_end_by_an_error_are_not_taken_for_all():
+    with pytest.raises(
+        pf.InputError, match="data: reading batch 1 raised StopIteration: something that reads the data"
+    ):
+        pf.measure(mlp(), LOSS, ending(X, Y), measures="trace")
+    for loader in (DataLoader(Ending(), batch_size=4), DataLoader(Ending(), batch_size=4, shuffle=True)):
+        with pytest.raises(pf.InputError, match=r"data: the loader ended after \d of its 3 batches"):
+            pf.measure(mlp(), LOSS, loader, measures="trace")
+
+
+def test_loaders_whose_length_is_a_guess_are_read_to_their_end():
+    class Guessed(SequentialSampler):
+        def __len__(self):
+            return 100
+
+    loader = DataLoader([*zip(X, Y, strict=True)], batch_size=4, sampler=Guessed(X))
+    assert pf.measure(mlp(), LOSS, loader, measures="trace")["0", "trace"].samples == 12
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class OwnConv(nn.Conv1d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(("kind", "base"), [(OwnLinear, "Linear"), (OwnConv, "Conv1d")])
+def test_subclasses_with_a_forward_of_their_own_are_said_to_be_that(kind, base):
+    own = kind(5, 6, **({} if base == "Linear" else {"kernel_size": 1}))
+    said = rf"'own' is a {kind.__name__}, a subclass of {base} whose forward is its own, .* put a plain {base} with"
+    for model in (Net(None, own=own, other=nn.Linear(6, 3)), Net(None, own=own)):
+        for choice in ("own", f"type:{kind.__name__}", own, None):
+            if choice is None and hasattr(model, "other"):
+                continue
+            with pytest.raises(pf.InputError, match=said):
+                pf.measure(model, LOSS, (X, Y), layers=choice)
+
+
+def test_the_output_projection_of_attention_says_why_it_did_not_run():
+    net = Net(
+        lambda net, x: net.head(net.attend(x, x, x)[0].mean(1)),
+        attend=nn.MultiheadAttention(4, 2, batch_first=True),
+        head=nn.Linear(4, 3),
+    )
+    data = torch.randn(6, 3, 4), torch.arange(6) % 3
+    net.eval()
+    said = (
+        "'attend.out_proj' did not run .*: nn.MultiheadAttention uses the weight of 'attend.out_proj' without calling"
+    )
+    for call in (pf.relative_flatness, pf.feature_robustness, pf.block_traces):
+        with pytest.raises(pf.InputError, match=said):
+            call(net, LOSS, data, "attend.out_proj")
+    assert "attend.out_proj" not in pf.measure(net, LOSS, data).layers
+
+
+# --- activation checkpointing -----------------------------------------------------------------------------------------
+
+
+def checkpointed(how, activation=torch.tanh):
+    def inner(net, x):
+        return activation(net.b(activation(net.a(x))))
+
+    def forward(net, x):
+        if how is None:
+            return net.head(inner(net, x))
+        return net.head(checkpoint(inner, net, x, use_reentrant=how == "reentrant"))
+
+    torch.manual_seed(0)
+    return Net(forward, a=nn.Linear(5, 6), b=nn.Linear(6, 6), head=nn.Linear(6, 3)).double()
+
+
+@pytest.mark.parametrize("activation", [torch.relu, F.silu])
+def test_every_measure_goes_through_activation_checkpointing(activation):
+    plain = pf.measure(checkpointed(None, activation), LOSS, (X, Y), measures="all", probes=2)
+    found = pf.measure(checkpointed("other", activation), LOSS, (X, Y), measures="all", probes=2)
+    assert found.skipped.keys() == plain.skipped.keys()
+    assert {"sharpness", "relative_flatness", "mls", "fisher_rao"} <= {*found.measures}
+    for key, estimate in plain._estimates.items():
+        assert found._estimates[key].value == pytest.approx(estimate.value, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpointing_leaves_the_measures_that_need_no_graph():
+    report = pf.measure(checkpointed("reentrant"), LOSS, (X, Y), measures="all")
+    assert {"weight_norm", "pac_bayes", "adaptive_sharpness_mc"} <= {*report.measures}
+    for measure in ("relative_flatness", "trace", "relative_flatness_std", "lambda_max"):
+        assert "runs without recording a graph" in report.skipped[measure]
+    for measures in (None, "relative_flatness"):
+        with pytest.raises(pf.InputError, match="layer 'a' runs without recording a graph"):
+            pf.measure(checkpointed("reentrant"), LOSS, (X, Y), measures=measures)
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("older", [nn.utils.spectral_norm, nn.utils.weight_norm])
+def test_verify_takes_weights_that_older_hooks_make(older):
+    net = mlp()
+    older(net[0])
+    for mode in (False, True, False):  # before any run, after one in training mode, and after one as it is
+        for layer in ("0", "2"):
+            assert pf.verify(net.eval(), LOSS, (X, Y), layer)
+        net.train(mode)(X)
+    assert "weight" not in dict(net[0].named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpointing_behind_a_layer_is_refused_by_name():
+    torch.manual_seed(0)
+    net = Net(
+        lambda net, x: net.head(checkpoint(torch.tanh, net.a(x), use_reentrant=True)),
+        a=nn.Linear(5, 6),
+        head=nn.Linear(6, 3),
+    )
+    for measure in ("relative_flatness", "lambda_max", "sharpness", "mls", "mls_adversarial"):
+        with pytest.raises(pf.InputError, match=r"reentrant activation checkpointing.* use_reentrant=False"):
+            pf.measure(net.double(), LOSS, (X, Y), layers="a", measures=measure)

@@ -1,0 +1,166 @@
+"""What a model takes out of autograd's graph on the way to its outputs is constant to every derivative, and said so."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import pyflatness as pf
+from support import truth
+from support.grid import Net
+
+X = torch.randn(9, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.tensor([0, 2, 1, 0, 1, 1, 2, 0, 2])
+LOSS = nn.CrossEntropyLoss()
+
+
+class Doubled(torch.autograd.Function):
+    """A function with its own, right derivative; what it does inside has no graph."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach() * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def under_no_grad(z):
+    with torch.no_grad():
+        return z * torch.sigmoid(z)
+
+
+def under_inference(z):
+    with torch.inference_mode():
+        gate = torch.sigmoid(z)
+    return z * gate.clone()
+
+
+def written(z):
+    gate = torch.zeros_like(z)
+    with torch.no_grad():
+        gate[:, :2] = torch.sigmoid(z[:, :2])
+    return z * gate
+
+
+def added(z):
+    h = z.clone()
+    with torch.no_grad():
+        h += torch.sigmoid(z)
+    return h
+
+
+def written_to_a_view(z):
+    gate = torch.ones_like(z)
+    with torch.no_grad():
+        gate[:, 1:].copy_(torch.sigmoid(z[:, 1:]))
+    return z + gate
+
+
+CUT = {
+    "detach": lambda z: z * torch.sigmoid(z).detach(),
+    "data": lambda z: z + torch.sigmoid(z.data),
+    "no_grad": lambda z: z + under_no_grad(z),
+    "inference mode": under_inference,
+    "written": written,
+    "written to a view": written_to_a_view,
+    "straight-through": lambda z: z + (torch.tanh(z) - z).detach(),
+    "numpy": lambda z: z + torch.from_numpy(np.tanh(z.detach().numpy())),
+    "a list": lambda z: z * torch.tensor(z.detach().sigmoid().tolist(), dtype=z.dtype),
+    "a number": lambda z: torch.stack([row * math.tanh(row.sum().detach().item()) for row in z]),
+    "through a layer": lambda z: z * nn.functional.linear(z.detach(), torch.eye(6).double()).sigmoid(),
+    "added in place": added,
+    "clamped by itself": lambda z: torch.maximum(z, z.detach().mean(1, keepdim=True)),
+}
+KEPT = {
+    "nothing": torch.relu,
+    "stored": lambda z: (setattr(under_no_grad, "last", z.detach()), torch.relu(z))[1],
+    "compared": lambda z: torch.where(z.detach() > 0.1, z, 0.5 * z),
+    "as an index": lambda z: z.gather(1, z.detach().argsort(1)),
+    "a shape": lambda z: z + torch.zeros_like(z.detach()) + torch.ones_like(z),
+    "converted": lambda z: torch.relu(z) * (z > 0).to(z.dtype),
+    "checked": lambda z: torch.relu(z) if bool(z.detach().isfinite().all()) else z,
+}
+
+
+def network(between):
+    torch.manual_seed(0)
+    parts = {"front": nn.Linear(4, 6), "head": nn.Linear(6, 3)}
+    return Net(lambda net, x: net.head(between(net.front(x))), **parts).double()
+
+
+def by_differences(net, weight, step=1e-3):
+    """κ from values of the loss alone."""
+    before, gram, total = weight.detach().clone(), weight.detach() @ weight.detach().t(), 0.0
+    with torch.no_grad():
+        for j in range(weight.shape[1]):
+            for s in range(len(weight)):
+                for t in range(len(weight)):
+                    for a, b in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
+                        weight[s, j] += a * step
+                        weight[t, j] += b * step
+                        total += a * b * float(gram[s, t] * LOSS(net(X), Y)) / (4 * step**2)
+                        weight.copy_(before)
+    return total
+
+
+@pytest.mark.parametrize("way", CUT)
+def test_values_behind_a_detached_way_are_not_called_exact(way):
+    net = network(CUT[way])
+    estimate = pf.relative_flatness(net, LOSS, (X, Y), "front", curvature="hessian")
+    assert not estimate.exact
+    assert "out of autograd's graph" in estimate.notes[-1]
+    assert abs(estimate.value / by_differences(net, net.front.weight) - 1) > 1e-3
+    report = pf.measure(net, LOSS, (X, Y), measures=["relative_flatness", "lambda_max", "fisher_rao"])
+    assert not any(report["front", measure].exact for measure in ("relative_flatness", "lambda_max"))
+    assert not report["fisher_rao"].exact
+    assert not pf.representation(net, LOSS, (X, Y))["front", "mls"].exact
+    with pytest.raises(pf.InputError, match="no block traces, since the model's outputs depend on tensors"):
+        pf.block_traces(net, LOSS, (X, Y), "front")
+
+
+@pytest.mark.parametrize("way", CUT)
+def test_the_head_behind_it_is_exact(way):
+    estimate = pf.relative_flatness(network(CUT[way]), LOSS, (X, Y))
+    assert (estimate.method, estimate.exact, estimate.notes) == ("head", True, ())
+
+
+@pytest.mark.parametrize("way", KEPT)
+def test_what_does_not_reach_the_outputs_or_has_no_derivative_does_no_harm(way):
+    net = network(KEPT[way])
+    estimate = pf.relative_flatness(net, LOSS, (X, Y), "front", curvature="hessian")
+    assert estimate.exact
+    assert not estimate.notes
+    assert estimate.value == pytest.approx(truth.of_model(net, LOSS, X, Y, "front"), rel=1e-9)
+    assert estimate.value == pytest.approx(by_differences(net, net.front.weight), rel=1e-4)
+
+
+def test_inside_a_function_with_a_derivative_of_its_own_nothing_is_detached():
+    estimate = pf.relative_flatness(network(Doubled.apply), LOSS, (X, Y), "front", curvature="hessian")
+    assert estimate.notes == ("second derivatives of functions that torch did not write taken as they are",)
+    straight = network(lambda z: Doubled.apply(z).detach() * z)
+    assert "out of autograd's graph" in pf.relative_flatness(straight, LOSS, (X, Y), "front", curvature="ggn").notes[-1]
+
+
+def test_a_detached_way_in_front_of_the_measured_layer_does_no_harm():
+    net = network(torch.relu)
+    model = nn.Sequential(nn.Linear(4, 4).double(), Net(lambda net, x: x * x.detach()), net)
+    assert pf.relative_flatness(model, LOSS, (X, Y), "2.front").exact
+    assert not pf.relative_flatness(model, LOSS, (X, Y), "0", curvature="hessian").exact
+
+
+def test_a_layer_that_is_detached_alone_is_left_out_of_all_layers():
+    torch.manual_seed(0)
+    parts = {"front": nn.Linear(4, 6), "side": nn.Linear(4, 6), "head": nn.Linear(6, 3)}
+    net = Net(lambda net, x: net.head(torch.relu(net.front(x)) * net.side(x).detach().sigmoid()), **parts).double()
+    for cut in (5, 9):
+        report = pf.measure(net, LOSS, [(X[:cut], Y[:cut]), (X[cut:], Y[cut:])][: 2 - cut // 9])
+        assert report.layers == ("front", "head")
+        assert [*report.uncovered] == ["side.weight"]
+        assert not report["trace"].exact
+    alone = pf.relative_flatness(net, LOSS, (X, Y), "front")
+    assert alone.exact
+    assert alone.value == pytest.approx(report["front", "relative_flatness"].value, rel=1e-12)

@@ -1,0 +1,197 @@
+"""Intervals: Student's quantile against scipy, degrees of freedom of sums, and what of both an estimate says."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+import pyflatness as pf
+from pyflatness.measures.scaled import together
+from pyflatness.numerics.variances import Variances, with_squares
+from pyflatness.report import intervals
+from support.cases import classifier
+from support.grid import normal
+
+X, Y, LOSS = normal(1, 40, 5), torch.arange(40) % 3, nn.CrossEntropyLoss()
+DOFS = [0.5, 1, 1.37, 2, 3, 7.6, 30, 99.5, 1000, 9999, 10001, 1e6, math.inf]
+
+
+@pytest.mark.parametrize("dof", DOFS)
+def test_student_s_quantile(dof):
+    for level in (1e-3, 0.1, 0.5, 0.6827, 0.9, 0.95, 0.99, 0.999, 1 - 1e-6):
+        expected = stats.norm.isf((1 - level) / 2) if math.isinf(dof) else stats.t.isf((1 - level) / 2, dof)
+        assert intervals.student_t(level, dof) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("level", [0, 1, 1.5, -0.1, math.nan, True, "0.95"])
+def test_levels(level):
+    with pytest.raises(pf.InputError, match=r"level=.* a probability between 0 and 1"):
+        sampled().interval(level)
+    with pytest.raises(pf.InputError, match="level="):
+        dataclasses.replace(sampled(), stderr=None, dof=None).interval(level)
+
+
+def sampled(**facts):
+    return pf.Estimate(**{**FACTS, **facts})
+
+
+FACTS = {"value": 2.0, "stderr": 0.1, "samples": 5, "method": "ggn-sampled", "exact": False, "backend": "reference"}
+
+
+def test_the_interval_of_an_estimate():
+    low, high = sampled(dof=3.5).interval(0.9)
+    half = 0.1 * stats.t.isf(0.05, 3.5)
+    assert (low, high) == pytest.approx((2 - half, 2 + half), rel=1e-9)
+    assert sampled(stderr=None, exact=True).interval() == (2.0, 2.0)
+    for unknown in (
+        {"dof": None},
+        {"stderr": None},
+        {"stderr": math.inf, "dof": 3.0},
+        {"stderr": math.nan, "dof": 3.0},
+    ):
+        assert sampled(**unknown).interval() is None
+
+
+@pytest.mark.parametrize(
+    ("value", "half", "text"),
+    [
+        (1.06608, 0.02, "1.066 [1.046, 1.086]"),
+        (1.23456e-8, 1e-10, "1.2346e-08 [1.2246e-08, 1.2446e-08]"),
+        (123456.0, 3000, "123500 [120500, 126500]"),
+        (0.0, 0.5, "0 [-0.5, 0.5]"),
+        (1.0, 0.0, "1 [1, 1]"),
+        (1.000123, 2e-9, "1.000123 [1.000122998, 1.000123002]"),
+    ],
+)
+def test_numbers_are_shown_to_two_digits_of_their_interval(value, half, text):
+    assert intervals.shown(value, (value - half, value + half)) == text
+
+
+def test_what_is_shown():
+    assert repr(sampled(dof=9.0)).startswith("Estimate(2 [1.77, 2.23]: not exact, 95 % interval, method ggn-sampled, ")
+    assert repr(sampled()).startswith("Estimate(2 [–]: not exact, no interval, ")
+    assert repr(sampled(stderr=None)).startswith("Estimate(2: not exact, method ")
+    report = pf.measure(classifier(5, 6, 3).double(), LOSS, (X, Y), measures="trace", probes=2)
+    low, high = report["0", "trace"].interval()
+    assert intervals.shown(report["0", "trace"].value, (low, high)) in str(report)
+    assert "[95 % intervals]" in str(report)
+
+
+# --- degrees of freedom -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draws", [2, 3, 8])
+@pytest.mark.parametrize("weights", [[1.0] * 40, [1.0, *[0.01] * 39], [3.0, 2.0, *[0.3] * 38]])
+def test_degrees_of_freedom_are_those_of_the_variance(draws, weights):
+    """Of normal draws V varies by Var(V) = Σ 2 σ_i⁴ / (k - 1); one sample that carries it has its own k - 1.
+
+    The squares of estimated variances are larger than those of the true ones in the mean, (k + 1) / (k - 1) times: of
+    many samples there are so many fewer degrees of freedom, which errs on the wide side.
+    """
+    squares = torch.tensor(weights).double().square()
+    expected = (draws - 1) * float(squares.sum().square() / squares.square().sum())
+    fewer = (draws - 1) / (draws + 1)
+    found = []
+    for seed in range(300):
+        variances = Variances()
+        values = normal(seed, draws, 40) * squares.sqrt()
+        for part in values.split(16, dim=1):  # the cut does not count
+            variances.add_draws(part, torch.ones(part.shape[1], dtype=torch.bool))
+        variance, dof = variances.result()
+        assert float(variance) == pytest.approx(float(values.var(dim=0).sum()) / draws)
+        assert 0.999 * (draws - 1) <= dof <= 40 * (draws - 1)
+        found.append(float(dof))
+    assert 0.9 * fewer * expected < sorted(found)[150] < 1.25 * expected
+
+
+def test_one_draw_has_the_variance_between_samples_and_no_degrees_of_freedom():
+    values = 1e6 + normal(3, 1, 500)
+    variances = Variances()
+    for part in values.split(120, dim=1):
+        variances.add_draws(part, torch.ones(part.shape[1], dtype=torch.bool))
+    variance, dof = variances.result()
+    assert float(variance) == pytest.approx(500 * float(values.var()), rel=1e-6)
+    assert math.isnan(dof)
+
+
+def test_variances_of_one_draw_and_of_none():
+    assert Variances().result() is None
+    alone = Variances()
+    alone.add_draws(torch.ones(1, 1), torch.ones(1, dtype=torch.bool))
+    variance, dof = alone.result()
+    assert float(variance) == math.inf
+    assert math.isnan(dof)
+    groups = Variances()
+    groups.add(with_squares(torch.tensor([4.0, 0.0, 4.0]).double()))
+    assert [float(part) for part in groups.result()] == [8, 2]
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+def test_every_sampled_estimate_has_an_interval(activation):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), activation(), nn.Linear(6, 3)).double()
+    names = ["relative_flatness", "trace", "scaled_trace", "matrix_normalized_sharpness", "sharpness"]
+    names += ["interpolation_sharpness", "adaptive_sharpness_mc"]
+    for probes in (2, 3):
+        report = pf.measure(model, LOSS, (X, Y), measures=names, probes=probes)
+        for held in report.by_measure().values():
+            for estimate in held.values():
+                low, high = estimate.interval()
+                assert low < estimate.value < high
+                assert estimate.dof > 0.999
+        assert pf.Report.from_json(report.to_json()) == report
+        assert report.to_frame()["dof"].min() > 0.999
+
+
+def test_degrees_of_freedom_of_stages_are_the_first_one_s():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 3)).double()
+    first = pf.relative_flatness(model, LOSS, (X, Y), "2", probes=4)
+    found = pf.relative_flatness(model, LOSS, (X, Y), "2", target_stderr=first.stderr / 1.5)
+    assert found.stderr < 0.8 * first.stderr
+    assert found.dof == first.dof
+
+
+def test_degrees_of_freedom_of_what_is_derived():
+    model = classifier(5, 6, 3).double()
+    report = pf.measure(model, LOSS, (X, Y), measures=["trace", "scaled_trace"], probes=2)
+    dofs = [report[layer, "trace"].dof for layer in report.layers]
+    assert [report[layer, "scaled_trace"].dof for layer in report.layers] == dofs
+    assert report["scaled_trace"].dof == min(dofs)
+    exact, other = sampled(stderr=None, exact=True), sampled(stderr=0.2, dof=4.0)
+    assert together([exact, other, sampled(dof=7.0)]) == (pytest.approx(0.3), 4.0)
+    assert together([other, sampled()]) == (pytest.approx(0.3), None)
+    assert together([exact, exact]) == (None, None)
+
+
+def test_one_draw_has_no_interval():
+    model = classifier(5, 6, 3).double()
+    found = pf.relative_flatness(model, LOSS, (X[:1], Y[:1]), "0", probes=1)
+    assert (found.stderr, found.dof, found.interval()) == (math.inf, None, None)
+    found = pf.relative_flatness(model, LOSS, (X, Y), "0", probes=1)
+    assert 0 < found.stderr < math.inf
+    assert (found.dof, found.interval()) == (None, None)
+    assert "[–]" in repr(found)
+
+
+def test_draws_that_agree_by_chance_have_no_interval():
+    """Of one sample and three factors two draws agree every fourth time; an interval of no width would be wrong."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 4))
+    found = [pf.relative_flatness(model, LOSS, (X[:1].float(), Y[:1]), "0", probes=2, seed=seed) for seed in range(40)]
+    agreeing = [estimate for estimate in found if estimate.stderr < 1e-6 * estimate.value]
+    assert 2 <= len(agreeing) <= 20
+    assert all(estimate.interval() is None for estimate in agreeing)
+    assert all(estimate.interval() for estimate in found if estimate not in agreeing)
+
+
+def test_a_figure_has_intervals(tmp_path):
+    pytest.importorskip("matplotlib")
+    report = pf.measure(classifier(5, 6, 3).double(), LOSS, (X, Y), measures="trace", probes=2)
+    _, axes = report.plot()
+    (bars,) = axes.containers[0].lines[2]
+    ends = [tuple(segment[:, 1]) for segment in bars.get_segments()]
+    assert ends == [pytest.approx(report[layer, "trace"].interval()) for layer in report.layers]

@@ -1,0 +1,94 @@
+"""Small networks with losses and data, for measures of any layer: CASES, each with the layers in which f is linear.
+
+``linear`` are the layers in whose weight the outputs are locally linear, so that the GGN is the Hessian; the others of
+``layers`` have another GGN. Everything is float64, in eval mode, and the same at every call.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from support import truth
+from support.cases import C, to
+
+CROSS_ENTROPY = nn.CrossEntropyLoss()
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A network to measure; ``convex`` says that its loss is, in the outputs."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    inputs: Tensor
+    targets: Tensor
+    layers: tuple[str, ...]
+    linear: frozenset[str]
+    convex: bool = True
+
+    @property
+    def samples(self) -> int:
+        return len(self.inputs)
+
+
+@functools.cache
+def hessian(case: Case, layer: str) -> Tensor:
+    """The truth of a case's layer, (d, m, d, m)."""
+    return truth.layer_hessian(case.build(), case.loss, case.inputs, case.targets, layer)
+
+
+@functools.cache
+def ggn(case: Case, layer: str) -> Tensor:
+    """The Gauss-Newton matrix of a case's layer, (d, m, d, m)."""
+    return truth.layer_ggn(case.build(), case.loss, case.inputs, case.targets, layer)
+
+
+def groups(case: Case, layer: str) -> int:
+    return getattr(case.build().get_submodule(layer), "groups", 1)
+
+
+CASES: dict[str, Case] = {}
+
+
+def add(name, make, inputs, targets, layers, *, curved="", loss=CROSS_ENTROPY, convex=True, seed=0):
+    """A case from a function that makes its model; ``layers`` and those among them with another GGN, by spaces."""
+
+    def build():
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # torch warns, once, of an even kernel with padding="same"
+            torch.manual_seed(seed)
+            model = make().double().eval()
+            model(inputs)
+        return model
+
+    names, inputs = tuple(layers.split()), to(torch.float64, inputs)
+    linear = frozenset(names) - frozenset(curved.split())
+    loss, targets = to(torch.float64, loss), to(torch.float64, targets)
+    CASES[name] = Case(name, build, loss, inputs, targets, names, linear, convex)
+    return CASES[name]
+
+
+def normal(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def classes(seed, *shape, of=C):
+    return torch.randint(of, shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Net(nn.Module):
+    """Modules by name, and a forward pass over them."""
+
+    def __init__(self, forward, **modules):
+        super().__init__()
+        self.run = forward
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x):
+        return self.run(self, x)

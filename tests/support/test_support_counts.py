@@ -1,0 +1,106 @@
+"""The counts of how the package is laid out: what is counted in a small package, and on the stacks of real calls."""
+
+import sys
+
+import pytest
+import torch
+
+import pyflatness as pf
+from support import counts, imports
+
+FILES = {
+    "__init__.py": "from .api import call",
+    "__main__.py": "from .cli import main",
+    "api.py": "import torch\nfrom . import sums, errors\nfrom .inner.low import x",
+    "sums.py": "from .inner import high\nfrom .errors import E",
+    "errors.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .sums import S\n    import house.api",
+    "inner/__init__.py": "",
+    "inner/high.py": "from . import low\nfrom ..errors import E\ndef f():\n    from ..data import g",
+    "inner/low.py": "def f(policy):\n    return policy == 'omit'",
+    "data.py": "from .inner.low import x\nclass O:\n  @property\n  def omits(self):\n    return self.p != 'raise'",
+    "cli/__init__.py": "def main():\n    import house\n    return options.omits",
+    "long.py": "x = 'propagate'\n" * 401,
+}
+
+
+@pytest.fixture
+def house(tmp_path):
+    for name, text in FILES.items():
+        path = tmp_path / "house" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return tmp_path / "house"
+
+
+def test_rooms_are_folders_and_modules_at_the_root(house):
+    assert imports.graph(house) == {
+        "__init__": {"api"},
+        "api": {"sums", "errors", "inner"},
+        "sums": {"inner", "errors"},
+        "errors": set(),
+        "inner": {"errors", "data"},
+        "data": {"inner"},
+        "cli": {"__init__"},
+        "long": set(),
+    }
+    assert counts.root_modules(house) == ["api", "data", "errors", "long", "sums"]
+
+
+def test_modules_of_a_folder_import_each_other(house):
+    files = imports.graph(house, rooms=False)
+    assert files["house.inner.high"] == {"house.inner.low", "house.errors", "house.data"}
+    assert files["house.sums"] == {"house.inner.high", "house.errors"}
+
+
+def test_floors_and_circles(house):
+    rooms = imports.graph(house)
+    assert imports.circles(rooms) == [["data", "inner"]]
+    assert imports.circles(imports.graph(house, rooms=False)) == []
+    assert imports.longest_chain(rooms) == ["cli", "__init__", "api", "sums", "data = inner", "errors"]
+    typed = imports.graph(house, ("module", "function", "type checking"))
+    assert imports.circles(typed) == [["api", "data", "errors", "inner", "sums"]]
+
+
+def test_a_room_that_imports_nothing_at_load_is_no_circle(house):
+    assert imports.circles(imports.graph(house, ("module",))) == []
+
+
+def test_files_that_decide_by_the_policy(house):
+    assert counts.files_of_policy(house) == (["data.py", "inner/low.py"], ["cli/__init__.py"])
+
+
+def test_matches_and_memberships_decide_too(tmp_path):
+    package = tmp_path / "small"
+    package.mkdir()
+    (package / "a.py").write_text("match p:\n    case 'omit':\n        pass")
+    (package / "b.py").write_text("x = p in ('raise', 'omit')")
+    (package / "c.py").write_text('"""omit"""\nx = f("omit", p == "mean")')
+    assert counts.files_of_policy(package) == (["a.py", "b.py"], [])
+
+
+@pytest.mark.parametrize("name", counts.calls())
+def test_frames_lead_from_the_public_call_to_a_kernel(name):
+    _, made = counts.calls()[name]
+    for call in made:
+        stacks = counts.frames(call)
+        assert stacks
+        for stack in stacks:
+            *frames, kernel = stack
+            assert kernel.endswith(("_f32", "_f64"))
+            assert any(frame.split(".")[-1].split(":")[-1] == name.split(",")[0] for frame in frames)
+    assert sys.getprofile() is None
+
+
+def test_no_kernel_is_called_by_the_reference():
+    features, weight = torch.randn(6, 5), torch.randn(3, 5)
+    assert counts.frames(lambda: pf.head_flatness(features, weight, backend="reference")) == []
+
+
+def test_the_package_is_counted_whole():
+    found = {count.what: count for count in counts.counts()}
+    files = [path for path in counts.PACKAGE.rglob("*.py") if len(path.read_text("utf-8").splitlines()) > counts.LONG]
+    assert found["files over 400 lines"].number == len(files)
+    assert found["floors of imports between rooms"].number > 5
+    assert not counts.Count("x", 3, 2).reached
+    assert counts.Count("x", 2, 2).reached
+    assert counts.Count("x", 3).reached

@@ -1,0 +1,306 @@
+"""Values from output factors in groups: probes="adaptive"."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import pyflatness as pf
+from pyflatness.model.data import Batches
+from pyflatness.passes.recorder import Recorder
+from support import grid, truth
+from support.covering import share
+from support.many_samples import NETWORKS, network, seeded
+from support.networks import CASES
+
+MEASURES = ("relative_flatness", "trace")
+OTHERS = {"gathered tokens", "custom loss, Tanh"}  # can be measured in batches of one sample alone; is not convex
+CONVEX = [name for name, case in CASES.items() if case.linear and "indefinite" not in name and name not in OTHERS]
+
+
+def linear_layers(case):
+    return [layer for layer in case.layers if layer in case.linear]
+
+
+def adaptive(model, loss, data, layers=None, **options):
+    return pf.measure(model, loss, data, layers=layers, measures=MEASURES, probes="adaptive", **options)
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONVEX)
+def test_exact_where_every_column_is_alone(name):
+    """Whatever the network and the loss: tokens, class weights, ignored targets, squared errors, convex callables."""
+    case = CASES[name]
+    layers, data = linear_layers(case), [(case.inputs, case.targets)]
+    found = adaptive(case.build(), case.loss, data, layers, rtol=1e-9)
+    for layer in layers:
+        matrix, weight = grid.ggn(case, layer), truth.weight_of(case.build(), layer)
+        expected = truth.relative_flatness_of(matrix, weight, grid.groups(case, layer)), truth.trace_of(matrix)
+        for measure, value in zip(MEASURES, expected, strict=True):
+            assert found[layer, measure].value == pytest.approx(value, rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", CONVEX)
+def test_every_estimate_covers(name):
+    case = CASES[name]
+    layers = linear_layers(case)
+    inputs, targets = (part.repeat(60, *(1,) * (part.ndim - 1)) for part in (case.inputs, case.targets))
+    exact = pf.measure(case.build(), case.loss, [(inputs, targets)], layers=layers, curvature="ggn")
+    found = adaptive(case.build(), case.loss, [(inputs, targets)], layers, rtol=0.2, seed=3)
+    for layer in layers:
+        value = exact[layer, "trace"].value
+        estimate = found[layer, "trace"]
+        assert abs(estimate.value - value) <= 4 * (estimate.stderr or 0.0) + 1e-9 * abs(value) + 1e-14
+        assert estimate.method == ("ggn" if estimate.stderr is None else "ggn-sampled")
+        assert estimate.exact is (estimate.stderr is None)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_unbiased_and_coverage(name):
+    """Over 400 seeds the interval holds the value of each layer, and the network's, in 95 %."""
+    scale, loss, rtol = NETWORKS[name]
+    model, data = network(scale)
+    exact = pf.measure(model, loss, data, measures="trace")
+    reports = [
+        pf.measure(model, loss, data, measures="trace", probes="adaptive", rtol=rtol, seed=seed) for seed in range(400)
+    ]
+    for key in [("0", "trace"), ("2", "trace"), "trace"]:
+        values = torch.tensor([report[key].value for report in reports]).double() - exact[key].value
+        errors = torch.tensor([report[key].stderr for report in reports]).double()
+        assert abs(float(values.mean())) <= 4 * float(values.std()) / 20
+        assert float(errors.square().mean().sqrt() / values.std()) == pytest.approx(1, abs=0.15)
+        assert 0.92 <= share((report[key].interval() for report in reports), exact[key].value) <= 0.98
+
+
+def test_tokens_are_unbiased():
+    """Columns of all terms of a sample are in groups together; the signs cancel the cross terms between terms too."""
+    case = CASES["tokens"]
+    inputs = torch.randint(7, (80, *case.inputs.shape[1:]), generator=seeded(1))
+    targets = case.targets.repeat(27, 1)[:80]
+    exact = pf.relative_flatness(case.build(), case.loss, (inputs, targets), "mix").value
+    found = [
+        pf.relative_flatness(case.build(), case.loss, (inputs, targets), "mix", probes="adaptive", rtol=0.5, seed=seed)
+        for seed in range(150)
+    ]
+    values = torch.tensor([estimate.value for estimate in found]).double()
+    assert float(values.std()) > 0.005 * exact
+    assert abs(float(values.mean()) - exact) <= 4 * float(values.std()) / math.sqrt(150)
+
+
+def test_the_tolerance_is_about_reached():
+    model, data = network(5.0, samples=400)
+    exact = pf.relative_flatness(model, nn.CrossEntropyLoss(), data, "0").value
+    for rtol in (0.003, 0.01, 0.03):
+        found = [
+            pf.relative_flatness(model, nn.CrossEntropyLoss(), data, "0", probes="adaptive", rtol=rtol, seed=seed)
+            for seed in range(5)
+        ]
+        reached = sum(estimate.stderr for estimate in found) / 5 / exact
+        assert 0.2 * rtol <= reached <= 1.5 * rtol
+
+
+def test_per_sample_values():
+    model, data = network(3.0)
+    estimate = pf.relative_flatness(model, nn.CrossEntropyLoss(), data, "0", probes="adaptive", per_sample=True)
+    assert estimate.per_sample.shape == (240,)
+    assert float(estimate.per_sample.mean()) == pytest.approx(estimate.value, rel=1e-12)
+
+
+def test_a_head_stays_exact_and_draws_stay_draws():
+    model, data = network(3.0)
+    head = pf.relative_flatness(model, nn.CrossEntropyLoss(), data, probes="adaptive")
+    assert (head.method, head.stderr) == ("head", None)
+    assert pf.relative_flatness(model, nn.CrossEntropyLoss(), data, "0", probes=2).method == "ggn-sampled"
+
+
+def test_a_seed_is_one_value():
+    model, data = network(3.0)
+    values = [adaptive(model, nn.CrossEntropyLoss(), data, seed=seed)["trace"].value for seed in (0, 0, 1)]
+    assert values[0] == values[1] != values[2]
+
+
+# --- what is sent -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Rows of all signals that went back."""
+    rows, gradients = [], Recorder.gradients
+
+    def counted(self, outputs, signal, *args, **options):
+        rows.append(len(signal))
+        return gradients(self, outputs, signal, *args, **options)
+
+    monkeypatch.setattr(Recorder, "gradients", counted)
+    return rows
+
+
+def test_fewer_rows_than_classes(sent):
+    """At a peaked softmax, to 1 %: less than half of the exact sweep's rows, further forward passes included."""
+    model, data = network(30.0, samples=1024)
+    exact = pf.relative_flatness(model, nn.CrossEntropyLoss(), data, "0").value
+    whole = sum(sent)
+    sent.clear()
+    estimate = pf.relative_flatness(model, nn.CrossEntropyLoss(), data, "0", probes="adaptive")
+    assert whole >= 9 * 1024
+    assert sum(sent) < 0.35 * whole
+    assert abs(estimate.value - exact) <= 4 * estimate.stderr < 0.06 * exact
+
+
+def test_how_many_samples_there_are():
+    x, cpu = torch.zeros(10, 2), torch.device("cpu")
+    assert Batches((x, x), cpu).samples == 10
+    assert Batches([(x, x), (x[:3], x[:3])], cpu).samples == 13
+    assert Batches(DataLoader(TensorDataset(x, x), batch_size=4), cpu).samples == 10
+    assert Batches(iter([(x, x)]), cpu).samples == 0
+
+
+class Counting(nn.Module):
+    """Counts the samples of its runs; refuses more than ``most`` rows, or (``whole``) any other number than 24."""
+
+    def __init__(self, inner, most=10**9, whole=False):
+        super().__init__()
+        self.inner, self.most, self.whole, self.sizes = inner, most, whole, []
+
+    def forward(self, x):
+        if len(x) > self.most:
+            raise RuntimeError("DefaultCPUAllocator: not enough memory")
+        if self.whole and len(x) != 24:
+            raise ValueError("a batch of another size")
+        self.sizes.append(len(x))
+        return self.inner(x)
+
+
+def test_a_batch_that_cannot_be_cut():
+    inner, (x, y) = network(3.0)
+    data = list(zip(x.split(24), y.split(24), strict=True))
+    exact = pf.measure(inner, nn.CrossEntropyLoss(), data)
+    model = Counting(inner, whole=True)
+    found = adaptive(model, nn.CrossEntropyLoss(), data, rtol=0.02)
+    assert set(model.sizes) == {24}
+    assert abs(found["trace"].value - exact["trace"].value) <= 4 * found["trace"].stderr
+    assert adaptive(model, nn.CrossEntropyLoss(), data, rtol=1e-9)["trace"].value == pytest.approx(exact["trace"].value)
+
+
+def test_samples_are_packed_and_parts_halved_out_of_memory():
+    inner, data = network(20.0)
+    exact = pf.measure(inner, nn.CrossEntropyLoss(), data)["trace"].value
+    model = Counting(inner, most=50)
+    assert adaptive(model, nn.CrossEntropyLoss(), data, rtol=1e-9)["trace"].value == pytest.approx(exact, rel=1e-7)
+    model.sizes.clear()
+    found = adaptive(model, nn.CrossEntropyLoss(), data, rtol=0.02)["trace"]
+    assert abs(found.value - exact) <= 4 * found.stderr
+    assert sum(model.sizes) > 1.3 * 240
+
+
+def test_batches_of_all_sizes():
+    model, (x, y) = network(5.0)
+    exact = pf.measure(model, nn.CrossEntropyLoss(), (x, y))["trace"].value
+    for data in (list(zip(x.split(1), y.split(1), strict=True)), DataLoader(TensorDataset(x, y), batch_size=77)):
+        found = adaptive(model, nn.CrossEntropyLoss(), data, rtol=0.05)["trace"]
+        assert 0 < abs(found.value - exact) <= 4 * found.stderr
+
+
+def test_one_sample_has_an_error():
+    model, (x, y) = network(1.0)
+    for seed in range(20):
+        assert adaptive(model, nn.CrossEntropyLoss(), (x[:1], y[:1]), rtol=0.99, seed=seed)["0", "trace"].stderr > 0
+
+
+# --- what is refused, and what stays ----------------------------------------------------------------------------------
+
+
+def refused(match, model, loss, data, layer="0", **options):
+    with pytest.raises(pf.InputError, match=match):
+        pf.relative_flatness(model, loss, data, layer, **{"probes": "adaptive", **options})
+
+
+def test_clear_errors():
+    model, data = network(3.0)
+    loss = nn.CrossEntropyLoss()
+    refused("rtol=0.1 is for probes='adaptive'", model, loss, data, probes=3, rtol=0.1)
+    refused("rtol=0.1 is for probes='adaptive'", model, loss, data, probes=None, rtol=0.1)
+    refused("pass one of them", model, loss, data, target_stderr=0.1)
+    refused("or 'adaptive'", model, loss, data, probes="adaptively")
+    for rtol in (0, 1, -0.1, math.nan):
+        refused(f"rtol={rtol}: a relative standard error between 0 and 1", model, loss, data, rtol=rtol)
+    case = CASES["indefinite loss, Tanh"]
+    negative = r"convex in the outputs; this one curves down at \d+ of 6 samples: pass probes=k"
+    refused(negative, case.build(), case.loss, (case.inputs, case.targets), "2", curvature="ggn")
+    case = CASES["mlp Tanh"]
+    curved = "layer '0': probes='adaptive' is for layers .* linear .* pass probes=k"
+    refused(curved, case.build(), case.loss, (case.inputs, case.targets), "0")
+    found = pf.relative_flatness(
+        case.build(), case.loss, (case.inputs, case.targets), "0", probes="adaptive", curvature="ggn"
+    )
+    assert found.exact is False
+
+
+def test_too_many_signals(monkeypatch):
+    monkeypatch.setattr("pyflatness.passes.cotangents.PASSES", 3)
+    model, data = network(0.1)
+    refused(
+        r"takes \d+ signals a sample .* more than 3; pass a larger one", model, nn.CrossEntropyLoss(), data, rtol=1e-6
+    )
+
+
+class Sorting(nn.Module):
+    """Its hidden layers see the samples of larger batches in another order."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        order = x[:, 0].argsort() if len(x) > 100 else torch.arange(len(x))
+        return self.inner(x[order])[order.argsort()]
+
+
+@pytest.mark.parametrize(("scale", "rtol"), [(3.0, 0.02), (3.0, 0.2), (20.0, 0.02)])
+def test_rows_in_another_order_are_noticed(scale, rtol):
+    """By what comes back from samples that sent nothing, or by the inputs of the rows of another run."""
+    inner, data = network(scale)
+    match = "layer 'inner.0': its inputs for the same samples"
+    refused(match, Sorting(inner), nn.CrossEntropyLoss(), data, "inner.0", rtol=rtol)
+
+
+@pytest.mark.parametrize("bad", ["inputs", "outputs"])
+def test_samples_that_are_not_finite(bad):
+    model, (x, y) = network(3.0)
+    kept = torch.ones(240, dtype=torch.bool)
+    kept[[3, 170]] = False
+    if bad == "inputs":
+        x = torch.where(kept[:, None], x, torch.nan)
+    else:
+        model = nn.Sequential(*model, nn.Hardtanh(-1e300, 1e300))
+        x = torch.where(kept[:, None], x, 1e308)
+    loss = nn.CrossEntropyLoss()
+    with pytest.raises(pf.NonFiniteError, match="2 of 240 samples"):
+        adaptive(model, loss, (x, y))
+    exact = adaptive(model, loss, (x, y), nan_policy="omit", rtol=1e-9)["0", "trace"]
+    assert (exact.samples, exact.omitted) == (238, 2)
+    found = adaptive(model, loss, (x, y), nan_policy="omit")["0", "trace"]
+    assert 0 < abs(found.value - exact.value) <= 4 * found.stderr
+    spread = adaptive(model, loss, (x, y), nan_policy="propagate", per_sample=True)["0", "trace"]
+    assert torch.equal(spread.per_sample.isfinite(), kept)
+    assert math.isnan(spread.stderr)
+
+
+def test_the_user_s_model_is_left_as_it_was():
+    model, data = network(3.0)
+    model[2].weight.requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    flags, state = [p.requires_grad for p in model.parameters()], torch.random.get_rng_state()
+    adaptive(model, nn.CrossEntropyLoss(), data)
+    with pytest.raises(pf.InputError):
+        adaptive(model, lambda f, y: -F.cross_entropy(f, y), data)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert flags == [p.requires_grad for p in model.parameters()]
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -1,0 +1,127 @@
+"""Which weights the values of a network leave out, and that these are not called exact."""
+
+import pytest
+import torch
+from torch import nn
+
+import pyflatness as pf
+from support.cases import classifier
+from support.grid import Net, normal
+
+LOSS, Y = nn.CrossEntropyLoss(), torch.arange(6) % 3
+OF_LAYERS = ["relative_flatness", "trace", "scaled_trace", "weight_norm", "nmls", "volume"]
+NAMES = [*OF_LAYERS, "fisher_rao", "mls"]
+
+
+def of(model, data, **options):
+    return pf.measure(model.double().eval(), LOSS, data, measures=NAMES, **options)
+
+
+def attention(net, x):
+    h = net.norm(net.mix(net.first(x), net.first(x), net.first(x))[0])
+    return net.head(h.mean(1))
+
+
+def transformer():
+    return Net(attention, first=nn.Linear(4, 4), mix=nn.MultiheadAttention(4, 2, batch_first=True),
+        norm=nn.LayerNorm((3, 4)), head=nn.Linear(4, 3))  # fmt: skip
+
+
+def recurrent():
+    return Net(lambda net, x: net.head(net.cell(x)[0][:, -1]), cell=nn.LSTM(4, 5, batch_first=True),
+        head=nn.Linear(5, 3))  # fmt: skip
+
+
+def upsampling():
+    return Net(lambda net, x: net.head(torch.relu(net.up(x)).flatten(1)), up=nn.ConvTranspose1d(3, 2, 2),
+        head=nn.Linear(10, 3))  # fmt: skip
+
+
+def embedding():
+    return Net(lambda net, x: net.head(torch.relu(net.embed(x)).flatten(1)), embed=nn.Embedding(7, 2),
+        head=nn.Linear(8, 3))  # fmt: skip
+
+
+FLOATS, TOKENS = normal(0, 6, 3, 4), torch.randint(7, (6, 4), generator=torch.Generator().manual_seed(0))
+CASES = {  # the weights left out, by their entries, and how many entries all weights have
+    "attention": (transformer, FLOATS, {"mix.in_proj_weight": 48, "mix.out_proj.weight": 16}, 16 + 64 + 12),
+    "recurrent": (recurrent, FLOATS, {"cell.weight_ih_l0": 80, "cell.weight_hh_l0": 100}, 180 + 15),
+    "transposed convolution": (upsampling, FLOATS, {"up.weight": 12}, 12 + 30),
+    "embedding": (embedding, TOKENS, {"embed.weight": 14}, 14 + 24),
+}
+
+
+@pytest.mark.parametrize("measure", [*OF_LAYERS, "largest_scaled_trace", "lambda_max", "matrix_normalized_sharpness"])
+def test_a_measure_by_itself(measure):
+    model = embedding().double()
+    report = pf.measure(model, LOSS, (TOKENS, Y), measures=measure)
+    assert [*report.uncovered] == ["embed.weight"]
+    assert not report[measure].exact
+    assert pf.measure(model, LOSS, (TOKENS, Y), measures="fisher_rao").uncovered == {}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_left_out_is_named_and_not_exact(name):
+    make, x, left_out, whole = CASES[name]
+    report = of(make(), (x, Y))
+    assert report.uncovered == pytest.approx({weight: size / whole for weight, size in left_out.items()})
+    for measure in OF_LAYERS:
+        assert not report[measure].exact, measure
+        assert all(report[layer, measure].exact for layer in report.layers if (layer, measure) in report._estimates)
+    share = f"{100 * sum(left_out.values()) / whole:.3g} % of the weights"
+    assert f"network: without {share}, which no measured layer has: {', '.join(left_out)}" in str(report)
+    assert report["fisher_rao"].exact, "it is of all parameters"
+    if x is FLOATS:
+        assert report["mls"].exact, "it is at the model's input"
+
+
+def test_all_of_it_measured():
+    report = of(Net(lambda net, x: net.body(x.flatten(1)), body=classifier(12, 5, 3)), (FLOATS, Y))
+    assert report.uncovered == {}
+    assert all(report[measure].exact for measure in NAMES)
+    assert "without" not in str(report)
+
+
+def test_of_chosen_layers_the_value_is_theirs():
+    report = of(transformer(), (FLOATS, Y), layers=["first"])
+    assert sorted(report.uncovered) == ["head.weight", "mix.in_proj_weight", "mix.out_proj.weight"]
+    assert report["weight_norm"].exact
+    assert report["weight_norm"].value == report["first", "weight_norm"].value
+
+
+def test_a_tied_weight_is_a_weight_of_each_of_its_modules():
+    def forward(net, x):
+        return net.head(net.embed(x).sum(1))
+
+    model = Net(forward, embed=nn.Embedding(3, 2), head=nn.Linear(2, 3, bias=False)).double()
+    model.head.weight = model.embed.weight
+    report = pf.measure(model, LOSS, (TOKENS % 3, Y), measures=["trace"])
+    assert report.uncovered == {"embed.weight": 0.5}
+    assert not report["trace"].exact
+    assert "weight tied with embed" in str(report)
+    model = Net(lambda net, x: net.b(torch.relu(net.a(x.flatten(1)))), a=nn.Linear(12, 12), b=nn.Linear(12, 12))
+    model.b.weight = model.a.weight
+    assert pf.measure(model.double(), LOSS, (FLOATS, Y), measures=["trace"]).uncovered == {}
+
+
+def test_parametrised_and_frozen_weights_and_modules_of_several_names():
+    layer = nn.Linear(12, 12)
+    model = Net(lambda net, x: net.head(net.b(torch.relu(net.a(x.flatten(1))))), a=layer, b=layer,
+        head=nn.utils.parametrizations.weight_norm(nn.Linear(12, 3)))  # fmt: skip
+    layer.weight.requires_grad_(False)
+    assert pf.measure(model.double(), LOSS, (FLOATS, Y), measures=["trace"]).uncovered == {}
+
+
+def test_json_and_back():
+    report = of(transformer(), (FLOATS, Y))
+    for other in (pf.Report.from_json(report.to_json()), pf.Report.from_dict(report.to_dict())):
+        assert other == report
+        assert other.uncovered == report.uncovered
+        assert str(other) == str(report)
+
+
+def test_representation():
+    report = pf.representation(transformer().double().eval(), LOSS, (FLOATS, Y))
+    assert sorted(report.uncovered) == ["mix.in_proj_weight", "mix.out_proj.weight"]
+    assert not report["nmls"].exact
+    assert report["mls"].exact
