@@ -21,7 +21,7 @@ import pyflatness as pf
 from pyflatness.cli import checkpoints, specs
 from pyflatness.cli.scoring import Scoring
 from pyflatness.generalization import tables
-from pyflatness.generalization.correlation import STATISTICS
+from pyflatness.generalization.correlation import STATISTICS, Correlations
 from pyflatness.measures import MEASURES
 from pyflatness.model import selectors
 from pyflatness.options import Options
@@ -30,7 +30,7 @@ FACTORS = 5.0, 25.0
 DRAWN = "relative_flatness {}", "trace {}", "pac_bayes", "weight_norm network", "mls network"
 
 Columns = dict[str, list[Any]]
-Found = dict[str, pf.Correlations]
+Found = dict[str, Correlations]
 _FILE = click.Path(exists=True, path_type=Path)
 
 
@@ -133,7 +133,7 @@ def _stem(path: str) -> str:
     return Path(path).stem
 
 
-def _correlations(columns: Columns, measure: str) -> pf.Correlations:
+def _correlations(columns: Columns, measure: str) -> Correlations:
     """Over the networks that have a value of the measure."""
     values = zip(columns["checkpoint"], columns[measure], strict=True)
     return pf.correlations(columns, measure, exclude=[name for name, value in values if not np.isfinite(value)])

@@ -4,20 +4,19 @@ from .api import block_traces, head_flatness, measure, relative_flatness
 from .errors import BackendError, FlatnessError, InputError, MissingExtraError, NonFiniteError, NotYetError
 from .generalization.authors import authors_representativeness
 from .generalization.bounds import (
-    GeneralizationBound,
     generalization_bound,
     spectral_robustness_bound,
     uniform_robustness_bound,
 )
-from .generalization.correlation import Correlation, Correlations, correlations, plot_correlation
-from .generalization.feature_robustness import FeatureRobustness, feature_robustness
-from .generalization.gap import GeneralizationGap, Performance, generalization_gap
-from .generalization.inequalities import Bound, Bounds, bounds
+from .generalization.correlation import correlations, plot_correlation
+from .generalization.feature_robustness import feature_robustness
+from .generalization.gap import generalization_gap
+from .generalization.inequalities import bounds
 from .generalization.noise import truncated_normal_noise
-from .generalization.representativeness import Decomposition, Representativeness, representativeness
+from .generalization.representativeness import representativeness
 from .measures.adaptive_sharpness_mc import adaptive_sharpness_mc
 from .measures.mls_adversarial import mls_adversarial
-from .measures.pac_bayes import PacBayes, pac_bayes
+from .measures.pac_bayes import pac_bayes
 from .measures.representation import representation
 from .model.calling import causal_lm
 from .reparameterization.reparameterize import reparameterize
@@ -28,24 +27,13 @@ __version__ = "0.2.0.dev0"
 
 __all__ = [
     "BackendError",
-    "Bound",
-    "Bounds",
-    "Correlation",
-    "Correlations",
-    "Decomposition",
     "Estimate",
-    "FeatureRobustness",
     "FlatnessError",
-    "GeneralizationBound",
-    "GeneralizationGap",
     "InputError",
     "MissingExtraError",
     "NonFiniteError",
     "NotYetError",
-    "PacBayes",
-    "Performance",
     "Report",
-    "Representativeness",
     "Verification",
     "adaptive_sharpness_mc",
     "authors_representativeness",

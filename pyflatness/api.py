@@ -1,26 +1,25 @@
 """From tensors, or a model and its data, to numbers: the public calls, each readable in one screen."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import head, interrupts, losses, session
+from . import head, interrupts, losses, plan
 from .errors import InputError
 from .measures import RELATIVE_FLATNESS, Measure, at_head, named
 from .measures.layer_values import LayerValues
-from .model import calling, layers, selectors
+from .model import calling
 from .model.selectors import Selector
 from .options import Options, check_relative_error
 from .passes.detached import TAKEN_AS_CONSTANT
-from .plan import Together, reads
 from .report import Estimate, Report, coverage
-from .session import Opened, opened
+from .session import public, session
 
 
-@session.eager
+@public
 def head_flatness(
     features: Tensor,
     weight: Tensor,
@@ -82,7 +81,7 @@ def head_flatness(
         return at_head.relative_flatness(source, resolved, options)
 
 
-@session.eager
+@public
 def relative_flatness(
     model: nn.Module,
     loss: Any,
@@ -187,43 +186,20 @@ def layer_measure(
     forward: calling.Forward | None = None,
     progress: bool | None = None,
 ) -> Estimate:
-    """One measure of one layer, by the head where it is that; or of the network, if it is none of layers."""
+    """Return one measure of one layer, or of the network if it has none of layers; see :func:`relative_flatness`."""
     options = replace(options, normalize=options.normalize or row.normalize)
-    passes = reads([row], options)
-    with opened(
-        *(model, loss, data),
+    with session(
+        *(model, loss, data, options),
         reduction=reduction,
         forward=forward,
-        passes=passes,
+        reads=plan.plan([row], options).reads,
         ordered=options.by_sample,
         progress=progress,
-    ) as call:
-        return call.noted(layer_value(row, call, layer, options))
+    ) as task:
+        return plan.of_layer(row, task, layer)
 
 
-def layer_value(row: Measure, call: Opened, layer: Selector | None, options: Options) -> Estimate:
-    """Return the value of :func:`layer_measure` inside a public call."""
-
-    def alone(selection: selectors.Selection) -> Mapping[tuple[str, str], Estimate]:
-        options.refuse_tolerance()
-        return Together([row], call.task(options, selection), named=True, networks=False).estimates()[0]
-
-    if row.of_network_alone:
-        return alone(selectors.select(call.model, None))["", row.name]
-    name, source = head.find(call.model, layer, call.loss, call.batches, call.forward)
-    selection = selectors.select(call.model, name)
-    if row.quantity is None:
-        return alone(selection)[name, row.name]
-    dense = options.conv == "affine" and layers.is_convolution(call.model.get_submodule(name))
-    if source is not None and row.quantity == RELATIVE_FLATNESS.quantity and not dense:
-        return at_head.relative_flatness(source, call.loss, options)
-    options.refuse_tolerance()
-    values = LayerValues(call.model, selection, call.loss, call.batches, call.forward, options)
-    values.check_options(row)
-    return values.estimates([row])[name, row.name]
-
-
-@session.eager
+@public
 def block_traces(
     model: nn.Module,
     loss: Any,
@@ -276,24 +252,22 @@ def block_traces(
                [-0.294918,  0.294918]])
     """
     options = Options(curvature, conv=conv, normalize=normalize, backend=backend, nan_policy=nan_policy, memory=memory)
-    passes = options.reads
-    with opened(
-        *(model, loss, data),
+    with session(
+        *(model, loss, data, options),
         reduction=reduction,
         forward=forward,
-        passes=passes,
+        reads=options.reads,
         ordered=options.by_sample,
         progress=progress,
-    ) as call:
-        name, _ = head.find(call.model, layer, call.loss, call.batches, call.forward)
-        selection = selectors.select(call.model, name)
-        traces = LayerValues(call.model, selection, call.loss, call.batches, call.forward, options).block_traces()
-        if call.forward.detaches:
+    ) as task:
+        name, _ = head.find(task, layer)
+        traces = LayerValues(task.of(name)).block_traces()
+        if task.forward.detaches:
             raise InputError(f"layer {name!r}: no block traces, since {TAKEN_AS_CONSTANT}")
         return traces
 
 
-@session.eager
+@public
 def measure(
     model: nn.Module,
     loss: Any,
@@ -376,26 +350,23 @@ def measure(
         curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy, memory, seed, rtol
     )
     options.refuse_tolerance()
-    wanted, networks = named(measures), measures is not None
-    passes = reads(wanted, options, networks=networks)
-    with opened(
-        *(model, loss, data),
+    wanted, by_name = named(measures), measures is not None and measures != "all"
+    steps = plan.plan(wanted, options, networks=measures is not None)
+    with session(
+        *(model, loss, data, options),
         reduction=reduction,
         forward=forward,
-        passes=passes,
+        reads=steps.reads,
         ordered=options.by_sample,
         progress=progress,
-    ) as call:
-        selection = selectors.select(call.model, layers)
-        task = call.task(options, selection)
-        by_name = measures is not None and measures != "all"
-        together = Together(wanted, task, named=by_name, networks=networks)
-        estimates, skipped = together.estimates()
-        found = {key: call.noted(estimate) for key, estimate in estimates.items()}
+    ) as task:
+        task = task.of(layers)
+        measurement = plan.of_layers(steps, task, named=by_name)
+        found = measurement.estimates()
     measured = {name for name, _ in found}
-    names = tuple(name for name in selection.modules if name in measured)
-    covered = [module for name, module in selection.modules.items() if name in together.measured]
-    left_out = coverage.uncovered(call.model, covered) if covered else {}
+    names = tuple(name for name in task.selection.modules if name in measured)
+    covered = [module for name, module in task.selection.modules.items() if name in measurement.measured]
+    left_out = coverage.uncovered(task.model, covered) if covered else {}
     found = coverage.marked(found, [row.name for row in wanted if row.of_layers], left_out) if layers is None else found
     with_values = tuple(row.name for row in wanted if any(row.name == m for _, m in found))
-    return Report(names, with_values, found, skipped, left_out)
+    return Report(names, with_values, found, measurement.skipped, left_out)

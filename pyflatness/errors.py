@@ -17,7 +17,7 @@ class NoGraphError(InputError):
     """A layer that runs without recording a graph, so that nothing can be differentiated in it."""
 
 
-class NotYetError(FlatnessError, NotImplementedError):
+class NotYetError(InputError, NotImplementedError):
     """A sound request that this version does not serve yet."""
 
 

@@ -20,9 +20,10 @@ from .errors import FlatnessError, InputError
 from .losses.closure import REFUSAL, depends_on_more
 from .messages import check_tensor
 from .model import calling, layers, selectors, state
-from .model.data import Batches, first, rows_of, same, size, take
+from .model.data import first, rows_of, same, size, take
 from .model.generators import Generators
-from .passes.independence import Spacing, check_unchanged, pair
+from .passes.independence import Spacing, check_unchanged, two_alone
+from .passes.task import Task
 
 _SECOND = torch.tensor([1], dtype=torch.int64, device="cpu")  # the place of a sample
 _WIDE_OUTPUTS = 1024  # outputs from which the model is spared its own logits
@@ -55,25 +56,16 @@ class Head:
     """One layer of a model, observed batch by batch while it is established to be the head.
 
     Args:
-        model: inside :func:`.state.observing`.
+        task: the model, its loss and data.
         layer: a selector, or None for the last Linear that ran.
-        loss: from :func:`.losses.resolve`.
-        data: what the model runs over.
-        forward: see :func:`.calling.run`.
 
     Raises:
         InputError: no such layer, or bad batches, targets or dtypes, or a layer that is not the head (while iterating).
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layer: str | nn.Module | None,
-        loss: losses.Loss,
-        data: Batches,
-        forward: calling.Forward | None = None,
-    ) -> None:
-        self._model, self._loss, self._data, self._forward = model, loss, data, forward
+    def __init__(self, task: Task, layer: str | nn.Module | None) -> None:
+        model = task.model
+        self._model, self._loss, self._data, self._forward = model, task.loss, task.batches, task.forward
         self._alone: tuple[Any, Tensor] | None = None  # a sample that was run by itself, and its features
         self.name = ""  # known once a batch went through
         if layer is not None:
@@ -145,17 +137,16 @@ class Head:
         if self._alone is not None and rows.number == 0 and same(self._alone[0], take(batch, _SECOND)):
             check_unchanged(self._alone[1], rows_of(rows.features, rows.samples, _SECOND), "features")
             return
-        two = pair(rows.samples)
-        if two is None:
-            return
-        with calling.dry_run():
-            try:
-                outputs, targets = calling.run(self._model, take(batch, two), self._forward)
-            except Exception:  # not a batch that can be cut
-                return
-            features = self._features(self._head_call(calls, outputs), outputs, targets)
+
+        def run(few: Any) -> tuple[Tensor, Any]:
+            return calling.run(self._model, few, self._forward)
+
+        def features(outputs: Tensor, targets: Any) -> Tensor:
+            return self._features(self._head_call(calls, outputs), outputs, targets)
+
+        check = two_alone(batch, run, features, "features")
         calls.clear()
-        check_unchanged(features, rows_of(rows.features, rows.samples, two), "features")
+        check(rows.features)
 
     def _may_be_wide(self) -> bool:
         """Whether the logits of a batch could be what fills the memory, and only the loss's shape needs them."""
@@ -248,24 +239,18 @@ class Head:
         return outputs, targets, dim, order
 
 
-def find(
-    model: nn.Module,
-    layer: str | nn.Module | None,
-    loss: losses.Loss,
-    data: Batches,
-    forward: calling.Forward | None,
-) -> tuple[str, Head | None]:
-    """The name of the layer that is meant (None: the last Linear that ran), and it as the head if it is that.
+def find(task: Task, layer: str | nn.Module | None) -> tuple[str, Head | None]:
+    """Return the name of the layer that is meant (None: the last Linear that ran), and it as the head if it is that.
 
     Raises:
         InputError: no such layer, or a bad first batch.
     """
     if layer is not None:
-        name = selectors.one(model, layer)
-        if not layers.is_pointwise(model.get_submodule(name)):
+        name = selectors.one(task.model, layer)
+        if not layers.is_pointwise(task.model.get_submodule(name)):
             return name, None
-    source = Head(model, layer, loss, data, forward)
-    return (source.name, source) if source.established(data.peek()) else (source.name, None)
+    source = Head(task, layer)
+    return (source.name, source) if source.established(task.batches.peek()) else (source.name, None)
 
 
 def _class_dim(outputs: Tensor, output: Tensor, loss: losses.Loss) -> int | None:

@@ -1,13 +1,23 @@
-"""Several measures of one model and its data, computed together: what they share is paid for once."""
+"""From measures, layers and options to the steps of a measurement, and these steps: what they share is paid for once.
+
+A step reads the data for all of its measures. There is a sweep for each way of normalising; a forward pass in place of
+it, for the relative flatness of one layer alone that is the model's head; a sweep for the Jacobians; and steps of their
+own for measures that are computed by themselves (eigenvalues, all parameters). Derived measures take the values of
+others and read nothing.
+"""
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
-from .errors import InputError, NoGraphError, NonFiniteError, NotYetError
-from .measures import RELATIVE_FLATNESS, Measure, with_bases
+from . import head
+from .errors import InputError, NoGraphError
+from .measures import RELATIVE_FLATNESS, Measure, at_head, with_bases
 from .measures.base import Values
 from .measures.layer_values import LayerValues
+from .model import layers
+from .model.selectors import Selector
 from .numerics.accumulate import check_followed
 from .options import Options
 from .passes.task import Task
@@ -15,75 +25,187 @@ from .report import Estimate
 from .sweep import jacobians
 
 
-class Together:
-    """Measures of a task: sweeps are shared, and bases of derived measures.
+@dataclass(frozen=True)
+class Plan:
+    """The steps that some measures take.
+
+    Attributes:
+        wanted: the measures that were asked for.
+        sweeps: by how they are normalised, those that are made of one sweep's quantities.
+        networks: those of a sweep whose network value takes another one.
+        computed: those that are computed by themselves.
+        jacobians: those of the Jacobians' sweep.
+        derived: those that follow from the values of others.
+        reads: how often all of them read the data.
+    """
+
+    wanted: tuple[Measure, ...]
+    sweeps: Mapping[str | None, tuple[Measure, ...]]
+    networks: tuple[Measure, ...]
+    computed: tuple[Measure, ...]
+    jacobians: tuple[Measure, ...]
+    derived: tuple[Measure, ...]
+    reads: int
+
+
+def plan(wanted: Sequence[Measure], options: Options, *, networks: bool = False) -> Plan:
+    """Return the steps that measures take.
 
     Args:
-        wanted: the measures.
-        task: of what, and how.
-        named: they were asked for by name, so that what cannot be had is an error. Else such a measure is left out and
-            the reason kept, but for what stands in the way of relative flatness too: errors of its sweep concern the
-            model, loss and data, and NaN under ``nan_policy="raise"`` concerns them as well.
-        networks: whether to make a sweep for network values that are not the sum of their layers'.
+        wanted: the measures; those that some of them are derived from are added.
+        options: of the user.
+        networks: whether a network's value is wanted where it takes a sweep of its own.
+    """
+    rows = with_bases(wanted)
+    sweeps: dict[str | None, tuple[Measure, ...]] = {}
+    for row in rows:
+        if row.quantity is not None:
+            how = options.normalize or row.normalize
+            sweeps[how] = (*sweeps.get(how, ()), row)
+    computed = tuple(row for row in rows if row.compute is not None)
+    of_network = tuple(row for row in rows if row.of_network is not None) if networks else ()
+    of_jacobians = tuple(row for row in rows if row.of_jacobians is not None)
+    alone = sum(row.reads for row in computed) + len(of_network)
+    swept = sum(replace(options, normalize=how).reads for how in sweeps)
+    reads = swept + bool(of_jacobians) + alone + (options.target_stderr is not None and bool(computed or of_network))
+    derived = tuple(row for row in rows if row.derive is not None)
+    return Plan(tuple(wanted), sweeps, of_network, computed, of_jacobians, derived, reads)
+
+
+def shared(measures: Sequence[Measure], options: Options, *, layers: int) -> list[tuple[Measure, ...]]:
+    """Return measures by what shares its reads of the data, for as many layers.
+
+    Of one layer relative flatness is by itself, since a forward pass may be enough for it.
+    """
+    rows = {row.name: row for row in with_bases(measures)}
+    steps: dict[Hashable, list[Measure]] = {}
+    for measure in measures:
+        row = rows[measure.base] if measure.base else measure
+        alone = layers == 1 and (measure.quantity == RELATIVE_FLATNESS.quantity or measure.of_network is not None)
+        step: Hashable = row.name
+        if row.of_jacobians is not None:
+            step = "jacobians"
+        elif row.quantity is not None and not alone:
+            step = "sweep", options.normalize or row.normalize
+        steps.setdefault(step, []).append(measure)
+    return [tuple(step) for step in steps.values()]
+
+
+def of_layer(row: Measure, task: Task, layer: Selector | None) -> Estimate:
+    """Return one measure of one layer (None: the last Linear that ran), or of the network if it has none of layers.
+
+    Raises:
+        FlatnessError: the value cannot be had.
+    """
+    steps = plan([row], task.options)
+    if row.of_network_alone:
+        task.options.refuse_tolerance()
+        return Measurement(steps, task.of(None), named=True).estimates()["", row.name]
+    name, source = head.find(task, layer)
+    measurement = Measurement(steps, task.of(name), named=True, source=source)
+    if not measurement.is_by_head(steps.wanted):
+        task.options.refuse_tolerance()
+    return measurement.estimates()[name, row.name]
+
+
+def of_layers(steps: Plan, task: Task, *, named: bool) -> "Measurement":
+    """Return the measurement of a task's layers; the head is looked for where it is the only one."""
+    source = None
+    if len(task.selection.modules) == 1 and any(map(_has_head_formula, steps.sweeps.values())):
+        _, source = head.find(task, *task.selection.modules)
+    return Measurement(steps, task, named=named, source=source)
+
+
+def _has_head_formula(rows: Sequence[Measure]) -> bool:
+    return all(row.quantity == RELATIVE_FLATNESS.quantity for row in rows)
+
+
+class Measurement:
+    """The steps of a plan, taken on a task.
+
+    Args:
+        steps: what to do.
+        task: on what.
+        named: the measures were asked for by name, so that what cannot be had is an error. Else such a measure is left
+            out and the reason kept, but for what stands in the way of relative flatness too: errors of its sweep
+            concern the model, loss and data, and NaN under ``nan_policy="raise"`` concerns them as well.
+        source: the one layer of the task, if it is established to be the head.
 
     Attributes:
         measured: layers that values are of, those of the network alone too.
     """
 
-    def __init__(self, wanted: Sequence[Measure], task: Task, *, named: bool, networks: bool) -> None:
-        self._wanted, self._rows, self._task, self._named = wanted, with_bases(wanted), task, named
-        self._networks = networks
+    def __init__(self, steps: Plan, task: Task, *, named: bool, source: head.Head | None = None) -> None:
+        self._steps, self._task, self._named, self._source = steps, task, named, source
         self._values: dict[str, Values] = {}
-        self._skipped: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}
         self.measured: set[str] = set()
 
-    def estimates(self) -> tuple[dict[tuple[str, str], Estimate], dict[str, str]]:
-        """(layer, measure) -> value, ``""`` the network; and measure -> why there is none, or none of the network.
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Measure -> why there is no value of it, or none of the network."""
+        return {row.name: self._reasons[row.name] for row in self._steps.wanted if row.name in self._reasons}
+
+    def is_by_head(self, rows: Sequence[Measure]) -> bool:
+        """Return whether the measures of a sweep take the head's formula instead."""
+        if self._source is None:
+            return False
+        (module,) = self._task.selection.modules.values()
+        dense = self._task.options.conv == "affine" and layers.is_convolution(module)
+        return _has_head_formula(rows) and not dense
+
+    def estimates(self) -> dict[tuple[str, str], Estimate]:
+        """Take all steps; return (layer, measure) -> value, ``""`` the network.
 
         Raises:
             FlatnessError: of a measure that was named, or of all of them.
         """
-        self._sweep()
-        for row in self._rows:
-            if row.compute is not None:
-                with self._attempt(row):
-                    self._values[row.name] = row.compute(self._task)
-        self._take_jacobians()
-        for row in self._rows:
-            if row.derive is not None and row.base is not None:
-                if row.base in self._skipped:
-                    self._skipped[row.name] = self._skipped[row.base]
-                    continue
-                with self._attempt(row):
-                    self._values[row.name] = row.derive(self._task.model, self._task.options, self._values[row.base])
-        self.measured.update(name for values in self._values.values() for name in values)
-        found = {
-            (name, row.name): estimate
-            for row in self._wanted
-            for name, estimate in self._values.get(row.name, {}).items()
-        }
-        return found, {row.name: self._skipped[row.name] for row in self._wanted if row.name in self._skipped}
-
-    def _sweep(self) -> None:
-        task = self._task
-        for how, rows in by_sweep(self._rows, task.options).items():
-            options = replace(task.options, normalize=how)
-            sweep = LayerValues(task.model, task.selection, task.loss, task.batches, task.forward, options)
-            possible = []
-            for row in rows:
-                with self._attempt(row):
-                    sweep.check_options(row)
-                    possible.append(row)
-            with self._attempt_sweep(possible):
-                for (name, measure), estimate in sweep.estimates(possible, self._attempt).items():
-                    self._values.setdefault(measure, {})[name] = estimate
-        if self._values:  # one report is of one set of layers
-            ran, chosen = {name for values in self._values.values() for name in values}, task.selection
-            modules = {name: module for name, module in chosen.modules.items() if name in ran}
-            self._task = replace(task, selection=replace(chosen, modules=modules))
-        for row in self._rows:
+        for how, rows in self._steps.sweeps.items():
+            options = replace(self._task.options, normalize=how)
+            if self.is_by_head(rows):
+                self._take_head(rows, options)
+            else:
+                self._take_sweep(rows, options)
+        self._keep_what_ran()
+        for row in chain(*self._steps.sweeps.values()):
             if row.of_network is not None and row.name in self._values:
                 self._take_network(row)
+        for row in self._steps.computed:
+            assert row.compute is not None
+            with self._attempt(row):
+                self._values[row.name] = row.compute(self._task)
+        self._take_jacobians()
+        self._derive()
+        self.measured.update(name for values in self._values.values() for name in values)
+        return {
+            (name, row.name): self._task.noted(estimate)
+            for row in self._steps.wanted
+            for name, estimate in self._values.get(row.name, {}).items()
+        }
+
+    def _take_head(self, rows: Sequence[Measure], options: Options) -> None:
+        assert self._source is not None
+        estimate = at_head.relative_flatness(self._source, self._task.loss, options)
+        for row in rows:
+            self._values[row.name] = {"": replace(estimate, layer="", notes=()), estimate.layer: estimate}
+
+    def _take_sweep(self, rows: Sequence[Measure], options: Options) -> None:
+        values = LayerValues(replace(self._task, options=options))
+        possible = []
+        for row in rows:
+            with self._attempt(row):
+                values.check_options(row)
+                possible.append(row)
+        with self._attempt_sweep(possible):
+            for (name, measure), estimate in values.estimates(possible, self._attempt).items():
+                self._values.setdefault(measure, {})[name] = estimate
+
+    def _keep_what_ran(self) -> None:
+        """Leave the task with the layers that have values: one report is of one set of layers."""
+        if self._values:
+            ran, chosen = {name for values in self._values.values() for name in values}, self._task.selection
+            modules = {name: module for name, module in chosen.modules.items() if name in ran}
+            self._task = replace(self._task, selection=replace(chosen, modules=modules))
 
     def _take_network(self, row: Measure) -> None:
         """Of a measure whose layers have their values: without its network's they are still worth having."""
@@ -91,15 +213,15 @@ class Together:
         values = self._values[row.name]
         if "" not in self._task.selection.modules:  # that of a model which is a layer itself stands there
             values.pop("", None)
-        if self._networks:
+        if row in self._steps.networks:
             try:
                 values[""] = row.of_network(self._task)
-            except (InputError, NotYetError, NonFiniteError) as error:
+            except InputError as error:
                 check_followed(self._task.options.nan_policy, error)
-                self._skipped[row.name] = f"of the network: {error}"
+                self._reasons[row.name] = f"of the network: {error}"
 
     def _take_jacobians(self) -> None:
-        rows = [row for row in self._rows if row.of_jacobians is not None]
+        rows = self._steps.jacobians
         if not rows:
             return
         with self._attempt(*rows):
@@ -110,6 +232,16 @@ class Together:
                     assert row.of_jacobians is not None
                     self._values[row.name] = row.of_jacobians(samples)
 
+    def _derive(self) -> None:
+        for row in self._steps.derived:
+            assert row.derive is not None
+            assert row.base is not None
+            if row.base in self._reasons:
+                self._reasons[row.name] = self._reasons[row.base]
+                continue
+            with self._attempt(row):
+                self._values[row.name] = row.derive(self._task.model, self._task.options, self._values[row.base])
+
     @contextlib.contextmanager
     def _attempt_sweep(self, rows: Sequence[Measure]) -> Iterator[None]:
         """Inside, what stands in the way of all measures of a sweep is an error, unless others do without one."""
@@ -117,36 +249,17 @@ class Together:
             with contextlib.nullcontext() if RELATIVE_FLATNESS in rows else self._attempt(*rows):
                 yield
         except NoGraphError as error:
-            if self._named or not self._networks:
+            if self._named or not self._steps.networks:
                 raise
-            self._skipped.update((row.name, str(error)) for row in rows)
+            self._reasons.update((row.name, str(error)) for row in rows)
 
     @contextlib.contextmanager
     def _attempt(self, *rows: Measure) -> Iterator[None]:
         """Inside, what these measures cannot be had for is an error if they were named, else a reason."""
         try:
             yield
-        except (InputError, NotYetError, NonFiniteError) as error:
+        except InputError as error:
             check_followed(self._task.options.nan_policy, error)
             if self._named:
                 raise
-            self._skipped.update((row.name, str(error)) for row in rows)
-
-
-def reads(wanted: Sequence[Measure], options: Options, *, networks: bool = False) -> int:
-    """How often the data is read."""
-    rows = with_bases(wanted)
-    swept = sum(replace(options, normalize=how).reads for how in by_sweep(rows, options))
-    shared = any(row.of_jacobians is not None for row in rows)
-    computed = [row.reads for row in rows if row.compute is not None]
-    computed += [1 for row in rows if row.of_network is not None and networks]
-    return swept + shared + sum(computed) + (options.target_stderr is not None and any(computed))
-
-
-def by_sweep(wanted: Sequence[Measure], options: Options) -> dict[str | None, list[Measure]]:
-    """The measures of each sweep, by how it is normalised."""
-    sweeps: dict[str | None, list[Measure]] = {}
-    for row in wanted:
-        if row.quantity:
-            sweeps.setdefault(options.normalize or row.normalize, []).append(row)
-    return sweeps
+            self._reasons.update((row.name, str(error)) for row in rows)

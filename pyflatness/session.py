@@ -1,11 +1,10 @@
-"""What every public call on a model opens with: the user's model, loss and data, taken in hand once."""
+"""What every public call opens with: its arguments, and the user's model, loss and data, taken in hand once."""
 
 import contextlib
 import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -13,25 +12,18 @@ from torch import nn
 
 from . import losses
 from .errors import InputError
-from .losses import Loss
 from .messages import shown
 from .model import calling, state
 from .model.data import Batches
-from .model.selectors import Selection
 from .options import Options, check_flag
 from .passes.checked import Checked, explained
-from .passes.detached import TAKEN_AS_CONSTANT
 from .passes.task import Task
-from .report import Estimate
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_WITHOUT_LOSS = ("weights", "jacobian", "ascent")  # methods
-_WITHOUT_DERIVATIVES = ("weights", "head", "monte-carlo")
 
-
-def eager(function: Callable[P, R]) -> Callable[P, R]:
+def public(function: Callable[P, R]) -> Callable[P, R]:
     """Keep ``torch.compile`` from tracing a public function, and say how it is called where it is called otherwise.
 
     Its types stay visible.
@@ -58,63 +50,29 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     return cast(Callable[P, R], torch.compiler.disable(called))
 
 
-@dataclass(frozen=True)
-class Opened:
-    """The user's model, loss and data, while a public call works on them.
-
-    Attributes:
-        model: inside :func:`.state.observing`.
-        loss: from :func:`.losses.resolve`.
-        batches: the data.
-        forward: the user's, or a call of the model itself, with its checks.
-        progress: whether reading data shows a bar.
-    """
-
-    model: nn.Module
-    loss: Loss
-    batches: Batches
-    forward: Checked
-    progress: bool | None
-
-    def noted(self, estimate: Estimate) -> Estimate:
-        """Return an estimate with what there is to say of the loss and the model's forward pass, where it matters."""
-        if self.forward.notes and estimate.method not in _WITHOUT_LOSS:
-            estimate = replace(estimate, notes=(*estimate.notes, *self.forward.notes))
-        if self.forward.detaches and estimate.method not in _WITHOUT_DERIVATIVES:
-            estimate = replace(estimate, exact=False, notes=(*estimate.notes, TAKEN_AS_CONSTANT))
-        return estimate
-
-    def on(self, data: Any) -> "Opened":
-        """Return the same with other data, to be read once."""
-        return replace(self, batches=Batches(data, state.device(self.model), shown=self.progress))
-
-    def task(self, options: Options, selection: Selection | None = None) -> Task:
-        """Return these as what a measure of the selected layers, or of no layer, is asked about."""
-        chosen = Selection({}, frozenset()) if selection is None else selection
-        return Task(self.model, chosen, self.loss, self.batches, self.forward, options)
-
-
 @contextlib.contextmanager
-def opened(
+def session(
     model: nn.Module,
     loss: Any,
     data: Any,
+    options: Options | None = None,
     *,
     reduction: str | None = None,
     forward: calling.Forward | None = None,
-    passes: int = 1,
+    reads: int = 1,
     ordered: bool = False,
     progress: bool | None = None,
-) -> Iterator[Opened]:
+) -> Iterator[Task]:
     """Hold the user's model, loss and data ready to be measured; afterwards everything is as it was.
 
     Args:
         model: any module.
         loss: see :func:`.losses.resolve`.
         data: see :class:`.data.Batches`.
+        options: of the user; None: all as they are by default.
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: the user's, see :func:`.calling.run`.
-        passes: how often the data will be read.
+        reads: how often the data will be read.
         ordered: whether the samples have to come in the same order at each read.
         progress: whether reading shows a bar.
 
@@ -126,6 +84,7 @@ def opened(
     if forward is not None and not callable(forward):
         raise InputError(f"forward={shown(forward)}: a function (model, batch) -> (outputs, targets) is wanted")
     progress = None if progress is None else check_flag("progress", progress)
-    with explained(), state.observing(model) as module:
-        batches = Batches(data, state.device(module), passes=passes, ordered=ordered, shown=progress)
-        yield Opened(module, resolved, batches, Checked(module, resolved, forward), progress)
+    with explained(), state.observing(model) as (module, random):
+        batches = Batches(data, state.device(module), passes=reads, ordered=ordered, shown=progress)
+        checked = Checked(module, resolved, forward, random)
+        yield Task(module, resolved, batches, checked, options or Options(), progress)

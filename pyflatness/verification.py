@@ -15,7 +15,7 @@ from torch.nn.utils import remove_spectral_norm, remove_weight_norm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from . import interrupts, losses, session
+from . import interrupts, losses
 from . import progress as progress_bar
 from .api import relative_flatness
 from .contractions import compiled, promoted_dtype
@@ -27,7 +27,7 @@ from .model.outputs import single
 from .options import check_count, check_number
 from .reparameterization.reparameterize import duplicate
 from .report import Estimate
-from .session import opened
+from .session import public, session
 
 Item = TypeVar("Item")
 
@@ -88,7 +88,7 @@ class Verification:
         return "\n".join(lines)
 
 
-@session.eager
+@public
 def verify(
     model: nn.Module,
     loss: Any,
@@ -134,14 +134,14 @@ def verify(
     samples = check_count("samples", samples, 1, "a number of samples")
     if seconds is not None:
         seconds = check_number("seconds", seconds, "a number of seconds, 0 or more,", lambda given: given >= 0)
-    with opened(model, loss, data, reduction=reduction, forward=forward, progress=progress) as call:
-        module = call.model
-        batch = call.batches.peek()
+    with session(model, loss, data, reduction=reduction, forward=forward, progress=progress) as task:
+        module = task.model
+        batch = task.batches.peek()
         for part in leaves(batch):
             if isinstance(part, Tensor):  # of which some samples will be cut, and copied in float64
                 check_tensor("data: batch 0", part)
         batch = first(batch, samples)
-        calling.run(module, batch, call.forward)  # with its checks, which the copy in float64 cannot have
+        calling.run(module, batch, task.forward)  # with its checks, which the copy in float64 cannot have
         double = _in_double(module)
     batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
     measured = [(model, loss, batch), (double, _double_loss(loss, None), batch64)]
@@ -158,7 +158,7 @@ def verify(
             )
             found.append((dtype, estimate))
     estimate = found[0][1]
-    with state.observing(double) as module:
+    with state.observing(double) as (module, _):
         target = module.get_submodule(estimate.layer)
         _untie(target)
         risk = functools.partial(_risk, module, _double_loss(loss, reduction), batch64, forward)
@@ -264,16 +264,16 @@ def _definition(layer: nn.Module, risk: Callable[[], Tensor], passes: _Passes) -
     weight = layer.weight
     assert isinstance(weight, Tensor)
     weight.requires_grad_()
-    (slope,) = torch.autograd.grad(risk(), weight, create_graph=True, materialize_grads=True)
+    (gradient,) = torch.autograd.grad(risk(), weight, create_graph=True, materialize_grads=True)
     total = 0.0
-    if not slope.requires_grad:
+    if not gradient.requires_grad:
         return total
     blocks = layers.matrix(layer)[0].chunk(layers.groups(layer))
     gram = torch.block_diag(*(block @ block.t() for block in blocks))
-    slope = layers.as_matrix(layer, slope)
-    d, m = slope.shape
+    gradient = layers.as_matrix(layer, gradient)
+    d, m = gradient.shape
     for s, j in passes.over(itertools.product(range(d), range(m)), d * m):
-        (row,) = torch.autograd.grad(slope[s, j], weight, retain_graph=True)
+        (row,) = torch.autograd.grad(gradient[s, j], weight, retain_graph=True)
         total += float(gram[s] @ layers.as_matrix(layer, row)[:, j])
     return total
 
@@ -298,14 +298,14 @@ def _laplacian(
         handle.remove()
     if not at_head and (len(inputs) > 1 or inputs[0].shape[:-1] != (samples,)):
         return None
-    (slope,) = torch.autograd.grad(value, inputs[0], create_graph=True, materialize_grads=True)
-    if not slope.requires_grad:
+    (gradient,) = torch.autograd.grad(value, inputs[0], create_graph=True, materialize_grads=True)
+    if not gradient.requires_grad:
         return 0.0
     rows = layers.input_rows(layer, inputs[0])
     total = torch.zeros(len(rows), dtype=rows.dtype, device=rows.device)
     directions = torch.linalg.qr(layers.matrix(layer)[0].t()).Q.t()
     for direction in passes.over(directions, len(directions)):
-        step = direction.expand_as(rows).reshape(slope.movedim(layers.class_dim(layer), -1).shape)
-        (turn,) = torch.autograd.grad(slope, inputs[0], step.movedim(-1, layers.class_dim(layer)), retain_graph=True)
+        step = direction.expand_as(rows).reshape(gradient.movedim(layers.class_dim(layer), -1).shape)
+        (turn,) = torch.autograd.grad(gradient, inputs[0], step.movedim(-1, layers.class_dim(layer)), retain_graph=True)
         total = total + layers.input_rows(layer, turn) @ direction
     return float(rows.square().sum(dim=1) @ total)

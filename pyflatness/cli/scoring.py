@@ -3,8 +3,9 @@
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import api, head
+from .. import api, head, plan
 from ..api import layer_measure
-from ..measures import RELATIVE_FLATNESS, Measure, with_bases
+from ..measures import Measure
 from ..measures.base import Values
 from ..model import calling, layers, selectors
 from ..options import Options
 from ..report import Estimate
-from ..session import opened
+from ..session import session
 from . import checkpoints
 from .specs import reason
 
@@ -146,23 +147,13 @@ class Scoring:
     def _runs(self) -> list[tuple[Measure, ...]]:
         """The measures, by what shares its passes over the data."""
         every = [*selectors.select(layers.unwrap(self.model), None).modules]
-        rows = {row.name: row for row in with_bases(self.measures)}
-        runs: dict[Hashable, list[Measure]] = {}
-        for measure in self.measures:
-            row = rows[measure.base] if measure.base else measure
-            apart = measure.of_network_alone and [*self.layers()] != every  # of all layers, and not of the chosen ones
-            how: Hashable = row.name
-            if row.of_jacobians is not None:
-                how = "jacobians"
-            elif row.quantity is not None and not self._by_itself(row):
-                how = "sweep", self.options.normalize or row.normalize
-            runs.setdefault((apart, how), []).append(measure)
-        return [tuple(run) for run in runs.values()]
-
-    def _by_itself(self, measure: Measure) -> bool:
-        """Whether one layer is cheaper alone: a forward pass may be enough, or the network's value takes a sweep."""
-        alone = measure.quantity == RELATIVE_FLATNESS.quantity or measure.of_network is not None
-        return len(self.layers()) == 1 and alone
+        chosen = [*self.layers()]
+        if chosen == every:
+            return plan.shared(self.measures, self.options, layers=len(chosen))
+        apart = [measure for measure in self.measures if measure.of_network_alone]  # of all layers, not of the chosen
+        others = [measure for measure in self.measures if not measure.of_network_alone]
+        runs = (plan.shared(some, self.options, layers=len(chosen)) for some in (others, apart))
+        return sorted(chain(*runs), key=lambda run: self.measures.index(run[0]))
 
     def _worth(self, run: Sequence[Measure]) -> float:
         """Rows for a pass over the data; a measure that reads none takes no step."""
@@ -190,8 +181,8 @@ class Scoring:
 
     def _last(self) -> str:
         """The last Linear that ran."""
-        with opened(self.model, self.loss, self.data) as call:
-            return head.find(call.model, None, call.loss, call.batches, call.forward)[0]
+        with session(self.model, self.loss, self.data) as task:
+            return head.find(task, None)[0]
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def forced_instruction_set(name: str) -> Iterator[None]:
 def forced_direct_form(name: str) -> Iterator[None]:
     """Inside a ``with`` block, :func:`direct` makes M from "patches", or where it can from "tiles2" or "tiles4".
 
-    For tests: ``DirectForm`` in csrc/kernels.h says what these are, and left to itself the kernel takes the fastest.
+    For tests: ``DirectForm`` in csrc/cpu/kernels.h says what these are; left to itself the kernel takes the fastest.
     """
     _require()
     before = str(_C.direct_form())

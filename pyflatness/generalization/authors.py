@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import head, interrupts, losses, session
+from .. import head, interrupts, losses
 from ..contractions import promoted
 from ..losses import Loss
 from ..messages import check_tensor
 from ..options import check_count, check_seed
+from ..session import public
 from .representativeness import FOLDS, Fit, assigned, refit
 
 _PAIRS = 2**18  # at once
 
 
-@session.eager
+@public
 def authors_representativeness(
     features: Tensor,
     weight: Tensor,

@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import head, session
-from ..api import layer_value
+from .. import head
 from ..errors import InputError
 from ..losses import Loss
 from ..measures import RELATIVE_FLATNESS
 from ..model import calling, data, layers
 from ..model.data import Batches
 from ..model.selectors import Selector
-from ..options import Options, check_count, check_draws, check_number, check_seed
+from ..options import check_count, check_draws, check_number, check_seed
+from ..plan import of_layer
 from ..report import Estimate
-from ..session import opened
+from ..session import public, session
 from . import noise
 from .gap import GeneralizationGap, performance
 from .perturbed import Change, Perturbed
@@ -126,7 +126,7 @@ class GeneralizationBound:
         return f"GeneralizationBound({', '.join(facts)})"
 
 
-@session.eager
+@public
 def generalization_bound(
     model: nn.Module,
     loss: Any,
@@ -185,18 +185,18 @@ def generalization_bound(
     seed = check_seed("seed", seed)
     kappa = None if kappa is None else _number("kappa", kappa)
     delta = None if delta is None else check_number("delta", delta)
-    with opened(model, loss, train, reduction=reduction, forward=forward, passes=3, progress=progress) as call:
-        name, source = head.find(call.model, layer, call.loss, call.batches, call.forward)
-        perturbed = Perturbed(call.model, name, call.forward, head=source is not None)
+    with session(model, loss, train, reduction=reduction, forward=forward, reads=3, progress=progress) as task:
+        name, source = head.find(task, layer)
+        perturbed = Perturbed(task.model, name, task.forward, head=source is not None)
         m = _features(perturbed, name)
-        samples = sum(data.size(batch) for batch in call.batches)
+        samples = sum(data.size(batch) for batch in task.batches)
         delta = default_delta(samples, m) if delta is None else delta
         places = assigned(samples, folds, seed)
-        sums = _sums(perturbed, call.loss, call.batches, places, (folds, draws), delta, seed)
-        measured = None if test is None else GeneralizationGap(performance(call), performance(call.on(test)))
+        sums = _sums(perturbed, task.loss, task.batches, places, (folds, draws), delta, seed)
+        measured = None if test is None else GeneralizationGap(performance(task), performance(task.on(test)))
         if kappa is None:
-            kappa = layer_value(RELATIVE_FLATNESS, call, name, Options())
-    mean_kappa = float(kappa) / (1.0 if call.loss.reduction == "mean" else sums.normaliser())
+            kappa = of_layer(RELATIVE_FLATNESS, task, name)
+    mean_kappa = float(kappa) / (1.0 if task.loss.reduction == "mean" else sums.normaliser())
     found = summary(
         [sums.against_the_rest([k]) for k in range(folds)],
         None if measured is None else sums.against(measured.test.loss),
@@ -252,7 +252,7 @@ def _sums(
 
 
 def _noisy(layer: nn.Module, drawn: Iterator[Tensor]) -> Change:
-    """Δz = w ξ, with the next ξ at every call."""
+    """Δz = w ξ, with the next ξ at every task."""
     weight = layers.as_weight(layer, layers.matrix(layer)[0])
 
     def change(inputs: Tensor) -> Tensor:

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import head, session
-from ..api import layer_value
+from .. import head
 from ..errors import InputError, NonFiniteError
 from ..losses import Loss, risk
 from ..measures import RELATIVE_FLATNESS
@@ -32,8 +31,9 @@ from ..model.data import Batches, size
 from ..model.selectors import Selector
 from ..numerics.accumulate import Accumulator, check_together, omits
 from ..options import Options, check_draws, check_number
+from ..plan import of_layer
 from ..report import Estimate, intervals, views
-from ..session import opened
+from ..session import public, session
 from .perturbed import Perturbed, Turns, by_weight
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class FeatureRobustness:
         return figure, axes
 
 
-@session.eager
+@public
 def feature_robustness(
     model: nn.Module,
     loss: Any,
@@ -180,15 +180,15 @@ def feature_robustness(
     options = Options(nan_policy=nan_policy, seed=seed)
     if omits(options.nan_policy):
         raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
-    with opened(model, loss, data, reduction=reduction, forward=forward, passes=2, progress=progress) as call:
-        name, source = head.find(call.model, layer, call.loss, call.batches, call.forward)
-        perturbed = Perturbed(call.model, name, call.forward, head=source is not None)
-        turns = Turns(perturbed.layer, torch.Generator(state.device(call.model)).manual_seed(options.seed))
-        curve = _Curve(perturbed, call.loss, call.batches, steps, policy=nan_policy)
+    with session(model, loss, data, options, reduction=reduction, forward=forward, reads=2, progress=progress) as task:
+        name, source = head.find(task, layer)
+        perturbed = Perturbed(task.model, name, task.forward, head=source is not None)
+        turns = Turns(perturbed.layer, torch.Generator(state.device(task.model)).manual_seed(options.seed))
+        curve = _Curve(perturbed, task.loss, task.batches, steps, policy=nan_policy)
         for start in range(0, draws, curve.kept):
             curve.add([turns.draw() for _ in range(min(curve.kept, draws - start))])
         if kappa is None:
-            kappa = layer_value(RELATIVE_FLATNESS, call, name, options)
+            kappa = of_layer(RELATIVE_FLATNESS, task, name)
     rises = torch.stack(curve.rises)
     grid = torch.tensor(steps, dtype=torch.float64, device="cpu")
     return FeatureRobustness(

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import session
 from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss, risk
 from ..model import calling
 from ..model.data import size
 from ..numerics.accumulate import Accumulator, divisor
 from ..options import Options
-from ..session import Opened, opened
+from ..passes.task import Task
+from ..session import public, session
 
 _GROUPS = 64  # of samples, at least, for the standard error of a loss that is a callable
 _BATCHES = 8  # that data have, if they cannot tell
@@ -94,7 +94,7 @@ class GeneralizationGap:
         return _together(self.train.accuracy_stderr, self.test.accuracy_stderr)
 
 
-@session.eager
+@public
 def generalization_gap(
     model: nn.Module,
     loss: Any,
@@ -139,17 +139,17 @@ def generalization_gap(
         (0.5, 0.5)
     """
     policy = Options(nan_policy=nan_policy).nan_policy
-    with opened(model, loss, train, reduction=reduction, forward=forward, progress=progress) as call:
-        return GeneralizationGap(performance(call, policy), performance(call.on(test), policy))
+    with session(model, loss, train, reduction=reduction, forward=forward, progress=progress) as task:
+        return GeneralizationGap(performance(task, policy), performance(task.on(test), policy))
 
 
-def performance(call: Opened, nan_policy: str = "raise") -> Performance:
+def performance(task: Task, nan_policy: str = "raise") -> Performance:
     """Loss and accuracy in one pass."""
-    loss, losses, accuracies = call.loss, _Ratio(), _Ratio()
-    groups = max(2, math.ceil(_GROUPS / (len(call.batches) or _BATCHES)))
+    loss, losses, accuracies = task.loss, _Ratio(), _Ratio()
+    groups = max(2, math.ceil(_GROUPS / (len(task.batches) or _BATCHES)))
     over, classes = Accumulator(nan_policy), True
-    for number, batch in enumerate(call.batches):
-        outputs, targets = calling.run(call.model, batch, call.forward)
+    for number, batch in enumerate(task.batches):
+        outputs, targets = calling.run(task.model, batch, task.forward)
         terms, count = _terms(loss, outputs, targets, number, groups), size(batch)
         over.add(count)
         kept = _kept(over, loss, terms[0].sum(), (outputs, targets), count, number)

@@ -14,17 +14,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from .. import session
 from ..errors import InputError
 from ..measures.bounds import NEEDS, NO_GUARANTEE, LayerTerms, NetworkTerms, mean, product
 from ..measures.interpolation_sharpness import INTERPOLATION_SHARPNESS, HalfSquaredError
 from ..measures.layer_values import LayerValues
 from ..measures.normalized_sharpness import NORMALIZED_SHARPNESS, Minimum, minimised
-from ..model import calling, selectors
+from ..model import calling
 from ..model.selectors import Selector
 from ..options import Options, check_flag, check_number
 from ..passes.task import Task
-from ..session import opened
+from ..session import public, session
 from ..sweep import jacobians
 
 _ALL = "all"
@@ -174,7 +173,7 @@ def _of_network(net: NetworkTerms) -> list[Bound]:
     ]
 
 
-@session.eager
+@public
 def bounds(
     model: nn.Module,
     loss: Any,
@@ -229,9 +228,9 @@ def bounds(
     normalized = check_flag("normalized", normalized)
     if sharpness is not None and not (isinstance(sharpness, str) and sharpness == _ALL):
         sharpness = check_number("sharpness", sharpness, f"a number or {_ALL!r}", lambda given: not math.isnan(given))
-    passes = 1 + normalized + (sharpness == _ALL)
-    with opened(model, loss, data, forward=forward, passes=passes, progress=progress) as call:
-        task = call.task(options, selectors.select(call.model, layers))
+    reads = 1 + normalized + (sharpness == _ALL)
+    with session(model, loss, data, options, forward=forward, reads=reads, progress=progress) as task:
+        task = task.of(layers)
         least = _least(task) if normalized else {}
         scales = {name: minimum.columns for name, minimum in least.items()}
         samples = jacobians.measured(task, NEEDS, scales=scales)
@@ -254,6 +253,6 @@ def _least(task: Task) -> dict[str, Minimum]:
         return 0.0, ""
 
     options = replace(task.options, curvature="ggn")
-    values = LayerValues(task.model, task.selection, HalfSquaredError(), task.batches, task.forward, options)
+    values = LayerValues(replace(task, loss=HalfSquaredError(), options=options))
     values.estimates([replace(NORMALIZED_SHARPNESS, of_parts=keep)])
     return found

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import head, interrupts, losses, session
+from .. import head, interrupts, losses
 from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss, risk
@@ -28,6 +28,7 @@ from ..messages import check_tensor, shown
 from ..numerics.accumulate import divisor
 from ..options import check_count, check_draws, check_number, check_seed
 from ..report import intervals
+from ..session import public
 from . import noise
 
 FOLDS, DRAWS = 3, 32
@@ -110,7 +111,7 @@ class Representativeness:
         return f"Representativeness({', '.join(facts)})"
 
 
-@session.eager
+@public
 def representativeness(
     features: Tensor,
     weight: Tensor,

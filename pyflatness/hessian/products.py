@@ -9,13 +9,12 @@ several times, on its own output too. Pushing the layers' outputs instead (δz =
 several layers together: one layer's input depends on the others' weights.
 
 Vectors are float64: for each layer in turn its (d, m) matrix, row by row. The passes are in the model's dtype, what
-they give for each part of the data is added up in float64.
+they give for each micro-batch is added up in float64.
 """
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,8 @@ from ..model import layers, state
 from ..numerics.accumulate import Accumulator, check_together
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
-from ..passes.runner import DEFAULT_MEMORY, Check, Result, Run, Runner
+from ..passes.memory import DEFAULT_MEMORY
+from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from . import block_traces
 
@@ -37,36 +37,6 @@ Vectors = dict[Names, Tensor]
 """For a block: (b, N), some vectors in the space of its weights."""
 
 _GRAPHS = 4  # the graph of second derivatives takes about so many times the memory of the forward pass's
-
-
-class WeightRunner(Runner):
-    """Runs the model with the weights of the chosen layers as leaves of its graph, twice differentiable.
-
-    Sums over samples and positions are all that is taken, so it does not matter where a layer keeps its samples.
-
-    Attributes:
-        leaves: layer -> its effective weight, as its calls see it.
-    """
-
-    leaves: dict[str, Tensor]
-
-    def _run(
-        self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], check: Check
-    ) -> Result | None:
-        self.leaves = {name: _leaf(module) for name, module in self.modules.items()}
-        with contextlib.ExitStack() as stack:  # around the backward passes too: checkpointing runs the layers again
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            for name, weight in self.leaves.items():
-                module = self.modules[name]
-                stack.enter_context(state.replaced_forward(module, _forward(module, weight)))
-            return super()._run(part, number, numbers, work, check)
-
-    def _narrow(self, outputs: Tensor, samples: int) -> None:
-        """See the class."""
-
-    def _settled(self, outputs: Tensor, users: linearity.Users, samples: int) -> bool:
-        """See the class."""
-        return True
 
 
 class Products:
@@ -84,7 +54,7 @@ class Products:
         opaque: layers behind which there is a function that torch did not write.
 
     Raises:
-        InputError: opaque layers under ``curvature="auto"``; see :meth:`.Runner.results`; targets that do not fit, or
+        InputError: opaque layers under ``curvature="auto"``; see :meth:`.Runner.each`; targets that do not fit, or
             are all ignored.
         NotYetError: ``conv="affine"``.
     """
@@ -93,13 +63,22 @@ class Products:
         check_filters(task)
         self._model, self._loss, self._options = task.model, task.loss, task.options
         memory = max(1, (task.options.memory or DEFAULT_MEMORY) // _GRAPHS)
-        self._runner = WeightRunner(task.model, task.selection, task.batches, task.forward, memory)
-        over = Accumulator(task.options.nan_policy, task.loss.reduction)
+        self._runner = Runner(
+            *(task.model, task.selection, task.batches, task.forward, memory),
+            by_sample=False,
+            certify=False,
+            inside=self._weights_as_leaves,
+        )
+        self._leaves: dict[str, Tensor] = {}  # layer -> its effective weight, as its calls see it
+        over = Accumulator(self._options.nan_policy, task.loss.reduction)
         self.opaque: set[str] = set()
-        with contextlib.closing(self._runner.results(self._seen)) as parts:
-            for samples, weight, opaque in parts:
-                over.add(samples, weight)
-                self.opaque |= opaque
+
+        def take(seen: tuple[int, float, frozenset[str]]) -> None:
+            samples, weight, opaque = seen
+            over.add(samples, weight)
+            self.opaque |= opaque
+
+        self._runner.each(self._seen, take)
         self.samples, self._normaliser = over.samples, over.normaliser
         self.modules = self._runner.modules
         weights = [layers.matrix(module)[0] for module in self.modules.values()]
@@ -111,13 +90,27 @@ class Products:
             self._spreads = {name: spread(module, scales[name]) for name, module in self.modules.items()}
 
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
-        """Return samples, normaliser and opaque layers of a part of the data."""
+        """Return samples, normaliser and opaque layers of a micro-batch."""
         opaque = linearity.read(linearity.users_of(run.outputs), linearity.edges_of(run.recorder.calls)).opaque
         if self._options.curvature == "auto":
             linearity.refuse_opaque(sorted(opaque))
         sent = cotangents.of_run(run, self._loss)
         self._check(run.number, not math.isnan(sent.weight))
         return run.samples, sent.weight, opaque
+
+    @contextlib.contextmanager
+    def _weights_as_leaves(self) -> Iterator[None]:
+        """Give the layers' calls their weights as leaves of the graph, inside, and make that twice differentiable.
+
+        Around the backward passes too: activation checkpointing runs the layers again there.
+        """
+        modules = self._runner.modules
+        self._leaves = {name: _leaf(module) for name, module in modules.items()}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            for name, weight in self._leaves.items():
+                stack.enter_context(state.replaced_forward(modules[name], _forward(modules[name], weight)))
+            yield
 
     def size(self, names: Names) -> int:
         """N, the entries of a vector for these layers."""
@@ -143,11 +136,14 @@ class Products:
         inverse = {names: self._inverse_spread(names) for names in vectors}
         sent = {names: rows * inverse[names] for names, rows in vectors.items()}
         sums = {names: torch.zeros_like(rows) for names, rows in vectors.items()}
-        with contextlib.closing(self._runner.results(lambda run: (run.number, self._of_run(run, sent)))) as parts:
-            for number, products in parts:
-                for names, product in products.items():
-                    self._check(number, bool(product.isfinite().all()))
-                    sums[names] += product
+
+        def take(found: tuple[int, Vectors]) -> None:
+            number, products = found
+            for names, product in products.items():
+                self._check(number, bool(product.isfinite().all()))
+                sums[names] += product
+
+        self._runner.each(lambda run: (run.number, self._of_run(run, sent)), take)
         return {names: rows * inverse[names] / self._normaliser for names, rows in sums.items()}
 
     @torch.enable_grad()
@@ -158,7 +154,7 @@ class Products:
             return {names: torch.stack([multiply(names, row) for row in rows]) for names, rows in vectors.items()}
 
     def _hessian(self, run: Run) -> Callable[[Names, Tensor], Tensor]:
-        leaves = self._runner.leaves
+        leaves = self._leaves
         value = self._loss.value(run.outputs, run.targets.detach())
         self._check_complete(run, value, torch.ones_like(value))
         gradients = _gradients(value, leaves, create_graph=True)
@@ -170,19 +166,19 @@ class Products:
         return multiply
 
     def _ggn(self, run: Run) -> Callable[[Names, Tensor], Tensor]:
-        leaves = self._runner.leaves
+        leaves = self._leaves
         u = torch.zeros_like(run.outputs.detach(), requires_grad=True)
         self._check_complete(run, run.outputs, u)
         gradients = _gradients(run.outputs, leaves, u, create_graph=True)  # Jᵀu
         outputs = run.outputs.detach().requires_grad_()
-        (slope,) = _gradients(
+        (gradient,) = _gradients(
             self._loss.value(outputs, run.targets.detach()), {"": outputs}, create_graph=True
         ).values()
 
         def multiply(names: Names, vector: Tensor) -> Tensor:
             (pushed,) = _gradients(self._along(gradients, names, vector), {"": u}).values()  # J v
-            (turned,) = _gradients(slope, {"": outputs}, pushed).values()
-            return self._joined(_gradients(run.outputs, {name: leaves[name] for name in names}, turned))
+            (product,) = _gradients(gradient, {"": outputs}, pushed).values()
+            return self._joined(_gradients(run.outputs, {name: leaves[name] for name in names}, product))
 
         return multiply
 

@@ -9,7 +9,6 @@ derivatives: in the layer's outputs if there is one position and one call,
 otherwise in the weights themselves, a product for each of their entries.
 """
 
-import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,8 @@ from ..numerics.accumulate import Accumulator
 from ..numerics.lanczos import Ritz
 from ..passes import cotangents, linearity, normalize
 from ..passes.layer_form import LayerForm
-from ..passes.runner import DEFAULT_MEMORY, Run, Runner
+from ..passes.memory import DEFAULT_MEMORY
+from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from . import block_traces, row_blocks, row_products
 from .products import Products, check_batch, check_filters, spread
@@ -53,8 +53,8 @@ class Rows:
 
 
 @dataclass
-class _Part:
-    """What a part of the data adds, by layer: it is taken in when the part is done, since one may be begun again."""
+class _MicroBatch:
+    """Hold what a micro-batch adds, by layer: it is taken in when that is done, since one may be begun again."""
 
     samples: int
     weight: float
@@ -102,14 +102,16 @@ class RowSweep:
         """Of every layer that ran.
 
         Raises:
-            InputError: see :meth:`.Runner.results`; targets that do not fit, or are all ignored.
+            InputError: see :meth:`.Runner.each`; targets that do not fit, or are all ignored.
             NotYetError: too many passes, or products.
         """
         over = Accumulator(self._options.nan_policy, self._task.loss.reduction)
-        with contextlib.closing(self._runner.results(self._part)) as parts:
-            for part in parts:
-                over.add(part.samples, part.weight)
-                self._take(part)
+
+        def take(part: _MicroBatch) -> None:
+            over.add(part.samples, part.weight)
+            self._take(part)
+
+        self._runner.each(self._found, take)
         self.samples, self._normaliser = over.samples, over.normaliser
         self._by_entries |= self._by_sweeps & self._nonlinear(self._runner.modules)
         for name in self._by_entries:
@@ -174,9 +176,9 @@ class RowSweep:
 
     # --- one sweep ----------------------------------------------------------------------------------------------------
 
-    def _part(self, run: Run) -> _Part:
+    def _found(self, run: Run) -> _MicroBatch:
         sent = cotangents.of_run(run, self._task.loss)
-        part = _Part(run.samples, sent.weight, run.number)
+        part = _MicroBatch(run.samples, sent.weight, run.number)
         for name in run.recorder.calls:
             if name not in self._forms:
                 self._set_up(name)
@@ -190,7 +192,7 @@ class RowSweep:
         self._by_entries |= nonlinear - single.keys()
         return part
 
-    def _take(self, part: _Part) -> None:
+    def _take(self, part: _MicroBatch) -> None:
         measured = part.weighted.keys() | part.blocks.keys()
         for name in filter(
             measured.__contains__, self._runner.modules
@@ -217,13 +219,13 @@ class RowSweep:
         for cotangent, signs in sent.exact():
             gradients = run.recorder.gradients(run.outputs, cotangent, names)
             for name in names:
-                delta = self._forms[name].signal(run, gradients[name])
+                delta = self._forms[name].cotangent(run, gradients[name])
                 if name in blocks:
                     self._add_gradients(blocks[name], run, name, delta, signs)
                     continue
                 squares = delta[0].flatten(1).double().square()
-                share = squares if signs is None else squares * signs.unsqueeze(1)
-                weights[name] = weights[name] + share if name in weights else share
+                contribution = squares if signs is None else squares * signs.unsqueeze(1)
+                weights[name] = weights[name] + contribution if name in weights else contribution
         return weights
 
     def _add_gradients(
@@ -248,25 +250,25 @@ class RowSweep:
         if not names:
             return found
         with block_traces.differentiable(names):
-            slopes = block_traces.slopes(run, self._task.loss, names)
+            gradients = block_traces.gradients(run, self._task.loss, names)
             for name in names:
-                found[name] = self._diagonal(run, name, slopes[name][0])
+                found[name] = self._diagonal(run, name, gradients[name][0])
         return found
 
-    def _diagonal(self, run: Run, name: str, slope: Tensor) -> Tensor:
-        """(n, b), a pass for each row; all samples at once, none of whose slopes depends on another."""
+    def _diagonal(self, run: Run, name: str, gradient: Tensor) -> Tensor:
+        """(n, b), a pass for each row; all samples at once, none of whose gradients depends on another."""
         if name in self._opaque:
-            linearity.check_complete(f"layer {name!r}", [slope])
+            linearity.check_complete(f"layer {name!r}", [gradient])
         (call,), dim = run.calls(name), layers.class_dim(self._runner.modules[name])
         columns = []
-        for s in range(slope.shape[dim]):
+        for s in range(gradient.shape[dim]):
             interrupts.check()
-            turn = None
-            if slope.requires_grad:
-                along = slope.select(dim, s).sum()
-                (turn,) = torch.autograd.grad(along, [call.edge], retain_graph=True, allow_unused=True)
-            turn = torch.zeros_like(slope) if turn is None else turn
-            columns.append(self._forms[name].signal(run, [turn])[0].flatten(1)[:, s].double())
+            derivatives = None
+            if gradient.requires_grad:
+                along = gradient.select(dim, s).sum()
+                (derivatives,) = torch.autograd.grad(along, [call.edge], retain_graph=True, allow_unused=True)
+            derivatives = torch.zeros_like(gradient) if derivatives is None else derivatives
+            columns.append(self._forms[name].cotangent(run, [derivatives])[0].flatten(1)[:, s].double())
         return torch.stack(columns, dim=1)
 
     def _features(self, run: Run, name: str) -> Tensor | None:
@@ -300,12 +302,14 @@ class RowSweep:
             sent = {name: vector * inverse[name] for name, vector in vectors.items()}
             sums = {name: torch.zeros_like(vector) for name, vector in vectors.items()}
             modules, loss = self._runner.modules, self._task.loss
-            work = self._runner.results(lambda run: (run.number, row_products.of_run(run, loss, modules, sent)))
-            with contextlib.closing(work) as parts:
-                for number, products in parts:
-                    for name, product in products.items():
-                        self._check_batch(number, name, bool(product.isfinite().all()))
-                        sums[name] += product
+
+            def take(found: tuple[int, dict[str, Tensor]]) -> None:
+                number, products = found
+                for name, product in products.items():
+                    self._check_batch(number, name, bool(product.isfinite().all()))
+                    sums[name] += product
+
+            self._runner.each(lambda run: (run.number, row_products.of_run(run, loss, modules, sent)), take)
             return {name: product * inverse[name] for name, product in sums.items()}
 
         dtypes = {name: layers.matrix(self._runner.modules[name])[0].dtype for name in names}

@@ -20,18 +20,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import session
 from ..losses import risk
 from ..model import calling, parameters, state
 from ..options import Options, check_draws, check_flag, check_number
 from ..report import Estimate
-from ..session import opened
+from ..session import public, session
 from .base import Measure, Task
 
 RHO, DRAWS = 0.1, 32
 
 
-@session.eager
+@public
 def adaptive_sharpness_mc(
     model: nn.Module,
     loss: Any,
@@ -83,9 +82,11 @@ def adaptive_sharpness_mc(
         (100, True)
     """
     rho, draws, scaled = check_number("rho", rho), check_draws("draws", draws, 2), check_flag("scaled", scaled)
-    options, passes = Options(nan_policy=nan_policy, seed=seed), draws + 1
-    with opened(model, loss, data, reduction=reduction, forward=forward, passes=passes, progress=progress) as call:
-        return call.noted(_estimate(call.task(options), rho, draws, scaled=scaled))
+    options = Options(nan_policy=nan_policy, seed=seed)
+    with session(
+        model, loss, data, options, reduction=reduction, forward=forward, reads=draws + 1, progress=progress
+    ) as task:
+        return task.noted(_estimate(task, rho, draws, scaled=scaled))
 
 
 def _estimate(task: Task, rho: float = RHO, draws: int = DRAWS, *, scaled: bool = True) -> Estimate:

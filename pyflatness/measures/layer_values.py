@@ -6,21 +6,18 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..contractions.layer import NEURONS
+from ..contractions.quantities import QUANTITIES
 from ..errors import InputError, NotYetError
-from ..losses import Loss
-from ..model import calling, layers
-from ..model.data import Batches
-from ..model.selectors import Selection
+from ..model import layers
 from ..numerics.accumulate import omits
-from ..options import Options
 from ..passes import linearity
 from ..passes.runner import Runner
+from ..passes.task import Task
 from ..report import Estimate
 from ..sweep import stages
-from ..sweep.layer_sweep import Sweep
+from ..sweep.layer_sweep import Sweep, Values
 from ..sweep.totals import Sums, Totals, layer_error
 from . import Measure
 
@@ -32,33 +29,21 @@ class LayerValues:
     """The chosen layers of a model, measured together.
 
     Args:
-        model: inside :func:`.state.observing`.
-        selection: the layers.
-        loss: from :func:`.losses.resolve`.
-        batches: the data.
-        forward: see :func:`.calling.run`.
-        options: of the user.
+        task: the model, its layers, loss and data.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        selection: Selection,
-        loss: Loss,
-        batches: Batches,
-        forward: calling.Forward | None,
-        options: Options,
-    ) -> None:
-        self._model, self._selected, self._loss, self._options = model, selection.modules, loss, options
+    def __init__(self, task: Task) -> None:
+        self._task, self._model, self._selected = task, task.model, task.selection.modules
+        self._loss, self._options = task.loss, task.options
         self._runner = Runner(
-            model,
-            selection,
-            batches,
-            forward,
-            options.memory,
+            task.model,
+            task.selection,
+            task.batches,
+            task.forward,
+            self._options.memory,
             self._check,
-            second_order=options.curvature != "ggn",
-            order_matters=options.by_sample or not loss.convex,
+            second_order=self._options.curvature != "ggn",
+            order_matters=self._options.by_sample or not task.loss.convex,
         )
 
     def estimates(
@@ -80,6 +65,7 @@ class LayerValues:
         found: dict[tuple[str, str], Estimate] = {}
         for measure in measures:
             column = quantities.index(str(measure.quantity))
+            has_neurons = QUANTITIES[quantities[column]].neurons is not None
             estimates: dict[str, Estimate] = {}
             for name in (*self._runner.modules, ""):
                 row = selected.index(name) if name else -1
@@ -97,7 +83,7 @@ class LayerValues:
                     layer=name,
                     omitted=sums.omitted,
                     notes=self._notes(name, sweep) if name else (),
-                    per_neuron=sums.parts.get((name, quantities[column])) if quantities[column] in NEURONS else None,
+                    per_neuron=sums.parts.get((name, quantities[column])) if has_neurons else None,
                     dof=dof,
                 )
             with attempt(measure):
@@ -124,16 +110,19 @@ class LayerValues:
 
     def check_options(self, measure: Measure) -> None:
         """Raise an error for options under which a measure has no value."""
-        if measure.quantity in (*NEURONS, "diagonal") and self._options.sampled:
+        if measure.quantity is None:
+            return
+        quantity = QUANTITIES[measure.quantity]
+        if self._options.sampled and not quantity.sampled:
             raise InputError(
                 f"{measure.name} has no sampled value: pass probes=None and target_stderr=None, or leave it out of "
                 "measures="
             )
-        if measure.quantity == "diagonal" and omits(self._options.nan_policy):
+        if quantity.entries and omits(self._options.nan_policy):
             raise InputError(f"{measure.name} is of all samples together: nan_policy='omit' can leave none of them out")
         for name, module in self._selected.items() if self._options.conv == "affine" else ():
-            repeated = measure.quantity == "weighted" and layers.repeats_inputs(module)
-            if repeated or (measure.quantity == "diagonal" and layers.is_convolution(module)):
+            repeated = not quantity.of_repeated and layers.repeats_inputs(module)
+            if repeated or (not quantity.of_dense and layers.is_convolution(module)):
                 of = "one whose padding repeats pixels" if repeated else "a convolution"
                 raise NotYetError(
                     f"layer {name!r}: there is no {measure.name} of the dense matrix (conv='affine') of {of} yet; "
@@ -144,22 +133,24 @@ class LayerValues:
         """Return the (d, d) block traces of the one layer."""
         sweep = Sweep(self._runner, self._loss, self._options, ("squares",))
         totals = self._totals()
-        blocks: Tensor | None = None
-        with contextlib.closing(sweep.block_traces(_LARGEST_MATRIX)) as parts:
-            for part, values in parts:
-                totals.add(values)
-                blocks = part if blocks is None else blocks + part
-        assert blocks is not None, "data without samples is refused where it is read"
-        matrix: Tensor = torch.block_diag(*(blocks / totals.over.normaliser))
+        blocks: list[Tensor] = []
+
+        def take(found: tuple[Tensor, Values]) -> None:
+            traces, values = found
+            totals.add(values)
+            blocks[:] = [blocks[0] + traces if blocks else traces]
+
+        sweep.block_traces(_LARGEST_MATRIX, take)
+        matrix: Tensor = torch.block_diag(*(blocks[0] / totals.over.normaliser))
         return matrix
 
     def _sums(self, sweep: Sweep) -> Sums:
         """Return the sums: exact, in groups, or by draws as the options say."""
         if self._options.probes == "adaptive":
-            return self._totals().of(sweep.by_groups())
+            return self._totals().of(sweep.by_groups)
 
         def summed(draws: range | None) -> Sums:
-            return self._totals(sampled=draws is not None).of(sweep.values(draws))
+            return self._totals(sampled=draws is not None).of(partial(sweep.values, draws=draws))
 
         return stages.by_options(self._options, summed, lambda: sweep.exact_passes)
 

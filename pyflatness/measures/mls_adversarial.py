@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import interrupts, session
+from .. import interrupts
 from ..errors import InputError
 from ..model import calling, inputs, state
 from ..model import data as batching
@@ -26,13 +26,13 @@ from ..options import Options, check_count, check_number
 from ..passes import recorder
 from ..passes.task import Task
 from ..report import Estimate
-from ..session import opened
+from ..session import public, session
 from .base import Measure
 
 STEPS = 20
 
 
-@session.eager
+@public
 def mls_adversarial(
     model: nn.Module,
     loss: Any,
@@ -81,8 +81,8 @@ def mls_adversarial(
     steps = check_count("steps", steps, 1, "a number of steps")
     radius = None if radius is None else check_number("radius", radius)
     options = Options(per_sample=per_sample, nan_policy=nan_policy, seed=seed)
-    with opened(model, loss, data, forward=forward, progress=progress) as call:
-        return _estimate(call.task(options), steps, radius)
+    with session(model, loss, data, options, forward=forward, progress=progress) as task:
+        return _estimate(task, steps, radius)
 
 
 def _estimate(task: Task, steps: int = STEPS, radius: float | None = None) -> Estimate:

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import session
 from ..errors import InputError, NonFiniteError
 from ..losses import risk
 from ..model import calling, layers, parameters, state
@@ -40,7 +39,7 @@ from ..options import Options, check_count, check_draws, check_flag, check_numbe
 from ..reparameterization.folding import Folding
 from ..reparameterization.reparameterize import duplicate
 from ..report import Estimate
-from ..session import opened
+from ..session import public, session
 from .base import Measure, Task, Values
 
 DROP, DRAWS, STEPS, TOLERANCE = 0.1, 10, 15, 0.01
@@ -104,7 +103,7 @@ class PacBayes(Bisection):
         return None if self.stderr is None else 2 * self.stderr / self.sigma**3
 
 
-@session.eager
+@public
 def pac_bayes(
     model: nn.Module,
     loss: Any,
@@ -161,8 +160,11 @@ def pac_bayes(
     tolerance, squared = check_number("tolerance", tolerance), check_flag("squared", squared)
     draws, steps = check_draws("draws", draws, 1), check_count("steps", steps, 1)
     reads = _reads(draws, steps) * (1 if initial is None else 2)
-    with opened(model, loss, data, reduction=reduction, forward=forward, passes=reads, progress=progress) as call:
-        return _Search(call.task(Options(seed=seed)), drop, draws, steps, tolerance, squared=squared).result(initial)
+    options = Options(seed=seed)
+    with session(
+        model, loss, data, options, reduction=reduction, forward=forward, reads=reads, progress=progress
+    ) as task:
+        return _Search(task, drop, draws, steps, tolerance, squared=squared).result(initial)
 
 
 def _reads(draws: int, steps: int) -> int:

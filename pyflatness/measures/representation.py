@@ -31,13 +31,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import session
 from ..errors import InputError
-from ..model import calling, selectors
+from ..model import calling
 from ..model.selectors import Selector
 from ..options import Options, check_count, check_names
 from ..report import Estimate, Report, coverage
-from ..session import opened
+from ..session import public, session
 from ..sweep import jacobians
 from ..sweep.jacobians import INPUT, Samples
 from .base import Measure, Values
@@ -181,7 +180,7 @@ LOCAL_DIMENSION = Measure(
 ROWS = (MLS, NMLS, NORMALIZED_MLS, INPUT_INVARIANT_MLS, LOG_VOLUME, VOLUME, LOCAL_DIMENSION)
 
 
-@session.eager
+@public
 def representation(
     model: nn.Module,
     loss: Any,
@@ -235,14 +234,14 @@ def representation(
     top = None if top is None else check_count("top", top, 1, "a number of singular values")
     rows = _named(measures)
     options = Options(per_sample=per_sample, backend=backend, nan_policy=nan_policy, memory=memory)
-    with opened(model, loss, data, forward=forward, progress=progress) as call:
-        task = call.task(options, selectors.select(call.model, layers))
+    with session(model, loss, data, options, forward=forward, progress=progress) as task:
+        task = task.of(layers)
         samples = jacobians.measured(task, {need for row in rows for need in row.needs}, top)
     found = {}
     for row in rows:
         assert row.of_jacobians is not None
-        found.update({(name, row.name): call.noted(value) for name, value in row.of_jacobians(samples).items()})
-    left_out = coverage.uncovered(call.model, [call.model.get_submodule(name) for name in samples.layers])
+        found.update({(name, row.name): task.noted(value) for name, value in row.of_jacobians(samples).items()})
+    left_out = coverage.uncovered(task.model, [task.model.get_submodule(name) for name in samples.layers])
     if layers is None:
         found = coverage.marked(found, [row.name for row in rows if row.of_layers], left_out)
     return Report(samples.layers, tuple(row.name for row in rows), found, {}, left_out)

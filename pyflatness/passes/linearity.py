@@ -7,6 +7,7 @@ in pieces; elsewhere second derivatives are taken at every sample. A layer that 
 linear in its weight whatever is behind it.
 """
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import InputError
 from ..numerics.directions import Directions
@@ -49,6 +51,34 @@ def refuse_opaque(names: Sequence[str], what: str = "layer") -> None:
             "another library), whose second derivative may be missing without a sign: curvature='hessian' takes it "
             "as it is, curvature='ggn' gives the GGN value, another number"
         )
+
+
+class Certificate:
+    """Hold what is known so far of whether the model is locally linear in layers' weights.
+
+    Attributes:
+        reasons: by name, why a layer is not certified: :data:`OPAQUE`, :data:`RECURRENT` or :data:`NONLINEAR`.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+        self._twice_differentiable = False  # whether attention is run so that it has second derivatives
+
+    def attention(self) -> contextlib.AbstractContextManager[None]:
+        """Run attention by the kernel that has second derivatives, inside, where they will be taken."""
+        return sdpa_kernel(SDPBackend.MATH) if self._twice_differentiable else contextlib.nullcontext()
+
+    def extend(self, outputs: Tensor, users: Users, recorder: Recorder) -> dict[str, str] | None:
+        """Look at the layers of a run that were linear so far; return those that are not, and why.
+
+        None: attention has to run by another kernel first, see :meth:`attention`.
+        """
+        new = nonlinear_layers(outputs, users, recorder, [name for name in recorder.calls if name not in self.reasons])
+        if new and not self._twice_differentiable and has_fused_attention(users):
+            self._twice_differentiable = True
+            return None
+        self.reasons.update(new)
+        return new
 
 
 @torch.enable_grad()

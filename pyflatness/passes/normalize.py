@@ -107,9 +107,12 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
         NonFiniteError: NaN or infinity in a layer's input, under ``nan_policy="raise"``.
     """
     deviations: dict[str, FeatureScale] = {}
-    for rows in runner.results(lambda run: _rows(runner, run, loss, nan_policy)):
+
+    def take(rows: dict[str, Tensor]) -> None:
         for name, kept in rows.items():
             deviations.setdefault(name, FeatureScale()).add(kept)
+
+    runner.each(lambda run: _rows(runner, run, loss, nan_policy), take)
     return {name: deviation.scale() for name, deviation in deviations.items()}
 
 

@@ -1,32 +1,61 @@
-"""What a measure that is computed by itself is asked about."""
+"""What a public call is asked to measure: the user's model, loss and data, taken in hand, and the options."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
 from ..losses import Loss
-from ..model.calling import Forward
+from ..model import selectors, state
 from ..model.data import Batches
-from ..model.selectors import Selection
+from ..model.selectors import Selection, Selector
 from ..options import Options
+from ..report import Estimate
+from .checked import Checked
+from .detached import TAKEN_AS_CONSTANT
+
+_WITHOUT_LOSS = ("weights", "jacobian", "ascent")  # methods
+_WITHOUT_DERIVATIVES = ("weights", "head", "monte-carlo")
+
+
+_NO_LAYERS = Selection({}, frozenset())
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its layers, its loss and data, and how they are to be measured.
+    """A model, its layers, its loss and data, and how they are to be measured, inside of :func:`.session.session`.
 
     Attributes:
         model: inside :func:`.state.observing`.
-        selection: the chosen layers.
-        loss: the user's.
+        loss: from :func:`.losses.resolve`.
         batches: the data, to be read as often as the measure says.
-        forward: see :func:`.calling.run`.
+        forward: the user's, or a call of the model itself, with its checks.
         options: of the user.
+        progress: whether reading data shows a bar.
+        selection: the chosen layers.
     """
 
     model: nn.Module
-    selection: Selection
     loss: Loss
     batches: Batches
-    forward: Forward | None
+    forward: Checked
     options: Options
+    progress: bool | None = None
+    selection: Selection = _NO_LAYERS
+
+    def of(self, layers: Selector | Sequence[Selector] | None) -> "Task":
+        """Return the task with the layers that selectors mean, see :func:`.selectors.select`."""
+        return replace(self, selection=selectors.select(self.model, layers))
+
+    def on(self, data: Any) -> "Task":
+        """Return the task with other data, to be read once."""
+        return replace(self, batches=Batches(data, state.device(self.model), shown=self.progress))
+
+    def noted(self, estimate: Estimate) -> Estimate:
+        """Return an estimate with what there is to say of the loss and the model's forward pass, where it matters."""
+        if self.forward.notes and estimate.method not in _WITHOUT_LOSS:
+            estimate = replace(estimate, notes=(*estimate.notes, *self.forward.notes))
+        if self.forward.detaches and estimate.method not in _WITHOUT_DERIVATIVES:
+            estimate = replace(estimate, exact=False, notes=(*estimate.notes, TAKEN_AS_CONSTANT))
+        return estimate

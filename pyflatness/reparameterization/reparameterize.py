@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .. import session
 from ..errors import FlatnessError, InputError
 from ..model import calling, layers, selectors, state
 from ..model.data import first
 from ..model.selectors import Selector
 from ..options import check_flag
-from ..session import opened
+from ..session import public, session
 from . import flow
 from .flow import Flow, Label
 
@@ -38,7 +37,7 @@ _HINTS = {
 }
 
 
-@session.eager
+@public
 def reparameterize(
     model: nn.Module,
     factors: Mapping[Selector, Any],
@@ -75,20 +74,20 @@ def reparameterize(
     """
     inplace = check_flag("inplace", inplace)
     batches = [(data, None)] if isinstance(data, Tensor) else data
-    with opened(model, nn.MSELoss(), batches, forward=forward, passes=2) as call:  # no loss has a part in it
-        module = call.model
+    with session(model, nn.MSELoss(), batches, forward=forward, reads=2) as task:  # no loss has a part in it
+        module = task.model
         wanted = _factors(module, factors)
-        batch = call.batches.peek()
+        batch = task.batches.peek()
         try:
-            found = _followed(module, wanted, first(batch, _SAMPLES), call.forward)
+            found = _followed(module, wanted, first(batch, _SAMPLES), task.forward)
         except FlatnessError:
             raise
         except Exception:  # not a batch that can be cut; an error of the model's own comes again
-            found = _followed(module, wanted, batch, call.forward)
+            found = _followed(module, wanted, batch, task.forward)
         changed = duplicate(module)
         _multiply(changed, wanted, found)
-        for number, batch in enumerate(call.batches):
-            check_same(module, changed, batch, call.forward, number)
+        for number, batch in enumerate(task.batches):
+            check_same(module, changed, batch, task.forward, number)
         if not inplace:
             return changed
         for (_, own), (_, other) in zip(_tensors(module), _tensors(changed), strict=True):

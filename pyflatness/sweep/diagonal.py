@@ -13,7 +13,7 @@ output gradients δ (Σ_p δ_p φ_pᵀ and Σ_p δ_p); those of other parameters
 which every sample has parameters of its own (:mod:`.per_sample_parameters`).
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -21,18 +21,19 @@ from torch import Tensor
 
 from .. import contractions
 from ..errors import InputError, NonFiniteError
-from ..measures.base import Task
 from ..model import parameters
 from ..model.selectors import Selection
 from ..numerics.accumulate import non_finite
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
-from ..passes.runner import DEFAULT_MEMORY, Run, Runner
+from ..passes.memory import DEFAULT_MEMORY
+from ..passes.runner import Run, Runner
+from ..passes.task import Task
 from ..report import Estimate
 from . import stages
 from .layer_gradients import LayerGradients
-from .layer_sweep import Values
+from .layer_sweep import Take, Values
 from .per_sample_diagonal import OwnDiagonal
 from .per_sample_parameters import Group, OwnParameters
 from .totals import OR_OVERFLOW, Sums, Totals
@@ -75,15 +76,15 @@ class Diagonal:
         """Of the contractions."""
         return self._layers.backend
 
-    def values(self, draws: Sequence[int] | None = None) -> Generator[Values, None, None]:
-        """Every sample's sum: exact, or in the draws of these numbers.
+    def values(self, take: Take, draws: Sequence[int] | None = None) -> None:
+        """Hand every sample's sum to ``take``: exact, or in the draws of these numbers.
 
         Raises:
-            InputError: see :meth:`.Runner.results`; targets that do not fit; too many passes or products; a function
+            InputError: see :meth:`.Runner.each`; targets that do not fit; too many passes or products; a function
                 that torch did not write behind a parameter, under ``curvature="auto"``.
         """
         signs = None if draws is None else Signs(self._task.options.seed, draws)
-        return self._runner.results(lambda run: self._values(run, signs))
+        self._runner.each(partial(self._values, signs=signs), take)
 
     def sums(self, draws: range | None = None) -> Sums:
         """Return those of all samples together.
@@ -94,7 +95,7 @@ class Diagonal:
         """
         error = partial(_non_finite, self.theta)
         totals = Totals(self._task.loss.reduction, self._task.options, error, sampled=draws is not None)
-        return totals.of(self.values(draws))
+        return totals.of(partial(self.values, draws=draws))
 
     def _values(self, run: Run, signs: Signs | None) -> Values:
         sent = cotangents.of_run(run, self._task.loss)

@@ -5,7 +5,6 @@ a way. One sweep: every output of all samples at once is sent backward, C passes
 rows of J that arrive come G = J Jᵀ and a few sums. J is held for a part of a batch, cut to the memory budget.
 """
 
-import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -74,8 +73,8 @@ class Samples:
 
 
 @dataclass
-class _Part:
-    """Hold quantities of a part of the data, and its samples' numbers."""
+class _MicroBatch:
+    """Hold the quantities of a micro-batch, and its samples' numbers."""
 
     number: int
     numbers: Tensor
@@ -115,7 +114,7 @@ def measured(
         scales: by layer, those of its features for ``rescaled``.
 
     Raises:
-        InputError: see :meth:`.Runner.results`; more outputs than backward passes are allowed.
+        InputError: see :meth:`.Runner.each`; more outputs than backward passes are allowed.
         NonFiniteError: NaN or infinity, under ``nan_policy="raise"``, or in all samples.
     """
     return _Sweep(task, frozenset(needs), top, scales or {}).samples()
@@ -140,16 +139,18 @@ class _Sweep:
         self._width = 0
 
     def samples(self) -> Samples:
-        parts, fine, over = [], [], Accumulator(self._task.options.nan_policy)
-        with contextlib.closing(self._runner.results(self._measure)) as results:  # hooks go with an error
-            for part in results:
-                fine.append(part.fine())
-                over.kept(fine[-1], part.error)
-                over.add(len(part.numbers))
-                parts.append(part)
+        parts: list[_MicroBatch] = []
+        over = Accumulator(self._task.options.nan_policy)
+
+        def take(part: _MicroBatch) -> None:
+            over.kept(part.fine(), part.error)
+            over.add(len(part.numbers))
+            parts.append(part)
+
+        self._runner.each(self._measure, take)
         over.check()
-        finite = torch.cat(fine)
-        kept = finite if over.omitted else torch.ones_like(finite)
+        fine = torch.cat([part.fine() for part in parts])
+        kept = fine if over.omitted else torch.ones_like(fine)
         found: dict[tuple[str, str], Tensor] = {}
         for part in parts:
             for key, values in part.values.items():
@@ -158,7 +159,7 @@ class _Sweep:
                 whole = found.setdefault(key, torch.full((len(kept),), empty, dtype=torch.float64, device="cpu"))
                 whole[part.numbers] = values
         for whole in found.values():
-            whole[~finite] = torch.nan
+            whole[~fine] = torch.nan
         names = tuple(name for name in self._task.selection.modules if (name, "largest") in found)
         backend = contractions.describe(self._backend)
         passed = frozenset(self._passed)
@@ -171,7 +172,7 @@ class _Sweep:
         copies = 2 if "weights" in self._needs else 1  # and of J what is past the layers
         return width * (copies * found.inputs + own)
 
-    def _measure(self, run: Run) -> _Part:
+    def _measure(self, run: Run) -> _MicroBatch:
         before, self._width = self._width, run.outputs.numel() // run.samples
         if "weights" in self._needs and before not in (0, self._width):
             raise InputError(
@@ -194,7 +195,7 @@ class _Sweep:
                 place.add([next(gradients) for _ in place.edges])
         device = run.outputs.device
         self._backend, where = contractions.choose_for_few(self._task.options.backend, device, torch.float64)
-        part = _Part(run.number, run.numbers.cpu())
+        part = _MicroBatch(run.number, run.numbers.cpu())
         for place in places:
             values = place.values(self._backend, where, self._top)
             part.values.update(((place.name, quantity), numbers) for quantity, numbers in values.items())

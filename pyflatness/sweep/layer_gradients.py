@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import contractions
-from ..measures.base import Task
 from ..model import layers
 from ..numerics.directions import Directions
+from ..passes.independence import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
+from ..passes.task import Task
 from .per_sample_parameters import OwnParameters
 
 Gradients = Mapping[str, Sequence[Tensor]]
@@ -83,18 +84,18 @@ class LayerGradients:
         for name in names:
             form = self._forms[name]
             if _joined(name, "weight") in self._theta:
-                contracted[name] = form.gradients(run).of(form.inputs(run), passes)
+                contracted[name] = form.contraction(run).at(form.inputs(run), passes).of
 
         def of(gradients: Gradients) -> Tensor:
             total = torch.zeros(run.samples, dtype=torch.float64, device=run.outputs.device)
             for name in names:
                 form = self._forms[name]
                 if name in contracted:
-                    total += contracted[name](form.signal(run, gradients[name])).values[0]
+                    total += contracted[name](form.cotangent(run, gradients[name])).values[0]
                 if _joined(name, "bias") in self._theta:
-                    slope = form.rows(run, gradients[name]).sum(dim=2).flatten(1)
+                    gradient = form.rows(run, gradients[name]).sum(dim=2).flatten(1)
                     scale = self._theta[_joined(name, "bias")] if self._adaptive else 1.0
-                    total += (slope * scale).square().sum(dim=1, dtype=torch.float64)
+                    total += (gradient * scale).square().sum(dim=1, dtype=torch.float64)
             return total
 
         return of
@@ -128,9 +129,7 @@ def _joined(name: str, what: str) -> str:
 
 
 def _same(own: Tensor, whole: Tensor | None) -> bool:
-    """Up to rounding; no gradient is one of zeros."""
+    """Return whether gradients agree up to rounding; no gradient is one of zeros, and NaN agrees with nothing."""
     if whole is None:
         return not bool((own != 0).any())
-    tolerance = max(1e-3, 8 * torch.finfo(whole.dtype).eps)
-    size = float(own.abs().amax().nan_to_num(0, 0, 0)) if own.numel() else 0.0
-    return torch.allclose(whole.to(own.dtype), own, tolerance, tolerance * size)
+    return not bool(whole.isnan().any()) and agree(own, whole, rounding(whole.dtype))

@@ -1,8 +1,7 @@
 """From the values of samples to those of the data set, by the user's policy for NaN and infinity."""
 
-import contextlib
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +12,7 @@ from ..model import layers
 from ..numerics.accumulate import Accumulator, finite_samples, masked, non_finite
 from ..numerics.variances import Variances
 from ..options import Options
-from .layer_sweep import Values
+from .layer_sweep import Take, Values
 
 _AGREEING = 1e-6  # of a value: by less than so much draws differ by chance or by rounding, which tells of no error
 
@@ -118,25 +117,14 @@ class Totals:
         if self._per_sample:
             self._contributions.append(masked(means, kept, torch.nan))
 
-    def of(self, values: Generator[Values, None, None]) -> Sums:
-        """Return the sums of all of these values; an error closes their generator, and so takes its hooks away.
+    def of(self, hand_over: Callable[[Take], None]) -> Sums:
+        """Return the sums of all values that are handed to :meth:`add`.
 
         Raises:
             NonFiniteError: NaN or infinity, by the policy.
             InputError: no target counts.
         """
-        with contextlib.closing(values) as parts:
-            for part in parts:
-                self.add(part)
-        return self.sums()
-
-    def sums(self) -> Sums:
-        """Return those of all samples so far.
-
-        Raises:
-            NonFiniteError: all samples were left out.
-            InputError: no target counts.
-        """
+        hand_over(self.add)
         normaliser = self.over.normaliser
         values = (self._sums / normaliser).cpu()
         errors = dof = None

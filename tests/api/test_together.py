@@ -247,7 +247,7 @@ def test_products_of_one_sweep_are_shared(monkeypatch):
 def test_how_often_data_are_read():
     for row in MEASURES:
         if row.compute is not None or row.quantity is not None:
-            assert plan.reads([row], Options()) == row.reads
+            assert plan.plan([row], Options()).reads == row.reads
 
 
 def test_measures_of_nothing():

@@ -1,6 +1,5 @@
 """Several signals that share the inputs, contracted together: from places where one of them is not zero, held back."""
 
-import functools
 import weakref
 
 import pytest
@@ -10,9 +9,9 @@ from hypothesis import strategies as st
 
 import pyflatness as pf
 from pyflatness import BackendError
-from pyflatness.contractions import WeightGradients, compiled, cuda, reference
+from pyflatness.contractions import LayerContraction, compiled, cuda, reference
 from pyflatness.contractions.geometry import Geometry
-from pyflatness.contractions.stacked import Stacked
+from pyflatness.contractions.layer import Contraction
 from pyflatness.sweep import contracted
 from support.cases import on_threads
 from support.layer_cases import CASES, DTYPES, LAYOUTS, ONE, double, layer, layout, limit
@@ -152,27 +151,28 @@ def test_arguments_that_do_not_fit():
         (5, 1, 3, 6, (1, 20, 20), (1, 5, 5), ONE, ONE),
     ],
 )
-def test_signals_held_back(engine, dtype, count, quantities, case):
+def test_signals_held_back(engine, dtype, count, quantities, case, monkeypatch):
     inputs, signals, geometry, _ = several(case, dtype, 7)
     weight = torch.randn(case[1], case[3], case[2] * geometry.taps).to(dtype)
     signs = [None, 1.0, -1.0, *torch.randn(4, 5).double()]
-    gradients = WeightGradients(weight, geometry, engine.module, quantities, memory=2**20)
-    contract = gradients.of([inputs], 7)
+    gradients = LayerContraction(weight, geometry, engine.module, quantities, memory=2**20)
+    contract = gradients.at([inputs], 7).of
     expected = sum(contract([delta], sign).values for delta, sign in zip(signals, signs, strict=True))
-    stacked = Stacked(gradients.of_several([inputs], 7), functools.partial(gradients.buffer, count))
-    shares = [stacked([delta], sign) for delta, sign in zip(signals, signs, strict=True)]
-    assert [share is None for share in shares] == [(n + 1) % count != 0 for n in range(7)]
-    found = sum(share.values for share in (*shares, stacked.rest()) if share is not None)
+    monkeypatch.setattr(LayerContraction, "together", lambda *_: count)
+    stacked = gradients.at([inputs], 7)
+    contributions = [stacked.hold([delta], sign) for delta, sign in zip(signals, signs, strict=True)]
+    assert [one is None for one in contributions] == [(n + 1) % count != 0 for n in range(7)]
+    found = sum(one.values for one in (*contributions, stacked.rest()) if one is not None)
     torch.testing.assert_close(found, expected, rtol=limit(dtype), atol=0)
     assert stacked.rest() is None
-    truth = WeightGradients(weight.double(), geometry, reference, quantities, memory=2**30, route="direct")
-    truth = truth.of([inputs.double()], 7)
+    truth = LayerContraction(weight.double(), geometry, reference, quantities, memory=2**30, route="direct")
+    truth = truth.at([inputs.double()], 7).of
     exact = sum(truth([delta.double()], sign).values for delta, sign in zip(signals, signs, strict=True))
     torch.testing.assert_close(found, exact, rtol=10 * limit(dtype), atol=0)
 
 
 def test_a_buffer_is_the_same_at_every_call():
-    gradients = WeightGradients(torch.randn(1, 3, 4), Geometry(), reference, ("rooted",), memory=1)
+    gradients = LayerContraction(torch.randn(1, 3, 4), Geometry(), reference, ("rooted",), memory=1)
     whole = gradients.buffer(5, torch.zeros(8, 3, 1, 1, 1))
     assert whole.shape == (5, 8, 3, 1, 1, 1)
     ragged = gradients.buffer(4, torch.zeros(7, 3, 1, 1, 1, dtype=torch.bfloat16))
@@ -181,13 +181,13 @@ def test_a_buffer_is_the_same_at_every_call():
     assert ragged.data_ptr() == whole.data_ptr()
 
 
-def test_signals_that_are_parts_of_larger_tensors_do_not_keep_those():
-    gradients = WeightGradients(torch.randn(1, 3, 4), Geometry(), reference, ("rooted",), memory=1)
-    contract = gradients.of_several([torch.randn(5, 4, 1, 1, 1)], 9)
-    stacked = Stacked(contract, functools.partial(gradients.buffer, 9))
+def test_signals_that_are_parts_of_larger_tensors_do_not_keep_those(monkeypatch):
+    gradients = LayerContraction(torch.randn(1, 3, 4), Geometry(), reference, ("rooted",), memory=1)
+    monkeypatch.setattr(LayerContraction, "together", lambda *_: 9)
+    stacked = gradients.at([torch.randn(5, 4, 1, 1, 1)], 9)
     large = torch.randn(5, 300, 1, 1, 1)
     gone = weakref.ref(large)
-    assert stacked([large[:, :3]]) is None
+    assert stacked.hold([large[:, :3]]) is None
     del large
     assert gone() is None
 
@@ -199,7 +199,7 @@ def test_how_many_signals_at_a_time():
     def together(inputs, geometry, backend=reference, *, signals=9, at_most=2**20, rows=16, **options):
         weight = torch.randn(geometry.groups, rows, 16 // geometry.groups * geometry.taps)
         options = {"quantities": ("rooted",), "memory": 2**20} | options
-        return WeightGradients(weight, geometry, backend, **options).together(inputs, signals, at_most)
+        return LayerContraction(weight, geometry, backend, **options).together(inputs, signals, at_most)
 
     assert together([one], linear) == 9
     assert together([one], linear, signals=3) == 1
@@ -232,12 +232,14 @@ def test_what_is_held_back_of_all_layers_is_limited(monkeypatch):
     data = torch.randn(40, 3, 13, 13), torch.randint(20, (40,))
     counts = []
 
-    class Counted(Stacked):
-        def __init__(self, contract, buffer):
-            counts.append(buffer.args[0])
-            super().__init__(contract, buffer)
+    made = Contraction.__init__
 
-    monkeypatch.setattr(contracted, "Stacked", Counted)
+    def counted(self, *args):
+        made(self, *args)
+        if self.together > 1:
+            counts.append(self.together)
+
+    monkeypatch.setattr(Contraction, "__init__", counted)
     found = {}
     linear = 40 * 20 * 4  # bytes of a signal
     for held, expected in ((2**30, [19, 19, 19, 19]), (10 * linear, [5, 5]), (0, [])):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import pyflatness as pf
 from pyflatness.measures import named
 from pyflatness.options import Options
-from pyflatness.plan import reads
+from pyflatness.plan import plan
 from support.public_calls import CALLS, batches
 
 LOSS = nn.CrossEntropyLoss()
@@ -105,7 +105,7 @@ def test_samples_that_are_told_apart_keep_their_order(options):
 
 
 def test_what_the_message_names_reads_once():
-    assert reads(named("relative_flatness"), Options()) == reads(named(None), Options()) == 1
+    assert plan(named("relative_flatness"), Options()).reads == plan(named(None), Options()).reads == 1
     for call in (pf.relative_flatness, pf.measure):
         call(network(), LOSS, Reads(CHANGES["an input"]))
 

@@ -24,11 +24,11 @@ HALVES = ("mlp ReLU", "mlp Tanh", "cnn", "residual", "attention", "siamese", "lo
     "loss: class weights sum", "loss: binary sum", "batch norm of vectors", "linear layers on pixels")  # fmt: skip
 
 
-def _gap(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.GeneralizationGap:
+def _gap(model: nn.Module, loss: Any, data: Any, **options: Any) -> Any:
     return pf.generalization_gap(model, loss, data, tuple(part[:2] for part in data), **options)
 
 
-def _bound(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.GeneralizationBound:
+def _bound(model: nn.Module, loss: Any, data: Any, **options: Any) -> Any:
     return pf.generalization_bound(
         model, loss, data, test=tuple(part[:2] for part in data), folds=2, draws=3, **options
     )
@@ -217,7 +217,7 @@ def of_broken_samples() -> Iterator[Entry]:
         yield f"generalization_gap | {where}", partial(_broken, case, _of_itself, **given)
 
 
-def _of_itself(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.GeneralizationGap:
+def _of_itself(model: nn.Module, loss: Any, data: Any, **options: Any) -> Any:
     return pf.generalization_gap(model, loss, data, data, **options)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.contractions.layer import ROUTES, WeightGradients
+from pyflatness.contractions.layer import ROUTES, LayerContraction
 from support import grid, truth
 from support.cases import to
 from support.networks import CASES
@@ -47,7 +47,7 @@ def test_ggn_of_every_layer(name):
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("loss:")])  # a loss is no kernel's
 def test_every_backend_instruction_set_and_route(name, route, engine, monkeypatch):
-    monkeypatch.setattr(WeightGradients, "cheaper", lambda *_: route)
+    monkeypatch.setattr(LayerContraction, "cheaper", lambda *_: route)
     case = CASES[name]
     data = data_of(case, 1 if name == "gathered tokens" else case.samples)
     report = pf.measure(

@@ -6,7 +6,7 @@ from torch import nn
 
 import pyflatness as pf
 from pyflatness.api import layer_measure
-from pyflatness.contractions.layer import ROUTES, WeightGradients
+from pyflatness.contractions.layer import ROUTES, LayerContraction
 from pyflatness.measures import MEASURES
 from pyflatness.options import Options
 from support import grid, truth
@@ -79,7 +79,7 @@ def test_every_layer(name, curvature):
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("loss:")])  # a loss is no kernel's
 def test_every_backend_instruction_set_and_route(name, route, engine, monkeypatch):
-    monkeypatch.setattr(WeightGradients, "cheaper", lambda *_: route)
+    monkeypatch.setattr(LayerContraction, "cheaper", lambda *_: route)
     case = CASES[name]
     options = {"curvature": "ggn", "backend": engine.backend, "layers": list(case.layers)}
     for measures in ((*SUMS, *LARGEST), ("relative_flatness", *SUMS, *LARGEST)):
