@@ -102,7 +102,7 @@ class Direct:
         return parts[0] if len(parts) == 1 else joined(parts)
 
 
-class Listed:
+class Gathered:
     """Several cotangents together, from the positions where any of them is not zero.
 
     Args:
@@ -116,7 +116,7 @@ class Listed:
     def products(self, cotangents: Calls) -> Products:
         """Return the products of cotangents of which all samples of one are behind those of another."""
         layer, each = self._layer, cotangents[0].split(len(self._phi))
-        return cast(Products, layer.backend.direct_listed(self._phi, each, layer.geometry, layer.factor))
+        return cast(Products, layer.backend.direct_gathered(self._phi, each, layer.geometry, layer.factor))
 
 
 class Gram:
@@ -157,7 +157,7 @@ class Gram:
         """Return |R M|² of rows δ."""
         half, factor = self._layer.half_factor, self._layer.factor
         if half is not None and rows.dtype == torch.bfloat16:
-            return cuda.rooted_gram(half, rows, self._gram)
+            return cuda.factored_gram(half, rows, self._gram)
         rows = promoted(rows)  # float16 would leave its range
         assert factor is not None
         factor = factor.to(rows.dtype)
@@ -183,14 +183,14 @@ class Both:
 
     def __init__(self, layer: Prepared, phi: Tensor) -> None:
         self._by_gram, self._direct = Gram(layer, phi), Direct(layer, phi, None)
-        self._gram_weighted = layer.products.rooted
+        self._gram_weighted = layer.products.gram_weighted
 
     def products(self, cotangent: Calls) -> Products:
         """Return the products of a cotangent."""
         found = self._direct.products(cotangent)
         if not self._gram_weighted:
             return found
-        return found._replace(rooted=self._by_gram.gram_weighted(self._by_gram.rows(cotangent)))
+        return found._replace(gram_weighted=self._by_gram.gram_weighted(self._by_gram.rows(cotangent)))
 
 
 class OnePosition:
@@ -227,10 +227,10 @@ class OnePosition:
             weighted = reference.row_dots(rows.square().flatten(1), self._variances.flatten(1))
         if self._products.by_column:
             columns = self._phi * self._applied(rows, self._weight.mT)
-            by_column = columns.unflatten(2, (-1, self._geometry.taps)).sum(dim=3).flatten(1).double()
+            by_column = columns.unflatten(2, (-1, self._geometry.kernel_elements)).sum(dim=3).flatten(1).double()
         if self._products.by_row:
             by_row = (rows * self._outputs).flatten(1).double()
-        return Products(found.squares, found.rooted, weighted, by_column, by_row)
+        return Products(found.squares, found.gram_weighted, weighted, by_column, by_row)
 
     @staticmethod
     def _applied(vectors: Tensor, weight: Tensor) -> Tensor:

@@ -51,11 +51,11 @@ class Products:
         modules: the layers that ran.
         device: where vectors are.
         eps: rounding of the products, relative.
-        opaque: layers behind which there is a function that torch did not write.
+        custom: layers behind which there is a custom autograd function.
 
     Raises:
-        InputError: opaque layers under ``curvature="auto"``; see :meth:`.Runner.each`; targets that do not fit, or
-            are all ignored.
+        InputError: a custom autograd function behind a layer under ``curvature="auto"``; see :meth:`.Runner.each`;
+            targets that do not fit, or are all ignored.
         NotYetError: ``conv="affine"``.
     """
 
@@ -71,12 +71,12 @@ class Products:
         )
         self._leaves: dict[str, Tensor] = {}  # layer -> its effective weight, as its calls see it
         over = Accumulator(self._options.nan_policy, task.loss.reduction)
-        self.opaque: set[str] = set()
+        self.custom: set[str] = set()
 
         def take(seen: tuple[int, float, frozenset[str]]) -> None:
-            samples, weight, opaque = seen
+            samples, weight, custom = seen
             over.add(samples, weight)
-            self.opaque |= opaque
+            self.custom |= custom
 
         self._runner.each(self._seen, take)
         self.samples, self._normaliser = over.samples, over.normaliser
@@ -90,13 +90,13 @@ class Products:
             self._spreads = {name: spread(module, scales[name]) for name, module in self.modules.items()}
 
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
-        """Return samples, normaliser and opaque layers of a micro-batch."""
-        opaque = linearity.read(linearity.users_of(run.outputs), linearity.edges_of(run.recorder.calls)).opaque
+        """Return samples, normaliser of a micro-batch, and the layers with custom functions behind them."""
+        custom = linearity.read(linearity.users_of(run.outputs), linearity.edges_of(run.recorder.calls)).custom
         if self._options.curvature == "auto":
-            linearity.refuse_opaque(sorted(opaque))
+            linearity.refuse_custom_functions(sorted(custom))
         sent = cotangents.of_run(run, self._loss)
         self._check(run.number, not math.isnan(sent.weight))
-        return run.samples, sent.weight, opaque
+        return run.samples, sent.weight, custom
 
     @contextlib.contextmanager
     def _weights_as_leaves(self) -> Iterator[None]:
@@ -122,9 +122,9 @@ class Products:
 
     def notes(self, name: str) -> tuple[str, ...]:
         """What a reader of a layer's value should know, or of the network's (``""``)."""
-        opaque = name in self.opaque if name else bool(self.opaque)
+        custom = name in self.custom if name else bool(self.custom)
         tied = layers.tie_notes(self._model, self.modules[name]) if name else ()
-        return (*tied, *((linearity.TAKEN_AS_THEY_ARE,) if opaque else ()))
+        return (*tied, *((linearity.TAKEN_AS_THEY_ARE,) if custom else ()))
 
     def __call__(self, vectors: Mapping[Names, Tensor]) -> Vectors:
         """Each block times its vectors, all in one pass over the data.
@@ -183,7 +183,7 @@ class Products:
         return multiply
 
     def _check_complete(self, run: Run, value: Tensor, cotangent: Tensor) -> None:
-        names = self.opaque.intersection(run.recorder.calls)
+        names = self.custom.intersection(run.recorder.calls)
         for name, found in run.recorder.gradients(value, cotangent, names, create_graph=True).items() if names else ():
             linearity.check_complete(f"layer {name!r}", found)
 

@@ -95,7 +95,7 @@ class RowSweep:
         self._blocks: dict[str, RowBlocks] = {}
         self._by_entries: set[str] = set()
         self._by_sweeps: set[str] = set()
-        self._opaque: set[str] = set()
+        self._custom: set[str] = set()
         self.samples, self._normaliser = 0, 1.0
 
     def rows(self) -> dict[str, Rows]:
@@ -127,18 +127,18 @@ class RowSweep:
 
     def notes(self, name: str) -> tuple[str, ...]:
         """What a reader of a layer's value should know."""
-        trusted = (linearity.TAKEN_AS_THEY_ARE,) if name in self._opaque else ()
+        trusted = (linearity.TAKEN_AS_THEY_ARE,) if name in self._custom else ()
         return (*layers.tie_notes(self._task.model, self._runner.modules[name]), *trusted)
 
     def _rows(self, name: str, module: nn.Module, ritz: Ritz) -> Rows:
         linear, ggn = self._runner.is_linear(name), self._options.curvature == "ggn"
         weight = layers.matrix(module)[0].double() * self._spread(name)
-        exact = ritz.converged and (linear or not ggn) and name not in self._opaque
+        exact = ritz.converged and (linear or not ggn) and name not in self._custom
         return Rows(weight.square().sum(dim=1), ritz, "ggn" if linear or ggn else "hessian", exact)
 
     def _check(self, nonlinear: Mapping[str, str]) -> None:
         if self._options.curvature == "auto":
-            linearity.refuse_opaque([name for name, why in nonlinear.items() if why == linearity.OPAQUE])
+            linearity.refuse_custom_functions([name for name, why in nonlinear.items() if why == linearity.CUSTOM])
 
     def _normalised(self, ritz: Ritz) -> Ritz:
         return replace(ritz, values=ritz.values / self._normaliser, residuals=ritz.residuals / self._normaliser)
@@ -184,7 +184,7 @@ class RowSweep:
                 self._set_up(name)
         single = {name: phi for name in run.recorder.calls if (phi := self._features(run, name)) is not None}
         nonlinear = set() if self._options.curvature == "ggn" else set(run.nonlinear)
-        self._opaque |= {name for name in nonlinear if self._runner.why_not_linear(name) == linearity.OPAQUE}
+        self._custom |= {name for name in nonlinear if self._runner.why_not_linear(name) == linearity.CUSTOM}
         with contractions.full_precision(run.outputs):
             weights = self._by_factors(run, sent, run.recorder.calls.keys() - nonlinear, single.keys(), part.blocks)
             weights.update(self._by_second_derivatives(run, nonlinear & single.keys()))
@@ -232,7 +232,9 @@ class RowSweep:
         self, blocks: Tensor, run: Run, name: str, delta: Sequence[Tensor], signs: Tensor | None
     ) -> None:
         geometry, inputs = layers.geometry(self._runner.modules[name]), self._forms[name].inputs(run)
-        written = sum(x[0].numel() * geometry.taps + y[0].numel() for x, y in zip(inputs, delta, strict=True))
+        written = sum(
+            x[0].numel() * geometry.kernel_elements + y[0].numel() for x, y in zip(inputs, delta, strict=True)
+        )
         chunk = max(1, self._memory // (16 * (written + blocks.shape[0] * blocks.shape[1])))
         for start in range(0, run.samples, chunk):
             part = slice(start, start + chunk)
@@ -257,7 +259,7 @@ class RowSweep:
 
     def _diagonal(self, run: Run, name: str, gradient: Tensor) -> Tensor:
         """(n, b), a pass for each row; all samples at once, none of whose gradients depends on another."""
-        if name in self._opaque:
+        if name in self._custom:
             linearity.check_complete(f"layer {name!r}", [gradient])
         (call,), dim = run.calls(name), layers.class_dim(self._runner.modules[name])
         columns = []

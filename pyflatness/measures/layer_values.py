@@ -160,17 +160,17 @@ class LayerValues:
 
     def _check(self, nonlinear: Mapping[str, str]) -> None:
         """Raise where there is no telling whether a value would be the Hessian's."""
-        opaque = [name for name, why in nonlinear.items() if why == linearity.OPAQUE]
+        custom = [name for name, why in nonlinear.items() if why == linearity.CUSTOM]
         if self._options.curvature == "auto":
-            linearity.refuse_opaque(opaque)
+            linearity.refuse_custom_functions(custom)
 
     def _is_hessian(self, name: str, sweep: Sweep) -> bool:
         """Whether an exact value of the layer is certain to be the Hessian's."""
         why = self._runner.why_not_linear(name)
-        return not why or (name in sweep.by_hessian and why != linearity.OPAQUE)
+        return not why or (name in sweep.by_hessian and why != linearity.CUSTOM)
 
     def _notes(self, name: str, sweep: Sweep) -> tuple[str, ...]:
         notes = [*layers.tie_notes(self._model, self._runner.modules[name])]
-        if name in sweep.by_hessian and self._runner.why_not_linear(name) == linearity.OPAQUE:
+        if name in sweep.by_hessian and self._runner.why_not_linear(name) == linearity.CUSTOM:
             notes.append(linearity.TAKEN_AS_THEY_ARE)
         return (*notes, *sweep.notes(name), *self._runner.notes)

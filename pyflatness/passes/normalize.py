@@ -79,7 +79,7 @@ def apply(scale: Tensor, matrix: Tensor, *, inverse: bool = False) -> Tensor:
 
 def of_columns(module: nn.Module, scale: Tensor) -> Tensor:
     """Return what a layer's columns are multiplied by, (G, 1, m), for a scale of its input channels."""
-    kernel_elements = layers.geometry(module).taps
+    kernel_elements = layers.geometry(module).kernel_elements
     return scale.view(layers.groups(module), 1, -1).repeat_interleave(kernel_elements, dim=2)
 
 

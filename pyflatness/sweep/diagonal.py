@@ -34,8 +34,8 @@ from ..report import Estimate
 from . import stages
 from .layer_gradients import LayerGradients
 from .layer_sweep import Take, Values
-from .per_sample_diagonal import OwnDiagonal
-from .per_sample_parameters import Group, OwnParameters
+from .per_sample_diagonal import PerSampleDiagonal
+from .per_sample_parameters import Group, PerSampleParameters
 from .totals import OR_OVERFLOW, Sums, Totals
 
 
@@ -59,7 +59,7 @@ class Diagonal:
         self.nonlinear: dict[str, str] = {}
         self.exact_passes = 0
         self._layers = LayerGradients(task, self.theta, adaptive=adaptive)
-        self._own = OwnParameters(task.model, task.forward, task.options.memory or DEFAULT_MEMORY)
+        self._per_sample = PerSampleParameters(task.model, task.forward, task.options.memory or DEFAULT_MEMORY)
         options = task.options
         self._runner = Runner(
             task.model,
@@ -114,14 +114,14 @@ class Diagonal:
 
             unknown = {name: w for name, w in rest.items() if name not in self.nonlinear}
             if self._certify and unknown:
-                self._note(self._own.shared(run, unknown, linearity.nonlinear_parameters))
-            self._own.each(run, rest, add)
+                self._note(self._per_sample.shared(run, unknown, linearity.nonlinear_parameters))
+            self._per_sample.each(run, rest, add)
         return Values(sent.marked(values)[:, None, None], sent.sample_weights, run.number, lost=sent.bad)
 
     def _by_layer(self, run: Run) -> list[str]:
         """The layers whose parameters' gradients will come from the layers' own."""
         with contractions.full_precision(run.outputs):
-            self._layers.check(run, self._own)
+            self._layers.check(run, self._per_sample)
         usable = self._layers.usable(run)
         for name in usable:
             if name in run.nonlinear:
@@ -130,9 +130,9 @@ class Diagonal:
 
     def _note(self, nonlinear: dict[str, str]) -> None:
         """Take in which parameters the model is not linear in."""
-        opaque = [name for name, why in nonlinear.items() if why == linearity.OPAQUE]
+        custom = [name for name, why in nonlinear.items() if why == linearity.CUSTOM]
         if self._task.options.curvature == "auto":
-            linearity.refuse_opaque(opaque, "parameter")
+            linearity.refuse_custom_functions(custom, "parameter")
         self.nonlinear.update(nonlinear)
 
     def _add_layers(
@@ -148,18 +148,20 @@ class Diagonal:
 
     def _of_group(self, run: Run, group: Group, signs: Signs | None) -> Tensor:
         """(draws, n)."""
-        own = OwnDiagonal(group, run.numbers[group.place], self._task.loss, self._scales)
+        diagonal = PerSampleDiagonal(group, run.numbers[group.place], self._task.loss, self._scales)
         if not group.outputs.requires_grad:  # they depend on none of the parameters
-            return own.zeros(signs)
+            return diagonal.zeros(signs)
         by_ggn = self._task.options.curvature == "ggn"
         nonlinear = [] if by_ggn else [name for name in group.leaves if name in self.nonlinear]
         linear = [name for name in group.leaves if name not in nonlinear]
-        values = own.by_factors(linear, signs) if linear else own.zeros(signs)
+        values = diagonal.by_factors(linear, signs) if linear else diagonal.zeros(signs)
         if nonlinear:
             order = [*self.theta]
             self.exact_passes = max(self.exact_passes, sum(self.theta[name].numel() for name in nonlinear))
             streams = {name: cotangents.STREAM + 1 + order.index(name) for name in nonlinear}
-            values += own.by_hessian(streams, signs, [n for n in nonlinear if self.nonlinear[n] == linearity.OPAQUE])
+            values += diagonal.by_hessian(
+                streams, signs, [n for n in nonlinear if self.nonlinear[n] == linearity.CUSTOM]
+            )
         return values
 
 
@@ -184,7 +186,7 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
     diagonal = Diagonal(task, adaptive=adaptive, certify=certify)
     sums = stages.by_options(options, diagonal.sums, lambda: diagonal.exact_passes)
     by = "hessian" if diagonal.nonlinear and options.curvature != "ggn" else "ggn"
-    taken = by == "hessian" and linearity.OPAQUE in diagonal.nonlinear.values()
+    taken = by == "hessian" and linearity.CUSTOM in diagonal.nonlinear.values()
     sampled = sums.errors is not None
     stderr, dof = sums.uncertainty(-1, 0)
     return Estimate(

@@ -237,7 +237,7 @@ class Sweep:
     def _gradients(self, run: Run, names: Iterable[str]) -> dict[str, list[Tensor]]:
         gradients = block_traces.gradients(run, self._loss, names)
         for name, gradient in gradients.items():
-            if self._runner.why_not_linear(name) == linearity.OPAQUE:
+            if self._runner.why_not_linear(name) == linearity.CUSTOM:
                 linearity.check_complete(f"layer {name!r}", gradient)
         return gradients
 

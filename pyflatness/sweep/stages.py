@@ -1,4 +1,4 @@
-"""As many random draws as a standard error takes."""
+"""Take as many random draws as a standard error asks for."""
 
 import math
 from collections.abc import Callable
