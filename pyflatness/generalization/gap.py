@@ -163,6 +163,7 @@ def performance(task: Task, nan_policy: str = "raise") -> Performance:
         if classes:
             right, counting = risk.judged(outputs, targets, loss, number)
             accuracies.add(torch.stack([right & counting, counting]).flatten(1), count)
+    over.check()
     divisor(losses.divisor)
     found = losses.value, accuracies.value if classes and accuracies.divisor else None
     errors = losses.stderr(), accuracies.stderr() if classes else None
