@@ -20,7 +20,7 @@ from ..passes.runner import Run
 
 @torch.enable_grad()
 def of_run(run: Run, loss: Loss, modules: Mapping[str, nn.Module], vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """H_ss v_s of some samples, (b, m) float64, for the rows v_s of V (b, m) of each layer; not over the divisor."""
+    """H_ss v_s of some samples, (b, m) float64, for the rows v_s of V (b, m) of each layer; not over the normaliser."""
     with contractions.full_precision(run.outputs):
         passes = {name: _Pass(run, name, modules[name], vectors[name]) for name in vectors if run.calls(name)}
         for cotangent, signs in cotangents.of_run(run, loss).exact():

@@ -9,9 +9,9 @@ from pyflatness.numerics.accumulate import (
     check_followed,
     check_together,
     counting,
-    divisor,
     masked,
     non_finite,
+    normaliser,
 )
 
 FINE = torch.tensor([True, False, True, True])
@@ -42,11 +42,11 @@ def test_all_count_where_nan_is_propagated():
     assert (over.samples, over.omitted, over.normaliser) == (4, 0, 15.0)
 
 
-@pytest.mark.parametrize(("reduction", "normaliser"), [("mean", 13.0), ("sum", 1.0)])
-def test_bad_samples_are_left_out_and_counted(reduction, normaliser):
+@pytest.mark.parametrize(("reduction", "whole"), [("mean", 13.0), ("sum", 1.0)])
+def test_bad_samples_are_left_out_and_counted(reduction, whole):
     over, kept = taken("omit", reduction)
     assert kept.tolist() == [True, False, True, True]
-    assert (over.samples, over.omitted, over.normaliser) == (3, 1, normaliser)
+    assert (over.samples, over.omitted, over.normaliser) == (3, 1, whole)
 
 
 def test_a_sample_goes_with_all_of_its_rows():
@@ -86,11 +86,11 @@ def test_nothing_that_counts():
         with pytest.raises(NonFiniteError, match="all 2 samples have NaN or infinity"):
             ask()
     with pytest.raises(InputError, match="every one is ignored"):
-        divisor(0.0, "sum")
+        normaliser(0.0, "sum")
 
 
 def test_the_loss_of_no_number_is_none_of_either_reduction():
-    assert [divisor(torch.nan, reduction) != divisor(torch.nan, reduction) for reduction in ("mean", "sum")] == [
+    assert [normaliser(torch.nan, reduction) != normaliser(torch.nan, reduction) for reduction in ("mean", "sum")] == [
         True
     ] * 2
 
