@@ -1,7 +1,7 @@
 """Measures of any layers of a model: a sweep, its totals, and what is said about them."""
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from ..passes.runner import Runner
 from ..passes.task import Task
 from ..report import Estimate
 from ..sweep import stages
-from ..sweep.layer_sweep import Sweep, Values
+from ..sweep.layer_sweep import Sweep
 from ..sweep.totals import Sums, Totals
 from . import Measure
 
@@ -137,21 +137,18 @@ class LayerValues:
         matrix: Tensor = torch.block_diag(*(blocks / totals.divisor))
         return matrix
 
-    def _sums(self, sweep: Sweep) -> Sums:
+    def _sums(self, sweep: Sweep, draws: range | None = None) -> Sums:
         """Exact, by so many draws, in groups, or by as many draws as a standard error takes."""
-        target, probes = self._options.target_stderr, self._options.probes
-        if probes == "adaptive":
-            return self._totalled(sweep.by_groups())
-        if target is not None:
-            return stages.until(target, lambda draws: self._summed(sweep, draws), lambda: sweep.exact_passes)
-        return self._summed(sweep, None if probes is None else range(int(probes)))
-
-    def _summed(self, sweep: Sweep, draws: range | None) -> Sums:
-        return self._totalled(sweep.values(draws), sampled=draws is not None)
-
-    def _totalled(self, values: Generator[Values, None, None], *, sampled: bool = False) -> Sums:
-        options, reduction = self._options, self._loss.reduction
-        totals = Totals(reduction, options.nan_policy, per_sample=options.per_sample, sampled=sampled)
+        options = self._options
+        if options.target_stderr is not None and draws is None:
+            return stages.until(
+                options.target_stderr, lambda draws: self._sums(sweep, draws), lambda: sweep.exact_passes
+            )
+        if isinstance(options.probes, int):
+            draws = range(options.probes)
+        values = sweep.by_groups() if options.probes == "adaptive" else sweep.values(draws)
+        sampled = draws is not None
+        totals = Totals(self._loss.reduction, options.nan_policy, per_sample=options.per_sample, sampled=sampled)
         with contextlib.closing(values) as parts:  # hooks go with an error, not at some later time
             for part in parts:
                 totals.add(part, self._runner.selected)

@@ -12,6 +12,7 @@ Layers in whose weight the model is not linear take Hessian products instead, ea
 import contextlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -91,7 +92,7 @@ class Sweep:
             InputError: see :meth:`.Runner.results`; targets that do not fit; too many passes or products.
         """
         signs = None if draws is None else Signs(self._options.seed, draws)
-        return self._runner.results(lambda run: self._values(run, signs))
+        return self._runner.results(partial(self._values, signs=signs))
 
     def by_groups(self) -> Generator[Values, None, None]:
         """Every sample's quantities, output factors sent in groups as large as the user's ``rtol`` allows.
