@@ -3,17 +3,22 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: setup demo test soak test-oldest test-gpu lint kernels-check bench bench-gpu clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	touch $@
+# The CPU kernels alone: `make kernels-check` compiles CUDA's, `make test-gpu` builds them for the GPU that is there.
+$(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*/*)
+	@echo "setup 1/3: a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) --upgrade pip
+	@echo "setup 2/3: torch (a download of 0.2 to 3 GB where pip has to)"
+	@$(INSTALL) torch
+	@echo "setup 3/3: the other packages, and the CPU kernels (about half a minute)"
+	@$(INSTALL) --config-settings=cmake.define.PYFLATNESS_CUDA=OFF -e '.[dev]'
+	@touch $@
 
 demo: setup
 	$(BIN)/pyflatness demo --out demo
@@ -34,16 +39,21 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.* csrc/*/*.* tests/*.cpp tests/*/*.h)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh tests/*.cpp tests/*/*.h)
 
-# The kernels without Python: run under the sanitizers, and no symbol that two instruction sets could share.
+CONFIGURE = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
+
+# The CPU kernels without Python under the sanitizers; no symbol that two instruction sets could share; the CUDA kernels
+# compiled as `pip install .` does where nvcc is, and their module imported, which needs no driver.
 kernels-check: setup
-	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPYFLATNESS_SANITIZE=ON
+	$(CONFIGURE) -B build/sanitize -DPYFLATNESS_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitize
 	build/sanitize/kernels_check
-	$(BIN)/cmake -S . -B build/plain -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPYFLATNESS_KERNELS_ONLY=ON
-	$(BIN)/cmake --build build/plain
-	.ci/nm build/plain
+	.ci/nm build/wheel
+	$(CONFIGURE) -B build/cuda -DPYFLATNESS_CUDA=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir)
+	$(BIN)/cmake --build build/cuda --target _cuda
+	PYTHONPATH=build/cuda/csrc/cuda $(BIN)/python -c "import _cuda; print('imported:', _cuda.__file__)"
 
 bench: setup
 	$(BIN)/python benchmarks/head.py

@@ -15,7 +15,7 @@ from gpu_rows import Row, milliseconds, peak_mib
 from networks import images, measurable, resnet18, settled
 from torch import Tensor, nn
 
-from pyflatness.contractions import Geometry, WeightGradients, cuda
+from pyflatness.contractions import Geometry, LayerContraction, cuda
 from pyflatness.model import layers
 
 MEMORY = 512 << 20
@@ -57,11 +57,11 @@ def sequence(n: int, tokens: int, width: int, device: torch.device, backend: Mod
     layer = nn.Linear(width, width, bias=False, device=device, dtype=torch.bfloat16)
     phi, delta = (torch.randn(n, tokens, width, device=device).bfloat16() for _ in range(2))
     weight = layer.weight.detach()
-    form = WeightGradients(weight[None], Geometry(), backend, ("rooted",), memory=MEMORY)
+    form = LayerContraction(weight[None], Geometry(), backend, ("gram_weighted",), memory=MEMORY)
     inputs, signal = (layers.in_common_form(layer, t) for t in (phi, delta))
 
     def ours() -> Tensor:
-        return form.of(inputs, 1)(signal).values[0]
+        return form.at(inputs, 1).of(signal).values[0]
 
     def composed() -> Tensor:
         squares = weight.float() @ weight.float().t()
@@ -90,8 +90,8 @@ class Contracted:
     def __init__(self, model: nn.Module, backend: ModuleType) -> None:
         self.bare = bare.Sweep(model, measurable(model))
         self._forms = {
-            name: WeightGradients(
-                layers.matrix(module)[0][None], layers.geometry(module), backend, ("rooted",), memory=MEMORY
+            name: LayerContraction(
+                layers.matrix(module)[0][None], layers.geometry(module), backend, ("gram_weighted",), memory=MEMORY
             )
             for name, module in self.bare.layers.items()
         }
@@ -113,8 +113,8 @@ class Contracted:
         def common(tensor: Tensor) -> list[Tensor]:
             return layers.in_common_form(module, tensor.unsqueeze(1) if images else tensor)
 
-        contraction = self._forms[name].of(common(layers.pad(module, phi)), 9)
-        return lambda delta: contraction(common(delta)).values[0].sum()
+        contraction = self._forms[name].at(common(layers.pad(module, phi)), 9)
+        return lambda delta: contraction.of(common(delta)).values[0].sum()
 
 
 def check(ours: Tensor, composed: Tensor, tolerance: float = 5e-3) -> None:

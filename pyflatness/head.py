@@ -22,7 +22,7 @@ from .messages import check_tensor
 from .model import calling, layers, selectors, state
 from .model.data import first, rows_of, same, size, take
 from .model.generators import Generators
-from .passes.independence import Spacing, check_unchanged, pair
+from .passes.independence import Spacing, check_unchanged, two_alone
 from .passes.task import Task
 
 _SECOND = torch.tensor([1], dtype=torch.int64, device="cpu")  # the place of a sample
@@ -137,17 +137,16 @@ class Head:
         if self._alone is not None and rows.number == 0 and same(self._alone[0], take(batch, _SECOND)):
             check_unchanged(self._alone[1], rows_of(rows.features, rows.samples, _SECOND), "features")
             return
-        two = pair(rows.samples)
-        if two is None:
-            return
-        with calling.dry_run():
-            try:
-                outputs, targets = calling.run(self._model, take(batch, two), self._forward)
-            except Exception:  # not a batch that can be cut
-                return
-            features = self._features(self._head_call(calls, outputs), outputs, targets)
+
+        def run(few: Any) -> tuple[Tensor, Any]:
+            return calling.run(self._model, few, self._forward)
+
+        def features(outputs: Tensor, targets: Any) -> Tensor:
+            return self._features(self._head_call(calls, outputs), outputs, targets)
+
+        check = two_alone(batch, run, features, "features")
         calls.clear()
-        check_unchanged(features, rows_of(rows.features, rows.samples, two), "features")
+        check(rows.features)
 
     def _may_be_wide(self) -> bool:
         """Whether the logits of a batch could be what fills the memory, and only the loss's shape needs them."""

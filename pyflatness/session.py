@@ -84,6 +84,7 @@ def session(
     if forward is not None and not callable(forward):
         raise InputError(f"forward={shown(forward)}: a function (model, batch) -> (outputs, targets) is wanted")
     progress = None if progress is None else check_flag("progress", progress)
-    with explained(), state.observing(model) as module:
+    with explained(), state.observing(model) as (module, random):
         batches = Batches(data, state.device(module), passes=reads, ordered=ordered, shown=progress)
-        yield Task(module, resolved, batches, Checked(module, resolved, forward), options or Options(), progress)
+        checked = Checked(module, resolved, forward, random)
+        yield Task(module, resolved, batches, checked, options or Options(), progress)

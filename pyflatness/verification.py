@@ -158,7 +158,7 @@ def verify(
             )
             found.append((dtype, estimate))
     estimate = found[0][1]
-    with state.observing(double) as module:
+    with state.observing(double) as (module, _):
         target = module.get_submodule(estimate.layer)
         _untie(target)
         risk = functools.partial(_risk, module, _double_loss(loss, reduction), batch64, forward)
@@ -264,16 +264,16 @@ def _definition(layer: nn.Module, risk: Callable[[], Tensor], passes: _Passes) -
     weight = layer.weight
     assert isinstance(weight, Tensor)
     weight.requires_grad_()
-    (slope,) = torch.autograd.grad(risk(), weight, create_graph=True, materialize_grads=True)
+    (gradient,) = torch.autograd.grad(risk(), weight, create_graph=True, materialize_grads=True)
     total = 0.0
-    if not slope.requires_grad:
+    if not gradient.requires_grad:
         return total
     blocks = layers.matrix(layer)[0].chunk(layers.groups(layer))
     gram = torch.block_diag(*(block @ block.t() for block in blocks))
-    slope = layers.as_matrix(layer, slope)
-    d, m = slope.shape
+    gradient = layers.as_matrix(layer, gradient)
+    d, m = gradient.shape
     for s, j in passes.over(itertools.product(range(d), range(m)), d * m):
-        (row,) = torch.autograd.grad(slope[s, j], weight, retain_graph=True)
+        (row,) = torch.autograd.grad(gradient[s, j], weight, retain_graph=True)
         total += float(gram[s] @ layers.as_matrix(layer, row)[:, j])
     return total
 
@@ -298,14 +298,14 @@ def _laplacian(
         handle.remove()
     if not at_head and (len(inputs) > 1 or inputs[0].shape[:-1] != (samples,)):
         return None
-    (slope,) = torch.autograd.grad(value, inputs[0], create_graph=True, materialize_grads=True)
-    if not slope.requires_grad:
+    (gradient,) = torch.autograd.grad(value, inputs[0], create_graph=True, materialize_grads=True)
+    if not gradient.requires_grad:
         return 0.0
     rows = layers.input_rows(layer, inputs[0])
     total = torch.zeros(len(rows), dtype=rows.dtype, device=rows.device)
     directions = torch.linalg.qr(layers.matrix(layer)[0].t()).Q.t()
     for direction in passes.over(directions, len(directions)):
-        step = direction.expand_as(rows).reshape(slope.movedim(layers.class_dim(layer), -1).shape)
-        (turn,) = torch.autograd.grad(slope, inputs[0], step.movedim(-1, layers.class_dim(layer)), retain_graph=True)
+        step = direction.expand_as(rows).reshape(gradient.movedim(layers.class_dim(layer), -1).shape)
+        (turn,) = torch.autograd.grad(gradient, inputs[0], step.movedim(-1, layers.class_dim(layer)), retain_graph=True)
         total = total + layers.input_rows(layer, turn) @ direction
     return float(rows.square().sum(dim=1) @ total)

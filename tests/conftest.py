@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,10 @@ from hypothesis import settings
 
 from pyflatness.contractions import compiled, cuda, reference
 from support import ROOT, emulated
+from support.combinations import CUDA_DEVICES, ENGINES
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("default")
-
-ENGINES = ["reference", *(f"compiled-{name}" for name in ("base", "avx2", "avx512"))]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def emulated_cuda(_emulated_cuda):
     return _emulated_cuda
 
 
-@pytest.fixture(params=["cuda", "emulated", "emulated, threads in reverse", "emulated, odd threads first"])
+@pytest.fixture(params=CUDA_DEVICES)
 def cuda_device(request):
     """Where tensors for the CUDA kernels go: a GPU, or the CPU with kernels compiled for it."""
     if request.param == "cuda":
@@ -87,14 +87,18 @@ def cuda_device(request):
     module = request.getfixturevalue("_emulated_cuda")
     if isinstance(module, str):
         pytest.skip(f"the CUDA kernels cannot be compiled for the CPU: {module}")
-    orders = ["emulated", "emulated, threads in reverse", "emulated, odd threads first"]
-    module.set_order(orders.index(request.param))
+    module.set_order(CUDA_DEVICES.index(request.param) - 1)
     with cuda.emulated(module):
         yield torch.device("cpu")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What came of random networks, over all workers."""
+    """Print how many tests were skipped for which reason, and what came of random networks, over all workers."""
+    skipped = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+    if skipped:
+        terminalreporter.section("skipped")
+        for reason, count in skipped.most_common():
+            terminalreporter.write_line(f"{count:5}  {reason.removeprefix('Skipped: ')}")
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
     parts = [value for report in reports for name, value in report.user_properties if name == "fuzz"]
     if parts:

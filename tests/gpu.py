@@ -103,7 +103,6 @@ def build(capability: tuple[int, int]) -> str:
         "CMAKE_CUDA_ARCHITECTURES": f"{architecture}-real",
         "pybind11_DIR": pybind11.get_cmake_dir(),
         "Python_EXECUTABLE": sys.executable,
-        "PYTHON_EXECUTABLE": sys.executable,
     }
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     configure = [cmake, "-S", str(ROOT), "-B", str(BUILD), *generator, *(f"-D{k}={v}" for k, v in options.items())]

@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "../csrc/kernels.h"
+#include "../csrc/cpu/kernels.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // Which of the compiled instruction sets this processor can run.
-#include "../kernels.h"
+#include "kernels.h"
 
 namespace pyflatness {
 

@@ -1,7 +1,7 @@
 // Eigenvalues of many small symmetric matrices: the cyclic Jacobi method, one matrix per lane.
 // Compiled once per instruction set, so nothing here may have external linkage but the table at the end.
-#include "../kernels.h"
 #include "common.h"
+#include "kernels.h"
 #include "simd.h"
 
 namespace {

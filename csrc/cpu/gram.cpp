@@ -1,6 +1,6 @@
 // Gram matrices of the places of a layer: made of patches, and contracted with one another.
 // Compiled once per instruction set, so nothing here may have external linkage but the table at the end.
-#include "../kernels.h"
+#include "kernels.h"
 #include "pack.h"
 
 namespace {

@@ -1,7 +1,7 @@
 // Head kernels. Compiled once per instruction set (PYFLATNESS_ISA names it), so nothing here may have external linkage
 // but the table at the end.
-#include "../kernels.h"
 #include "common.h"
+#include "kernels.h"
 #include "simd.h"
 
 namespace {

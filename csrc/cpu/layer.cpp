@@ -1,6 +1,6 @@
 // Weight gradients of single samples, never whole in memory: a tile of columns at a time is made, looked at, forgotten.
 // Compiled once per instruction set, so nothing here may have external linkage but the table at the end.
-#include "../kernels.h"
+#include "kernels.h"
 #include "pack.h"
 #include "winograd.h"
 

@@ -2,7 +2,7 @@
 // ReLU and max-pooling most are, and for all signals the same.
 //
 // Compiled once per instruction set, so nothing here may have external linkage but the table at the end.
-#include "../kernels.h"
+#include "kernels.h"
 #include "pack.h"
 #include "winograd.h"
 

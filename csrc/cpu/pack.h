@@ -1,8 +1,8 @@
 // From strided arrays to the dense rows and panels that the tiles of gemm.h read.
 #pragma once
 
-#include "../kernels.h"
 #include "gemm.h"
+#include "kernels.h"
 
 namespace {
 

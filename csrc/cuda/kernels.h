@@ -1,5 +1,6 @@
 // The CUDA kernels of pyflatness: pointers to device memory, sizes, scalars, a stream. No CUDA header here, so that the
-// binding compiles without one. What a kernel computes is said in ../kernels.h, where the CPU's of the same name is.
+// binding compiles without one. What a kernel computes is said in ../cpu/kernels.h, where the CPU's of the same name
+// is.
 //
 // Every function launches on `stream` (a cudaStream_t) of the current device, allocates nothing, waits for nothing, and
 // returns a cudaError_t: 0 is success.
@@ -7,7 +8,7 @@
 
 #include <cstdint>
 
-#include "../kernels.h"
+#include "../cpu/kernels.h"
 
 namespace pyflatness::cuda {
 

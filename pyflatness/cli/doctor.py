@@ -27,7 +27,7 @@ from rich.text import Text
 from torch import Tensor
 
 from .. import __version__
-from ..contractions import DEFAULT_MEMORY, Geometry, SoftmaxVariance, WeightGradients, compiled, cuda, layer, reference
+from ..contractions import DEFAULT_MEMORY, Geometry, LayerContraction, SoftmaxVariance, compiled, cuda, layer, reference
 from .output import show
 
 BUDGETS = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -134,8 +134,8 @@ def _layer_error(backend: ModuleType, dtype: torch.dtype, route: str, generator:
     gradients = geometry.rows(signal).mT @ geometry.patches(inputs)
     truth = (weight.mT @ gradients).square().sum(dim=(1, 2, 3))
     inputs, signal, weight = (t.to(device, dtype) for t in (inputs, signal, weight))
-    contraction = WeightGradients(weight, geometry, backend, ("rooted",), memory=DEFAULT_MEMORY, route=route)
-    (values,) = contraction.of([inputs], 1)([signal]).values
+    contraction = LayerContraction(weight, geometry, backend, ("gram_weighted",), memory=DEFAULT_MEMORY, route=route)
+    (values,) = contraction.at([inputs], 1).of([signal]).values
     return _largest_error(values, truth)
 
 

@@ -4,9 +4,9 @@
 """
 
 from .backends import check, choose, choose_for_few, describe
-from .dense import DenseGradients
+from .dense import DenseContraction
 from .geometry import Geometry
-from .layer import WeightGradients
+from .layer import LayerContraction
 from .precision import full_precision, promoted, promoted_dtype, squared_norms
 from .softmax import DEFAULT_MEMORY, SoftmaxVariance, default_memory
 from .wide import Bounded
@@ -14,10 +14,10 @@ from .wide import Bounded
 __all__ = [
     "DEFAULT_MEMORY",
     "Bounded",
-    "DenseGradients",
+    "DenseContraction",
     "Geometry",
+    "LayerContraction",
     "SoftmaxVariance",
-    "WeightGradients",
     "check",
     "choose",
     "choose_for_few",

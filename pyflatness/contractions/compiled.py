@@ -19,15 +19,15 @@ from .reference import Products, exponentiate_rounded, norms_about, products, re
 __all__ = [
     "Products",
     "direct",
-    "direct_listed",
+    "direct_gathered",
     "exponentiate",
     "exponentiate_rounded",
     "forced_direct_form",
     "forced_instruction_set",
+    "gathering_pays",
     "gram",
     "instruction_set",
     "instruction_sets",
-    "listed_pays",
     "norms_about",
     "pair_distances",
     "patch_gram",
@@ -94,7 +94,7 @@ def forced_instruction_set(name: str) -> Iterator[None]:
 def forced_direct_form(name: str) -> Iterator[None]:
     """Inside a ``with`` block, :func:`direct` makes M from "patches", or where it can from "tiles2" or "tiles4".
 
-    For tests: ``DirectForm`` in csrc/kernels.h says what these are, and left to itself the kernel takes the fastest.
+    For tests: ``DirectForm`` in csrc/cpu/kernels.h says what these are; left to itself the kernel takes the fastest.
     """
     _require()
     before = str(_C.direct_form())
@@ -164,57 +164,60 @@ def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -
     return out
 
 
-def direct(inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | None, weight: Tensor | None) -> Products:
+def direct(
+    inputs: Tensor, signal: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None
+) -> Products:
     """See :func:`.reference.direct`; inputs and signal may have any strides."""
     inputs, signal = plain(inputs), plain(signal)
     sizes, threads = layer_sizes(inputs, signal, geometry), torch.get_num_threads()
     (n, groups, channels, d), *_ = sizes
-    roots = 0 if root is None else root.shape[1]
-    given_root, given_weight = (inputs.new_empty(0) if t is None else dense(t) for t in (root, weight))
+    factor_rows = 0 if factor is None else factor.shape[1]
+    given_factor, given_weight = (inputs.new_empty(0) if t is None else dense(t) for t in (factor, weight))
     weighted = weight is not None
     splits = 1 if n * groups >= threads else min(threads, channels)  # few matrices: threads share the columns
     totals = inputs.new_empty(n, groups, splits, 3, dtype=torch.float64)
     by_column = totals.new_empty((n, groups * channels) if weighted else 0)
     by_row = totals.new_empty((n, groups, splits, d) if weighted else 0)
-    kernel = _kernel("direct", inputs, signal, given_root, given_weight)
-    workspace = inputs.new_empty(_kernel("direct_workspace", inputs)(sizes, roots, weighted, threads))
+    kernel = _kernel("direct", inputs, signal, given_factor, given_weight)
+    workspace = inputs.new_empty(_kernel("direct_workspace", inputs)(sizes, factor_rows, weighted, threads))
     kernel(
-        sizes, span(inputs), inputs.stride(), span(signal), signal.stride(), array(given_root), roots,
+        sizes, span(inputs), inputs.stride(), span(signal), signal.stride(), array(given_factor), factor_rows,
         array(given_weight), splits, array(totals), array(by_column), array(by_row),
         array(workspace), threads,
     )  # fmt: skip
-    squares, rooted, weighted_squares = totals.sum(dim=(1, 2)).unbind(1)
+    squares, gram_weighted, weighted_squares = totals.sum(dim=(1, 2)).unbind(1)
     return Products(
         squares,
-        None if root is None else rooted,
+        None if factor is None else gram_weighted,
         weighted_squares if weighted else None,
         by_column if weighted else None,
         by_row.sum(dim=2).flatten(1) if weighted else None,
     )
 
 
-def listed_pays(inputs: Tensor, geometry: Geometry, rows: int) -> bool:
-    """Whether several signals of so many rows of a group are better contracted together, by :func:`direct_listed`."""
+def gathering_pays(inputs: Tensor, geometry: Geometry, rows: int) -> bool:
+    """Whether several signals of so many rows of a group are better contracted together, by :func:`direct_gathered`."""
     (n, groups, channels, _), *sizes = layer_sizes(inputs, None, geometry)
     taken = inputs.new_empty(0, dtype=promoted_dtype(inputs.dtype))
     return bool(_kernel("listed_pays", taken)(((n, groups, channels, rows), *sizes)))
 
 
-def direct_listed(inputs: Tensor, signals: Sequence[Tensor], geometry: Geometry, root: Tensor | None) -> Products:
-    """See :func:`.reference.direct_listed`; inputs and signals may have any strides."""
+def direct_gathered(inputs: Tensor, signals: Sequence[Tensor], geometry: Geometry, factor: Tensor | None) -> Products:
+    """See :func:`.reference.direct_gathered`; inputs and signals may have any strides."""
     inputs, signals = plain(inputs), [plain(signal) for signal in signals]
     sizes, threads = layer_sizes(inputs, signals[0], geometry), torch.get_num_threads()
     (n, groups, _, _), *_ = sizes
-    given_root, roots = (inputs.new_empty(0), 0) if root is None else (dense(root), root.shape[1])
+    given_factor, factor_rows = (inputs.new_empty(0), 0) if factor is None else (dense(factor), factor.shape[1])
     totals = inputs.new_empty(len(signals), n, groups, 2, dtype=torch.float64)
-    kernel = _kernel("direct_listed", inputs, *signals, given_root)
-    workspace = inputs.new_empty(_kernel("direct_listed_workspace", inputs)(sizes, roots, len(signals), threads))
+    kernel = _kernel("direct_listed", inputs, *signals, given_factor)
+    workspace = inputs.new_empty(_kernel("direct_listed_workspace", inputs)(sizes, factor_rows, len(signals), threads))
     kernel(
         sizes, span(inputs), inputs.stride(), [span(signal) for signal in signals],
-        [signal.stride() for signal in signals], array(given_root), roots, array(totals), array(workspace), threads,
+        [signal.stride() for signal in signals], array(given_factor), factor_rows, array(totals),
+        array(workspace), threads,
     )  # fmt: skip
-    squares, rooted = totals.sum(dim=2).flatten(0, 1).unbind(1)
-    return Products(squares, None if root is None else rooted, None, None, None)
+    squares, gram_weighted = totals.sum(dim=2).flatten(0, 1).unbind(1)
+    return Products(squares, None if factor is None else gram_weighted, None, None, None)
 
 
 def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:

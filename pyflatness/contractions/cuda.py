@@ -17,7 +17,7 @@ from .cuda_head import (
     softmax_variance,
     spread,
 )
-from .cuda_layers import direct, gram, patch_gram, rooted_gram
+from .cuda_layers import direct, factored_gram, gram, patch_gram
 
 __all__ = [
     "HALF",
@@ -25,6 +25,7 @@ __all__ = [
     "emulated",
     "exponentiate",
     "exponentiate_rounded",
+    "factored_gram",
     "gram",
     "missing",
     "module",
@@ -32,7 +33,6 @@ __all__ = [
     "pair_distances",
     "patch_gram",
     "rejoin",
-    "rooted_gram",
     "row_dots",
     "sigmoid_curvature",
     "small_eigenvalues",

@@ -1,78 +1,117 @@
-"""Quadratic forms in a layer's per-sample weight gradients M = Σ_p δ_p φ_pᵀ, without M where that is cheaper.
+"""One contraction of a layer: quadratic forms in its per-sample weight gradients M = Σ_p δ_p φ_pᵀ, mostly without M.
 
-For signals δ (output factors sent backward) and R with RᵀR = w wᵀ (the R factor of wᵀ):
+    layer = LayerContraction(weight, …)            what depends on the weight, once
+    contraction = layer.at(inputs, count)          what depends on a micro-batch's inputs φ: the route, Gram matrices
+    contraction.of(cotangent, sign)                for each cotangent δ: values and parts of :mod:`.quantities`
 
-- ``squares``: |M|², the trace of the block Hessian's GGN;
-- ``rooted``: |R M|² = ⟨w wᵀ, M Mᵀ⟩, relative flatness;
-- ``weighted``: |w ∘ M|², adaptive sharpness;
-- ``by_column``, ``by_row``: Σ_j (Σ_group j w ∘ M)², the summands beside the sum; a group is an input channel with its
-  taps, or a row;
-- ``diagonal``: |M|², and beside it M ∘ M summed over the samples, the diagonal of the Hessian.
-
-Routes, chosen per layer by their multiply-adds per sample and signal, K signals sharing φ:
-
-- ``direct``: M, then R M: d m P + r d m. Early convolutions.
-- ``gram``: Σ_pp' ⟨φ_p, φ_p'⟩ ⟨R δ_p, R δ_p'⟩: r d P + r P² + m P² / K. Late convolutions, sequences; with one position
-  it is |φ|² |R δ|².
-
-There is no such form of w ∘ M: M is made for it, but for one position, where M = δ φᵀ.
+:mod:`.routes` says by which ways the products are made, :mod:`.quantities` what they are made for. Cotangents of small
+layers, or that are zero at most positions, are worth being contracted several at a time: ``contraction.hold`` copies
+them until there are enough.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from . import compiled, cuda, reference
+from . import compiled, cuda
+from .factor import gram_factor
 from .geometry import Geometry
 from .precision import promoted, promoted_dtype
-from .root import root
+from .quantities import Contribution, Wanted
+from .reference import Products
+from .routes import Both, Calls, Direct, Gathered, Gram, OnePosition, Prepared, Summed
 
-Signals = Sequence[Tensor]
-"""One tensor in the form of :mod:`.geometry`, or one for each call of the layer where they cannot be joined."""
-
-NEURONS = ("by_column", "by_row")
-WEIGHTED = ("weighted", *NEURONS)
-QUANTITIES = ("squares", "rooted", *WEIGHTED, "diagonal")
 ROUTES = ("direct", "gram")
 
 _MANY_ROWS = 256
 """From here on the rounding of R to bfloat16 averages out of |R M|², if all its entries are of one size."""
 
-
-_ENTRIES = 2**20
-"""Of a weight that are squared at a time."""
-
 _FEWEST = 4
-"""Signals that are worth being contracted together."""
+"""Cotangents that are worth being contracted together."""
+
+Sign = Tensor | float | None
+"""Of a cotangent: one number, (n,), or None for +1."""
 
 
-class Share(NamedTuple):
-    """What one signal adds."""
+class Contraction:
+    """A layer's quantities at the inputs of one micro-batch, for one cotangent after another.
 
-    values: Tensor
-    """(quantities, n) float64."""
-    parts: dict[str, Tensor]
-    """By quantity, float64: of :data:`NEURONS` the summands (n, neurons); of ``diagonal`` Σ_i M_i ∘ M_i, (G, d, m)."""
+    Args:
+        wanted: the quantities.
+        products: of a cotangent, or of several one behind the other where ``together`` are contracted at a time.
+        entries: Σ_i sign_i M_i ∘ M_i of a cotangent and its sign, for quantities that come with it.
+        together: how many cotangents :meth:`hold` contracts at a time.
+        buffer: of a cotangent, memory for so many.
+        held: bytes that these take.
+    """
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        products: Callable[[Calls], Products],
+        entries: Callable[[Calls, Sign], Tensor] | None = None,
+        together: int = 1,
+        buffer: Callable[[int, Tensor], Tensor] | None = None,
+        held: int = 0,
+    ) -> None:
+        self._wanted, self._products, self._entries = wanted, products, entries
+        self.together, self.held, self._make = together, held, buffer
+        self._signs: list[Sign] = []
+
+    def of(self, cotangent: Calls, sign: Sign = None) -> Contribution:
+        """Return the contribution of a cotangent by itself."""
+        found = self._wanted.contribution(self._products(cotangent), sign)
+        for name in self._wanted.entries:
+            assert self._entries is not None
+            found.parts[name] = self._entries(cotangent, sign)
+        return found
+
+    def hold(self, cotangent: Calls, sign: Sign = None) -> Contribution | None:
+        """Return the contribution of the cotangents held back and this one; None if this one is held back too.
+
+        They are copied: what backward passes give may be part of a much larger tensor, and when tensors of this size
+        are kept and freed in turn, the C library gives their pages back each time, which costs more than the copies.
+        """
+        (delta,) = cotangent
+        if not self._signs:
+            assert self._make is not None
+            self._buffer = self._make(self.together, delta)
+        self._buffer[len(self._signs)].copy_(delta)
+        self._signs.append(sign)
+        if len(self._signs) < self.together:
+            return None
+        held, sign = self._released()
+        return _over_cotangents(self._wanted.contribution(self._products([held.flatten(0, 1)]), sign), len(held))
+
+    def rest(self) -> Contribution | None:
+        """Return the contribution of the cotangents that are still held back; None if there are none."""
+        if not self._signs:
+            return None
+        held, sign = self._released()
+        return _over_cotangents(self._wanted.contribution(self._products([held.flatten(0, 1)]), sign), len(held))
+
+    def _released(self) -> tuple[Tensor, Sign]:
+        """Return what is held back, (k, n, …), and the signs of all its samples, (k n,); None if all are +1."""
+        held, signs, self._signs = self._buffer[: len(self._signs)], self._signs, []
+        if all(one is None for one in signs):
+            return held, None
+        each = held.new_ones(held.shape[1], dtype=torch.float64)
+        return held, torch.cat([each if one is None else each * one for one in signs])
 
 
-Contraction = Callable[..., Share]
-"""(signal, its sign: one number, (n,), or None for +1) -> its share."""
-
-
-class WeightGradients:
-    """Quadratic forms for one layer, with what depends on the weight alone prepared once.
+class LayerContraction:
+    """The contraction of one layer, with what depends on the weight alone prepared once.
 
     Args:
         weight: (G, d, m).
         geometry: which inputs a position sees.
         backend: a module from :func:`.backends.choose`.
-        quantities: of :data:`QUANTITIES`.
-        memory: bytes for working buffers of the direct route.
+        quantities: names of :data:`.quantities.QUANTITIES`.
+        memory: bytes for working buffers.
         route: of :data:`ROUTES`; None takes the cheaper.
     """
 
@@ -86,296 +125,149 @@ class WeightGradients:
         memory: int,
         route: str | None = None,
     ) -> None:
-        self._geometry, self._backend, self._quantities, self._route = geometry, backend, quantities, route
-        self._shape, self._device, self._memory = weight.shape, weight.device, memory
-        self._root = root(promoted(weight)) if "rooted" in quantities else None
-        self._half_root = self._as_bfloat16(weight.dtype)
+        self._wanted, self._route, self._device = Wanted(quantities), route, weight.device
+        factor = gram_factor(promoted(weight)) if self._wanted.gram_factor else None
+        self._prepared = Prepared(
+            weight.shape,
+            geometry,
+            backend,
+            self._wanted.products,
+            factor,
+            _as_bfloat16(factor, weight, backend),
+            promoted(weight) if self._wanted.weighted else None,
+            memory,
+        )
         self._buffer: Tensor | None = None
-        self._weight = promoted(weight) if set(WEIGHTED).intersection(quantities) else None
 
-    def of(self, inputs: Signals, signals: int) -> Contraction:
-        """For inputs φ (padded), of which so many signals will come."""
-        inputs = [self._taken(part) for part in inputs]
-        products = self._products(inputs, signals)
+    def at(self, inputs: Calls, count: int, held: int = 0) -> Contraction:
+        """Return the contraction at the inputs φ (padded) of a micro-batch.
 
-        def share(signal: Signals, sign: Tensor | float | None = None) -> Share:
-            found = share_of(products(signal), self._quantities, sign)
-            if "diagonal" in self._quantities:
-                found.parts["diagonal"] = self.diagonal(inputs, signal, sign)
-            return found
-
-        return share
-
-    def together(self, inputs: Signals, signals: int, memory: int) -> int:
-        """How many signals of so many had better be contracted at a time, by :meth:`of_several`; 1: each alone.
-
-        Shared out evenly, of what ``memory`` bytes hold: room for four at least, fewer are not worth the copy.
+        Args:
+            inputs: of all calls, joined where they can be.
+            count: about how many cotangents will come.
+            held: bytes of cotangents that may be held back.
         """
-        if len(inputs) > 1 or not set(self._quantities) <= {"squares", "rooted"}:
-            return 1
-        phi, d = inputs[0], self._shape[1]
-        if self._route_of(phi, signals) == "gram":
-            suits = math.prod(self._geometry.places(phi.shape[2:])) == 1
-        else:
-            suits = self._backend is compiled and compiled.listed_pays(phi, self._geometry, d)
-        most = min(memory, self._memory) // max(1, self.signal_bytes(phi))
-        return -(-signals // -(-signals // most)) if suits and min(most, signals) >= _FEWEST else 1
-
-    def signal_bytes(self, inputs: Tensor) -> int:
-        """What a signal takes, for inputs of a layer's calls joined."""
-        groups, d, _ = self._shape
-        places = math.prod(self._geometry.places(inputs.shape[2:]))
-        return len(inputs) * groups * d * places * promoted_dtype(inputs.dtype).itemsize
-
-    def of_several(self, inputs: Signals, signals: int) -> Callable[[Tensor, Tensor | None], Share]:
-        """As :meth:`of`, for (several, n, …) signals: all samples of one behind those of another, signs too.
-
-        Where :meth:`together` says more than one.
-        """
-        if self._route_of(inputs[0], signals) == "gram":
-            contract = self.of(inputs, signals)
-            return lambda several, sign: contract([several.flatten(0, 1)], sign)
-        phi = self._taken(inputs[0])
-
-        def share(several: Tensor, sign: Tensor | None) -> Share:
-            found: reference.Products = self._backend.direct_listed(phi, several.unbind(), self._geometry, self._root)
-            return share_of(found, self._quantities, sign)
-
-        return share
-
-    def buffer(self, count: int, signal: Tensor) -> Tensor:
-        """Memory for so many such signals, (count, n, …): the same at every call, so that its pages stay."""
-        needed = count * signal.numel()
-        if self._buffer is None or len(self._buffer) < needed:
-            self._buffer = signal.new_empty(needed, dtype=promoted_dtype(signal.dtype))
-        return self._buffer[:needed].view(count, *signal.shape)
-
-    def nothing(self, samples: int) -> Share:
-        """Of no signal at all, such as a loss over a single class has."""
-        groups, d, m = self._shape
-        zeros = functools.partial(torch.zeros, dtype=torch.float64, device=self._device)
-        neurons = {"by_column": groups * m // self._geometry.taps, "by_row": groups * d}
-        parts = {name: zeros(samples, neurons[name]) for name in NEURONS if name in self._quantities}
-        if "diagonal" in self._quantities:
-            parts["diagonal"] = zeros(groups, d, m)
-        return Share(zeros(len(self._quantities), samples), parts)
-
-    def _products(self, inputs: Signals, signals: int) -> Callable[[Signals], reference.Products]:
+        layer, together = self._prepared, self.together(inputs, count, held)
+        held = together * self.cotangent_bytes(inputs) if together > 1 else 0
+        inputs = [layer.taken(part) for part in inputs]
+        route: Summed | Direct | Gathered | Gram | OnePosition | Both
         if len(inputs) > 1:
-            return lambda signal: self._summed(inputs, signal)
-        (phi,) = inputs
-        if self._route_of(phi, signals) == "direct":
-            return lambda signal: self._direct(phi, signal[0], self._root, self._weight)
-        gram = self._patch_gram(phi)
-        if self._weight is None:
-            return lambda signal: self._gram(gram, signal[0])
-        if gram.shape[2] == 1:
-            rows = self._geometry.patches(promoted(phi)).squeeze(2)
-            single = OnePosition(rows, self._weight, self._geometry.taps, self._quantities)
+            route = Summed(layer, inputs)
+        elif self._route_of(inputs[0], count) == "direct":
+            route = Direct(layer, inputs[0], layer.factor) if together == 1 else Gathered(layer, inputs[0])
+        elif layer.weight is None:
+            route = Gram(layer, inputs[0])
+        else:
+            single = math.prod(layer.geometry.places(inputs[0].shape[2:])) == 1
+            route = (OnePosition if single else Both)(layer, inputs[0])
 
-            def products(signal: Signals) -> reference.Products:
-                rows = self._geometry.rows(promoted(signal[0])).squeeze(2)
-                return single.products(self._gram(gram, signal[0]), rows)
+        def entries(cotangent: Calls, sign: Sign) -> Tensor:
+            return self.entries(inputs, cotangent, sign)
 
-            return products
-        return lambda signal: self._both(gram, phi, signal[0])
+        return Contraction(self._wanted, route.products, entries, together, self.buffer, held)
 
-    def _route_of(self, inputs: Tensor, signals: int) -> str:
-        return self._route or self.cheaper(inputs, signals)
+    def together(self, inputs: Calls, count: int, held: int) -> int:
+        """Return how many cotangents of so many had better be contracted at a time; 1: each alone.
 
-    def cheaper(self, inputs: Tensor, signals: int) -> str:
-        """The route with fewer multiply-adds."""
-        _, d, m = self._shape
-        a, b, c = self._geometry.places(inputs.shape[2:])
-        places = a * b * c
-        r = 0 if self._root is None else self._root.shape[1]
-        pairs = (r + (d if "squares" in self._quantities else 0)) * places**2
-        gram = r * d * places + pairs + m * places**2 / max(1, signals)
-        made = self._weight is not None and places > 1  # M, in either case
+        Shared out evenly, of what ``held`` bytes hold: room for four at least, fewer are not worth the copy.
+        """
+        if not held or len(inputs) > 1 or not self._wanted.plain:
+            return 1
+        phi, layer = inputs[0], self._prepared
+        if self._route_of(phi, count) == "gram":
+            suits = math.prod(layer.geometry.places(phi.shape[2:])) == 1
+        else:
+            suits = layer.backend is compiled and compiled.gathering_pays(phi, layer.geometry, layer.shape[1])
+        most = min(held, layer.memory) // max(1, self.cotangent_bytes(inputs))
+        return -(-count // -(-count // most)) if suits and min(most, count) >= _FEWEST else 1
+
+    def cotangent_bytes(self, inputs: Calls) -> int:
+        """Return what a cotangent takes, for the inputs of a layer's calls joined."""
+        groups, d, _ = self._prepared.shape
+        places = math.prod(self._prepared.geometry.places(inputs[0].shape[2:]))
+        return len(inputs[0]) * groups * d * places * promoted_dtype(inputs[0].dtype).itemsize
+
+    def buffer(self, count: int, cotangent: Tensor) -> Tensor:
+        """Return memory for so many such cotangents, (count, n, …): the same at every call, so that its pages stay."""
+        needed = count * cotangent.numel()
+        if self._buffer is None or len(self._buffer) < needed:
+            self._buffer = cotangent.new_empty(needed, dtype=promoted_dtype(cotangent.dtype))
+        return self._buffer[:needed].view(count, *cotangent.shape)
+
+    def nothing(self, samples: int) -> Contribution:
+        """Return the contribution of no cotangent at all, such as a loss over a single class has."""
+        groups, d, m = self._prepared.shape
+        return self._wanted.nothing(samples, (groups, d, m, self._prepared.geometry.kernel_elements), self._device)
+
+    def cheaper(self, inputs: Tensor, count: int) -> str:
+        """Return the route with fewer multiply-adds, for so many cotangents."""
+        layer = self._prepared
+        _, d, m = layer.shape
+        places = math.prod(layer.geometry.places(inputs.shape[2:]))
+        r = 0 if layer.factor is None else layer.factor.shape[1]
+        pairs = (r + (d if self._wanted.squares else 0)) * places**2
+        gram = r * d * places + pairs + m * places**2 / max(1, count)
+        made = layer.weight is not None and places > 1  # M, in either case
         return "gram" if gram < (0 if made else d * m * places) + r * d * m else "direct"
 
-    def traces(self, inputs: Signals, signal: Signals, coefficients: Tensor) -> Tensor:
-        """Σ_i coefficient_i M_i M_iᵀ, (G, d, d) float64."""
-        groups, d, m = self._shape
+    def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
+        """Return Σ_i coefficient_i M_i M_iᵀ, (G, d, d) float64."""
+        layer = self._prepared
+        groups, d, m = layer.shape
         total = coefficients.new_zeros(groups, d, d)
         phi = promoted(inputs[0])
         by_gram = len(inputs) == 1 and self.cheaper(phi, 1) == "gram"
-        chunk = max(1, self._memory // (16 * groups * d * m))  # M and its copy in float64
+        chunk = max(1, layer.memory // (16 * groups * d * m))  # M and its copy in float64
         for start in range(0, len(phi), chunk):
             part = slice(start, start + chunk)
             some = coefficients[part]
             if by_gram:
-                rows = self._geometry.rows(promoted(signal[0][part]))
-                left = self._backend.patch_gram(phi[part], self._geometry).to(rows.dtype) @ rows
+                rows = layer.geometry.rows(promoted(cotangent[0][part]))
+                left = layer.backend.patch_gram(phi[part], layer.geometry).to(rows.dtype) @ rows
             else:
-                left = rows = self._gradients([x[part] for x in inputs], [delta[part] for delta in signal]).mT
+                left = rows = layer.gradients([x[part] for x in inputs], [delta[part] for delta in cotangent]).mT
             total += ((rows.double() * some.view(-1, 1, 1, 1)).mT @ left.double()).sum(dim=0)
         return total
 
-    def diagonal(self, inputs: Signals, signal: Signals, sign: Tensor | float | None = None) -> Tensor:
-        """Σ_i sign_i M_i ∘ M_i, (G, d, m) float64."""
-        groups, d, m = self._shape
-        total = signal[0].new_zeros(groups, d, m, dtype=torch.float64)
-        rows = self._geometry.rows(promoted(signal[0]))
+    def entries(self, inputs: Calls, cotangent: Calls, sign: Sign = None) -> Tensor:
+        """Return Σ_i sign_i M_i ∘ M_i, (G, d, m) float64."""
+        layer = self._prepared
+        groups, d, m = layer.shape
+        total = cotangent[0].new_zeros(groups, d, m, dtype=torch.float64)
+        rows = layer.geometry.rows(promoted(cotangent[0]))
         signs = None if sign is None else (rows.new_ones(len(rows)) * sign).view(-1, 1, 1, 1)
         if len(inputs) == 1 and rows.shape[2] == 1:
-            patches = self._geometry.patches(inputs[0]).squeeze(2)
+            patches = layer.geometry.patches(inputs[0]).squeeze(2)
             left = rows.square() if signs is None else rows.square() * signs
             return torch.einsum("ngd,ngm->gdm", left.squeeze(2).double(), patches.double().square())
-        chunk = max(1, self._memory // (rows.element_size() * groups * m * (2 * d + rows.shape[2])))  # M and patches
+        chunk = max(1, layer.memory // (rows.element_size() * groups * m * (2 * d + rows.shape[2])))  # M and patches
         for start in range(0, len(rows), chunk):
             some = slice(start, start + chunk)
-            gradients = self._gradients([x[some] for x in inputs], [delta[some] for delta in signal]).square_()
+            gradients = layer.gradients([x[some] for x in inputs], [delta[some] for delta in cotangent]).square_()
             total += (gradients if signs is None else gradients.mul_(signs[some])).sum(dim=0)
         return total
 
-    def _taken(self, tensor: Tensor) -> Tensor:
-        """As the kernels take it: half precision as it is, where they do, else as float32."""
-        return tensor if self._backend is cuda and tensor.dtype in cuda.HALF else promoted(tensor)
-
-    def _direct(self, phi: Tensor, signal: Tensor, root: Tensor | None, weight: Tensor | None) -> reference.Products:
-        groups, d, m = self._shape
-        signal, chunk = self._taken(signal), max(1, len(phi))
-        if signal.dtype != phi.dtype:
-            phi, signal = promoted(phi), promoted(signal)
-        root, weight = (None if t is None else t.to(promoted_dtype(signal.dtype)) for t in (root, weight))
-        if self._backend is reference:  # which writes patches and M out, and w ∘ M
-            places = signal.shape[2] * signal.shape[3] * signal.shape[4]
-            copies = 2 if weight is None else 6
-            chunk = max(1, self._memory // (phi.element_size() * groups * m * (places + copies * d)))
-        parts = [
-            self._backend.direct(x, delta, self._geometry, root, weight)
-            for x, delta in zip(phi.split(chunk), signal.split(chunk), strict=True)
-        ]
-        if len(parts) == 1:
-            return cast(reference.Products, parts[0])
-        return reference.Products(*(None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)))
-
-    def _patch_gram(self, phi: Tensor) -> Tensor:
-        if self._geometry.places(phi.shape[2:]) != (1, 1, 1):
-            return cast(Tensor, self._backend.patch_gram(phi, self._geometry))
-        rows = self._geometry.patches(promoted(phi)).flatten(0, 2)
-        norms = cast(Tensor, self._backend.row_dots(rows, rows))
-        return norms.view(len(phi), self._shape[0], 1, 1)
-
-    def _gram(self, gram: Tensor, signal: Tensor) -> reference.Products:
-        rows = self._geometry.rows(self._taken(signal))
-        if rows.shape[2] == 1:
-            rows = promoted(rows)
-        rooted = None if self._root is None else self._rooted_gram(self._root, rows, gram)
-        squares = self._gram_of(rows, gram) if {"squares", "diagonal"}.intersection(self._quantities) else None
-        return reference.Products(squares, rooted, None, None, None)
-
-    def _rooted_gram(self, root: Tensor, rows: Tensor, gram: Tensor) -> Tensor:
-        """``|R M|²`` of rows δ, (n, G, P, d)."""
-        if self._half_root is not None and rows.dtype == torch.bfloat16:
-            return cuda.rooted_gram(self._half_root, rows, gram)
-        rows = promoted(rows)  # float16 would leave its range
-        root = root.to(rows.dtype)
-        if rows.shape[1:3] == (1, 1):
-            return self._gram_of((rows.flatten(1) @ root[0].mT)[:, None, None], gram)
-        # of a convolution's signal as it lies in memory: R (r, d) times (d, P)
-        return self._gram_of((root @ rows.mT).mT, gram)
-
-    def _as_bfloat16(self, dtype: torch.dtype) -> Tensor | None:
-        """R for products with signals of bfloat16; None where its rounding could show.
-
-        wᵀ is such already. Another R is multiplied by an orthogonal matrix, which leaves |R M|² alone and makes its
-        entries of one size: of Cholesky's factor few count, and their rounding would not average out.
-        """
-        _, d, m = self._shape
-        if self._root is None or self._backend is not cuda or dtype != torch.bfloat16 or min(d, m) < _MANY_ROWS:
-            return None
-        found = self._root
-        if m > d:
-            directions = torch.randn(
-                d, d, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
-            ).to(found.device)
-            found = torch.linalg.qr(directions).Q @ found
-        return found.bfloat16()
-
-    def _both(self, gram: Tensor, phi: Tensor, signal: Tensor) -> reference.Products:
-        """What has a form without M by that, the rest by M."""
-        by_gradients = self._direct(phi, signal, None, self._weight)
-        if self._root is None:
-            return by_gradients
-        rows = self._geometry.rows(self._taken(signal))
-        return by_gradients._replace(rooted=self._rooted_gram(self._root, rows, gram))
-
-    def _gram_of(self, rows: Tensor, gram: Tensor) -> Tensor:
-        if rows.shape[2] > 1:
-            return cast(Tensor, self._backend.gram(rows, gram))
-        flat = rows.flatten(0, 2)
-        squares = cast(Tensor, self._backend.row_dots(flat, flat))
-        terms = squares.view(-1, *gram.shape[:2]) * gram[:, :, 0, 0]  # of signals that share the inputs
-        return terms.sum(dim=2).flatten()
-
-    def _summed(self, inputs: Signals, signal: Signals) -> reference.Products:
-        gradients = self._gradients(inputs, signal)
-        root, weight = (None if t is None else t.to(gradients.dtype) for t in (self._root, self._weight))
-        return reference.products(gradients, self._geometry, root, weight)
-
-    def _gradients(self, inputs: Signals, signal: Signals) -> Tensor:
-        first, *others = (
-            self._geometry.rows(promoted(delta)).transpose(2, 3) @ self._geometry.patches(promoted(x))
-            for x, delta in zip(inputs, signal, strict=True)
-        )
-        return sum(others, start=first)
+    def _route_of(self, inputs: Tensor, count: int) -> str:
+        return self._route or self.cheaper(inputs, count)
 
 
-class OnePosition:
-    """Sums over w ∘ M for layers of one position, M = δ φᵀ, with what depends on φ alone prepared once.
+def _over_cotangents(found: Contribution, count: int) -> Contribution:
+    """Return the sum of values that come for so many cotangents one behind the other."""
+    return found._replace(values=found.values.unflatten(1, (count, -1)).sum(dim=1))
 
-    Σ_s δ_s² (Σ_j w_sj² φ_j²),  by row (δ_s ⟨w_s, φ⟩)²,  by column (φ_j Σ_s δ_s w_sj)²
 
-    Args:
-        phi: φ, (n, G, m).
-        weight: (G, d, m).
-        taps: columns of an input channel.
-        quantities: of :data:`WEIGHTED`, and any others.
+def _as_bfloat16(factor: Tensor | None, weight: Tensor, backend: ModuleType) -> Tensor | None:
+    """Return R for products with cotangents of bfloat16; None where its rounding could show.
+
+    wᵀ is such already. Another R is multiplied by an orthogonal matrix, which leaves |R M|² alone and makes its entries
+    of one size: of Cholesky's factor few count, and their rounding would not average out.
     """
-
-    def __init__(self, phi: Tensor, weight: Tensor, taps: int, quantities: Sequence[str]) -> None:
-        self._phi, self._weight, self._taps, self._quantities = phi, weight.to(phi.dtype), taps, quantities
-        if "by_row" in quantities:
-            self._outputs = self._applied(phi, self._weight)
-        if "weighted" in quantities:
-            self._spread = phi.new_empty(*phi.shape[:2], weight.shape[1])
-            rows, squares = max(1, _ENTRIES // weight.shape[2]), phi.square()
-            for part, spread in zip(self._weight.split(rows, dim=1), self._spread.split(rows, dim=2), strict=True):
-                spread.copy_(self._applied(squares, part.square()))  # no second matrix of the weight's size
-
-    def products(self, others: reference.Products, rows: Tensor) -> reference.Products:
-        """``others``, and beside them what is wanted, for δ (n, G, d)."""
-        weighted = by_column = by_row = None
-        quantities = self._quantities
-        if "weighted" in quantities:
-            weighted = reference.row_dots(rows.square().flatten(1), self._spread.flatten(1))
-        if "by_column" in quantities:
-            columns = self._phi * self._applied(rows, self._weight.mT)
-            by_column = columns.unflatten(2, (-1, self._taps)).sum(dim=3).flatten(1).double()
-        if "by_row" in quantities:
-            by_row = (rows * self._outputs).flatten(1).double()
-        return reference.Products(others.squares, others.rooted, weighted, by_column, by_row)
-
-    @staticmethod
-    def _applied(vectors: Tensor, weight: Tensor) -> Tensor:
-        """(n, G, m), (G, d, m) -> (n, G, d); a batched product of one matrix would copy it."""
-        if len(weight) == 1:
-            return (vectors.squeeze(1) @ weight[0].t()).unsqueeze(1)
-        return (vectors.transpose(0, 1) @ weight.mT).transpose(0, 1)
-
-
-def share_of(products: reference.Products, quantities: Sequence[str], sign: Tensor | float | None) -> Share:
-    """The values, and the summands of neurons, of a signal of this sign."""
-    values = torch.stack([_value(products, name) for name in quantities])
-    parts = {name: getattr(products, name).square() for name in NEURONS if name in quantities}
-    if sign is not None:
-        values, parts = values * sign, {name: (part.mT * sign).mT for name, part in parts.items()}
-    return Share(values, parts)
-
-
-def _value(products: reference.Products, quantity: str) -> Tensor:
-    if quantity in NEURONS:
-        return cast(Tensor, getattr(products, quantity)).square().sum(dim=1)
-    return cast(Tensor, products.squares if quantity == "diagonal" else getattr(products, quantity))
+    _, d, m = weight.shape
+    if factor is None or backend is not cuda or weight.dtype != torch.bfloat16 or min(d, m) < _MANY_ROWS:
+        return None
+    if m > d:
+        directions = torch.randn(
+            d, d, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+        ).to(factor.device)
+        factor = torch.linalg.qr(directions).Q @ factor
+    return cast(Tensor, factor).bfloat16()

@@ -20,7 +20,7 @@ Quantities that are not of T are in :mod:`.entries`, and those of T beside them,
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from .. import interrupts
 from ..contractions import promoted
-from ..contractions.layer import Share
-from ..contractions.root import root
+from ..contractions.factor import gram_factor
+from ..contractions.quantities import QUANTITIES, Contribution
 from ..errors import InputError
 from ..losses import Loss
 from ..messages import is_out_of_memory, second_derivatives
@@ -38,9 +38,8 @@ from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
-from .entries import Entries, tells_all
+from .entries import Directions, Entries, tells_all
 
-_TOGETHER = 2**22  # bytes of directions that go through the graph in one pass; more would only leave the caches
 _MOST_POSITIONS = 256  # for which a sampled value takes an eigendecomposition for every sample
 _RANK = 1e-13  # an eigenvalue below so much of the largest is rounding
 
@@ -59,35 +58,9 @@ class Basis:
     rows: Tensor | None
     readouts: Sequence[Tensor | None]
 
-    def moves(self, coefficients: Tensor) -> Tensor:
+    def directions(self, coefficients: Tensor) -> Tensor:
         """D of B: (k, n or 1, G, ρ, r) -> (k, n or 1, G, ρ, d)."""
         return coefficients if self.rows is None else coefficients @ self.rows
-
-
-@dataclass(frozen=True)
-class Directions:
-    """Where the weight of a layer can be moved at the samples of a run.
-
-    Attributes:
-        columns: ρ.
-        bytes: of one direction, for all samples.
-        turned: D (k, n or 1, G, ρ, d) -> H D, (k, n, G, ρ, d).
-        patches: φ_p of each sample, (n or 1, G, P, m).
-        by_position: moves of z_p = w φ_p, (k, n, G, P, d) -> the Hessian in z times them.
-        scale: (n, G), what H is to be multiplied by; or None.
-    """
-
-    columns: int
-    bytes: int
-    turned: Callable[[Tensor], Tensor]
-    patches: Tensor
-    by_position: Callable[[Tensor], Tensor]
-    scale: Tensor | None = None
-
-    @property
-    def together(self) -> int:
-        """How many directions to take at a time."""
-        return max(1, _TOGETHER // max(1, self.bytes))
 
 
 class BlockTraces:
@@ -98,8 +71,8 @@ class BlockTraces:
         form: the layer.
         module: the same.
         loss: the user's.
-        slope: from :func:`slopes`, of this layer's calls.
-        quantities: of :data:`.contractions.layer.QUANTITIES`; none: for T itself.
+        gradients: from :func:`gradients`, of this layer's calls.
+        quantities: names of :data:`.contractions.quantities.QUANTITIES`; none: for T itself.
     """
 
     def __init__(
@@ -108,16 +81,17 @@ class BlockTraces:
         form: LayerForm,
         module: nn.Module,
         loss: Loss,
-        slope: Sequence[Tensor],
+        gradients: Sequence[Tensor],
         quantities: Sequence[str] = (),
     ) -> None:
-        self._run, self._form, self._module, self._loss, self._slope = run, form, module, loss, slope
+        self._run, self._form, self._module, self._loss, self._gradients = run, form, module, loss, gradients
         self._weight = promoted(form.weight(run))
-        self._quantities, self._traced = quantities, [name for name in quantities if name in ("squares", "rooted")]
+        self._quantities = quantities
+        self._traced = [name for name in quantities if QUANTITIES[name].of_block_trace]
         self._basis = _basis(self._weight, self._traced)
         others = [name for name in quantities if name not in self._traced]
-        self._entries = Entries(self._weight, form.taps, others)
-        self._everything = Entries(self._weight, form.taps, quantities) if tells_all(quantities) else None
+        self._entries = Entries(self._weight, form.kernel_elements, others)
+        self._everything = Entries(self._weight, form.kernel_elements, quantities) if tells_all(quantities) else None
         self._recurrent = linearity.feeds_itself(run.calls(form.name))
         empty = [torch.empty_like(call.output) for call in run.calls(form.name)]
         positions, columns = form.rows(run, empty).shape[2], self._weight.shape[2]
@@ -131,7 +105,7 @@ class BlockTraces:
         traced = len(self._weight) * self._basis.size * self._columns if self._traced or not self._quantities else 0
         return traced + self._entries.products(self._columns)
 
-    def exact(self) -> Share:
+    def exact(self) -> Contribution:
         """The quantities of every sample, and the parts of those that have some.
 
         Raises:
@@ -146,7 +120,7 @@ class BlockTraces:
                 for _, _, units in self._units(directions):
                     total += self._read(directions, units).sum(dim=1)
             found = self._entries.exact(directions, self._run.samples)
-        return Share(self._in_order(total, found.values), found.parts)
+        return Contribution(self._in_order(total, found.values), found.parts)
 
     def matrix(self, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Σ_i T_i over the samples that are kept (n,), (G, d, d); Tr T_i of every sample, (n,); float64.
@@ -162,7 +136,7 @@ class BlockTraces:
             scale = kept.new_ones(len(kept), groups) if directions.scale is None else directions.scale
             for place, column, units in self._units(directions):
                 k, group = torch.arange(len(place), device=place.device), place // d
-                row = directions.turned(units)[k, :, group, column].double() * scale.t()[group].unsqueeze(2)
+                row = directions.products(units)[k, :, group, column].double() * scale.t()[group].unsqueeze(2)
                 total.index_add_(0, place, row[:, kept].sum(dim=1))
                 traces += row[k, :, place % d].sum(dim=0)
         return total.view(groups, d, d), traces
@@ -190,14 +164,14 @@ class BlockTraces:
         parts: list[Tensor] = []
         if not self._traced:
             return self._weight.new_zeros(0, len(coefficients), self._run.samples, dtype=torch.float64)
-        moves = self._basis.moves(coefficients)
-        turned = directions.turned(moves)
+        along = self._basis.directions(coefficients)
+        products = directions.products(along)
         for readout in self._basis.readouts:
-            read = moves
+            read = along
             if readout is not None:
-                read = self._basis.moves(coefficients @ readout.to(coefficients.dtype))
-            products = (turned * read).sum(dim=(3, 4))
-            scaled = products.double() if directions.scale is None else products.double() * directions.scale
+                read = self._basis.directions(coefficients @ readout.to(coefficients.dtype))
+            found = (products * read).sum(dim=(3, 4)).double()
+            scaled = found if directions.scale is None else found * directions.scale
             parts.append(scaled.sum(dim=2))
         return torch.stack(parts)
 
@@ -227,64 +201,64 @@ class BlockTraces:
 
     @contextlib.contextmanager
     def _of_outputs(self, sampled: bool) -> Iterator[Directions]:
-        """Moves of the layer's outputs."""
+        """Yield directions of the layer's outputs."""
         run, form, calls = self._run, self._form, self._run.calls(self._form.name)
         patches = form.patches(run, [call.inputs.detach() for call in calls])
         span = _spanning(patches, _MOST_POSITIONS if sampled else patches.shape[2])
         with torch.enable_grad():
-            slope = form.rows(run, self._slope)
+            gradient = form.rows(run, self._gradients)
         single = span.shape[2] == span.shape[3] == 1  # then K is a number, by which the rest can be multiplied
 
-        def turned(moves: Tensor) -> Tensor:
+        def products(directions: Tensor) -> Tensor:
             if single:
-                return by_rows(moves.expand(-1, run.samples, -1, -1, -1))
-            return span.mT @ by_rows(span @ moves)
+                return by_rows(directions.expand(-1, run.samples, -1, -1, -1))
+            return span.mT @ by_rows(span @ directions)
 
-        def by_rows(moved: Tensor) -> Tensor:
-            found = derivatives(slope, [call.edge for call in calls], moved)
+        def by_rows(changes: Tensor) -> Tensor:
+            found = derivatives(gradient, [call.edge for call in calls], changes)
             if all(part is None for part in found):
-                return torch.zeros_like(moved)
+                return torch.zeros_like(changes)
             filled = [
-                moved.new_zeros(len(moved), *call.output.shape) if part is None else part
+                changes.new_zeros(len(changes), *call.output.shape) if part is None else part
                 for part, call in zip(found, calls, strict=True)
             ]
             rows: Tensor = torch.func.vmap(lambda *gradients: form.rows(run, gradients))(*filled)
             return rows
 
         scale = span[:, :, 0, 0].double().square() if single else None
-        size = slope.numel() * slope.element_size()
-        yield Directions(span.shape[3], size, turned, patches, by_rows, scale)
+        size = gradient.numel() * gradient.element_size()
+        yield Directions(span.shape[3], size, products, patches, by_rows, scale)
 
     @contextlib.contextmanager
     def _of_weight(self) -> Iterator[Directions]:
-        """Moves of the weight in every call of the layer, each sample's its own."""
+        """Yield directions of the weight in every call of the layer, per sample."""
         run, form = self._run, self._form
         groups, d, columns = self._weight.shape
-        moved = self._weight.new_zeros(run.samples, groups, columns, d).requires_grad_()
+        added = self._weight.new_zeros(run.samples, groups, columns, d).requires_grad_()
 
-        def move(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
             patches = form.patches(run, [args[0] if args else next(iter(kwargs.values()))])
-            return output + form.placed(run, patches @ moved, output)
+            return output + form.placed(run, patches @ added, output)
 
-        def turned(moves: Tensor) -> Tensor:
-            moves = moves.expand(-1, run.samples, -1, -1, -1)
-            (found,) = derivatives(slope, [moved], moves)
-            return torch.zeros_like(moves) if found is None else found
+        def products(directions: Tensor) -> Tensor:
+            directions = directions.expand(-1, run.samples, -1, -1, -1)
+            (found,) = derivatives(gradient, [added], directions)
+            return torch.zeros_like(directions) if found is None else found
 
-        handle = self._module.register_forward_hook(move, with_kwargs=True, prepend=True)
+        handle = self._module.register_forward_hook(add, with_kwargs=True, prepend=True)
         try:  # until all products are done: activation checkpointing calls the layer again in them
             outputs, targets = run.again()
             with torch.enable_grad():
                 value = self._loss.value(outputs, targets)
-                (slope,) = torch.autograd.grad(value, moved, create_graph=True)
-            size = moved.numel() * moved.element_size()
-            units = torch.eye(columns, dtype=moved.dtype, device=moved.device).expand(1, groups, -1, -1)
-            yield Directions(columns, size, turned, units, turned)
+                (gradient,) = torch.autograd.grad(value, added, create_graph=True)
+            size = added.numel() * added.element_size()
+            units = torch.eye(columns, dtype=added.dtype, device=added.device).expand(1, groups, -1, -1)
+            yield Directions(columns, size, products, units, products)
         finally:
             handle.remove()
 
 
-def slopes(run: Run, loss: Loss, names: Iterable[str]) -> dict[str, list[Tensor]]:
+def gradients(run: Run, loss: Loss, names: Iterable[str]) -> dict[str, list[Tensor]]:
     """Gradients of the run's summed loss in the output of every call of some layers, with their graph."""
     with torch.enable_grad():
         value = loss.value(run.outputs, run.targets)
@@ -309,11 +283,12 @@ def differentiable(
 
 def _basis(weight: Tensor, quantities: Sequence[str]) -> Basis:
     """For relative flatness alone the rows of R, min(d, m) of them; else unit vectors, d."""
-    if tuple(quantities) == ("rooted",):
-        rows = root(weight)
+    weighted = [QUANTITIES[name].gram_factor for name in quantities]
+    if weighted == [True]:
+        rows = gram_factor(weight)
         return Basis(rows.shape[1], rows, [None])
-    gram = weight.double() @ weight.double().mT if "rooted" in quantities else None
-    return Basis(weight.shape[1], None, [gram if name == "rooted" else None for name in quantities])
+    gram = weight.double() @ weight.double().mT if any(weighted) else None
+    return Basis(weight.shape[1], None, [gram if by_gram else None for by_gram in weighted])
 
 
 def _spanning(patches: Tensor, most: int) -> Tensor:
@@ -338,16 +313,16 @@ def _norms(patches: Tensor) -> Tensor:
     return norms.to(patches.dtype)
 
 
-def derivatives(slope: Tensor, inputs: Sequence[Any], directions: Tensor) -> list[Tensor | None]:
-    """Derivatives of ⟨slope, direction⟩ in each input, for (k, …) directions; None where there are none."""
-    if not slope.requires_grad:
+def derivatives(gradient: Tensor, inputs: Sequence[Any], directions: Tensor) -> list[Tensor | None]:
+    """Derivatives of ⟨gradient, direction⟩ in each input, for (k, …) directions; None where there are none."""
+    if not gradient.requires_grad:
         return [None] * len(inputs)
     found: list[Tensor | None] = [None] * len(inputs)
     if len(directions) > 1:
         places: list[int] = []
 
         def there(direction: Tensor) -> tuple[Tensor, ...]:
-            parts = _derivatives(slope, inputs, direction)
+            parts = _derivatives(gradient, inputs, direction)
             places[:] = [place for place, part in enumerate(parts) if part is not None]
             return tuple(parts[place] for place in places)
 
@@ -362,10 +337,10 @@ def derivatives(slope: Tensor, inputs: Sequence[Any], directions: Tensor) -> lis
             if is_out_of_memory(error):
                 raise
             # One at a time may do: no batching rule, or one that does not take half and full precision together.
-    each = [_derivatives(slope, inputs, direction) for direction in directions]
+    each = [_derivatives(gradient, inputs, direction) for direction in directions]
     return [None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)]
 
 
-def _derivatives(slope: Tensor, inputs: Sequence[Any], direction: Tensor) -> tuple[Any, ...]:
+def _derivatives(gradient: Tensor, inputs: Sequence[Any], direction: Tensor) -> tuple[Any, ...]:
     interrupts.check()
-    return torch.autograd.grad(slope, inputs, direction, retain_graph=True, allow_unused=True)
+    return torch.autograd.grad(gradient, inputs, direction, retain_graph=True, allow_unused=True)

@@ -1,180 +1,175 @@
 """Single entries and neurons of a layer's Hessian: what is not a block trace.
 
-With the second derivatives H_z of a sample's loss in the layer's outputs z_p = w φ_p, a move Δ of the weight has
+With the second derivatives H_z of a sample's loss in the layer's outputs z_p = w φ_p, a direction Δ of the weight has
 ⟨Δ, H Δ⟩ = ⟨Δφ, H_z Δφ⟩, a product.
 
-- ``weighted``, ``diagonal``: for a unit e of the outputs, of position p and row s, y = H_z e has
-  H_(sj),(tk) = Σ_p φ_pj Σ_p' φ_p'k y_p't: d P products, or d m from the moves e_s φ_pj if there are fewer of these.
+- Of the Hessian's diagonal: for a unit e of the outputs, of position p and row s, y = H_z e has
+  H_(sj),(tk) = Σ_p φ_pj Σ_p' φ_p'k y_p't: d P products, or d m from the directions e_s φ_pj if these are fewer.
   They tell everything about H, and whatever else is wanted is read off the same ones.
-- ``by_column``, ``by_row`` alone: a product for each neuron, Δ its weights and zeros elsewhere.
-- ``weighted`` sampled: Δ = diag(a) w diag(b) for random signs a, b, of which no two entries are correlated.
+- Of neurons alone: a product for each neuron, Δ its weights and zeros elsewhere.
+- Sampled, |w ∘ M|²: Δ = diag(a) w diag(b) for random signs a, b, of which no two entries are correlated.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..contractions.layer import NEURONS, Share
+from ..contractions.quantities import QUANTITIES, Contribution, Neurons, Unit
 from ..numerics.signs import Signs
 
 _OF_COLUMNS = 2**32  # between the streams of signs of rows and columns
+_TOGETHER = 2**22  # bytes of directions that go through the graph in one pass; more would only leave the caches
 
 
-class Moves(Protocol):
-    """What :class:`.block_traces.Directions` has of it."""
+@dataclass(frozen=True)
+class Directions:
+    """Where the weight of a layer can be moved at the samples of a run.
 
-    @property
-    def patches(self) -> Tensor:
-        """φ_p, (n or 1, G, P, m)."""
+    Attributes:
+        columns: ρ.
+        bytes: of one direction, for all samples.
+        products: D (k, n or 1, G, ρ, d) -> H D, (k, n, G, ρ, d).
+        patches: φ_p of each sample, (n or 1, G, P, m).
+        by_position: directions of z_p = w φ_p, (k, n, G, P, d) -> the Hessian in z times them.
+        scale: (n, G), what H is to be multiplied by; or None.
+    """
 
-    @property
-    def by_position(self) -> Callable[[Tensor], Tensor]:
-        """(k, n, G, P, d) -> H_z times it."""
+    columns: int
+    bytes: int
+    products: Callable[[Tensor], Tensor]
+    patches: Tensor
+    by_position: Callable[[Tensor], Tensor]
+    scale: Tensor | None = None
 
     @property
     def together(self) -> int:
         """How many directions to take at a time."""
+        return max(1, _TOGETHER // max(1, self.bytes))
 
 
 class Entries:
-    """For a layer's weight.
+    """Quantities of a layer's weight that are not block traces, or all of them where one tells everything about H.
 
     Args:
         weight: (G, d, m).
-        taps: columns of an input channel.
-        quantities: ``weighted``, ``by_column``, ``by_row``, ``diagonal``; beside ``weighted`` or ``diagonal`` any.
+        kernel_elements: columns of an input channel.
+        quantities: names of :data:`.quantities.QUANTITIES`; those of block traces only beside ones of the diagonal.
     """
 
-    def __init__(self, weight: Tensor, taps: int, quantities: Sequence[str]) -> None:
-        self._weight, self._taps, self._quantities = weight, taps, quantities
+    def __init__(self, weight: Tensor, kernel_elements: int, quantities: Sequence[str]) -> None:
+        self._weight, self._kernel_elements = weight, kernel_elements
+        self._rows = {name: QUANTITIES[name] for name in quantities}
+        self._neurons = {name: row.neurons for name, row in self._rows.items() if row.neurons is not None}
         self._by_units = tells_all(quantities)
+        groups, d, m = weight.shape
+        self._sizes = groups, d, m, kernel_elements
 
     def products(self, positions: int) -> int:
-        """Hessian products of exact values."""
+        """Return how many Hessian products exact values take."""
         groups, d, m = self._weight.shape
         if self._by_units:
             return groups * d * min(positions, m)
-        counts = {"by_column": groups * m // self._taps, "by_row": groups * d}
-        return sum(counts[name] for name in self._quantities)
+        return sum(neurons.count(self._sizes) for neurons in self._neurons.values())
 
-    def exact(self, moves: Moves, samples: int) -> Share:
-        """Values (quantities, n) and parts; ``diagonal`` is over all samples."""
-        found, parts = self._off_units(moves, samples) if self._by_units else ({}, self._neurons(moves, samples))
-        parts = {name: part for name, part in parts.items() if name in self._quantities}
-        found.update((name, parts[name].sum(dim=1)) for name in NEURONS if name in parts)
-        values = self._weight.new_zeros(len(self._quantities), samples, dtype=torch.float64)
-        for value, name in zip(values, self._quantities, strict=True):
-            value.copy_(found[name])
-        return Share(values, parts)
+    def exact(self, directions: Directions, samples: int) -> Contribution:
+        """Return values (quantities, n) and parts; entries of the diagonal are over all samples."""
+        if self._by_units:
+            return self._off_units(directions, samples)
+        parts = {name: self._forms(directions, samples, neurons) for name, neurons in self._neurons.items()}
+        return Contribution(self._values({name: part.sum(dim=1) for name, part in parts.items()}, samples), parts)
 
-    def sampled(self, moves: Moves, signs: Signs, stream: int, samples: Tensor) -> Tensor:
-        """Of ``weighted`` (quantities, draws, n)."""
+    def sampled(self, directions: Directions, signs: Signs, stream: int, samples: Tensor) -> Tensor:
+        """Return |w ∘ M|², the one quantity of these that can be sampled, (1, draws, n); (0, draws, n) without it."""
         groups, d, m = self._weight.shape
-        if not self._quantities:
+        if not self._rows:
             return self._weight.new_zeros(0, len(signs.draws), len(samples), dtype=torch.float64)
         a = signs(stream, samples, groups, 1, d).to(self._weight.dtype)
         b = signs(stream + _OF_COLUMNS, samples, groups, 1, m).to(self._weight.dtype)
-        moved = a * ((b * moves.patches) @ self._weight.mT)
-        return (moved * moves.by_position(moved)).sum(dim=(2, 3, 4), dtype=torch.float64).unsqueeze(0)
+        changes = a * ((b * directions.patches) @ self._weight.mT)
+        products = directions.by_position(changes)
+        return (changes * products).sum(dim=(2, 3, 4), dtype=torch.float64).unsqueeze(0)
 
-    def _off_units(self, moves: Moves, samples: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Values of sums and parts of the others, all of them read off the same products."""
-        groups, d, m = self._weight.shape
-        gram = self._weight.double() @ self._weight.double().mT
-        patches = moves.patches.expand(samples, -1, -1, -1)
-        outputs = patches @ self._weight.mT
-        sums = {name: patches.new_zeros(samples, dtype=torch.float64) for name in ("squares", "rooted", "weighted")}
+    def _off_units(self, directions: Directions, samples: int) -> Contribution:
+        """Return all quantities, read off the same products."""
+        patches, dtype = directions.patches.expand(samples, -1, -1, -1), torch.float64
         parts = {
-            "diagonal": torch.zeros_like(self._weight, dtype=torch.float64),
-            "by_column": patches.new_zeros(samples, groups * m // self._taps, dtype=torch.float64),
-            "by_row": patches.new_zeros(samples, groups * d, dtype=torch.float64),
+            name: patches.new_zeros(samples, n.count(self._sizes), dtype=dtype) for name, n in self._neurons.items()
         }
-        for group, row, columns, left, y in self._units(moves, patches):
-            phi, weight = patches[:, group, :, columns], self._weight[group, :, columns]
-            own = weight[row].double()
-            diagonal = left * _summed(y[:, :, row], phi)
-            sums["squares"] += diagonal.sum(dim=1)
-            sums["weighted"] += diagonal @ own.square()
-            parts["diagonal"][group, row, columns] += diagonal.sum(dim=0)
-            if "rooted" in self._quantities:
-                sums["rooted"] += (left * _summed(y @ gram[group, row].to(y.dtype), phi)).sum(dim=1)
-            if "by_row" in self._quantities:
-                along = (y[:, :, row] * outputs[:, group, :, row]).sum(dim=1).double()
-                parts["by_row"][:, group * d + row] += (left @ own) * along
-            if "by_column" in self._quantities:
-                channels = slice((group * m + columns.start) // self._taps, (group * m + columns.stop) // self._taps)
-                along = (phi * (y @ weight)).sum(dim=1).double()
-                parts["by_column"][:, channels] += self._by_channel(left * own) * self._by_channel(along)
-        return {**sums, "diagonal": sums["squares"]}, parts
+        entries = {name: torch.zeros_like(self._weight, dtype=dtype) for name, row in self._rows.items() if row.entries}
+        values = {name: patches.new_zeros(samples, dtype=dtype) for name in self._rows.keys() - parts.keys()}
+        totals = values | parts
+        for unit in self._units(directions, patches):
+            for name, row in self._rows.items():
+                row.of_unit(unit, totals[name])
+            for part in entries.values():
+                part[unit.group, unit.row, unit.columns] += unit.entries.sum(dim=0)
+        values |= {name: part.sum(dim=1) for name, part in parts.items()}
+        return Contribution(self._values(values, samples), parts | entries)
 
-    def _by_channel(self, columns: Tensor) -> Tensor:
-        sums: Tensor = columns.unflatten(1, (-1, self._taps)).sum(dim=2)
-        return sums
+    def _values(self, found: dict[str, Tensor], samples: int) -> Tensor:
+        """Return values of each quantity, (n,), as they were given: (quantities, n) float64."""
+        values = self._weight.new_zeros(len(self._rows), samples, dtype=torch.float64)
+        for value, name in zip(values, self._rows, strict=True):
+            value.copy_(found[name])
+        return values
 
-    def _units(self, moves: Moves, patches: Tensor) -> Iterator[tuple[int, int, slice, Tensor, Tensor]]:
-        """Group, row s, columns, a (n, columns) float64 and y (n, P, d): H_(sj),(tk) is the sum of a_j Σ_p φ_pk y_pt.
+    def _units(self, directions: Directions, patches: Tensor) -> Iterator[Unit]:
+        """Yield second derivatives in every entry of the weight, from a product at a time.
 
-        Of a move of one column a has that alone, and the others of its channel, which are zero.
+        Of a direction of one column ``left`` has that alone, and the others of its channel, which are zero.
         """
         samples, groups, positions, m = patches.shape
-        d, count = self._weight.shape[1], min(positions, m)
+        d, count, width = self._weight.shape[1], min(positions, m), self._kernel_elements
+        gram = self._weight.double() @ self._weight.double().mT
+        outputs = patches @ self._weight.mT
         for group in range(groups):
             phi = patches[:, group]
-            for chosen in torch.arange(d * count, device=phi.device).split(moves.together):
+            for chosen in torch.arange(d * count, device=phi.device).split(directions.together):
                 k, row, unit = torch.arange(len(chosen), device=chosen.device), chosen // count, chosen % count
-                moved = phi.new_zeros(len(chosen), samples, groups, positions, d)
+                changes = phi.new_zeros(len(chosen), samples, groups, positions, d)
                 if positions <= m:
-                    moved[k, :, group, unit, row] = 1.0
+                    changes[k, :, group, unit, row] = 1.0
                 else:
-                    moved[k, :, group, :, row] = phi[:, :, unit].permute(2, 0, 1)
-                turned = moves.by_position(moved)[:, :, group]
-                for place, y in zip(chosen.tolist(), turned, strict=True):
-                    at = place % count
+                    changes[k, :, group, :, row] = phi[:, :, unit].permute(2, 0, 1)
+                products = directions.by_position(changes)[:, :, group]
+                for place, y in zip(chosen.tolist(), products, strict=True):
+                    s, at = divmod(place, count)
                     if positions <= m:
-                        yield group, place // count, slice(0, m), phi[:, at].double(), y
+                        columns, left = slice(0, m), phi[:, at].double()
                     else:
-                        first = at - at % self._taps
-                        left = phi.new_zeros(samples, self._taps, dtype=torch.float64)
-                        left[:, at - first] = 1.0
-                        yield group, place // count, slice(first, first + self._taps), left, y
+                        columns = slice(at - at % width, at - at % width + width)
+                        left = phi.new_zeros(samples, width, dtype=torch.float64)
+                        left[:, at % width] = 1.0
+                    yield Unit(
+                        self._weight,
+                        gram,
+                        width,
+                        group,
+                        s,
+                        columns,
+                        left,
+                        phi[:, :, columns],
+                        outputs[:, group, :, s],
+                        y,
+                    )
 
-    def _neurons(self, moves: Moves, samples: int) -> dict[str, Tensor]:
-        _, d, m = self._weight.shape
-        ways = (("by_column", m // self._taps, self._columns), ("by_row", d, self._rows))
-        return {
-            name: self._forms(moves, samples, count, made) for name, count, made in ways if name in self._quantities
-        }
-
-    def _forms(self, moves: Moves, samples: int, neurons: int, made: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
-        """⟨Δφ, H_z Δφ⟩ of so many neurons of each group, (n, G neurons); ``made`` makes Δφ, (k, n, P, d)."""
+    def _forms(self, directions: Directions, samples: int, neurons: Neurons) -> Tensor:
+        """Return ⟨Δφ, H_z Δφ⟩ of all neurons, (n, G neurons)."""
         groups, d, _ = self._weight.shape
-        patches, found = moves.patches.expand(samples, -1, -1, -1), []
+        patches, found = directions.patches.expand(samples, -1, -1, -1), []
         for group in range(groups):
-            for chosen in torch.arange(neurons, device=patches.device).split(moves.together):
-                moved = patches.new_zeros(len(chosen), samples, groups, patches.shape[2], d)
-                moved[:, :, group] = made(chosen, patches[:, group], group)
-                found.append((moved * moves.by_position(moved)).sum(dim=(2, 3, 4), dtype=torch.float64))
+            every = torch.arange(neurons.count(self._sizes) // groups, device=patches.device)
+            for chosen in every.split(directions.together):
+                changes = patches.new_zeros(len(chosen), samples, groups, patches.shape[2], d)
+                changes[:, :, group] = neurons.directions(
+                    self._weight[group], chosen, patches[:, group], self._kernel_elements
+                )
+                found.append((changes * directions.by_position(changes)).sum(dim=(2, 3, 4), dtype=torch.float64))
         return torch.cat(found).t()
-
-    def _columns(self, chosen: Tensor, phi: Tensor, group: int) -> Tensor:
-        weight = self._weight[group].unflatten(1, (-1, self._taps))[:, chosen]  # (d, k, taps)
-        return torch.einsum("npkt,dkt->knpd", phi.unflatten(2, (-1, self._taps))[:, :, chosen], weight)
-
-    def _rows(self, chosen: Tensor, phi: Tensor, group: int) -> Tensor:
-        outputs = phi @ self._weight[group, chosen].t()  # (n, P, k)
-        moved = phi.new_zeros(len(chosen), *phi.shape[:2], self._weight.shape[1])
-        moved[torch.arange(len(chosen), device=moved.device), :, :, chosen] = outputs.permute(2, 0, 1)
-        return moved
 
 
 def tells_all(quantities: Sequence[str]) -> bool:
-    """Whether the products for some of these quantities tell everything about the Hessian."""
-    return bool({"weighted", "diagonal"}.intersection(quantities))
-
-
-def _summed(rows: Tensor, patches: Tensor) -> Tensor:
-    """Σ_p rows_p φ_p for (n, P) and (n, P, columns), (n, columns) float64."""
-    sums: Tensor = (rows.unsqueeze(1) @ patches).squeeze(1)
-    return sums.double()
+    """Return whether the products for some of these quantities tell everything about the Hessian."""
+    return any(QUANTITIES[name].of_diagonal for name in quantities)

@@ -9,12 +9,11 @@ several times, on its own output too. Pushing the layers' outputs instead (δz =
 several layers together: one layer's input depends on the others' weights.
 
 Vectors are float64: for each layer in turn its (d, m) matrix, row by row. The passes are in the model's dtype, what
-they give for each part of the data is added up in float64.
+they give for each micro-batch is added up in float64.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,8 @@ from ..errors import NonFiniteError, NotYetError
 from ..losses import risk
 from ..model import layers, state
 from ..passes import cotangents, linearity, normalize
-from ..passes.runner import DEFAULT_MEMORY, Check, Result, Run, Runner
+from ..passes.memory import DEFAULT_MEMORY
+from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from . import block_traces
 
@@ -35,36 +35,6 @@ Vectors = dict[Names, Tensor]
 """For a block: (b, N), some vectors in the space of its weights."""
 
 _GRAPHS = 4  # the graph of second derivatives takes about so many times the memory of the forward pass's
-
-
-class WeightRunner(Runner):
-    """Runs the model with the weights of the chosen layers as leaves of its graph, twice differentiable.
-
-    Sums over samples and positions are all that is taken, so it does not matter where a layer keeps its samples.
-
-    Attributes:
-        leaves: layer -> its effective weight, as its calls see it.
-    """
-
-    leaves: dict[str, Tensor]
-
-    def _run(
-        self, part: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], check: Check
-    ) -> Result | None:
-        self.leaves = {name: _leaf(module) for name, module in self.modules.items()}
-        with contextlib.ExitStack() as stack:  # around the backward passes too: checkpointing runs the layers again
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            for name, weight in self.leaves.items():
-                module = self.modules[name]
-                stack.enter_context(state.replaced_forward(module, _forward(module, weight)))
-            return super()._run(part, number, numbers, work, check)
-
-    def _narrow(self, outputs: Tensor, samples: int) -> None:
-        """See the class."""
-
-    def _settled(self, outputs: Tensor, users: linearity.Users, samples: int) -> bool:
-        """See the class."""
-        return True
 
 
 class Products:
@@ -79,11 +49,11 @@ class Products:
         modules: the layers that ran.
         device: where vectors are.
         eps: rounding of the products, relative.
-        opaque: layers behind which there is a function that torch did not write.
+        custom: layers behind which there is a custom autograd function.
 
     Raises:
-        InputError: opaque layers under ``curvature="auto"``; see :meth:`.Runner.results`; targets that do not fit, or
-            are all ignored.
+        InputError: a custom autograd function behind a layer under ``curvature="auto"``; see :meth:`.Runner.each`;
+            targets that do not fit, or are all ignored.
         NotYetError: ``conv="affine"``.
     """
 
@@ -91,13 +61,17 @@ class Products:
         check_filters(task)
         self._model, self._loss, self._options = task.model, task.loss, task.options
         memory = max(1, (task.options.memory or DEFAULT_MEMORY) // _GRAPHS)
-        self._runner = WeightRunner(task.model, task.selection, task.batches, task.forward, memory)
-        self.samples, normaliser = 0, 0.0
-        self.opaque: set[str] = set()
-        with contextlib.closing(self._runner.results(self._seen)) as parts:
-            for samples, part, opaque in parts:
-                self.samples, normaliser, self.opaque = self.samples + samples, normaliser + part, self.opaque | opaque
-        self._divisor = risk.divisor(task.loss, normaliser)
+        self._runner = Runner(
+            *(task.model, task.selection, task.batches, task.forward, memory),
+            by_sample=False,
+            certify=False,
+            inside=self._weights_as_leaves,
+        )
+        self._leaves: dict[str, Tensor] = {}  # layer -> its effective weight, as its calls see it
+        self.samples, self._normaliser = 0, 0.0
+        self.custom: set[str] = set()
+        self._runner.each(self._seen, self._take)
+        self._divisor = risk.divisor(task.loss, self._normaliser)
         self.modules = self._runner.modules
         weights = [layers.matrix(module)[0] for module in self.modules.values()]
         self.device, self.eps = weights[0].device, max(torch.finfo(weight.dtype).eps for weight in weights)
@@ -108,14 +82,33 @@ class Products:
             self._spreads = {name: spread(module, scales[name]) for name, module in self.modules.items()}
 
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
-        """Return samples, normaliser and opaque layers of a part of the data."""
-        opaque = linearity.read(linearity.users_of(run.outputs), linearity.edges_of(run.recorder.calls)).opaque
+        """Return samples, normaliser of a micro-batch, and the layers with custom functions behind them."""
+        custom = linearity.read(linearity.users_of(run.outputs), linearity.edges_of(run.recorder.calls)).custom
         if self._options.curvature == "auto":
-            linearity.refuse_opaque(sorted(opaque))
+            linearity.refuse_custom_functions(sorted(custom))
         sent = cotangents.of_run(run, self._loss)
         if self._options.nan_policy != "propagate" and bool(sent.bad.any()):
             raise self._non_finite(run.number)
-        return run.samples, sent.normaliser, opaque
+        return run.samples, sent.normaliser, custom
+
+    def _take(self, seen: tuple[int, float, frozenset[str]]) -> None:
+        samples, normaliser, custom = seen
+        self.samples, self._normaliser = self.samples + samples, self._normaliser + normaliser
+        self.custom |= custom
+
+    @contextlib.contextmanager
+    def _weights_as_leaves(self) -> Iterator[None]:
+        """Give the layers' calls their weights as leaves of the graph, inside, and make that twice differentiable.
+
+        Around the backward passes too: activation checkpointing runs the layers again there.
+        """
+        modules = self._runner.modules
+        self._leaves = {name: _leaf(module) for name, module in modules.items()}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            for name, weight in self._leaves.items():
+                stack.enter_context(state.replaced_forward(modules[name], _forward(modules[name], weight)))
+            yield
 
     def size(self, names: Names) -> int:
         """N, the entries of a vector for these layers."""
@@ -127,9 +120,9 @@ class Products:
 
     def notes(self, name: str) -> tuple[str, ...]:
         """What a reader of a layer's value should know, or of the network's (``""``)."""
-        opaque = name in self.opaque if name else bool(self.opaque)
+        custom = name in self.custom if name else bool(self.custom)
         tied = layers.tie_notes(self._model, self.modules[name]) if name else ()
-        return (*tied, *((linearity.TAKEN_AS_THEY_ARE,) if opaque else ()))
+        return (*tied, *((linearity.TAKEN_AS_THEY_ARE,) if custom else ()))
 
     def __call__(self, vectors: Mapping[Names, Tensor]) -> Vectors:
         """Each block times its vectors, all in one pass over the data.
@@ -141,12 +134,15 @@ class Products:
         inverse = {names: self._inverse_spread(names) for names in vectors}
         sent = {names: rows * inverse[names] for names, rows in vectors.items()}
         sums = {names: torch.zeros_like(rows) for names, rows in vectors.items()}
-        with contextlib.closing(self._runner.results(lambda run: (run.number, self._of_run(run, sent)))) as parts:
-            for number, products in parts:
-                for names, product in products.items():
-                    if self._options.nan_policy != "propagate" and not bool(product.isfinite().all()):
-                        raise self._non_finite(number)
-                    sums[names] += product
+
+        def take(found: tuple[int, Vectors]) -> None:
+            number, products = found
+            for names, product in products.items():
+                if self._options.nan_policy != "propagate" and not bool(product.isfinite().all()):
+                    raise self._non_finite(number)
+                sums[names] += product
+
+        self._runner.each(lambda run: (run.number, self._of_run(run, sent)), take)
         return {names: rows * inverse[names] / self._divisor for names, rows in sums.items()}
 
     @torch.enable_grad()
@@ -157,7 +153,7 @@ class Products:
             return {names: torch.stack([multiply(names, row) for row in rows]) for names, rows in vectors.items()}
 
     def _hessian(self, run: Run) -> Callable[[Names, Tensor], Tensor]:
-        leaves = self._runner.leaves
+        leaves = self._leaves
         value = self._loss.value(run.outputs, run.targets.detach())
         self._check_complete(run, value, torch.ones_like(value))
         gradients = _gradients(value, leaves, create_graph=True)
@@ -169,24 +165,24 @@ class Products:
         return multiply
 
     def _ggn(self, run: Run) -> Callable[[Names, Tensor], Tensor]:
-        leaves = self._runner.leaves
+        leaves = self._leaves
         u = torch.zeros_like(run.outputs.detach(), requires_grad=True)
         self._check_complete(run, run.outputs, u)
         gradients = _gradients(run.outputs, leaves, u, create_graph=True)  # Jᵀu
         outputs = run.outputs.detach().requires_grad_()
-        (slope,) = _gradients(
+        (gradient,) = _gradients(
             self._loss.value(outputs, run.targets.detach()), {"": outputs}, create_graph=True
         ).values()
 
         def multiply(names: Names, vector: Tensor) -> Tensor:
             (pushed,) = _gradients(self._along(gradients, names, vector), {"": u}).values()  # J v
-            (turned,) = _gradients(slope, {"": outputs}, pushed).values()
-            return self._joined(_gradients(run.outputs, {name: leaves[name] for name in names}, turned))
+            (product,) = _gradients(gradient, {"": outputs}, pushed).values()
+            return self._joined(_gradients(run.outputs, {name: leaves[name] for name in names}, product))
 
         return multiply
 
     def _check_complete(self, run: Run, value: Tensor, cotangent: Tensor) -> None:
-        names = self.opaque.intersection(run.recorder.calls)
+        names = self.custom.intersection(run.recorder.calls)
         for name, found in run.recorder.gradients(value, cotangent, names, create_graph=True).items() if names else ():
             linearity.check_complete(f"layer {name!r}", found)
 

@@ -9,7 +9,6 @@ derivatives: in the layer's outputs if there is one position and one call,
 otherwise in the weights themselves, a product for each of their entries.
 """
 
-import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,8 @@ from ..numerics import lanczos
 from ..numerics.lanczos import Ritz
 from ..passes import cotangents, linearity, normalize
 from ..passes.layer_form import LayerForm
-from ..passes.runner import DEFAULT_MEMORY, Run, Runner
+from ..passes.memory import DEFAULT_MEMORY
+from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from . import block_traces, row_blocks, row_products
 from .products import Products, check_filters, spread
@@ -53,8 +53,8 @@ class Rows:
 
 
 @dataclass
-class _Part:
-    """What a part of the data adds, by layer: it is taken in when the part is done, since one may be begun again."""
+class _MicroBatch:
+    """Hold what a micro-batch adds, by layer: it is taken in when that is done, since one may be begun again."""
 
     samples: int
     normaliser: float
@@ -95,19 +95,17 @@ class RowSweep:
         self._blocks: dict[str, RowBlocks] = {}
         self._by_entries: set[str] = set()
         self._by_sweeps: set[str] = set()
-        self._opaque: set[str] = set()
+        self._custom: set[str] = set()
         self.samples, self._normaliser, self._divisor = 0, 0.0, 1.0
 
     def rows(self) -> dict[str, Rows]:
         """Of every layer that ran.
 
         Raises:
-            InputError: see :meth:`.Runner.results`; targets that do not fit, or are all ignored.
+            InputError: see :meth:`.Runner.each`; targets that do not fit, or are all ignored.
             NotYetError: too many passes, or products.
         """
-        with contextlib.closing(self._runner.results(self._part)) as parts:
-            for part in parts:
-                self._take(part)
+        self._runner.each(self._found, self._take)
         self._divisor = risk.divisor(self._task.loss, self._normaliser)
         self._by_entries |= self._by_sweeps & self._nonlinear(self._runner.modules)
         for name in self._by_entries:
@@ -123,18 +121,18 @@ class RowSweep:
 
     def notes(self, name: str) -> tuple[str, ...]:
         """What a reader of a layer's value should know."""
-        trusted = (linearity.TAKEN_AS_THEY_ARE,) if name in self._opaque else ()
+        trusted = (linearity.TAKEN_AS_THEY_ARE,) if name in self._custom else ()
         return (*layers.tie_notes(self._task.model, self._runner.modules[name]), *trusted)
 
     def _rows(self, name: str, module: nn.Module, ritz: Ritz) -> Rows:
         linear, ggn = self._runner.is_linear(name), self._options.curvature == "ggn"
         weight = layers.matrix(module)[0].double() * self._spread(name)
-        exact = ritz.converged and (linear or not ggn) and name not in self._opaque
+        exact = ritz.converged and (linear or not ggn) and name not in self._custom
         return Rows(weight.square().sum(dim=1), ritz, "ggn" if linear or ggn else "hessian", exact)
 
     def _check(self, nonlinear: Mapping[str, str]) -> None:
         if self._options.curvature == "auto":
-            linearity.refuse_opaque([name for name, why in nonlinear.items() if why == linearity.OPAQUE])
+            linearity.refuse_custom_functions([name for name, why in nonlinear.items() if why == linearity.CUSTOM])
 
     def _over_divisor(self, ritz: Ritz) -> Ritz:
         return replace(ritz, values=ritz.values / self._divisor, residuals=ritz.residuals / self._divisor)
@@ -175,15 +173,15 @@ class RowSweep:
 
     # --- one sweep ----------------------------------------------------------------------------------------------------
 
-    def _part(self, run: Run) -> _Part:
+    def _found(self, run: Run) -> _MicroBatch:
         sent = cotangents.of_run(run, self._task.loss)
-        part = _Part(run.samples, sent.normaliser, run.number)
+        part = _MicroBatch(run.samples, sent.normaliser, run.number)
         for name in run.recorder.calls:
             if name not in self._forms:
                 self._set_up(name)
         single = {name: phi for name in run.recorder.calls if (phi := self._features(run, name)) is not None}
         nonlinear = set() if self._options.curvature == "ggn" else set(run.nonlinear)
-        self._opaque |= {name for name in nonlinear if self._runner.why_not_linear(name) == linearity.OPAQUE}
+        self._custom |= {name for name in nonlinear if self._runner.why_not_linear(name) == linearity.CUSTOM}
         with contractions.full_precision(run.outputs):
             weights = self._by_factors(run, sent, run.recorder.calls.keys() - nonlinear, single.keys(), part.blocks)
             weights.update(self._by_second_derivatives(run, nonlinear & single.keys()))
@@ -191,7 +189,7 @@ class RowSweep:
         self._by_entries |= nonlinear - single.keys()
         return part
 
-    def _take(self, part: _Part) -> None:
+    def _take(self, part: _MicroBatch) -> None:
         measured = part.weighted.keys() | part.blocks.keys()
         for name in filter(
             measured.__contains__, self._runner.modules
@@ -221,20 +219,22 @@ class RowSweep:
         for cotangent, signs in sent.exact():
             gradients = run.recorder.gradients(run.outputs, cotangent, names)
             for name in names:
-                delta = self._forms[name].signal(run, gradients[name])
+                delta = self._forms[name].cotangent(run, gradients[name])
                 if name in blocks:
                     self._add_gradients(blocks[name], run, name, delta, signs)
                     continue
                 squares = delta[0].flatten(1).double().square()
-                share = squares if signs is None else squares * signs.unsqueeze(1)
-                weights[name] = weights[name] + share if name in weights else share
+                contribution = squares if signs is None else squares * signs.unsqueeze(1)
+                weights[name] = weights[name] + contribution if name in weights else contribution
         return weights
 
     def _add_gradients(
         self, blocks: Tensor, run: Run, name: str, delta: Sequence[Tensor], signs: Tensor | None
     ) -> None:
         geometry, inputs = layers.geometry(self._runner.modules[name]), self._forms[name].inputs(run)
-        written = sum(x[0].numel() * geometry.taps + y[0].numel() for x, y in zip(inputs, delta, strict=True))
+        written = sum(
+            x[0].numel() * geometry.kernel_elements + y[0].numel() for x, y in zip(inputs, delta, strict=True)
+        )
         chunk = max(1, self._memory // (16 * (written + blocks.shape[0] * blocks.shape[1])))
         for start in range(0, run.samples, chunk):
             part = slice(start, start + chunk)
@@ -252,25 +252,25 @@ class RowSweep:
         if not names:
             return found
         with block_traces.differentiable(names):
-            slopes = block_traces.slopes(run, self._task.loss, names)
+            gradients = block_traces.gradients(run, self._task.loss, names)
             for name in names:
-                found[name] = self._diagonal(run, name, slopes[name][0])
+                found[name] = self._diagonal(run, name, gradients[name][0])
         return found
 
-    def _diagonal(self, run: Run, name: str, slope: Tensor) -> Tensor:
-        """(n, b), a pass for each row; all samples at once, none of whose slopes depends on another."""
-        if name in self._opaque:
-            linearity.check_complete(f"layer {name!r}", [slope])
+    def _diagonal(self, run: Run, name: str, gradient: Tensor) -> Tensor:
+        """(n, b), a pass for each row; all samples at once, none of whose gradients depends on another."""
+        if name in self._custom:
+            linearity.check_complete(f"layer {name!r}", [gradient])
         (call,), dim = run.calls(name), layers.class_dim(self._runner.modules[name])
         columns = []
-        for s in range(slope.shape[dim]):
+        for s in range(gradient.shape[dim]):
             interrupts.check()
-            turn = None
-            if slope.requires_grad:
-                along = slope.select(dim, s).sum()
-                (turn,) = torch.autograd.grad(along, [call.edge], retain_graph=True, allow_unused=True)
-            turn = torch.zeros_like(slope) if turn is None else turn
-            columns.append(self._forms[name].signal(run, [turn])[0].flatten(1)[:, s].double())
+            derivatives = None
+            if gradient.requires_grad:
+                along = gradient.select(dim, s).sum()
+                (derivatives,) = torch.autograd.grad(along, [call.edge], retain_graph=True, allow_unused=True)
+            derivatives = torch.zeros_like(gradient) if derivatives is None else derivatives
+            columns.append(self._forms[name].cotangent(run, [derivatives])[0].flatten(1)[:, s].double())
         return torch.stack(columns, dim=1)
 
     def _features(self, run: Run, name: str) -> Tensor | None:
@@ -304,13 +304,15 @@ class RowSweep:
             sent = {name: vector * inverse[name] for name, vector in vectors.items()}
             sums = {name: torch.zeros_like(vector) for name, vector in vectors.items()}
             modules, loss = self._runner.modules, self._task.loss
-            work = self._runner.results(lambda run: (run.number, row_products.of_run(run, loss, modules, sent)))
-            with contextlib.closing(work) as parts:
-                for number, products in parts:
-                    for name, product in products.items():
-                        if self._options.nan_policy != "propagate" and not bool(product.isfinite().all()):
-                            raise self._non_finite(number, name)
-                        sums[name] += product
+
+            def take(found: tuple[int, dict[str, Tensor]]) -> None:
+                number, products = found
+                for name, product in products.items():
+                    if self._options.nan_policy != "propagate" and not bool(product.isfinite().all()):
+                        raise self._non_finite(number, name)
+                    sums[name] += product
+
+            self._runner.each(lambda run: (run.number, row_products.of_run(run, loss, modules, sent)), take)
             return {name: product * inverse[name] for name, product in sums.items()}
 
         dtypes = {name: layers.matrix(self._runner.modules[name])[0].dtype for name in names}

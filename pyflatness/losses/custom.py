@@ -109,14 +109,19 @@ class CustomLoss:
             logits = (promoted(positions) @ promoted(weight).t()).double() + (0 if bias is None else bias.double())
             with torch.enable_grad(), advice.on_second_derivative(self.loss):
                 logits.requires_grad_()
+<<<<<<< HEAD
                 loss = self._sum(logits.view(-1, *self._shape), targets)
                 (slope,) = torch.autograd.grad(loss, logits, create_graph=True)
+=======
+                loss = self._sum(logits.view(-1, *self._shape), terms.extra)
+                (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
+>>>>>>> main
                 total = logits.new_zeros(len(logits))
-                if slope.requires_grad:  # a loss that is linear in its input has no curvature
+                if gradient.requires_grad:  # a loss that is linear in its input has no curvature
                     for column, u in itertools.product(span.unbind(2), directions):
                         interrupts.check()
                         move = column.unsqueeze(2) * u
-                        (turn,) = torch.autograd.grad(slope, logits, move, retain_graph=True)
+                        (turn,) = torch.autograd.grad(gradient, logits, move, retain_graph=True)
                         total = total + (turn * move).sum(dim=(1, 2))
             return Bounded(total.detach() if norms is None else total.detach() * norms, None)
 
@@ -149,10 +154,10 @@ class CustomLoss:
         hessians = outputs.new_zeros(*rows.shape, rows.shape[1])
         with torch.enable_grad(), advice.on_second_derivative(self.loss):
             loss = self._sum(outputs.reshape(-1, *self._shape), targets)
-            (slope,) = torch.autograd.grad(loss, outputs, create_graph=True)
-            for c in range(rows.shape[1] if slope.requires_grad else 0):
+            (gradient,) = torch.autograd.grad(loss, outputs, create_graph=True)
+            for c in range(rows.shape[1] if gradient.requires_grad else 0):
                 interrupts.check()
-                (row,) = torch.autograd.grad(slope[:, c].sum(), outputs, retain_graph=True)
+                (row,) = torch.autograd.grad(gradient[:, c].sum(), outputs, retain_graph=True)
                 hessians[:, c] = row
         return (hessians + hessians.transpose(1, 2)) / 2
 

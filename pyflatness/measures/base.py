@@ -25,7 +25,8 @@ class Measure:
         name: in reports, tables and on the command line.
         formula: in one line.
         source: where it is defined.
-        quantity: what of the weight gradients it is; see :mod:`pyflatness.contractions.layer`. None: it is computed.
+        quantity: what of the weight gradients it is, a name of
+            :data:`pyflatness.contractions.quantities.QUANTITIES`. None: it is computed.
         normalize: the option of :func:`pyflatness.relative_flatness` that gives it.
         of_parts: of a quantity with parts that are not to be summed: layer, weight (G, d, m) and the parts -> the
             layer's value, and a note if that is not the definition's to rounding.

@@ -36,7 +36,7 @@ def _values(task: Task) -> Values:
         outputs, change, targets = moved.of(batch)
         seen = risk.rows(outputs, targets, task.loss, number)
         count = data.size(batch)
-        products = seen.of(_slope(task, outputs, targets) * change.double()).sum(dim=1)
+        products = seen.of(_gradient(task, outputs, targets) * change.double()).sum(dim=1)
         weights = seen.terms.weights
         if task.loss.elementwise:
             products, weights = (_by_sample(rows, count, number).sum(dim=1) for rows in (products, weights))
@@ -124,12 +124,12 @@ class _Moved:
         return outputs.detach(), change, targets
 
 
-def _slope(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
+def _gradient(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
     """∂ Σ t_i / ∂f, of the outputs' shape, float64."""
     with torch.enable_grad():
         leaf = outputs.detach().double().requires_grad_()
-        (slope,) = torch.autograd.grad(task.loss.value(leaf, targets), leaf)
-    return slope
+        (gradient,) = torch.autograd.grad(task.loss.value(leaf, targets), leaf)
+    return gradient
 
 
 def _without(squares: Tensor, weights: Tensor, bad: Tensor, count: int, number: int) -> tuple[Tensor, Tensor, int]:

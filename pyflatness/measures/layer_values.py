@@ -3,11 +3,12 @@
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..contractions.layer import NEURONS
+from ..contractions.quantities import QUANTITIES
 from ..errors import InputError, NotYetError
 from ..model import layers
 from ..passes import linearity
@@ -15,7 +16,11 @@ from ..passes.runner import Runner
 from ..passes.task import Task
 from ..report import Estimate
 from ..sweep import stages
+<<<<<<< HEAD
 from ..sweep.layer_sweep import Sweep
+=======
+from ..sweep.layer_sweep import Sweep, Take, Values
+>>>>>>> main
 from ..sweep.totals import Sums, Totals
 from . import Measure
 
@@ -64,6 +69,7 @@ class LayerValues:
         found: dict[tuple[str, str], Estimate] = {}
         for measure in measures:
             column = quantities.index(str(measure.quantity))
+            has_neurons = QUANTITIES[quantities[column]].neurons is not None
             estimates: dict[str, Estimate] = {}
             for name in (*self._runner.modules, ""):
                 row = selected.index(name) if name else -1
@@ -81,7 +87,7 @@ class LayerValues:
                     layer=name,
                     omitted=sums.omitted,
                     notes=self._notes(name, sweep) if name else (),
-                    per_neuron=sums.parts.get((name, quantities[column])) if quantities[column] in NEURONS else None,
+                    per_neuron=sums.parts.get((name, quantities[column])) if has_neurons else None,
                     dof=dof,
                 )
             with attempt(measure):
@@ -108,16 +114,19 @@ class LayerValues:
 
     def check_options(self, measure: Measure) -> None:
         """Raise an error for options under which a measure has no value."""
-        if measure.quantity in (*NEURONS, "diagonal") and self._options.sampled:
+        if measure.quantity is None:
+            return
+        quantity = QUANTITIES[measure.quantity]
+        if self._options.sampled and not quantity.sampled:
             raise InputError(
                 f"{measure.name} has no sampled value: pass probes=None and target_stderr=None, or leave it out of "
                 "measures="
             )
-        if measure.quantity == "diagonal" and self._options.nan_policy == "omit":
+        if quantity.entries and self._options.nan_policy == "omit":
             raise InputError(f"{measure.name} is of all samples together: nan_policy='omit' can leave none of them out")
         for name, module in self._selected.items() if self._options.conv == "affine" else ():
-            repeated = measure.quantity == "weighted" and layers.repeats_inputs(module)
-            if repeated or (measure.quantity == "diagonal" and layers.is_convolution(module)):
+            repeated = not quantity.of_repeated and layers.repeats_inputs(module)
+            if repeated or (not quantity.of_dense and layers.is_convolution(module)):
                 of = "one whose padding repeats pixels" if repeated else "a convolution"
                 raise NotYetError(
                     f"layer {name!r}: there is no {measure.name} of the dense matrix (conv='affine') of {of} yet; "
@@ -128,17 +137,20 @@ class LayerValues:
         """(d, d) of the one layer."""
         sweep = Sweep(self._runner, self._loss, self._options, ("squares",))
         totals = Totals(self._loss.reduction, self._options.nan_policy)
-        blocks: Tensor | None = None
-        with contextlib.closing(sweep.block_traces(_LARGEST_MATRIX)) as parts:
-            for part, values in parts:
-                totals.add(values, self._runner.selected)
-                blocks = part if blocks is None else blocks + part
-        assert blocks is not None, "data without samples is refused where it is read"
-        matrix: Tensor = torch.block_diag(*(blocks / totals.divisor))
+        blocks: list[Tensor] = []
+
+        def take(found: tuple[Tensor, Values]) -> None:
+            traces, values = found
+            totals.add(values, self._runner.selected)
+            blocks[:] = [blocks[0] + traces if blocks else traces]
+
+        sweep.block_traces(_LARGEST_MATRIX, take)
+        matrix: Tensor = torch.block_diag(*(blocks[0] / totals.divisor))
         return matrix
 
     def _sums(self, sweep: Sweep, draws: range | None = None) -> Sums:
         """Exact, by so many draws, in groups, or by as many draws as a standard error takes."""
+<<<<<<< HEAD
         options = self._options
         if options.target_stderr is not None and draws is None:
             return stages.until(
@@ -152,21 +164,37 @@ class LayerValues:
         with contextlib.closing(values) as parts:  # hooks go with an error, not at some later time
             for part in parts:
                 totals.add(part, self._runner.selected)
+=======
+        target, probes = self._options.target_stderr, self._options.probes
+        if probes == "adaptive":
+            return self._totalled(sweep.by_groups)
+        if target is not None:
+            return stages.until(target, lambda draws: self._summed(sweep, draws), lambda: sweep.exact_passes)
+        return self._summed(sweep, None if probes is None else range(int(probes)))
+
+    def _summed(self, sweep: Sweep, draws: range | None) -> Sums:
+        return self._totalled(partial(sweep.values, draws=draws), sampled=draws is not None)
+
+    def _totalled(self, values: Callable[[Take], None], *, sampled: bool = False) -> Sums:
+        options, reduction = self._options, self._loss.reduction
+        totals = Totals(reduction, options.nan_policy, per_sample=options.per_sample, sampled=sampled)
+        values(partial(totals.add, modules=self._runner.selected))
+>>>>>>> main
         return totals.sums()
 
     def _check(self, nonlinear: Mapping[str, str]) -> None:
         """Raise where there is no telling whether a value would be the Hessian's."""
-        opaque = [name for name, why in nonlinear.items() if why == linearity.OPAQUE]
+        custom = [name for name, why in nonlinear.items() if why == linearity.CUSTOM]
         if self._options.curvature == "auto":
-            linearity.refuse_opaque(opaque)
+            linearity.refuse_custom_functions(custom)
 
     def _is_hessian(self, name: str, sweep: Sweep) -> bool:
         """Whether an exact value of the layer is certain to be the Hessian's."""
         why = self._runner.why_not_linear(name)
-        return not why or (name in sweep.by_hessian and why != linearity.OPAQUE)
+        return not why or (name in sweep.by_hessian and why != linearity.CUSTOM)
 
     def _notes(self, name: str, sweep: Sweep) -> tuple[str, ...]:
         notes = [*layers.tie_notes(self._model, self._runner.modules[name])]
-        if name in sweep.by_hessian and self._runner.why_not_linear(name) == linearity.OPAQUE:
+        if name in sweep.by_hessian and self._runner.why_not_linear(name) == linearity.CUSTOM:
             notes.append(linearity.TAKEN_AS_THEY_ARE)
         return (*notes, *sweep.notes(name), *self._runner.notes)

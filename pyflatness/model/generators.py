@@ -1,8 +1,9 @@
-"""The generators that a model's forward pass can draw random numbers from."""
+"""Read and put back the generators that a model's forward pass can draw random numbers from."""
 
 import ctypes
 import random
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ _MT19937 = 624 * 4 + 4  # bytes of the state of NumPy's Mersenne Twister: 624 wo
 
 
 class Generators:
-    """torch's generators of the CPU and of a model's devices, and those that its modules hold as attributes.
+    """Hold torch's generators of the CPU and of a model's devices, and those that its modules hold as attributes.
 
     Args:
         modules: all of a model's.
@@ -48,7 +49,7 @@ class Generators:
 
 
 class OutsideTorch:
-    """The state of Python's ``random`` and of NumPy's global generator, as they are when this is made.
+    """Hold the state of Python's ``random`` and of NumPy's global generator, as they are when this is made.
 
     Reading them takes a hundred times as long as reading one of torch's, nearly all of it NumPy's. So its bits are held
     against what they were where they lie, and read only where that does not tell.
@@ -77,6 +78,19 @@ class OutsideTorch:
         A normal number can be drawn without them where it was kept from before; one is kept only by drawing bits.
         """
         return self._bits is not None and not self._numpy["has_gauss"] and self._bits == _bits()
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """Hold all that a model may draw random numbers from.
+
+    Attributes:
+        of_torch: torch's generators and the model's own.
+        outside: the state of the others when the model was taken in hand.
+    """
+
+    of_torch: Generators
+    outside: OutsideTorch
 
 
 def _bits() -> bytes | None:

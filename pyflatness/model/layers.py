@@ -71,7 +71,7 @@ def is_convolution(module: nn.Module) -> bool:
 
 
 def is_pointwise(module: nn.Module) -> bool:
-    """Multiplies every position by the same matrix, once: linear, or a convolution of one tap and one group."""
+    """Return whether it multiplies every position by the same matrix, once: linear, or a 1 × 1 convolution."""
     if not isinstance(module, _CONVOLUTIONS):
         return is_supported(module)
     return (
@@ -208,7 +208,9 @@ def in_common_form(module: nn.Module, tensor: Tensor) -> list[Tensor]:
         return [tensor.reshape(len(tensor), -1, tensor.shape[-1]).transpose(1, 2)[..., None, None]]
     if isinstance(module, nn.Conv3d):
         return list(tensor.unbind(1))
-    images = tensor.transpose(1, 2)  # the q images lie along the first spatial dimension, where kernels have one tap
+    images = tensor.transpose(
+        1, 2
+    )  # the q images lie along the first spatial dimension, where kernels have one element
     return [images if images.ndim == 5 else images.unsqueeze(3)]
 
 

@@ -22,15 +22,17 @@ from .. import interrupts
 from ..errors import InputError
 from . import layers
 from .checks import check_modules
-from .generators import Generators, OutsideTorch
+from .generators import Generators, OutsideTorch, Randomness
 
 _turn = threading.RLock()
 _PATIENCE = 0.1  # seconds between looks for an interrupt while another thread has its turn
 
 
 @contextlib.contextmanager
-def observing(model: nn.Module) -> Iterator[nn.Module]:
+def observing(model: nn.Module) -> Iterator[tuple[nn.Module, Randomness]]:
     """Hold the user's own module ready to be run without gradients; afterwards everything is as it was.
+
+    Inside are the module without its wrappers, and what it may draw random numbers from.
 
     One thread at a time is inside: hooks and flags belong to a model, and the attention kernel, the stance of
     ``torch.compile`` and the random state to the process. A call inside of a call of the same thread is fine.
@@ -50,15 +52,15 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
             _turn.release()
 
 
-def _prepared(model: nn.Module, stack: contextlib.ExitStack) -> nn.Module:
+def _prepared(model: nn.Module, stack: contextlib.ExitStack) -> tuple[nn.Module, Randomness]:
     """See :func:`observing`; the stack undoes what is done."""
     model = layers.unwrap(model)
     named = [*model.named_modules()]  # a walk takes long for what it is
     modules = [module for _, module in named]
     check_modules(named)
-    generators = Generators(modules)  # from which the user's model and data may draw; we do not
-    stack.callback(generators.put_back, generators.states())
-    stack.callback(OutsideTorch().put_back)
+    random = Randomness(Generators(modules), OutsideTorch())  # the user's model and data may draw; we do not
+    stack.callback(random.of_torch.put_back, random.of_torch.states())
+    stack.callback(random.outside.put_back)
     # Compiled code ignores hooks that are added later, and is no graph that can be read.
     stack.enter_context(torch.compiler.set_stance("force_eager"))
     stack.enter_context(torch.inference_mode(False))
@@ -75,7 +77,7 @@ def _prepared(model: nn.Module, stack: contextlib.ExitStack) -> nn.Module:
     for module in modules:
         if isinstance(module, parametrize.ParametrizationList):
             stack.enter_context(replaced_forward(module, _Once(module)))
-    return model
+    return model, random
 
 
 class _Once:

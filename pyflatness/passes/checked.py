@@ -22,10 +22,10 @@ from ..losses import CustomLoss, Loss, remarks
 from ..losses.closure import REFUSAL, depends_on
 from ..messages import is_out_of_memory
 from ..model import calling, data, state
-from ..model.generators import Generators, OutsideTorch
+from ..model.generators import OutsideTorch, Randomness
 from ..model.outputs import SideBySide, single
 from .detached import Detached
-from .independence import check_unchanged, pair
+from .independence import agree, two_alone
 
 _CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called, and of which parameters
 _ROUNDING = 8  # units of the outputs' rounding that two passes over the same batch may differ by
@@ -38,13 +38,12 @@ class Checked:
         model: inside :func:`.state.observing`.
         loss: the user's.
         forward: the user's; see :func:`.calling.run`.
+        random: what the model may draw from.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, forward: calling.Forward | None) -> None:
-        self._forward, self._loss = forward, loss
-        modules = [*model.modules()]
-        self._generators = Generators(modules)
-        self._parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    def __init__(self, model: nn.Module, loss: Loss, forward: calling.Forward | None, random: Randomness) -> None:
+        self._forward, self._loss, self._random = forward, loss, random
+        self._parameters = [p for module in model.modules() for p in module._parameters.values() if p is not None]
         self._is_first = True  # whether no batch was run yet, but to find something out
         self._fewest = math.inf  # samples that were run to find something out
         self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
@@ -62,9 +61,9 @@ class Checked:
             outputs, targets = self._run(model, batch)
             self._fewest = min(self._fewest, data.size(batch))
         else:
-            before, outside = self._generators.states(), OutsideTorch() if self._is_first else None
+            before, outside = self._random.of_torch.states(), self._outside() if self._is_first else None
             outputs, targets = self._watched(model, batch) if torch.is_grad_enabled() else self._run(model, batch)
-            if self._generators.moved(before) or (outside is not None and outside.moved()):
+            if self._random.of_torch.moved(before) or (outside is not None and outside.moved()):
                 self._check_repeated(model, batch, outputs)
             if self._is_first and self._fewest >= data.size(batch):
                 self._check_independent(model, batch, outputs)
@@ -76,6 +75,10 @@ class Checked:
         if self._loss_is_open and not outputs.is_meta and isinstance(targets, Tensor):
             self._check_loss(model, batch)
         return outputs, targets
+
+    def _outside(self) -> OutsideTorch:
+        """Return the state outside of torch as it is now: as it was at first, unless the user's data drew from it."""
+        return OutsideTorch() if self._random.outside.moved() else self._random.outside
 
     def _tensor(self, returned: Any) -> Tensor:
         """Return the outputs in what the model returned: side by side if there are several and the loss takes all."""
@@ -131,9 +134,9 @@ class Checked:
         if not outputs.is_meta:
             with calling.aside(), torch.no_grad():
                 again, _ = self._run(model, batch)
-            tolerance = _ROUNDING * torch.finfo(outputs.dtype).eps if outputs.is_floating_point() else 0.0
-            size = float(outputs.abs().amax().nan_to_num(0, 0, 0)) if outputs.numel() else 0.0
-            if outputs.shape == again.shape and torch.allclose(outputs, again, 0.0, tolerance * size, equal_nan=True):
+            if agree(
+                outputs, again, _ROUNDING * torch.finfo(outputs.dtype).eps if outputs.is_floating_point() else 0.0
+            ):
                 return
         mode = "it is in training mode: call model.eval() first, and " if model.training else ""
         raise InputError(
@@ -144,16 +147,10 @@ class Checked:
 
     def _check_independent(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
         """Raise if two samples of a batch have other outputs without the others."""
-        samples = data.size(batch)
-        two = pair(samples)
-        if two is None or outputs.is_meta or outputs.ndim == 0 or len(outputs) % samples:
-            return
-        try:
-            with calling.aside(), torch.no_grad():
-                alone, _ = self._run(model, data.take(batch, two))
-        except Exception:  # not a batch that can be cut
-            return
-        check_unchanged(alone, data.rows_of(outputs, samples, two))
+        if not (outputs.is_meta or outputs.ndim == 0 or len(outputs) % data.size(batch)):
+            with calling.aside():
+                check = two_alone(batch, functools.partial(self._run, model))
+            check(outputs)
 
     def _check_loss(self, model: nn.Module, batch: Any) -> None:
         """Raise if the loss depends on the model's parameters otherwise than by the outputs; once."""

@@ -1,4 +1,4 @@
-"""What is found out on a few samples before a sweep: which layers run, where they keep samples, what fits memory."""
+"""Find out on a few samples, before a sweep, which layers run, where they keep samples, and what memory they take."""
 
 import contextlib
 import itertools
@@ -14,6 +14,7 @@ from ..model import calling, data, layers
 from ..numerics.directions import Directions
 from . import batch_layout
 from .batch_layout import Layout
+from .independence import alone
 from .recorder import Recorder
 
 _SHARE = 16  # one sample of so many of the first batch is looked at, at least two and at most _MOST
@@ -23,7 +24,7 @@ _NUDGE = 16  # in units of rounding: seen through any smooth way, and hardly eve
 
 @dataclass
 class Findings:
-    """What holds for the batches to come.
+    """Hold what a dry run found, and what holds for the batches to come.
 
     Attributes:
         samples: how many were looked at.
@@ -45,7 +46,7 @@ class Findings:
     cuttable: bool
 
 
-def look(
+def run(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
     recorder: Recorder,
@@ -54,7 +55,7 @@ def look(
     *,
     whole: bool = False,
 ) -> Findings:
-    """Runs some samples of a batch, or the ``whole`` of it, and sends cotangents back from some of them.
+    """Run some samples of a batch, or the ``whole`` of it, and send cotangents back from some of them.
 
     Raises:
         InputError: a layer is not what its class says, or does not keep its samples apart.
@@ -81,8 +82,8 @@ def look(
     )
     taken = sum(_bytes(call.inputs) for made in recorder.calls.values() for call in made)
     if 1 < count == samples and cuttable:  # else the batch itself will show it
-        alone = apart(model, data.part(batch, 1, 2), forward)
-        start, outputs = (0, outputs) if alone is None else (1, alone)
+        second = alone(data.part(batch, 1, 2), lambda one: calling.run(model, one, forward)[0])
+        start, outputs = (0, outputs) if second is None else (1, second)
     bytes_ = (stored + 2 * received) // count
     return Findings(count, start, narrowed, outputs.detach(), bytes_, taken // count, cuttable)
 
@@ -118,15 +119,6 @@ def check_samples(outputs: Tensor, samples: int) -> None:
     """Raise if the model's output cannot be told apart by sample."""
     if outputs.ndim == 0 or len(outputs) % samples:
         raise InputError(f"the model's output {tuple(outputs.shape)} does not hold {samples} samples in dimension 0")
-
-
-def apart(model: nn.Module, batch: Any, forward: calling.Forward | None) -> Tensor | None:
-    """The model's outputs for a batch that is a part of another one; None if it does not run on that."""
-    try:
-        with calling.dry_run(), torch.no_grad():
-            return calling.run(model, batch, forward)[0]
-    except Exception:  # one of the model's own comes again with the whole batch
-        return None
 
 
 def matters(

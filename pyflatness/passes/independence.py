@@ -1,9 +1,17 @@
-"""A model is a function of one sample: what it gives for some must not change with the others in their batch."""
+"""Check that a model is a function of one sample: what it gives for some must not change with the others of a batch."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..model import calling, data
+
+Result = TypeVar("Result")
+Check = Callable[[Tensor], None]
+"""Raise if what a model gave for a batch is not what it gave for some of its samples before."""
 
 
 class Spacing:
@@ -35,18 +43,67 @@ def pair(samples: int) -> Tensor | None:
     return torch.tensor([1, samples - 1], dtype=torch.int64, device="cpu") if samples > 2 else None
 
 
+def alone(batch: Any, run: Callable[[Any], Result]) -> Result | None:
+    """Return what ``run`` gives for some samples without the others of their batch; None if it fails on these few."""
+    try:
+        with calling.dry_run(), torch.no_grad():
+            return run(batch)
+    except Exception:  # not a batch that can be cut; an error of the model's own comes again with the whole batch
+        return None
+
+
+def two_alone(
+    batch: Any,
+    run: Callable[[Any], tuple[Tensor, Any]],
+    read: Callable[[Tensor, Any], Tensor] = lambda outputs, targets: outputs,
+    what: str = "outputs",
+) -> Check:
+    """Run two samples of a batch alone, and return a check of what the whole batch gives against them.
+
+    It passes anything where a batch has fewer than three samples, or cannot be cut.
+
+    Args:
+        batch: the whole batch.
+        run: gives the model's outputs and targets for a batch.
+        read: finds in these what is compared, each sample's rows together in dimension 0.
+        what: names that in the error.
+    """
+    samples = data.size(batch)
+    two = pair(samples)
+    found = None if two is None else alone(data.take(batch, two), run)
+    if two is None or found is None:
+        return unchecked
+    before = read(*found)
+    return lambda given: check_unchanged(before, data.rows_of(given, samples, two), what)
+
+
+def unchecked(given: Tensor) -> None:
+    """Accept anything: nothing is known of these samples."""
+
+
 def check_unchanged(before: Tensor, now: Tensor, what: str = "outputs") -> None:
     """Raise an InputError if what a model gave for the same samples, by two runs, is not the same up to rounding."""
     count = min(len(before), len(now))
     before, now = before[:count], now.detach()[:count]
-    dtypes = [part.dtype for part in (before, now) if part.is_floating_point()]
-    tolerance = max([1e-3, *(8 * torch.finfo(dtype).eps for dtype in dtypes)]) if dtypes else 0.0
-    if before.dtype != now.dtype:  # autocast does not reach both
-        before, now = before.double(), now.double()
-    size = float(before.abs().amax().nan_to_num(0, 0, 0)) if before.numel() else 0.0
-    if before.shape != now.shape or not torch.allclose(before, now, tolerance, tolerance * size, equal_nan=True):
+    if not agree(before, now, rounding(before.dtype, now.dtype)):
         raise InputError(
             f"the model's {what} for the same samples change with the batch they are in, or from call to call: it "
             "mixes samples, draws random numbers, or its batches cannot be cut into samples (tensors of other things "
             "whose first dimension is as long as the batch)"
         )
+
+
+def rounding(*dtypes: torch.dtype) -> float:
+    """Return how far, relatively, two runs in some dtypes may lie apart; 0 if none of them is floating point."""
+    floating = [8 * torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
+    return max(1e-3, *floating) if floating else 0.0
+
+
+def agree(before: Tensor, now: Tensor, tolerance: float) -> bool:
+    """Return whether tensors are the same to within ``tolerance`` of each entry and of the largest; NaN is NaN."""
+    if before.shape != now.shape:
+        return False
+    if before.dtype != now.dtype:  # autocast does not reach both
+        before, now = before.double(), now.double()
+    size = float(before.abs().nan_to_num(0, 0, 0).amax()) if before.numel() else 0.0
+    return torch.allclose(before, now, tolerance, tolerance * size, equal_nan=True)

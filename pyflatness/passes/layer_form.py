@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import contractions
-from ..contractions import DenseGradients, WeightGradients, promoted
+from ..contractions import DenseContraction, LayerContraction, promoted
 from ..errors import InputError
 from ..model import layers
 from ..options import Options
@@ -47,19 +47,19 @@ class LayerForm:
         self._dense = options.conv == "affine" and layers.is_convolution(module)
         self._memory = options.memory or contractions.DEFAULT_MEMORY
         self._sizes: set[tuple[int, ...]] = set()
-        self._gradients: WeightGradients | None = None
+        self._contraction: LayerContraction | None = None
 
-    def gradients(self, run: Run) -> WeightGradients | DenseGradients:
-        """The contractions for the layer's calls in this run."""
+    def contraction(self, run: Run) -> LayerContraction | DenseContraction:
+        """Return the contraction for the layer's calls in this run."""
         if self._dense:
             dense = Dense(self._module, self._scale, self._size(run), run.calls(self.name)[0].output)
-            return DenseGradients(dense, self.backend, self._quantities)
-        if self._gradients is None:
+            return DenseContraction(dense, self.backend, self._quantities)
+        if self._contraction is None:
             geometry = layers.geometry(self._module)
-            self._gradients = WeightGradients(
+            self._contraction = LayerContraction(
                 self.weight(run), geometry, self.backend, self._quantities, memory=self._memory
             )
-        return self._gradients
+        return self._contraction
 
     def weight(self, run: Run) -> Tensor:
         """(G, d, m), for inputs as :meth:`inputs` has them."""
@@ -84,16 +84,16 @@ class LayerForm:
         return scaled
 
     @property
-    def taps(self) -> int:
+    def kernel_elements(self) -> int:
         """Columns of the weight that belong to one input channel."""
-        return 1 if self._dense else layers.geometry(self._module).taps
+        return 1 if self._dense else layers.geometry(self._module).kernel_elements
 
     def inputs(self, run: Run) -> Parts:
         """φ of all calls, as the contractions want them."""
         parts = [part for call in run.calls(self.name) for part in self._input_parts(run, call.inputs.detach())]
         return parts if self._dense else layers.joined(self._module, parts)
 
-    def signal(self, run: Run, gradients: Sequence[Tensor]) -> Parts:
+    def cotangent(self, run: Run, gradients: Sequence[Tensor]) -> Parts:
         """δ of all calls, as the contractions want them."""
         parts: Parts = []
         for gradient in gradients:
@@ -102,7 +102,7 @@ class LayerForm:
 
     def rows(self, run: Run, gradients: Sequence[Tensor]) -> Tensor:
         """δ of all calls by position, (n, G, P, d): the gradients' entries in another order."""
-        parts = self.signal(run, gradients)
+        parts = self.cotangent(run, gradients)
         if self._dense:
             return torch.stack([promoted(part).flatten(1) for part in parts], dim=1).unsqueeze(1)
         return _joined([layers.geometry(self._module).rows(promoted(part)) for part in parts])
@@ -124,7 +124,7 @@ class LayerForm:
     def patches(self, run: Run, inputs: Sequence[Tensor]) -> Tensor:
         """φ of some calls by position, (n, G, P, m), with the inputs' graph; for all of the layer's calls in a run.
 
-        Written out: a convolution's patches are as many times its input as it has taps.
+        Written out: a convolution's patches are as many times its input as it has kernel elements.
         """
         parts = [promoted(part) for tensor in inputs for part in self._input_parts(run, tensor)]
         if self._dense:

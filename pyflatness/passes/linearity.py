@@ -7,6 +7,7 @@ in pieces; elsewhere second derivatives are taken at every sample. A layer that 
 linear in its weight whatever is behind it.
 """
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import InputError
 from ..numerics.directions import Directions
@@ -29,14 +31,14 @@ Users = Mapping[Node, Sequence[Node]]
 """For each node of a graph, the nodes that take its result."""
 
 
-OPAQUE, RECURRENT, NONLINEAR = "opaque", "recurrent", "nonlinear"
+CUSTOM, RECURRENT, NONLINEAR = "custom", "recurrent", "nonlinear"
 """Why a layer is not certified: a function behind it that torch did not write; its own outputs; second derivatives."""
 
 
 TAKEN_AS_THEY_ARE = "second derivatives of functions that torch did not write taken as they are"
 
 
-def refuse_opaque(names: Sequence[str], what: str = "layer") -> None:
+def refuse_custom_functions(names: Sequence[str], what: str = "layer") -> None:
     """Raise if there are layers (or ``what`` they are) whose Hessian value cannot be told from another one.
 
     Raises:
@@ -51,6 +53,34 @@ def refuse_opaque(names: Sequence[str], what: str = "layer") -> None:
         )
 
 
+class Certificate:
+    """Hold what is known so far of whether the model is locally linear in layers' weights.
+
+    Attributes:
+        reasons: by name, why a layer is not certified: :data:`CUSTOM`, :data:`RECURRENT` or :data:`NONLINEAR`.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+        self._twice_differentiable = False  # whether attention is run so that it has second derivatives
+
+    def attention(self) -> contextlib.AbstractContextManager[None]:
+        """Run attention by the kernel that has second derivatives, inside, where they will be taken."""
+        return sdpa_kernel(SDPBackend.MATH) if self._twice_differentiable else contextlib.nullcontext()
+
+    def extend(self, outputs: Tensor, users: Users, recorder: Recorder) -> dict[str, str] | None:
+        """Look at the layers of a run that were linear so far; return those that are not, and why.
+
+        None: attention has to run by another kernel first, see :meth:`attention`.
+        """
+        new = nonlinear_layers(outputs, users, recorder, [name for name in recorder.calls if name not in self.reasons])
+        if new and not self._twice_differentiable and has_fused_attention(users):
+            self._twice_differentiable = True
+            return None
+        self.reasons.update(new)
+        return new
+
+
 @torch.enable_grad()
 def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: Iterable[str]) -> dict[str, str]:
     """Those of some layers in whose weight f is not certified to be linear, at any sample of a forward pass, and why.
@@ -63,7 +93,7 @@ def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: I
     edges = edges_of(calls)
     reading = read(users, edges)
     found = {name: RECURRENT for name, made in calls.items() if feeds_itself(made)}
-    found |= dict.fromkeys(reading.opaque, OPAQUE)
+    found |= dict.fromkeys(reading.custom, CUSTOM)
     rest = {name: edges[name] for name in edges if name not in reading.proven | found.keys()}
     if rest:
         random = Directions()
@@ -82,7 +112,7 @@ def nonlinear_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[
     """
     edges = {name: [get_gradient_edge(leaf)] for name, leaf in leaves.items()}
     reading = read(users_of(outputs), edges, alone=True)
-    found = dict.fromkeys(reading.opaque, OPAQUE)
+    found = dict.fromkeys(reading.custom, CUSTOM)
     rest = [name for name in leaves if name not in reading.proven | found.keys()]
     if rest:
         random = Directions()
@@ -120,11 +150,11 @@ class Reading:
 
     Attributes:
         proven: f is linear in pieces in their outputs, or in the parameters.
-        opaque: there is a function behind them that torch did not write, whose second derivative may be missing.
+        custom: there is a custom autograd function behind them, whose second derivative may be missing.
     """
 
     proven: frozenset[str]
-    opaque: frozenset[str]
+    custom: frozenset[str]
 
 
 def edges_of(calls: Calls) -> Edges:
@@ -142,7 +172,7 @@ def read(users: Users, edges: Edges, *, alone: bool = False) -> Reading:
             edges, and not in all of them.
     """
     is_piecewise, is_of_torch = functools.cache(_is_piecewise), functools.cache(_is_of_torch)
-    proven, opaque = set(), set()
+    proven, custom = set(), set()
     for name, starts in edges.items():
         nodes = [edge.node for edge in starts]
         behind = _behind(nodes, users)
@@ -150,8 +180,8 @@ def read(users: Users, edges: Edges, *, alone: bool = False) -> Reading:
         if all(_is_piecewise(node, moved) if alone else is_piecewise(node) for node in behind):
             proven.add(name)
         if not all(map(is_of_torch, behind)):
-            opaque.add(name)
-    return Reading(frozenset(proven), frozenset(opaque))
+            custom.add(name)
+    return Reading(frozenset(proven), frozenset(custom))
 
 
 def unreached(outputs: Tensor, users: Users, calls: Calls) -> dict[str, frozenset[int]]:
@@ -170,7 +200,7 @@ def has_fused_attention(users: Users) -> bool:
 
 
 def check_complete(what: str, gradients: Sequence[Tensor]) -> None:
-    """Raise if the graph of gradients in one layer or parameter lacks a function behind it that is opaque.
+    """Raise if the graph of gradients in one layer or parameter lacks a custom function behind it.
 
     Raises:
         InputError: it does not depend on anything, or on what a function gave that can be differentiated once only.

@@ -76,7 +76,7 @@ def apply(scale: Tensor, matrix: Tensor, *, inverse: bool = False) -> Tensor:
 
 def of_columns(module: nn.Module, scale: Tensor) -> Tensor:
     """Return what a layer's columns are multiplied by, (G, 1, m), for a scale of its input channels."""
-    kernel_elements = layers.geometry(module).taps
+    kernel_elements = layers.geometry(module).kernel_elements
     return scale.view(layers.groups(module), 1, -1).repeat_interleave(kernel_elements, dim=2)
 
 
@@ -104,9 +104,12 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
         NonFiniteError: NaN or infinity in a layer's input, under ``nan_policy="raise"``.
     """
     deviations: dict[str, FeatureScale] = {}
-    for rows in runner.results(lambda run: _rows(runner, run, loss, nan_policy)):
+
+    def take(rows: dict[str, Tensor]) -> None:
         for name, kept in rows.items():
             deviations.setdefault(name, FeatureScale()).add(kept)
+
+    runner.each(lambda run: _rows(runner, run, loss, nan_policy), take)
     return {name: deviation.scale() for name, deviation in deviations.items()}
 
 

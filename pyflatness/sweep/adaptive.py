@@ -1,4 +1,4 @@
-"""A part of the data whose output factors are sent in groups: what is to be sent, and what has come back.
+"""Send the columns of a micro-batch in groups: what is to be sent, and what has come back.
 
 Rounds that at least half of the samples have go on the graph at hand, all samples at once. What is left is packed:
 samples as repeated rows of full batches, with a new forward pass.
@@ -22,8 +22,8 @@ _CHOICE = -1  # the stream that says which groups are sent twice
 
 
 @dataclass
-class Part:
-    """A part of the data.
+class Grouped:
+    """Hold what is sent for a micro-batch, and what has come back.
 
     Attributes:
         left: of its run.
@@ -100,7 +100,7 @@ class Part:
         return both.new_zeros(*found.shape[:-1], self.sums.shape[2]).index_add_(3, again, found)
 
 
-def begin(run: Run, sent: Cotangents, shape: tuple[int, int], tolerance: Tolerance, seed: int) -> Part:
+def begin(run: Run, sent: Cotangents, shape: tuple[int, int], tolerance: Tolerance, seed: int) -> Grouped:
     """Plan a run's sends; ``shape`` counts layers and quantities.
 
     Raises:
@@ -121,4 +121,4 @@ def begin(run: Run, sent: Cotangents, shape: tuple[int, int], tolerance: Toleran
     signs = Signs(seed, [0, 1])(cotangents.STREAM, run.numbers, sent.places)
     sums = weights.new_zeros(*shape, run.samples)
     differences = weights.new_zeros(*shape, len(sends.chances))
-    return Part(Repeatable.of(run), sent, weights, finite, found, sends, signs, sums, differences)
+    return Grouped(Repeatable.of(run), sent, weights, finite, found, sends, signs, sums, differences)

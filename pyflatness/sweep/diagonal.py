@@ -13,8 +13,8 @@ output gradients δ (Σ_p δ_p φ_pᵀ and Σ_p δ_p); those of other parameters
 which every sample has parameters of its own (:mod:`.per_sample_parameters`).
 """
 
-import contextlib
-from collections.abc import Generator, Sequence
+import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,14 +26,15 @@ from ..model.selectors import Selection
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
-from ..passes.runner import DEFAULT_MEMORY, Run, Runner
+from ..passes.memory import DEFAULT_MEMORY
+from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from ..report import Estimate
 from . import stages
 from .layer_gradients import LayerGradients
-from .layer_sweep import Values
-from .per_sample_diagonal import OwnDiagonal
-from .per_sample_parameters import Group, OwnParameters
+from .layer_sweep import Take, Values
+from .per_sample_diagonal import PerSampleDiagonal
+from .per_sample_parameters import Group, PerSampleParameters
 from .totals import Sums, Totals
 
 
@@ -57,7 +58,7 @@ class Diagonal:
         self.nonlinear: dict[str, str] = {}
         self.exact_passes = 0
         self._layers = LayerGradients(task, self.theta, adaptive=adaptive)
-        self._own = OwnParameters(task.model, task.forward, task.options.memory or DEFAULT_MEMORY)
+        self._per_sample = PerSampleParameters(task.model, task.forward, task.options.memory or DEFAULT_MEMORY)
         options = task.options
         self._runner = Runner(
             task.model,
@@ -74,15 +75,15 @@ class Diagonal:
         """Of the contractions."""
         return self._layers.backend
 
-    def values(self, draws: Sequence[int] | None = None) -> Generator[Values, None, None]:
-        """Every sample's sum: exact, or in the draws of these numbers.
+    def values(self, take: Take, draws: Sequence[int] | None = None) -> None:
+        """Hand every sample's sum to ``take``: exact, or in the draws of these numbers.
 
         Raises:
-            InputError: see :meth:`.Runner.results`; targets that do not fit; too many passes or products; a function
+            InputError: see :meth:`.Runner.each`; targets that do not fit; too many passes or products; a function
                 that torch did not write behind a parameter, under ``curvature="auto"``.
         """
         signs = None if draws is None else Signs(self._task.options.seed, draws)
-        return self._runner.results(lambda run: self._values(run, signs))
+        self._runner.each(functools.partial(self._values, signs=signs), take)
 
     def sums(self, draws: range | None = None) -> Sums:
         """Those of all samples together.
@@ -94,11 +95,13 @@ class Diagonal:
         options = self._task.options
         reduction, sampled = self._task.loss.reduction, draws is not None
         totals = Totals(reduction, options.nan_policy, per_sample=options.per_sample, sampled=sampled)
-        with contextlib.closing(self.values(draws)) as parts:  # hooks go with an error, not at some later time
-            for part in parts:
-                if options.nan_policy == "raise":
-                    _check_finite(part, self.theta)
-                totals.add(part, {})
+
+        def take(values: Values) -> None:
+            if options.nan_policy == "raise":
+                _check_finite(values, self.theta)
+            totals.add(values, {})
+
+        self.values(take, draws)
         return totals.sums()
 
     def _values(self, run: Run, signs: Signs | None) -> Values:
@@ -118,14 +121,14 @@ class Diagonal:
 
             unknown = {name: w for name, w in rest.items() if name not in self.nonlinear}
             if self._certify and unknown:
-                self._note(self._own.shared(run, unknown, linearity.nonlinear_parameters))
-            self._own.each(run, rest, add)
+                self._note(self._per_sample.shared(run, unknown, linearity.nonlinear_parameters))
+            self._per_sample.each(run, rest, add)
         return Values(sent.marked(values)[:, None, None], sent.sample_weights, run.number, lost=sent.bad)
 
     def _by_layer(self, run: Run) -> list[str]:
         """The layers whose parameters' gradients will come from the layers' own."""
         with contractions.full_precision(run.outputs):
-            self._layers.check(run, self._own)
+            self._layers.check(run, self._per_sample)
         usable = self._layers.usable(run)
         for name in usable:
             if name in run.nonlinear:
@@ -134,9 +137,9 @@ class Diagonal:
 
     def _note(self, nonlinear: dict[str, str]) -> None:
         """Take in which parameters the model is not linear in."""
-        opaque = [name for name, why in nonlinear.items() if why == linearity.OPAQUE]
+        custom = [name for name, why in nonlinear.items() if why == linearity.CUSTOM]
         if self._task.options.curvature == "auto":
-            linearity.refuse_opaque(opaque, "parameter")
+            linearity.refuse_custom_functions(custom, "parameter")
         self.nonlinear.update(nonlinear)
 
     def _add_layers(
@@ -152,18 +155,20 @@ class Diagonal:
 
     def _of_group(self, run: Run, group: Group, signs: Signs | None) -> Tensor:
         """(draws, n)."""
-        own = OwnDiagonal(group, run.numbers[group.place], self._task.loss, self._scales)
+        diagonal = PerSampleDiagonal(group, run.numbers[group.place], self._task.loss, self._scales)
         if not group.outputs.requires_grad:  # they depend on none of the parameters
-            return own.zeros(signs)
+            return diagonal.zeros(signs)
         by_ggn = self._task.options.curvature == "ggn"
         nonlinear = [] if by_ggn else [name for name in group.leaves if name in self.nonlinear]
         linear = [name for name in group.leaves if name not in nonlinear]
-        values = own.by_factors(linear, signs) if linear else own.zeros(signs)
+        values = diagonal.by_factors(linear, signs) if linear else diagonal.zeros(signs)
         if nonlinear:
             order = [*self.theta]
             self.exact_passes = max(self.exact_passes, sum(self.theta[name].numel() for name in nonlinear))
             streams = {name: cotangents.STREAM + 1 + order.index(name) for name in nonlinear}
-            values += own.by_hessian(streams, signs, [n for n in nonlinear if self.nonlinear[n] == linearity.OPAQUE])
+            values += diagonal.by_hessian(
+                streams, signs, [n for n in nonlinear if self.nonlinear[n] == linearity.CUSTOM]
+            )
         return values
 
 
@@ -191,7 +196,7 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
     else:
         sums = diagonal.sums(None if options.probes is None else range(int(options.probes)))
     by = "hessian" if diagonal.nonlinear and options.curvature != "ggn" else "ggn"
-    taken = by == "hessian" and linearity.OPAQUE in diagonal.nonlinear.values()
+    taken = by == "hessian" and linearity.CUSTOM in diagonal.nonlinear.values()
     sampled = sums.errors is not None
     stderr, dof = sums.uncertainty(-1, 0)
     return Estimate(

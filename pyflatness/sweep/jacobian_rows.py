@@ -37,14 +37,14 @@ class WeightGradient:
     def __init__(self, run: Run, name: str, module: nn.Module, form: LayerForm, width: int) -> None:
         self._run, self._module, self._form, self.calls = run, module, form, run.calls(name)
         with contractions.full_precision(run.outputs):
-            self._squares = form.gradients(run).of(form.inputs(run), width)
+            self._squares = form.contraction(run).at(form.inputs(run), width).of
         self.total = torch.zeros(run.samples, dtype=torch.float64, device=run.outputs.device)
         self.apart = _shape_apart(module, [call.inputs for call in self.calls], run.samples)
 
     def add(self, deltas: Sequence[Tensor]) -> None:
         """Take in the gradients in the layer's outputs of one output of the model."""
         with contractions.full_precision(self._run.outputs):
-            self.total += self._squares(self._form.signal(self._run, deltas)).values[0]
+            self.total += self._squares(self._form.cotangent(self._run, deltas)).values[0]
 
     def carried(self, deltas: Sequence[Tensor]) -> list[Tensor]:
         """Such gradients carried to the layer's inputs, of their shapes, through the layer alone."""

@@ -5,7 +5,6 @@ a way. One sweep: every output of all samples at once is sent backward, C passes
 rows of J that arrive come G = J Jᵀ and a few sums. J is held for a part of a batch, cut to the memory budget.
 """
 
-import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -73,8 +72,8 @@ class Samples:
 
 
 @dataclass
-class _Part:
-    """Quantities of a part of the data, and its samples' numbers."""
+class _MicroBatch:
+    """Hold the quantities of a micro-batch, and its samples' numbers."""
 
     number: int
     numbers: Tensor
@@ -104,7 +103,7 @@ def measured(
         scales: by layer, those of its features for ``rescaled``.
 
     Raises:
-        InputError: see :meth:`.Runner.results`; more outputs than backward passes are allowed.
+        InputError: see :meth:`.Runner.each`; more outputs than backward passes are allowed.
         NonFiniteError: NaN or infinity, under ``nan_policy="raise"``, or in all samples.
     """
     return _Sweep(task, frozenset(needs), top, scales or {}).samples()
@@ -129,13 +128,16 @@ class _Sweep:
         self._width = 0
 
     def samples(self) -> Samples:
-        parts, bad, count = [], [], 0
-        with contextlib.closing(self._runner.results(self._measure)) as results:  # hooks go with an error
-            for part in results:
-                parts.append(part)
-                bad.append(self._checked(part))
-                count += len(part.numbers)
+        parts: list[_MicroBatch] = []
+        bad: list[Tensor] = []
+
+        def take(part: _MicroBatch) -> None:
+            parts.append(part)
+            bad.append(self._checked(part))
+
+        self._runner.each(self._measure, take)
         spoiled = torch.cat(bad)
+        count = len(spoiled)
         kept = ~spoiled if self._task.options.nan_policy == "omit" else torch.ones_like(spoiled)
         if not bool(kept.any()):
             raise NonFiniteError(f"nan_policy='omit': all {count} samples have NaN or infinity")
@@ -160,7 +162,7 @@ class _Sweep:
         copies = 2 if "weights" in self._needs else 1  # and of J what is past the layers
         return width * (copies * found.inputs + own)
 
-    def _checked(self, part: _Part) -> Tensor:
+    def _checked(self, part: _MicroBatch) -> Tensor:
         """(n,), the samples that have no values."""
         by_place = part.bad()
         bad = torch.stack([*by_place.values()]).any(dim=0)
@@ -174,7 +176,7 @@ class _Sweep:
             )
         return bad
 
-    def _measure(self, run: Run) -> _Part:
+    def _measure(self, run: Run) -> _MicroBatch:
         before, self._width = self._width, run.outputs.numel() // run.samples
         if "weights" in self._needs and before not in (0, self._width):
             raise InputError(
@@ -197,7 +199,7 @@ class _Sweep:
                 place.add([next(gradients) for _ in place.edges])
         device = run.outputs.device
         self._backend, where = contractions.choose_for_few(self._task.options.backend, device, torch.float64)
-        part = _Part(run.number, run.numbers.cpu())
+        part = _MicroBatch(run.number, run.numbers.cpu())
         for place in places:
             values = place.values(self._backend, where, self._top)
             part.values.update(((place.name, quantity), numbers) for quantity, numbers in values.items())

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from .. import contractions
 from ..model import layers
 from ..numerics.directions import Directions
+from ..passes.independence import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 from ..passes.task import Task
-from .per_sample_parameters import OwnParameters
+from .per_sample_parameters import PerSampleParameters
 
 Gradients = Mapping[str, Sequence[Tensor]]
 
@@ -53,7 +54,7 @@ class LayerGradients:
         """The layers that ran and whose parameters are used by their own calls alone; after :meth:`check`."""
         return [name for name in self.modules if run.calls(name) and self._usable.get(name, False)]
 
-    def check(self, run: Run, own: OwnParameters) -> None:
+    def check(self, run: Run, per_sample: PerSampleParameters) -> None:
         """Look at the layers that ran for the first time: are the parameters' gradients those of the layers' calls?
 
         Where there is NaN in them that cannot be seen, and the layer is not used until it can.
@@ -69,7 +70,7 @@ class LayerGradients:
                 return [None] * len(leaves)
             return torch.autograd.grad(outputs, [*leaves.values()], cotangent, allow_unused=True)
 
-        found = own.shared(run, {name: self._theta[name] for name in names}, gradients_of_all)
+        found = per_sample.shared(run, {name: self._theta[name] for name in names}, gradients_of_all)
         whole = dict(zip(names, found, strict=True))
         gradients = run.recorder.gradients(run.outputs, cotangent, new)
         for name in new:
@@ -83,18 +84,18 @@ class LayerGradients:
         for name in names:
             form = self._forms[name]
             if _joined(name, "weight") in self._theta:
-                contracted[name] = form.gradients(run).of(form.inputs(run), passes)
+                contracted[name] = form.contraction(run).at(form.inputs(run), passes).of
 
         def of(gradients: Gradients) -> Tensor:
             total = torch.zeros(run.samples, dtype=torch.float64, device=run.outputs.device)
             for name in names:
                 form = self._forms[name]
                 if name in contracted:
-                    total += contracted[name](form.signal(run, gradients[name])).values[0]
+                    total += contracted[name](form.cotangent(run, gradients[name])).values[0]
                 if _joined(name, "bias") in self._theta:
-                    slope = form.rows(run, gradients[name]).sum(dim=2).flatten(1)
+                    gradient = form.rows(run, gradients[name]).sum(dim=2).flatten(1)
                     scale = self._theta[_joined(name, "bias")] if self._adaptive else 1.0
-                    total += (slope * scale).square().sum(dim=1, dtype=torch.float64)
+                    total += (gradient * scale).square().sum(dim=1, dtype=torch.float64)
             return total
 
         return of
@@ -104,8 +105,8 @@ class LayerGradients:
         module, delta = self.modules[name], self._forms[name].rows(run, gradients)
         weight, bias = whole.get(_joined(name, "weight")), whole.get(_joined(name, "bias"))
         if _joined(name, "weight") in whole:
-            own = torch.einsum("ngpd,ngpm->gdm", delta, self._patches(run, name)).flatten(0, 1)
-            if not _same(own, None if weight is None else layers.as_matrix(module, weight)):
+            summed = torch.einsum("ngpd,ngpm->gdm", delta, self._patches(run, name)).flatten(0, 1)
+            if not _same(summed, None if weight is None else layers.as_matrix(module, weight)):
                 return False
         return _joined(name, "bias") not in whole or _same(delta.sum(dim=(0, 2)).flatten(), bias)
 
@@ -127,10 +128,8 @@ def _joined(name: str, what: str) -> str:
     return f"{name}.{what}" if name else what
 
 
-def _same(own: Tensor, whole: Tensor | None) -> bool:
-    """Up to rounding; no gradient is one of zeros."""
+def _same(summed: Tensor, whole: Tensor | None) -> bool:
+    """Return whether gradients agree up to rounding; no gradient is one of zeros, and NaN agrees with nothing."""
     if whole is None:
-        return not bool((own != 0).any())
-    tolerance = max(1e-3, 8 * torch.finfo(whole.dtype).eps)
-    size = float(own.abs().amax().nan_to_num(0, 0, 0)) if own.numel() else 0.0
-    return torch.allclose(whole.to(own.dtype), own, tolerance, tolerance * size)
+        return not bool((summed != 0).any())
+    return not bool(whole.isnan().any()) and agree(summed, whole, rounding(whole.dtype))

@@ -9,8 +9,8 @@ for x, y in batches:                              # cut to the memory budget
 Layers in whose weight the model is not linear take Hessian products instead, each its own; see :mod:`.block_traces`.
 """
 
-import contextlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import contractions
-from ..contractions.layer import NEURONS, Share
+from ..contractions.quantities import QUANTITIES, Contribution
 from ..errors import InputError
 from ..hessian import block_traces
 from ..hessian.block_traces import BlockTraces
@@ -27,12 +27,14 @@ from ..model import layers
 from ..numerics.signs import Signs
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
+from ..passes.independence import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run, Runner
 from . import adaptive, groups
 from .contracted import Contracted
 
 Parts = dict[tuple[str, str], Tensor]
+Take = Callable[["Values"], None]
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Values:
         number: of the user's batch.
         variances: (2, layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these
             are sampled in groups, and the sums of the groups' squared ones; None: they are exact, or their draws tell.
-        parts: by layer and quantity, those of :class:`.contractions.layer.Share` summed over the samples that count.
+        parts: by layer and quantity, those of :class:`.quantities.Contribution` summed over the samples that count.
         lost: (n,), samples without a loss, whose values are NaN.
         by_hessian: layers whose values are of second derivatives.
     """
@@ -67,7 +69,7 @@ class Sweep:
         runner: the model, its layers and data.
         loss: from :func:`.losses.resolve`.
         options: of the user.
-        quantities: of :data:`.contractions.layer.QUANTITIES`.
+        quantities: of :data:`.contractions.quantities.QUANTITIES`.
 
     Attributes:
         backend: of the contractions.
@@ -85,36 +87,43 @@ class Sweep:
         if options.normalize:
             self._scales = normalize.feature_scales(runner, loss, options.nan_policy)
 
-    def values(self, draws: Sequence[int] | None = None) -> Generator[Values, None, None]:
-        """Every sample's quantities in every layer: exact, or in the draws of these numbers.
+    def values(self, take: Take, draws: Sequence[int] | None = None) -> None:
+        """Hand every sample's quantities in every layer to ``take``: exact, or in the draws of these numbers.
 
         Raises:
-            InputError: see :meth:`.Runner.results`; targets that do not fit; too many passes or products.
+            InputError: see :meth:`.Runner.each`; targets that do not fit; too many passes or products.
         """
         signs = None if draws is None else Signs(self._options.seed, draws)
+<<<<<<< HEAD
         return self._runner.results(partial(self._values, signs=signs))
+=======
+        self._runner.each(functools.partial(self._values, signs=signs), take)
+>>>>>>> main
 
-    def by_groups(self) -> Generator[Values, None, None]:
-        """Every sample's quantities, output factors sent in groups as large as the user's ``rtol`` allows.
+    def by_groups(self, take: Take) -> None:
+        """Hand every sample's quantities to ``take``, columns sent in groups as large as the user's ``rtol`` allows.
 
         Raises:
-            InputError: as :meth:`values`; layers or losses for which there are no such factors, or negative ones.
+            InputError: as :meth:`values`; layers or losses for which there are no such columns, or negative weights.
         """
         tolerance = groups.Tolerance(self._options.rtol or groups.RTOL, self._runner.batches.samples)
-        with contextlib.closing(self._runner.results(lambda run: self._begun(run, tolerance))) as parts:
-            for part, prints, left_out in parts:
-                self._finish(part, prints)
-                tolerance.add(part.weights)
-                values = self._marked(part.sums.unsqueeze(0), part.sent, left_out, part.left.number)
-                yield Values(values, part.sent.sample_weights, part.left.number, part.variances(), lost=part.sent.bad)
 
-    def block_traces(self, limit: int) -> Generator[tuple[Tensor, Values], None, None]:
-        """Of one layer: the sum of its block traces over samples, (G, d, d) float64, beside the samples' own values.
+        def finish(begun: tuple[adaptive.Grouped, dict[str, Tensor], Tensor]) -> None:
+            part, prints, left_out = begun
+            self._finish(part, prints)
+            tolerance.add(part.weights)
+            values = self._marked(part.sums.unsqueeze(0), part.sent, left_out, part.left.number)
+            take(Values(values, part.sent.sample_weights, part.left.number, part.variances(), lost=part.sent.bad))
+
+        self._runner.each(functools.partial(self._begun, tolerance=tolerance), finish)
+
+    def block_traces(self, limit: int, take: Callable[[tuple[Tensor, Values]], None]) -> None:
+        """Hand one layer's block traces, summed over samples, (G, d, d) float64, and the samples' values to ``take``.
 
         Raises:
             InputError: as :meth:`values`; the matrix would take more than ``limit`` bytes.
         """
-        return self._runner.results(lambda run: self._block_traces(run, limit))
+        self._runner.each(functools.partial(self._block_traces, limit=limit), take)
 
     def notes(self, name: str) -> tuple[str, ...]:
         """What a reader of a layer's value should know."""
@@ -133,43 +142,36 @@ class Sweep:
         values = torch.zeros(draws, len(places), len(self._quantities), run.samples, dtype=torch.float64, device="cpu")
         values = values.to(run.outputs.device)
         parts: Parts = {}
-        self._add_factors(run, sent, signs, {name: values[:, places[name]] for name in linear}, parts)
+        if linear:
+            self.exact_passes = max(self.exact_passes, sent.passes)
+            count = sent.passes if signs is None else len(signs.draws)
+            contracted = self._contracted(run, linear, count, hold=signs is None)
+            for name in linear if sent.passes == 0 else ():
+                _add(parts, name, self._forms[name].contraction(run).nothing(run.samples))
+            for draw, cotangent, sign in sent.sent(signs, run.numbers):
+                for name, contribution in contracted.of(cotangent, sign):
+                    values[draw, places[name]] += contribution.values
+                    _add(parts, name, contribution)
+            for name, contribution in contracted.rest():
+                values[0, places[name]] += contribution.values
         self._add_hessian(run, signs, {name: values[:, places[name]] for name in nonlinear}, parts)
         self.by_hessian.update(nonlinear)
         values = self._marked(values, sent, self._left_out(run, sent), run.number)
         if parts:
             kept = self._kept(values)
-            parts = {key: part[kept].sum(dim=0) if key[1] in NEURONS else part for key, part in parts.items()}
+            neurons = {key for key in parts if QUANTITIES[key[1]].neurons}
+            parts = {key: part[kept].sum(dim=0) if key in neurons else part for key, part in parts.items()}
             if bool((sent.bad & kept).any()):  # of a loss whose curvature does not show that a sample has none
                 parts = {key: torch.full_like(part, torch.nan) for key, part in parts.items()}
         return Values(
             values, sent.sample_weights, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(nonlinear)
         )
 
-    def _add_factors(
-        self, run: Run, sent: cotangents.Cotangents, signs: Signs | None, found: dict[str, Tensor], parts: Parts
-    ) -> None:
-        """Values (draws, quantities, n) of layers by output factors sent backward, and their parts."""
-        if not found:
-            return
-        self.exact_passes = max(self.exact_passes, sent.passes)
-        contracted = self._contracted(
-            run, found, sent.passes if signs is None else len(signs.draws), stack=signs is None
-        )
-        for name in found if sent.passes == 0 else ():
-            _add(parts, name, self._forms[name].gradients(run).nothing(run.samples))
-        for draw, cotangent, sign in sent.sent(signs, run.numbers):
-            for name, share in contracted.of(cotangent, sign):
-                found[name][draw] += share.values
-                _add(parts, name, share)
-        for name, share in contracted.rest():
-            found[name][0] += share.values
+    def _contracted(self, run: Run, names: Iterable[str], passes: int, *, hold: bool = False) -> Contracted:
+        return Contracted(run, {name: self._forms[name] for name in names}, passes, hold=hold)
 
-    def _contracted(self, run: Run, names: Iterable[str], passes: int, *, stack: bool = False) -> Contracted:
-        return Contracted(run, {name: self._forms[name] for name in names}, passes, stack=stack)
-
-    def _begun(self, run: Run, tolerance: groups.Tolerance) -> tuple[adaptive.Part, dict[str, Tensor], Tensor]:
-        """A part's sends planned, the rounds for all samples sent; fingerprints of rows; see :meth:`_left_out`."""
+    def _begun(self, run: Run, tolerance: groups.Tolerance) -> tuple[adaptive.Grouped, dict[str, Tensor], Tensor]:
+        """Plan a micro-batch's sends, and send the rounds for all samples; fingerprints of rows; :meth:`_left_out`."""
         names, sent = self._linear(run), cotangents.of_run(run, self._loss)
         self.exact_passes = max(self.exact_passes, sent.passes)
         shape = len(self._runner.selected), len(self._quantities)
@@ -187,22 +189,19 @@ class Sweep:
         part.rounds = rounds
         return part, {name: self._forms[name].fingerprints(run) for name in names}, self._left_out(run, sent)
 
-    def _finish(self, part: adaptive.Part, prints: dict[str, Tensor]) -> None:
-        """What is left to be sent, packed."""
+    def _finish(self, part: adaptive.Grouped, prints: dict[str, Tensor]) -> None:
+        """Send what is left to be sent, packed."""
         left = (part.sends.rounds >= part.rounds).nonzero().flatten()
         places = part.sends.samples[left]
 
-        def send(run: Run, which: slice) -> Tensor:
+        def send(run: Run, which: slice) -> tuple[Tensor, Tensor]:
             names = self._linear(run)
             for name in names:
                 _check_order(name, prints[name][places[which]], self._forms[name].fingerprints(run), run.outputs.dtype)
             values = self._contracted(run, names, 1).of(part.packed(left[which]))
-            return self._stacked(values, part.sums.new_empty(*part.sums.shape[:2], run.samples))
+            return left[which], self._stacked(values, part.sums.new_empty(*part.sums.shape[:2], run.samples))
 
-        done = 0
-        for values in self._runner.repeated(part.left, places, send):
-            part.add(left[done : done + values.shape[2]], values)
-            done += values.shape[2]
+        self._runner.repeat(part.left, places, send, lambda found: part.add(*found))
 
     def _linear(self, run: Run) -> list[str]:
         """The layers that ran, all of which have their values by output factors."""
@@ -215,11 +214,11 @@ class Sweep:
             )
         return names
 
-    def _stacked(self, shares: Iterable[tuple[str, Share]], like: Tensor) -> Tensor:
+    def _stacked(self, contributions: Iterable[tuple[str, Contribution]], like: Tensor) -> Tensor:
         """(layers, quantities, n) of all selected layers; 0 for one that did not run."""
         stacked, places = torch.zeros_like(like), [*self._runner.selected]
-        for name, share in shares:
-            stacked[places.index(name)] = share.values
+        for name, contribution in contributions:
+            stacked[places.index(name)] = contribution.values
         return stacked
 
     def _add_hessian(self, run: Run, signs: Signs | None, found: dict[str, Tensor], parts: Parts) -> None:
@@ -227,27 +226,27 @@ class Sweep:
         if not found:
             return
         with block_traces.differentiable(found), contractions.full_precision(run.outputs):
-            slopes = self._slopes(run, found)
+            gradients = self._gradients(run, found)
             for name, values in found.items():
-                traces = self._traces(run, name, slopes[name], self._quantities)
+                traces = self._traces(run, name, gradients[name], self._quantities)
                 self.exact_passes = max(self.exact_passes, traces.products)
                 if signs is None:
-                    share = traces.exact()
-                    values[0] += share.values
-                    _add(parts, name, share)
+                    contribution = traces.exact()
+                    values[0] += contribution.values
+                    _add(parts, name, contribution)
                 else:
                     stream = cotangents.STREAM + 1 + list(self._runner.selected).index(name)
                     values += traces.sampled(signs, stream)
 
-    def _slopes(self, run: Run, names: Iterable[str]) -> dict[str, list[Tensor]]:
-        slopes = block_traces.slopes(run, self._loss, names)
-        for name, slope in slopes.items():
-            if self._runner.why_not_linear(name) == linearity.OPAQUE:
-                linearity.check_complete(f"layer {name!r}", slope)
-        return slopes
+    def _gradients(self, run: Run, names: Iterable[str]) -> dict[str, list[Tensor]]:
+        gradients = block_traces.gradients(run, self._loss, names)
+        for name, gradient in gradients.items():
+            if self._runner.why_not_linear(name) == linearity.CUSTOM:
+                linearity.check_complete(f"layer {name!r}", gradient)
+        return gradients
 
-    def _traces(self, run: Run, name: str, slope: Sequence[Tensor], quantities: Sequence[str]) -> BlockTraces:
-        return BlockTraces(run, self._forms[name], self._runner.selected[name], self._loss, slope, quantities)
+    def _traces(self, run: Run, name: str, gradient: Sequence[Tensor], quantities: Sequence[str]) -> BlockTraces:
+        return BlockTraces(run, self._forms[name], self._runner.selected[name], self._loss, gradient, quantities)
 
     def _block_traces(self, run: Run, limit: int) -> tuple[Tensor, Values]:
         ((name, module),) = self._runner.selected.items()
@@ -283,17 +282,17 @@ class Sweep:
     ) -> tuple[Tensor, Tensor]:
         """Σ_i T_i (G, d, d) of one layer over the samples that are kept, and Tr T_i, (n,)."""
         form = self._forms[name]
-        gradients, inputs = form.gradients(run), [_masked(part, kept) for part in form.inputs(run)]
+        layer, inputs = form.contraction(run), [_masked(part, kept) for part in form.inputs(run)]
         with contractions.full_precision(run.outputs):
-            contract = gradients.of(inputs, sent.passes)
+            contraction = layer.at(inputs, sent.passes)
         total, traces = torch.zeros_like(sent.sample_weights.sum()), torch.zeros_like(sent.sample_weights)
         for cotangent, signs in sent.exact():
             with contractions.full_precision(run.outputs):
-                delta = form.signal(run, run.recorder.gradients(run.outputs, cotangent)[name])
+                delta = form.cotangent(run, run.recorder.gradients(run.outputs, cotangent)[name])
                 delta = [_masked(part, kept) for part in delta]
-                traces = traces + contract(delta, signs).values[0]
+                traces = traces + contraction.of(delta, signs).values[0]
                 coefficients = kept.double() if signs is None else signs.where(kept, 0.0)
-                total = total + gradients.traces(inputs, delta, coefficients)
+                total = total + layer.traces(inputs, delta, coefficients)
         return total, traces
 
     def _traced_by_hessian(
@@ -301,8 +300,8 @@ class Sweep:
     ) -> tuple[Tensor, Tensor]:
         """The same by second derivatives."""
         with block_traces.differentiable([name]), contractions.full_precision(run.outputs):
-            slopes = self._slopes(run, [name])
-            return self._traces(run, name, slopes[name], ()).matrix(kept)
+            gradients = self._gradients(run, [name])
+            return self._traces(run, name, gradients[name], ()).matrix(kept)
 
     def _left_out(self, run: Run, sent: cotangents.Cotangents) -> Tensor:
         """Which samples (n,) are to be left out, whatever their values are: they have no loss, or no deviations."""
@@ -339,17 +338,15 @@ class Sweep:
                 self._forms[name], self.backend = form, contractions.describe(form.backend)
 
 
-def _add(parts: Parts, name: str, share: Share) -> None:
-    for quantity, part in share.parts.items():
+def _add(parts: Parts, name: str, contribution: Contribution) -> None:
+    for quantity, part in contribution.parts.items():
         held = parts.get((name, quantity))
         parts[name, quantity] = part if held is None else held + part
 
 
 def _check_order(name: str, before: Tensor, now: Tensor, dtype: torch.dtype) -> None:
     """Raise if a layer's rows are of other samples in a batch of repeated rows."""
-    tolerance = max(1e-3, 8 * torch.finfo(dtype).eps)
-    size = float(before.abs().nan_to_num(0, 0, 0).amax())
-    if not torch.allclose(before, now, rtol=tolerance, atol=tolerance * size, equal_nan=True):
+    if not agree(before, now, rounding(dtype)):
         raise _disordered(name)
 
 

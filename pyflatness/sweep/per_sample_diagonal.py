@@ -21,7 +21,7 @@ from .per_sample_parameters import Group
 _TOGETHER = 2**22  # bytes of directions that go through the graph in one pass
 
 
-class OwnDiagonal:
+class PerSampleDiagonal:
     """The sums of one group of samples.
 
     Args:
@@ -48,13 +48,13 @@ class OwnDiagonal:
                     values[draw] += squares if sign is None else squares * sign
         return values
 
-    def by_hessian(self, streams: Mapping[str, int], signs: Signs | None, opaque: Sequence[str] = ()) -> Tensor:
+    def by_hessian(self, streams: Mapping[str, int], signs: Signs | None, custom: Sequence[str] = ()) -> Tensor:
         """(draws, n) float64 over the parameters that are the keys of ``streams``, by which their signs are drawn.
 
         Args:
             streams: see above.
             signs: of draws; exact without.
-            opaque: names behind which there is a function that torch did not write.
+            custom: names behind which there is a custom autograd function.
 
         Raises:
             InputError: more than :data:`.cotangents.PASSES` products; a second derivative that is missing.
@@ -66,17 +66,17 @@ class OwnDiagonal:
             value = self._loss.value(self._group.outputs, self._group.targets.detach())
             leaves = [self._group.leaves[name] for name in names]
             found = torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True)
-            slopes = {name: slope for name, slope in zip(names, found, strict=True) if slope is not None}
-            for name in opaque:
-                if name in slopes:
-                    linearity.check_complete(f"parameter {name!r}", [slopes[name]])
-            turning = {name: slope for name, slope in slopes.items() if slope.requires_grad}
+            gradients = {name: gradient for name, gradient in zip(names, found, strict=True) if gradient is not None}
+            for name in custom:
+                if name in gradients:
+                    linearity.check_complete(f"parameter {name!r}", [gradients[name]])
+            nonconstant = {name: gradient for name, gradient in gradients.items() if gradient.requires_grad}
             if signs is None:
-                for name, slope in turning.items():
-                    values[0] += self._entries(name, slope)
-            elif turning:
+                for name, gradient in nonconstant.items():
+                    values[0] += self._entries(name, gradient)
+            elif nonconstant:
                 for draw, number in enumerate(signs.draws):
-                    values[draw] += self._along(turning, streams, Signs(signs.seed, [number]))
+                    values[draw] += self._along(nonconstant, streams, Signs(signs.seed, [number]))
         return values
 
     def _check_products(self, names: Sequence[str]) -> None:
@@ -89,7 +89,7 @@ class OwnDiagonal:
                 "a standard error, or curvature='ggn' for the GGN value, another number"
             )
 
-    def _entries(self, name: str, slope: Tensor) -> Tensor:
+    def _entries(self, name: str, gradient: Tensor) -> Tensor:
         """Of one parameter by a product for every entry, (n,)."""
         leaf = self._group.leaves[name]
         size, total = leaf[0].numel(), self.zeros(None)[0]
@@ -99,23 +99,23 @@ class OwnDiagonal:
             units = leaf.new_zeros(len(chosen), 1, size)
             units[rows, 0, chosen] = 1.0
             directions = units.expand(-1, len(leaf), -1).reshape(len(chosen), *leaf.shape)
-            (turned,) = block_traces.derivatives(slope, [leaf], directions)
-            if turned is not None:
-                entries = self._scaled(name, self._scaled(name, turned)).flatten(2)[rows, :, chosen]
+            (products,) = block_traces.derivatives(gradient, [leaf], directions)
+            if products is not None:
+                entries = self._scaled(name, self._scaled(name, products)).flatten(2)[rows, :, chosen]
                 total += entries.sum(dim=0, dtype=torch.float64)
         return total
 
-    def _along(self, slopes: Mapping[str, Tensor], streams: Mapping[str, int], signs: Signs) -> Tensor:
+    def _along(self, gradients: Mapping[str, Tensor], streams: Mapping[str, int], signs: Signs) -> Tensor:
         """Of all parameters in one draw, (n,)."""
-        total, moves = self.zeros(None)[0], []
-        leaves = [self._group.leaves[name] for name in slopes]
-        for name, leaf in zip(slopes, leaves, strict=True):
+        total, directions = self.zeros(None)[0], []
+        leaves = [self._group.leaves[name] for name in gradients]
+        for name, leaf in zip(gradients, leaves, strict=True):
             drawn = signs(streams[name], self._numbers, leaf[0].numel()).view_as(leaf).to(leaf.dtype)
-            moves.append(self._scaled(name, drawn).to(leaf.dtype))
-        turned = torch.autograd.grad([*slopes.values()], leaves, moves, retain_graph=True, allow_unused=True)
-        for move, change in zip(moves, turned, strict=True):
+            directions.append(self._scaled(name, drawn).to(leaf.dtype))
+        products = torch.autograd.grad([*gradients.values()], leaves, directions, retain_graph=True, allow_unused=True)
+        for direction, change in zip(directions, products, strict=True):
             if change is not None:
-                total += (promoted(move) * change).flatten(1).sum(dim=1, dtype=torch.float64)
+                total += (promoted(direction) * change).flatten(1).sum(dim=1, dtype=torch.float64)
         return total
 
     def _scaled(self, name: str, tensor: Tensor) -> Tensor:

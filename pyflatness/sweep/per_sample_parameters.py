@@ -53,7 +53,7 @@ class Group:
         return int(self.place.stop - self.place.start)
 
 
-class OwnParameters:
+class PerSampleParameters:
     """A model whose samples get parameters of their own.
 
     Args:

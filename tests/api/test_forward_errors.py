@@ -5,20 +5,11 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from support.public_calls import CALLS, batches
+from support.public_calls import CALLS, batches, network
 
 LOSS = nn.CrossEntropyLoss()
 DATA = batches()
 WIDE = [(torch.cat([x, x], 1), y) for x, y in DATA]
-
-
-def network():
-    torch.manual_seed(0)
-    net = nn.Sequential()
-    net.add_module("body", nn.Linear(4, 6))
-    net.add_module("act", nn.ReLU())
-    net.add_module("head", nn.Linear(6, 3))
-    return net.double().eval()
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -183,38 +183,31 @@ def slow():
 DATA = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.arange(5) % 3
 
 
-def test_a_model_that_runs_is_interrupted_when_it_has_run(slow):
-    """Then at once: of the forward passes to come none is done."""
-    threads = []
-    before = everything(slow)
-
-    def working():
-        if not threads:
-            threads.append(in_a_moment())
-        return threads[0].is_alive()
-
-    slow.working = working
-    with pytest.raises(KeyboardInterrupt):
-        pf.adaptive_sharpness_mc(slow, torch.nn.CrossEntropyLoss(), DATA)
-    del slow.working
-    assert slow.ran == 1
-    assert changed(before, everything(slow)) == []
-
-
-def test_a_model_that_hangs_is_interrupted_by_the_second_one(slow):
+def interrupt_its_forward(slow, signals, goes_on):
+    """Send signals while the model runs, which works for as long as ``goes_on(the thread that sends them)``."""
     before, threads = everything(slow), []
 
     def working():
         if not threads:
-            threads.append(in_a_moment(2))
-        return True
+            threads.append(in_a_moment(signals))
+        return goes_on(threads[0])
 
     slow.working = working
     with pytest.raises(KeyboardInterrupt):
         pf.adaptive_sharpness_mc(slow, torch.nn.CrossEntropyLoss(), DATA)
     del slow.working
-    assert slow.ran == 0
     assert changed(before, everything(slow)) == []
+
+
+def test_a_model_that_runs_is_interrupted_when_it_has_run(slow):
+    """Then at once: of the forward passes to come none is done."""
+    interrupt_its_forward(slow, 1, threading.Thread.is_alive)
+    assert slow.ran == 1
+
+
+def test_a_model_that_hangs_is_interrupted_by_the_second_one(slow):
+    interrupt_its_forward(slow, 2, lambda thread: True)
+    assert slow.ran == 0
 
 
 def test_a_loss_that_hangs_is_too(slow):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pyflatness as pf
-from pyflatness.contractions import WeightGradients, backends, cuda, reference
+from pyflatness.contractions import LayerContraction, backends, cuda, reference
 from support.cuda_layers import CASES, KINDS, in_one_order, layer
 from support.layer_cases import ONE
 
@@ -19,9 +19,9 @@ FORMS = {
     "one position by M": ((4, 1, 30, 20, ONE, ONE, ONE, ONE), "direct"),
 }
 QUANTITIES = {
-    "rooted": ("rooted",),
-    "both": ("squares", "rooted"),
-    "all": ("squares", "rooted", "weighted", "by_column", "by_row", "diagonal"),
+    "gram_weighted": ("gram_weighted",),
+    "both": ("squares", "gram_weighted"),
+    "all": ("squares", "gram_weighted", "weighted", "by_column", "by_row", "diagonal"),
 }
 
 
@@ -32,14 +32,14 @@ QUANTITIES = {
 def test_routes(cuda_device, kind, quantities, form):
     case, route = form
     inputs, signal, geometry, _, weight = layer(case, kind, cuda_device)
-    if geometry.taps == 1:  # a linear layer's rows, as they lie in memory
+    if geometry.kernel_elements == 1:  # a linear layer's rows, as they lie in memory
         inputs, signal = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (inputs, signal))
     weight = weight.to(KINDS[kind])
     sign = torch.tensor([1.0, -1.0, 0.5, 2.0], dtype=torch.float64, device=cuda_device)[: len(inputs)]
-    ours = WeightGradients(weight, geometry, cuda, quantities, memory=1 << 20, route=route)
-    truth = WeightGradients(weight.double(), geometry, reference, quantities, memory=1 << 20, route="direct")
-    found = ours.of([inputs], 9)([signal], sign)
-    expected = truth.of([inputs.double()], 9)([signal.double()], sign)
+    ours = LayerContraction(weight, geometry, cuda, quantities, memory=1 << 20, route=route)
+    truth = LayerContraction(weight.double(), geometry, reference, quantities, memory=1 << 20, route="direct")
+    found = ours.at([inputs], 9).of([signal], sign)
+    expected = truth.at([inputs.double()], 9).of([signal.double()], sign)
     limit = {"float32": 1e-5, "float64": 1e-12}.get(kind, 2e-3)
     assert float(((found.values - expected.values) / expected.values).abs().max()) < limit
     assert found.parts.keys() == expected.parts.keys()
@@ -65,7 +65,10 @@ def test_wide_layers_in_bfloat16(cuda_device, columns, places):
             signal[:, :, 1:] = 0
         phi, delta = (t.transpose(1, 2)[..., None, None] for t in (inputs, signal))
         found, expected = (
-            WeightGradients(w, geometry, backend, ("rooted",), memory=1 << 24, route=route).of([x], 1)([d]).values
+            LayerContraction(w, geometry, backend, ("gram_weighted",), memory=1 << 24, route=route)
+            .at([x], 1)
+            .of([d])
+            .values
             for w, x, d, backend, route in (
                 (weight.bfloat16(), phi, delta, cuda, "gram"),
                 (weight.bfloat16().double(), phi.double(), delta.double(), reference, "direct"),
@@ -78,12 +81,12 @@ def test_wide_layers_in_bfloat16(cuda_device, columns, places):
 def test_inputs_and_signals_of_two_dtypes(cuda_device):
     """As autocast leaves them."""
     inputs, signal, geometry, _, weight = layer(CASES["groups"], "float32", cuda_device)
-    truth = WeightGradients(weight.double(), geometry, reference, ("rooted",), memory=1 << 20, route="direct")
+    truth = LayerContraction(weight.double(), geometry, reference, ("gram_weighted",), memory=1 << 20, route="direct")
     for route in ("direct", "gram"):
-        ours = WeightGradients(weight, geometry, cuda, ("rooted",), memory=1 << 20, route=route)
+        ours = LayerContraction(weight, geometry, cuda, ("gram_weighted",), memory=1 << 20, route=route)
         for x, delta in ((inputs.bfloat16(), signal), (inputs, signal.bfloat16()), (inputs.half(), signal.bfloat16())):
-            expected = truth.of([x.double()], 9)([delta.double()]).values
-            found = ours.of([x], 9)([delta]).values
+            expected = truth.at([x.double()], 9).of([delta.double()]).values
+            found = ours.at([x], 9).of([delta]).values
             assert float(((found - expected) / expected).abs().max()) < 2e-3
 
 

@@ -7,15 +7,11 @@ from torch import nn
 import pyflatness as pf
 from support import grid, truth
 from support.cases import to
-from support.networks import CASES, LAYERS
+from support.grid import batches
+from support.networks import CASES, LAYERS, curvatures
 
 EIGENVALUES = ("lambda_max", "relative_flatness_max")
 CURVATURES = {"auto": grid.hessian, "ggn": grid.ggn}
-
-
-def data_of(case, size=2):
-    size = 1 if case.name == "gathered tokens" else size
-    return list(zip(case.inputs.split(size), case.targets.split(size), strict=True))
 
 
 def largest(matrix):
@@ -32,13 +28,12 @@ def of_rows(matrix, weight):
     return float(norms @ values[:, -1]), float(norms @ values.abs().amax(dim=1))
 
 
-@pytest.mark.parametrize("curvature", CURVATURES)
-@pytest.mark.parametrize("name", CASES)
+@curvatures()
 def test_every_layer(name, curvature):
     """By the Hessian whatever the network is, and by the GGN."""
     case = CASES[name]
     options = {"layers": list(case.layers), "measures": EIGENVALUES, "curvature": curvature}
-    report = pf.measure(case.build(), case.loss, data_of(case), **options)
+    report = pf.measure(case.build(), case.loss, batches(case), **options)
     for layer in case.layers:
         matrix = CURVATURES[curvature](case, layer)
         expected, size = largest(matrix)
@@ -66,7 +61,7 @@ def test_the_network_is_the_joint_hessian(name):
     for curvature, matrix_of in (("auto", truth.joint_hessian), ("ggn", truth.joint_ggn)):
         matrix = matrix_of(case.build(), *arguments)
         options = {"layers": list(case.layers), "measures": "lambda_max", "curvature": curvature}
-        report = pf.measure(case.build(), case.loss, data_of(case), **options)
+        report = pf.measure(case.build(), case.loss, batches(case), **options)
         expected, size = largest(matrix)
         assert report["lambda_max"].value == pytest.approx(expected, abs=1e-9 * size), curvature
 
@@ -76,20 +71,19 @@ def test_the_network_is_the_joint_hessian(name):
 def test_rows_by_products_and_written_out(name, layer, usual, monkeypatch):
     monkeypatch.setattr("pyflatness.hessian.row_blocks._USUAL", usual)
     case = CASES[name]
-    report = pf.measure(case.build(), case.loss, data_of(case), layers=layer, measures="relative_flatness_max")
+    report = pf.measure(case.build(), case.loss, batches(case), layers=layer, measures="relative_flatness_max")
     expected, size = of_rows(grid.hessian(case, layer), truth.weight_of(case.build(), layer))
     assert report[layer, "relative_flatness_max"].value == pytest.approx(expected, abs=1e-9 * size)
     assert any("Lanczos" in note for note in report[layer, "relative_flatness_max"].notes) == (usual == 0)
 
 
-@pytest.mark.parametrize("curvature", CURVATURES)
-@pytest.mark.parametrize("name", CASES)
+@curvatures()
 def test_rows_whose_blocks_do_not_fit(name, curvature, monkeypatch):
     """A sweep for each product; second derivatives in the weights where the GGN is another matrix."""
     monkeypatch.setattr("pyflatness.hessian.row_blocks._LARGEST_BLOCKS", 0)
     case = CASES[name]
     options = {"layers": list(case.layers), "measures": "relative_flatness_max", "curvature": curvature, "memory": 1}
-    report = pf.measure(case.build(), case.loss, data_of(case), **options)
+    report = pf.measure(case.build(), case.loss, batches(case), **options)
     for layer in case.layers:
         expected, size = of_rows(CURVATURES[curvature](case, layer), truth.weight_of(case.build(), layer))
         estimate = report[layer, "relative_flatness_max"]
@@ -101,7 +95,7 @@ def test_rows_whose_blocks_do_not_fit(name, curvature, monkeypatch):
 @pytest.mark.parametrize("size", [1, 4, 6])
 def test_cuts_change_nothing(size, options):
     case = CASES["custom loss, Tanh"]
-    report = pf.measure(case.build(), case.loss, data_of(case, size), measures=EIGENVALUES, **options)
+    report = pf.measure(case.build(), case.loss, batches(case, size), measures=EIGENVALUES, **options)
     for layer in case.layers:
         assert report[layer, "lambda_max"].value == pytest.approx(largest(grid.hessian(case, layer))[0], rel=1e-9)
         expected = of_rows(grid.hessian(case, layer), truth.weight_of(case.build(), layer))[0]
@@ -119,7 +113,7 @@ def test_normalised(name, layer, room, monkeypatch):
     deviation = truth.layer_deviations(case.build(), layer, case.inputs)
     module = case.build().get_submodule(layer)
     matrix, weight = truth.scaled(module, grid.hessian(case, layer), deviation)
-    report = pf.measure(case.build(), case.loss, data_of(case), layers=layer, measures=EIGENVALUES, normalize="std")
+    report = pf.measure(case.build(), case.loss, batches(case), layers=layer, measures=EIGENVALUES, normalize="std")
     expected, size = largest(matrix)
     assert report[layer, "lambda_max"].value == pytest.approx(expected, abs=1e-8 * size)
     expected, size = of_rows(matrix, weight)
@@ -150,7 +144,7 @@ def test_scaled(name):
     case = CASES[name]
     model = case.build()
     measures = [*SCALED.values(), *SCALED, *(f"largest_{measure}" for measure in SCALED)]
-    report = pf.measure(model, case.loss, data_of(case), layers=list(case.layers), measures=measures, per_sample=True)
+    report = pf.measure(model, case.loss, batches(case), layers=list(case.layers), measures=measures, per_sample=True)
     for measure, base in SCALED.items():
         values = []
         for layer in report.layers:
@@ -167,7 +161,7 @@ def test_scaled(name):
 def test_scaled_sampled_values():
     case = CASES["mlp Tanh"]
     measures = ["trace", "scaled_trace"]
-    report = pf.measure(case.build(), case.loss, data_of(case), measures=measures, probes=4, per_sample=True)
+    report = pf.measure(case.build(), case.loss, batches(case), measures=measures, probes=4, per_sample=True)
     for layer in report.layers:
         norm = float(truth.weight_of(case.build(), layer).square().sum())
         base, estimate = report[layer, "trace"], report[layer, "scaled_trace"]
@@ -178,7 +172,7 @@ def test_scaled_sampled_values():
         sum(report[layer, "scaled_trace"].stderr for layer in report.layers)
     )
     with pytest.raises(pf.InputError, match="the largest of several is too large in the mean"):
-        pf.measure(case.build(), case.loss, data_of(case), measures="largest_scaled_trace", probes=4)
+        pf.measure(case.build(), case.loss, batches(case), measures="largest_scaled_trace", probes=4)
 
 
 def test_what_follows_costs_nothing_more_and_shows_no_base():
@@ -192,13 +186,13 @@ def test_what_follows_costs_nothing_more_and_shows_no_base():
         model = case.build()
         counted = []
         model.register_forward_hook(lambda *_, counted=counted: counted.append(1))
-        report = pf.measure(model, case.loss, data_of(case), measures=measures)
+        report = pf.measure(model, case.loss, batches(case), measures=measures)
         calls[str(measures)] = len(counted)
     assert len(set(calls.values())) == 1
     assert report.measures == ("scaled_lambda_max",)
     with pytest.raises(pf.InputError, match="no measure 'lambda_max'"):
         report["lambda_max"]
-    report = pf.measure(case.build(), case.loss, data_of(case), measures=["trace", "largest_scaled_trace"])
+    report = pf.measure(case.build(), case.loss, batches(case), measures=["trace", "largest_scaled_trace"])
     with pytest.raises(pf.InputError, match=r"has no value of layer '2'"):
         report["2", "largest_scaled_trace"]
 
@@ -212,7 +206,7 @@ def test_layers_rescaled_against_each_other():
         other[0].bias.mul_(3)
         other[2].weight.div_(3)
     measures = [*SCALED, *(f"largest_{measure}" for measure in SCALED), "relative_flatness_max", "lambda_max"]
-    before, after = (pf.measure(net, case.loss, data_of(case), measures=measures) for net in (model, other))
+    before, after = (pf.measure(net, case.loss, batches(case), measures=measures) for net in (model, other))
     for layer in before.layers:
         for measure in (*SCALED, "relative_flatness_max"):
             assert after[layer, measure].value == pytest.approx(before[layer, measure].value, rel=1e-9)

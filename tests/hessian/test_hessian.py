@@ -11,17 +11,13 @@ from torch.utils.checkpoint import checkpoint
 import pyflatness as pf
 from pyflatness.numerics.signs import Signs
 from support import grid, truth
+from support.combinations import every
 from support.covering import share
-from support.many_samples import many
-from support.networks import CASES
+from support.grid import batches
+from support.many_samples import LAYER, many
+from support.networks import CASES, LAYERS, layers_in_turn
 
-GRID = [(name, layer) for name, case in CASES.items() for layer in case.layers]
-BENT = [(name, layer) for name, layer in GRID if layer not in CASES[name].linear]
-
-
-def data_of(case, size=2):
-    size = 1 if case is CASES["gathered tokens"] else size
-    return list(zip(case.inputs.split(size), case.targets.split(size), strict=True))
+BENT = [(name, layer) for name, layer in LAYERS if layer not in CASES[name].linear]
 
 
 def expected_of(case, layer):
@@ -33,7 +29,7 @@ def expected_of(case, layer):
 @pytest.mark.parametrize(("name", "layer"), BENT)
 def test_block_traces(name, layer):
     case = CASES[name]
-    found = pf.block_traces(case.build(), case.loss, data_of(case), layer)
+    found = pf.block_traces(case.build(), case.loss, batches(case), layer)
     expected = truth.block_traces(grid.hessian(case, layer), grid.groups(case, layer))
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-11 * float(expected.abs().max() + 1))
 
@@ -46,7 +42,7 @@ def test_normalised(name, layer):
     deviation = truth.layer_deviations(case.build(), layer, case.inputs)
     module = case.build().get_submodule(layer)
     expected = truth.relative_flatness_of(*truth.scaled(module, grid.hessian(case, layer), deviation))
-    found = pf.relative_flatness(case.build(), case.loss, data_of(case), layer, normalize="std")
+    found = pf.relative_flatness(case.build(), case.loss, batches(case), layer, normalize="std")
     assert found.value == pytest.approx(expected, rel=1e-8, abs=1e-12)
 
 
@@ -58,7 +54,7 @@ def test_affine_convolutions(name, layer):
     case = CASES[name]
     dense, dense_name = truth.affine(case.build(), layer, case.inputs)
     matrix = truth.layer_hessian(dense, case.loss, case.inputs, case.targets, dense_name)
-    report = pf.measure(case.build(), case.loss, data_of(case), layers=layer, conv="affine")
+    report = pf.measure(case.build(), case.loss, batches(case), layers=layer, conv="affine")
     flatness = truth.relative_flatness_of(matrix, truth.weight_of(dense, dense_name))
     assert report[layer, "relative_flatness"].value == pytest.approx(flatness, rel=1e-9, abs=1e-12)
     assert report[layer, "trace"].value == pytest.approx(truth.trace_of(matrix), rel=1e-9, abs=1e-12)
@@ -67,7 +63,7 @@ def test_affine_convolutions(name, layer):
 @pytest.mark.parametrize(("name", "layer"), [pair for pair in BENT if "peaked" not in pair[0]])
 def test_float32(name, layer):
     case = CASES[name]
-    data = [(x.float() if x.is_floating_point() else x, y) for x, y in data_of(case)]
+    data = [(x.float() if x.is_floating_point() else x, y) for x, y in batches(case)]
     data = [(x, y.float() if y.is_floating_point() else y) for x, y in data]
     loss = case.loss.float() if isinstance(case.loss, nn.Module) else case.loss
     try:
@@ -82,11 +78,11 @@ def test_float32(name, layer):
 # --- sampled ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "layer"), GRID)
+@layers_in_turn()
 def test_every_estimate_covers(name, layer):
     """Within four standard errors of the truth, whether by factors or by Hessian probes."""
     case = CASES[name]
-    report = pf.measure(case.build(), case.loss, data_of(case), layers=layer, probes=200, seed=1)
+    report = pf.measure(case.build(), case.loss, batches(case), layers=layer, probes=200, seed=1)
     for measure, value in expected_of(case, layer).items():
         estimate = report[layer, measure]
         assert abs(estimate.value - value) <= 4 * estimate.stderr + 1e-9 * abs(value) + 1e-14
@@ -94,12 +90,10 @@ def test_every_estimate_covers(name, layer):
         assert (estimate.method, estimate.exact) == (f"{kind}-sampled", False)
 
 
-@pytest.mark.parametrize("probes", [1, 2, 8])
-@pytest.mark.parametrize(
-    ("name", "layer"), [("mlp ReLU", "0"), ("mlp Tanh", "0"), ("attention", "q"), ("indefinite loss, Tanh", "2")]
-)
-def test_coverage(name, layer, probes):
+@every(together=1, name=[*LAYER], probes=[1, 2, 8])
+def test_coverage(name, probes):
     """The interval holds the exact value in 95 % of 400 repetitions; of one draw ± 1.96 stderr in more."""
+    layer = LAYER[name]
     model, loss, data = many(name)
     exact = pf.relative_flatness(model, loss, data, layer).value
     found = [pf.relative_flatness(model, loss, data, layer, probes=probes, seed=seed) for seed in range(400)]
@@ -156,7 +150,7 @@ def test_a_standard_error_that_exact_values_reach_sooner():
 def test_a_seed_is_one_value_in_any_cut(name, layer):
     case = CASES[name]
     found = [
-        pf.measure(case.build(), case.loss, data_of(case, size), layers=layer, probes=3, seed=7, memory=memory)
+        pf.measure(case.build(), case.loss, batches(case, size), layers=layer, probes=3, seed=7, memory=memory)
         for size, memory in ((case.samples, None), (1, None), (case.samples, 1))
     ]
     for measure in ("relative_flatness", "trace"):
@@ -165,7 +159,7 @@ def test_a_seed_is_one_value_in_any_cut(name, layer):
         assert [report[layer, measure].stderr for report in found] == pytest.approx(
             [found[0][layer, measure].stderr] * 3
         )
-    other = pf.measure(case.build(), case.loss, data_of(case), layers=layer, probes=3, seed=8)
+    other = pf.measure(case.build(), case.loss, batches(case), layers=layer, probes=3, seed=8)
     assert other[layer, "trace"].value != found[0][layer, "trace"].value
 
 
@@ -371,7 +365,7 @@ def test_the_user_s_model_is_left_as_it_was():
     flags = [p.requires_grad for p in model.parameters()]
     state = torch.random.get_rng_state()
     for options in ({}, {"probes": 3}, {"target_stderr": 0.1}):
-        pf.measure(model, case.loss, data_of(case), **options)
+        pf.measure(model, case.loss, batches(case), **options)
     assert torch.equal(state, torch.random.get_rng_state())
     assert flags == [p.requires_grad for p in model.parameters()]
     assert all(p.grad is None for p in model.parameters())

@@ -8,16 +8,9 @@ import pyflatness as pf
 from pyflatness.measures import normalized_sharpness
 from pyflatness.measures.normalized_sharpness import minimised
 from support import grid, truth
-from support.grid import normal
+from support.grid import batches, normal
 from support.minimiser import brute_force
-from support.networks import CASES
-
-GRID = [(name, layer) for name, case in CASES.items() for layer in case.layers]
-
-
-def data_of(case, size=2):
-    size = 1 if case is CASES["gathered tokens"] else size
-    return list(zip(case.inputs.split(size), case.targets.split(size), strict=True))
+from support.networks import CASES, layers_in_turn
 
 
 def bound(curvature, weight):
@@ -93,7 +86,7 @@ def expected_of(case, layer, matrix):
 
 
 @pytest.mark.parametrize("curvature", ["ggn", "auto"])
-@pytest.mark.parametrize(("name", "layer"), GRID)
+@layers_in_turn(2)
 def test_every_layer(name, layer, curvature):
     case = CASES[name]
     matrix = (grid.ggn if curvature == "ggn" else grid.hessian)(case, layer)
@@ -102,9 +95,9 @@ def test_every_layer(name, layer, curvature):
     for size in (case.samples, 1):
         if expected is None:
             with pytest.raises(pf.InputError, match=f"layer '{layer}': .* negative .* no lower bound"):
-                pf.measure(case.build(), case.loss, data_of(case, size), **options)
+                pf.measure(case.build(), case.loss, batches(case, size), **options)
             continue
-        estimate = pf.measure(case.build(), case.loss, data_of(case, size), **options)[layer, "normalized_sharpness"]
+        estimate = pf.measure(case.build(), case.loss, batches(case, size), **options)[layer, "normalized_sharpness"]
         stopped = [note for note in estimate.notes if "relative gradient" in note]
         assert estimate.value == pytest.approx(expected, rel=1e-4 if stopped else 1e-9, abs=1e-12)
         assert estimate.exact == ((curvature == "auto" or layer in case.linear) and not stopped)
@@ -114,8 +107,8 @@ def test_every_layer(name, layer, curvature):
 def test_every_backend_and_memory(name, engine):
     case = CASES[name]
     options = {"measures": "normalized_sharpness", "curvature": "ggn", "layers": list(case.layers)}
-    plain = pf.measure(case.build(), case.loss, data_of(case), **options)
-    found = pf.measure(case.build(), case.loss, data_of(case), backend=engine.backend, memory=1, **options)
+    plain = pf.measure(case.build(), case.loss, batches(case), **options)
+    found = pf.measure(case.build(), case.loss, batches(case), backend=engine.backend, memory=1, **options)
     for layer in case.layers:
         value = plain[layer, "normalized_sharpness"].value
         assert found[layer, "normalized_sharpness"].value == pytest.approx(value, rel=1e-9)
@@ -126,7 +119,7 @@ def test_every_backend_and_memory(name, engine):
 def test_samples_cannot_be_left_out():
     case = CASES["mlp ReLU"]
     with pytest.raises(pf.InputError, match="nan_policy='omit' can leave none"):
-        pf.measure(case.build(), case.loss, data_of(case), measures="normalized_sharpness", nan_policy="omit")
+        pf.measure(case.build(), case.loss, batches(case), measures="normalized_sharpness", nan_policy="omit")
     inputs = case.inputs.clone()
     inputs[0] = torch.nan
     options = {"measures": "normalized_sharpness", "nan_policy": "propagate"}
@@ -151,9 +144,9 @@ def test_matrix_normalised(name):
     options = {"layers": list(case.layers), "measures": MATRIX}
     if min(traces.values()) < 0:
         with pytest.raises(pf.InputError, match="of which there is no root"):
-            pf.measure(case.build(), case.loss, data_of(case), **options)
+            pf.measure(case.build(), case.loss, batches(case), **options)
         return
-    report = pf.measure(case.build(), case.loss, iter(data_of(case)), **options)
+    report = pf.measure(case.build(), case.loss, iter(batches(case)), **options)
     for place, measure in enumerate(MATRIX):
         expected = sum(norms(case, layer)[place] * traces[layer] ** 0.5 for layer in case.layers)
         assert report[measure].value == pytest.approx(expected, rel=1e-9)
@@ -165,9 +158,9 @@ def test_matrix_normalised(name):
 def test_matrix_normalised_shares_the_traces():
     """Read once: an iterator will do; and a trace that was asked for is in the report."""
     case = CASES["mlp ReLU"]
-    report = pf.measure(case.build(), case.loss, iter(data_of(case)), measures=["trace", *MATRIX])
+    report = pf.measure(case.build(), case.loss, iter(batches(case)), measures=["trace", *MATRIX])
     assert report.measures == ("trace", *MATRIX)
-    alone = pf.measure(case.build(), case.loss, iter(data_of(case)), measures=MATRIX[0])
+    alone = pf.measure(case.build(), case.loss, iter(batches(case)), measures=MATRIX[0])
     assert alone.measures == MATRIX[:1]
     assert alone[MATRIX[0]].value == report[MATRIX[0]].value
 
@@ -175,8 +168,8 @@ def test_matrix_normalised_shares_the_traces():
 def test_matrix_normalised_sampled():
     case = CASES["mlp Tanh"]
     options = {"measures": MATRIX, "layers": "2", "curvature": "ggn"}
-    exact = pf.measure(case.build(), case.loss, data_of(case), **options)
-    found = pf.measure(case.build(), case.loss, data_of(case), probes=500, **options)
+    exact = pf.measure(case.build(), case.loss, batches(case), **options)
+    found = pf.measure(case.build(), case.loss, batches(case), probes=500, **options)
     for measure in MATRIX:
         assert 0 < found[measure].stderr < 0.1 * exact[measure].value
         assert abs(found[measure].value - exact[measure].value) <= 4 * found[measure].stderr
@@ -186,7 +179,7 @@ def test_matrix_normalised_sampled():
 def test_matrix_normalised_is_of_the_weights_as_they_are():
     case = CASES["mlp ReLU"]
     with pytest.raises(pf.NotYetError, match="normalize='std' is not there"):
-        pf.measure(case.build(), case.loss, data_of(case), measures=MATRIX, normalize="std")
+        pf.measure(case.build(), case.loss, batches(case), measures=MATRIX, normalize="std")
 
 
 def test_a_model_that_is_a_layer():

@@ -198,7 +198,7 @@ def test_refusals(net, data, options, error, message):
 
 
 def folded(model, x):
-    with state.observing(model) as module:
+    with state.observing(model) as (module, _):
         folding = Folding(module, (x, None), None)
         return folding, folding.of(module)
 

@@ -13,6 +13,7 @@ import pyflatness as pf
 from support import truth
 from support.brute_force import X, all_parameters_hessian, network, one
 from support.cases import INDICES, C, M, N
+from support.combinations import in_soak
 from support.convolutions import batch_norm
 from support.covering import share
 from support.grid import CASES, Case, Net, classes, normal
@@ -294,20 +295,19 @@ def test_nan(name, measure):
 # --- sampled ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mlp ReLU", "mlp Tanh", "layer norm", "recurrent", "tokens"])
-@pytest.mark.parametrize("measure", ["sharpness", "adaptive_sharpness"])
-def test_coverage_of_sampled_values(name, measure):
+@pytest.mark.parametrize("name", ["mlp ReLU", "mlp Tanh", *in_soak("layer norm", "recurrent", "tokens")])
+def test_coverage_of_sampled_values(name):
     """Of 240 seeds: no bias, and the standard errors are what the values scatter by."""
-    case = CASES[name]
-    model, data = case.build(), (case.inputs, case.targets)
-    exact = one(measure, model, case.loss, data).value
-    found = [one(measure, model, case.loss, data, probes=8, seed=seed) for seed in range(240)]
-    assert {e.method for e in found} == {("ggn" if name in LINEAR else "hessian") + "-sampled"}
-    assert not any(e.exact for e in found)
-    values, errors = (torch.tensor([getattr(e, what) for e in found]) for what in ("value", "stderr"))
-    assert abs(float(values.mean()) - exact) < 4 * float(values.std()) / len(found) ** 0.5
-    assert 0.85 < float(values.std() / errors.square().mean().sqrt()) < 1.15
-    assert 0.88 < share((e.interval() for e in found), exact) < 0.99
+    exact = measured(CASES[name])
+    reports = [measured(CASES[name], probes=8, seed=seed) for seed in range(240)]
+    for measure in exact.measures:
+        found = [report[measure] for report in reports]
+        assert {e.method for e in found} == {("ggn" if name in LINEAR else "hessian") + "-sampled"}
+        assert not any(e.exact for e in found)
+        values, errors = (torch.tensor([getattr(e, what) for e in found]) for what in ("value", "stderr"))
+        assert abs(float(values.mean()) - exact[measure].value) < 4 * float(values.std()) / len(found) ** 0.5
+        assert 0.85 < float(values.std() / errors.square().mean().sqrt()) < 1.15
+        assert 0.88 < share((e.interval() for e in found), exact[measure].value) < 0.99
 
 
 def test_coverage_of_interpolation_sharpness():

@@ -11,20 +11,11 @@ import pyflatness as pf
 from pyflatness.measures import named
 from pyflatness.options import Options
 from pyflatness.plan import plan
-from support.public_calls import CALLS, batches
+from support.public_calls import CALLS, batches, network
 
 LOSS = nn.CrossEntropyLoss()
 X, Y = (torch.cat(parts) for parts in zip(*batches(samples=23), strict=True))
 OTHER = "a later read gave other samples than the first"
-
-
-def network():
-    torch.manual_seed(0)
-    net = nn.Sequential()
-    net.add_module("body", nn.Linear(4, 6))
-    net.add_module("act", nn.ReLU())
-    net.add_module("head", nn.Linear(6, 3))
-    return net.double().eval()
 
 
 class Reads:

@@ -16,7 +16,7 @@ from torch import nn
 import pyflatness as pf
 from support.covering import share
 from support.grid import normal
-from support.many_samples import NETWORKS, many
+from support.many_samples import LAYER, NETWORKS, many
 from support.many_samples import network as ten_classes
 
 LOSS = nn.CrossEntropyLoss()
@@ -81,9 +81,7 @@ def test_representativeness(draws, seeds, within):
 
 @pytest.mark.parametrize(("seeds", "within"), SOAK)
 @pytest.mark.parametrize("probes", [2, 4, 8])
-@pytest.mark.parametrize(
-    ("name", "layer"), [("mlp ReLU", "0"), ("mlp Tanh", "0"), ("attention", "q"), ("indefinite loss, Tanh", "2")]
-)
+@pytest.mark.parametrize(("name", "layer"), LAYER.items())
 def test_values_of_a_sweep(name, layer, probes, seeds, within):
     model, loss, data = many(name)
     exact = pf.relative_flatness(model, loss, data, layer)

@@ -22,12 +22,8 @@ def build():
         return "pybind11 is not installed"
     import sysconfig
 
-    sources = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), *sorted((ROOT / "csrc").glob("bindings_cuda*.cpp"))]
-    headers = [
-        *(ROOT / "csrc").glob("*.h"),
-        *(ROOT / "csrc/cuda").glob("*.*h"),
-        *(ROOT / "tests/cuda_emulation").iterdir(),
-    ]
+    sources = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), *sorted((ROOT / "csrc/bindings").glob("cuda*.cpp"))]
+    headers = [*(ROOT / "csrc").glob("*/*.*h"), *(ROOT / "tests/cuda_emulation").iterdir()]
     everything = [*sources, *sorted(headers)]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in everything)).hexdigest()[:16]
     target = ROOT / "build" / "emulated" / digest / (NAME + sysconfig.get_config_var("EXT_SUFFIX"))
@@ -37,7 +33,7 @@ def build():
         whole.write_text("".join(f'#include "{path}"\n' for path in sources))
         partial = target.with_suffix(f".{os.getpid()}")
         options = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w", "-DPYFLATNESS_EMULATED"]
-        includes = [ROOT / "csrc", ROOT / "csrc/cuda", ROOT / "tests/cuda_emulation", pybind11.get_include()]
+        includes = [ROOT / "tests/cuda_emulation", pybind11.get_include()]
         includes.append(sysconfig.get_path("include"))
         flags = [f"-I{path}" for path in includes]
         command = [compiler, *options, f"-DPYFLATNESS_CUDA_MODULE={NAME}", *flags, str(whole), "-o", str(partial)]

@@ -52,6 +52,12 @@ def groups(case: Case, layer: str) -> int:
     return getattr(case.build().get_submodule(layer), "groups", 1)
 
 
+def batches(case: Case, size: int = 2) -> list[tuple[Tensor, Tensor]]:
+    """A case's data in batches of that many samples; of one where samples could not be told apart else."""
+    size = 1 if case.name == "gathered tokens" else size
+    return list(zip(case.inputs.split(size), case.targets.split(size), strict=True))
+
+
 CASES: dict[str, Case] = {}
 
 

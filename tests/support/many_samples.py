@@ -6,6 +6,8 @@ from torch.nn import functional as F
 
 from support.networks import CASES
 
+LAYER = {"mlp ReLU": "0", "mlp Tanh": "0", "attention": "q", "indefinite loss, Tanh": "2"}  # of a network of the grid
+
 
 def many(name, times=40):
     """A case with more samples: its own, perturbed."""

@@ -3,6 +3,7 @@
 import itertools
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -281,3 +282,43 @@ add("checkpointed", lambda: Net(checkpointed, first=nn.Linear(M, 6), inner=nn.Li
     head=nn.Linear(4, C)), X, INDICES, "first inner last head", curved="first inner last")  # fmt: skip
 
 LAYERS = [(name, layer) for name, case in CASES.items() for layer in case.layers]
+
+NETWORKS = [name for name in CASES if not name.startswith("loss:")]  # those that differ by more than a loss
+
+
+def networks_in_turn(every: int) -> pytest.MarkDecorator:
+    """Return a mark that runs a test with the ``name`` of one network in ``every``; of the others in the soak run."""
+    parameters = [
+        pytest.param(name, marks=pytest.mark.soak if number % every else ()) for number, name in enumerate(CASES)
+    ]
+    return pytest.mark.parametrize("name", parameters)
+
+
+def curvatures() -> pytest.MarkDecorator:
+    """Return a mark that runs a test with the ``name`` of every network and each ``curvature``, "auto" and "ggn".
+
+    In the soak run alone is the GGN of networks of which it is the Hessian in all layers.
+    """
+    parameters = [
+        pytest.param(name, curvature, marks=pytest.mark.soak if same and curvature == "ggn" else ())
+        for name, case in CASES.items()
+        for same in [case.linear == {*case.layers}]
+        for curvature in ("auto", "ggn")
+    ]
+    return pytest.mark.parametrize(("name", "curvature"), parameters)
+
+
+def layers_in_turn(first: int = 0) -> pytest.MarkDecorator:
+    """Return a mark that runs a test with the ``name`` of every network and each ``layer``; most in the soak run alone.
+
+    Outside of it runs one layer of each network in which its outputs are linear, and one in which they are not: the
+    one that ``first`` counts, of the next network the next one.
+    """
+    parameters = []
+    for number, case in enumerate(CASES.values(), first):
+        linear, curved = ([layer for layer in case.layers if (layer in case.linear) == kind] for kind in (True, False))
+        kept = {kind[number % len(kind)] for kind in (linear, curved) if kind}
+        parameters += [
+            pytest.param(case.name, layer, marks=() if layer in kept else pytest.mark.soak) for layer in case.layers
+        ]
+    return pytest.mark.parametrize(("name", "layer"), parameters)

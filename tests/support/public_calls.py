@@ -1,6 +1,7 @@
 """The public calls on a model, by name: (model, loss, data, **options) -> their result."""
 
 import torch
+from torch import nn
 
 import pyflatness as pf
 
@@ -40,6 +41,16 @@ OF_TENSORS = {
         phi, weight, targets=y, loss=loss
     ),
 }
+
+
+def network():
+    """A network with a layer ``body`` for these batches."""
+    torch.manual_seed(0)
+    net = nn.Sequential()
+    net.add_module("body", nn.Linear(4, 6))
+    net.add_module("act", nn.ReLU())
+    net.add_module("head", nn.Linear(6, 3))
+    return net.double().eval()
 
 
 def batches(samples=12, inputs=4, classes=3, size=5):

@@ -3,7 +3,7 @@
 import copy
 import json
 import math
-import subprocess
+import runpy
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pyflatness as pf
-from support import value_grid, values
+from support import combinations, value_grid, values
 from support.cases import LOSSES
 from support.grid import CASES
 
@@ -56,7 +56,7 @@ def test_the_grid_covers_measures_losses_backends_networks_and_calls(entries):
 
 def test_every_pair_of_options_occurs():
     choices = {name: list(table) for name, table in value_grid.CHOICES.items()}
-    rows = value_grid.pairwise(choices)
+    rows = combinations.covering(choices)
     for i, (first, a_values) in enumerate(choices.items()):
         for second, b_values in list(choices.items())[i + 1 :]:
             place = list(choices).index(second)
@@ -126,14 +126,17 @@ def test_numbers_keep_every_bit():
     assert values.recorded(lambda: single) != values.recorded(single.double)
 
 
-def test_the_script_exits_with_the_verdict(recording, tmp_path):
+def test_the_script_exits_with_the_verdict(recording, tmp_path, monkeypatch):
     other, _ = changed(recording, "relative_flatness", "value", next_bit)
     for name, held in (("old", recording), ("new", other)):
         (tmp_path / name).write_text(json.dumps(held), encoding="utf-8")
 
+    monkeypatch.chdir(tmp_path)
+
     def run(*arguments):
-        return subprocess.run(
-            [sys.executable, SCRIPT, "compare", *arguments], cwd=tmp_path, capture_output=True
-        ).returncode
+        monkeypatch.setattr(sys, "argv", [SCRIPT.name, "compare", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        return stopped.value.code
 
     assert (run("old", "old"), run("old", "new"), run("old", "new", "--allow", "*value")) == (0, 1, 0)

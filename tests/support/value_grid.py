@@ -7,17 +7,16 @@ public interface of the package is used. Every entry makes its own model, data a
 import contextlib
 import io
 import itertools
-import random
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 import pyflatness as pf
-from support import larger_networks, refusals, whole_networks
+from support import combinations, larger_networks, refusals, whole_networks
 from support.cases import LOSSES, head, to
 from support.grid import Case
 from support.networks import CASES
@@ -56,24 +55,6 @@ TRACES: list[dict[str, Any]] = [
 ]
 
 
-def pairwise(choices: Mapping[str, Sequence[str]], seed: int = 0) -> list[tuple[str, ...]]:
-    """Return rows of one choice each in which every pair of choices occurs."""
-    draw = random.Random(seed)
-    columns = list(choices.values())
-    missing = {(i, a, j, b) for (i, x), (j, y) in itertools.combinations(enumerate(columns), 2) for a in x for b in y}
-    rows = []
-    while missing:
-        drawn = [tuple(draw.choice(column) for column in columns) for _ in range(60)]
-        best = max(drawn, key=lambda row: len(_pairs(row) & missing))
-        rows.append(best)
-        missing -= _pairs(best)
-    return rows
-
-
-def _pairs(row: Sequence[str]) -> set[tuple[int, str, int, str]]:
-    return {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(row), 2)}
-
-
 def options_of(row: Sequence[str]) -> dict[str, Any]:
     """Return the keyword arguments of a row of choices."""
     chosen = zip(CHOICES.values(), row, strict=True)
@@ -103,7 +84,7 @@ def on_case(case: Case, call: Callable[..., Any], *args: Any, dtype: torch.dtype
 
 def of_layers() -> Iterator[Entry]:
     """Yield relative flatness of every layer of every network, with options in turn; and default reports."""
-    rows = pairwise({name: list(table) for name, table in CHOICES.items()})
+    rows = combinations.covering({name: list(table) for name, table in CHOICES.items()})
     turn = itertools.cycle(rows)
     for case in CASES.values():
         for layer in case.layers:

@@ -39,7 +39,7 @@ def _rescaled(model: nn.Module, loss: Any, data: Any, factor: Any = 2.0) -> nn.M
     return pf.reparameterize(model, {first: factor}, data)
 
 
-def _from_the_start(model: nn.Module, loss: Any, data: Any) -> pf.PacBayes:
+def _from_the_start(model: nn.Module, loss: Any, data: Any) -> Any:
     initial = {name: 0.5 * value for name, value in model.state_dict().items()}
     return pf.pac_bayes(model, loss, data, draws=2, steps=4, initial=initial)
 
@@ -139,7 +139,7 @@ def _of_head(call: Callable[..., Any], loss: str, **options: Any) -> Any:
     return call(features, weight, bias, targets, loss=function, **options)
 
 
-def _refitted(loss: str) -> pf.Representativeness:
+def _refitted(loss: str) -> Any:
     features, weight, bias = head(torch.float64)
     function, targets = (to(torch.float64, value) for value in LOSSES[loss])
 

@@ -12,6 +12,7 @@ import pyflatness as pf
 from pyflatness.model.data import Batches
 from pyflatness.passes.recorder import Recorder
 from support import grid, truth
+from support.combinations import in_soak
 from support.covering import share
 from support.many_samples import NETWORKS, network, seeded
 from support.networks import CASES
@@ -60,7 +61,7 @@ def test_every_estimate_covers(name):
         assert estimate.exact is (estimate.stderr is None)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", ["peaked", "class weights", *in_soak("flat", "a callable")])
 def test_unbiased_and_coverage(name):
     """Over 400 seeds the interval holds the value of each layer, and the network's, in 95 %."""
     scale, loss, rtol = NETWORKS[name]

@@ -5,12 +5,11 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.contractions.layer import ROUTES, WeightGradients
+from pyflatness.contractions.layer import ROUTES, LayerContraction
 from support import grid, truth
 from support.cases import to
-from support.networks import CASES
-
-GRID = [(name, layer) for name, case in CASES.items() for layer in case.layers]
+from support.combinations import ENGINES, every
+from support.networks import CASES, LAYERS, NETWORKS
 
 
 def data_of(case, size):
@@ -44,10 +43,9 @@ def test_ggn_of_every_layer(name):
                 assert estimate.exact == (layer in case.linear), layer
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("loss:")])  # a loss is no kernel's
+@every(name=NETWORKS, route=ROUTES, engine=ENGINES)
 def test_every_backend_instruction_set_and_route(name, route, engine, monkeypatch):
-    monkeypatch.setattr(WeightGradients, "cheaper", lambda *_: route)
+    monkeypatch.setattr(LayerContraction, "cheaper", lambda *_: route)
     case = CASES[name]
     data = data_of(case, 1 if name == "gathered tokens" else case.samples)
     report = pf.measure(
@@ -104,7 +102,7 @@ def test_float32(name):
         assert report[layer, "trace"].value == pytest.approx(trace, rel=1e-4, abs=1e-5 * largest)
 
 
-@pytest.mark.parametrize(("name", "layer"), GRID)
+@pytest.mark.parametrize(("name", "layer"), LAYERS)
 def test_block_traces(name, layer):
     case = CASES[name]
     data = data_of(case, 1 if name == "gathered tokens" else 2)
@@ -115,7 +113,7 @@ def test_block_traces(name, layer):
 
 CONVOLUTIONS = [
     (name, layer)
-    for name, layer in GRID
+    for name, layer in LAYERS
     if isinstance(CASES[name].build().get_submodule(layer), (nn.Conv1d, nn.Conv2d, nn.Conv3d))
     and name not in ("cnn", "cnn, one sample, channels last", "residual", "residual network")
 ]
@@ -140,7 +138,7 @@ def test_affine_convolutions(name, layer):
 # Where the loss ignores nothing, so that the deviations are over all rows.
 NORMALISED = [
     (name, layer)
-    for name, layer in GRID
+    for name, layer in LAYERS
     if not (CASES[name].targets == getattr(CASES[name].loss, "ignore_index", -100)).any()
 ]
 

@@ -5,25 +5,21 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.contractions.layer import ROUTES, WeightGradients
+from pyflatness.contractions.layer import ROUTES, LayerContraction
 from pyflatness.measures import MEASURES
 from pyflatness.options import Options
 from pyflatness.plan import of_layer
 from pyflatness.session import session
 from support import grid, truth
 from support.cases import to
-from support.networks import CASES
+from support.combinations import ENGINES, every
+from support.grid import batches
+from support.networks import CASES, LAYERS, NETWORKS, curvatures, networks_in_turn
 
-GRID = [(name, layer) for name, case in CASES.items() for layer in case.layers]
-BENT = [(name, layer) for name, layer in GRID if layer not in CASES[name].linear]
+BENT = [(name, layer) for name, layer in LAYERS if layer not in CASES[name].linear]
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 SUMS = ("adaptive_sharpness", "neuron_flatness", "neuron_flatness_rows")
 LARGEST = ("neuron_flatness_max", "neuron_flatness_rows_max")
-
-
-def data_of(case, size=2):
-    size = 1 if case is CASES["gathered tokens"] else size
-    return list(zip(case.inputs.split(size), case.targets.split(size), strict=True))
 
 
 def taps(case, layer):
@@ -50,8 +46,7 @@ def check(report, case, layer, matrix, rel=1e-9, floor=1e-12):
         assert torch.equal(largest.per_neuron, found.per_neuron)
 
 
-@pytest.mark.parametrize("curvature", ["ggn", "auto"])
-@pytest.mark.parametrize("name", CASES)
+@curvatures()
 def test_every_layer(name, curvature):
     """In one sweep with the others, and in any cut."""
     case = CASES[name]
@@ -59,7 +54,7 @@ def test_every_layer(name, curvature):
     for size in (case.samples, 1):
         measures = (*SUMS, *LARGEST, "relative_flatness", "trace")
         options = {"curvature": curvature, "per_sample": True, "measures": measures, "layers": list(case.layers)}
-        report = pf.measure(case.build(), case.loss, data_of(case, size), **options)
+        report = pf.measure(case.build(), case.loss, batches(case, size), **options)
         for layer in case.layers:
             matrix, weight = truth_of(case, layer), truth.weight_of(case.build(), layer)
             check(report, case, layer, matrix)
@@ -77,14 +72,13 @@ def test_every_layer(name, curvature):
             assert report[measure].value == max(report[layer, measure].value for layer in case.layers)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("loss:")])  # a loss is no kernel's
+@every(together=1, name=NETWORKS, route=ROUTES, engine=ENGINES)  # in pairs: test_layers.py
 def test_every_backend_instruction_set_and_route(name, route, engine, monkeypatch):
-    monkeypatch.setattr(WeightGradients, "cheaper", lambda *_: route)
+    monkeypatch.setattr(LayerContraction, "cheaper", lambda *_: route)
     case = CASES[name]
     options = {"curvature": "ggn", "backend": engine.backend, "layers": list(case.layers)}
     for measures in ((*SUMS, *LARGEST), ("relative_flatness", *SUMS, *LARGEST)):
-        report = pf.measure(case.build(), case.loss, data_of(case, case.samples), measures=measures, **options)
+        report = pf.measure(case.build(), case.loss, batches(case, case.samples), measures=measures, **options)
         for layer in case.layers:
             check(report, case, layer, grid.ggn(case, layer))
             if "relative_flatness" in measures:
@@ -97,7 +91,7 @@ def test_every_backend_instruction_set_and_route(name, route, engine, monkeypatc
 def test_float32(name):
     case = CASES[name]
     model, loss = case.build().float(), to(torch.float32, case.loss)
-    data = [(to(torch.float32, x), to(torch.float32, y)) for x, y in data_of(case)]
+    data = [(to(torch.float32, x), to(torch.float32, y)) for x, y in batches(case)]
     measures = (*SUMS, *LARGEST)
     report = pf.measure(model, loss, data, layers=list(case.layers), curvature="ggn", measures=measures)
     for layer in case.layers:
@@ -106,20 +100,22 @@ def test_float32(name):
         check(report, case, layer, grid.ggn(case, layer), rel=2e-4, floor=1e-5 * float(weighted.sum()))
 
 
-@pytest.mark.parametrize(("name", "layer"), GRID)
-def test_sampled(name, layer):
+@networks_in_turn(5)
+def test_sampled(name):
     """Within four standard errors of the truth, whether by factors or by Hessian products; beside the others."""
     case = CASES[name]
-    measures = ("trace", "adaptive_sharpness")
-    report = pf.measure(case.build(), case.loss, data_of(case), layers=layer, probes=200, seed=1, measures=measures)
-    expected = truth.adaptive_sharpness_of(grid.hessian(case, layer), truth.weight_of(case.build(), layer))
-    estimate = report[layer, "adaptive_sharpness"]
-    assert abs(estimate.value - expected) <= 4 * estimate.stderr + 1e-9 * abs(expected) + 1e-14
+    options = {"layers": list(case.layers), "probes": 200, "seed": 1}
+    report = pf.measure(case.build(), case.loss, batches(case), measures=("trace", "adaptive_sharpness"), **options)
+    for layer in case.layers:
+        expected = truth.adaptive_sharpness_of(grid.hessian(case, layer), truth.weight_of(case.build(), layer))
+        estimate = report[layer, "adaptive_sharpness"]
+        assert abs(estimate.value - expected) <= 4 * estimate.stderr + 1e-9 * abs(expected) + 1e-14, layer
     if name == "curved at the last sample alone":  # a part without that sample goes another way
         return
-    options = {"layers": layer, "probes": 200, "seed": 1, "measures": "adaptive_sharpness"}
-    alone = pf.measure(case.build(), case.loss, data_of(case, 1), **options)
-    assert alone[layer, "adaptive_sharpness"].value == pytest.approx(estimate.value, rel=1e-6, abs=1e-12)
+    alone = pf.measure(case.build(), case.loss, batches(case, 1), measures="adaptive_sharpness", **options)
+    for layer in case.layers:
+        estimate = report[layer, "adaptive_sharpness"]
+        assert alone[layer, "adaptive_sharpness"].value == pytest.approx(estimate.value, rel=1e-6, abs=1e-12), layer
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -150,14 +146,14 @@ def test_hand_example():
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "layer"), [("mlp ReLU", "2"), ("mlp Tanh", "2"), ("cnn", GRID[0][1])])
+@pytest.mark.parametrize(("name", "layer"), [("mlp ReLU", "2"), ("mlp Tanh", "2"), ("cnn", LAYERS[0][1])])
 def test_normalised_features_change_nothing(name, layer):
     """The features' factors and the columns' cancel in w ∘ M."""
     case = CASES[name]
     layer = layer if layer in case.layers else case.layers[0]
     measures = (*SUMS, *LARGEST, "normalized_sharpness")[: 5 if layer not in case.linear else 6]
     plain, scaled = (
-        pf.measure(case.build(), case.loss, data_of(case), layers=layer, measures=measures, normalize=how)
+        pf.measure(case.build(), case.loss, batches(case), layers=layer, measures=measures, normalize=how)
         for how in (None, "std")
     )
     for measure in measures:
@@ -167,7 +163,7 @@ def test_normalised_features_change_nothing(name, layer):
 LARGE = ("cnn", "cnn, one sample, channels last", "residual", "residual network")  # for a Hessian of the dense matrix
 DENSE = [
     (name, layer)
-    for name, layer in GRID
+    for name, layer in LAYERS
     if name not in LARGE and isinstance(CASES[name].build().get_submodule(layer), CONVOLUTIONS)
 ]
 OF_DENSE = ("relative_flatness", "trace", *SUMS, *LARGEST)
@@ -185,7 +181,7 @@ def test_dense_convolutions(name, layer, options):
     matrix = matrix_of(dense, case.loss, case.inputs, case.targets, dense_name)
     weight = truth.weight_of(dense, dense_name)
     options = {"layers": layer, "conv": "affine", "measures": measures, "per_sample": True, **options}
-    report = pf.measure(case.build(), case.loss, data_of(case), **options)
+    report = pf.measure(case.build(), case.loss, batches(case), **options)
     columns, rows = truth.columns_of(matrix, weight), truth.rows_of(matrix, weight)
     for measure, expected in (("neuron_flatness", columns), ("neuron_flatness_rows", rows)):
         floor = 1e-12 + 1e-9 * float(expected.abs().max())
@@ -221,8 +217,8 @@ def test_not_of_a_dense_convolution(name, measure):
     convolution = next(layer for layer in case.layers if isinstance(case.build().get_submodule(layer), CONVOLUTIONS))
     options = {"layers": convolution, "conv": "affine"}
     with pytest.raises(pf.NotYetError, match=f"layer '{convolution}': .*conv='filter' gives"):
-        pf.measure(case.build(), case.loss, data_of(case), measures=measure, **options)
-    assert measure not in pf.measure(case.build(), case.loss, data_of(case), **options).measures
+        pf.measure(case.build(), case.loss, batches(case), measures=measure, **options)
+    assert measure not in pf.measure(case.build(), case.loss, batches(case), **options).measures
 
 
 @pytest.mark.parametrize("options", [{"probes": 3}, {"target_stderr": 0.1}])
@@ -230,7 +226,7 @@ def test_not_of_a_dense_convolution(name, measure):
 def test_not_sampled(measure, options):
     case = CASES["mlp ReLU"]
     with pytest.raises(pf.InputError, match="has no sampled value: pass probes=None"):
-        pf.measure(case.build(), case.loss, data_of(case), measures=measure, **options)
+        pf.measure(case.build(), case.loss, batches(case), measures=measure, **options)
 
 
 def test_samples_that_are_left_out():
@@ -250,7 +246,7 @@ def test_samples_that_are_left_out():
 
 def test_report_from_json():
     case = CASES["mlp ReLU"]
-    report = pf.measure(case.build(), case.loss, data_of(case), measures=(*SUMS, *LARGEST))
+    report = pf.measure(case.build(), case.loss, batches(case), measures=(*SUMS, *LARGEST))
     again = pf.Report.from_json(report.to_json())
     assert again == report
     assert torch.equal(again["0", "neuron_flatness"].per_neuron, report["0", "neuron_flatness"].per_neuron)
@@ -259,7 +255,7 @@ def test_report_from_json():
 
 def test_one_layer_s_largest_is_the_layer_s():
     case = CASES["mlp ReLU"]
-    report = pf.measure(case.build(), case.loss, data_of(case), measures="neuron_flatness_max", layers="2")
+    report = pf.measure(case.build(), case.loss, batches(case), measures="neuron_flatness_max", layers="2")
     assert report.measures == ("neuron_flatness_max",)
     assert report["neuron_flatness_max"].value == report["2", "neuron_flatness_max"].value
 
@@ -270,7 +266,7 @@ def test_more_products_than_are_sensible(monkeypatch):
     with pytest.raises(
         pf.InputError, match=r"layer '0': its exact Hessian value takes \d+ Hessian products, more than"
     ):
-        pf.measure(case.build(), case.loss, data_of(case), measures="neuron_flatness")
+        pf.measure(case.build(), case.loss, batches(case), measures="neuron_flatness")
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
@@ -290,11 +286,11 @@ def test_one_measure_of_one_layer_is_the_report_s():
     case = CASES["mlp ReLU"]
     rows = [row for row in MEASURES if row.quantity or row.derive]
     names = [row.name for row in rows if row.normalize is None]
-    report = pf.measure(case.build(), case.loss, data_of(case), measures=names, layers="2")
-    whole = pf.measure(case.build(), case.loss, data_of(case), measures=names)
+    report = pf.measure(case.build(), case.loss, batches(case), measures=names, layers="2")
+    whole = pf.measure(case.build(), case.loss, batches(case), measures=names)
     for row in rows:
         if row.name in names:
-            with session(case.build(), case.loss, data_of(case), Options(), reads=row.reads) as task:
+            with session(case.build(), case.loss, batches(case), Options(), reads=row.reads) as task:
                 found = of_layer(row, task, "2")
             expected = whole[row.name] if row.of_network_alone else report["2", row.name]
             assert found.value == pytest.approx(expected.value, rel=1e-12)

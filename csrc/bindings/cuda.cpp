@@ -1,6 +1,6 @@
 // Python's door to the CUDA kernels: checks every size against the element count that came with its pointer, launches
 // on the stream it is given, throws on a status that is not success. An array comes as (address, element count).
-#include "bindings_cuda.h"
+#include "cuda.h"
 
 #ifndef PYFLATNESS_CUDA_MODULE
 #define PYFLATNESS_CUDA_MODULE _cuda
@@ -24,7 +24,7 @@ void small_eigenvalues(Array matrices, int64_t n, int64_t size, Array out, uintp
 }  // namespace
 
 PYBIND11_MODULE(PYFLATNESS_CUDA_MODULE, module) {
-  module.doc() = "CUDA kernels of pyflatness; see csrc/kernels.h for what each computes.";
+  module.doc() = "CUDA kernels of pyflatness; see csrc/cpu/kernels.h for what each computes.";
   module.attr("MAX_EIGEN_SIZE") = kMaxEigenSize;
   module.def("small_eigenvalues_f64", &small_eigenvalues);
   cuda::define_layers(module);

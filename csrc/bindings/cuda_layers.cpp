@@ -1,6 +1,6 @@
 // Python's door to the CUDA kernels of layers. A suffix names the kind of numbers: `_f32`, `_f64`, `_tf32`, `_bf16`,
 // `_f16`; `root`, `weight` and Gram matrices are float32 for all of these but `_f64`.
-#include "bindings_cuda.h"
+#include "cuda.h"
 
 namespace py = pybind11;
 

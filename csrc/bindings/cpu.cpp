@@ -260,7 +260,7 @@ void define(py::module_& module, const std::string& suffix) {
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  module.doc() = "CPU kernels of pyflatness; see csrc/kernels.h for what each computes.";
+  module.doc() = "CPU kernels of pyflatness; see csrc/cpu/kernels.h for what each computes.";
   module.attr("MAX_FUSED_OUTPUTS") = kMaxFusedOutputs;
   module.attr("MAX_EIGEN_SIZE") = kMaxEigenSize;
   module.def("small_eigenvalues_f64", &small_eigenvalues);

@@ -11,7 +11,7 @@
 #include <tuple>
 #include <utility>
 
-#include "kernels.h"
+#include "../cpu/kernels.h"
 
 namespace pyflatness {
 

@@ -8,8 +8,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "../cuda/kernels.h"
 #include "checks.h"
-#include "cuda/kernels.h"
 
 namespace pyflatness::cuda {
 
@@ -20,9 +20,9 @@ inline void check(const char* kernel, int status) {
 
 inline void* stream_of(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
 
-// The kernels of layers: bindings_cuda_layers.cpp.
+// The kernels of layers: cuda_layers.cpp.
 void define_layers(pybind11::module_& module);
-// The kernels of heads: bindings_cuda_head.cpp.
+// The kernels of heads: cuda_head.cpp.
 void define_head(pybind11::module_& module);
 
 }  // namespace pyflatness::cuda

@@ -1,5 +1,5 @@
 // The binding of the head's kernels.
-#include "bindings_cuda.h"
+#include "cuda.h"
 
 namespace py = pybind11;
 

@@ -1,0 +1,260 @@
+"""What is measured of a layer's weight gradients: a row of :data:`QUANTITIES` for each quantity.
+
+Each is a quadratic form of a sample's weight gradient M (d, m) for one output factor, summed over factors, and so is a
+linear functional of the sample's Hessian H in the layer's weight w:
+
+- ``squares``: |M|², the trace of H;
+- ``gram_weighted``: |R M|² = ⟨w wᵀ, M Mᵀ⟩ with RᵀR = w wᵀ, relative flatness;
+- ``weighted``: |w ∘ M|², adaptive sharpness;
+- ``by_column``, ``by_row``: Σ_j (Σ_group j w ∘ M)², the summands beside the sum; a group is an input channel with its
+  kernel elements, or a row;
+- ``diagonal``: |M|², and beside it M ∘ M summed over the samples, the diagonal of the Hessian.
+
+A row says what its quantity needs, and how it is read off second derivatives; no other module knows a quantity by its
+name. How it is made of M is said by :mod:`.reference` for the kernels, and by :mod:`.routes`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .reference import Products
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Second derivatives of every sample's loss in some entries (s, j) of one row of a layer's weight.
+
+    H_(sj),(tk) = a_j Σ_p φ_pk y_pt for the entries (t, k) of the same group.
+
+    Attributes:
+        weight: w, (G, d, m).
+        gram: w wᵀ, (G, d, d) float64.
+        kernel_elements: columns of an input channel.
+        group: of the row.
+        row: s, in its group.
+        columns: j.
+        left: a, (n, columns) float64.
+        phi: φ in these columns, (n, P, columns).
+        outputs: the row's, Σ_j w_sj φ_pj over all columns, (n, P).
+        y: (n, P, d).
+    """
+
+    weight: Tensor
+    gram: Tensor
+    kernel_elements: int
+    group: int
+    row: int
+    columns: slice
+    left: Tensor
+    phi: Tensor
+    outputs: Tensor
+    y: Tensor
+
+    @functools.cached_property
+    def entries(self) -> Tensor:
+        """H_(sj),(sj), (n, columns) float64."""
+        return self.left * _summed(self.y[:, :, self.row], self.phi)
+
+    @functools.cached_property
+    def weights(self) -> Tensor:
+        """w_sj, (columns,) float64."""
+        return self.weight[self.group, self.row, self.columns].double()
+
+
+Sizes = tuple[int, int, int, int]
+"""Of a layer: G, d, m, and the kernel elements of an input channel."""
+
+
+@dataclass(frozen=True)
+class Neurons:
+    """The summands of a quantity that is a sum over neurons.
+
+    Attributes:
+        count: how many a layer of these sizes has in all its groups.
+        directions: weight of a group (d, m), its neurons' numbers (k,), φ (n, P, m) and the kernel elements -> the
+            changes Δφ of the layer's outputs, (k, n, P, d), where Δ is a neuron's weights and zeros elsewhere.
+    """
+
+    count: Callable[[Sizes], int]
+    directions: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A row of the table.
+
+    Attributes:
+        product: the field of :class:`.reference.Products` that it is; for neurons, whose squares it is the sum of.
+        of_unit: add to a total, (n,) or of neurons (n, neurons), what the second derivatives of a :class:`Unit` have.
+        gram_factor: it needs R, RᵀR = w wᵀ.
+        weighted: it needs w ∘ M, which has no form without M but for one position.
+        neurons: the summands that it comes with; None if there are none.
+        entries: it comes with the entries of M ∘ M, summed over all samples together.
+        of_block_trace: it is ⟨C, T⟩ of the block trace T = Σ_j H_(·j),(·j): for C = w wᵀ with ``gram_factor``, else I.
+        of_diagonal: it is a sum over single entries H_(sj),(sj).
+        sampled: it has a sampled value.
+        of_dense: it is there for a convolution as one dense matrix.
+        of_repeated: also where its padding repeats pixels.
+    """
+
+    product: str
+    of_unit: Callable[[Unit, Tensor], None]
+    gram_factor: bool = False
+    weighted: bool = False
+    neurons: Neurons | None = None
+    entries: bool = False
+    of_block_trace: bool = False
+    of_diagonal: bool = False
+    sampled: bool = True
+    of_dense: bool = True
+    of_repeated: bool = True
+
+    def value(self, products: Products) -> Tensor:
+        """Return the quantity of every sample, (n,) float64."""
+        found: Tensor = getattr(products, self.product)
+        return found if self.neurons is None else found.square().sum(dim=1)
+
+
+class Contribution(NamedTuple):
+    """What one cotangent adds, or several together."""
+
+    values: Tensor
+    """(quantities, n) float64."""
+    parts: dict[str, Tensor]
+    """By quantity, float64: of neurons the summands (n, neurons); of entries Σ_i M_i ∘ M_i, (G, d, m)."""
+
+
+class Made(NamedTuple):
+    """Which fields of :class:`.reference.Products` are to be made."""
+
+    squares: bool
+    gram_weighted: bool
+    weighted: bool
+    by_column: bool
+    by_row: bool
+
+
+class Wanted:
+    """Some quantities, in an order, and what they need together.
+
+    Args:
+        names: of :data:`QUANTITIES`.
+
+    Attributes:
+        rows: of the table, by name.
+        products: what they are made of.
+        gram_factor: one of them needs R.
+        weighted: one needs w ∘ M.
+        entries: names of those that come with entries of M ∘ M.
+        neurons: those that come with summands.
+        plain: all have forms without M for any number of positions, and come with nothing else.
+        squares: one is |M|² alone, without entries of M ∘ M, for which M is made in any case.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.rows = {name: QUANTITIES[name] for name in names}
+        every = self.rows.values()
+        self.products = Made(*(any(row.product == field for row in every) for field in Made._fields))
+        self.gram_factor = any(row.gram_factor for row in every)
+        self.weighted = any(row.weighted for row in every)
+        self.entries = [name for name, row in self.rows.items() if row.entries]
+        self.neurons = {name: row.neurons for name, row in self.rows.items() if row.neurons is not None}
+        self.plain = not self.weighted and not self.entries
+        self.squares = any(not (row.entries or row.gram_factor or row.weighted) for row in every)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def contribution(self, products: Products, sign: Tensor | float | None) -> Contribution:
+        """Return the values, and the summands of neurons, of a cotangent of this sign.
+
+        The sign is one number, (n,), or None for +1.
+        """
+        values = torch.stack([row.value(products) for row in self.rows.values()])
+        parts = {name: getattr(products, self.rows[name].product).square() for name in self.neurons}
+        if sign is not None:
+            values, parts = values * sign, {name: (part.mT * sign).mT for name, part in parts.items()}
+        return Contribution(values, parts)
+
+    def nothing(self, samples: int, sizes: Sizes, device: torch.device) -> Contribution:
+        """Return the contribution of no cotangent at all, such as a loss over a single class has."""
+        zeros = functools.partial(torch.zeros, dtype=torch.float64, device=device)
+        parts = {name: zeros(samples, neurons.count(sizes)) for name, neurons in self.neurons.items()}
+        parts.update((name, zeros(*sizes[:3])) for name in self.entries)
+        return Contribution(zeros(len(self), samples), parts)
+
+
+def _squares(unit: Unit, total: Tensor) -> None:
+    total += unit.entries.sum(dim=1)
+
+
+def _gram_weighted(unit: Unit, total: Tensor) -> None:
+    rows = unit.y @ unit.gram[unit.group, unit.row].to(unit.y.dtype)
+    total += (unit.left * _summed(rows, unit.phi)).sum(dim=1)
+
+
+def _weighted(unit: Unit, total: Tensor) -> None:
+    total += unit.entries @ unit.weights.square()
+
+
+def _by_row(unit: Unit, total: Tensor) -> None:
+    along = (unit.y[:, :, unit.row] * unit.outputs).sum(dim=1).double()
+    total[:, unit.group * unit.weight.shape[1] + unit.row] += (unit.left @ unit.weights) * along
+
+
+def _by_column(unit: Unit, total: Tensor) -> None:
+    first, width = unit.group * unit.weight.shape[2], unit.kernel_elements
+    channels = slice((first + unit.columns.start) // width, (first + unit.columns.stop) // width)
+    along = (unit.phi * (unit.y @ unit.weight[unit.group, :, unit.columns])).sum(dim=1).double()
+    total[:, channels] += _by_channel(unit.left * unit.weights, width) * _by_channel(along, width)
+
+
+def _by_channel(columns: Tensor, kernel_elements: int) -> Tensor:
+    sums: Tensor = columns.unflatten(1, (-1, kernel_elements)).sum(dim=2)
+    return sums
+
+
+def _summed(rows: Tensor, patches: Tensor) -> Tensor:
+    """Return Σ_p rows_p φ_p for (n, P) and (n, P, columns), (n, columns) float64."""
+    sums: Tensor = (rows.unsqueeze(1) @ patches).squeeze(1)
+    return sums.double()
+
+
+def _of_columns(weight: Tensor, chosen: Tensor, phi: Tensor, kernel_elements: int) -> Tensor:
+    columns = weight.unflatten(1, (-1, kernel_elements))[:, chosen]  # (d, k, kernel elements)
+    return torch.einsum("npkt,dkt->knpd", phi.unflatten(2, (-1, kernel_elements))[:, :, chosen], columns)
+
+
+def _of_rows(weight: Tensor, chosen: Tensor, phi: Tensor, kernel_elements: int) -> Tensor:
+    outputs = phi @ weight[chosen].t()  # (n, P, k)
+    changes = phi.new_zeros(len(chosen), *phi.shape[:2], len(weight))
+    changes[torch.arange(len(chosen), device=changes.device), :, :, chosen] = outputs.permute(2, 0, 1)
+    return changes
+
+
+QUANTITIES = {
+    "squares": Quantity("squares", _squares, of_block_trace=True),
+    "gram_weighted": Quantity("gram_weighted", _gram_weighted, gram_factor=True, of_block_trace=True),
+    "weighted": Quantity("weighted", _weighted, weighted=True, of_diagonal=True, of_repeated=False),
+    "by_column": Quantity(
+        "by_column",
+        _by_column,
+        weighted=True,
+        neurons=Neurons(lambda sizes: sizes[0] * sizes[2] // sizes[3], _of_columns),
+        sampled=False,
+    ),
+    "by_row": Quantity(
+        "by_row",
+        _by_row,
+        weighted=True,
+        neurons=Neurons(lambda sizes: sizes[0] * sizes[1], _of_rows),
+        sampled=False,
+    ),
+    "diagonal": Quantity("squares", _squares, entries=True, of_diagonal=True, sampled=False, of_dense=False),
+}
+"""Every quantity by its name."""

@@ -1,0 +1,263 @@
+"""The ways from a layer's inputs φ and a cotangent δ to what its quantities are made of.
+
+Each is prepared once for the inputs of a micro-batch, and then makes the products of one cotangent after another. They
+are chosen by :mod:`.layer`, by their multiply-adds per sample and cotangent, K cotangents sharing φ:
+
+- :class:`Direct`: M, then R M: d m P + r d m. Early convolutions.
+- :class:`Gram`: Σ_pp' ⟨φ_p, φ_p'⟩ ⟨R δ_p, R δ_p'⟩: r d P + r P² + m P² / K. Late convolutions, sequences; with one
+  position it is |φ|² |R δ|².
+
+There is no such form of w ∘ M: M is made for it (:class:`Both`), but for one position, where M = δ φᵀ
+(:class:`OnePosition`).
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from . import cuda, reference
+from .geometry import Geometry
+from .precision import promoted, promoted_dtype
+from .quantities import Made
+from .reference import Products
+
+Calls = Sequence[Tensor]
+"""One tensor in the form of :mod:`.geometry`, or one for each call of the layer where they cannot be joined."""
+
+_ENTRIES = 2**20
+"""Of a weight that are squared at a time."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the routes need of a layer's weight w (G, d, m), prepared once.
+
+    Attributes:
+        shape: (G, d, m).
+        geometry: which inputs a position sees.
+        backend: a module from :func:`.backends.choose`.
+        products: what is to be made.
+        factor: R, (G, r, d) with RᵀR = w wᵀ, if it is needed.
+        half_factor: the same in bfloat16, where products of that serve.
+        weight: w, if w ∘ M is needed.
+        memory: bytes for working buffers of M.
+    """
+
+    shape: torch.Size
+    geometry: Geometry
+    backend: ModuleType
+    products: Made
+    factor: Tensor | None
+    half_factor: Tensor | None
+    weight: Tensor | None
+    memory: int
+
+    def taken(self, tensor: Tensor) -> Tensor:
+        """Return it as the kernels take it: half precision as it is, where they do, else as float32."""
+        return tensor if self.backend is cuda and tensor.dtype in cuda.HALF else promoted(tensor)
+
+    def gradients(self, inputs: Calls, cotangent: Calls) -> Tensor:
+        """Return M, (n, G, d, m)."""
+        first, *others = (
+            self.geometry.rows(promoted(delta)).transpose(2, 3) @ self.geometry.patches(promoted(x))
+            for x, delta in zip(inputs, cotangent, strict=True)
+        )
+        return sum(others, start=first)
+
+
+class Direct:
+    """M by the kernels, and what is made of it.
+
+    Args:
+        layer: the weight.
+        phi: the inputs, joined.
+        factor: R, if |R M|² is to be made here.
+    """
+
+    def __init__(self, layer: Prepared, phi: Tensor, factor: Tensor | None) -> None:
+        self._layer, self._phi, self._factor = layer, phi, factor
+
+    def products(self, cotangent: Calls) -> Products:
+        """Return the products of a cotangent."""
+        layer, phi, delta = self._layer, self._phi, self._layer.taken(cotangent[0])
+        if delta.dtype != phi.dtype:
+            phi, delta = promoted(phi), promoted(delta)
+        dtype = promoted_dtype(delta.dtype)
+        factor, weight = self._factor, layer.weight
+        factor, weight = None if factor is None else factor.to(dtype), None if weight is None else weight.to(dtype)
+        if layer.backend is not reference:
+            return cast(Products, layer.backend.direct(phi, delta, layer.geometry, factor, weight))
+        groups, d, m = layer.shape  # the reference writes patches and M out, and w ∘ M
+        places = delta.shape[2] * delta.shape[3] * delta.shape[4]
+        chunk = max(1, layer.memory // (phi.element_size() * groups * m * (places + (2 if weight is None else 6) * d)))
+        parts = [
+            reference.direct(x, y, layer.geometry, factor, weight)
+            for x, y in zip(phi.split(chunk), delta.split(chunk), strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else joined(parts)
+
+
+class Gathered:
+    """Several cotangents together, from the positions where any of them is not zero.
+
+    Args:
+        layer: the weight.
+        phi: the inputs, joined.
+    """
+
+    def __init__(self, layer: Prepared, phi: Tensor) -> None:
+        self._layer, self._phi = layer, phi
+
+    def products(self, cotangents: Calls) -> Products:
+        """Return the products of cotangents of which all samples of one are behind those of another."""
+        layer, each = self._layer, cotangents[0].split(len(self._phi))
+        return cast(Products, layer.backend.direct_gathered(self._phi, each, layer.geometry, layer.factor))
+
+
+class Gram:
+    """|M|² and |R M|² from the Gram matrices of inputs and cotangent, without M.
+
+    Args:
+        layer: the weight.
+        phi: the inputs, joined.
+    """
+
+    def __init__(self, layer: Prepared, phi: Tensor) -> None:
+        self._layer = layer
+        if layer.geometry.places(phi.shape[2:]) == (1, 1, 1):
+            rows = layer.geometry.patches(promoted(phi)).flatten(0, 2)
+            norms: Tensor = layer.backend.row_dots(rows, rows)
+            self._gram = norms.view(len(phi), layer.shape[0], 1, 1)
+            self._contract = self._at_one_position
+        else:
+            self._gram = layer.backend.patch_gram(phi, layer.geometry)
+            self._contract = functools.partial(layer.backend.gram, patch_gram=self._gram)
+
+    def products(self, cotangent: Calls) -> Products:
+        """Return the products of a cotangent, or of several one behind the other."""
+        layer, rows = self._layer, self.rows(cotangent)
+        squares = gram_weighted = None
+        if layer.factor is not None:
+            gram_weighted = self.gram_weighted(rows)
+        if layer.products.squares:
+            squares = self._contract(rows)
+        return Products(squares, gram_weighted, None, None, None)
+
+    def rows(self, cotangent: Calls) -> Tensor:
+        """Return δ by position, (n, G, P, d)."""
+        rows = self._layer.geometry.rows(self._layer.taken(cotangent[0]))
+        return promoted(rows) if rows.shape[2] == 1 else rows
+
+    def gram_weighted(self, rows: Tensor) -> Tensor:
+        """Return |R M|² of rows δ."""
+        half, factor = self._layer.half_factor, self._layer.factor
+        if half is not None and rows.dtype == torch.bfloat16:
+            return cuda.factored_gram(half, rows, self._gram)
+        rows = promoted(rows)  # float16 would leave its range
+        assert factor is not None
+        factor = factor.to(rows.dtype)
+        if rows.shape[1:3] == (1, 1):
+            return self._contract((rows.flatten(1) @ factor[0].mT)[:, None, None])
+        # of a convolution's cotangent as it lies in memory: R (r, d) times (d, P)
+        return self._contract((factor @ rows.mT).mT)
+
+    def _at_one_position(self, rows: Tensor) -> Tensor:
+        flat, gram = rows.flatten(0, 2), self._gram
+        squares: Tensor = self._layer.backend.row_dots(flat, flat)
+        terms = squares.view(-1, *gram.shape[:2]) * gram[:, :, 0, 0]  # of cotangents that share the inputs
+        return terms.sum(dim=2).flatten()
+
+
+class Both:
+    """What has a form without M by that, the rest by M.
+
+    Args:
+        layer: the weight.
+        phi: the inputs, joined.
+    """
+
+    def __init__(self, layer: Prepared, phi: Tensor) -> None:
+        self._by_gram, self._direct = Gram(layer, phi), Direct(layer, phi, None)
+        self._gram_weighted = layer.products.gram_weighted
+
+    def products(self, cotangent: Calls) -> Products:
+        """Return the products of a cotangent."""
+        found = self._direct.products(cotangent)
+        if not self._gram_weighted:
+            return found
+        return found._replace(gram_weighted=self._by_gram.gram_weighted(self._by_gram.rows(cotangent)))
+
+
+class OnePosition:
+    """All products of layers of one position, M = δ φᵀ, with what depends on φ alone prepared once.
+
+    |w ∘ M|² = Σ_s δ_s² (Σ_j w_sj² φ_j²), and of w ∘ M the sums by row δ_s ⟨w_s, φ⟩ and by column φ_j Σ_s δ_s w_sj.
+
+    Args:
+        layer: the weight.
+        inputs: φ.
+    """
+
+    def __init__(self, layer: Prepared, inputs: Tensor) -> None:
+        assert layer.weight is not None
+        self._by_gram, self._products = Gram(layer, inputs), layer.products
+        self._geometry = layer.geometry
+        self._phi = layer.geometry.patches(promoted(inputs)).squeeze(2)  # n, G, m
+        self._weight = layer.weight.to(self._phi.dtype)
+        if layer.products.by_row:
+            self._outputs = self._applied(self._phi, self._weight)
+        if layer.products.weighted:
+            _, d, m = layer.shape
+            self._variances = self._phi.new_empty(*self._phi.shape[:2], d)  # Σ_j w_sj² φ_j²
+            rows, squares = max(1, _ENTRIES // m), self._phi.square()
+            for part, made in zip(self._weight.split(rows, dim=1), self._variances.split(rows, dim=2), strict=True):
+                made.copy_(self._applied(squares, part.square()))  # no second matrix of the weight's size
+
+    def products(self, cotangent: Calls) -> Products:
+        """Return the products of a cotangent."""
+        found = self._by_gram.products(cotangent)
+        rows = self._geometry.rows(promoted(cotangent[0])).squeeze(2)
+        weighted = by_column = by_row = None
+        if self._products.weighted:
+            weighted = reference.row_dots(rows.square().flatten(1), self._variances.flatten(1))
+        if self._products.by_column:
+            columns = self._phi * self._applied(rows, self._weight.mT)
+            by_column = columns.unflatten(2, (-1, self._geometry.kernel_elements)).sum(dim=3).flatten(1).double()
+        if self._products.by_row:
+            by_row = (rows * self._outputs).flatten(1).double()
+        return Products(found.squares, found.gram_weighted, weighted, by_column, by_row)
+
+    @staticmethod
+    def _applied(vectors: Tensor, weight: Tensor) -> Tensor:
+        """Return w times vectors: (n, G, m), (G, d, m) -> (n, G, d); a batched product of one matrix would copy it."""
+        if len(weight) == 1:
+            return (vectors.squeeze(1) @ weight[0].t()).unsqueeze(1)
+        return (vectors.transpose(0, 1) @ weight.mT).transpose(0, 1)
+
+
+class Summed:
+    """M written out, of several calls that cannot be joined.
+
+    Args:
+        layer: the weight.
+        inputs: of each call.
+    """
+
+    def __init__(self, layer: Prepared, inputs: Calls) -> None:
+        self._layer, self._inputs = layer, inputs
+
+    def products(self, cotangent: Calls) -> Products:
+        """Return the products of a cotangent."""
+        layer, gradients = self._layer, self._layer.gradients(self._inputs, cotangent)
+        factor, weight = (None if t is None else t.to(gradients.dtype) for t in (layer.factor, layer.weight))
+        return reference.products(gradients, layer.geometry, factor, weight)
+
+
+def joined(parts: Sequence[Products]) -> Products:
+    """Return the products of samples one part behind the other."""
+    return Products(*(None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)))

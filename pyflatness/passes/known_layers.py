@@ -1,0 +1,143 @@
+"""Learn from runs of a model which of the chosen layers ran, where they keep samples, and which have no gradient."""
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..model import calling, layers
+from ..model.selectors import Selection
+from . import batch_layout, dry_run, linearity
+from .batch_layout import Layout
+from .recorder import Recorder
+
+
+class KnownLayers:
+    """Hold what is known of the chosen layers from the runs so far.
+
+    Args:
+        model: inside :func:`.state.observing`.
+        selection: the layers.
+        recorder: of the same.
+        forward: see :func:`.calling.run`.
+        order_matters: whether values of single samples are asked for, so that rows in another order have to be noticed.
+
+    Attributes:
+        unseen: layers that ran for the first time in the last run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        selection: Selection,
+        recorder: Recorder,
+        forward: calling.Forward | None,
+        *,
+        order_matters: bool,
+    ) -> None:
+        self._model, self._recorder, self._forward = model, recorder, forward
+        self._selected, self._named, self._optional = selection.modules, selection.named, selection.optional
+        self._order_matters = order_matters
+        self._samples = 0  # behind what is known
+        self._layouts: dict[str, tuple[Layout, ...]] = {}
+        self._relied_on: set[str] = set()  # layers whose layout gave a value already
+        self._idle: dict[str, frozenset[int]] = {}  # calls of layers that outputs do not depend on, by number
+        self._detached: set[str] = set()  # layers to which autograd has no path, left out like those that do not run
+        self.unseen: set[str] = set()
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The chosen layers that ran, in the model's order."""
+        return {name: module for name, module in self._selected.items() if name in self._layouts}
+
+    def layouts(self) -> dict[str, Layout]:
+        """Return where each layer that ran keeps the samples."""
+        return {name: layouts[0] for name, layouts in self._layouts.items()}
+
+    def suffice(self, samples: int) -> bool:
+        """Return whether a batch of so many samples needs no dry run."""
+        return self._samples > 1 or (self._samples == 1 and samples == 1)
+
+    def add(self, found: dry_run.Findings, *, first: bool) -> None:
+        """Take in what a dry run found.
+
+        Args:
+            found: by the dry run.
+            first: whether it came before a batch, so that layers that did not run in it are missed.
+
+        Raises:
+            InputError: a layer that was named did not run, cannot be measured, or does not run at every call.
+        """
+        if self.unseen - found.layouts.keys():
+            listed = ", ".join(map(repr, sorted(self.unseen)))
+            raise InputError(f"layer {listed} runs at one call of the model and not at the next, on the same batch")
+        missing = [name for name in self._selected if name in self._named and name not in found.layouts]
+        if first and self._selected and not self._optional and (missing or not found.layouts):
+            raise layers.did_not_run(self._model, missing or self._selected)
+        for name in found.layouts:
+            layers.check_measurable(name, self._selected[name])
+        known = self._layouts if self._samples > 1 else {}
+        layouts = {**self._layouts, **found.layouts, **known}
+        self._layouts = {name: kept for name, kept in layouts.items() if name not in self._detached}
+        self._samples = max(self._samples, found.samples)
+
+    def note_unseen(self) -> None:
+        """Compare the recorded calls with what is known, and leave detached layers out of them."""
+        for name in self._detached:
+            self._recorder.calls.pop(name, None)
+        self.unseen = self._recorder.calls.keys() - self._layouts.keys()
+
+    def rely_on(self, names: Collection[str]) -> None:
+        """Take in that the layouts of some layers give values, so that they must not change any more."""
+        self._relied_on.update(names)
+
+    def find_without_path(self, outputs: Tensor, users: linearity.Users, batch: object) -> bool:
+        """Look for calls of layers, not known before, to which autograd has no path from the outputs.
+
+        Returns:
+            Whether there are some. The outputs do not depend on them, or the layer is left out from now on.
+
+        Raises:
+            InputError: the outputs do depend on them, so that derivatives of zero would be wrong.
+        """
+        unreached = linearity.unreached(outputs, users, self._recorder.calls)
+        new = {name: calls for name, calls in unreached.items() if not calls <= self._idle.get(name, frozenset())}
+        for name, calls in new.items():
+            if not dry_run.matters(self._model, self._selected[name], calls, batch, self._forward):
+                self._idle[name] = self._idle.get(name, frozenset()) | calls
+            elif name in self._named or name in self._relied_on or len(self._layouts) == 1:
+                raise InputError(
+                    f"layer {name!r}: the model's outputs change with what it gives, but autograd has no path between "
+                    "them (detach, .data, numpy, or an operation without a derivative is on the way), and derivatives "
+                    "of zero would be wrong; write that way in differentiable operations, or choose other layers"
+                )
+            else:
+                self._detached.add(name)
+                self._layouts.pop(name, None)
+        return bool(new)
+
+    def narrow(self, outputs: Tensor, samples: int) -> None:
+        """Hold the layouts against a run, wherever it could differ from what was seen before.
+
+        Flattened samples and gathered outputs may have other lengths in this batch, rows may be in another order.
+
+        Raises:
+            InputError: a layer keeps its samples otherwise than before, or nowhere.
+        """
+        made = self._recorder.calls
+        gathered = len(outputs) != samples or self._order_matters
+        doubtful = {
+            name: layouts
+            for name, layouts in self._layouts.items()
+            if name in made
+            and (
+                gathered
+                or len(layouts) > 1
+                or len(made[name]) > 1
+                or any(call.output.shape[layouts[0].dim] != samples for call in made[name])
+            )
+        }
+        for name, layouts in dry_run.narrow(outputs, self._recorder, doubtful, samples).items():
+            if name in self._relied_on and layouts[0] != self._layouts[name][0]:
+                raise batch_layout.mixed(name, made[name][0].output.shape, samples)
+            self._layouts[name] = layouts
