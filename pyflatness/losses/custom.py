@@ -109,13 +109,8 @@ class CustomLoss:
             logits = (promoted(positions) @ promoted(weight).t()).double() + (0 if bias is None else bias.double())
             with torch.enable_grad(), advice.on_second_derivative(self.loss):
                 logits.requires_grad_()
-<<<<<<< HEAD
                 loss = self._sum(logits.view(-1, *self._shape), targets)
-                (slope,) = torch.autograd.grad(loss, logits, create_graph=True)
-=======
-                loss = self._sum(logits.view(-1, *self._shape), terms.extra)
                 (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
->>>>>>> main
                 total = logits.new_zeros(len(logits))
                 if gradient.requires_grad:  # a loss that is linear in its input has no curvature
                     for column, u in itertools.product(span.unbind(2), directions):

@@ -16,11 +16,7 @@ from ..passes.runner import Runner
 from ..passes.task import Task
 from ..report import Estimate
 from ..sweep import stages
-<<<<<<< HEAD
-from ..sweep.layer_sweep import Sweep
-=======
-from ..sweep.layer_sweep import Sweep, Take, Values
->>>>>>> main
+from ..sweep.layer_sweep import Sweep, Values
 from ..sweep.totals import Sums, Totals
 from . import Measure
 
@@ -150,7 +146,6 @@ class LayerValues:
 
     def _sums(self, sweep: Sweep, draws: range | None = None) -> Sums:
         """Exact, by so many draws, in groups, or by as many draws as a standard error takes."""
-<<<<<<< HEAD
         options = self._options
         if options.target_stderr is not None and draws is None:
             return stages.until(
@@ -158,28 +153,13 @@ class LayerValues:
             )
         if isinstance(options.probes, int):
             draws = range(options.probes)
-        values = sweep.by_groups() if options.probes == "adaptive" else sweep.values(draws)
         sampled = draws is not None
         totals = Totals(self._loss.reduction, options.nan_policy, per_sample=options.per_sample, sampled=sampled)
-        with contextlib.closing(values) as parts:  # hooks go with an error, not at some later time
-            for part in parts:
-                totals.add(part, self._runner.selected)
-=======
-        target, probes = self._options.target_stderr, self._options.probes
-        if probes == "adaptive":
-            return self._totalled(sweep.by_groups)
-        if target is not None:
-            return stages.until(target, lambda draws: self._summed(sweep, draws), lambda: sweep.exact_passes)
-        return self._summed(sweep, None if probes is None else range(int(probes)))
-
-    def _summed(self, sweep: Sweep, draws: range | None) -> Sums:
-        return self._totalled(partial(sweep.values, draws=draws), sampled=draws is not None)
-
-    def _totalled(self, values: Callable[[Take], None], *, sampled: bool = False) -> Sums:
-        options, reduction = self._options, self._loss.reduction
-        totals = Totals(reduction, options.nan_policy, per_sample=options.per_sample, sampled=sampled)
-        values(partial(totals.add, modules=self._runner.selected))
->>>>>>> main
+        take = partial(totals.add, modules=self._runner.selected)
+        if options.probes == "adaptive":
+            sweep.by_groups(take)
+        else:
+            sweep.values(take, draws)
         return totals.sums()
 
     def _check(self, nonlinear: Mapping[str, str]) -> None:

@@ -12,7 +12,6 @@ Layers in whose weight the model is not linear take Hessian products instead, ea
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -94,11 +93,7 @@ class Sweep:
             InputError: see :meth:`.Runner.each`; targets that do not fit; too many passes or products.
         """
         signs = None if draws is None else Signs(self._options.seed, draws)
-<<<<<<< HEAD
-        return self._runner.results(partial(self._values, signs=signs))
-=======
         self._runner.each(functools.partial(self._values, signs=signs), take)
->>>>>>> main
 
     def by_groups(self, take: Take) -> None:
         """Hand every sample's quantities to ``take``, columns sent in groups as large as the user's ``rtol`` allows.
