@@ -1,4 +1,4 @@
-"""Squares of every sample's gradients in the weights and biases of linear layers and convolutions, from φ and δ.
+"""Square every sample's gradients in the weights and biases of linear layers and convolutions, from φ and δ.
 
     ∂⟨s, f_i⟩/∂w = M_i = Σ_p δ_ip φ_ipᵀ,   ∂⟨s, f_i⟩/∂b = Σ_p δ_ip
     |a ∘ M_i|², a = 1 or w;   |a ∘ Σ_p δ_ip|², a = 1 or b
@@ -26,7 +26,7 @@ Gradients = Mapping[str, Sequence[Tensor]]
 
 
 class LayerGradients:
-    """The layers whose weight and bias are parameters of the model.
+    """Know the layers whose weight and bias are parameters of the model.
 
     Args:
         task: the model and options.
@@ -47,11 +47,11 @@ class LayerGradients:
         self._usable: dict[str, bool] = {}
 
     def parameters(self, name: str) -> list[str]:
-        """Names of a layer's own parameters, among those in question."""
+        """Return names of a layer's own parameters, among those in question."""
         return [full for what in ("weight", "bias") if (full := _joined(name, what)) in self._theta]
 
     def usable(self, run: Run) -> list[str]:
-        """The layers that ran and whose parameters are used by their own calls alone; after :meth:`check`."""
+        """Return the layers that ran and whose parameters are used by their own calls alone; after :meth:`check`."""
         return [name for name in self.modules if run.calls(name) and self._usable.get(name, False)]
 
     def check(self, run: Run, per_sample: PerSampleParameters) -> None:
@@ -79,7 +79,7 @@ class LayerGradients:
                 self._usable[name] = self._is_whole(run, name, gradients[name], whole)
 
     def squares(self, run: Run, names: Sequence[str], passes: int) -> Callable[[Gradients], Tensor]:
-        """For some layers, of whose outputs gradients will come so many times: gradients -> (n,) float64."""
+        """Return a function gradients -> (n,) float64 of some layers, in whose outputs so many gradients will come."""
         contracted = {}
         for name in names:
             form = self._forms[name]
@@ -101,7 +101,7 @@ class LayerGradients:
         return of
 
     def _is_whole(self, run: Run, name: str, gradients: Sequence[Tensor], whole: Mapping[str, Tensor | None]) -> bool:
-        """Whether the gradients of all samples together are those of the layer's parameters."""
+        """Return whether the gradients of all samples together are those of the layer's parameters."""
         module, delta = self.modules[name], self._forms[name].rows(run, gradients)
         weight, bias = whole.get(_joined(name, "weight")), whole.get(_joined(name, "bias"))
         if _joined(name, "weight") in whole:

@@ -1,4 +1,4 @@
-"""As many random draws as a standard error takes."""
+"""Take as many random draws as a standard error asks for."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _CLOSE = 1.05  # a standard error within this of the one that was asked for is t
 
 
 def until(target: float, summed: Callable[[range | None], Sums], exact_passes: Callable[[], int]) -> Sums:
-    """Values whose standard errors are about ``target`` at most, or exact ones where these take no more.
+    """Return values whose standard errors are about ``target`` at most, or exact ones where these take no more.
 
     A first stage of a few draws says how many there have to be in all, and a later one is added where that was too few.
     No stage looks at the values, and all count by their draws (after Stein 1945), which keeps the coverage of the
