@@ -11,13 +11,14 @@ from torch import Tensor
 from ..contractions.quantities import QUANTITIES
 from ..errors import InputError, NotYetError
 from ..model import layers
+from ..numerics.accumulate import omits
 from ..passes import linearity
 from ..passes.runner import Runner
 from ..passes.task import Task
 from ..report import Estimate
 from ..sweep import stages
 from ..sweep.layer_sweep import Sweep, Values
-from ..sweep.totals import Sums, Totals
+from ..sweep.totals import Sums, Totals, layer_error
 from . import Measure
 
 Attempt = Callable[[Measure], contextlib.AbstractContextManager[None]]
@@ -34,7 +35,6 @@ class LayerValues:
     def __init__(self, task: Task) -> None:
         self._task, self._model, self._selected = task, task.model, task.selection.modules
         self._loss, self._options = task.loss, task.options
-        order = self._options.per_sample or self._options.nan_policy == "omit" or not task.loss.convex
         self._runner = Runner(
             task.model,
             task.selection,
@@ -43,7 +43,7 @@ class LayerValues:
             self._options.memory,
             self._check,
             second_order=self._options.curvature != "ggn",
-            order_matters=order,
+            order_matters=self._options.by_sample or not task.loss.convex,
         )
 
     def estimates(
@@ -118,7 +118,7 @@ class LayerValues:
                 f"{measure.name} has no sampled value: pass probes=None and target_stderr=None, or leave it out of "
                 "measures="
             )
-        if quantity.entries and self._options.nan_policy == "omit":
+        if quantity.entries and omits(self._options.nan_policy):
             raise InputError(f"{measure.name} is of all samples together: nan_policy='omit' can leave none of them out")
         for name, module in self._selected.items() if self._options.conv == "affine" else ():
             repeated = not quantity.of_repeated and layers.repeats_inputs(module)
@@ -130,37 +130,33 @@ class LayerValues:
                 )
 
     def block_traces(self) -> Tensor:
-        """(d, d) of the one layer."""
+        """Return the (d, d) block traces of the one layer."""
         sweep = Sweep(self._runner, self._loss, self._options, ("squares",))
-        totals = Totals(self._loss.reduction, self._options.nan_policy)
+        totals = self._totals()
         blocks: list[Tensor] = []
 
         def take(found: tuple[Tensor, Values]) -> None:
             traces, values = found
-            totals.add(values, self._runner.selected)
+            totals.add(values)
             blocks[:] = [blocks[0] + traces if blocks else traces]
 
         sweep.block_traces(_LARGEST_MATRIX, take)
-        matrix: Tensor = torch.block_diag(*(blocks[0] / totals.divisor))
+        matrix: Tensor = torch.block_diag(*(blocks[0] / totals.over.normaliser))
         return matrix
 
-    def _sums(self, sweep: Sweep, draws: range | None = None) -> Sums:
-        """Exact, by so many draws, in groups, or by as many draws as a standard error takes."""
-        options = self._options
-        if options.target_stderr is not None and draws is None:
-            return stages.until(
-                options.target_stderr, lambda draws: self._sums(sweep, draws), lambda: sweep.exact_passes
-            )
-        if isinstance(options.probes, int):
-            draws = range(options.probes)
-        sampled = draws is not None
-        totals = Totals(self._loss.reduction, options.nan_policy, per_sample=options.per_sample, sampled=sampled)
-        take = partial(totals.add, modules=self._runner.selected)
-        if options.probes == "adaptive":
-            sweep.by_groups(take)
-        else:
-            sweep.values(take, draws)
-        return totals.sums()
+    def _sums(self, sweep: Sweep) -> Sums:
+        """Return the sums: exact, in groups, or by draws as the options say."""
+        if self._options.probes == "adaptive":
+            return self._totals().of(sweep.by_groups)
+
+        def summed(draws: range | None) -> Sums:
+            return self._totals(sampled=draws is not None).of(partial(sweep.values, draws=draws))
+
+        return stages.by_options(self._options, summed, lambda: sweep.exact_passes)
+
+    def _totals(self, *, sampled: bool = False) -> Totals:
+        error = partial(layer_error, self._runner.selected)
+        return Totals(self._loss.reduction, self._options, error, sampled=sampled)
 
     def _check(self, nonlinear: Mapping[str, str]) -> None:
         """Raise where there is no telling whether a value would be the Hessian's."""
