@@ -90,13 +90,13 @@ class SoftmaxVariance:
         """
         if self.route == "rows":
             return self._wide(features, None if scale is None else scale.nan_to_num(0.0))
-        parts = []
+        chunks: list[Tensor] = []
         for chunk in map(promoted, features.split(self._chunk)):
             if self.route == "fused":
-                parts.append(self._backend.softmax_variance(chunk, self._centred, self._bias, self._distances))
+                chunks.append(self._backend.softmax_variance(chunk, self._centred, self._bias, self._distances))
             else:
-                parts.append(self._pairs(chunk))
-        return Bounded(parts[0] if len(parts) == 1 else torch.cat(parts), None)
+                chunks.append(self._pairs(chunk))
+        return Bounded(chunks[0] if len(chunks) == 1 else torch.cat(chunks), None)
 
     def _pairs(self, features: Tensor) -> Tensor:
         backend = self._backend

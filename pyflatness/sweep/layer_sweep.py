@@ -141,7 +141,7 @@ class Sweep:
         if linear:
             self.exact_passes = max(self.exact_passes, sent.passes)
             count = sent.passes if signs is None else len(signs.draws)
-            contracted = self._contracted(run, linear, count, hold=signs is None)
+            contracted = Contracted(run, self._forms, linear, count, hold=signs is None)
             for name in linear if sent.passes == 0 else ():
                 _add(parts, name, self._forms[name].contraction(run).nothing(run.samples))
             for draw, cotangent, sign in sent.sent(signs, run.numbers):
@@ -163,9 +163,6 @@ class Sweep:
             values, sent.sample_weights, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(nonlinear)
         )
 
-    def _contracted(self, run: Run, names: Iterable[str], passes: int, *, hold: bool = False) -> Contracted:
-        return Contracted(run, {name: self._forms[name] for name in names}, passes, hold=hold)
-
     def _begun(self, run: Run, tolerance: groups.Tolerance) -> tuple[adaptive.Grouped, dict[str, Tensor], Tensor]:
         """Plan a micro-batch's sends, and send the rounds for all samples; fingerprints of rows; :meth:`_left_out`."""
         names, sent = self._linear(run), cotangents.of_run(run, self._loss)
@@ -173,7 +170,7 @@ class Sweep:
         shape = len(self._runner.selected), len(self._quantities)
         part = adaptive.begin(run, sent, shape, tolerance, self._options.seed)
         rounds = part.sends.together(run.samples / 2 if self._runner.cuttable else 1) if sent.passes else 0
-        contracted = self._contracted(run, names, rounds)
+        contracted = Contracted(run, self._forms, names, rounds)
         for number in range(rounds):
             chosen, cotangent = part.of_round(number)
             values = self._stacked(contracted.of(cotangent), part.sums)
@@ -194,7 +191,7 @@ class Sweep:
             names = self._linear(run)
             for name in names:
                 _check_order(name, prints[name][places[which]], self._forms[name].fingerprints(run), run.outputs.dtype)
-            values = self._contracted(run, names, 1).of(part.packed(left[which]))
+            values = Contracted(run, self._forms, names, 1).of(part.packed(left[which]))
             return left[which], self._stacked(values, part.sums.new_empty(*part.sums.shape[:2], run.samples))
 
         self._runner.repeat(part.left, places, send, lambda found: part.add(*found))
