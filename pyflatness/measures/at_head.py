@@ -78,7 +78,7 @@ class _Sum:
 
     def add(self, batch: HeadBatch) -> None:
         features = batch.features if self._scale is None else normalize.apply(self._scale, batch.features, inverse=True)
-        curvature = self._curvature(features, batch.terms)
+        curvature = self._curvature(features, batch.terms.scale, *batch.terms.extra)
         rows = curvature.values.mul_(batch.terms.scale)
         if self._scale is not None:
             rows = self._as_in_the_first_read(batch, rows)
