@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError
-from .arrays import array, dense, dense_rows, layer_sizes, plain, span, strided
+from . import head_arguments
+from .arrays import array, dense, layer_sizes, plain, span
 from .geometry import Geometry
 from .precision import promoted_dtype
 from .reference import Products, exponentiate_rounded, norms_about, products, rejoin, spread
@@ -57,7 +58,7 @@ except ImportError as error:
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str:
-    """Why tensors of this kind cannot be served; empty if they can."""
+    """Return why tensors of this kind cannot be served; empty if they can."""
     if _MISSING:
         return _MISSING
     _require()
@@ -69,12 +70,12 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def instruction_sets() -> list[str]:
-    """The instruction sets that this build and processor have, widest first (empty without the compiled module)."""
+    """Return the instruction sets that this build and processor have, widest first; none without the module."""
     return [] if _C is None else list(_C.instruction_sets())
 
 
 def instruction_set() -> str:
-    """The instruction set in use."""
+    """Return the instruction set in use."""
     _require()
     return str(_C.instruction_set())
 
@@ -107,61 +108,39 @@ def forced_direct_form(name: str) -> Iterator[None]:
 
 def pair_distances(weight: Tensor) -> Tensor:
     """See :func:`.reference.pair_distances`."""
-    weight = dense(weight)
-    d, m = weight.shape
-    out = weight.new_empty(d, d)
-    _kernel("pair_distances", weight)(array(weight), d, m, array(out), torch.get_num_threads())
-    return out
+    given = head_arguments.pair_distances(weight)
+    _kernel("pair_distances", *given.tensors)(*given.arguments, torch.get_num_threads())
+    return given.results
 
 
 def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor, distances: Tensor) -> Tensor:
     """See :func:`.reference.softmax_variance`; at most ``_C.MAX_FUSED_OUTPUTS`` outputs."""
-    features, weight, bias = dense_rows(features), dense(weight), dense(bias)
-    (n, m), d = features.shape, weight.shape[0]
-    out = features.new_empty(n, dtype=torch.float64)
-    _kernel("softmax_variance", features, weight, bias, distances)(
-        strided(features), features.stride(0), array(weight), array(bias), array(dense(distances)), n, m, d,
-        array(out), torch.get_num_threads(),
-    )  # fmt: skip
-    return out
+    given = head_arguments.softmax_variance(features, weight, bias, distances)
+    _kernel("softmax_variance", *given.tensors)(*given.arguments, torch.get_num_threads())
+    return given.results
 
 
 def exponentiate(
     logits: Tensor, row_norms: Tensor | None, top_value: float, maximum: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """See :func:`.reference.exponentiate`; ``logits`` and ``maximum`` must be contiguous, as they change in place."""
-    n, d = logits.shape
-    norms = logits.new_empty(0) if row_norms is None else dense(row_norms)
-    rest = logits.new_empty(n, dtype=torch.float64)
-    moment = rest.new_empty(0 if row_norms is None else n)
-    top = logits.new_empty(n, dtype=torch.int64)
-    _kernel("exponentiate", logits, norms, maximum)(
-        array(logits), array(norms), top_value, n, d, array(maximum), array(rest), array(moment), array(top),
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return rest, (None if row_norms is None else moment), top
+    given = head_arguments.exponentiate(logits, row_norms, top_value, maximum)
+    _kernel("exponentiate", *given.tensors)(*given.arguments, torch.get_num_threads())
+    return given.results
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
     """See :func:`.reference.row_dots`."""
-    a, b = dense_rows(a), dense_rows(b)
-    n, k = a.shape
-    out = a.new_empty(n, dtype=torch.float64)
-    _kernel("row_dots", a, b)(
-        strided(a), a.stride(0), strided(b), b.stride(0), n, k, array(out), torch.get_num_threads()
-    )
-    return out
+    given = head_arguments.row_dots(a, b)
+    _kernel("row_dots", *given.tensors)(*given.arguments, torch.get_num_threads())
+    return given.results
 
 
 def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -> Tensor:
     """See :func:`.reference.sigmoid_curvature`."""
-    logits, coefficients, row_norms = dense(logits), dense(coefficients), dense(row_norms)
-    n, d = logits.shape
-    out = logits.new_empty(n, dtype=torch.float64)
-    _kernel("sigmoid_curvature", logits, coefficients, row_norms)(
-        array(logits), array(coefficients), array(row_norms), n, d, array(out), torch.get_num_threads()
-    )
-    return out
+    given = head_arguments.sigmoid_curvature(logits, coefficients, row_norms)
+    _kernel("sigmoid_curvature", *given.tensors)(*given.arguments, torch.get_num_threads())
+    return given.results
 
 
 def direct(
@@ -196,7 +175,7 @@ def direct(
 
 
 def gathering_pays(inputs: Tensor, geometry: Geometry, rows: int) -> bool:
-    """Whether several signals of so many rows of a group are better contracted together, by :func:`direct_gathered`."""
+    """Return whether several signals of so many rows of a group are better contracted by :func:`direct_gathered`."""
     (n, groups, channels, _), *sizes = layer_sizes(inputs, None, geometry)
     taken = inputs.new_empty(0, dtype=promoted_dtype(inputs.dtype))
     return bool(_kernel("listed_pays", taken)(((n, groups, channels, rows), *sizes)))
@@ -246,13 +225,9 @@ def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:
 
 def small_eigenvalues(matrices: Tensor) -> Tensor:
     """See :func:`.reference.small_eigenvalues`; at most ``_C.MAX_EIGEN_SIZE`` rows."""
-    matrices = dense(matrices)
-    n, size, _ = matrices.shape
-    out = matrices.new_empty(n, size)
-    if matrices.dtype != torch.float64:
-        raise BackendError(f"small_eigenvalues: wants float64, got {matrices.dtype}")
-    _kernel("small_eigenvalues", matrices)(array(matrices), n, size, array(out), torch.get_num_threads())
-    return out
+    given = head_arguments.small_eigenvalues(matrices)
+    _kernel("small_eigenvalues", *given.tensors)(*given.arguments, torch.get_num_threads())
+    return given.results
 
 
 @functools.cache

@@ -155,11 +155,13 @@ class LayerContraction:
             route = Summed(layer, inputs)
         elif self._route_of(inputs[0], count) == "direct":
             route = Direct(layer, inputs[0], layer.factor) if together == 1 else Gathered(layer, inputs[0])
+        elif math.prod(layer.geometry.places(inputs[0].shape[2:])) == 1:
+            route = OnePosition(layer, inputs[0])
         elif layer.weight is None:
-            route = Gram(layer, inputs[0])
+            route = Gram(layer, inputs[0], squares=layer.products.squares)
         else:
-            single = math.prod(layer.geometry.places(inputs[0].shape[2:])) == 1
-            route = (OnePosition if single else Both)(layer, inputs[0])
+            by_gram = None if layer.factor is None else Gram(layer, inputs[0], squares=False)
+            route = Both(Direct(layer, inputs[0], None), by_gram)
 
         def entries(cotangent: Calls, sign: Sign) -> Tensor:
             return self.entries(inputs, cotangent, sign)

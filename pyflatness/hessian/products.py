@@ -13,6 +13,7 @@ they give for each micro-batch is added up in float64.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -21,8 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import contractions
 from ..errors import NonFiniteError, NotYetError
-from ..losses import risk
 from ..model import layers, state
+from ..numerics.accumulate import Accumulator, check_together
+from ..options import Options
 from ..passes import cotangents, linearity, normalize
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
@@ -69,10 +71,16 @@ class Products:
             inside=self._weights_as_leaves,
         )
         self._leaves: dict[str, Tensor] = {}  # layer -> its effective weight, as its calls see it
-        self.samples, self._normaliser = 0, 0.0
+        over = Accumulator(self._options.nan_policy, task.loss.reduction)
         self.custom: set[str] = set()
-        self._runner.each(self._seen, self._take)
-        self._divisor = risk.divisor(task.loss, self._normaliser)
+
+        def take(seen: tuple[int, float, frozenset[str]]) -> None:
+            samples, weight, custom = seen
+            over.add(samples, weight)
+            self.custom |= custom
+
+        self._runner.each(self._seen, take)
+        self.samples, self._normaliser = over.samples, over.normaliser
         self.modules = self._runner.modules
         weights = [layers.matrix(module)[0] for module in self.modules.values()]
         self.device, self.eps = weights[0].device, max(torch.finfo(weight.dtype).eps for weight in weights)
@@ -87,14 +95,8 @@ class Products:
         if self._options.curvature == "auto":
             linearity.refuse_custom_functions(sorted(custom))
         sent = cotangents.of_run(run, self._loss)
-        if self._options.nan_policy != "propagate" and bool(sent.bad.any()):
-            raise self._non_finite(run.number)
-        return run.samples, sent.normaliser, custom
-
-    def _take(self, seen: tuple[int, float, frozenset[str]]) -> None:
-        samples, normaliser, custom = seen
-        self.samples, self._normaliser = self.samples + samples, self._normaliser + normaliser
-        self.custom |= custom
+        self._check(run.number, not math.isnan(sent.weight))
+        return run.samples, sent.weight, custom
 
     @contextlib.contextmanager
     def _weights_as_leaves(self) -> Iterator[None]:
@@ -111,21 +113,21 @@ class Products:
             yield
 
     def size(self, names: Names) -> int:
-        """N, the entries of a vector for these layers."""
+        """Return N, the entries of a vector for these layers."""
         return sum(layers.matrix(self.modules[name])[0].numel() for name in names)
 
     def allowed(self, names: Names, vectors: Tensor) -> Tensor:
-        """Vectors (b, N) with zeros for features that drop out under ``normalize``."""
+        """Return vectors (b, N) with zeros for features that drop out under ``normalize``."""
         return vectors * (self._inverse_spread(names) != 0)
 
     def notes(self, name: str) -> tuple[str, ...]:
-        """What a reader of a layer's value should know, or of the network's (``""``)."""
+        """Return what a reader of a layer's value should know, or of the network's (``""``)."""
         custom = name in self.custom if name else bool(self.custom)
         tied = layers.tie_notes(self._model, self.modules[name]) if name else ()
         return (*tied, *((linearity.TAKEN_AS_THEY_ARE,) if custom else ()))
 
     def __call__(self, vectors: Mapping[Names, Tensor]) -> Vectors:
-        """Each block times its vectors, all in one pass over the data.
+        """Return each block times its vectors, all in one pass over the data.
 
         Raises:
             NonFiniteError: a product is not finite; under ``nan_policy="propagate"`` it is handed on.
@@ -138,12 +140,11 @@ class Products:
         def take(found: tuple[int, Vectors]) -> None:
             number, products = found
             for names, product in products.items():
-                if self._options.nan_policy != "propagate" and not bool(product.isfinite().all()):
-                    raise self._non_finite(number)
+                self._check(number, bool(product.isfinite().all()))
                 sums[names] += product
 
         self._runner.each(lambda run: (run.number, self._of_run(run, sent)), take)
-        return {names: rows * inverse[names] / self._divisor for names, rows in sums.items()}
+        return {names: rows * inverse[names] / self._normaliser for names, rows in sums.items()}
 
     @torch.enable_grad()
     def _of_run(self, run: Run, vectors: Vectors) -> Vectors:
@@ -187,7 +188,7 @@ class Products:
             linearity.check_complete(f"layer {name!r}", found)
 
     def _along(self, gradients: Mapping[str, Tensor], names: Names, vector: Tensor) -> Tensor:
-        """⟨gradients, v⟩, float64."""
+        """Return ⟨gradients, v⟩, float64."""
         total = torch.zeros((), dtype=torch.float64, device=vector.device)
         for name, part in zip(names, vector.split([self.size((name,)) for name in names]), strict=True):
             module = self.modules[name]
@@ -196,23 +197,44 @@ class Products:
         return total
 
     def _joined(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """As one vector (N,) float64."""
+        """Return gradients as one vector (N,) float64."""
         return torch.cat([layers.as_matrix(self.modules[n], g).flatten().double() for n, g in gradients.items()])
 
     def _inverse_spread(self, names: Names) -> Tensor:
-        """(N,), or (1,) where nothing is normalised."""
+        """Return the inverse of what each entry is multiplied by, (N,), or (1,) where nothing is normalised."""
         if not self._spreads:
             return torch.ones(1, dtype=torch.float64, device=self.device)
         spread = torch.cat([self._spreads[name].flatten() for name in names])
         return torch.where(spread > 0, 1 / spread, 0.0)
 
-    def _non_finite(self, number: int) -> NonFiniteError:
-        layers.check_finite(self._runner.modules)
+    def _check(self, number: int, fine: bool) -> None:
+        """Raise unless a batch's targets, or its part of a product, are finite or may be NaN."""
+        what = "its targets, or its part of a product with the loss Hessian, have NaN or infinity"
+        check_batch(self._options, self._runner.modules, number, fine, what)
+
+
+def check_batch(options: Options, modules: Mapping[str, nn.Module], number: int, fine: bool, what: str) -> None:
+    """Raise unless a batch's part of an eigenvalue is fine, or may be NaN.
+
+    Args:
+        options: of the user.
+        modules: the layers that ran, whose weights may be what is not finite.
+        number: of the batch.
+        fine: whether the part is finite.
+        what: what is not.
+
+    Raises:
+        NonFiniteError: it is not fine, under the policies "raise" and "omit".
+    """
+
+    def error() -> NonFiniteError:
+        layers.check_finite(modules)
         return NonFiniteError(
-            f"batch {number}: its targets, or its part of a product with the loss Hessian, have NaN or infinity; an "
-            "eigenvalue is one of all samples together, so that nan_policy='omit' can leave none of them out: leave "
-            "them out of the data, or pass nan_policy='propagate' for NaN"
+            f"batch {number}: {what}; an eigenvalue is one of all samples together, so that nan_policy='omit' can "
+            "leave none of them out: leave them out of the data, or pass nan_policy='propagate' for NaN"
         )
+
+    check_together(options.nan_policy, fine, error)
 
 
 def check_filters(task: Task) -> None:
@@ -226,7 +248,7 @@ def check_filters(task: Task) -> None:
 
 
 def spread(module: nn.Module, scale: Tensor) -> Tensor:
-    """(d, m) float64, what a layer's weights are multiplied by where its input channels are divided by ``scale``."""
+    """Return what a layer's weights are multiplied by where inputs are divided by ``scale``, (d, m) float64."""
     matrix = layers.matrix(module)[0]
     columns = normalize.of_columns(module, scale)
     return columns.expand(-1, len(matrix) // len(columns), -1).reshape(matrix.shape)
@@ -235,7 +257,7 @@ def spread(module: nn.Module, scale: Tensor) -> Tensor:
 def _gradients(
     value: Tensor, inputs: Mapping[str, Tensor], cotangent: Tensor | None = None, *, create_graph: bool = False
 ) -> dict[str, Tensor]:
-    """Of a value, or ⟨cotangent, value⟩; zeros where it does not depend on an input."""
+    """Return gradients of a value, or ⟨cotangent, value⟩; zeros where it does not depend on an input."""
     if not value.requires_grad:
         return {name: torch.zeros_like(tensor) for name, tensor in inputs.items()}
     found = torch.autograd.grad(

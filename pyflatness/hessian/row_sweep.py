@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import contractions, interrupts
-from ..errors import NonFiniteError, NotYetError
-from ..losses import risk
+from ..errors import NotYetError
 from ..model import layers
 from ..model.selectors import Selection
 from ..numerics import lanczos
+from ..numerics.accumulate import Accumulator
 from ..numerics.lanczos import Ritz
 from ..passes import cotangents, linearity, normalize
 from ..passes.layer_form import LayerForm
@@ -29,7 +29,7 @@ from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from . import block_traces, row_blocks, row_products
-from .products import Products, check_filters, spread
+from .products import Products, check_batch, check_filters, spread
 from .row_blocks import RowBlocks
 
 _COARSE_TOLERANCE = 1e-5  # for products in other than double precision
@@ -57,7 +57,7 @@ class _MicroBatch:
     """Hold what a micro-batch adds, by layer: it is taken in when that is done, since one may be begun again."""
 
     samples: int
-    normaliser: float
+    weight: float
     number: int
     weighted: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     blocks: dict[str, Tensor] = field(default_factory=dict)
@@ -97,17 +97,23 @@ class RowSweep:
         self._by_entries: set[str] = set()
         self._by_sweeps: set[str] = set()
         self._custom: set[str] = set()
-        self.samples, self._normaliser, self._divisor = 0, 0.0, 1.0
+        self.samples, self._normaliser = 0, 1.0
 
     def rows(self) -> dict[str, Rows]:
-        """Of every layer that ran.
+        """Return what is found of every layer that ran.
 
         Raises:
             InputError: see :meth:`.Runner.each`; targets that do not fit, or are all ignored.
             NotYetError: too many passes, or products.
         """
-        self._runner.each(self._found, self._take)
-        self._divisor = risk.divisor(self._task.loss, self._normaliser)
+        over = Accumulator(self._options.nan_policy, self._task.loss.reduction)
+
+        def take(part: _MicroBatch) -> None:
+            over.add(part.samples, part.weight)
+            self._take(part)
+
+        self._runner.each(self._found, take)
+        self.samples, self._normaliser = over.samples, over.normaliser
         self._by_entries |= self._by_sweeps & self._nonlinear(self._runner.modules)
         for name in self._by_entries:
             self._check_entries(name)
@@ -117,11 +123,11 @@ class RowSweep:
             if name in self._by_entries:
                 found[name] = self._of_entries(name)
             elif name not in swept:
-                found[name] = self._over_divisor(blocks.largest(self._options.seed))
+                found[name] = self._normalised(blocks.largest(self._options.seed))
         return {name: self._rows(name, module, found[name]) for name, module in self._runner.modules.items()}
 
     def notes(self, name: str) -> tuple[str, ...]:
-        """What a reader of a layer's value should know."""
+        """Return what a reader of a layer's value should know."""
         trusted = (linearity.TAKEN_AS_THEY_ARE,) if name in self._custom else ()
         return (*layers.tie_notes(self._task.model, self._runner.modules[name]), *trusted)
 
@@ -135,11 +141,11 @@ class RowSweep:
         if self._options.curvature == "auto":
             linearity.refuse_custom_functions([name for name, why in nonlinear.items() if why == linearity.CUSTOM])
 
-    def _over_divisor(self, ritz: Ritz) -> Ritz:
-        return replace(ritz, values=ritz.values / self._divisor, residuals=ritz.residuals / self._divisor)
+    def _normalised(self, ritz: Ritz) -> Ritz:
+        return replace(ritz, values=ritz.values / self._normaliser, residuals=ritz.residuals / self._normaliser)
 
     def _nonlinear(self, names: Iterable[str]) -> set[str]:
-        """Layers for which second derivatives are asked for."""
+        """Return layers for which second derivatives are asked for."""
         ggn = self._options.curvature == "ggn"
         return {name for name in names if not ggn and not self._runner.is_linear(name)}
 
@@ -154,7 +160,7 @@ class RowSweep:
             )
 
     def _of_entries(self, name: str) -> Ritz:
-        """From the whole block of the layer, a product for each weight."""
+        """Return eigenvalues from the whole block of the layer, a product for each weight."""
         module = self._runner.modules[name]
         d, m = layers.matrix(module)[0].shape
         products = Products(replace(self._task, selection=Selection({name: module}, frozenset())))
@@ -164,19 +170,16 @@ class RowSweep:
         blocks.add_blocks(torch.einsum("sjsk->sjk", matrix))
         return blocks.largest(self._options.seed)
 
-    def _non_finite(self, number: int, name: str) -> NonFiniteError:
-        layers.check_finite(self._runner.modules)
-        return NonFiniteError(
-            f"batch {number}: NaN or infinity in the targets, or the inputs or signals of layer {name!r}; an "
-            "eigenvalue is one of all samples together, so that nan_policy='omit' can leave none of them out: leave "
-            "them out of the data, or pass nan_policy='propagate' for NaN"
-        )
+    def _check_batch(self, number: int, name: str, fine: bool) -> None:
+        """Raise unless what a batch adds to a layer's blocks is finite, or may be NaN."""
+        what = f"NaN or infinity in the targets, or the inputs or signals of layer {name!r}"
+        check_batch(self._options, self._runner.modules, number, fine, what)
 
     # --- one sweep ----------------------------------------------------------------------------------------------------
 
     def _found(self, run: Run) -> _MicroBatch:
         sent = cotangents.of_run(run, self._task.loss)
-        part = _MicroBatch(run.samples, sent.normaliser, run.number)
+        part = _MicroBatch(run.samples, sent.weight, run.number)
         for name in run.recorder.calls:
             if name not in self._forms:
                 self._set_up(name)
@@ -195,21 +198,18 @@ class RowSweep:
         for name in filter(
             measured.__contains__, self._runner.modules
         ):  # an error names the first in the model's order
-            fine = part.is_finite(name) and math.isfinite(part.normaliser)
-            if self._options.nan_policy != "propagate" and not fine:
-                raise self._non_finite(part.number, name)
+            self._check_batch(part.number, name, part.is_finite(name) and math.isfinite(part.weight))
         for name, (features, weights) in part.weighted.items():
             self._blocks[name].add_weighted(features, weights)
             if self._blocks[name].full:
                 self._by_sweeps.add(name)
         for name, blocks in part.blocks.items():
             self._blocks[name].add_blocks(blocks)
-        self.samples, self._normaliser = self.samples + part.samples, self._normaliser + part.normaliser
 
     def _by_factors(
         self, run: Run, sent: cotangents.Cotangents, names: set[str], single: Iterable[str], blocks: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Of layers with a single position: h (n, b). The blocks of the others are filled in, if they fit."""
+        """Return h (n, b) of layers with a single position; the blocks of the others are filled in, if they fit."""
         columns = {name: self._spread(name) for name in names - set(single)}
         self._by_sweeps |= {name for name in columns if not row_blocks.fit(columns[name])}
         names = names - self._by_sweeps
@@ -248,7 +248,7 @@ class RowSweep:
 
     @torch.enable_grad()
     def _by_second_derivatives(self, run: Run, names: set[str]) -> dict[str, Tensor]:
-        """The h (n, b) of layers with one position: the diagonal of ∂²ℓ_i/∂z_i²."""
+        """Return the h (n, b) of layers with one position: the diagonal of ∂²ℓ_i/∂z_i²."""
         found: dict[str, Tensor] = {}
         if not names:
             return found
@@ -259,7 +259,7 @@ class RowSweep:
         return found
 
     def _diagonal(self, run: Run, name: str, gradient: Tensor) -> Tensor:
-        """(n, b), a pass for each row; all samples at once, none of whose gradients depends on another."""
+        """Return h (n, b), a pass for each row; all samples at once, none of whose gradients depends on another."""
         if name in self._custom:
             linearity.check_complete(f"layer {name!r}", [gradient])
         (call,), dim = run.calls(name), layers.class_dim(self._runner.modules[name])
@@ -275,7 +275,7 @@ class RowSweep:
         return torch.stack(columns, dim=1)
 
     def _features(self, run: Run, name: str) -> Tensor | None:
-        """φ (n, m) where the layer sees one position of each sample; None where it sees several."""
+        """Return φ (n, m) where the layer sees one position of each sample; None where it sees several."""
         geometry, parts = layers.geometry(self._runner.modules[name]), self._forms[name].inputs(run)
         if geometry.groups > 1 or len(parts) > 1 or geometry.places(parts[0].shape[2:]) != (1, 1, 1):
             return None
@@ -288,7 +288,7 @@ class RowSweep:
         self._blocks[name] = RowBlocks(self._spread(name) != 0, memory)
 
     def _spread(self, name: str) -> Tensor:
-        """(b, m), what the weights are multiplied by."""
+        """Return what the weights are multiplied by, (b, m)."""
         module = self._runner.modules[name]
         if name in self._scales:
             return spread(module, self._scales[name])
@@ -297,7 +297,7 @@ class RowSweep:
     # --- a sweep for each product -------------------------------------------------------------------------------------
 
     def _swept(self, names: set[str]) -> dict[str, Ritz]:
-        """Of layers whose blocks do not fit, in step."""
+        """Return eigenvalues of layers whose blocks do not fit, in step."""
         spreads = {name: self._spread(name) for name in names}
         inverse = {name: torch.where(spread > 0, 1 / spread, 0.0) for name, spread in spreads.items()}
 
@@ -309,8 +309,7 @@ class RowSweep:
             def take(found: tuple[int, dict[str, Tensor]]) -> None:
                 number, products = found
                 for name, product in products.items():
-                    if self._options.nan_policy != "propagate" and not bool(product.isfinite().all()):
-                        raise self._non_finite(number, name)
+                    self._check_batch(number, name, bool(product.isfinite().all()))
                     sums[name] += product
 
             self._runner.each(lambda run: (run.number, row_products.of_run(run, loss, modules, sent)), take)
@@ -325,4 +324,4 @@ class RowSweep:
             )
             for name in names
         }
-        return {name: self._over_divisor(ritz) for name, ritz in lanczos.solved_in_step(searches, times).items()}
+        return {name: self._normalised(ritz) for name, ritz in lanczos.solved_in_step(searches, times).items()}

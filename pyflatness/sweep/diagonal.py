@@ -13,8 +13,8 @@ output gradients δ (Σ_p δ_p φ_pᵀ and Σ_p δ_p); those of other parameters
 which every sample has parameters of its own (:mod:`.per_sample_parameters`).
 """
 
-import functools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .. import contractions
 from ..errors import InputError, NonFiniteError
 from ..model import parameters
 from ..model.selectors import Selection
+from ..numerics.accumulate import non_finite
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
@@ -35,7 +36,7 @@ from .layer_gradients import LayerGradients
 from .layer_sweep import Take, Values
 from .per_sample_diagonal import PerSampleDiagonal
 from .per_sample_parameters import Group, PerSampleParameters
-from .totals import Sums, Totals
+from .totals import OR_OVERFLOW, Sums, Totals
 
 
 class Diagonal:
@@ -67,7 +68,7 @@ class Diagonal:
             task.forward,
             budget,
             second_order=options.curvature != "ggn",
-            order_matters=options.per_sample or options.nan_policy == "omit" or not task.loss.convex or options.sampled,
+            order_matters=options.by_sample or not task.loss.convex or options.sampled,
         )
 
     @property
@@ -83,26 +84,18 @@ class Diagonal:
                 that torch did not write behind a parameter, under ``curvature="auto"``.
         """
         signs = None if draws is None else Signs(self._task.options.seed, draws)
-        self._runner.each(functools.partial(self._values, signs=signs), take)
+        self._runner.each(partial(self._values, signs=signs), take)
 
     def sums(self, draws: range | None = None) -> Sums:
-        """Those of all samples together.
+        """Return those of all samples together.
 
         Raises:
             InputError: see :meth:`values`.
             NonFiniteError: NaN or infinity, by the policy.
         """
-        options = self._task.options
-        reduction, sampled = self._task.loss.reduction, draws is not None
-        totals = Totals(reduction, options.nan_policy, per_sample=options.per_sample, sampled=sampled)
-
-        def take(values: Values) -> None:
-            if options.nan_policy == "raise":
-                _check_finite(values, self.theta)
-            totals.add(values, {})
-
-        self.values(take, draws)
-        return totals.sums()
+        error = partial(_non_finite, self.theta)
+        totals = Totals(self._task.loss.reduction, self._task.options, error, sampled=draws is not None)
+        return totals.of(partial(self.values, draws=draws))
 
     def _values(self, run: Run, signs: Signs | None) -> Values:
         sent = cotangents.of_run(run, self._task.loss)
@@ -173,7 +166,7 @@ class Diagonal:
 
 
 def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Estimate:
-    """The sum over the task's data: exact, or sampled as its options say.
+    """Return the sum over the task's data: exact, or sampled as its options say.
 
     Args:
         task: see :class:`Diagonal`.
@@ -191,10 +184,7 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
             "number of draws, or target_stderr="
         )
     diagonal = Diagonal(task, adaptive=adaptive, certify=certify)
-    if options.target_stderr is not None:
-        sums = stages.until(options.target_stderr, diagonal.sums, lambda: diagonal.exact_passes)
-    else:
-        sums = diagonal.sums(None if options.probes is None else range(int(options.probes)))
+    sums = stages.by_options(options, diagonal.sums, lambda: diagonal.exact_passes)
     by = "hessian" if diagonal.nonlinear and options.curvature != "ggn" else "ggn"
     taken = by == "hessian" and linearity.CUSTOM in diagonal.nonlinear.values()
     sampled = sums.errors is not None
@@ -213,16 +203,10 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
     )
 
 
-def _check_finite(part: Values, theta: parameters.Parameters) -> None:
-    """Raise if a parameter or a sample's value has NaN or infinity in it."""
-    bad = ~part.values.isfinite().flatten(0, 2).all(dim=0)
-    if not bool(bad.any()):
-        return
+def _non_finite(theta: parameters.Parameters, part: Values, fine: Tensor) -> NonFiniteError:
+    """Return the error of a parameter with NaN or infinity in it, or else of samples that are not fine."""
     for name, values in theta.items():
         if not bool(values.isfinite().all()):
             count = int((~values.isfinite()).sum())
-            raise NonFiniteError(f"parameter {name!r}: it has {count} entries of NaN or infinity")
-    raise NonFiniteError(
-        f"batch {part.number}: {int(bad.sum())} of {len(bad)} samples have NaN or infinity (or squares beyond the "
-        "dtype's range) in their targets, outputs or derivatives; pass nan_policy='omit' or 'propagate' to go on"
-    )
+            return NonFiniteError(f"parameter {name!r}: it has {count} entries of NaN or infinity")
+    return non_finite(part.number, fine, f"{OR_OVERFLOW} in their targets, outputs or derivatives")
