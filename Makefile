@@ -27,7 +27,8 @@ demo: setup
 test: setup
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --dist worksteal
 
-# Long checks, for before a release: thousands of random networks and interrupts, coverage of the intervals.
+# Long checks, for before a release: the grids whose pairs `make test` runs, with every combination; thousands of random
+# networks and interrupts; coverage of the intervals.
 soak: setup
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m soak -n auto --dist worksteal
 
