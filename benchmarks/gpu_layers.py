@@ -57,7 +57,7 @@ def sequence(n: int, tokens: int, width: int, device: torch.device, backend: Mod
     layer = nn.Linear(width, width, bias=False, device=device, dtype=torch.bfloat16)
     phi, delta = (torch.randn(n, tokens, width, device=device).bfloat16() for _ in range(2))
     weight = layer.weight.detach()
-    form = LayerContraction(weight[None], Geometry(), backend, ("rooted",), memory=MEMORY)
+    form = LayerContraction(weight[None], Geometry(), backend, ("gram_weighted",), memory=MEMORY)
     inputs, signal = (layers.in_common_form(layer, t) for t in (phi, delta))
 
     def ours() -> Tensor:
@@ -91,7 +91,7 @@ class Contracted:
         self.bare = bare.Sweep(model, measurable(model))
         self._forms = {
             name: LayerContraction(
-                layers.matrix(module)[0][None], layers.geometry(module), backend, ("rooted",), memory=MEMORY
+                layers.matrix(module)[0][None], layers.geometry(module), backend, ("gram_weighted",), memory=MEMORY
             )
             for name, module in self.bare.layers.items()
         }

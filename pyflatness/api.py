@@ -1,7 +1,6 @@
 """From tensors, or a model and its data, to numbers: the public calls, each readable in one screen."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from . import head, interrupts, losses, plan
 from .errors import InputError
-from .measures import RELATIVE_FLATNESS, Measure, at_head, named
+from .measures import RELATIVE_FLATNESS, at_head, named
 from .measures.layer_values import LayerValues
 from .model import calling
 from .model.selectors import Selector
@@ -172,31 +171,16 @@ def relative_flatness(
     options = Options(
         curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy, memory, seed, rtol
     )
-    return layer_measure(RELATIVE_FLATNESS, model, loss, data, layer, options, reduction, forward, progress)
-
-
-def layer_measure(
-    row: Measure,
-    model: nn.Module,
-    loss: Any,
-    data: Any,
-    layer: Selector | None,
-    options: Options,
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    progress: bool | None = None,
-) -> Estimate:
-    """Return one measure of one layer, or of the network if it has none of layers; see :func:`relative_flatness`."""
-    options = replace(options, normalize=options.normalize or row.normalize)
+    reads = plan.plan([RELATIVE_FLATNESS], options).reads
     with session(
         *(model, loss, data, options),
         reduction=reduction,
         forward=forward,
-        reads=plan.plan([row], options).reads,
+        reads=reads,
         ordered=options.by_sample,
         progress=progress,
     ) as task:
-        return plan.of_layer(row, task, layer)
+        return plan.of_layer(RELATIVE_FLATNESS, task, layer)
 
 
 @public

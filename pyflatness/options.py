@@ -13,13 +13,14 @@ from torch import Tensor
 from . import contractions
 from .errors import InputError
 from .messages import shown
+from .numerics.accumulate import NAN_POLICIES, omits
 
 _MOST_DRAWS = 2**20  # random draws: their standard error is a thousandth of one's, and each has numbers to keep
 _CHOICES = {
     "curvature": ("auto", "ggn", "hessian"),
     "conv": ("filter", "affine"),
     "normalize": (None, "std"),
-    "nan_policy": ("raise", "propagate", "omit"),
+    "nan_policy": NAN_POLICIES,
 }
 
 
@@ -81,7 +82,7 @@ class Options:
     @property
     def by_sample(self) -> bool:
         """Whether samples are told apart by their places in the data."""
-        return self.per_sample or self.nan_policy == "omit"
+        return self.per_sample or omits(self.nan_policy)
 
     @property
     def tolerance(self) -> float:

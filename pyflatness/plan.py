@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from . import head
-from .errors import InputError, NoGraphError, NonFiniteError
+from .errors import InputError, NoGraphError
 from .measures import RELATIVE_FLATNESS, Measure, at_head, with_bases
 from .measures.base import Values
 from .measures.layer_values import LayerValues
 from .model import layers
 from .model.selectors import Selector
+from .numerics.accumulate import check_followed
 from .options import Options
 from .passes.task import Task
 from .report import Estimate
@@ -216,7 +217,7 @@ class Measurement:
             try:
                 values[""] = row.of_network(self._task)
             except InputError as error:
-                self._check_own(error)
+                check_followed(self._task.options.nan_policy, error)
                 self._reasons[row.name] = f"of the network: {error}"
 
     def _take_jacobians(self) -> None:
@@ -258,12 +259,7 @@ class Measurement:
         try:
             yield
         except InputError as error:
-            self._check_own(error)
+            check_followed(self._task.options.nan_policy, error)
             if self._named:
                 raise
             self._reasons.update((row.name, str(error)) for row in rows)
-
-    def _check_own(self, error: Exception) -> None:
-        """Raise an error that is not of one measure: NaN, unless a policy for it is what the measure cannot follow."""
-        if isinstance(error, NonFiniteError) and self._task.options.nan_policy == "raise":
-            raise error

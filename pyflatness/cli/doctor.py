@@ -134,7 +134,7 @@ def _layer_error(backend: ModuleType, dtype: torch.dtype, route: str, generator:
     gradients = geometry.rows(signal).mT @ geometry.patches(inputs)
     truth = (weight.mT @ gradients).square().sum(dim=(1, 2, 3))
     inputs, signal, weight = (t.to(device, dtype) for t in (inputs, signal, weight))
-    contraction = LayerContraction(weight, geometry, backend, ("rooted",), memory=DEFAULT_MEMORY, route=route)
+    contraction = LayerContraction(weight, geometry, backend, ("gram_weighted",), memory=DEFAULT_MEMORY, route=route)
     (values,) = contraction.at([inputs], 1).of([signal]).values
     return _largest_error(values, truth)
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import api, head, plan
-from ..api import layer_measure
 from ..measures import Measure
 from ..measures.base import Values
 from ..model import calling, layers, selectors
@@ -165,8 +164,15 @@ class Scoring:
         """By measure; and why there is none of the network."""
         measure, *others = run
         if len(self.layers()) == 1 and not others:  # by the head if it is that
-            arguments = measure, self.model, self.loss, self.data, self.layers()[0], self.options
-            estimate = layer_measure(*arguments, forward=forward, progress=False)
+            reads, ordered = plan.plan([measure], self.options).reads, self.options.by_sample
+            with session(
+                *(self.model, self.loss, self.data, self.options),
+                forward=forward,
+                reads=reads,
+                ordered=ordered,
+                progress=False,
+            ) as task:
+                estimate = plan.of_layer(measure, task, self.layers()[0])
             return {measure.name: {estimate.layer: estimate}}, {}
         chosen = None if all(one.of_network_alone for one in run) else self.selectors or self._last()
         report = api.measure(

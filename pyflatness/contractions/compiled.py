@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError
-from .arrays import array, dense, dense_rows, layer_sizes, plain, span, strided
+from . import head_arguments
+from .arrays import array, dense, layer_sizes, plain, span
 from .geometry import Geometry
 from .precision import promoted_dtype
 from .reference import Products, exponentiate_rounded, norms_about, products, rejoin, spread
@@ -19,15 +20,15 @@ from .reference import Products, exponentiate_rounded, norms_about, products, re
 __all__ = [
     "Products",
     "direct",
-    "direct_listed",
+    "direct_gathered",
     "exponentiate",
     "exponentiate_rounded",
     "forced_direct_form",
     "forced_instruction_set",
+    "gathering_pays",
     "gram",
     "instruction_set",
     "instruction_sets",
-    "listed_pays",
     "norms_about",
     "pair_distances",
     "patch_gram",
@@ -107,114 +108,95 @@ def forced_direct_form(name: str) -> Iterator[None]:
 
 def pair_distances(weight: Tensor) -> Tensor:
     """See :func:`.reference.pair_distances`."""
-    weight = dense(weight)
-    d, m = weight.shape
-    out = weight.new_empty(d, d)
-    _kernel("pair_distances", weight)(array(weight), d, m, array(out), torch.get_num_threads())
-    return out
+    given = head_arguments.pair_distances(weight)
+    _kernel("pair_distances", *given.tensors)(*given.arguments, torch.get_num_threads())
+    return given.results
 
 
 def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor, distances: Tensor) -> Tensor:
     """See :func:`.reference.softmax_variance`; at most ``_C.MAX_FUSED_OUTPUTS`` outputs."""
-    features, weight, bias = dense_rows(features), dense(weight), dense(bias)
-    (n, m), d = features.shape, weight.shape[0]
-    out = features.new_empty(n, dtype=torch.float64)
-    _kernel("softmax_variance", features, weight, bias, distances)(
-        strided(features), features.stride(0), array(weight), array(bias), array(dense(distances)), n, m, d,
-        array(out), torch.get_num_threads(),
-    )  # fmt: skip
-    return out
+    given = head_arguments.softmax_variance(features, weight, bias, distances)
+    _kernel("softmax_variance", *given.tensors)(*given.arguments, torch.get_num_threads())
+    return given.results
 
 
 def exponentiate(
     logits: Tensor, row_norms: Tensor | None, top_value: float, maximum: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """See :func:`.reference.exponentiate`; ``logits`` and ``maximum`` must be contiguous, as they change in place."""
-    n, d = logits.shape
-    norms = logits.new_empty(0) if row_norms is None else dense(row_norms)
-    rest = logits.new_empty(n, dtype=torch.float64)
-    moment = rest.new_empty(0 if row_norms is None else n)
-    top = logits.new_empty(n, dtype=torch.int64)
-    _kernel("exponentiate", logits, norms, maximum)(
-        array(logits), array(norms), top_value, n, d, array(maximum), array(rest), array(moment), array(top),
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return rest, (None if row_norms is None else moment), top
+    given = head_arguments.exponentiate(logits, row_norms, top_value, maximum)
+    _kernel("exponentiate", *given.tensors)(*given.arguments, torch.get_num_threads())
+    return given.results
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
     """See :func:`.reference.row_dots`."""
-    a, b = dense_rows(a), dense_rows(b)
-    n, k = a.shape
-    out = a.new_empty(n, dtype=torch.float64)
-    _kernel("row_dots", a, b)(
-        strided(a), a.stride(0), strided(b), b.stride(0), n, k, array(out), torch.get_num_threads()
-    )
-    return out
+    given = head_arguments.row_dots(a, b)
+    _kernel("row_dots", *given.tensors)(*given.arguments, torch.get_num_threads())
+    return given.results
 
 
 def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -> Tensor:
     """See :func:`.reference.sigmoid_curvature`."""
-    logits, coefficients, row_norms = dense(logits), dense(coefficients), dense(row_norms)
-    n, d = logits.shape
-    out = logits.new_empty(n, dtype=torch.float64)
-    _kernel("sigmoid_curvature", logits, coefficients, row_norms)(
-        array(logits), array(coefficients), array(row_norms), n, d, array(out), torch.get_num_threads()
-    )
-    return out
+    given = head_arguments.sigmoid_curvature(logits, coefficients, row_norms)
+    _kernel("sigmoid_curvature", *given.tensors)(*given.arguments, torch.get_num_threads())
+    return given.results
 
 
-def direct(inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | None, weight: Tensor | None) -> Products:
+def direct(
+    inputs: Tensor, signal: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None
+) -> Products:
     """See :func:`.reference.direct`; inputs and signal may have any strides."""
     inputs, signal = plain(inputs), plain(signal)
     sizes, threads = layer_sizes(inputs, signal, geometry), torch.get_num_threads()
     (n, groups, channels, d), *_ = sizes
-    roots = 0 if root is None else root.shape[1]
-    given_root, given_weight = (inputs.new_empty(0) if t is None else dense(t) for t in (root, weight))
+    factor_rows = 0 if factor is None else factor.shape[1]
+    given_factor, given_weight = (inputs.new_empty(0) if t is None else dense(t) for t in (factor, weight))
     weighted = weight is not None
     splits = 1 if n * groups >= threads else min(threads, channels)  # few matrices: threads share the columns
     totals = inputs.new_empty(n, groups, splits, 3, dtype=torch.float64)
     by_column = totals.new_empty((n, groups * channels) if weighted else 0)
     by_row = totals.new_empty((n, groups, splits, d) if weighted else 0)
-    kernel = _kernel("direct", inputs, signal, given_root, given_weight)
-    workspace = inputs.new_empty(_kernel("direct_workspace", inputs)(sizes, roots, weighted, threads))
+    kernel = _kernel("direct", inputs, signal, given_factor, given_weight)
+    workspace = inputs.new_empty(_kernel("direct_workspace", inputs)(sizes, factor_rows, weighted, threads))
     kernel(
-        sizes, span(inputs), inputs.stride(), span(signal), signal.stride(), array(given_root), roots,
+        sizes, span(inputs), inputs.stride(), span(signal), signal.stride(), array(given_factor), factor_rows,
         array(given_weight), splits, array(totals), array(by_column), array(by_row),
         array(workspace), threads,
     )  # fmt: skip
-    squares, rooted, weighted_squares = totals.sum(dim=(1, 2)).unbind(1)
+    squares, gram_weighted, weighted_squares = totals.sum(dim=(1, 2)).unbind(1)
     return Products(
         squares,
-        None if root is None else rooted,
+        None if factor is None else gram_weighted,
         weighted_squares if weighted else None,
         by_column if weighted else None,
         by_row.sum(dim=2).flatten(1) if weighted else None,
     )
 
 
-def listed_pays(inputs: Tensor, geometry: Geometry, rows: int) -> bool:
-    """Whether several signals of so many rows of a group are better contracted together, by :func:`direct_listed`."""
+def gathering_pays(inputs: Tensor, geometry: Geometry, rows: int) -> bool:
+    """Whether several signals of so many rows of a group are better contracted together, by :func:`direct_gathered`."""
     (n, groups, channels, _), *sizes = layer_sizes(inputs, None, geometry)
     taken = inputs.new_empty(0, dtype=promoted_dtype(inputs.dtype))
     return bool(_kernel("listed_pays", taken)(((n, groups, channels, rows), *sizes)))
 
 
-def direct_listed(inputs: Tensor, signals: Sequence[Tensor], geometry: Geometry, root: Tensor | None) -> Products:
-    """See :func:`.reference.direct_listed`; inputs and signals may have any strides."""
+def direct_gathered(inputs: Tensor, signals: Sequence[Tensor], geometry: Geometry, factor: Tensor | None) -> Products:
+    """See :func:`.reference.direct_gathered`; inputs and signals may have any strides."""
     inputs, signals = plain(inputs), [plain(signal) for signal in signals]
     sizes, threads = layer_sizes(inputs, signals[0], geometry), torch.get_num_threads()
     (n, groups, _, _), *_ = sizes
-    given_root, roots = (inputs.new_empty(0), 0) if root is None else (dense(root), root.shape[1])
+    given_factor, factor_rows = (inputs.new_empty(0), 0) if factor is None else (dense(factor), factor.shape[1])
     totals = inputs.new_empty(len(signals), n, groups, 2, dtype=torch.float64)
-    kernel = _kernel("direct_listed", inputs, *signals, given_root)
-    workspace = inputs.new_empty(_kernel("direct_listed_workspace", inputs)(sizes, roots, len(signals), threads))
+    kernel = _kernel("direct_listed", inputs, *signals, given_factor)
+    workspace = inputs.new_empty(_kernel("direct_listed_workspace", inputs)(sizes, factor_rows, len(signals), threads))
     kernel(
         sizes, span(inputs), inputs.stride(), [span(signal) for signal in signals],
-        [signal.stride() for signal in signals], array(given_root), roots, array(totals), array(workspace), threads,
+        [signal.stride() for signal in signals], array(given_factor), factor_rows, array(totals),
+        array(workspace), threads,
     )  # fmt: skip
-    squares, rooted = totals.sum(dim=2).flatten(0, 1).unbind(1)
-    return Products(squares, None if root is None else rooted, None, None, None)
+    squares, gram_weighted = totals.sum(dim=2).flatten(0, 1).unbind(1)
+    return Products(squares, None if factor is None else gram_weighted, None, None, None)
 
 
 def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:
@@ -243,13 +225,9 @@ def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:
 
 def small_eigenvalues(matrices: Tensor) -> Tensor:
     """See :func:`.reference.small_eigenvalues`; at most ``_C.MAX_EIGEN_SIZE`` rows."""
-    matrices = dense(matrices)
-    n, size, _ = matrices.shape
-    out = matrices.new_empty(n, size)
-    if matrices.dtype != torch.float64:
-        raise BackendError(f"small_eigenvalues: wants float64, got {matrices.dtype}")
-    _kernel("small_eigenvalues", matrices)(array(matrices), n, size, array(out), torch.get_num_threads())
-    return out
+    given = head_arguments.small_eigenvalues(matrices)
+    _kernel("small_eigenvalues", *given.tensors)(*given.arguments, torch.get_num_threads())
+    return given.results
 
 
 @functools.cache

@@ -1,10 +1,8 @@
 """The kernels on CUDA: the names and signatures of :mod:`.reference`."""
 
-import torch
 from torch import Tensor
 
-from ..errors import BackendError
-from .arrays import array, dense
+from . import head_arguments
 from .cuda_device import HALF, emulated, launch, missing, module, unavailable
 from .cuda_head import (
     exponentiate,
@@ -17,7 +15,7 @@ from .cuda_head import (
     softmax_variance,
     spread,
 )
-from .cuda_layers import direct, gram, patch_gram, rooted_gram
+from .cuda_layers import direct, factored_gram, gram, patch_gram
 
 __all__ = [
     "HALF",
@@ -25,6 +23,7 @@ __all__ = [
     "emulated",
     "exponentiate",
     "exponentiate_rounded",
+    "factored_gram",
     "gram",
     "missing",
     "module",
@@ -32,7 +31,6 @@ __all__ = [
     "pair_distances",
     "patch_gram",
     "rejoin",
-    "rooted_gram",
     "row_dots",
     "sigmoid_curvature",
     "small_eigenvalues",
@@ -47,10 +45,6 @@ AUTOMATIC = False
 
 def small_eigenvalues(matrices: Tensor) -> Tensor:
     """See :func:`.reference.small_eigenvalues`; at most ``_cuda.MAX_EIGEN_SIZE`` rows."""
-    matrices = dense(matrices)
-    n, size, _ = matrices.shape
-    out = matrices.new_empty(n, size)
-    if matrices.dtype != torch.float64:
-        raise BackendError(f"small_eigenvalues: wants float64, got {matrices.dtype}")
-    launch("small_eigenvalues", [matrices], array(matrices), n, size, array(out))
-    return out
+    given = head_arguments.small_eigenvalues(matrices)
+    launch("small_eigenvalues", given.tensors, *given.arguments)
+    return given.results

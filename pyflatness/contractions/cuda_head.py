@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError
-from .arrays import array, dense, dense_rows, strided
+from . import head_arguments
+from .arrays import array, dense
 from .cuda_device import HALF, SUFFIX, launch
 from .precision import promoted_dtype
 
@@ -13,39 +14,25 @@ _WEIGHT_SUFFIX = {**SUFFIX, **HALF}
 
 def pair_distances(weight: Tensor) -> Tensor:
     """See :func:`.reference.pair_distances`."""
-    weight = dense(weight)
-    d, m = weight.shape
-    out = weight.new_empty(d, d)
-    launch("pair_distances", [weight], array(weight), d, m, array(out))
-    return out
+    given = head_arguments.pair_distances(weight)
+    launch("pair_distances", given.tensors, *given.arguments)
+    return given.results
 
 
 def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor, distances: Tensor) -> Tensor:
     """See :func:`.reference.softmax_variance`; at most ``_cuda.MAX_FUSED_OUTPUTS`` outputs."""
-    features, weight, bias = dense_rows(features), dense(weight), dense(bias)
-    (n, m), d = features.shape, weight.shape[0]
-    out = features.new_empty(n, dtype=torch.float64)
-    launch(
-        "softmax_variance", [features, weight, bias, distances],
-        strided(features), features.stride(0), array(weight), array(bias), array(dense(distances)), n, m, d, array(out),
-    )  # fmt: skip
-    return out
+    given = head_arguments.softmax_variance(features, weight, bias, distances)
+    launch("softmax_variance", given.tensors, *given.arguments)
+    return given.results
 
 
 def exponentiate(
     logits: Tensor, row_norms: Tensor | None, top_value: float, maximum: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """See :func:`.reference.exponentiate`; ``logits`` and ``maximum`` must be contiguous, as they change in place."""
-    n, d = logits.shape
-    norms = logits.new_empty(0) if row_norms is None else dense(row_norms)
-    rest = logits.new_empty(n, dtype=torch.float64)
-    moment = rest.new_empty(0 if row_norms is None else n)
-    top = logits.new_empty(n, dtype=torch.int64)
-    launch(
-        "exponentiate", [logits, norms, maximum],
-        array(logits), array(norms), top_value, n, d, array(maximum), array(rest), array(moment), array(top),
-    )  # fmt: skip
-    return rest, (None if row_norms is None else moment), top
+    given = head_arguments.exponentiate(logits, row_norms, top_value, maximum)
+    launch("exponentiate", given.tensors, *given.arguments)
+    return given.results
 
 
 def exponentiate_rounded(
@@ -69,23 +56,16 @@ def exponentiate_rounded(
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
     """See :func:`.reference.row_dots`."""
-    a, b = dense_rows(a), dense_rows(b)
-    n, k = a.shape
-    out = a.new_empty(n, dtype=torch.float64)
-    launch("row_dots", [a, b], strided(a), a.stride(0), strided(b), b.stride(0), n, k, array(out))
-    return out
+    given = head_arguments.row_dots(a, b)
+    launch("row_dots", given.tensors, *given.arguments)
+    return given.results
 
 
 def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -> Tensor:
     """See :func:`.reference.sigmoid_curvature`."""
-    logits, coefficients, row_norms = dense(logits), dense(coefficients), dense(row_norms)
-    n, d = logits.shape
-    out = logits.new_empty(n, dtype=torch.float64)
-    launch(
-        "sigmoid_curvature", [logits, coefficients, row_norms],
-        array(logits), array(coefficients), array(row_norms), n, d, array(out),
-    )  # fmt: skip
-    return out
+    given = head_arguments.sigmoid_curvature(logits, coefficients, row_norms)
+    launch("sigmoid_curvature", given.tensors, *given.arguments)
+    return given.results
 
 
 def norms_about(weight: Tensor, centre: Tensor) -> Tensor:

@@ -14,35 +14,37 @@ _PIXEL_GRAM_BYTES = 128 << 20
 _BLOCKS = 16  # of a multiprocessor, that `direct` asks for
 
 
-def direct(inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | None, weight: Tensor | None) -> Products:
+def direct(
+    inputs: Tensor, signal: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None
+) -> Products:
     """See :func:`.reference.direct`; inputs and signal may have any strides, and be of half precision.
 
-    ``root`` and ``weight`` are then float32. More rows than fit a block's shared memory have |R M|² as the squares of
+    ``factor`` and ``weight`` are then float32. More rows than fit a block's shared memory have |R M|² as the squares of
     another M, that of the signal R δ.
     """
     inputs, signal = plain(inputs), plain(signal)
     kind = _kind("direct", inputs, signal)
-    if root is not None:
-        columns = inputs.shape[1] // geometry.groups * geometry.taps
-        size = getattr(module(), "direct_shared" + kind)(root.shape[2], columns, True, weight is not None)
+    if factor is not None:
+        columns = inputs.shape[1] // geometry.groups * geometry.kernel_elements
+        size = getattr(module(), "direct_shared" + kind)(factor.shape[2], columns, True, weight is not None)
         if size > on_device(inputs.device, module().shared_limit):
             others = _direct(kind, inputs, signal, geometry, None, weight)
-            turned = (root @ geometry.rows(promoted(signal)).mT).flatten(1, 2).unflatten(2, signal.shape[2:])
+            turned = (factor @ geometry.rows(promoted(signal)).mT).flatten(1, 2).unflatten(2, signal.shape[2:])
             wide = kind if kind in SUFFIX.values() else "_tf32"
-            return others._replace(rooted=_direct(wide, promoted(inputs), turned, geometry, None, None).squares)
-    return _direct(kind, inputs, signal, geometry, root, weight)
+            return others._replace(gram_weighted=_direct(wide, promoted(inputs), turned, geometry, None, None).squares)
+    return _direct(kind, inputs, signal, geometry, factor, weight)
 
 
 def _direct(
-    kind: str, inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | None, weight: Tensor | None
+    kind: str, inputs: Tensor, signal: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None
 ) -> Products:
     sizes = layer_sizes(inputs, signal, geometry)
-    (n, groups, channels, d), columns = sizes[0], sizes[0][2] * geometry.taps
+    (n, groups, channels, d), columns = sizes[0], sizes[0][2] * geometry.kernel_elements
     like = promoted(inputs.new_empty(0))
-    given_root, given_weight = (like if t is None else dense(t) for t in (root, weight))
-    _same("direct", inputs, given_root, given_weight, dtype=like.dtype)
+    given_factor, given_weight = (like if t is None else dense(t) for t in (factor, weight))
+    _same("direct", inputs, given_factor, given_weight, dtype=like.dtype)
     tiles = -(
-        -columns // getattr(module(), "direct_columns" + kind)(d, columns, root is not None and root.shape[1] > 0)
+        -columns // getattr(module(), "direct_columns" + kind)(d, columns, factor is not None and factor.shape[1] > 0)
     )
     splits = max(1, min(tiles, -(-_BLOCKS * _multiprocessors(inputs.device) // max(1, n * groups))))
     weighted = weight is not None
@@ -51,15 +53,15 @@ def _direct(
     by_row = totals.new_empty((n, groups, splits, d) if weighted else 0)
     on_stream(
         "direct" + kind, inputs.device, sizes, span(inputs), inputs.stride(), span(signal), signal.stride(),
-        array(given_root), 0 if root is None else root.shape[1], array(given_weight), splits,
+        array(given_factor), 0 if factor is None else factor.shape[1], array(given_weight), splits,
         array(totals), array(by_column), array(by_row),
     )  # fmt: skip
-    squares, rooted, weighted_squares = totals.sum(dim=(1, 2)).unbind(1)
+    squares, gram_weighted, weighted_squares = totals.sum(dim=(1, 2)).unbind(1)
     return Products(
         squares,
-        None if root is None else rooted,
+        None if factor is None else gram_weighted,
         weighted_squares if weighted else None,
-        by_column.view(n, groups * channels, geometry.taps).sum(dim=2) if weighted else None,
+        by_column.view(n, groups * channels, geometry.kernel_elements).sum(dim=2) if weighted else None,
         by_row.sum(dim=2).flatten(1) if weighted else None,
     )
 
@@ -67,12 +69,12 @@ def _direct(
 def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:
     """See :func:`.reference.patch_gram`; inputs may have any strides. Of half precision, the result is float32.
 
-    Kernels of one tap are a plain product, and so are those of stride 1 but for sums over its diagonals where that
+    Kernels of one element are a plain product, and so are those of stride 1 but for sums over its diagonals where that
     takes fewer multiply-adds; the rest reads patches where the inputs have them.
     """
     inputs = plain(inputs)
     kind = _kind("patch_gram", inputs)
-    if geometry.taps == 1:
+    if geometry.kernel_elements == 1:
         a, b, c = geometry.stride
         return _product_of_pixels(inputs[..., ::a, ::b, ::c], geometry.groups)
     sizes = layer_sizes(inputs, None, geometry)
@@ -80,8 +82,8 @@ def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:
     pixels, places = s0 * s1 * s2, p0 * p1 * p2
     like = promoted(inputs.new_empty(0))
     out = like.new_empty(n, groups, places, places)
-    by_pixels = channels * pixels**2 + geometry.taps * places**2
-    if geometry.stride != (1, 1, 1) or by_pixels > channels * geometry.taps * places**2 / 2:
+    by_pixels = channels * pixels**2 + geometry.kernel_elements * places**2
+    if geometry.stride != (1, 1, 1) or by_pixels > channels * geometry.kernel_elements * places**2 / 2:
         on_stream("patch_gram" + kind, inputs.device, sizes, span(inputs), inputs.stride(), array(out))
         return out
     chunk = max(1, _PIXEL_GRAM_BYTES // (like.element_size() * groups * pixels**2))
@@ -97,10 +99,10 @@ def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:
     return _gram(_kind("gram", rows), rows, patch_gram)
 
 
-def rooted_gram(root: Tensor, rows: Tensor, patch_gram: Tensor) -> Tensor:
+def factored_gram(factor: Tensor, rows: Tensor, patch_gram: Tensor) -> Tensor:
     """The same of a = R δ for R (G, r, d) and δ (n, G, P, d) of half precision: a is float32, multiplied as TF32."""
     flat = rows.flatten(0, 1)
-    turned = root.mT.expand(len(rows), *root.mT.shape).flatten(0, 1)
+    turned = factor.mT.expand(len(rows), *factor.mT.shape).flatten(0, 1)
     return _gram("_tf32", _wide_product(flat, turned).unflatten(0, rows.shape[:2]), patch_gram)
 
 

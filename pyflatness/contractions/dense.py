@@ -86,13 +86,15 @@ class Dense:
         """Return the products of a cotangent."""
         rows, contract, dots = _flat(cotangent), self._backend.gram, self._backend.row_dots
         carried = None
-        if self._products.rooted or self._products.by_column:
+        if self._products.gram_weighted or self._products.by_column:
             carried = _flat([self._layer.carried(delta) for delta in cotangent])
         each = zip(self._pairs, self._variances, strict=True)
         weighted = [dots(rows[:, a] * rows[:, b], variances) for (a, b), variances in each]
         return Products(
             contract(rows.unsqueeze(1), self._gram) if self._products.squares else None,
-            contract(carried.unsqueeze(1), self._gram) if carried is not None and self._products.rooted else None,
+            contract(carried.unsqueeze(1), self._gram)
+            if carried is not None and self._products.gram_weighted
+            else None,
             sum(weighted[1:], start=weighted[0]) if weighted else None,
             None if carried is None else (self._columns * carried).sum(dim=1).double(),
             None if self._outputs is None else (rows * self._outputs).sum(dim=1).double(),

@@ -1,11 +1,12 @@
 """How a layer's input becomes the patches that its weight matrix multiplies.
 
 One form for linear layers and convolutions, so that one set of contractions serves both. Axes: ``n`` samples, ``G``
-groups, ``c`` input channels of a group, ``d`` rows (outputs) of a group, ``P`` positions, ``m = c · taps`` columns.
+groups, ``c`` input channels of a group, ``d`` rows (outputs) of a group, ``P`` positions, ``m`` columns:
+c times the elements of the kernel.
 
     inputs (n, G c, s0, s1, s2), padded        signal (n, G d, p0, p1, p2)        weight (G, d, m)
 
-A linear layer on (n, P, m) is a kernel of one tap on m channels and P pixels; convolutions of one or two dimensions
+A linear layer on (n, P, m) is a kernel of one element on m channels and P pixels; convolutions of one or two dimensions
 have leading dimensions of one pixel. Any strides are welcome.
 """
 
@@ -26,7 +27,7 @@ class Geometry:
     dilation: Triple = (1, 1, 1)
 
     @property
-    def taps(self) -> int:
+    def kernel_elements(self) -> int:
         """Pixels of a patch."""
         a, b, c = self.kernel
         return a * b * c
@@ -40,7 +41,7 @@ class Geometry:
         return a, b, c
 
     def patches(self, inputs: Tensor) -> Tensor:
-        """(n, G, P, m), the columns of the weight's order: channel, then tap."""
+        """(n, G, P, m), the columns of the weight's order: channel, then kernel element."""
         n, channels = inputs.shape[:2]
         view = inputs
         for dim, (kernel, stride, dilation) in enumerate(

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from . import compiled, cuda
+from .factor import gram_factor
 from .geometry import Geometry
 from .precision import promoted, promoted_dtype
 from .quantities import Contribution, Wanted
 from .reference import Products
-from .root import root
-from .routes import Both, Calls, Direct, Gram, Listed, OnePosition, Prepared, Summed
+from .routes import Both, Calls, Direct, Gathered, Gram, OnePosition, Prepared, Summed
 
 ROUTES = ("direct", "gram")
 
@@ -126,7 +126,7 @@ class LayerContraction:
         route: str | None = None,
     ) -> None:
         self._wanted, self._route, self._device = Wanted(quantities), route, weight.device
-        factor = root(promoted(weight)) if self._wanted.gram_factor else None
+        factor = gram_factor(promoted(weight)) if self._wanted.gram_factor else None
         self._prepared = Prepared(
             weight.shape,
             geometry,
@@ -150,16 +150,18 @@ class LayerContraction:
         layer, together = self._prepared, self.together(inputs, count, held)
         held = together * self.cotangent_bytes(inputs) if together > 1 else 0
         inputs = [layer.taken(part) for part in inputs]
-        route: Summed | Direct | Listed | Gram | OnePosition | Both
+        route: Summed | Direct | Gathered | Gram | OnePosition | Both
         if len(inputs) > 1:
             route = Summed(layer, inputs)
         elif self._route_of(inputs[0], count) == "direct":
-            route = Direct(layer, inputs[0], layer.factor) if together == 1 else Listed(layer, inputs[0])
+            route = Direct(layer, inputs[0], layer.factor) if together == 1 else Gathered(layer, inputs[0])
+        elif math.prod(layer.geometry.places(inputs[0].shape[2:])) == 1:
+            route = OnePosition(layer, inputs[0])
         elif layer.weight is None:
-            route = Gram(layer, inputs[0])
+            route = Gram(layer, inputs[0], squares=layer.products.squares)
         else:
-            single = math.prod(layer.geometry.places(inputs[0].shape[2:])) == 1
-            route = (OnePosition if single else Both)(layer, inputs[0])
+            by_gram = None if layer.factor is None else Gram(layer, inputs[0], squares=False)
+            route = Both(Direct(layer, inputs[0], None), by_gram)
 
         def entries(cotangent: Calls, sign: Sign) -> Tensor:
             return self.entries(inputs, cotangent, sign)
@@ -177,7 +179,7 @@ class LayerContraction:
         if self._route_of(phi, count) == "gram":
             suits = math.prod(layer.geometry.places(phi.shape[2:])) == 1
         else:
-            suits = layer.backend is compiled and compiled.listed_pays(phi, layer.geometry, layer.shape[1])
+            suits = layer.backend is compiled and compiled.gathering_pays(phi, layer.geometry, layer.shape[1])
         most = min(held, layer.memory) // max(1, self.cotangent_bytes(inputs))
         return -(-count // -(-count // most)) if suits and min(most, count) >= _FEWEST else 1
 
@@ -197,7 +199,7 @@ class LayerContraction:
     def nothing(self, samples: int) -> Contribution:
         """Return the contribution of no cotangent at all, such as a loss over a single class has."""
         groups, d, m = self._prepared.shape
-        return self._wanted.nothing(samples, (groups, d, m, self._prepared.geometry.taps), self._device)
+        return self._wanted.nothing(samples, (groups, d, m, self._prepared.geometry.kernel_elements), self._device)
 
     def cheaper(self, inputs: Tensor, count: int) -> str:
         """Return the route with fewer multiply-adds, for so many cotangents."""

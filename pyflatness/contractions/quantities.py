@@ -4,7 +4,7 @@ Each is a quadratic form of a sample's weight gradient M (d, m) for one output f
 linear functional of the sample's Hessian H in the layer's weight w:
 
 - ``squares``: |M|², the trace of H;
-- ``rooted``: |R M|² = ⟨w wᵀ, M Mᵀ⟩ with RᵀR = w wᵀ, relative flatness;
+- ``gram_weighted``: |R M|² = ⟨w wᵀ, M Mᵀ⟩ with RᵀR = w wᵀ, relative flatness;
 - ``weighted``: |w ∘ M|², adaptive sharpness;
 - ``by_column``, ``by_row``: Σ_j (Σ_group j w ∘ M)², the summands beside the sum; a group is an input channel with its
   kernel elements, or a row;
@@ -133,7 +133,7 @@ class Made(NamedTuple):
     """Which fields of :class:`.reference.Products` are to be made."""
 
     squares: bool
-    rooted: bool
+    gram_weighted: bool
     weighted: bool
     by_column: bool
     by_row: bool
@@ -193,7 +193,7 @@ def _squares(unit: Unit, total: Tensor) -> None:
     total += unit.entries.sum(dim=1)
 
 
-def _rooted(unit: Unit, total: Tensor) -> None:
+def _gram_weighted(unit: Unit, total: Tensor) -> None:
     rows = unit.y @ unit.gram[unit.group, unit.row].to(unit.y.dtype)
     total += (unit.left * _summed(rows, unit.phi)).sum(dim=1)
 
@@ -239,7 +239,7 @@ def _of_rows(weight: Tensor, chosen: Tensor, phi: Tensor, kernel_elements: int) 
 
 QUANTITIES = {
     "squares": Quantity("squares", _squares, of_block_trace=True),
-    "rooted": Quantity("rooted", _rooted, gram_factor=True, of_block_trace=True),
+    "gram_weighted": Quantity("gram_weighted", _gram_weighted, gram_factor=True, of_block_trace=True),
     "weighted": Quantity("weighted", _weighted, weighted=True, of_diagonal=True, of_repeated=False),
     "by_column": Quantity(
         "by_column",

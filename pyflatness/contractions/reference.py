@@ -133,45 +133,49 @@ class Products(NamedTuple):
 
     squares: Tensor | None
     """``|M|²``, (n,)."""
-    rooted: Tensor | None
+    gram_weighted: Tensor | None
     """``|R M|²``, (n,)."""
     weighted: Tensor | None
     """``|w ∘ M|²``, (n,)."""
     by_column: Tensor | None
-    """``Σ w ∘ M`` over the rows, and the taps, of each input channel, (n, G c)."""
+    """``Σ w ∘ M`` over the rows, and the kernel elements, of each input channel, (n, G c)."""
     by_row: Tensor | None
     """``Σ w ∘ M`` over the columns of each row, (n, G d)."""
 
 
-def direct(inputs: Tensor, signal: Tensor, geometry: Geometry, root: Tensor | None, weight: Tensor | None) -> Products:
+def direct(
+    inputs: Tensor, signal: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None
+) -> Products:
     """Each sample's M, group by group, and what is asked of it; M is written out.
 
     Args:
         inputs: (n, G c, s0, s1, s2), padded.
         signal: (n, G d, p0, p1, p2).
         geometry: which inputs a position sees.
-        root: R, (G, r, d); None if ``|R M|²`` is not wanted.
+        factor: R, (G, r, d); None if ``|R M|²`` is not wanted.
         weight: w, (G, d, m); None if nothing with ``w ∘ M`` is wanted.
     """
     gradients = geometry.rows(signal).transpose(2, 3) @ geometry.patches(inputs)  # n, G, d, m
-    return products(gradients, geometry, root, weight)
+    return products(gradients, geometry, factor, weight)
 
 
-def direct_listed(inputs: Tensor, signals: Sequence[Tensor], geometry: Geometry, root: Tensor | None) -> Products:
+def direct_gathered(inputs: Tensor, signals: Sequence[Tensor], geometry: Geometry, factor: Tensor | None) -> Products:
     """``|M|²`` and ``|R M|²`` by :func:`direct` of several signals, for all samples of one behind those of another."""
-    found = [direct(inputs, signal, geometry, root, None) for signal in signals]
+    found = [direct(inputs, signal, geometry, factor, None) for signal in signals]
     return Products(*(None if part[0] is None else torch.cat(part) for part in zip(*found, strict=True)))
 
 
-def products(gradients: Tensor, geometry: Geometry, root: Tensor | None, weight: Tensor | None) -> Products:
+def products(gradients: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None) -> Products:
     """The same of M itself, (n, G, d, m)."""
-    rooted = None if root is None else _squares(root @ gradients)
+    gram_weighted = None if factor is None else _squares(factor @ gradients)
     if weight is None:
-        return Products(_squares(gradients), rooted, None, None, None)
+        return Products(_squares(gradients), gram_weighted, None, None, None)
     weighted = (weight * gradients).double()
     n, groups, d, m = weighted.shape
-    by_column = weighted.view(n, groups, d, m // geometry.taps, geometry.taps).sum(dim=(2, 4)).flatten(1)
-    return Products(_squares(gradients), rooted, _squares(weighted), by_column, weighted.sum(dim=3).flatten(1))
+    by_column = (
+        weighted.view(n, groups, d, m // geometry.kernel_elements, geometry.kernel_elements).sum(dim=(2, 4)).flatten(1)
+    )
+    return Products(_squares(gradients), gram_weighted, _squares(weighted), by_column, weighted.sum(dim=3).flatten(1))
 
 
 def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:

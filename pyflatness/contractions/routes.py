@@ -5,13 +5,11 @@ are chosen by :mod:`.layer`, by their multiply-adds per sample and cotangent, K 
 
 - :class:`Direct`: M, then R M: d m P + r d m. Early convolutions.
 - :class:`Gram`: Σ_pp' ⟨φ_p, φ_p'⟩ ⟨R δ_p, R δ_p'⟩: r d P + r P² + m P² / K. Late convolutions, sequences; with one
-  position it is |φ|² |R δ|².
+  position it is |φ|² |R δ|² (:class:`OnePosition`).
 
-There is no such form of w ∘ M: M is made for it (:class:`Both`), but for one position, where M = δ φᵀ
-(:class:`OnePosition`).
+There is no such form of w ∘ M: M is made for it (:class:`Both`), but for one position, where M = δ φᵀ.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -102,7 +100,7 @@ class Direct:
         return parts[0] if len(parts) == 1 else joined(parts)
 
 
-class Listed:
+class Gathered:
     """Several cotangents together, from the positions where any of them is not zero.
 
     Args:
@@ -116,87 +114,62 @@ class Listed:
     def products(self, cotangents: Calls) -> Products:
         """Return the products of cotangents of which all samples of one are behind those of another."""
         layer, each = self._layer, cotangents[0].split(len(self._phi))
-        return cast(Products, layer.backend.direct_listed(self._phi, each, layer.geometry, layer.factor))
+        return cast(Products, layer.backend.direct_gathered(self._phi, each, layer.geometry, layer.factor))
 
 
 class Gram:
-    """|M|² and |R M|² from the Gram matrices of inputs and cotangent, without M.
+    """|M|² and |R M|² from the Gram matrices of inputs and cotangent, without M, for layers of several positions.
 
     Args:
         layer: the weight.
         phi: the inputs, joined.
+        squares: whether |M|² is to be made here.
     """
 
-    def __init__(self, layer: Prepared, phi: Tensor) -> None:
-        self._layer = layer
-        if layer.geometry.places(phi.shape[2:]) == (1, 1, 1):
-            rows = layer.geometry.patches(promoted(phi)).flatten(0, 2)
-            norms: Tensor = layer.backend.row_dots(rows, rows)
-            self._gram = norms.view(len(phi), layer.shape[0], 1, 1)
-            self._contract = self._at_one_position
-        else:
-            self._gram = layer.backend.patch_gram(phi, layer.geometry)
-            self._contract = functools.partial(layer.backend.gram, patch_gram=self._gram)
+    def __init__(self, layer: Prepared, phi: Tensor, *, squares: bool) -> None:
+        self._layer, self._squares = layer, squares
+        self._gram = layer.backend.patch_gram(phi, layer.geometry)
 
     def products(self, cotangent: Calls) -> Products:
-        """Return the products of a cotangent, or of several one behind the other."""
-        layer, rows = self._layer, self.rows(cotangent)
+        """Return the products of a cotangent."""
+        layer, gram = self._layer, self._gram
+        rows = layer.geometry.rows(layer.taken(cotangent[0]))
         squares = gram_weighted = None
-        if layer.factor is not None:
-            gram_weighted = self.gram_weighted(rows)
-        if layer.products.squares:
-            squares = self._contract(rows)
+        if layer.half_factor is not None and rows.dtype == torch.bfloat16:
+            gram_weighted = cuda.factored_gram(layer.half_factor, rows, gram)
+        elif layer.factor is not None:
+            full = promoted(rows)  # float16 would leave its range
+            # of a convolution's cotangent as it lies in memory: R (r, d) times (d, P)
+            gram_weighted = layer.backend.gram((layer.factor.to(full.dtype) @ full.mT).mT, gram)
+        if self._squares:
+            squares = layer.backend.gram(rows, gram)
         return Products(squares, gram_weighted, None, None, None)
-
-    def rows(self, cotangent: Calls) -> Tensor:
-        """Return δ by position, (n, G, P, d)."""
-        rows = self._layer.geometry.rows(self._layer.taken(cotangent[0]))
-        return promoted(rows) if rows.shape[2] == 1 else rows
-
-    def gram_weighted(self, rows: Tensor) -> Tensor:
-        """Return |R M|² of rows δ."""
-        half, factor = self._layer.half_factor, self._layer.factor
-        if half is not None and rows.dtype == torch.bfloat16:
-            return cuda.rooted_gram(half, rows, self._gram)
-        rows = promoted(rows)  # float16 would leave its range
-        assert factor is not None
-        factor = factor.to(rows.dtype)
-        if rows.shape[1:3] == (1, 1):
-            return self._contract((rows.flatten(1) @ factor[0].mT)[:, None, None])
-        # of a convolution's cotangent as it lies in memory: R (r, d) times (d, P)
-        return self._contract((factor @ rows.mT).mT)
-
-    def _at_one_position(self, rows: Tensor) -> Tensor:
-        flat, gram = rows.flatten(0, 2), self._gram
-        squares: Tensor = self._layer.backend.row_dots(flat, flat)
-        terms = squares.view(-1, *gram.shape[:2]) * gram[:, :, 0, 0]  # of cotangents that share the inputs
-        return terms.sum(dim=2).flatten()
 
 
 class Both:
     """What has a form without M by that, the rest by M.
 
     Args:
-        layer: the weight.
-        phi: the inputs, joined.
+        by_gradients: the route by M.
+        by_gram: the route to |R M|²; None if that is not wanted.
     """
 
-    def __init__(self, layer: Prepared, phi: Tensor) -> None:
-        self._by_gram, self._direct = Gram(layer, phi), Direct(layer, phi, None)
-        self._gram_weighted = layer.products.rooted
+    def __init__(self, by_gradients: Direct, by_gram: Gram | None) -> None:
+        self._by_gradients, self._by_gram = by_gradients, by_gram
 
     def products(self, cotangent: Calls) -> Products:
         """Return the products of a cotangent."""
-        found = self._direct.products(cotangent)
-        if not self._gram_weighted:
+        found = self._by_gradients.products(cotangent)
+        if self._by_gram is None:
             return found
-        return found._replace(rooted=self._by_gram.gram_weighted(self._by_gram.rows(cotangent)))
+        return found._replace(gram_weighted=self._by_gram.products(cotangent).gram_weighted)
 
 
 class OnePosition:
     """All products of layers of one position, M = δ φᵀ, with what depends on φ alone prepared once.
 
-    |w ∘ M|² = Σ_s δ_s² (Σ_j w_sj² φ_j²), and of w ∘ M the sums by row δ_s ⟨w_s, φ⟩ and by column φ_j Σ_s δ_s w_sj.
+    |M|² = |φ|² |δ|², |R M|² = |φ|² |R δ|², |w ∘ M|² = Σ_s δ_s² (Σ_j w_sj² φ_j²), and of w ∘ M the sums by row
+    δ_s ⟨w_s, φ⟩ and by column φ_j Σ_s δ_s w_sj.
 
     Args:
         layer: the weight.
@@ -204,40 +177,57 @@ class OnePosition:
     """
 
     def __init__(self, layer: Prepared, inputs: Tensor) -> None:
-        assert layer.weight is not None
-        self._by_gram, self._products = Gram(layer, inputs), layer.products
-        self._geometry = layer.geometry
-        self._phi = layer.geometry.patches(promoted(inputs)).squeeze(2)  # n, G, m
-        self._weight = layer.weight.to(self._phi.dtype)
+        groups, d, m = layer.shape
+        self._layer, phi = layer, layer.geometry.patches(promoted(inputs)).squeeze(2)  # n, G, m
+        flat = phi.flatten(0, 1)
+        norms: Tensor = layer.backend.row_dots(flat, flat)
+        self._norms = norms.view(len(phi), groups)
+        self._phi, weight = phi, layer.weight
+        if weight is None:
+            return
+        self._weight = weight = weight.to(phi.dtype)
         if layer.products.by_row:
-            self._outputs = self._applied(self._phi, self._weight)
+            self._outputs = _applied(phi, weight)
         if layer.products.weighted:
-            _, d, m = layer.shape
-            self._variances = self._phi.new_empty(*self._phi.shape[:2], d)  # Σ_j w_sj² φ_j²
-            rows, squares = max(1, _ENTRIES // m), self._phi.square()
-            for part, made in zip(self._weight.split(rows, dim=1), self._variances.split(rows, dim=2), strict=True):
-                made.copy_(self._applied(squares, part.square()))  # no second matrix of the weight's size
+            self._variances = phi.new_empty(*phi.shape[:2], d)  # Σ_j w_sj² φ_j²
+            rows, squares = max(1, _ENTRIES // m), phi.square()
+            for part, made in zip(weight.split(rows, dim=1), self._variances.split(rows, dim=2), strict=True):
+                made.copy_(_applied(squares, part.square()))  # no second matrix of the weight's size
 
     def products(self, cotangent: Calls) -> Products:
-        """Return the products of a cotangent."""
-        found = self._by_gram.products(cotangent)
-        rows = self._geometry.rows(promoted(cotangent[0])).squeeze(2)
-        weighted = by_column = by_row = None
-        if self._products.weighted:
+        """Return the products of a cotangent; without those of w ∘ M of several, one behind the other."""
+        layer, made = self._layer, self._layer.products
+        delta = promoted(layer.geometry.rows(layer.taken(cotangent[0])))  # n, G, 1, d
+        rows = delta.squeeze(2)
+        squares = gram_weighted = weighted = by_column = by_row = None
+        if layer.factor is not None:
+            factor = layer.factor.to(rows.dtype)
+            single = len(factor) == 1
+            gram_weighted = self._times_norms(_applied(rows, factor) if single else (factor @ delta.mT).mT.squeeze(2))
+        if made.squares:
+            squares = self._times_norms(rows)
+        if made.weighted:
             weighted = reference.row_dots(rows.square().flatten(1), self._variances.flatten(1))
-        if self._products.by_column:
-            columns = self._phi * self._applied(rows, self._weight.mT)
-            by_column = columns.unflatten(2, (-1, self._geometry.taps)).sum(dim=3).flatten(1).double()
-        if self._products.by_row:
+        if made.by_column:
+            columns = self._phi * _applied(rows, self._weight.mT)
+            by_column = columns.unflatten(2, (-1, layer.geometry.kernel_elements)).sum(dim=3).flatten(1).double()
+        if made.by_row:
             by_row = (rows * self._outputs).flatten(1).double()
-        return Products(found.squares, found.rooted, weighted, by_column, by_row)
+        return Products(squares, gram_weighted, weighted, by_column, by_row)
 
-    @staticmethod
-    def _applied(vectors: Tensor, weight: Tensor) -> Tensor:
-        """Return w times vectors: (n, G, m), (G, d, m) -> (n, G, d); a batched product of one matrix would copy it."""
-        if len(weight) == 1:
-            return (vectors.squeeze(1) @ weight[0].t()).unsqueeze(1)
-        return (vectors.transpose(0, 1) @ weight.mT).transpose(0, 1)
+    def _times_norms(self, rows: Tensor) -> Tensor:
+        """Return |φ|² |a|² over all groups for a (n, G, …)."""
+        flat = rows.flatten(0, 1)
+        squares: Tensor = self._layer.backend.row_dots(flat, flat)
+        terms = squares.view(-1, *self._norms.shape) * self._norms  # of cotangents that share the inputs
+        return terms.sum(dim=2).flatten()
+
+
+def _applied(vectors: Tensor, weight: Tensor) -> Tensor:
+    """Return w times vectors: (n, G, m), (G, d, m) -> (n, G, d); a batched product of one matrix would copy it."""
+    if len(weight) == 1:
+        return (vectors.squeeze(1) @ weight[0].t()).unsqueeze(1)
+    return (vectors.transpose(0, 1) @ weight.mT).transpose(0, 1)
 
 
 class Summed:

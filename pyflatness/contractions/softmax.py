@@ -90,13 +90,13 @@ class SoftmaxVariance:
         """
         if self.route == "rows":
             return self._wide(features, None if scale is None else scale.nan_to_num(0.0))
-        compute = self._fused if self.route == "fused" else self._pairs
-        chunks = [compute(promoted(chunk)) for chunk in features.split(self._chunk)]
+        chunks: list[Tensor] = []
+        for chunk in map(promoted, features.split(self._chunk)):
+            if self.route == "fused":
+                chunks.append(self._backend.softmax_variance(chunk, self._centred, self._bias, self._distances))
+            else:
+                chunks.append(self._pairs(chunk))
         return Bounded(chunks[0] if len(chunks) == 1 else torch.cat(chunks), None)
-
-    def _fused(self, features: Tensor) -> Tensor:
-        values: Tensor = self._backend.softmax_variance(features, self._centred, self._bias, self._distances)
-        return values
 
     def _pairs(self, features: Tensor) -> Tensor:
         backend = self._backend

@@ -15,6 +15,7 @@ which for many samples is not far: kinks that are crossed add a rise of order α
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from ..measures import RELATIVE_FLATNESS
 from ..model import calling, state
 from ..model.data import Batches, size
 from ..model.selectors import Selector
+from ..numerics.accumulate import Accumulator, check_together, omits
 from ..options import Options, check_draws, check_number
 from ..plan import of_layer
 from ..report import Estimate, intervals, views
@@ -176,7 +178,7 @@ def feature_robustness(
     draws = check_draws("draws", draws, 2)
     kappa = None if kappa is None else check_number("kappa", kappa, "a number", math.isfinite)
     options = Options(nan_policy=nan_policy, seed=seed)
-    if options.nan_policy == "omit":
+    if omits(options.nan_policy):
         raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
     with session(model, loss, data, options, reduction=reduction, forward=forward, reads=2, progress=progress) as task:
         name, source = head.find(task, layer)
@@ -219,25 +221,23 @@ class _Curve:
     def add(self, turned: Sequence[Tensor]) -> None:
         """One pass over the data."""
         values = torch.zeros(len(turned), len(self._scales), dtype=torch.float64, device="cpu")
-        own = normaliser = 0.0
-        self.samples = 0
+        own, over = 0.0, Accumulator(self._policy, self._loss.reduction)
         for number, batch in enumerate(self._batches):
             outputs, targets = self._perturbed.outputs(batch)
-            normaliser += float(risk.rows(outputs, targets, self._loss, number).terms.weights.sum())
+            over.add(size(batch), risk.weight(outputs, targets, self._loss, number))
             own += self._checked(self._loss.value(outputs, targets), number, "")
-            self.samples += size(batch)
             for row, weight in zip(values, turned, strict=True):
                 moved = self._perturbed.moved(by_weight(self._perturbed.layer, weight), self._scales)
                 for place, outputs in enumerate(moved):
                     row[place] += self._checked(self._loss.value(outputs, targets), number, " with turned features")
-        whole = risk.divisor(self._loss, normaliser)
-        self.loss = own / whole
-        self.rises.extend(values.view(len(turned), -1, 2).mean(dim=2) / whole - self.loss)
+        self.samples, self.loss = over.samples, own / over.normaliser
+        self.rises.extend(values.view(len(turned), -1, 2).mean(dim=2) / over.normaliser - self.loss)
 
     def _checked(self, value: Tensor, number: int, where: str) -> float:
-        if self._policy != "propagate" and not bool(value.isfinite()):
-            raise NonFiniteError(f"batch {number}: the loss of the model{where} is {float(value)}")
-        return float(value)
+        found = float(value)
+        error = partial(NonFiniteError, f"batch {number}: the loss of the model{where} is {found}")
+        check_together(self._policy, math.isfinite(found), error)
+        return found
 
 
 def _checked(alphas: Iterable[float]) -> list[float]:

@@ -15,6 +15,7 @@ and likewise for the accuracy, t_i the right ones of m_i predictions.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss, risk
 from ..model import calling
 from ..model.data import size
+from ..numerics.accumulate import Accumulator, divisor
 from ..options import Options
 from ..passes.task import Task
 from ..session import public, session
@@ -145,34 +147,26 @@ def performance(task: Task, nan_policy: str = "raise") -> Performance:
     """Loss and accuracy in one pass."""
     loss, losses, accuracies = task.loss, _Ratio(), _Ratio()
     groups = max(2, math.ceil(_GROUPS / (len(task.batches) or _BATCHES)))
-    samples = omitted = 0
-    classes = True
+    over, classes = Accumulator(nan_policy), True
     for number, batch in enumerate(task.batches):
         outputs, targets = calling.run(task.model, batch, task.forward)
         terms, count = _terms(loss, outputs, targets, number, groups), size(batch)
-        value = float(terms[0].sum())
-        if not math.isfinite(value) and nan_policy != "propagate":
-            if nan_policy == "raise":
-                raise NonFiniteError(
-                    f"batch {number}: the loss is {value}; nan_policy='omit' leaves such samples out, 'propagate' "
-                    "lets them through"
-                )
-            kept = _finite(loss, outputs, targets, count, number)
-            outputs, targets, omitted = outputs[kept], targets[kept], omitted + int((~kept).sum())
-            count = int(kept.sum())
+        over.add(count)
+        kept = _kept(over, loss, terms[0].sum(), (outputs, targets), count, number)
+        if kept is not None:
+            outputs, targets, count = outputs[kept], targets[kept], int(kept.sum())
             if not count:
                 continue
             terms = _terms(loss, outputs, targets, number, groups)
-        samples += count
         losses.add(terms, count)
         classes = classes and risk.has_classes(outputs, targets, loss)
         if classes:
             right, counting = risk.judged(outputs, targets, loss, number)
             accuracies.add(torch.stack([right & counting, counting]).flatten(1), count)
-    risk.divisor_of_mean(losses.divisor)
+    divisor(losses.divisor)
     found = losses.value, accuracies.value if classes and accuracies.divisor else None
     errors = losses.stderr(), accuracies.stderr() if classes else None
-    return Performance(*found, samples, omitted, *errors)
+    return Performance(*found, over.samples, over.omitted, *errors)
 
 
 class _Ratio:
@@ -225,14 +219,26 @@ def _terms(loss: Loss, outputs: Tensor, targets: Tensor, number: int, groups: in
     return torch.stack([values, torch.stack([weights[index].sum() for index in places])])
 
 
-def _finite(loss: Loss, outputs: Tensor, targets: Tensor, samples: int, number: int) -> Tensor:
-    """(samples,): whether a sample's own loss is a finite number."""
-    if len(outputs) != samples or len(targets) != samples:
-        raise InputError(
-            f"batch {number}: nan_policy='omit' cannot tell the {samples} samples apart in outputs of shape "
-            f"{tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}"
-        )
-    return loss.each(outputs, targets).view(samples, -1).sum(dim=1).isfinite().to(outputs.device)
+def _kept(
+    over: Accumulator, loss: Loss, value: Tensor, batch: tuple[Tensor, Tensor], samples: int, number: int
+) -> Tensor | None:
+    """Return which samples of outputs and targets count, by their loss ``value``, (samples,); None: all of them."""
+    outputs, targets = batch
+    error = partial(
+        NonFiniteError,
+        f"batch {number}: the loss is {float(value)}; nan_policy='omit' leaves such samples out, 'propagate' lets them "
+        "through",
+    )
+
+    def finite(_: Tensor) -> Tensor:
+        if len(outputs) != samples or len(targets) != samples:
+            raise InputError(
+                f"batch {number}: nan_policy='omit' cannot tell the {samples} samples apart in outputs of shape "
+                f"{tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}"
+            )
+        return loss.each(outputs, targets).view(samples, -1).sum(dim=1).isfinite().to(outputs.device)
+
+    return over.kept(value.isfinite(), error, finite)
 
 
 def _together(*errors: float | None) -> float | None:

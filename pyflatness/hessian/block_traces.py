@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from .. import interrupts
 from ..contractions import promoted
+from ..contractions.factor import gram_factor
 from ..contractions.quantities import QUANTITIES, Contribution
-from ..contractions.root import root
 from ..errors import InputError
 from ..losses import Loss
 from ..messages import is_out_of_memory, second_derivatives
@@ -90,8 +90,8 @@ class BlockTraces:
         self._traced = [name for name in quantities if QUANTITIES[name].of_block_trace]
         self._basis = _basis(self._weight, self._traced)
         others = [name for name in quantities if name not in self._traced]
-        self._entries = Entries(self._weight, form.taps, others)
-        self._everything = Entries(self._weight, form.taps, quantities) if tells_all(quantities) else None
+        self._entries = Entries(self._weight, form.kernel_elements, others)
+        self._everything = Entries(self._weight, form.kernel_elements, quantities) if tells_all(quantities) else None
         self._recurrent = linearity.feeds_itself(run.calls(form.name))
         empty = [torch.empty_like(call.output) for call in run.calls(form.name)]
         positions, columns = form.rows(run, empty).shape[2], self._weight.shape[2]
@@ -285,7 +285,7 @@ def _basis(weight: Tensor, quantities: Sequence[str]) -> Basis:
     """For relative flatness alone the rows of R, min(d, m) of them; else unit vectors, d."""
     weighted = [QUANTITIES[name].gram_factor for name in quantities]
     if weighted == [True]:
-        rows = root(weight)
+        rows = gram_factor(weight)
         return Basis(rows.shape[1], rows, [None])
     gram = weight.double() @ weight.double().mT if any(weighted) else None
     return Basis(weight.shape[1], None, [gram if by_gram else None for by_gram in weighted])

@@ -13,6 +13,7 @@ they give for each micro-batch is added up in float64.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -21,8 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import contractions
 from ..errors import NonFiniteError, NotYetError
-from ..losses import risk
 from ..model import layers, state
+from ..numerics.accumulate import Accumulator, check_together
+from ..options import Options
 from ..passes import cotangents, linearity, normalize
 from ..passes.memory import DEFAULT_MEMORY
 from ..passes.runner import Run, Runner
@@ -49,11 +51,11 @@ class Products:
         modules: the layers that ran.
         device: where vectors are.
         eps: rounding of the products, relative.
-        opaque: layers behind which there is a function that torch did not write.
+        custom: layers behind which there is a custom autograd function.
 
     Raises:
-        InputError: opaque layers under ``curvature="auto"``; see :meth:`.Runner.each`; targets that do not fit, or
-            are all ignored.
+        InputError: a custom autograd function behind a layer under ``curvature="auto"``; see :meth:`.Runner.each`;
+            targets that do not fit, or are all ignored.
         NotYetError: ``conv="affine"``.
     """
 
@@ -68,10 +70,16 @@ class Products:
             inside=self._weights_as_leaves,
         )
         self._leaves: dict[str, Tensor] = {}  # layer -> its effective weight, as its calls see it
-        self.samples, self._normaliser = 0, 0.0
-        self.opaque: set[str] = set()
-        self._runner.each(self._seen, self._take)
-        self._divisor = risk.divisor(task.loss, self._normaliser)
+        over = Accumulator(self._options.nan_policy, task.loss.reduction)
+        self.custom: set[str] = set()
+
+        def take(seen: tuple[int, float, frozenset[str]]) -> None:
+            samples, weight, custom = seen
+            over.add(samples, weight)
+            self.custom |= custom
+
+        self._runner.each(self._seen, take)
+        self.samples, self._normaliser = over.samples, over.normaliser
         self.modules = self._runner.modules
         weights = [layers.matrix(module)[0] for module in self.modules.values()]
         self.device, self.eps = weights[0].device, max(torch.finfo(weight.dtype).eps for weight in weights)
@@ -82,19 +90,13 @@ class Products:
             self._spreads = {name: spread(module, scales[name]) for name, module in self.modules.items()}
 
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
-        """Return samples, normaliser and opaque layers of a micro-batch."""
-        opaque = linearity.read(linearity.users_of(run.outputs), linearity.edges_of(run.recorder.calls)).opaque
+        """Return samples, normaliser of a micro-batch, and the layers with custom functions behind them."""
+        custom = linearity.read(linearity.users_of(run.outputs), linearity.edges_of(run.recorder.calls)).custom
         if self._options.curvature == "auto":
-            linearity.refuse_opaque(sorted(opaque))
+            linearity.refuse_custom_functions(sorted(custom))
         sent = cotangents.of_run(run, self._loss)
-        if self._options.nan_policy != "propagate" and bool(sent.bad.any()):
-            raise self._non_finite(run.number)
-        return run.samples, sent.normaliser, opaque
-
-    def _take(self, seen: tuple[int, float, frozenset[str]]) -> None:
-        samples, normaliser, opaque = seen
-        self.samples, self._normaliser = self.samples + samples, self._normaliser + normaliser
-        self.opaque |= opaque
+        self._check(run.number, not math.isnan(sent.weight))
+        return run.samples, sent.weight, custom
 
     @contextlib.contextmanager
     def _weights_as_leaves(self) -> Iterator[None]:
@@ -120,9 +122,9 @@ class Products:
 
     def notes(self, name: str) -> tuple[str, ...]:
         """What a reader of a layer's value should know, or of the network's (``""``)."""
-        opaque = name in self.opaque if name else bool(self.opaque)
+        custom = name in self.custom if name else bool(self.custom)
         tied = layers.tie_notes(self._model, self.modules[name]) if name else ()
-        return (*tied, *((linearity.TAKEN_AS_THEY_ARE,) if opaque else ()))
+        return (*tied, *((linearity.TAKEN_AS_THEY_ARE,) if custom else ()))
 
     def __call__(self, vectors: Mapping[Names, Tensor]) -> Vectors:
         """Each block times its vectors, all in one pass over the data.
@@ -138,12 +140,11 @@ class Products:
         def take(found: tuple[int, Vectors]) -> None:
             number, products = found
             for names, product in products.items():
-                if self._options.nan_policy != "propagate" and not bool(product.isfinite().all()):
-                    raise self._non_finite(number)
+                self._check(number, bool(product.isfinite().all()))
                 sums[names] += product
 
         self._runner.each(lambda run: (run.number, self._of_run(run, sent)), take)
-        return {names: rows * inverse[names] / self._divisor for names, rows in sums.items()}
+        return {names: rows * inverse[names] / self._normaliser for names, rows in sums.items()}
 
     @torch.enable_grad()
     def _of_run(self, run: Run, vectors: Vectors) -> Vectors:
@@ -182,7 +183,7 @@ class Products:
         return multiply
 
     def _check_complete(self, run: Run, value: Tensor, cotangent: Tensor) -> None:
-        names = self.opaque.intersection(run.recorder.calls)
+        names = self.custom.intersection(run.recorder.calls)
         for name, found in run.recorder.gradients(value, cotangent, names, create_graph=True).items() if names else ():
             linearity.check_complete(f"layer {name!r}", found)
 
@@ -206,13 +207,34 @@ class Products:
         spread = torch.cat([self._spreads[name].flatten() for name in names])
         return torch.where(spread > 0, 1 / spread, 0.0)
 
-    def _non_finite(self, number: int) -> NonFiniteError:
-        layers.check_finite(self._runner.modules)
+    def _check(self, number: int, fine: bool) -> None:
+        """Raise unless a batch's targets, or its part of a product, are finite or may be NaN."""
+        what = "its targets, or its part of a product with the loss Hessian, have NaN or infinity"
+        check_batch(self._options, self._runner.modules, number, fine, what)
+
+
+def check_batch(options: Options, modules: Mapping[str, nn.Module], number: int, fine: bool, what: str) -> None:
+    """Raise unless a batch's part of an eigenvalue is fine, or may be NaN.
+
+    Args:
+        options: of the user.
+        modules: the layers that ran, whose weights may be what is not finite.
+        number: of the batch.
+        fine: whether the part is finite.
+        what: what is not.
+
+    Raises:
+        NonFiniteError: it is not fine, under the policies "raise" and "omit".
+    """
+
+    def error() -> NonFiniteError:
+        layers.check_finite(modules)
         return NonFiniteError(
-            f"batch {number}: its targets, or its part of a product with the loss Hessian, have NaN or infinity; an "
-            "eigenvalue is one of all samples together, so that nan_policy='omit' can leave none of them out: leave "
-            "them out of the data, or pass nan_policy='propagate' for NaN"
+            f"batch {number}: {what}; an eigenvalue is one of all samples together, so that nan_policy='omit' can "
+            "leave none of them out: leave them out of the data, or pass nan_policy='propagate' for NaN"
         )
+
+    check_together(options.nan_policy, fine, error)
 
 
 def check_filters(task: Task) -> None:

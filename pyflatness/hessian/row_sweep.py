@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import contractions, interrupts
-from ..errors import NonFiniteError, NotYetError
-from ..losses import risk
+from ..errors import NotYetError
 from ..model import layers
 from ..model.selectors import Selection
 from ..numerics import lanczos
+from ..numerics.accumulate import Accumulator
 from ..numerics.lanczos import Ritz
 from ..passes import cotangents, linearity, normalize
 from ..passes.layer_form import LayerForm
@@ -29,7 +29,7 @@ from ..passes.memory import DEFAULT_MEMORY
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from . import block_traces, row_blocks, row_products
-from .products import Products, check_filters, spread
+from .products import Products, check_batch, check_filters, spread
 from .row_blocks import RowBlocks
 
 _COARSE_TOLERANCE = 1e-5  # for products in other than double precision
@@ -57,7 +57,7 @@ class _MicroBatch:
     """Hold what a micro-batch adds, by layer: it is taken in when that is done, since one may be begun again."""
 
     samples: int
-    normaliser: float
+    weight: float
     number: int
     weighted: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     blocks: dict[str, Tensor] = field(default_factory=dict)
@@ -95,8 +95,8 @@ class RowSweep:
         self._blocks: dict[str, RowBlocks] = {}
         self._by_entries: set[str] = set()
         self._by_sweeps: set[str] = set()
-        self._opaque: set[str] = set()
-        self.samples, self._normaliser, self._divisor = 0, 0.0, 1.0
+        self._custom: set[str] = set()
+        self.samples, self._normaliser = 0, 1.0
 
     def rows(self) -> dict[str, Rows]:
         """Of every layer that ran.
@@ -105,8 +105,14 @@ class RowSweep:
             InputError: see :meth:`.Runner.each`; targets that do not fit, or are all ignored.
             NotYetError: too many passes, or products.
         """
-        self._runner.each(self._found, self._take)
-        self._divisor = risk.divisor(self._task.loss, self._normaliser)
+        over = Accumulator(self._options.nan_policy, self._task.loss.reduction)
+
+        def take(part: _MicroBatch) -> None:
+            over.add(part.samples, part.weight)
+            self._take(part)
+
+        self._runner.each(self._found, take)
+        self.samples, self._normaliser = over.samples, over.normaliser
         self._by_entries |= self._by_sweeps & self._nonlinear(self._runner.modules)
         for name in self._by_entries:
             self._check_entries(name)
@@ -116,26 +122,26 @@ class RowSweep:
             if name in self._by_entries:
                 found[name] = self._of_entries(name)
             elif name not in swept:
-                found[name] = self._over_divisor(blocks.largest(self._options.seed))
+                found[name] = self._normalised(blocks.largest(self._options.seed))
         return {name: self._rows(name, module, found[name]) for name, module in self._runner.modules.items()}
 
     def notes(self, name: str) -> tuple[str, ...]:
         """What a reader of a layer's value should know."""
-        trusted = (linearity.TAKEN_AS_THEY_ARE,) if name in self._opaque else ()
+        trusted = (linearity.TAKEN_AS_THEY_ARE,) if name in self._custom else ()
         return (*layers.tie_notes(self._task.model, self._runner.modules[name]), *trusted)
 
     def _rows(self, name: str, module: nn.Module, ritz: Ritz) -> Rows:
         linear, ggn = self._runner.is_linear(name), self._options.curvature == "ggn"
         weight = layers.matrix(module)[0].double() * self._spread(name)
-        exact = ritz.converged and (linear or not ggn) and name not in self._opaque
+        exact = ritz.converged and (linear or not ggn) and name not in self._custom
         return Rows(weight.square().sum(dim=1), ritz, "ggn" if linear or ggn else "hessian", exact)
 
     def _check(self, nonlinear: Mapping[str, str]) -> None:
         if self._options.curvature == "auto":
-            linearity.refuse_opaque([name for name, why in nonlinear.items() if why == linearity.OPAQUE])
+            linearity.refuse_custom_functions([name for name, why in nonlinear.items() if why == linearity.CUSTOM])
 
-    def _over_divisor(self, ritz: Ritz) -> Ritz:
-        return replace(ritz, values=ritz.values / self._divisor, residuals=ritz.residuals / self._divisor)
+    def _normalised(self, ritz: Ritz) -> Ritz:
+        return replace(ritz, values=ritz.values / self._normaliser, residuals=ritz.residuals / self._normaliser)
 
     def _nonlinear(self, names: Iterable[str]) -> set[str]:
         """Layers for which second derivatives are asked for."""
@@ -163,25 +169,22 @@ class RowSweep:
         blocks.add_blocks(torch.einsum("sjsk->sjk", matrix))
         return blocks.largest(self._options.seed)
 
-    def _non_finite(self, number: int, name: str) -> NonFiniteError:
-        layers.check_finite(self._runner.modules)
-        return NonFiniteError(
-            f"batch {number}: NaN or infinity in the targets, or the inputs or signals of layer {name!r}; an "
-            "eigenvalue is one of all samples together, so that nan_policy='omit' can leave none of them out: leave "
-            "them out of the data, or pass nan_policy='propagate' for NaN"
-        )
+    def _check_batch(self, number: int, name: str, fine: bool) -> None:
+        """Raise unless what a batch adds to a layer's blocks is finite, or may be NaN."""
+        what = f"NaN or infinity in the targets, or the inputs or signals of layer {name!r}"
+        check_batch(self._options, self._runner.modules, number, fine, what)
 
     # --- one sweep ----------------------------------------------------------------------------------------------------
 
     def _found(self, run: Run) -> _MicroBatch:
         sent = cotangents.of_run(run, self._task.loss)
-        part = _MicroBatch(run.samples, sent.normaliser, run.number)
+        part = _MicroBatch(run.samples, sent.weight, run.number)
         for name in run.recorder.calls:
             if name not in self._forms:
                 self._set_up(name)
         single = {name: phi for name in run.recorder.calls if (phi := self._features(run, name)) is not None}
         nonlinear = set() if self._options.curvature == "ggn" else set(run.nonlinear)
-        self._opaque |= {name for name in nonlinear if self._runner.why_not_linear(name) == linearity.OPAQUE}
+        self._custom |= {name for name in nonlinear if self._runner.why_not_linear(name) == linearity.CUSTOM}
         with contractions.full_precision(run.outputs):
             weights = self._by_factors(run, sent, run.recorder.calls.keys() - nonlinear, single.keys(), part.blocks)
             weights.update(self._by_second_derivatives(run, nonlinear & single.keys()))
@@ -194,16 +197,13 @@ class RowSweep:
         for name in filter(
             measured.__contains__, self._runner.modules
         ):  # an error names the first in the model's order
-            fine = part.is_finite(name) and math.isfinite(part.normaliser)
-            if self._options.nan_policy != "propagate" and not fine:
-                raise self._non_finite(part.number, name)
+            self._check_batch(part.number, name, part.is_finite(name) and math.isfinite(part.weight))
         for name, (features, weights) in part.weighted.items():
             self._blocks[name].add_weighted(features, weights)
             if self._blocks[name].full:
                 self._by_sweeps.add(name)
         for name, blocks in part.blocks.items():
             self._blocks[name].add_blocks(blocks)
-        self.samples, self._normaliser = self.samples + part.samples, self._normaliser + part.normaliser
 
     def _by_factors(
         self, run: Run, sent: cotangents.Cotangents, names: set[str], single: Iterable[str], blocks: dict[str, Tensor]
@@ -232,7 +232,9 @@ class RowSweep:
         self, blocks: Tensor, run: Run, name: str, delta: Sequence[Tensor], signs: Tensor | None
     ) -> None:
         geometry, inputs = layers.geometry(self._runner.modules[name]), self._forms[name].inputs(run)
-        written = sum(x[0].numel() * geometry.taps + y[0].numel() for x, y in zip(inputs, delta, strict=True))
+        written = sum(
+            x[0].numel() * geometry.kernel_elements + y[0].numel() for x, y in zip(inputs, delta, strict=True)
+        )
         chunk = max(1, self._memory // (16 * (written + blocks.shape[0] * blocks.shape[1])))
         for start in range(0, run.samples, chunk):
             part = slice(start, start + chunk)
@@ -257,7 +259,7 @@ class RowSweep:
 
     def _diagonal(self, run: Run, name: str, gradient: Tensor) -> Tensor:
         """(n, b), a pass for each row; all samples at once, none of whose gradients depends on another."""
-        if name in self._opaque:
+        if name in self._custom:
             linearity.check_complete(f"layer {name!r}", [gradient])
         (call,), dim = run.calls(name), layers.class_dim(self._runner.modules[name])
         columns = []
@@ -306,8 +308,7 @@ class RowSweep:
             def take(found: tuple[int, dict[str, Tensor]]) -> None:
                 number, products = found
                 for name, product in products.items():
-                    if self._options.nan_policy != "propagate" and not bool(product.isfinite().all()):
-                        raise self._non_finite(number, name)
+                    self._check_batch(number, name, bool(product.isfinite().all()))
                     sums[name] += product
 
             self._runner.each(lambda run: (run.number, row_products.of_run(run, loss, modules, sent)), take)
@@ -322,4 +323,4 @@ class RowSweep:
             )
             for name in names
         }
-        return {name: self._over_divisor(ritz) for name, ritz in lanczos.solved_in_step(searches, times).items()}
+        return {name: self._normalised(ritz) for name, ritz in lanczos.solved_in_step(searches, times).items()}

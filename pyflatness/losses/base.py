@@ -29,18 +29,13 @@ class Terms:
 
     scale: Tensor
     weights: Tensor
-    extra: Tensor | None = None
+    extra: tuple[Tensor, ...] = ()
     used: Tensor | None = None
 
     def take(self, index: Tensor) -> "Terms":
-        """Some of the rows."""
-        extra, used = self.extra, self.used
-        return Terms(
-            self.scale[index],
-            self.weights[index],
-            None if extra is None else extra[index],
-            None if used is None else used[index],
-        )
+        """Return those of some of the rows."""
+        used = None if self.used is None else self.used[index]
+        return Terms(self.scale[index], self.weights[index], tuple(part[index] for part in self.extra), used)
 
 
 @dataclass
@@ -64,8 +59,8 @@ class Factors:
     take: Callable[[Tensor], "Factors"]
 
 
-Curvature = Callable[[Tensor, Terms], Bounded]
-"""(features (rows, m), terms) -> (rows,) float64: |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, and what they can be off by.
+Curvature = Callable[..., Bounded]
+"""(features (rows, m), scale, *extra of the terms) -> (rows,) float64: |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, and their bounds.
 
 A loss of which a sample is one term takes features (rows, P, m) of P positions too: Σ_pp' ⟨φ_ip, φ_ip'⟩
 ⟨w wᵀ, ∂²ℓ_i/∂z_ip∂z_ip'⟩.

@@ -88,8 +88,7 @@ class CrossEntropy:
         self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int, rtol: float
     ) -> Curvature:
         """See :class:`.base.Loss`."""
-        variance = SoftmaxVariance(weight, bias, backend, rows=rows, memory=memory, rtol=rtol)
-        return lambda features, terms: variance.bounded(features, terms.scale)
+        return SoftmaxVariance(weight, bias, backend, rows=rows, memory=memory, rtol=rtol).bounded
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""

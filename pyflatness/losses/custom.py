@@ -46,7 +46,7 @@ class CustomLoss:
             got = "none" if targets is None else tuple(targets.shape)
             raise InputError(f"targets: a custom loss wants one per sample ({len(outputs)}), got {got}")
         self._shape = outputs.shape[1:]
-        terms = replace(uniform(len(outputs), 1.0, 1.0, outputs.device), extra=targets)
+        terms = replace(uniform(len(outputs), 1.0, 1.0, outputs.device), extra=(targets,))
         if len(outputs) and not bool(self._value(outputs, targets).isfinite()):
             each = [self._value(*one) for one in zip(outputs.split(1), targets.split(1), strict=True)]
             terms = marked(terms, torch.stack(each).unsqueeze(1))
@@ -99,8 +99,7 @@ class CustomLoss:
         """See :class:`.base.Loss`."""
         directions = torch.linalg.qr(weight.double().t()).R
 
-        def values(features: Tensor, terms: Terms) -> Bounded:
-            assert terms.extra is not None
+        def values(features: Tensor, scale: Tensor, targets: Tensor) -> Bounded:
             positions = features.unsqueeze(1) if features.ndim == 2 else features.flatten(1, -2)
             span, norms = torch.ones_like(positions[..., :1], dtype=torch.float64), None
             if positions.shape[1] > 1:  # K (n, P, ρ) with K Kᵀ the Gram matrix of a sample's features
@@ -110,7 +109,7 @@ class CustomLoss:
             logits = (promoted(positions) @ promoted(weight).t()).double() + (0 if bias is None else bias.double())
             with torch.enable_grad(), advice.on_second_derivative(self.loss):
                 logits.requires_grad_()
-                loss = self._sum(logits.view(-1, *self._shape), terms.extra)
+                loss = self._sum(logits.view(-1, *self._shape), targets)
                 (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
                 total = logits.new_zeros(len(logits))
                 if gradient.requires_grad:  # a loss that is linear in its input has no curvature
@@ -138,8 +137,7 @@ class CustomLoss:
 
     def factors(self, rows: Tensor, terms: Terms) -> Factors:
         """Eigenvectors of the C × C Hessians, √|λ| each, with the signs of λ; in float64."""
-        assert terms.extra is not None
-        hessians = self._hessians(rows, terms.extra)
+        hessians = self._hessians(rows, *terms.extra)
         bad = ~hessians.isfinite().all(dim=(1, 2))  # one such sample would make eigh refuse them all
         values, vectors = torch.linalg.eigh(hessians.masked_fill(bad[:, None, None], 0.0))
         values = values.masked_fill(bad[:, None], torch.nan)

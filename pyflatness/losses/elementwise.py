@@ -46,7 +46,7 @@ class SquaredError(_Elementwise):
     ) -> Curvature:
         """See :class:`.base.Loss`."""
         norm = squared_norms(weight, backend, memory).sum()
-        return lambda features, terms: Bounded(norm * squared_norms(features, backend, memory), None)
+        return lambda features, scale: Bounded(norm * squared_norms(features, backend, memory), None)
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""
@@ -86,7 +86,7 @@ class BinaryCrossEntropy(_Elementwise):
         labels = rows_like("targets", targets, outputs, class_dim)
         rows = rows_like("coefficients", coefficients, outputs, class_dim).to(dtype)
         terms = marked(uniform(len(rows), 1.0, float(rows.shape[1]), rows.device), labels)
-        return replace(terms, extra=rows)
+        return replace(terms, extra=(rows,))
 
     def _spread(self, name: str, value: Tensor, outputs: Tensor) -> Tensor:
         squeezed = outputs.shape[-1] == 1 and value.ndim and value.shape[-1] > 1  # the user's outputs had no last 1
@@ -111,13 +111,12 @@ class BinaryCrossEntropy(_Elementwise):
         norms = backend.row_dots(weight, weight).to(weight.dtype)
         chunk = max(1, memory // (weight.element_size() * 3 * len(weight)))
 
-        def values(features: Tensor, terms: Terms) -> Bounded:
-            assert terms.extra is not None
+        def values(features: Tensor, scale: Tensor, coefficients: Tensor) -> Bounded:
             parts = []
-            for rows, coefficients in zip(features.split(chunk), terms.extra.split(chunk), strict=True):
+            for rows, weights in zip(features.split(chunk), coefficients.split(chunk), strict=True):
                 rows = promoted(rows)
                 logits = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
-                parts.append(backend.sigmoid_curvature(logits, coefficients, norms))
+                parts.append(backend.sigmoid_curvature(logits, weights, norms))
             return Bounded(torch.cat(parts) * squared_norms(features, backend, memory), None)
 
         return values
@@ -140,9 +139,9 @@ class BinaryCrossEntropy(_Elementwise):
 
     def factors(self, rows: Tensor, terms: Terms) -> Factors:
         """Columns √(ω_c (1 + (π_c - 1) y_c) σ'(z_c)) e_c, σ' from the tail that does not cancel."""
-        assert terms.extra is not None
+        (coefficients,) = terms.extra
         small = promoted(rows).abs().neg().exp()
-        return diagonal(terms.extra * small / (1 + small).square())
+        return diagonal(coefficients * small / (1 + small).square())
 
 
 def _by_row(values: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from .. import losses
 from ..errors import InputError, NonFiniteError
 from ..model import calling, data, parameters
 from ..model.data import Batches
+from ..numerics.accumulate import Accumulator, check_together
 from . import BinaryCrossEntropy, CrossEntropy, CustomLoss, Loss, SquaredError
 
 
 def rows(outputs: Tensor, targets: Any, loss: Loss, number: int) -> losses.Rows:
-    """The loss terms of the outputs of batch ``number``.
+    """Return the loss terms of the outputs of batch ``number``.
 
     Raises:
         InputError: targets that do not fit.
@@ -26,25 +28,13 @@ def rows(outputs: Tensor, targets: Any, loss: Loss, number: int) -> losses.Rows:
         return losses.rows(outputs, targets, loss)
 
 
-def divisor(loss: Loss, normaliser: float) -> float:
-    """Return what E divides sums by; NaN for a normaliser of NaN, that of a loss that is not a number.
+def weight(outputs: Tensor, targets: Any, loss: Loss, number: int) -> float:
+    """Return the sum of the weights of a batch's loss terms, its part of the normaliser.
 
     Raises:
-        InputError: no target counts.
+        InputError: targets that do not fit.
     """
-    normaliser = divisor_of_mean(normaliser)
-    return normaliser if loss.reduction == "mean" or math.isnan(normaliser) else 1.0
-
-
-def divisor_of_mean(normaliser: float) -> float:
-    """Return what a mean over loss terms divides by, whatever the loss's reduction.
-
-    Raises:
-        InputError: no target counts.
-    """
-    if normaliser == 0:
-        raise InputError("targets: every one is ignored (or has class weight 0), so the loss has no terms")
-    return normaliser
+    return float(rows(outputs, targets, loss, number).terms.weights.sum())
 
 
 def hits(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Tensor:
@@ -89,7 +79,7 @@ def judged(outputs: Tensor, targets: Any, loss: Loss, number: int) -> tuple[Tens
 
 
 def has_classes(outputs: Tensor, targets: Tensor, loss: Loss) -> bool:
-    """Whether the targets are something a prediction can be right about, so that :func:`hits` takes them."""
+    """Return whether the targets are something a prediction can be right about, so that :func:`hits` takes them."""
     if isinstance(loss, SquaredError) or _takes_several(loss):
         return False
     if isinstance(loss, (BinaryCrossEntropy, CrossEntropy)):
@@ -116,29 +106,23 @@ def at(
     loss: Loss,
     batches: Batches,
     forward: calling.Forward | None,
-    nan_policy: str = "raise",
+    nan_policy: str,
 ) -> list[Risk]:
-    """E of the model with other parameters, see :func:`.parameters.run`, at several points in one pass over the data.
+    """Return E of the model with other parameters, see :func:`.parameters.run`, at several points by one data read.
 
     Raises:
         InputError: targets that do not fit.
         NonFiniteError: E is NaN or infinite at a point, but under ``"propagate"``.
     """
-    sums, normaliser, samples = [0.0] * len(points), 0.0, 0
+    sums, over = [0.0] * len(points), Accumulator(nan_policy, loss.reduction)
     for number, batch in enumerate(batches):
         for place, values in enumerate(points):
             outputs, targets = parameters.run(model, values, batch, forward)
             if place == 0:
-                terms = rows(outputs, targets, loss, number).terms
-                normaliser += float(terms.weights.sum())
-                samples += data.size(batch)
-            value = float(loss.value(outputs, targets))
-            if not math.isfinite(value) and nan_policy != "propagate":
-                where = " under noise" if values else ""
-                raise NonFiniteError(
-                    f"batch {number}: the loss of the model{where} is {value}; no sample is left out of it, whatever "
-                    "nan_policy says"
-                )
+                over.add(data.size(batch), weight(outputs, targets, loss, number))
+            value, where = float(loss.value(outputs, targets)), " under noise" if values else ""
+            what = f"batch {number}: the loss of the model{where} is {value}"
+            error = partial(NonFiniteError, f"{what}; no sample is left out of it, whatever nan_policy says")
+            check_together(nan_policy, math.isfinite(value), error)
             sums[place] += value
-    whole = divisor(loss, normaliser)
-    return [Risk(total / whole, samples) for total in sums]
+    return [Risk(total / over.normaliser, over.samples) for total in sums]

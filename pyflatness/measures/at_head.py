@@ -9,7 +9,8 @@ deviation (Theorem 4) also to neuron-wise ones. Never negative for a convex loss
 
 import contextlib
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 from .. import contractions, losses
 from ..errors import InputError, NonFiniteError
 from ..head import HeadBatch
+from ..model import layers
+from ..numerics.accumulate import Accumulator, masked, non_finite
 from ..options import Options
 from ..passes import normalize
 from ..report import Estimate
@@ -41,8 +44,12 @@ class Source(Protocol):
         """What a reader of the value should know."""
 
 
+Error = Callable[[HeadBatch, Tensor], NonFiniteError]
+"""Make the error of a batch's bad rows, (rows,) bool."""
+
+
 def relative_flatness(source: Source, loss: losses.Loss, options: Options) -> Estimate:
-    """κ of a head by one pass over its data; two with ``normalize``."""
+    """Return κ of a head by one data read; two with ``normalize``."""
     scale = _feature_scale(source, options) if options.normalize else None
     total: _Sum | None = None
     with contextlib.closing(source.batches()) as batches:  # hooks go with an error, not at some later time
@@ -59,78 +66,63 @@ class _Sum:
     """The running sums behind κ."""
 
     def __init__(self, source: Source, loss: losses.Loss, options: Options, scale: Tensor | None, rows: int) -> None:
-        self._source, self._options, self._scale, self._reduction = source, options, scale, loss.reduction
+        self._source, self._options, self._scale = source, options, scale
         weight, bias = source.matrix()
         if scale is not None:
             weight = normalize.apply(scale, weight)
         self._backend = contractions.choose(options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
         memory = options.memory or contractions.default_memory(weight.device)
         self._curvature = loss.curvature(weight, bias, self._backend, rows, memory, options.tolerance)
-        self._value = self._normaliser = self._bound = 0.0
-        self._shares: list[Tensor] = []
-        self._samples = self._omitted = 0
+        self._over, self._value, self._bound = Accumulator(options.nan_policy, loss.reduction), 0.0, 0.0
+        self._contributions: list[Tensor] = []
 
     def add(self, batch: HeadBatch) -> None:
         features = batch.features if self._scale is None else normalize.apply(self._scale, batch.features, inverse=True)
-        curvature = self._curvature(features, batch.terms)
+        curvature = self._curvature(features, batch.terms.scale, *batch.terms.extra)
         rows = curvature.values.mul_(batch.terms.scale)
         if self._scale is not None:
             rows = self._as_in_the_first_read(batch, rows)
         total, weights, kept = float(rows.sum()), batch.terms.weights, None
         if not math.isfinite(total):
             rows = torch.where(batch.terms.scale != 0, rows, 0.0)
-            rows, weights, kept = self._without_bad_rows(batch, rows)
+            kept = _kept(self._over, batch, ~rows.isfinite(), self._error)
+            rows, weights = masked(rows.where(rows.isfinite(), torch.nan), kept), masked(weights, kept)
             total = float(rows.sum())
-        self._samples += batch.samples if kept is None else int(kept.sum())
-        self._value, self._normaliser = self._value + total, self._normaliser + float(weights.sum())
+        self._over.add(batch.samples, float(weights.sum()))
+        self._value += total
         if curvature.bounds is not None:
             bounds = curvature.bounds * batch.terms.scale.abs()
             counted = bounds.isfinite() & (rows != 0)  # not in rows that were left out
             self._bound += float(torch.where(counted, bounds, 0.0).sum())
         if self._options.per_sample:
-            shares = _by_sample(batch, rows).sum(dim=1)
-            self._shares.append(shares if kept is None else shares.masked_fill(~kept, torch.nan))
+            self._contributions.append(_by_sample(batch, masked(rows, kept, torch.nan)).sum(dim=1))
 
     def _as_in_the_first_read(self, batch: HeadBatch, rows: Tensor) -> Tensor:
-        """NaN in the rows that the deviations are without; under ``"omit"`` these have to be all that are bad."""
+        """Return rows with NaN in those that the deviations are without; samples that are left out have no others."""
         left_out = _bad_rows(batch)
         late = ~left_out & ~rows.isfinite() & (batch.terms.scale != 0)
-        if self._options.nan_policy == "omit" and bool(late.any()):
-            _check_finite_weights(self._source)
-            raise normalize.late(batch.number, int(late.sum()), "rows")
+        check_weights = partial(_check_finite_weights, self._source)
+        normalize.check_in_time(self._options.nan_policy, late, batch.number, "rows", check_weights)
         return rows.masked_fill(left_out, math.nan)
 
-    def _without_bad_rows(self, batch: HeadBatch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return rows and weights by the policy for NaN, and which samples are left (None: all)."""
-        bad = ~rows.isfinite()
-        if not bad.any() or self._options.nan_policy == "propagate":
-            return rows.masked_fill(bad, math.nan), batch.terms.weights, None
+    def _error(self, batch: HeadBatch, bad: Tensor) -> NonFiniteError:
         _check_finite_weights(self._source)
-        if self._options.nan_policy == "raise":
-            raise _non_finite(batch, bad, self._source.name)
-        kept = ~_by_sample(batch, bad).any(dim=1)
-        gone = ~kept.repeat_interleave(batch.per_sample)
-        self._omitted += int((~kept).sum())
-        return rows.masked_fill(gone, 0.0), batch.terms.weights.masked_fill(gone, 0.0), kept
+        return _non_finite(self._source.name, batch, bad)
 
     def estimate(self) -> Estimate:
-        if self._samples == 0:
-            raise NonFiniteError(f"nan_policy='omit': all {self._omitted} samples have NaN or infinity")
-        if self._normaliser == 0:
-            raise InputError("targets: every one is ignored (or has class weight 0), so the loss has no terms")
-        divisor = self._normaliser if self._reduction == "mean" else 1.0
+        normaliser = self._over.normaliser
         return Estimate(
-            value=self._value / divisor,
+            value=self._value / normaliser,
             stderr=None,
-            samples=self._samples,
+            samples=self._over.samples,
             method="head",
             exact=self._bound == 0,
             backend=contractions.describe(self._backend),
-            per_sample=torch.cat(self._shares) * (self._samples / divisor) if self._options.per_sample else None,
+            per_sample=self._over.per_sample(self._contributions) if self._options.per_sample else None,
             layer=self._source.name,
-            omitted=self._omitted,
+            omitted=self._over.omitted,
             notes=(*self._source.notes(), *self._scale_note()),
-            bound=self._bound / divisor if self._bound else None,
+            bound=self._bound / normaliser if self._bound else None,
         )
 
     def _scale_note(self) -> tuple[str, ...]:
@@ -139,30 +131,33 @@ class _Sum:
 
 
 def _feature_scale(source: Source, options: Options) -> Tensor:
-    deviations = normalize.FeatureScale()
+    deviations, over = normalize.FeatureScale(), Accumulator(options.nan_policy)
     with contextlib.closing(source.batches()) as batches:
         for batch in batches:
             bad = _bad_rows(batch)
-            if bad.any() and options.nan_policy == "raise":
-                raise _non_finite(batch, bad, source.name)
-            if bad.any() and options.nan_policy == "omit":
-                bad = _by_sample(batch, bad).any(dim=1).repeat_interleave(batch.per_sample)
-            kept = _used(batch) & ~bad
+            counted = _kept(over, batch, bad, partial(_non_finite, source.name))
+            kept = _used(batch) & (~bad if counted is None else counted)
             deviations.add((batch.features if bool(kept.all()) else batch.features[kept]).flatten(0, -2))
     return deviations.scale()
 
 
 def _used(batch: HeadBatch) -> Tensor:
-    """(rows,), those that the loss does not ignore."""
+    """Return which rows the loss does not ignore, (rows,)."""
     return torch.ones_like(batch.terms.scale, dtype=torch.bool) if batch.terms.used is None else batch.terms.used
 
 
 def _bad_rows(batch: HeadBatch) -> Tensor:
-    """(rows,), those without a loss, or with NaN or infinity in features that count."""
+    """Return which rows have no loss, or NaN or infinity in features that count, (rows,)."""
     bad = batch.terms.scale.isnan()
     if not bool(batch.features.sum().isfinite()):
         bad = bad | (_used(batch) & ~batch.features.isfinite().flatten(1).all(dim=1))
     return bad
+
+
+def _kept(over: Accumulator, batch: HeadBatch, bad: Tensor, error: Error) -> Tensor | None:
+    """Return which rows count, (rows,), and count samples that are left out, with all of their rows; None: all do."""
+    kept = over.kept(~bad, lambda: error(batch, bad), lambda fine: _by_sample(batch, fine).all(dim=1))
+    return None if kept is None else kept.repeat_interleave(batch.per_sample)
 
 
 def _by_sample(batch: HeadBatch, rows: Tensor) -> Tensor:
@@ -177,22 +172,14 @@ def _by_sample(batch: HeadBatch, rows: Tensor) -> Tensor:
 
 
 def _check_finite_weights(source: Source) -> None:
-    for what, values in zip(("weight", "bias"), source.matrix(), strict=True):
-        if values is not None and not bool(values.isfinite().all()):
-            where = f"layer {source.name!r}" if source.name else "the head"
-            raise NonFiniteError(
-                f"{where}: its {what} has {int((~values.isfinite()).sum())} entries of NaN or infinity"
-            )
+    layers.check_finite_entries(f"layer {source.name!r}" if source.name else "the head", *source.matrix())
 
 
-def _non_finite(batch: HeadBatch, bad: Tensor, name: str) -> NonFiniteError:
+def _non_finite(name: str, batch: HeadBatch, bad: Tensor) -> NonFiniteError:
     first = int(bad.nonzero()[0])
     what = "features"
     if bool(batch.features[first].isfinite().all()):
         what = "logits, or in squares beyond the dtype's range,"
         what = "targets, or in the loss," if bool(batch.terms.scale[first].isnan()) else what
     where = f" of layer {name!r}" if name else ""
-    return NonFiniteError(
-        f"batch {batch.number}: {int(bad.sum())} of {len(bad)} rows have NaN or infinity in the {what}{where} (the "
-        f"first is row {first}); pass nan_policy='omit' or 'propagate' to go on"
-    )
+    return non_finite(batch.number, ~bad, f"in the {what}{where} (the first is row {first})", "rows")

@@ -12,6 +12,7 @@ FR = K √ E ⟨∂ℓ/∂f, f⟩². Invariant to layer-wise and neuron-wise res
 
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +20,18 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..errors import InputError, NonFiniteError, NotYetError
+from ..errors import InputError, NotYetError
 from ..losses import risk
 from ..model import data, parameters
+from ..numerics.accumulate import Accumulator, masked, non_finite
 from ..numerics.directions import Directions
 from ..report import Estimate
 from .base import Measure, Task, Values
 
 
 def _values(task: Task) -> Values:
-    theta, policy = parameters.every(task.model), task.options.nan_policy
-    total = normaliser = 0.0
-    samples = omitted = 0
+    theta = parameters.every(task.model)
+    total, over = 0.0, Accumulator(task.options.nan_policy, task.loss.reduction)
     moved = _Moved(task, theta)
     for number, batch in enumerate(task.batches):
         outputs, change, targets = moved.of(batch)
@@ -42,21 +43,14 @@ def _values(task: Task) -> Values:
             products, weights = (_by_sample(rows, count, number).sum(dim=1) for rows in (products, weights))
             weights = weights if task.loss.reduction == "mean" else torch.ones_like(weights)
         squares = torch.where(weights > 0, products.square() / weights, 0.0 * products)
-        bad = ~squares.isfinite()
-        if bool(bad.any()) and policy == "raise":
-            raise NonFiniteError(
-                f"batch {number}: {int(bad.sum())} of {len(bad)} loss terms have NaN or infinity in them or in their "
-                "derivative; pass nan_policy='omit' or 'propagate' to go on"
-            )
-        squares = squares.masked_fill(bad, torch.nan)
-        if bool(bad.any()) and policy == "omit":
-            squares, weights, gone = _without(squares, weights, bad, count, number)
-            omitted, count = omitted + gone, count - gone
-        total, normaliser, samples = total + float(squares.sum()), normaliser + float(weights.sum()), samples + count
-    if samples == 0:
-        raise NonFiniteError(f"nan_policy='omit': all {omitted} samples have NaN or infinity")
-    value = math.sqrt(total / risk.divisor(task.loss, normaliser)) if not math.isnan(total) else math.nan
-    estimate = Estimate(value, None, samples, "forward-mode", exact=True, backend="reference", omitted=omitted)
+        kept = _kept(over, squares.isfinite(), count, number)
+        over.add(count, float(masked(weights, kept).sum()))
+        total += float(masked(squares.where(squares.isfinite(), torch.nan), kept).sum())
+    over.check()
+    value = math.nan if math.isnan(total) else math.sqrt(total / over.normaliser)
+    estimate = Estimate(
+        value, None, over.samples, "forward-mode", exact=True, backend="reference", omitted=over.omitted
+    )
     return {"": estimate}
 
 
@@ -132,15 +126,15 @@ def _gradient(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
     return gradient
 
 
-def _without(squares: Tensor, weights: Tensor, bad: Tensor, count: int, number: int) -> tuple[Tensor, Tensor, int]:
-    """Squares and weights of the samples that have no bad term, and how many do."""
-    gone = _by_sample(bad, count, number).any(dim=1)
-    rows = gone.repeat_interleave(len(bad) // count)
-    return squares.masked_fill(rows, 0.0), weights.masked_fill(rows, 0.0), int(gone.sum())
+def _kept(over: Accumulator, fine: Tensor, count: int, number: int) -> Tensor | None:
+    """Return which of a batch's loss terms count, (terms,), by whether each is finite; None: all of them."""
+    error = partial(non_finite, number, fine, "in them or in their derivative", "loss terms")
+    kept = over.kept(fine, error, lambda fine: _by_sample(fine, count, number).all(dim=1))
+    return None if kept is None else kept.repeat_interleave(len(fine) // count)
 
 
 def _by_sample(rows: Tensor, count: int, number: int) -> Tensor:
-    """(samples, rows of each)."""
+    """Return rows as (samples, rows of each)."""
     if len(rows) % count:
         raise InputError(f"batch {number}: its {len(rows)} loss terms cannot be told apart by its {count} samples")
     return rows.view(count, -1)

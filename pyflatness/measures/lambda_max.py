@@ -28,7 +28,7 @@ def lambda_max(task: Task) -> Values:
 
 
 def _estimate(task: Task, products: Products, ritz: Ritz, name: str) -> Estimate:
-    opaque = products.opaque & {name} if name else products.opaque
+    custom = products.custom & {name} if name else products.custom
     method = "ggn" if task.options.curvature == "ggn" else "hessian"
     certificate = f"λ_max: an eigenvalue within {float(ritz.residuals):.1e} ({ritz.products} Lanczos products)"
     return Estimate(
@@ -36,7 +36,7 @@ def _estimate(task: Task, products: Products, ritz: Ritz, name: str) -> Estimate
         stderr=None,
         samples=products.samples,
         method=method,
-        exact=method == "hessian" and ritz.converged and not opaque,
+        exact=method == "hessian" and ritz.converged and not custom,
         backend="reference",
         layer=name,
         notes=(*products.notes(name), certificate if ritz.converged else f"{certificate}: not converged"),

@@ -11,13 +11,14 @@ from torch import Tensor
 from ..contractions.quantities import QUANTITIES
 from ..errors import InputError, NotYetError
 from ..model import layers
+from ..numerics.accumulate import omits
 from ..passes import linearity
 from ..passes.runner import Runner
 from ..passes.task import Task
 from ..report import Estimate
 from ..sweep import stages
-from ..sweep.layer_sweep import Sweep, Take, Values
-from ..sweep.totals import Sums, Totals
+from ..sweep.layer_sweep import Sweep, Values
+from ..sweep.totals import Sums, Totals, layer_error
 from . import Measure
 
 Attempt = Callable[[Measure], contextlib.AbstractContextManager[None]]
@@ -34,7 +35,6 @@ class LayerValues:
     def __init__(self, task: Task) -> None:
         self._task, self._model, self._selected = task, task.model, task.selection.modules
         self._loss, self._options = task.loss, task.options
-        order = self._options.per_sample or self._options.nan_policy == "omit" or not task.loss.convex
         self._runner = Runner(
             task.model,
             task.selection,
@@ -43,7 +43,7 @@ class LayerValues:
             self._options.memory,
             self._check,
             second_order=self._options.curvature != "ggn",
-            order_matters=order,
+            order_matters=self._options.by_sample or not task.loss.convex,
         )
 
     def estimates(
@@ -118,7 +118,7 @@ class LayerValues:
                 f"{measure.name} has no sampled value: pass probes=None and target_stderr=None, or leave it out of "
                 "measures="
             )
-        if quantity.entries and self._options.nan_policy == "omit":
+        if quantity.entries and omits(self._options.nan_policy):
             raise InputError(f"{measure.name} is of all samples together: nan_policy='omit' can leave none of them out")
         for name, module in self._selected.items() if self._options.conv == "affine" else ():
             repeated = not quantity.of_repeated and layers.repeats_inputs(module)
@@ -130,51 +130,47 @@ class LayerValues:
                 )
 
     def block_traces(self) -> Tensor:
-        """(d, d) of the one layer."""
+        """Return the (d, d) block traces of the one layer."""
         sweep = Sweep(self._runner, self._loss, self._options, ("squares",))
-        totals = Totals(self._loss.reduction, self._options.nan_policy)
+        totals = self._totals()
         blocks: list[Tensor] = []
 
         def take(found: tuple[Tensor, Values]) -> None:
             traces, values = found
-            totals.add(values, self._runner.selected)
+            totals.add(values)
             blocks[:] = [blocks[0] + traces if blocks else traces]
 
         sweep.block_traces(_LARGEST_MATRIX, take)
-        matrix: Tensor = torch.block_diag(*(blocks[0] / totals.divisor))
+        matrix: Tensor = torch.block_diag(*(blocks[0] / totals.over.normaliser))
         return matrix
 
     def _sums(self, sweep: Sweep) -> Sums:
-        """Exact, by so many draws, in groups, or by as many draws as a standard error takes."""
-        target, probes = self._options.target_stderr, self._options.probes
-        if probes == "adaptive":
-            return self._totalled(sweep.by_groups)
-        if target is not None:
-            return stages.until(target, lambda draws: self._summed(sweep, draws), lambda: sweep.exact_passes)
-        return self._summed(sweep, None if probes is None else range(int(probes)))
+        """Return the sums: exact, in groups, or by draws as the options say."""
+        if self._options.probes == "adaptive":
+            return self._totals().of(sweep.by_groups)
 
-    def _summed(self, sweep: Sweep, draws: range | None) -> Sums:
-        return self._totalled(partial(sweep.values, draws=draws), sampled=draws is not None)
+        def summed(draws: range | None) -> Sums:
+            return self._totals(sampled=draws is not None).of(partial(sweep.values, draws=draws))
 
-    def _totalled(self, values: Callable[[Take], None], *, sampled: bool = False) -> Sums:
-        options, reduction = self._options, self._loss.reduction
-        totals = Totals(reduction, options.nan_policy, per_sample=options.per_sample, sampled=sampled)
-        values(partial(totals.add, modules=self._runner.selected))
-        return totals.sums()
+        return stages.by_options(self._options, summed, lambda: sweep.exact_passes)
+
+    def _totals(self, *, sampled: bool = False) -> Totals:
+        error = partial(layer_error, self._runner.selected)
+        return Totals(self._loss.reduction, self._options, error, sampled=sampled)
 
     def _check(self, nonlinear: Mapping[str, str]) -> None:
         """Raise where there is no telling whether a value would be the Hessian's."""
-        opaque = [name for name, why in nonlinear.items() if why == linearity.OPAQUE]
+        custom = [name for name, why in nonlinear.items() if why == linearity.CUSTOM]
         if self._options.curvature == "auto":
-            linearity.refuse_opaque(opaque)
+            linearity.refuse_custom_functions(custom)
 
     def _is_hessian(self, name: str, sweep: Sweep) -> bool:
         """Whether an exact value of the layer is certain to be the Hessian's."""
         why = self._runner.why_not_linear(name)
-        return not why or (name in sweep.by_hessian and why != linearity.OPAQUE)
+        return not why or (name in sweep.by_hessian and why != linearity.CUSTOM)
 
     def _notes(self, name: str, sweep: Sweep) -> tuple[str, ...]:
         notes = [*layers.tie_notes(self._model, self._runner.modules[name])]
-        if name in sweep.by_hessian and self._runner.why_not_linear(name) == linearity.OPAQUE:
+        if name in sweep.by_hessian and self._runner.why_not_linear(name) == linearity.CUSTOM:
             notes.append(linearity.TAKEN_AS_THEY_ARE)
         return (*notes, *sweep.notes(name), *self._runner.notes)

@@ -11,15 +11,17 @@ the dtype's ε unless given, small enough for the derivative and large enough fo
 C24: "From Loss Flatness to Compressed Representations".
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import interrupts
-from ..errors import InputError, NonFiniteError
+from ..errors import InputError
 from ..model import calling, inputs, state
 from ..model import data as batching
+from ..numerics.accumulate import Accumulator, non_finite
 from ..options import Options, check_count, check_number
 from ..passes import recorder
 from ..passes.task import Task
@@ -85,30 +87,25 @@ def mls_adversarial(
 
 def _estimate(task: Task, steps: int = STEPS, radius: float | None = None) -> Estimate:
     generator = torch.Generator(state.device(task.model)).manual_seed(task.options.seed)
-    found = []
+    found, over = [], Accumulator(task.options.nan_policy)
     with recorder.frozen(task.model):
         for number, batch in enumerate(task.batches):
             values = _Ascent(task, batch, number, radius).values(steps, generator)
-            bad = int((~values.isfinite()).sum())
-            if bad and task.options.nan_policy == "raise":
-                raise NonFiniteError(
-                    f"batch {number}: {bad} of {len(values)} samples have NaN or infinity in their input, outputs or "
-                    "derivatives; pass nan_policy='omit' or 'propagate' to go on"
-                )
-            found.append(torch.where(values.isfinite(), values, torch.nan))
+            fine = values.isfinite()
+            over.kept(fine, partial(non_finite, number, fine, "in their input, outputs or derivatives"))
+            over.add(len(values))
+            found.append(torch.where(fine, values, torch.nan))
+    over.check()
     each = torch.cat(found).cpu()
-    kept = ~each.isnan() if task.options.nan_policy == "omit" else torch.ones_like(each, dtype=torch.bool)
-    if not bool(kept.any()):
-        raise NonFiniteError(f"nan_policy='omit': all {len(each)} samples have NaN or infinity")
     return Estimate(
-        value=float(each[kept].mean()),
+        value=float((each[~each.isnan()] if over.omitted else each).mean()),
         stderr=None,
-        samples=int(kept.sum()),
+        samples=over.samples,
         method="ascent",
         exact=False,
         backend="reference",
         per_sample=each if task.options.per_sample else None,
-        omitted=int((~kept).sum()),
+        omitted=over.omitted,
         notes=(f"mls_adversarial: from below, {steps} steps",),
     )
 

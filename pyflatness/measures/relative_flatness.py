@@ -14,14 +14,14 @@ RELATIVE_FLATNESS = Measure(
     name="relative_flatness",
     formula="κ = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')",
     source="Petzka et al. 2021, Definition 3",
-    quantity="rooted",
+    quantity="gram_weighted",
     invariant="layer-wise",
 )
 RELATIVE_FLATNESS_STD = Measure(
     name="relative_flatness_std",
     formula="κ with φ_j / σ_j for feature φ_j and w_j σ_j for column w_j",
     source="Petzka et al. 2021, Theorem 4",
-    quantity="rooted",
+    quantity="gram_weighted",
     normalize="std",
     invariant="layer-wise, neuron-wise",
     cost="one sweep of its own, and a forward pass",

@@ -1,4 +1,4 @@
-"""Calling the user's model on a batch, and seeing what goes through its layers."""
+"""Call the user's model on a batch, and see what goes through its layers."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -17,24 +17,24 @@ Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer; the tensors as they went in and came out, and their versions at that time."""
+    """Hold one call of a layer: the tensors as they went in and came out, and their versions at that time."""
 
     inputs: Tensor
     output: Tensor
     versions: tuple[int, int]
 
     def changed(self) -> bool:
-        """Whether either tensor was modified in place since."""
+        """Return whether either tensor was modified in place since."""
         return (version(self.inputs), version(self.output)) != self.versions
 
 
 def version(tensor: Tensor) -> int:
-    """Counts in-place changes; an inference tensor has no count and cannot be changed outside inference mode."""
+    """Count in-place changes; an inference tensor has no count and cannot be changed outside inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class Calls:
-    """Forward hooks on some layers that keep each layer's last call, and how many there were."""
+    """Hook some layers to keep each one's last call, and how many there were."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
@@ -69,7 +69,7 @@ class Calls:
 
 @contextlib.contextmanager
 def dry_run() -> Iterator[None]:
-    """Inside, batches go through the model to find something out, or through one at other parameters.
+    """Say that batches go through the model inside to find something out, or through one at other parameters.
 
     They come again, or came already, to be measured.
     """
@@ -85,13 +85,13 @@ _dry = False
 
 
 def is_dry_run() -> bool:
-    """Whether a ``forward`` is called inside :func:`dry_run`."""
+    """Return whether a ``forward`` is called inside :func:`dry_run`."""
     return _dry
 
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """Inside, a batch goes through the model once more, and what is recorded of the layers' calls stays as it is."""
+    """Say that a batch goes through the model once more inside; what is recorded of the layers' calls stays."""
     global _aside
     before, _aside = _aside, True
     try:
@@ -124,7 +124,7 @@ def one_tensor(returned: Any) -> Tensor:
 def run(
     model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable[[Any], Tensor] = one_tensor
 ) -> tuple[Tensor, Any]:
-    """Outputs and targets of a batch: by ``forward``, ``model(inputs)`` of (inputs, targets), or :func:`by_keywords`.
+    """Return outputs and targets of a batch: by ``forward``, ``model(inputs)`` of a pair, or :func:`by_keywords`.
 
     Args:
         model: the user's.
@@ -171,7 +171,7 @@ def _run(model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable
 
 @contextlib.contextmanager
 def differentiated() -> Iterator[None]:
-    """Inside, where backward passes are, what a model keeps torch from is an error that says what to do.
+    """Turn what a model keeps torch from in backward passes inside into an error that says what to do.
 
     Raises:
         NoGraphError: reentrant activation checkpointing, which torch does not differentiate in chosen tensors.

@@ -1,4 +1,4 @@
-"""Data as batches: a tuple of tensors or an iterable of batches, moved to the model's device."""
+"""Read data as batches: a tuple of tensors or an iterable of batches, moved to the model's device."""
 
 import copy
 import itertools
@@ -19,7 +19,7 @@ _BATCH_SIZE = 256  # samples of a tuple of tensors that go through the model tog
 
 
 class Batches:
-    """The user's data, iterated as often as a measure needs.
+    """Iterate over the user's data as often as a measure needs.
 
     Args:
         data: a tuple of tensors with the samples in dimension 0, or an iterable of batches.
@@ -59,7 +59,7 @@ class Batches:
         self._first: Fingerprint | None = None  # of the first read
 
     def peek(self) -> Any:
-        """The first batch, without taking it from the data."""
+        """Return the first batch, without taking it from the data."""
         taken: list[Any] = []
         source = _fetched(self._cut())
         for batch in source:
@@ -73,7 +73,7 @@ class Batches:
         return to_device(taken[-1], self._device)
 
     def __len__(self) -> int:
-        """Number of batches; 0 if the data cannot tell."""
+        """Return the number of batches; 0 if the data cannot tell."""
         if self._tensors:
             return -(-len(self._tensors[0]) // _BATCH_SIZE)
         try:
@@ -162,7 +162,7 @@ def _promised(data: Any) -> int:
 
 
 def _fetched(batches: Iterable[Any]) -> Iterator[Any]:
-    """The same; an interrupt is raised at once while one is waited for."""
+    """Yield the same; an interrupt is raised at once while one is waited for."""
     with interrupts.at_once():
         source = iter(batches)
     while True:
@@ -220,7 +220,7 @@ def leaves(batch: Any) -> Iterator[Any]:
 
 
 def size(batch: Any) -> int:
-    """Samples of a batch: entries of dimension 0 of its ``labels``, or first tensor (-1 if it holds none)."""
+    """Count the samples of a batch: entries of dimension 0 of its ``labels``, or first tensor (-1 if it holds none)."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else -1
     parts: Iterable[Any] = ()
@@ -235,7 +235,7 @@ def size(batch: Any) -> int:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on ``device``, and no graph in front of it."""
+    """Return the batch with every tensor in it on ``device``, and no graph in front of it."""
 
     def moved(tensor: Tensor) -> Tensor:
         tensor = tensor.to(device, non_blocking=True)
@@ -245,7 +245,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """``change`` applied to every tensor of a batch; tuples, lists and mappings keep their type."""
+    """Apply ``change`` to every tensor of a batch; tuples, lists and mappings keep their type."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -261,7 +261,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 
 def part(batch: Any, start: int, stop: int) -> Any:
-    """Some samples of a batch; tensors that do not hold its samples stay whole."""
+    """Return some samples of a batch; tensors that do not hold its samples stay whole."""
     samples = size(batch)
     if stop - start == samples:
         return batch
@@ -269,13 +269,13 @@ def part(batch: Any, start: int, stop: int) -> Any:
 
 
 def take(batch: Any, index: Tensor) -> Any:
-    """Samples of a batch by their places in it, which may come more than once."""
+    """Return samples of a batch by their places in it, which may come more than once."""
     samples = size(batch)
     return map_tensors(lambda held: held[index.to(held.device)] if held.ndim and len(held) == samples else held, batch)
 
 
 def rows_of(tensor: Tensor, samples: int, index: Tensor) -> Tensor:
-    """The same of a tensor with each sample's rows together in dimension 0."""
+    """Return the same of a tensor with each sample's rows together in dimension 0."""
     rows: Tensor = tensor.unflatten(0, (samples, -1))[index.to(tensor.device)].flatten(0, 1)
     return rows
 
@@ -298,5 +298,5 @@ def same(one: Any, other: Any) -> bool:
 
 
 def first(batch: Any, count: int) -> Any:
-    """The first ``count`` samples of a batch."""
+    """Return the first ``count`` samples of a batch."""
     return part(batch, 0, count)

@@ -1,6 +1,6 @@
 """Layers as weight matrices: which are supported, their (d, m) matrix, their inputs and signals in one form."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ def is_convolution(module: nn.Module) -> bool:
 
 
 def is_pointwise(module: nn.Module) -> bool:
-    """Multiplies every position by the same matrix, once: linear, or a convolution of one tap and one group."""
+    """Return whether it multiplies every position by the same matrix, once: linear, or a 1 × 1 convolution."""
     if not isinstance(module, _CONVOLUTIONS):
         return is_supported(module)
     return (
@@ -208,7 +208,9 @@ def in_common_form(module: nn.Module, tensor: Tensor) -> list[Tensor]:
         return [tensor.reshape(len(tensor), -1, tensor.shape[-1]).transpose(1, 2)[..., None, None]]
     if isinstance(module, nn.Conv3d):
         return list(tensor.unbind(1))
-    images = tensor.transpose(1, 2)  # the q images lie along the first spatial dimension, where kernels have one tap
+    images = tensor.transpose(
+        1, 2
+    )  # the q images lie along the first spatial dimension, where kernels have one element
     return [images if images.ndim == 5 else images.unsqueeze(3)]
 
 
@@ -233,13 +235,18 @@ def check_measurable(name: str, module: nn.Module) -> None:
         raise InputError(f"layer {name!r}: weight is {weight.dtype}, bias {bias.dtype}; they must be of one dtype")
 
 
-def check_finite(modules: dict[str, nn.Module]) -> None:
+def check_finite(modules: Mapping[str, nn.Module]) -> None:
     """Raise if a layer's weight or bias has NaN or infinity in it."""
     for name, module in modules.items():
-        for what, values in zip(("weight", "bias"), matrix(module), strict=True):
-            if values is not None and not bool(values.isfinite().all()):
-                count = int((~values.isfinite()).sum())
-                raise NonFiniteError(f"layer {name!r}: its {what} has {count} entries of NaN or infinity")
+        check_finite_entries(f"layer {name!r}", *matrix(module))
+
+
+def check_finite_entries(where: str, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise if the weight or bias of what is called ``where`` has NaN or infinity in it."""
+    for what, values in (("weight", weight), ("bias", bias)):
+        if values is not None and not bool(values.isfinite().all()):
+            count = int((~values.isfinite()).sum())
+            raise NonFiniteError(f"{where}: its {what} has {count} entries of NaN or infinity")
 
 
 def check_dtype(what: str, dtype: torch.dtype) -> None:

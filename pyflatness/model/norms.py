@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..contractions.root import lower_gram
+from ..contractions.factor import lower_gram
 from ..numerics import lanczos
 from ..numerics.directions import Directions
 from . import layers

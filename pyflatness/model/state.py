@@ -1,4 +1,4 @@
-"""Holding the user's model so that it can be run, and so that nothing of it is changed afterwards.
+"""Hold the user's model so that it can be run, and so that nothing of it is changed afterwards.
 
 What is left as found, also after an exception or Ctrl-C (:mod:`.interrupts`): hooks, modes, ``requires_grad``,
 ``.grad``, buffers, the random state, and the switches of the process that a call turns. These are also why calls of
@@ -53,7 +53,7 @@ def observing(model: nn.Module) -> Iterator[tuple[nn.Module, Randomness]]:
 
 
 def _prepared(model: nn.Module, stack: contextlib.ExitStack) -> tuple[nn.Module, Randomness]:
-    """See :func:`observing`; the stack undoes what is done."""
+    """Make a model ready for :func:`observing`; the stack undoes what is done."""
     model = layers.unwrap(model)
     named = [*model.named_modules()]  # a walk takes long for what it is
     modules = [module for _, module in named]
@@ -81,7 +81,7 @@ def _prepared(model: nn.Module, stack: contextlib.ExitStack) -> tuple[nn.Module,
 
 
 class _Once:
-    """The ``forward`` of a parametrised weight that computes it once.
+    """Compute a parametrised weight once, as its ``forward``.
 
     In this model alone: torch's own cache is the process's, and weights that are trained in another thread would be
     taken from it.
@@ -102,7 +102,7 @@ class _Once:
 
 @contextlib.contextmanager
 def made_anew(model: nn.Module) -> Iterator[None]:
-    """Inside, a model that is inside of :func:`observing` computes parametrised weights at every access.
+    """Let a model inside of :func:`observing` compute parametrised weights at every access, inside.
 
     For other parameters than its own, for weights with their graph, and for copies, which are then of the user's model.
     Torch's cache is not used either, where the user's call is inside of ``parametrize.cached()``.
@@ -126,7 +126,7 @@ def made_anew(model: nn.Module) -> Iterator[None]:
 
 
 def device(model: nn.Module) -> torch.device:
-    """Where the model's parameters are, and its batches go."""
+    """Return the device where the model's parameters are, and its batches go."""
     parameter = next((p for p in model.parameters() if not p.is_meta), None)
     if parameter is None:
         raise InputError(f"model: this {type(model).__name__} has no parameters")
@@ -135,7 +135,7 @@ def device(model: nn.Module) -> torch.device:
 
 @contextlib.contextmanager
 def without_product(module: nn.Module, outputs: int) -> Iterator[None]:
-    """Inside, a linear layer gives outputs of the right shape and layout, and of no memory (on the meta device)."""
+    """Let a linear layer give outputs of the right shape and layout, and of no memory (on the meta device), inside."""
 
     def shape_only(input: Tensor) -> Tensor:  # noqa: A002, the name that callers of a Linear may use
         return torch.empty(*input.shape[:-1], outputs, dtype=input.dtype, device="meta")
@@ -146,7 +146,7 @@ def without_product(module: nn.Module, outputs: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Inside, the module computes ``forward``; its hooks run as ever."""
+    """Let a module compute ``forward`` inside; its hooks run as ever."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:

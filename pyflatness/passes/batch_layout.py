@@ -1,4 +1,4 @@
-"""Which entries of a layer's input and output belong to which sample.
+"""Find which entries of a layer's input and output belong to which sample.
 
 A measurement needs each sample's own positions. Most layers keep samples in dimension 0, but models flatten them
 (n T, m), cut windows (n W, P, m), or go position first (T, n, m). A layout says how; it is found by sending cotangents
@@ -15,13 +15,13 @@ from ..errors import InputError
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a layer keeps the samples: along ``dim``, as its outer or inner part where that is longer than n."""
+    """Say where a layer keeps the samples: along ``dim``, as its outer or inner factor where that is longer than n."""
 
     dim: int = 0
     inner: bool = False
 
     def samples_first(self, tensor: Tensor, samples: int) -> Tensor:
-        """(n, q, …), q the other part of the dimension; the dimensions in front of it follow q."""
+        """Return (n, q, …), q the other factor of the dimension; the dimensions in front of it follow q."""
         sizes = (-1, samples) if self.inner else (samples, -1)
         split = tensor.unflatten(self.dim, sizes)
         own = self.dim + self.inner
@@ -29,12 +29,12 @@ class Layout:
         return first
 
     def fits(self, tensor: Tensor, samples: int) -> bool:
-        """Whether a tensor of a batch of so many samples can be laid out so."""
+        """Return whether a tensor of a batch of so many samples can be laid out so."""
         return self.dim < tensor.ndim and tensor.shape[self.dim] % samples == 0
 
 
 def candidates(shape: Sequence[int], samples: int, dims: int) -> Iterator[Layout]:
-    """Layouts that a tensor may have, likely ones first; samples are in one of its first ``dims`` dimensions."""
+    """Yield layouts that a tensor may have, likely ones first; samples are in one of its first ``dims`` dimensions."""
     for dim, size in enumerate(shape[:dims]):
         if size and size % samples == 0:
             yield Layout(dim)
@@ -45,7 +45,7 @@ def candidates(shape: Sequence[int], samples: int, dims: int) -> Iterator[Layout
 def consistent(
     layouts: Iterable[Layout], senders: Tensor, gradients: Sequence[Tensor], samples: int
 ) -> tuple[Layout, ...]:
-    """The layouts in which the gradients of a cotangent stay within the rows of the samples that sent it, (n,) bool."""
+    """Return the layouts in which gradients of a cotangent stay within the rows of its ``senders``, (n,) bool."""
     return tuple(
         layout
         for layout in layouts
@@ -57,7 +57,7 @@ def consistent(
 
 
 def mixed(name: str, shape: Sequence[int], samples: int) -> InputError:
-    """The error for a layer whose rows cannot be told apart."""
+    """Return the error for a layer whose rows cannot be told apart."""
     return InputError(
         f"layer {name!r}: its rows {tuple(shape)} cannot be told apart by the {samples} samples: what is sent back "
         "from one sample reaches rows of the others, however they are laid out. Either the model mixes samples, so "
@@ -66,5 +66,5 @@ def mixed(name: str, shape: Sequence[int], samples: int) -> InputError:
 
 
 def reached(layout: Layout, gradient: Tensor, samples: int) -> Tensor:
-    """(n,), whether anything arrives at each sample; NaN is no sign of it, 0 · NaN is NaN too."""
+    """Return whether anything arrives at each sample, (n,); NaN is no sign of it, 0 · NaN is NaN too."""
     return (layout.samples_first(gradient, samples).nan_to_num(0.0) != 0).flatten(1).any(dim=1)

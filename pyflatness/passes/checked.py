@@ -1,4 +1,4 @@
-"""The user's forward pass as all public calls make it, held to what every value relies on.
+"""Call the user's forward pass as all public calls do, and check what every value relies on.
 
 A value is of one function of a sample, and of a loss of that function's outputs. So a forward pass must not draw random
 numbers that matter, outputs must not change with the batch that a sample is in, and the loss must not depend on the
@@ -32,7 +32,7 @@ _ROUNDING = 8  # units of the outputs' rounding that two passes over the same ba
 
 
 class Checked:
-    """A ``forward`` that calls the user's, or the model itself, and checks what comes of it.
+    """Call the user's ``forward``, or the model itself, and check what comes of it.
 
     Args:
         model: inside :func:`.state.observing`.
@@ -169,7 +169,7 @@ class Checked:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Inside, an error that the user's forward pass raises, and that nothing catches, says what was called.
+    """Let an error that the user's forward pass raises inside, and that nothing catches, say what was called.
 
     Inner code sees what was raised: a batch that cannot be cut, say, goes through the model whole then.
 

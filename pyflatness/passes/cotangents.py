@@ -105,7 +105,7 @@ class Cotangents:
         return values.masked_fill(self.bad, math.nan)
 
     @property
-    def normaliser(self) -> float:
+    def weight(self) -> float:
         """Return the sum of the samples' weights; NaN if one of them has no loss, and so all together have none."""
         return math.nan if bool(self.bad.any()) else float(self.sample_weights.sum())
 

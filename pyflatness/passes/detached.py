@@ -1,4 +1,4 @@
-"""Whether a model's outputs depend on what its forward pass took out of autograd's graph.
+"""Find whether a model's outputs depend on what its forward pass took out of autograd's graph.
 
 Autograd takes what ``detach``, ``.data``, ``torch.no_grad`` or a Python number gives as constant, and no graph shows
 that it was not. So the forward pass is watched: a tensor that is computed from tensors with a graph, and has none
@@ -24,7 +24,7 @@ _OUT_OF_TORCH = {"item", "__float__", "tolist", "numpy", "__array__"}
 
 
 class Detached(TorchFunctionMode):
-    """One forward pass inside is watched; see :meth:`reaches`."""
+    """Watch one forward pass inside; see :meth:`reaches`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Detached(TorchFunctionMode):
                     self._held[id(tensor._base)] = tensor._base
 
     def _is_cut(self, tensor: Tensor) -> bool:
-        """Whether the result of an operation on a tensor with a graph has none.
+        """Return whether the result of an operation on a tensor with a graph has none.
 
         What is written in place under ``no_grad`` keeps an older one. Inside the ``forward`` of a
         ``torch.autograd.Function`` none has: there it is not the model's code that switched the graph off, and the
@@ -80,7 +80,7 @@ class Detached(TorchFunctionMode):
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested arguments or results."""
+    """Yield the tensors in nested arguments or results."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -124,7 +124,7 @@ def check_samples(outputs: Tensor, samples: int) -> None:
 def matters(
     model: nn.Module, module: nn.Module, calls: Collection[int], batch: Any, forward: calling.Forward | None
 ) -> bool:
-    """Whether the model's outputs change, in any bit, when some calls of a layer, by number, give a little more."""
+    """Return whether the model's outputs change, in any bit, when some calls of a layer, by number, give a bit more."""
     numbers, random = itertools.count(), Directions()
 
     def nudge(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def matters(
 
 
 def _run(model: nn.Module, recorder: Recorder, batch: Any, forward: calling.Forward | None) -> tuple[Tensor, int]:
-    """The outputs, and the bytes that the graph and the kept inputs hold."""
+    """Return the outputs, and the bytes that the graph and the kept inputs hold."""
     for _ in range(2):
         with calling.dry_run(), recorder.recording(checking=True), saved_storages() as storages:
             outputs, _ = calling.run(model, batch, forward)
@@ -159,7 +159,7 @@ def _run(model: nn.Module, recorder: Recorder, batch: Any, forward: calling.Forw
 
 @contextlib.contextmanager
 def saved_storages() -> Iterator[dict[int, int]]:
-    """Sizes of the storages that autograd saves inside, parameters apart."""
+    """Collect the sizes of the storages that autograd saves inside, parameters apart."""
     storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -172,5 +172,5 @@ def saved_storages() -> Iterator[dict[int, int]]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of the tensor, not of its storage, which may be the user's whole data."""
+    """Return the size of the tensor, not of its storage, which may be the user's whole data."""
     return tensor.numel() * tensor.element_size()

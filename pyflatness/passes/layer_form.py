@@ -84,9 +84,9 @@ class LayerForm:
         return scaled
 
     @property
-    def taps(self) -> int:
+    def kernel_elements(self) -> int:
         """Columns of the weight that belong to one input channel."""
-        return 1 if self._dense else layers.geometry(self._module).taps
+        return 1 if self._dense else layers.geometry(self._module).kernel_elements
 
     def inputs(self, run: Run) -> Parts:
         """φ of all calls, as the contractions want them."""
@@ -124,7 +124,7 @@ class LayerForm:
     def patches(self, run: Run, inputs: Sequence[Tensor]) -> Tensor:
         """φ of some calls by position, (n, G, P, m), with the inputs' graph; for all of the layer's calls in a run.
 
-        Written out: a convolution's patches are as many times its input as it has taps.
+        Written out: a convolution's patches are as many times its input as it has kernel elements.
         """
         parts = [promoted(part) for tensor in inputs for part in self._input_parts(run, tensor)]
         if self._dense:

@@ -1,4 +1,4 @@
-"""Whether the GGN value of a layer is the Hessian's: whether the model is locally linear in the layer's weight.
+"""Certify that the GGN value of a layer is the Hessian's: that the model is locally linear in the layer's weight.
 
 κ of the GGN equals κ of the Hessian exactly where f is locally linear in w: behind ReLUs, pooling, eval BatchNorm,
 sums. Comparing the two values would prove nothing: they agree at a trained minimum whatever the network is (the
@@ -31,14 +31,14 @@ Users = Mapping[Node, Sequence[Node]]
 """For each node of a graph, the nodes that take its result."""
 
 
-OPAQUE, RECURRENT, NONLINEAR = "opaque", "recurrent", "nonlinear"
+CUSTOM, RECURRENT, NONLINEAR = "custom", "recurrent", "nonlinear"
 """Why a layer is not certified: a function behind it that torch did not write; its own outputs; second derivatives."""
 
 
 TAKEN_AS_THEY_ARE = "second derivatives of functions that torch did not write taken as they are"
 
 
-def refuse_opaque(names: Sequence[str], what: str = "layer") -> None:
+def refuse_custom_functions(names: Sequence[str], what: str = "layer") -> None:
     """Raise if there are layers (or ``what`` they are) whose Hessian value cannot be told from another one.
 
     Raises:
@@ -57,7 +57,7 @@ class Certificate:
     """Hold what is known so far of whether the model is locally linear in layers' weights.
 
     Attributes:
-        reasons: by name, why a layer is not certified: :data:`OPAQUE`, :data:`RECURRENT` or :data:`NONLINEAR`.
+        reasons: by name, why a layer is not certified: :data:`CUSTOM`, :data:`RECURRENT` or :data:`NONLINEAR`.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Certificate:
 
 @torch.enable_grad()
 def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: Iterable[str]) -> dict[str, str]:
-    """Those of some layers in whose weight f is not certified to be linear, at any sample of a forward pass, and why.
+    """Return those of some layers in whose weight f is not certified to be linear at all samples of a run, and why.
 
     Where autograd's graph does not prove it, second derivatives of ⟨v, f⟩ in the layer's output are taken along a
     random direction and have to vanish exactly. All layers are moved at once first: behind ReLUs f is linear in all
@@ -93,7 +93,7 @@ def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: I
     edges = edges_of(calls)
     reading = read(users, edges)
     found = {name: RECURRENT for name, made in calls.items() if feeds_itself(made)}
-    found |= dict.fromkeys(reading.opaque, OPAQUE)
+    found |= dict.fromkeys(reading.custom, CUSTOM)
     rest = {name: edges[name] for name in edges if name not in reading.proven | found.keys()}
     if rest:
         random = Directions()
@@ -105,14 +105,14 @@ def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: I
 
 @torch.enable_grad()
 def nonlinear_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, str]:
-    """Those of some leaves of the outputs' graph in which f is not certified to be linear, and why.
+    """Return those of some leaves of the outputs' graph in which f is not certified to be linear, and why.
 
     Each by itself: what it is multiplied by may depend on other leaves, but not on itself, as in a recurrent layer. As
     in :func:`nonlinear_layers`, where the graph does not prove it second derivatives have to vanish exactly.
     """
     edges = {name: [get_gradient_edge(leaf)] for name, leaf in leaves.items()}
     reading = read(users_of(outputs), edges, alone=True)
-    found = dict.fromkeys(reading.opaque, OPAQUE)
+    found = dict.fromkeys(reading.custom, CUSTOM)
     rest = [name for name in leaves if name not in reading.proven | found.keys()]
     if rest:
         random = Directions()
@@ -146,15 +146,15 @@ _OF_TORCH = re.compile(r"\w+Backward\d+|(torch::autograd::)?CopyBackwards|torch:
 
 @dataclass(frozen=True)
 class Reading:
-    """What autograd's graph says of layers, or of parameters.
+    """Hold what autograd's graph says of layers, or of parameters.
 
     Attributes:
         proven: f is linear in pieces in their outputs, or in the parameters.
-        opaque: there is a function behind them that torch did not write, whose second derivative may be missing.
+        custom: there is a custom autograd function behind them, whose second derivative may be missing.
     """
 
     proven: frozenset[str]
-    opaque: frozenset[str]
+    custom: frozenset[str]
 
 
 def edges_of(calls: Calls) -> Edges:
@@ -172,7 +172,7 @@ def read(users: Users, edges: Edges, *, alone: bool = False) -> Reading:
             edges, and not in all of them.
     """
     is_piecewise, is_of_torch = functools.cache(_is_piecewise), functools.cache(_is_of_torch)
-    proven, opaque = set(), set()
+    proven, custom = set(), set()
     for name, starts in edges.items():
         nodes = [edge.node for edge in starts]
         behind = _behind(nodes, users)
@@ -180,12 +180,12 @@ def read(users: Users, edges: Edges, *, alone: bool = False) -> Reading:
         if all(_is_piecewise(node, moved) if alone else is_piecewise(node) for node in behind):
             proven.add(name)
         if not all(map(is_of_torch, behind)):
-            opaque.add(name)
-    return Reading(frozenset(proven), frozenset(opaque))
+            custom.add(name)
+    return Reading(frozenset(proven), frozenset(custom))
 
 
 def unreached(outputs: Tensor, users: Users, calls: Calls) -> dict[str, frozenset[int]]:
-    """By layer the calls, by number, to whose outputs autograd has no path from the model's; layers that have some."""
+    """Return by layer the calls, by number, to whose outputs autograd has no path; layers that have some."""
     last = outputs.grad_fn
     found = {
         name: frozenset(n for n, call in enumerate(made) if call.edge.node not in users and call.edge.node != last)
@@ -195,12 +195,12 @@ def unreached(outputs: Tensor, users: Users, calls: Calls) -> dict[str, frozense
 
 
 def has_fused_attention(users: Users) -> bool:
-    """Whether a kernel of attention was run that has no second derivative."""
+    """Return whether a kernel of attention was run that has no second derivative."""
     return any("ScaledDotProduct" in node.name() for node in users)
 
 
 def check_complete(what: str, gradients: Sequence[Tensor]) -> None:
-    """Raise if the graph of gradients in one layer or parameter lacks a function behind it that is opaque.
+    """Raise if the graph of gradients in one layer or parameter lacks a custom function behind it.
 
     Raises:
         InputError: it does not depend on anything, or on what a function gave that can be differentiated once only.
@@ -217,7 +217,7 @@ def check_complete(what: str, gradients: Sequence[Tensor]) -> None:
 
 @torch.enable_grad()
 def feeds_itself(calls: Sequence[Call]) -> bool:
-    """Whether the input of a call depends on the output of an earlier one."""
+    """Return whether the input of a call depends on the output of an earlier one."""
     edges = [call.edge for call in calls]
     for number, call in enumerate(calls):
         if number == 0 or call.inputs.grad_fn is None:
@@ -229,7 +229,7 @@ def feeds_itself(calls: Sequence[Call]) -> bool:
 
 
 def _is_piecewise(node: Node, moved: Collection[Node] | None = None) -> bool:
-    """Whether an operation is linear in pieces in those of its inputs that ``moved`` nodes give; None: in all."""
+    """Return whether an operation is piecewise linear in its inputs that ``moved`` nodes give; None: in all."""
     kind = _kind(node.name())
     if not kind or not _is_of_torch(node) or any(entry.dtype.is_complex for entry in node._input_metadata):
         return False
@@ -255,12 +255,12 @@ def _has_name_of_torch(name: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _kind(name: str) -> str:
-    """What an operation of this name is, as :func:`_is_piecewise` tells them apart; empty: linear in nothing."""
+    """Return what an operation of this name is, as :func:`_is_piecewise` tells them apart; empty: linear in nothing."""
     return next((kind for kind, names in _KINDS.items() if names.fullmatch(name)), "")
 
 
 def _behind(starts: Iterable[Node], users: Users) -> set[Node]:
-    """The nodes that depend on some others, these not among them."""
+    """Return the nodes that depend on some others, these not among them."""
     behind: set[Node] = set()
     stack = [user for start in starts for user in users.get(start, ())]
     while stack:
@@ -295,7 +295,7 @@ def _changing(
     random: Directions,
     changes: Callable[[Tensor, Tensor], bool],
 ) -> set[str]:
-    """Those of ``moved`` whose gradient changes when they are all moved; ``changes`` says whether one does."""
+    """Return those of ``moved`` whose gradient changes when they are all moved; ``changes`` says whether one does."""
     pushed = torch.zeros((), dtype=torch.float64, device="cpu")
     for name in moved:
         for gradient in gradients[name]:

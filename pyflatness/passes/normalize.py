@@ -6,8 +6,9 @@
 throughout drops out; a constant c ≠ 0 takes |c|. Only so does no rescaling of a neuron change the value.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from ..contractions import promoted
 from ..errors import NonFiniteError
 from ..losses import Loss
 from ..model import layers
+from ..numerics import accumulate
+from ..numerics.accumulate import non_finite, omits
 from . import cotangents
 from .cotangents import Cotangents
 from .runner import Run, Runner
@@ -76,7 +79,7 @@ def apply(scale: Tensor, matrix: Tensor, *, inverse: bool = False) -> Tensor:
 
 def of_columns(module: nn.Module, scale: Tensor) -> Tensor:
     """Return what a layer's columns are multiplied by, (G, 1, m), for a scale of its input channels."""
-    kernel_elements = layers.geometry(module).taps
+    kernel_elements = layers.geometry(module).kernel_elements
     return scale.view(layers.groups(module), 1, -1).repeat_interleave(kernel_elements, dim=2)
 
 
@@ -113,22 +116,37 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
     return {name: deviation.scale() for name, deviation in deviations.items()}
 
 
-def left_out(runner: Runner, run: Run, sent: Cotangents) -> Tensor:
-    """Return which samples (n,) ``nan_policy="omit"`` leaves out of the deviations, and so has to out of the values.
+def left_out(runner: Runner, run: Run, sent: Cotangents, nan_policy: str) -> Tensor:
+    """Return which samples (n,) have no value: those without a loss.
 
-    Those without a loss, and those with NaN or infinity in a row that counts of a layer's input.
+    With them those that the deviations leave out: with NaN or infinity in a row that counts of a layer's input.
     """
+    if not omits(nan_policy):
+        return sent.bad
     bad = [~kept.good for kept in _kept(runner, run, sent).values()]
     return torch.stack([sent.bad, *bad]).any(dim=0)
 
 
-def late(number: int, count: int, what: str) -> NonFiniteError:
-    """Return the error of samples that turn out to have no value when the deviations have them in already."""
-    return NonFiniteError(
-        f"batch {number}: {count} {what} with finite inputs and targets have NaN or infinity (or squares beyond the "
-        "dtype's range) in the derivatives, so that nan_policy='omit' cannot leave them out of the deviations of "
-        "normalize='std' too; leave them out of the data"
-    )
+def check_in_time(nan_policy: str, late: Tensor, number: int, what: str, check_weights: Callable[[], None]) -> None:
+    """Raise if samples that are to be left out turn out to have no value when the deviations have them in already.
+
+    Args:
+        nan_policy: of the user.
+        late: whether each sample, or row, is one of these, (n,).
+        number: of the batch.
+        what: "samples" or "rows".
+        check_weights: raises the error of weights with NaN, where these are the reason.
+
+    Raises:
+        NonFiniteError: there are some, under "omit".
+    """
+    if omits(nan_policy) and bool(late.any()):
+        check_weights()
+        raise NonFiniteError(
+            f"batch {number}: {int(late.sum())} {what} with finite inputs and targets have NaN or infinity (or squares "
+            "beyond the dtype's range) in the derivatives, so that nan_policy='omit' cannot leave them out of the "
+            "deviations of normalize='std' too; leave them out of the data"
+        )
 
 
 @dataclass(frozen=True)
@@ -158,18 +176,20 @@ def _rows(runner: Runner, run: Run, loss: Loss, nan_policy: str) -> dict[str, Te
     """(rows, channels) of each layer's input, those that count."""
     sent = cotangents.of_run(run, loss)
     found = _kept(runner, run, sent)
-    for name, kept in found.items():
-        if nan_policy == "raise" and not bool(kept.good.all()):
-            raise NonFiniteError(
-                f"batch {run.number}: {int((~kept.good).sum())} of {run.samples} samples have NaN or infinity in the "
-                f"input of layer {name!r}; pass nan_policy='omit' or 'propagate' to go on"
-            )
-    everywhere = torch.stack([~sent.bad, *(kept.good for kept in found.values())]).all(dim=0)
+    goods = {name: part.good for name, part in found.items()}
+    fine = torch.stack([torch.ones_like(sent.bad), *goods.values()]).all(dim=0)
+    kept = accumulate.kept(nan_policy, fine, partial(_non_finite, run, goods))
     counted = {}
-    for name, kept in found.items():
-        good = everywhere if nan_policy == "omit" else kept.good & ~sent.bad
-        counted[name] = kept.rows[kept.mask & good.unsqueeze(1)]
+    for name, part in found.items():
+        good = part.good if kept is None else kept
+        counted[name] = part.rows[part.mask & (good & ~sent.bad).unsqueeze(1)]
     return counted
+
+
+def _non_finite(run: Run, goods: Mapping[str, Tensor]) -> NonFiniteError:
+    """Return the error of the first layer that has samples which are not good, (n,)."""
+    name, good = next((name, good) for name, good in goods.items() if not bool(good.all()))
+    return non_finite(run.number, good, f"in the input of layer {name!r}")
 
 
 def _by_sample(module: nn.Module, run: Run, name: str) -> Tensor:

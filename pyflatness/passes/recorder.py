@@ -1,4 +1,4 @@
-"""What a sweep remembers of a forward pass: the inputs of chosen layers, and where their outputs are in the graph.
+"""Record of a forward pass the inputs of chosen layers, and where their outputs are in the graph.
 
 Outputs are kept as gradient edges, so that an in-place operation behind a layer does no harm: it goes on from there.
 Not so for an output that is a view, as ``F.linear`` with a bias gives one in three dimensions or more: the operation
@@ -27,7 +27,7 @@ from ..model.calling import is_aside, version
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer.
+    """Hold one call of a layer.
 
     Attributes:
         inputs: the tensor that went in; it still has its graph.
@@ -46,7 +46,7 @@ class Call:
 
 
 class Recorder:
-    """Hooks on layers; their calls, by name, of the last forward pass inside :meth:`recording`."""
+    """Hook layers and keep their calls, by name, of the last forward pass inside :meth:`recording`."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules, self._active, self._checking, self._paused = modules, False, False, False
@@ -55,7 +55,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Hooks are there inside."""
+        """Attach the hooks inside."""
         with contextlib.ExitStack() as stack:
             for name, module in self._modules.items():
                 before = module.register_forward_pre_hook(self._alias(name), with_kwargs=True)
@@ -68,7 +68,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def recording(self, *, checking: bool = False) -> Iterator[None]:
-        """Calls inside are kept; those of recomputation in a backward pass come later and are not.
+        """Keep calls inside; those of recomputation in a backward pass come later and are not kept.
 
         Raises:
             InputError: a layer runs without a graph, or (when ``checking``) its output is not W φ + b.
@@ -83,7 +83,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Layers are called as if there were no hooks inside; what was recorded stays."""
+        """Let layers be called as if there were no hooks inside; what was recorded stays."""
         self._paused = True
         try:
             yield
@@ -93,7 +93,10 @@ class Recorder:
     def gradients(
         self, outputs: Tensor, cotangent: Tensor, names: Iterable[str] | None = None, *, create_graph: bool = False
     ) -> dict[str, list[Tensor]]:
-        """Of ⟨cotangent, outputs⟩ in the output of every call of some layers, or all; zeros where there is no path."""
+        """Return gradients of ⟨cotangent, outputs⟩ in the output of every call of some layers, or of all.
+
+        They are zeros where there is no path.
+        """
         made = {name: self.calls[name] for name in (self.calls if names is None else names)}
         edges = [call.edge for calls in made.values() for call in calls]
         found: Sequence[Tensor | None] = [None] * len(edges)
@@ -106,7 +109,7 @@ class Recorder:
         return {name: [_or_zeros(next(flat), call, outputs) for call in calls] for name, calls in made.items()}
 
     def overwritten(self) -> set[str]:
-        """Layers whose kept input was modified in place since; from now on a copy of it is kept."""
+        """Return layers whose kept input was modified in place since; from now on a copy of it is kept."""
         names = {name for name, calls in self.calls.items() if any(version(c.inputs) != c.version for c in calls)}
         self._copied |= names
         return names
@@ -167,7 +170,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter requires a gradient inside; each as it was afterwards."""
+    """Let no parameter require a gradient inside; each is as it was afterwards."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     if any(parameter.is_inference() for parameter, _ in flags):
         raise InputError(
@@ -189,7 +192,7 @@ def _or_zeros(gradient: Tensor | None, call: Call, outputs: Tensor) -> Tensor:
 
 
 def _with_own_history(output: Tensor) -> Tensor:
-    """A layer's output, or an alias of it where it is a view in a graph; a copy in layouts that have no such alias."""
+    """Return a layer's output, or an alias where it is a view in a graph; a copy in layouts without such an alias."""
     if not (output.requires_grad and output._is_view()):
         return output
     if output.layout != torch.strided:

@@ -303,7 +303,7 @@ class Runner:
 
 @contextlib.contextmanager
 def _checkpointing() -> Iterator[None]:
-    """Inside, an error of activation checkpointing says what to do.
+    """Let an error of activation checkpointing say what to do, inside.
 
     Raises:
         NotYetError: such an error.

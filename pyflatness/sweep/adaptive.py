@@ -50,23 +50,23 @@ class Grouped:
     rounds: int = 0
 
     def rows(self, chosen: Tensor) -> Tensor:
-        """Signs of the columns of some sends, (s, columns) int8, 0 for columns of other groups."""
+        """Return signs of the columns of some sends, (s, columns) int8, 0 for columns of other groups."""
         sends, places = self.sends, self.sends.samples[chosen]
         kept = self.groups.of[places] == sends.groups[chosen].unsqueeze(1)
         return torch.where(kept, self.signs[sends.draws[chosen], places], 0)
 
     def of_round(self, number: int) -> tuple[Tensor, Tensor]:
-        """A round's sends, and its cotangent for all samples; NaN for those that are not finite."""
+        """Return a round's sends, and its cotangent for all samples; NaN for those that are not finite."""
         chosen = (self.sends.rounds == number).nonzero().flatten()
         rows = torch.zeros_like(self.signs[0]).index_copy_(0, self.sends.samples[chosen], self.rows(chosen))
         return chosen, self.sent.chosen(rows.float().masked_fill_(~self.finite.unsqueeze(1), torch.nan))
 
     def silent(self, chosen: Tensor) -> Tensor:
-        """(n,), samples from which a round sends nothing."""
+        """Return the samples, (n,), from which a round sends nothing."""
         return torch.ones_like(self.finite).index_fill_(0, self.sends.samples[chosen], False) & self.finite
 
     def packed(self, chosen: Tensor) -> Tensor:
-        """The cotangent of some sends, one in each row of a batch."""
+        """Return the cotangent of some sends, one in each row of a batch."""
         return self.sent.take(self.sends.samples[chosen]).chosen(self.rows(chosen).float())
 
     def add_round(self, chosen: Tensor, values: Tensor) -> None:

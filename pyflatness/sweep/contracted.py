@@ -1,6 +1,6 @@
 """The contractions of several layers in one run: a cotangent goes backward once for all of them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
@@ -18,20 +18,23 @@ class Contracted:
 
     Args:
         run: recorded.
-        forms: the layers, by name.
+        forms: layers by name.
+        names: of those that are contracted.
         count: about how many cotangents will come.
         hold: whether contributions may come late, of several cotangents together; :meth:`rest` then has to be asked.
     """
 
-    def __init__(self, run: Run, forms: Mapping[str, LayerForm], count: int, *, hold: bool = False) -> None:
+    def __init__(
+        self, run: Run, forms: Mapping[str, LayerForm], names: Iterable[str], count: int, *, hold: bool = False
+    ) -> None:
         self._run, self._forms = run, forms
         self._contractions: dict[str, Contraction] = {}
         self._gradients: Mapping[str, list[Tensor]] = {}
         left = _HELD if hold else 0
         with contractions.full_precision(run.outputs):
-            for name, form in forms.items():
-                layer, inputs = form.contraction(run), form.inputs(run)
-                found = layer.at(inputs, count, min(left, _HELD // 2))
+            for name in names:
+                form = forms[name]
+                found = form.contraction(run).at(form.inputs(run), count, min(left, _HELD // 2))
                 left -= found.held
                 self._contractions[name] = found
         self._contract = {name: one.of if one.together == 1 else one.hold for name, one in self._contractions.items()}

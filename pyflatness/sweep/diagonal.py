@@ -13,8 +13,8 @@ output gradients δ (Σ_p δ_p φ_pᵀ and Σ_p δ_p); those of other parameters
 which every sample has parameters of its own (:mod:`.per_sample_parameters`).
 """
 
-import functools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .. import contractions
 from ..errors import InputError, NonFiniteError
 from ..model import parameters
 from ..model.selectors import Selection
+from ..numerics.accumulate import non_finite
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
@@ -33,9 +34,9 @@ from ..report import Estimate
 from . import stages
 from .layer_gradients import LayerGradients
 from .layer_sweep import Take, Values
-from .per_sample_diagonal import OwnDiagonal
-from .per_sample_parameters import Group, OwnParameters
-from .totals import Sums, Totals
+from .per_sample_diagonal import PerSampleDiagonal
+from .per_sample_parameters import Group, PerSampleParameters
+from .totals import OR_OVERFLOW, Sums, Totals
 
 
 class Diagonal:
@@ -58,7 +59,7 @@ class Diagonal:
         self.nonlinear: dict[str, str] = {}
         self.exact_passes = 0
         self._layers = LayerGradients(task, self.theta, adaptive=adaptive)
-        self._own = OwnParameters(task.model, task.forward, task.options.memory or DEFAULT_MEMORY)
+        self._per_sample = PerSampleParameters(task.model, task.forward, task.options.memory or DEFAULT_MEMORY)
         options = task.options
         self._runner = Runner(
             task.model,
@@ -67,7 +68,7 @@ class Diagonal:
             task.forward,
             options.memory,
             second_order=options.curvature != "ggn",
-            order_matters=options.per_sample or options.nan_policy == "omit" or not task.loss.convex or options.sampled,
+            order_matters=options.by_sample or not task.loss.convex or options.sampled,
         )
 
     @property
@@ -83,26 +84,18 @@ class Diagonal:
                 that torch did not write behind a parameter, under ``curvature="auto"``.
         """
         signs = None if draws is None else Signs(self._task.options.seed, draws)
-        self._runner.each(functools.partial(self._values, signs=signs), take)
+        self._runner.each(partial(self._values, signs=signs), take)
 
     def sums(self, draws: range | None = None) -> Sums:
-        """Those of all samples together.
+        """Return those of all samples together.
 
         Raises:
             InputError: see :meth:`values`.
             NonFiniteError: NaN or infinity, by the policy.
         """
-        options = self._task.options
-        reduction, sampled = self._task.loss.reduction, draws is not None
-        totals = Totals(reduction, options.nan_policy, per_sample=options.per_sample, sampled=sampled)
-
-        def take(values: Values) -> None:
-            if options.nan_policy == "raise":
-                _check_finite(values, self.theta)
-            totals.add(values, {})
-
-        self.values(take, draws)
-        return totals.sums()
+        error = partial(_non_finite, self.theta)
+        totals = Totals(self._task.loss.reduction, self._task.options, error, sampled=draws is not None)
+        return totals.of(partial(self.values, draws=draws))
 
     def _values(self, run: Run, signs: Signs | None) -> Values:
         sent = cotangents.of_run(run, self._task.loss)
@@ -121,14 +114,14 @@ class Diagonal:
 
             unknown = {name: w for name, w in rest.items() if name not in self.nonlinear}
             if self._certify and unknown:
-                self._note(self._own.shared(run, unknown, linearity.nonlinear_parameters))
-            self._own.each(run, rest, add)
+                self._note(self._per_sample.shared(run, unknown, linearity.nonlinear_parameters))
+            self._per_sample.each(run, rest, add)
         return Values(sent.marked(values)[:, None, None], sent.sample_weights, run.number, lost=sent.bad)
 
     def _by_layer(self, run: Run) -> list[str]:
         """The layers whose parameters' gradients will come from the layers' own."""
         with contractions.full_precision(run.outputs):
-            self._layers.check(run, self._own)
+            self._layers.check(run, self._per_sample)
         usable = self._layers.usable(run)
         for name in usable:
             if name in run.nonlinear:
@@ -137,9 +130,9 @@ class Diagonal:
 
     def _note(self, nonlinear: dict[str, str]) -> None:
         """Take in which parameters the model is not linear in."""
-        opaque = [name for name, why in nonlinear.items() if why == linearity.OPAQUE]
+        custom = [name for name, why in nonlinear.items() if why == linearity.CUSTOM]
         if self._task.options.curvature == "auto":
-            linearity.refuse_opaque(opaque, "parameter")
+            linearity.refuse_custom_functions(custom, "parameter")
         self.nonlinear.update(nonlinear)
 
     def _add_layers(
@@ -155,23 +148,25 @@ class Diagonal:
 
     def _of_group(self, run: Run, group: Group, signs: Signs | None) -> Tensor:
         """(draws, n)."""
-        own = OwnDiagonal(group, run.numbers[group.place], self._task.loss, self._scales)
+        diagonal = PerSampleDiagonal(group, run.numbers[group.place], self._task.loss, self._scales)
         if not group.outputs.requires_grad:  # they depend on none of the parameters
-            return own.zeros(signs)
+            return diagonal.zeros(signs)
         by_ggn = self._task.options.curvature == "ggn"
         nonlinear = [] if by_ggn else [name for name in group.leaves if name in self.nonlinear]
         linear = [name for name in group.leaves if name not in nonlinear]
-        values = own.by_factors(linear, signs) if linear else own.zeros(signs)
+        values = diagonal.by_factors(linear, signs) if linear else diagonal.zeros(signs)
         if nonlinear:
             order = [*self.theta]
             self.exact_passes = max(self.exact_passes, sum(self.theta[name].numel() for name in nonlinear))
             streams = {name: cotangents.STREAM + 1 + order.index(name) for name in nonlinear}
-            values += own.by_hessian(streams, signs, [n for n in nonlinear if self.nonlinear[n] == linearity.OPAQUE])
+            values += diagonal.by_hessian(
+                streams, signs, [n for n in nonlinear if self.nonlinear[n] == linearity.CUSTOM]
+            )
         return values
 
 
 def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Estimate:
-    """The sum over the task's data: exact, or sampled as its options say.
+    """Return the sum over the task's data: exact, or sampled as its options say.
 
     Args:
         task: see :class:`Diagonal`.
@@ -189,12 +184,9 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
             "number of draws, or target_stderr="
         )
     diagonal = Diagonal(task, adaptive=adaptive, certify=certify)
-    if options.target_stderr is not None:
-        sums = stages.until(options.target_stderr, diagonal.sums, lambda: diagonal.exact_passes)
-    else:
-        sums = diagonal.sums(None if options.probes is None else range(int(options.probes)))
+    sums = stages.by_options(options, diagonal.sums, lambda: diagonal.exact_passes)
     by = "hessian" if diagonal.nonlinear and options.curvature != "ggn" else "ggn"
-    taken = by == "hessian" and linearity.OPAQUE in diagonal.nonlinear.values()
+    taken = by == "hessian" and linearity.CUSTOM in diagonal.nonlinear.values()
     sampled = sums.errors is not None
     stderr, dof = sums.uncertainty(-1, 0)
     return Estimate(
@@ -211,16 +203,10 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
     )
 
 
-def _check_finite(part: Values, theta: parameters.Parameters) -> None:
-    """Raise if a parameter or a sample's value has NaN or infinity in it."""
-    bad = ~part.values.isfinite().flatten(0, 2).all(dim=0)
-    if not bool(bad.any()):
-        return
+def _non_finite(theta: parameters.Parameters, part: Values, fine: Tensor) -> NonFiniteError:
+    """Return the error of a parameter with NaN or infinity in it, or else of samples that are not fine."""
     for name, values in theta.items():
         if not bool(values.isfinite().all()):
             count = int((~values.isfinite()).sum())
-            raise NonFiniteError(f"parameter {name!r}: it has {count} entries of NaN or infinity")
-    raise NonFiniteError(
-        f"batch {part.number}: {int(bad.sum())} of {len(bad)} samples have NaN or infinity (or squares beyond the "
-        "dtype's range) in their targets, outputs or derivatives; pass nan_policy='omit' or 'propagate' to go on"
-    )
+            return NonFiniteError(f"parameter {name!r}: it has {count} entries of NaN or infinity")
+    return non_finite(part.number, fine, f"{OR_OVERFLOW} in their targets, outputs or derivatives")

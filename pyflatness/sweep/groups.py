@@ -29,7 +29,7 @@ _STEPS = 48  # of bisection
 
 @dataclass(frozen=True)
 class Groups:
-    """Of samples, numbered from 0 in each, heaviest first.
+    """Hold the groups of samples, numbered from 0 in each, heaviest first.
 
     Attributes:
         of: (n, columns) int64, each column's group; -1 for one of weight 0, which is not sent.
@@ -44,7 +44,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Sends:
-    """What is to be sent: groups of samples in turn, and then those that are sent twice once more; (s,) each.
+    """Hold what is to be sent: groups of samples in turn, then those that are sent twice once more; (s,) each.
 
     Attributes:
         samples: places of the samples.
@@ -68,12 +68,12 @@ class Sends:
         return torch.where(self.pairs >= 0, 0.5, 1.0).double()
 
     def together(self, having: float) -> int:
-        """The first round, and those that so many samples have; later ones fewer do."""
+        """Return how many rounds so many samples have, at least one; later ones fewer do."""
         return max(1, int((self.rounds.bincount() >= having).sum()))
 
 
 class Tolerance:
-    """The variance that a part of the data may have, so that a value has a relative standard error of about ``rtol``.
+    """Allow micro-batches a variance such that a value has a relative standard error of about ``rtol``.
 
     Args:
         rtol: of values that are as large as the weights say; those of a layer differ from it by what the layer makes of
@@ -86,13 +86,16 @@ class Tolerance:
         self._total, self._seen = 0.0, 0
 
     def allowed(self, weights: Tensor) -> float:
-        """(rtol R / seen)² N n for n samples of ``weights`` (n, columns): R the total weight of N samples, so far."""
+        """Return (rtol R / seen)² N n for n samples of ``weights`` (n, columns).
+
+        R is the total weight of the N samples so far.
+        """
         seen = self._seen + len(weights)
         mean = (self._total + float(weights.sum())) / seen
         return (self._rtol * mean) ** 2 * self.expected(len(weights)) * len(weights)
 
     def expected(self, more: int) -> int:
-        """Samples of all data, as far as is known with so many more."""
+        """Return the samples of all data, as far as is known with so many more."""
         return max(self._samples, self._seen + more)
 
     def add(self, weights: Tensor) -> None:
@@ -101,7 +104,7 @@ class Tolerance:
 
 
 def group(weights: Tensor, allowed: float) -> Groups:
-    """Columns by their weights (n, columns) in the largest groups for which Σ v_g is at most about ``allowed``."""
+    """Group columns by weights (n, columns), as largely as Σ v_g stays at most about ``allowed``."""
     ordered, order = weights.sort(dim=1, descending=True)
     numbers = cut(ordered, threshold(ordered, allowed))
     of = torch.empty_like(numbers).scatter_(1, order, numbers)
@@ -116,7 +119,7 @@ def group(weights: Tensor, allowed: float) -> Groups:
 
 
 def threshold(ordered: Tensor, allowed: float) -> float:
-    """The largest weight τ of groups with 2 Σ_i [m_i min(m_i, τ) - Σ_{c: w_c < τ} w_c²] ≤ ``allowed``.
+    """Return the largest weight τ of groups with 2 Σ_i [m_i min(m_i, τ) - Σ_{c: w_c < τ} w_c²] ≤ ``allowed``.
 
     m_i is the weight of sample i's columns below τ, which fall into about m_i / τ groups.
 
@@ -142,7 +145,7 @@ def threshold(ordered: Tensor, allowed: float) -> float:
 
 
 def cut(ordered: Tensor, tau: float) -> Tensor:
-    """The group of each column, (n, columns) int64, for weights in descending order; -1 for weights 0."""
+    """Return the group of each column, (n, columns) int64, for weights in descending order; -1 for weights 0."""
     filled = (ordered / tau).clamp(max=1)
     places = (filled.cumsum(1) - filled / 2).floor()
     numbers = torch.nn.functional.pad((places[:, 1:] != places[:, :-1]).long().cumsum(1), (1, 0))
@@ -150,14 +153,14 @@ def cut(ordered: Tensor, tau: float) -> Tensor:
 
 
 def chances(variances: Tensor, expected: int) -> Tensor:
-    """π for each group, (n, groups), proportional to √v: :data:`TWICE` a sample, more of few samples."""
+    """Return π for each group, (n, groups), proportional to √v: :data:`TWICE` a sample, more of few samples."""
     roots = variances.sqrt()
     wanted = max(TWICE, _AT_LEAST / expected) * len(variances)
     return (wanted * roots / roots.sum().clamp_min(torch.finfo(roots.dtype).tiny)).clamp(max=1)
 
 
 def sends(groups: Groups, probabilities: Tensor, uniform: Tensor) -> Sends:
-    """All groups once, and twice those whose ``uniform`` number in [0, 1) is below π; both (n, groups)."""
+    """Return sends of all groups once, and twice where ``uniform`` in [0, 1) is below π; both (n, groups)."""
     twice = uniform < probabilities
     samples, numbers = (torch.arange(twice.shape[1], device=twice.device) < groups.counts.unsqueeze(1)).nonzero().t()
     again, repeated = twice.nonzero().t()

@@ -1,4 +1,4 @@
-"""What is kept of the rows of a Jacobian as they arrive at one place, for the samples of a run."""
+"""Keep what is asked for of the rows of a Jacobian as they arrive at one place, for the samples of a run."""
 
 from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
@@ -20,7 +20,7 @@ with it s_max of J - (∂f/∂z) w, the derivative in x by other ways than the l
 
 
 class WeightGradient:
-    """|∂f/∂w|_F² of each sample for a layer's weight w, and the part (∂f/∂z) w of J that is through the layer.
+    """Sum |∂f/∂w|_F² of each sample for a layer's weight w, and take the part (∂f/∂z) w of J through the layer.
 
     Args:
         run: with the layer recorded.
@@ -47,7 +47,7 @@ class WeightGradient:
             self.total += self._squares(self._form.cotangent(self._run, deltas)).values[0]
 
     def carried(self, deltas: Sequence[Tensor]) -> list[Tensor]:
-        """Such gradients carried to the layer's inputs, of their shapes, through the layer alone."""
+        """Return such gradients carried to the layer's inputs, of their shapes, through the layer alone."""
         with contractions.full_precision(self._run.outputs):
             sizes = [tuple(call.inputs.shape[1:]) for call in self.calls]
             pairs = zip(deltas, sizes, strict=True)
@@ -55,7 +55,7 @@ class WeightGradient:
 
 
 class Place:
-    """The rows of J at one place, of all samples of a run, and quantities of theirs.
+    """Hold the rows of J at one place, of all samples of a run, and quantities of theirs.
 
     Args:
         name: of the place.
@@ -113,7 +113,7 @@ class Place:
             self._past.append(self._clear(row - self._flat(self.weight.carried(deltas)), row))
 
     def values(self, backend: ModuleType, device: torch.device, top: int | None) -> dict[str, Tensor]:
-        """Quantities of the rows, (n,) float64 on the CPU each; the rows are let go.
+        """Return quantities of the rows, (n,) float64 on the CPU each, and let the rows go.
 
         Args:
             backend: of the eigenvalues of G.
@@ -145,7 +145,7 @@ class Place:
         return {quantity: values.cpu() for quantity, values in found.items()}
 
     def _clear(self, rest: Tensor, row: Tensor) -> Tensor | None:
-        """What is left of a row without the way through the layer; None where that is rounding."""
+        """Return what is left of a row without the way through the layer; None where that is rounding."""
         left, size = (part.nan_to_num(0.0, 0.0, 0.0).norm() for part in (rest, row))
         if not bool(left > torch.finfo(row.dtype).eps ** 0.5 * size):
             return None
@@ -153,14 +153,14 @@ class Place:
         return rest
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """(n, M), what belongs to each sample in all calls side by side."""
+        """Return (n, M), what belongs to each sample in all calls side by side."""
         parts = [self._samples_first(tensor) for tensor in tensors]
         rows = [part.reshape(len(part), -1) for part in parts]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
 
 def _shape_apart(module: nn.Module, inputs: Sequence[Tensor], samples: int) -> str:
-    """Why the layer is not one matrix that is used once, by its shapes."""
+    """Return why the layer is not one matrix that is used once, by its shapes."""
     if layers.is_convolution(module):
         return "a convolution"
     if len(inputs) > 1:

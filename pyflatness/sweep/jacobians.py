@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .. import contractions, interrupts
 from ..errors import InputError, NonFiniteError
 from ..model import inputs
+from ..numerics.accumulate import Accumulator, non_finite
 from ..passes import cotangents
 from ..passes.dry_run import Findings
 from ..passes.layer_form import LayerForm
@@ -79,12 +80,22 @@ class _MicroBatch:
     numbers: Tensor
     values: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
-    def bad(self) -> dict[str, Tensor]:
-        """By place, (n,), the samples with NaN or infinity; a volume of zero has a logarithm of minus infinity."""
+    def fine(self) -> Tensor:
+        """Return which samples have finite values at all places, (n,)."""
+        return torch.stack([*self._fine().values()]).all(dim=0)
+
+    def error(self) -> NonFiniteError:
+        """Return the error of those that have not."""
+        fine, places = self.fine(), [name for name, where in self._fine().items() if not bool(where.all())]
+        listed = ", ".join(f"layer {name!r}" if name else "the model's input" for name in places[:4])
+        return non_finite(self.number, fine, f"in the input, or in the derivatives, of {listed}")
+
+    def _fine(self) -> dict[str, Tensor]:
+        """Return the same by place; a volume of zero has a logarithm of minus infinity."""
         found: dict[str, Tensor] = {}
         for (place, quantity), values in self.values.items():
             if quantity != "log_volume":
-                found[place] = found.get(place, False) | ~values.isfinite()
+                found[place] = found.get(place, True) & values.isfinite()
         return found
 
 
@@ -116,7 +127,7 @@ class _Sweep:
         options = task.options
         self._runner = Runner(
             *(task.model, task.selection, task.batches, self._inputs, options.memory),
-            order_matters=options.per_sample or options.nan_policy == "omit",
+            order_matters=options.by_sample,
             certify=False,
             reserve=self._reserve,
         )
@@ -129,27 +140,26 @@ class _Sweep:
 
     def samples(self) -> Samples:
         parts: list[_MicroBatch] = []
-        bad: list[Tensor] = []
+        over = Accumulator(self._task.options.nan_policy)
 
         def take(part: _MicroBatch) -> None:
+            over.kept(part.fine(), part.error)
+            over.add(len(part.numbers))
             parts.append(part)
-            bad.append(self._checked(part))
 
         self._runner.each(self._measure, take)
-        spoiled = torch.cat(bad)
-        count = len(spoiled)
-        kept = ~spoiled if self._task.options.nan_policy == "omit" else torch.ones_like(spoiled)
-        if not bool(kept.any()):
-            raise NonFiniteError(f"nan_policy='omit': all {count} samples have NaN or infinity")
+        over.check()
+        fine = torch.cat([part.fine() for part in parts])
+        kept = fine if over.omitted else torch.ones_like(fine)
         found: dict[tuple[str, str], Tensor] = {}
         for part in parts:
             for key, values in part.values.items():
                 # A layer that did not run for a sample has no part in its outputs: its J is 0.
                 empty = -torch.inf if key[1] == "log_volume" else 0.0
-                whole = found.setdefault(key, torch.full((count,), empty, dtype=torch.float64, device="cpu"))
+                whole = found.setdefault(key, torch.full((len(kept),), empty, dtype=torch.float64, device="cpu"))
                 whole[part.numbers] = values
         for whole in found.values():
-            whole[spoiled] = torch.nan
+            whole[~fine] = torch.nan
         names = tuple(name for name in self._task.selection.modules if (name, "largest") in found)
         backend = contractions.describe(self._backend)
         passed = frozenset(self._passed)
@@ -161,20 +171,6 @@ class _Sweep:
         own = 0 if self._inputs.tensor is None else self._inputs.tensor[0].numel() * self._inputs.tensor.element_size()
         copies = 2 if "weights" in self._needs else 1  # and of J what is past the layers
         return width * (copies * found.inputs + own)
-
-    def _checked(self, part: _MicroBatch) -> Tensor:
-        """(n,), the samples that have no values."""
-        by_place = part.bad()
-        bad = torch.stack([*by_place.values()]).any(dim=0)
-        policy = self._task.options.nan_policy
-        if bool(bad.any()) and policy == "raise":
-            places = [name for name, where in by_place.items() if bool(where.any())]
-            listed = ", ".join(f"layer {name!r}" if name else "the model's input" for name in places[:4])
-            raise NonFiniteError(
-                f"batch {part.number}: {int(bad.sum())} of {len(bad)} samples have NaN or infinity in the input, or in "
-                f"the derivatives, of {listed}; pass nan_policy='omit' or 'propagate' to go on"
-            )
-        return bad
 
     def _measure(self, run: Run) -> _MicroBatch:
         before, self._width = self._width, run.outputs.numel() // run.samples

@@ -1,4 +1,4 @@
-"""Squares of every sample's gradients in the weights and biases of linear layers and convolutions, from φ and δ.
+"""Square every sample's gradients in the weights and biases of linear layers and convolutions, from φ and δ.
 
     ∂⟨s, f_i⟩/∂w = M_i = Σ_p δ_ip φ_ipᵀ,   ∂⟨s, f_i⟩/∂b = Σ_p δ_ip
     |a ∘ M_i|², a = 1 or w;   |a ∘ Σ_p δ_ip|², a = 1 or b
@@ -20,13 +20,13 @@ from ..passes.independence import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 from ..passes.task import Task
-from .per_sample_parameters import OwnParameters
+from .per_sample_parameters import PerSampleParameters
 
 Gradients = Mapping[str, Sequence[Tensor]]
 
 
 class LayerGradients:
-    """The layers whose weight and bias are parameters of the model.
+    """Know the layers whose weight and bias are parameters of the model.
 
     Args:
         task: the model and options.
@@ -47,14 +47,14 @@ class LayerGradients:
         self._usable: dict[str, bool] = {}
 
     def parameters(self, name: str) -> list[str]:
-        """Names of a layer's own parameters, among those in question."""
+        """Return names of a layer's own parameters, among those in question."""
         return [full for what in ("weight", "bias") if (full := _joined(name, what)) in self._theta]
 
     def usable(self, run: Run) -> list[str]:
-        """The layers that ran and whose parameters are used by their own calls alone; after :meth:`check`."""
+        """Return the layers that ran and whose parameters are used by their own calls alone; after :meth:`check`."""
         return [name for name in self.modules if run.calls(name) and self._usable.get(name, False)]
 
-    def check(self, run: Run, own: OwnParameters) -> None:
+    def check(self, run: Run, per_sample: PerSampleParameters) -> None:
         """Look at the layers that ran for the first time: are the parameters' gradients those of the layers' calls?
 
         Where there is NaN in them that cannot be seen, and the layer is not used until it can.
@@ -70,7 +70,7 @@ class LayerGradients:
                 return [None] * len(leaves)
             return torch.autograd.grad(outputs, [*leaves.values()], cotangent, allow_unused=True)
 
-        found = own.shared(run, {name: self._theta[name] for name in names}, gradients_of_all)
+        found = per_sample.shared(run, {name: self._theta[name] for name in names}, gradients_of_all)
         whole = dict(zip(names, found, strict=True))
         gradients = run.recorder.gradients(run.outputs, cotangent, new)
         for name in new:
@@ -79,7 +79,7 @@ class LayerGradients:
                 self._usable[name] = self._is_whole(run, name, gradients[name], whole)
 
     def squares(self, run: Run, names: Sequence[str], passes: int) -> Callable[[Gradients], Tensor]:
-        """For some layers, of whose outputs gradients will come so many times: gradients -> (n,) float64."""
+        """Return a function gradients -> (n,) float64 of some layers, in whose outputs so many gradients will come."""
         contracted = {}
         for name in names:
             form = self._forms[name]
@@ -101,12 +101,12 @@ class LayerGradients:
         return of
 
     def _is_whole(self, run: Run, name: str, gradients: Sequence[Tensor], whole: Mapping[str, Tensor | None]) -> bool:
-        """Whether the gradients of all samples together are those of the layer's parameters."""
+        """Return whether the gradients of all samples together are those of the layer's parameters."""
         module, delta = self.modules[name], self._forms[name].rows(run, gradients)
         weight, bias = whole.get(_joined(name, "weight")), whole.get(_joined(name, "bias"))
         if _joined(name, "weight") in whole:
-            own = torch.einsum("ngpd,ngpm->gdm", delta, self._patches(run, name)).flatten(0, 1)
-            if not _same(own, None if weight is None else layers.as_matrix(module, weight)):
+            summed = torch.einsum("ngpd,ngpm->gdm", delta, self._patches(run, name)).flatten(0, 1)
+            if not _same(summed, None if weight is None else layers.as_matrix(module, weight)):
                 return False
         return _joined(name, "bias") not in whole or _same(delta.sum(dim=(0, 2)).flatten(), bias)
 
@@ -128,8 +128,8 @@ def _joined(name: str, what: str) -> str:
     return f"{name}.{what}" if name else what
 
 
-def _same(own: Tensor, whole: Tensor | None) -> bool:
+def _same(summed: Tensor, whole: Tensor | None) -> bool:
     """Return whether gradients agree up to rounding; no gradient is one of zeros, and NaN agrees with nothing."""
     if whole is None:
-        return not bool((own != 0).any())
-    return not bool(whole.isnan().any()) and agree(own, whole, rounding(whole.dtype))
+        return not bool((summed != 0).any())
+    return not bool(whole.isnan().any()) and agree(summed, whole, rounding(whole.dtype))

@@ -9,9 +9,9 @@ for x, y in batches:                              # cut to the memory budget
 Layers in whose weight the model is not linear take Hessian products instead, each its own; see :mod:`.block_traces`.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ..hessian import block_traces
 from ..hessian.block_traces import BlockTraces
 from ..losses import Loss
 from ..model import layers
+from ..numerics.accumulate import counting, finite_samples
 from ..numerics.signs import Signs
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
@@ -93,7 +94,7 @@ class Sweep:
             InputError: see :meth:`.Runner.each`; targets that do not fit; too many passes or products.
         """
         signs = None if draws is None else Signs(self._options.seed, draws)
-        self._runner.each(functools.partial(self._values, signs=signs), take)
+        self._runner.each(partial(self._values, signs=signs), take)
 
     def by_groups(self, take: Take) -> None:
         """Hand every sample's quantities to ``take``, columns sent in groups as large as the user's ``rtol`` allows.
@@ -110,7 +111,7 @@ class Sweep:
             values = self._marked(part.sums.unsqueeze(0), part.sent, left_out, part.left.number)
             take(Values(values, part.sent.sample_weights, part.left.number, part.variances(), lost=part.sent.bad))
 
-        self._runner.each(functools.partial(self._begun, tolerance=tolerance), finish)
+        self._runner.each(partial(self._begun, tolerance=tolerance), finish)
 
     def block_traces(self, limit: int, take: Callable[[tuple[Tensor, Values]], None]) -> None:
         """Hand one layer's block traces, summed over samples, (G, d, d) float64, and the samples' values to ``take``.
@@ -118,7 +119,7 @@ class Sweep:
         Raises:
             InputError: as :meth:`values`; the matrix would take more than ``limit`` bytes.
         """
-        self._runner.each(functools.partial(self._block_traces, limit=limit), take)
+        self._runner.each(partial(self._block_traces, limit=limit), take)
 
     def notes(self, name: str) -> tuple[str, ...]:
         """What a reader of a layer's value should know."""
@@ -140,7 +141,7 @@ class Sweep:
         if linear:
             self.exact_passes = max(self.exact_passes, sent.passes)
             count = sent.passes if signs is None else len(signs.draws)
-            contracted = self._contracted(run, linear, count, hold=signs is None)
+            contracted = Contracted(run, self._forms, linear, count, hold=signs is None)
             for name in linear if sent.passes == 0 else ():
                 _add(parts, name, self._forms[name].contraction(run).nothing(run.samples))
             for draw, cotangent, sign in sent.sent(signs, run.numbers):
@@ -153,7 +154,7 @@ class Sweep:
         self.by_hessian.update(nonlinear)
         values = self._marked(values, sent, self._left_out(run, sent), run.number)
         if parts:
-            kept = self._kept(values)
+            kept = counting(self._options.nan_policy, values)
             neurons = {key for key in parts if QUANTITIES[key[1]].neurons}
             parts = {key: part[kept].sum(dim=0) if key in neurons else part for key, part in parts.items()}
             if bool((sent.bad & kept).any()):  # of a loss whose curvature does not show that a sample has none
@@ -162,9 +163,6 @@ class Sweep:
             values, sent.sample_weights, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(nonlinear)
         )
 
-    def _contracted(self, run: Run, names: Iterable[str], passes: int, *, hold: bool = False) -> Contracted:
-        return Contracted(run, {name: self._forms[name] for name in names}, passes, hold=hold)
-
     def _begun(self, run: Run, tolerance: groups.Tolerance) -> tuple[adaptive.Grouped, dict[str, Tensor], Tensor]:
         """Plan a micro-batch's sends, and send the rounds for all samples; fingerprints of rows; :meth:`_left_out`."""
         names, sent = self._linear(run), cotangents.of_run(run, self._loss)
@@ -172,7 +170,7 @@ class Sweep:
         shape = len(self._runner.selected), len(self._quantities)
         part = adaptive.begin(run, sent, shape, tolerance, self._options.seed)
         rounds = part.sends.together(run.samples / 2 if self._runner.cuttable else 1) if sent.passes else 0
-        contracted = self._contracted(run, names, rounds)
+        contracted = Contracted(run, self._forms, names, rounds)
         for number in range(rounds):
             chosen, cotangent = part.of_round(number)
             values = self._stacked(contracted.of(cotangent), part.sums)
@@ -193,7 +191,7 @@ class Sweep:
             names = self._linear(run)
             for name in names:
                 _check_order(name, prints[name][places[which]], self._forms[name].fingerprints(run), run.outputs.dtype)
-            values = self._contracted(run, names, 1).of(part.packed(left[which]))
+            values = Contracted(run, self._forms, names, 1).of(part.packed(left[which]))
             return left[which], self._stacked(values, part.sums.new_empty(*part.sums.shape[:2], run.samples))
 
         self._runner.repeat(part.left, places, send, lambda found: part.add(*found))
@@ -236,7 +234,7 @@ class Sweep:
     def _gradients(self, run: Run, names: Iterable[str]) -> dict[str, list[Tensor]]:
         gradients = block_traces.gradients(run, self._loss, names)
         for name, gradient in gradients.items():
-            if self._runner.why_not_linear(name) == linearity.OPAQUE:
+            if self._runner.why_not_linear(name) == linearity.CUSTOM:
                 linearity.check_complete(f"layer {name!r}", gradient)
         return gradients
 
@@ -261,7 +259,7 @@ class Sweep:
         if linear or nonlinear:
             total, traces = traced(run, sent, name, kept)
         traces = self._marked(traces[None, None, None], sent, self._left_out(run, sent), run.number)
-        left = self._kept(traces)
+        left = counting(self._options.nan_policy, traces)
         if not bool(left.all()):
             total, _ = traced(run, sent, name, left)
         elif bool(sent.bad.any()):
@@ -300,23 +298,16 @@ class Sweep:
 
     def _left_out(self, run: Run, sent: cotangents.Cotangents) -> Tensor:
         """Which samples (n,) are to be left out, whatever their values are: they have no loss, or no deviations."""
-        if self._options.normalize and self._options.nan_policy == "omit":
-            return normalize.left_out(self._runner, run, sent)
-        return sent.bad
+        policy = self._options.nan_policy
+        return normalize.left_out(self._runner, run, sent, policy) if self._options.normalize else sent.bad
 
     def _marked(self, values: Tensor, sent: cotangents.Cotangents, left_out: Tensor, number: int) -> Tensor:
         """Values (…, n), NaN for samples that are left out."""
-        if self._options.normalize and self._options.nan_policy == "omit":
-            late = ~self._kept(values) & ~left_out
-            if bool(late.any()):
-                layers.check_finite(self._runner.modules)
-                raise normalize.late(number, int(late.sum()), "samples")
+        if self._options.normalize:
+            late = ~finite_samples(values) & ~left_out
+            check_weights = partial(layers.check_finite, self._runner.modules)
+            normalize.check_in_time(self._options.nan_policy, late, number, "samples", check_weights)
         return values.masked_fill(left_out, torch.nan)
-
-    def _kept(self, values: Tensor) -> Tensor:
-        """Which samples count, (n,)."""
-        finite = values.isfinite().flatten(0, 2).all(dim=0)
-        return finite if self._options.nan_policy == "omit" else torch.ones_like(finite)
 
     def _ran(self, run: Run) -> tuple[list[str], list[str]]:
         """The layers that ran: those whose values come by output factors, and those by second derivatives."""

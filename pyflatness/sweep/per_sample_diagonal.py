@@ -1,4 +1,4 @@
-"""Σ_j a_j² ∂²ℓ_i/∂θ_j² of :mod:`.per_sample_parameters`, sample by sample.
+"""Sum a_j² ∂²ℓ_i/∂θ_j² over the entries of :mod:`.per_sample_parameters`, sample by sample.
 
 By output factors s_ic: Σ_c σ_ic |a ∘ ∂⟨s_ic, f_i⟩/∂θ_i|². By second derivatives: exact, a product for every entry of
 the parameters; sampled, ⟨a∘r, H_i (a∘r)⟩ for random signs r, all parameters together.
@@ -21,8 +21,8 @@ from .per_sample_parameters import Group
 _TOGETHER = 2**22  # bytes of directions that go through the graph in one pass
 
 
-class OwnDiagonal:
-    """The sums of one group of samples.
+class PerSampleDiagonal:
+    """Sum for one group of samples.
 
     Args:
         group: the samples.
@@ -35,7 +35,7 @@ class OwnDiagonal:
         self._group, self._numbers, self._loss, self._scales = group, numbers, loss, scales
 
     def by_factors(self, names: Sequence[str], signs: Signs | None) -> Tensor:
-        """(draws, n) float64 over the parameters of these names; exact without signs."""
+        """Return (draws, n) float64 over the parameters of these names; exact without signs."""
         group, values = self._group, self.zeros(signs)
         leaves = [group.leaves[name] for name in names]
         sent = cotangents.prepare(group.outputs, group.targets.detach(), self._loss, group.samples)
@@ -48,13 +48,13 @@ class OwnDiagonal:
                     values[draw] += squares if sign is None else squares * sign
         return values
 
-    def by_hessian(self, streams: Mapping[str, int], signs: Signs | None, opaque: Sequence[str] = ()) -> Tensor:
-        """(draws, n) float64 over the parameters that are the keys of ``streams``, by which their signs are drawn.
+    def by_hessian(self, streams: Mapping[str, int], signs: Signs | None, custom: Sequence[str] = ()) -> Tensor:
+        """Return (draws, n) float64 over the parameters that are the keys of ``streams``, by which signs are drawn.
 
         Args:
             streams: see above.
             signs: of draws; exact without.
-            opaque: names behind which there is a function that torch did not write.
+            custom: names behind which there is a custom autograd function.
 
         Raises:
             InputError: more than :data:`.cotangents.PASSES` products; a second derivative that is missing.
@@ -67,7 +67,7 @@ class OwnDiagonal:
             leaves = [self._group.leaves[name] for name in names]
             found = torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True)
             gradients = {name: gradient for name, gradient in zip(names, found, strict=True) if gradient is not None}
-            for name in opaque:
+            for name in custom:
                 if name in gradients:
                     linearity.check_complete(f"parameter {name!r}", [gradients[name]])
             nonconstant = {name: gradient for name, gradient in gradients.items() if gradient.requires_grad}
@@ -90,7 +90,7 @@ class OwnDiagonal:
             )
 
     def _entries(self, name: str, gradient: Tensor) -> Tensor:
-        """Of one parameter by a product for every entry, (n,)."""
+        """Return the sum over one parameter by a product for every entry, (n,)."""
         leaf = self._group.leaves[name]
         size, total = leaf[0].numel(), self.zeros(None)[0]
         together = max(1, _TOGETHER // max(1, leaf.numel() * leaf.element_size()))
@@ -106,7 +106,7 @@ class OwnDiagonal:
         return total
 
     def _along(self, gradients: Mapping[str, Tensor], streams: Mapping[str, int], signs: Signs) -> Tensor:
-        """Of all parameters in one draw, (n,)."""
+        """Return the sum over all parameters in one draw, (n,)."""
         total, directions = self.zeros(None)[0], []
         leaves = [self._group.leaves[name] for name in gradients]
         for name, leaf in zip(gradients, leaves, strict=True):
@@ -119,11 +119,11 @@ class OwnDiagonal:
         return total
 
     def _scaled(self, name: str, tensor: Tensor) -> Tensor:
-        """Times a, in float32 at least."""
+        """Return a tensor times a, in float32 at least."""
         tensor = promoted(tensor)
         return tensor * self._scales[name] if name in self._scales else tensor
 
     def zeros(self, signs: Signs | None) -> Tensor:
-        """(draws, n) float64."""
+        """Return zeros (draws, n) float64."""
         draws = 1 if signs is None else len(signs.draws)
         return torch.zeros(draws, self._group.samples, dtype=torch.float64, device=self._group.outputs.device)

@@ -1,4 +1,4 @@
-"""A model run with parameters of each sample's own, so that one backward pass gives every sample's gradients.
+"""Run a model with parameters of each sample's own, so that one backward pass gives every sample's gradients.
 
     f_i = f(x_i, θ_i),   θ_i = θ for all i:   ∂ Σ_i ⟨s_i, f_i⟩ / ∂θ_i = ∂⟨s_i, f(x_i, θ)⟩ / ∂θ,   and ∂²/∂θ_i∂θ_j = 0
 
@@ -33,7 +33,7 @@ _GRAPHS = 3  # about the memory that a graph takes together with that of its der
 
 @dataclass(frozen=True)
 class Group:
-    """Some samples of a run, with parameters of their own.
+    """Hold some samples of a run, with parameters of their own.
 
     Attributes:
         outputs: the model's, with their graph.
@@ -53,8 +53,8 @@ class Group:
         return int(self.place.stop - self.place.start)
 
 
-class OwnParameters:
-    """A model whose samples get parameters of their own.
+class PerSampleParameters:
+    """Run a model whose samples get parameters of their own.
 
     Args:
         model: inside :func:`.state.observing`.
@@ -68,7 +68,7 @@ class OwnParameters:
         self._graph = -1  # bytes that a sample's takes, once known
 
     def each(self, run: Run, values: Mapping[str, Tensor], work: Callable[[Group], None]) -> None:
-        """``work`` done on the samples of a run in groups that fit the memory, while the run's recorder is paused.
+        """Do ``work`` on the samples of a run in groups that fit the memory, while the run's recorder is paused.
 
         Args:
             run: of the same model.
@@ -94,7 +94,7 @@ class OwnParameters:
     def shared(
         self, run: Run, values: Mapping[str, Tensor], work: Callable[[Tensor, dict[str, Tensor]], Result]
     ) -> Result:
-        """``work`` done on the outputs of the run's samples with parameters that they share, and on these as leaves.
+        """Do ``work`` on the outputs of the run's samples with parameters that they share, and on these as leaves.
 
         The run's recorder is paused meanwhile. No backward pass of the run itself belongs in it: activation
         checkpointing calls the layers again there, and they have to be as they were.
@@ -111,7 +111,7 @@ class OwnParameters:
             return parameters.inside(self._model, leaves, done)
 
     def _most(self, run: Run, values: Mapping[str, Tensor]) -> int:
-        """How many samples go together."""
+        """Return how many samples go together."""
         if self._graph < 0:
             with dry_run.saved_storages() as storages:
                 self._alone(run, values, slice(0, 1), lambda group: None)
@@ -120,7 +120,7 @@ class OwnParameters:
         return max(1, self._memory // max(1, _COPIES * size + _GRAPHS * self._graph))
 
     def _at_once(self, run: Run, values: Mapping[str, Tensor], place: slice) -> Group | None:
-        """By ``torch.vmap``; None if the model does not take that: an error of its own comes again with one sample."""
+        """Run samples by ``torch.vmap``; None if the model does not take that: its errors come again with one."""
         samples = place.stop - place.start
         leaves = {name: w.expand(samples, *w.shape).clone().requires_grad_() for name, w in values.items()}
         held: list[Tensor] = []
@@ -164,7 +164,7 @@ class OwnParameters:
 
 @contextlib.contextmanager
 def _undisturbed(run: Run) -> Iterator[None]:
-    """Inside, the model can be run once more, with parameters of its own and second derivatives."""
+    """Let the model be run once more, inside, with other parameters and second derivatives."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(calling.dry_run())
         stack.enter_context(run.recorder.paused())
@@ -175,7 +175,7 @@ def _undisturbed(run: Run) -> Iterator[None]:
 
 
 class _PlainWeightNorm(TorchFunctionMode):
-    """Inside, weight_norm is written out: the second derivative of torch's kernel in its direction is wrong (2.13).
+    """Write weight_norm out, inside: the second derivative of torch's kernel in its direction is wrong (2.13).
 
     Torch leaves a mode out while it runs a backward pass, so that weight_norm is another function when activation
     checkpointing calls it again there.
@@ -191,7 +191,7 @@ class _PlainWeightNorm(TorchFunctionMode):
 
 
 def _changed_samples(run: Run, change: Callable[[Tensor], Any]) -> Any:
-    """The run's batch with every tensor that holds its samples changed."""
+    """Return the run's batch with every tensor that holds its samples changed."""
     return data.map_tensors(
         lambda held: change(held) if held.ndim and len(held) == run.samples else held,
         run.batch,
@@ -203,6 +203,6 @@ def _outside_inference(tensor: Tensor) -> Tensor:
 
 
 def _rows(run: Run, place: slice) -> Tensor:
-    """The outputs of some samples of a run."""
+    """Return the outputs of some samples of a run."""
     each = len(run.outputs) // run.samples
     return run.outputs[place.start * each : place.stop * each]

@@ -1,9 +1,10 @@
-"""As many random draws as a standard error takes."""
+"""Take as many random draws as a standard error asks for."""
 
 import math
 from collections.abc import Callable
 
 from ..errors import InputError
+from ..options import Options
 from ..passes import cotangents
 from .totals import Sums
 
@@ -12,8 +13,24 @@ _FEWEST = 2  # draws of a stage: one has no variance of its own
 _CLOSE = 1.05  # a standard error within this of the one that was asked for is that
 
 
+def by_options(options: Options, summed: Callable[[range | None], Sums], exact_passes: Callable[[], int]) -> Sums:
+    """Return values as the user's options say: exact, by so many draws, or by as many as a standard error takes.
+
+    Args:
+        options: of the user; the number of draws, if there is one, is not "adaptive".
+        summed: see :func:`until`.
+        exact_passes: see :func:`until`.
+
+    Raises:
+        InputError: see :func:`until`.
+    """
+    if options.target_stderr is not None:
+        return until(options.target_stderr, summed, exact_passes)
+    return summed(None if options.probes is None else range(int(options.probes)))
+
+
 def until(target: float, summed: Callable[[range | None], Sums], exact_passes: Callable[[], int]) -> Sums:
-    """Values whose standard errors are about ``target`` at most, or exact ones where these take no more.
+    """Return values whose standard errors are about ``target`` at most, or exact ones where these take no more.
 
     A first stage of a few draws says how many there have to be in all, and a later one is added where that was too few.
     No stage looks at the values, and all count by their draws (after Stein 1945), which keeps the coverage of the

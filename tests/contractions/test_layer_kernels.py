@@ -22,7 +22,7 @@ def check_direct(module, inputs, signal, geometry, root, weight, slack=1):
         assert value.dtype == torch.float64
         assert value.shape == truth.shape
         # sums of signed terms: relative to the terms' own size
-        size = truth if name in ("squares", "rooted", "weighted") else expected.weighted.sqrt().unsqueeze(1)
+        size = truth if name in ("squares", "gram_weighted", "weighted") else expected.weighted.sqrt().unsqueeze(1)
         assert float(((value - truth).abs() / size).max()) < slack * limit(inputs.dtype), name
 
 
@@ -185,7 +185,7 @@ def test_threads_and_few_samples(engine, threads, samples):
                 check_grams(engine.module, inputs, signal, geometry)
             first, second = (engine.module.direct(inputs, signal, geometry, root, weight) for _ in range(2))
             assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-            assert first.squares.shape == first.rooted.shape == first.weighted.shape == (samples,)
+            assert first.squares.shape == first.gram_weighted.shape == first.weighted.shape == (samples,)
             assert first.by_column.shape == (samples, inputs.shape[1])
             assert first.by_row.shape == (samples, signal.shape[1])
             assert engine.module.gram(geometry.rows(signal), engine.module.patch_gram(inputs, geometry)).shape == (
@@ -208,11 +208,11 @@ def test_samples_that_look_at_the_weight_together(engine, dtype, samples, thread
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["second convolution", "depthwise", "late block", "sequence", "downsampling"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("rooted", [True, False])
-def test_what_is_not_finite_stays_in_its_sample(engine, dtype, name, bad, rooted):
+@pytest.mark.parametrize("gram_weighted", [True, False])
+def test_what_is_not_finite_stays_in_its_sample(engine, dtype, name, bad, gram_weighted):
     rest = CASES[name][1:]
     for spoiled in range(2):
-        inputs, signal, geometry, root, weight = layer((4, *rest), dtype, roots=9 if rooted else 0)
+        inputs, signal, geometry, root, weight = layer((4, *rest), dtype, roots=9 if gram_weighted else 0)
         clean = engine.module.direct(inputs, signal, geometry, root, weight)
         grams = engine.module.patch_gram(inputs, geometry)
         contracted = engine.module.gram(geometry.rows(signal), grams)

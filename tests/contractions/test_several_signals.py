@@ -18,7 +18,7 @@ from support.layer_cases import CASES, DTYPES, LAYOUTS, ONE, double, layer, layo
 
 
 def several(case, dtype, count, kind="contiguous", roots=9, kept=0.3, seed=0):
-    """Arguments of ``direct_listed``: signals that are zero at the same places, and here and there alone."""
+    """Arguments of ``direct_gathered``: signals that are zero at the same places, and here and there alone."""
     inputs, signal, geometry, root, _ = layer(case, dtype, kind, roots, seed)
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(signal.shape, generator=generator) < kept
@@ -30,10 +30,10 @@ def several(case, dtype, count, kind="contiguous", roots=9, kept=0.3, seed=0):
     return inputs, [another() for _ in range(count)], geometry, root
 
 
-def check_listed(module, inputs, signals, geometry, root):
-    values = module.direct_listed(inputs, signals, geometry, root)
+def check_gathered(module, inputs, signals, geometry, root):
+    values = module.direct_gathered(inputs, signals, geometry, root)
     found = [reference.direct(*double(inputs, signal, geometry, root, None)) for signal in signals]
-    for name in ("squares", "rooted"):
+    for name in ("squares", "gram_weighted"):
         value, truth = getattr(values, name), [getattr(one, name) for one in found]
         if truth[0] is None:
             assert value is None
@@ -47,7 +47,7 @@ def check_listed(module, inputs, signals, geometry, root):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_signals_together(engine, case, dtype, kind):
-    check_listed(engine.module, *several(case, dtype, 3, kind))
+    check_gathered(engine.module, *several(case, dtype, 3, kind))
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 6, 9, 10, 11, 23])
@@ -55,13 +55,13 @@ def test_signals_together(engine, case, dtype, kind):
 @pytest.mark.parametrize("roots", [0, 1, 13])
 def test_any_number_of_signals_and_zeros(engine, count, kept, roots):
     for name in ("second convolution", "depthwise", "downsampling"):
-        check_listed(engine.module, *several(CASES[name], torch.float32, count, roots=roots, kept=kept))
+        check_gathered(engine.module, *several(CASES[name], torch.float32, count, roots=roots, kept=kept))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tiles_of_few_channels(engine, dtype):
-    check_listed(engine.module, *several((2, 1, 50, 200, (1, 7, 8), (1, 3, 3), ONE, ONE), dtype, 9))
-    check_listed(engine.module, *several((1, 2, 7, 900, (2, 4, 5), (2, 3, 2), ONE, ONE), dtype, 4))
+    check_gathered(engine.module, *several((2, 1, 50, 200, (1, 7, 8), (1, 3, 3), ONE, ONE), dtype, 9))
+    check_gathered(engine.module, *several((1, 2, 7, 900, (2, 4, 5), (2, 3, 2), ONE, ONE), dtype, 4))
 
 
 sizes = st.tuples(*[st.integers(1, 7)] * 3)
@@ -76,7 +76,7 @@ sizes = st.tuples(*[st.integers(1, 7)] * 3)
 def test_any_layer(engine, n, groups, channels, rows, extra, kernel, stride, dilation, kind, roots, count, dtype, s):
     size = tuple(e + d * (k - 1) for e, d, k in zip(extra, dilation, kernel, strict=True))
     case = (n, groups, channels, rows, size, kernel, stride, dilation)
-    check_listed(engine.module, *several(case, dtype, count, kind, roots, seed=s))
+    check_gathered(engine.module, *several(case, dtype, count, kind, roots, seed=s))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,9 +84,9 @@ def test_signals_of_several_layouts(engine, dtype):
     for name in ("second convolution", "groups"):
         inputs, signals, geometry, root = several(CASES[name], dtype, 5)
         mixed = [layout(signal, kind) for signal, kind in zip(signals, LAYOUTS, strict=True)]
-        check_listed(engine.module, inputs, mixed, geometry, root)
+        check_gathered(engine.module, inputs, mixed, geometry, root)
         spread = [signal[:1, :, :, :1, :1].expand_as(signal) for signal in signals]
-        check_listed(engine.module, inputs, spread, geometry, root)
+        check_gathered(engine.module, inputs, spread, geometry, root)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,9 +98,9 @@ def test_what_is_not_finite_stays_in_its_sample(engine, dtype, name, bad, kept):
     case, keep = (4, *CASES[name][1:]), torch.tensor([0, 2, 3])
     for spoiled in range(2):
         inputs, signals, *rest = several(case, dtype, 3, kept=kept)
-        clean = engine.module.direct_listed(inputs, signals, *rest)
+        clean = engine.module.direct_gathered(inputs, signals, *rest)
         (inputs if spoiled == 0 else signals[1])[1, -1, -1, 0, 0] = bad
-        values = engine.module.direct_listed(inputs, signals, *rest)
+        values = engine.module.direct_gathered(inputs, signals, *rest)
         for value, before in zip(values[:2], clean[:2], strict=True):
             value, before = value.view(3, 4), before.view(3, 4)
             torch.testing.assert_close(value[:, keep], before[:, keep], rtol=0, atol=0)
@@ -111,7 +111,7 @@ def test_what_is_not_finite_stays_in_its_sample(engine, dtype, name, bad, kept):
 def test_pixels_that_no_place_sees(engine):
     inputs, signals, *rest = several((2, 1, 3, 4, (2, 9, 9), (1, 2, 2), (3, 3, 3), ONE), torch.float32, 2)
     inputs[:, :, 1], inputs[:, :, :, 2], inputs[..., 2] = torch.nan, torch.nan, torch.nan
-    check_listed(engine.module, inputs, signals, *rest)
+    check_gathered(engine.module, inputs, signals, *rest)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -123,26 +123,26 @@ def test_threads_and_few_samples(engine, threads, samples):
         for name in ("second convolution", "depthwise", "one of everything"):
             arguments = several((samples, *CASES[name][1:]), torch.float32, 3)
             if samples:
-                check_listed(engine.module, *arguments)
-            first, second = (engine.module.direct_listed(*arguments) for _ in range(2))
-            assert first.squares.shape == first.rooted.shape == (3 * samples,)
+                check_gathered(engine.module, *arguments)
+            first, second = (engine.module.direct_gathered(*arguments) for _ in range(2))
+            assert first.squares.shape == first.gram_weighted.shape == (3 * samples,)
             assert torch.equal(first.squares, second.squares)
-            assert torch.equal(first.rooted, second.rooted)
+            assert torch.equal(first.gram_weighted, second.gram_weighted)
 
 
 def test_arguments_that_do_not_fit():
     inputs, signals, geometry, root = several(CASES["second convolution"], torch.float32, 3)
     with pytest.raises(BackendError, match=r"direct_listed: .* got torch\.float32 on cpu, torch\.float64 on cpu"):
-        compiled.direct_listed(inputs, [signals[0], signals[1].double()], geometry, root)
+        compiled.direct_gathered(inputs, [signals[0], signals[1].double()], geometry, root)
     with pytest.raises(ValueError, match="`signal` has"):
-        compiled.direct_listed(inputs, [signals[0], signals[1][:2]], geometry, root)
+        compiled.direct_gathered(inputs, [signals[0], signals[1][:2]], geometry, root)
     with pytest.raises(ValueError, match="`root` has"):
-        compiled.direct_listed(inputs, signals, geometry, root[:, :, :-1])
+        compiled.direct_gathered(inputs, signals, geometry, root[:, :, :-1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 3, 100])
-@pytest.mark.parametrize("quantities", [("rooted",), ("rooted", "squares")])
+@pytest.mark.parametrize("quantities", [("gram_weighted",), ("gram_weighted", "squares")])
 @pytest.mark.parametrize(
     "case",
     [
@@ -153,7 +153,7 @@ def test_arguments_that_do_not_fit():
 )
 def test_signals_held_back(engine, dtype, count, quantities, case, monkeypatch):
     inputs, signals, geometry, _ = several(case, dtype, 7)
-    weight = torch.randn(case[1], case[3], case[2] * geometry.taps).to(dtype)
+    weight = torch.randn(case[1], case[3], case[2] * geometry.kernel_elements).to(dtype)
     signs = [None, 1.0, -1.0, *torch.randn(4, 5).double()]
     gradients = LayerContraction(weight, geometry, engine.module, quantities, memory=2**20)
     contract = gradients.at([inputs], 7).of
@@ -172,7 +172,7 @@ def test_signals_held_back(engine, dtype, count, quantities, case, monkeypatch):
 
 
 def test_a_buffer_is_the_same_at_every_call():
-    gradients = LayerContraction(torch.randn(1, 3, 4), Geometry(), reference, ("rooted",), memory=1)
+    gradients = LayerContraction(torch.randn(1, 3, 4), Geometry(), reference, ("gram_weighted",), memory=1)
     whole = gradients.buffer(5, torch.zeros(8, 3, 1, 1, 1))
     assert whole.shape == (5, 8, 3, 1, 1, 1)
     ragged = gradients.buffer(4, torch.zeros(7, 3, 1, 1, 1, dtype=torch.bfloat16))
@@ -182,7 +182,7 @@ def test_a_buffer_is_the_same_at_every_call():
 
 
 def test_signals_that_are_parts_of_larger_tensors_do_not_keep_those(monkeypatch):
-    gradients = LayerContraction(torch.randn(1, 3, 4), Geometry(), reference, ("rooted",), memory=1)
+    gradients = LayerContraction(torch.randn(1, 3, 4), Geometry(), reference, ("gram_weighted",), memory=1)
     monkeypatch.setattr(LayerContraction, "together", lambda *_: 9)
     stacked = gradients.at([torch.randn(5, 4, 1, 1, 1)], 9)
     large = torch.randn(5, 300, 1, 1, 1)
@@ -197,8 +197,8 @@ def test_how_many_signals_at_a_time():
     linear, groups, three, five = Geometry(), Geometry(2), Geometry(1, (1, 3, 3)), Geometry(1, (1, 5, 5))
 
     def together(inputs, geometry, backend=reference, *, signals=9, at_most=2**20, rows=16, **options):
-        weight = torch.randn(geometry.groups, rows, 16 // geometry.groups * geometry.taps)
-        options = {"quantities": ("rooted",), "memory": 2**20} | options
+        weight = torch.randn(geometry.groups, rows, 16 // geometry.groups * geometry.kernel_elements)
+        options = {"quantities": ("gram_weighted",), "memory": 2**20} | options
         return LayerContraction(weight, geometry, backend, **options).together(inputs, signals, at_most)
 
     assert together([one], linear) == 9
@@ -207,7 +207,7 @@ def test_how_many_signals_at_a_time():
     assert together([one, one], linear) == 1
     assert together([one], groups) == 9
     assert together([one], linear, route="direct") == 1
-    assert together([one], linear, quantities=("rooted", "weighted")) == 1
+    assert together([one], linear, quantities=("gram_weighted", "weighted")) == 1
     assert together([one], linear, quantities=("diagonal",)) == 1
     assert together([plane], five, compiled) == 9
     assert together([plane], five, compiled, route="gram") == 1

@@ -54,7 +54,7 @@ def check_direct(kind, inputs, signal, geometry, root, weight):
             continue
         assert value.dtype == torch.float64
         assert value.shape == truth.shape
-        size = truth if name in ("squares", "rooted", "weighted") else expected.weighted.sqrt().unsqueeze(1)
+        size = truth if name in ("squares", "gram_weighted", "weighted") else expected.weighted.sqrt().unsqueeze(1)
         assert float(((value - truth).abs() / size).max()) < limit, name
 
 
@@ -219,7 +219,7 @@ def test_any_layer(
         gram = cuda.patch_gram(arguments[0], arguments[2])
     slack = 3 if kind == "tf32" else 1  # few numbers, whose rounding does not average out
     expected = reference.direct(*layers.double(*arguments, weight))
-    size = expected.squares, expected.rooted, expected.weighted
+    size = expected.squares, expected.gram_weighted, expected.weighted
     scales = [*size, *[expected.weighted.sqrt().unsqueeze(1)] * 2]
     bounds = [*limits(kind)[:3], *[limits(kind)[4]] * 2]
     for value, truth, scale, bound in zip(values, expected, scales, bounds, strict=True):

@@ -19,9 +19,9 @@ FORMS = {
     "one position by M": ((4, 1, 30, 20, ONE, ONE, ONE, ONE), "direct"),
 }
 QUANTITIES = {
-    "rooted": ("rooted",),
-    "both": ("squares", "rooted"),
-    "all": ("squares", "rooted", "weighted", "by_column", "by_row", "diagonal"),
+    "gram_weighted": ("gram_weighted",),
+    "both": ("squares", "gram_weighted"),
+    "all": ("squares", "gram_weighted", "weighted", "by_column", "by_row", "diagonal"),
 }
 
 
@@ -32,7 +32,7 @@ QUANTITIES = {
 def test_routes(cuda_device, kind, quantities, form):
     case, route = form
     inputs, signal, geometry, _, weight = layer(case, kind, cuda_device)
-    if geometry.taps == 1:  # a linear layer's rows, as they lie in memory
+    if geometry.kernel_elements == 1:  # a linear layer's rows, as they lie in memory
         inputs, signal = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (inputs, signal))
     weight = weight.to(KINDS[kind])
     sign = torch.tensor([1.0, -1.0, 0.5, 2.0], dtype=torch.float64, device=cuda_device)[: len(inputs)]
@@ -65,7 +65,10 @@ def test_wide_layers_in_bfloat16(cuda_device, columns, places):
             signal[:, :, 1:] = 0
         phi, delta = (t.transpose(1, 2)[..., None, None] for t in (inputs, signal))
         found, expected = (
-            LayerContraction(w, geometry, backend, ("rooted",), memory=1 << 24, route=route).at([x], 1).of([d]).values
+            LayerContraction(w, geometry, backend, ("gram_weighted",), memory=1 << 24, route=route)
+            .at([x], 1)
+            .of([d])
+            .values
             for w, x, d, backend, route in (
                 (weight.bfloat16(), phi, delta, cuda, "gram"),
                 (weight.bfloat16().double(), phi.double(), delta.double(), reference, "direct"),
@@ -78,9 +81,9 @@ def test_wide_layers_in_bfloat16(cuda_device, columns, places):
 def test_inputs_and_signals_of_two_dtypes(cuda_device):
     """As autocast leaves them."""
     inputs, signal, geometry, _, weight = layer(CASES["groups"], "float32", cuda_device)
-    truth = LayerContraction(weight.double(), geometry, reference, ("rooted",), memory=1 << 20, route="direct")
+    truth = LayerContraction(weight.double(), geometry, reference, ("gram_weighted",), memory=1 << 20, route="direct")
     for route in ("direct", "gram"):
-        ours = LayerContraction(weight, geometry, cuda, ("rooted",), memory=1 << 20, route=route)
+        ours = LayerContraction(weight, geometry, cuda, ("gram_weighted",), memory=1 << 20, route=route)
         for x, delta in ((inputs.bfloat16(), signal), (inputs, signal.bfloat16()), (inputs.half(), signal.bfloat16())):
             expected = truth.at([x.double()], 9).of([delta.double()]).values
             found = ours.at([x], 9).of([delta]).values

@@ -25,7 +25,7 @@ POINT, POINT_SIGNAL = normal(0, 5, 7, 1, 1, 1), normal(1, 5, 4, 1, 1, 1)
 SQUARE, PAIRS = normal(5, 3, 4, 4), normal(4, 2, 1, 5, 5)
 KERNELS = {
     "direct": (INPUTS, SIGNAL, GEOMETRY, WEIGHT @ WEIGHT.mT, WEIGHT),
-    "direct_listed": (INPUTS, [SIGNAL, 2 * SIGNAL], GEOMETRY, WEIGHT @ WEIGHT.mT),
+    "direct_gathered": (INPUTS, [SIGNAL, 2 * SIGNAL], GEOMETRY, WEIGHT @ WEIGHT.mT),
     "patch_gram": (INPUTS, GEOMETRY),
     "gram": (normal(3, 2, 1, 5, 3), PAIRS @ PAIRS.mT),
     "row_dots": (normal(3, 5, 4), normal(4, 5, 4)),

@@ -90,7 +90,7 @@ def test_curved_tails_take_second_derivatives(name):
     found = reading(CURVED[name])
     assert "body" not in found.proven
     net, loss = network(CURVED[name]).double(), nn.CrossEntropyLoss()
-    if found.opaque:
+    if found.custom:
         with pytest.raises(pf.InputError, match=r"behind layer 'body' is a function that torch did not write"):
             pf.relative_flatness(net, loss, (X.double(), Y), "body")
     else:

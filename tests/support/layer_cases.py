@@ -58,7 +58,7 @@ def layer(case, dtype, kind="contiguous", roots=9, seed=0):
     inputs = layout(normal(n, groups * channels, *size), kind)
     signal = layout(normal(n, groups * rows, *geometry.places(size)), kind)
     root = normal(groups, roots, rows) if roots else None
-    return inputs, signal, geometry, root, normal(groups, rows, channels * geometry.taps)
+    return inputs, signal, geometry, root, normal(groups, rows, channels * geometry.kernel_elements)
 
 
 def double(*arguments):

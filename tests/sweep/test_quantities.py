@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.api import layer_measure
 from pyflatness.contractions.layer import ROUTES, LayerContraction
 from pyflatness.measures import MEASURES
 from pyflatness.options import Options
+from pyflatness.plan import of_layer
+from pyflatness.session import session
 from support import grid, truth
 from support.cases import to
 from support.combinations import ENGINES, every
@@ -289,6 +290,7 @@ def test_one_measure_of_one_layer_is_the_report_s():
     whole = pf.measure(case.build(), case.loss, batches(case), measures=names)
     for row in rows:
         if row.name in names:
-            found = layer_measure(row, case.build(), case.loss, batches(case), "2", Options())
+            with session(case.build(), case.loss, batches(case), Options(), reads=row.reads) as task:
+                found = of_layer(row, task, "2")
             expected = whole[row.name] if row.of_network_alone else report["2", row.name]
             assert found.value == pytest.approx(expected.value, rel=1e-12)

@@ -1,4 +1,4 @@
-"""R with RᵀR = w wᵀ, for |R M|² = ⟨w wᵀ, M Mᵀ⟩."""
+"""A factor R of the Gram matrix w wᵀ = RᵀR, for the Gram-weighted norm |R M|² = ⟨w wᵀ, M Mᵀ⟩."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,11 @@ from torch import Tensor
 _ROWS, _COLUMNS = 128, 1024  # of w wᵀ at a time, and of w in float64
 
 
-def root(weight: Tensor) -> Tensor:
-    """R (G, min(d, m), d) with RᵀR = w wᵀ for weights (G, d, m).
+def gram_factor(weight: Tensor) -> Tensor:
+    """Return R (G, min(d, m), d) with RᵀR = w wᵀ for weights w (G, d, m), wᵀ itself where it has no more rows.
 
-    By the Cholesky factor of w wᵀ in float64, whose rounding is below float32's even after it is squared: a thin QR of
-    wᵀ takes several times as long, and stalls where other processes share the cores.
+    It is found by the Cholesky factor of w wᵀ in float64, whose rounding is below float32's even after it is squared:
+    a thin QR of wᵀ takes several times as long, and stalls where other processes share the cores.
     """
     columns: Tensor = weight.mT
     if columns.shape[1] <= columns.shape[2]:
@@ -29,7 +29,7 @@ def root(weight: Tensor) -> Tensor:
 
 
 def lower_gram(weight: Tensor) -> Tensor:
-    """The lower half of w wᵀ, (G, d, d) float64; what is above it is not to be read."""
+    """Return the lower half of w wᵀ, (G, d, d) float64; what is above it is not to be read."""
     groups, d, _ = weight.shape
     gram = weight.new_zeros(groups, d, d, dtype=torch.float64)
     for part in weight.split(_COLUMNS, dim=2):

@@ -1,0 +1,169 @@
+"""The reduction over the samples of a data set: which of them count, and what sums over them are divided by.
+
+    E = Σ_i t_i / Σ_i ω_i   (reduction "mean")        E = Σ_i t_i   (reduction "sum")
+
+over all samples that count, whatever the batches; t_i is what sample i adds, ω_i its weight in the mean, and what sums
+are divided by is the normaliser. It is decided here alone what a ``nan_policy`` makes of NaN and infinity:
+
+    "raise"      an error says where they are
+    "propagate"  the values of their samples are NaN, and so are the sums
+    "omit"       their samples are left out of sums and normaliser, and counted
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, NonFiniteError
+
+NAN_POLICIES = "raise", "propagate", "omit"
+
+Error = Callable[[], NonFiniteError]
+"""Make the error for "raise". It may raise another itself, of weights, where leaving out samples would not help."""
+BySample = Callable[[Tensor], Tensor]
+"""Make of which rows are fine, (rows,) bool, which samples are, (n,) bool."""
+
+
+def omits(policy: str) -> bool:
+    """Return whether samples may be left out, so that it matters which values are a sample's."""
+    return policy == "omit"
+
+
+def non_finite(number: int, fine: Tensor, where: str, rows: str = "samples") -> NonFiniteError:
+    """Return the error of a batch for "raise".
+
+    Args:
+        number: of the batch.
+        fine: (rows,) bool, which of its rows are finite.
+        where: the others have NaN or infinity.
+        rows: what the rows are.
+    """
+    return NonFiniteError(
+        f"batch {number}: {int((~fine).sum())} of {len(fine)} {rows} have NaN or infinity {where}; pass "
+        "nan_policy='omit' or 'propagate' to go on"
+    )
+
+
+def kept(policy: str, fine: Tensor, error: Error, samples: BySample | None = None) -> Tensor | None:
+    """Return which samples of a batch count, (n,) bool; None: all of them do.
+
+    Args:
+        policy: of the user.
+        fine: (rows,) bool, which of the batch's values are finite.
+        error: of those that are not.
+        samples: asked where samples are left out; None: rows are samples.
+
+    Raises:
+        NonFiniteError: not all is fine, under "raise".
+    """
+    if policy == "propagate" or bool(fine.all()):
+        return None
+    found = error()
+    if policy == "raise":
+        raise found
+    return fine if samples is None else samples(fine)
+
+
+def finite_samples(values: Tensor) -> Tensor:
+    """Return which samples have finite values alone, (n,) bool, of values (…, n)."""
+    return values.isfinite().flatten(0, -2).all(dim=0)
+
+
+def counting(policy: str, values: Tensor) -> Tensor:
+    """Return which samples are going to count, (n,) bool, going by values (…, n)."""
+    fine = finite_samples(values)
+    return fine if omits(policy) else torch.ones_like(fine)
+
+
+def masked(values: Tensor, kept: Tensor | None, fill: float = 0.0) -> Tensor:
+    """Return values (…, n) with ``fill`` in the place of samples that do not count."""
+    return values if kept is None else values.masked_fill(~kept, fill)
+
+
+def check_together(policy: str, fine: bool, error: Error) -> None:
+    """Raise unless a value of all samples together, which none can be left out of, is fine or is to be NaN.
+
+    Raises:
+        NonFiniteError: that ``error`` makes.
+    """
+    if not fine and policy != "propagate":
+        raise error()
+
+
+def check_followed(policy: str, error: Exception) -> None:
+    """Raise an error of NaN under "raise"; under other policies one measure alone has it, which cannot follow them."""
+    if policy == "raise" and isinstance(error, NonFiniteError):
+        raise error
+
+
+def divisor(total_weight: float, reduction: str = "mean") -> float:
+    """Return the normaliser: Σ_i ω_i for the reduction "mean", 1 for "sum"; NaN where the sum of weights is NaN.
+
+    Raises:
+        InputError: no target counts.
+    """
+    if total_weight == 0:
+        raise InputError("targets: every one is ignored (or has class weight 0), so the loss has no terms")
+    return total_weight if reduction == "mean" or math.isnan(total_weight) else 1.0
+
+
+class Accumulator:
+    """Counts samples and adds up their weights, batch by batch.
+
+    Args:
+        policy: of the user, for NaN and infinity.
+        reduction: of the loss.
+
+    Attributes:
+        omitted: how many samples were left out.
+    """
+
+    def __init__(self, policy: str, reduction: str = "mean") -> None:
+        self._policy, self._reduction = policy, reduction
+        self._seen, self._weight = 0, 0.0
+        self.omitted = 0
+
+    def kept(self, fine: Tensor, error: Error, samples: BySample | None = None) -> Tensor | None:
+        """Return which samples of a batch count, see :func:`kept`, and count those that do not."""
+        found = kept(self._policy, fine, error, samples)
+        self.omitted += 0 if found is None else int((~found).sum())
+        return found
+
+    def add(self, samples: int, weight: float = 0.0) -> None:
+        """Take in a batch: how many samples it has, and the weight of those that count if a mean is by weights."""
+        self._seen, self._weight = self._seen + samples, self._weight + weight
+
+    def check(self) -> None:
+        """Raise if no sample counts.
+
+        Raises:
+            NonFiniteError: all were left out.
+        """
+        if self.samples == 0:
+            raise NonFiniteError(f"nan_policy='omit': all {self.omitted} samples have NaN or infinity")
+
+    @property
+    def samples(self) -> int:
+        """How many samples count."""
+        return self._seen - self.omitted
+
+    @property
+    def normaliser(self) -> float:
+        """What sums are divided by.
+
+        Raises:
+            NonFiniteError: all samples were left out.
+            InputError: no target counts.
+        """
+        self.check()
+        return divisor(self._weight, self._reduction)
+
+    def per_sample(self, contributions: Sequence[Tensor]) -> Tensor:
+        """Return n times what each sample adds to the value, (…, n), so that their mean is the value.
+
+        Args:
+            contributions: of the batches in order, not yet divided; NaN for a sample that was left out.
+        """
+        return torch.cat([*contributions], dim=-1) * (self.samples / self.normaliser)
