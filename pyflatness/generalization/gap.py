@@ -25,7 +25,7 @@ from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss, risk
 from ..model import calling
 from ..model.data import size
-from ..numerics.accumulate import Accumulator, divisor
+from ..numerics.accumulate import Accumulator, normaliser
 from ..options import Options
 from ..passes.task import Task
 from ..session import public, session
@@ -163,8 +163,9 @@ def performance(task: Task, nan_policy: str = "raise") -> Performance:
         if classes:
             right, counting = risk.judged(outputs, targets, loss, number)
             accuracies.add(torch.stack([right & counting, counting]).flatten(1), count)
-    divisor(losses.divisor)
-    found = losses.value, accuracies.value if classes and accuracies.divisor else None
+    over.check()
+    normaliser(losses.weight)
+    found = losses.value, accuracies.value if classes and accuracies.weight else None
     errors = losses.stderr(), accuracies.stderr() if classes else None
     return Performance(*found, over.samples, over.omitted, *errors)
 
@@ -185,7 +186,7 @@ class _Ratio:
         return torch.cat(self._parts, dim=1)
 
     @property
-    def divisor(self) -> float:
+    def weight(self) -> float:
         """Σ_i m_i."""
         return float(self._sums[1].sum())
 

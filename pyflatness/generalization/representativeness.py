@@ -25,7 +25,7 @@ from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss, risk
 from ..messages import check_tensor, shown
-from ..numerics.accumulate import divisor
+from ..numerics import accumulate
 from ..options import check_count, check_draws, check_number, check_seed
 from ..report import intervals
 from ..session import public
@@ -302,7 +302,7 @@ class Sums:
 
     def normaliser(self) -> float:
         """Of all loss terms."""
-        return divisor(float(self._weights.sum()))
+        return accumulate.normaliser(float(self._weights.sum()))
 
     def against(self, held_out: float) -> tuple[Decomposition, Tensor]:
         """All groups as the sample, beside a mean loss of other data; and E_Rep draw by draw."""
@@ -312,11 +312,11 @@ class Sums:
         """Some groups held out, the others as the sample; and E_Rep draw by draw."""
         sample = torch.ones(len(self._own), dtype=torch.bool, device="cpu")
         sample[[*held_out]] = False
-        normaliser = divisor(float(self._weights[~sample].sum()))
+        normaliser = accumulate.normaliser(float(self._weights[~sample].sum()))
         return self._decomposed(float(self._own[~sample].sum()) / normaliser, sample)
 
     def _decomposed(self, held_out: float, sample: Tensor) -> tuple[Decomposition, Tensor]:
-        normaliser = divisor(float(self._weights[sample].sum()))
+        normaliser = accumulate.normaliser(float(self._weights[sample].sum()))
         own, noisy = float(self._own[sample].sum()) / normaliser, self._noisy[:, sample].sum(dim=1) / normaliser
         smooth = float(noisy.mean())
         parts = Decomposition(held_out - own, held_out - smooth, smooth - own, _stderr(noisy))

@@ -113,21 +113,21 @@ class Products:
             yield
 
     def size(self, names: Names) -> int:
-        """N, the entries of a vector for these layers."""
+        """Return N, the entries of a vector for these layers."""
         return sum(layers.matrix(self.modules[name])[0].numel() for name in names)
 
     def allowed(self, names: Names, vectors: Tensor) -> Tensor:
-        """Vectors (b, N) with zeros for features that drop out under ``normalize``."""
+        """Return vectors (b, N) with zeros for features that drop out under ``normalize``."""
         return vectors * (self._inverse_spread(names) != 0)
 
     def notes(self, name: str) -> tuple[str, ...]:
-        """What a reader of a layer's value should know, or of the network's (``""``)."""
+        """Return what a reader of a layer's value should know, or of the network's (``""``)."""
         custom = name in self.custom if name else bool(self.custom)
         tied = layers.tie_notes(self._model, self.modules[name]) if name else ()
         return (*tied, *((linearity.TAKEN_AS_THEY_ARE,) if custom else ()))
 
     def __call__(self, vectors: Mapping[Names, Tensor]) -> Vectors:
-        """Each block times its vectors, all in one pass over the data.
+        """Return each block times its vectors, all in one pass over the data.
 
         Raises:
             NonFiniteError: a product is not finite; under ``nan_policy="propagate"`` it is handed on.
@@ -188,7 +188,7 @@ class Products:
             linearity.check_complete(f"layer {name!r}", found)
 
     def _along(self, gradients: Mapping[str, Tensor], names: Names, vector: Tensor) -> Tensor:
-        """⟨gradients, v⟩, float64."""
+        """Return ⟨gradients, v⟩, float64."""
         total = torch.zeros((), dtype=torch.float64, device=vector.device)
         for name, part in zip(names, vector.split([self.size((name,)) for name in names]), strict=True):
             module = self.modules[name]
@@ -197,11 +197,11 @@ class Products:
         return total
 
     def _joined(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """As one vector (N,) float64."""
+        """Return gradients as one vector (N,) float64."""
         return torch.cat([layers.as_matrix(self.modules[n], g).flatten().double() for n, g in gradients.items()])
 
     def _inverse_spread(self, names: Names) -> Tensor:
-        """(N,), or (1,) where nothing is normalised."""
+        """Return the inverse of what each entry is multiplied by, (N,), or (1,) where nothing is normalised."""
         if not self._spreads:
             return torch.ones(1, dtype=torch.float64, device=self.device)
         spread = torch.cat([self._spreads[name].flatten() for name in names])
@@ -248,7 +248,7 @@ def check_filters(task: Task) -> None:
 
 
 def spread(module: nn.Module, scale: Tensor) -> Tensor:
-    """(d, m) float64, what a layer's weights are multiplied by where its input channels are divided by ``scale``."""
+    """Return what a layer's weights are multiplied by where inputs are divided by ``scale``, (d, m) float64."""
     matrix = layers.matrix(module)[0]
     columns = normalize.of_columns(module, scale)
     return columns.expand(-1, len(matrix) // len(columns), -1).reshape(matrix.shape)
@@ -257,7 +257,7 @@ def spread(module: nn.Module, scale: Tensor) -> Tensor:
 def _gradients(
     value: Tensor, inputs: Mapping[str, Tensor], cotangent: Tensor | None = None, *, create_graph: bool = False
 ) -> dict[str, Tensor]:
-    """Of a value, or ⟨cotangent, value⟩; zeros where it does not depend on an input."""
+    """Return gradients of a value, or ⟨cotangent, value⟩; zeros where it does not depend on an input."""
     if not value.requires_grad:
         return {name: torch.zeros_like(tensor) for name, tensor in inputs.items()}
     found = torch.autograd.grad(

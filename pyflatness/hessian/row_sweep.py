@@ -99,7 +99,7 @@ class RowSweep:
         self.samples, self._normaliser = 0, 1.0
 
     def rows(self) -> dict[str, Rows]:
-        """Of every layer that ran.
+        """Return what is found of every layer that ran.
 
         Raises:
             InputError: see :meth:`.Runner.each`; targets that do not fit, or are all ignored.
@@ -126,7 +126,7 @@ class RowSweep:
         return {name: self._rows(name, module, found[name]) for name, module in self._runner.modules.items()}
 
     def notes(self, name: str) -> tuple[str, ...]:
-        """What a reader of a layer's value should know."""
+        """Return what a reader of a layer's value should know."""
         trusted = (linearity.TAKEN_AS_THEY_ARE,) if name in self._custom else ()
         return (*layers.tie_notes(self._task.model, self._runner.modules[name]), *trusted)
 
@@ -144,7 +144,7 @@ class RowSweep:
         return replace(ritz, values=ritz.values / self._normaliser, residuals=ritz.residuals / self._normaliser)
 
     def _nonlinear(self, names: Iterable[str]) -> set[str]:
-        """Layers for which second derivatives are asked for."""
+        """Return layers for which second derivatives are asked for."""
         ggn = self._options.curvature == "ggn"
         return {name for name in names if not ggn and not self._runner.is_linear(name)}
 
@@ -159,7 +159,7 @@ class RowSweep:
             )
 
     def _of_entries(self, name: str) -> Ritz:
-        """From the whole block of the layer, a product for each weight."""
+        """Return eigenvalues from the whole block of the layer, a product for each weight."""
         module = self._runner.modules[name]
         d, m = layers.matrix(module)[0].shape
         products = Products(replace(self._task, selection=Selection({name: module}, frozenset())))
@@ -208,7 +208,7 @@ class RowSweep:
     def _by_factors(
         self, run: Run, sent: cotangents.Cotangents, names: set[str], single: Iterable[str], blocks: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Of layers with a single position: h (n, b). The blocks of the others are filled in, if they fit."""
+        """Return h (n, b) of layers with a single position; the blocks of the others are filled in, if they fit."""
         columns = {name: self._spread(name) for name in names - set(single)}
         self._by_sweeps |= {name for name in columns if not row_blocks.fit(columns[name])}
         names = names - self._by_sweeps
@@ -247,7 +247,7 @@ class RowSweep:
 
     @torch.enable_grad()
     def _by_second_derivatives(self, run: Run, names: set[str]) -> dict[str, Tensor]:
-        """The h (n, b) of layers with one position: the diagonal of ∂²ℓ_i/∂z_i²."""
+        """Return the h (n, b) of layers with one position: the diagonal of ∂²ℓ_i/∂z_i²."""
         found: dict[str, Tensor] = {}
         if not names:
             return found
@@ -258,7 +258,7 @@ class RowSweep:
         return found
 
     def _diagonal(self, run: Run, name: str, gradient: Tensor) -> Tensor:
-        """(n, b), a pass for each row; all samples at once, none of whose gradients depends on another."""
+        """Return h (n, b), a pass for each row; all samples at once, none of whose gradients depends on another."""
         if name in self._custom:
             linearity.check_complete(f"layer {name!r}", [gradient])
         (call,), dim = run.calls(name), layers.class_dim(self._runner.modules[name])
@@ -274,7 +274,7 @@ class RowSweep:
         return torch.stack(columns, dim=1)
 
     def _features(self, run: Run, name: str) -> Tensor | None:
-        """φ (n, m) where the layer sees one position of each sample; None where it sees several."""
+        """Return φ (n, m) where the layer sees one position of each sample; None where it sees several."""
         geometry, parts = layers.geometry(self._runner.modules[name]), self._forms[name].inputs(run)
         if geometry.groups > 1 or len(parts) > 1 or geometry.places(parts[0].shape[2:]) != (1, 1, 1):
             return None
@@ -287,7 +287,7 @@ class RowSweep:
         self._blocks[name] = RowBlocks(self._spread(name) != 0, memory)
 
     def _spread(self, name: str) -> Tensor:
-        """(b, m), what the weights are multiplied by."""
+        """Return what the weights are multiplied by, (b, m)."""
         module = self._runner.modules[name]
         if name in self._scales:
             return spread(module, self._scales[name])
@@ -296,7 +296,7 @@ class RowSweep:
     # --- a sweep for each product -------------------------------------------------------------------------------------
 
     def _swept(self, names: set[str]) -> dict[str, Ritz]:
-        """Of layers whose blocks do not fit, in step."""
+        """Return eigenvalues of layers whose blocks do not fit, in step."""
         spreads = {name: self._spread(name) for name in names}
         inverse = {name: torch.where(spread > 0, 1 / spread, 0.0) for name, spread in spreads.items()}
 

@@ -98,7 +98,7 @@ def check_followed(policy: str, error: Exception) -> None:
         raise error
 
 
-def divisor(total_weight: float, reduction: str = "mean") -> float:
+def normaliser(total_weight: float, reduction: str = "mean") -> float:
     """Return the normaliser: Σ_i ω_i for the reduction "mean", 1 for "sum"; NaN where the sum of weights is NaN.
 
     Raises:
@@ -158,7 +158,7 @@ class Accumulator:
             InputError: no target counts.
         """
         self.check()
-        return divisor(self._weight, self._reduction)
+        return normaliser(self._weight, self._reduction)
 
     def per_sample(self, contributions: Sequence[Tensor]) -> Tensor:
         """Return n times what each sample adds to the value, (…, n), so that their mean is the value.

@@ -43,7 +43,7 @@ class Values:
 
     Attributes:
         values: (draws, layers, quantities, n) float64, each summed over output factors or directions; not yet divided
-            by the loss's divisor. One draw if they are exact. Of all selected layers; 0 for one that did not run.
+            by the normaliser. One draw if they are exact. Of all selected layers; 0 for one that did not run.
         sample_weights: (n,) float64, each sample's weight in a mean.
         number: of the user's batch.
         variances: (2, layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these

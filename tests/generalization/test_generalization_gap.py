@@ -100,7 +100,7 @@ def test_nan_policies():
     through = pf.generalization_gap(model, LOSS, (x, y), (bad, y), nan_policy="propagate")
     assert through.gap != through.gap
     assert through.test.samples == 30
-    with pytest.raises(pf.InputError, match="every one is ignored"):
+    with pytest.raises(pf.NonFiniteError, match="nan_policy='omit': all 1 samples have NaN"):
         pf.generalization_gap(model, LOSS, (x, y), (bad[4:5], y[4:5]), nan_policy="omit")
 
 
