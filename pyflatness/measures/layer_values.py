@@ -151,7 +151,7 @@ class LayerValues:
             return self._totals().of(sweep.by_groups)
 
         def summed(draws: range | None) -> Sums:
-            return self._totals(sampled=draws is not None).of(partial(sweep.values, draws=draws))
+            return self._totals(sampled=draws is not None).of(sweep.values(draws))
 
         return stages.by_options(self._options, summed, lambda: sweep.exact_passes)
 

@@ -34,7 +34,7 @@ class Findings:
         outputs: the model's, for samples from there on.
         bytes: that the graph and the layers' inputs and output gradients take per sample, about.
         inputs: bytes of the layers' inputs per sample.
-        cuttable: whether the model runs on parts of a batch.
+        cuttable: whether the model runs on micro-batches.
     """
 
     samples: int

@@ -13,7 +13,7 @@ output gradients δ (Σ_p δ_p φ_pᵀ and Σ_p δ_p); those of other parameters
 which every sample has parameters of its own (:mod:`.per_sample_parameters`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -76,15 +76,15 @@ class Diagonal:
         """Of the contractions."""
         return self._layers.backend
 
-    def values(self, take: Take, draws: Sequence[int] | None = None) -> None:
-        """Hand every sample's sum to ``take``: exact, or in the draws of these numbers.
+    def values(self, draws: Sequence[int] | None = None) -> Callable[[Take], None]:
+        """Return what hands every sample's sum over: exact, or in the draws of these numbers.
 
         Raises:
             InputError: see :meth:`.Runner.each`; targets that do not fit; too many passes or products; a function
                 that torch did not write behind a parameter, under ``curvature="auto"``.
         """
         signs = None if draws is None else Signs(self._task.options.seed, draws)
-        self._runner.each(partial(self._values, signs=signs), take)
+        return partial(self._runner.each, partial(self._values, signs=signs))
 
     def sums(self, draws: range | None = None) -> Sums:
         """Return those of all samples together.
@@ -95,7 +95,7 @@ class Diagonal:
         """
         error = partial(_non_finite, self.theta)
         totals = Totals(self._task.loss.reduction, self._task.options, error, sampled=draws is not None)
-        return totals.of(partial(self.values, draws=draws))
+        return totals.of(self.values(draws))
 
     def _values(self, run: Run, signs: Signs | None) -> Values:
         sent = cotangents.of_run(run, self._task.loss)

@@ -99,7 +99,7 @@ class Tolerance:
         return max(self._samples, self._seen + more)
 
     def add(self, weights: Tensor) -> None:
-        """Take in a part that is done."""
+        """Take in a micro-batch that is done."""
         self._total, self._seen = self._total + float(weights.sum()), self._seen + len(weights)
 
 

@@ -2,7 +2,7 @@
 
 J_i = ∂f_i/∂x of all outputs of a sample, through everything behind x: also past the layer that takes x, where there is
 a way. One sweep: every output of all samples at once is sent backward, C passes for all places together, and of the
-rows of J that arrive come G = J Jᵀ and a few sums. J is held for a part of a batch, cut to the memory budget.
+rows of J that arrive come G = J Jᵀ and a few sums. J is held for a micro-batch, cut to the memory budget.
 """
 
 from collections.abc import Collection, Iterator, Mapping

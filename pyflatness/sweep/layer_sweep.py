@@ -89,14 +89,14 @@ class Sweep:
         if options.normalize:
             self._scales = normalize.feature_scales(runner, loss, options.nan_policy)
 
-    def values(self, take: Take, draws: Sequence[int] | None = None) -> None:
-        """Hand every sample's quantities in every layer to ``take``: exact, or in the draws of these numbers.
+    def values(self, draws: Sequence[int] | None = None) -> Callable[[Take], None]:
+        """Return what hands every sample's quantities in every layer over: exact, or in the draws of these numbers.
 
         Raises:
             InputError: see :meth:`.Runner.each`; targets that do not fit; too many passes or products.
         """
         signs = None if draws is None else Signs(self._options.seed, draws)
-        self._runner.each(partial(self._values, signs=signs), take)
+        return partial(self._runner.each, partial(self._values, signs=signs))
 
     def by_groups(self, take: Take) -> None:
         """Hand every sample's quantities to ``take``, columns sent in groups as large as the user's ``rtol`` allows.
