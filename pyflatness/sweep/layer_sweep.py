@@ -87,20 +87,20 @@ class Sweep:
         if options.normalize:
             self._scales = normalize.feature_scales(runner, loss, options.nan_policy)
 
-    def values(self, take: Take, draws: Sequence[int] | None = None) -> None:
-        """Hand every sample's quantities in every layer to ``take``: exact, or in the draws of these numbers.
+    def work(self, draws: Sequence[int] | None = None) -> Callable[[Run], Values]:
+        """Return what gives a run's quantities in every layer, by sample: exact, or in the draws of these numbers.
 
         Raises:
-            InputError: see :meth:`.Runner.each`; targets that do not fit; too many passes or products.
+            InputError: when it is called: targets that do not fit; too many passes or products.
         """
         signs = None if draws is None else Signs(self._options.seed, draws)
-        self._runner.each(partial(self._values, signs=signs), take)
+        return partial(self._values, signs=signs)
 
     def by_groups(self, take: Take) -> None:
         """Hand every sample's quantities to ``take``, columns sent in groups as large as the user's ``rtol`` allows.
 
         Raises:
-            InputError: as :meth:`values`; layers or losses for which there are no such columns, or negative weights.
+            InputError: as :meth:`work`; layers or losses for which there are no such columns, or negative weights.
         """
         tolerance = groups.Tolerance(self._options.rtol or groups.RTOL, self._runner.batches.samples)
 
@@ -117,7 +117,7 @@ class Sweep:
         """Hand one layer's block traces, summed over samples, (G, d, d) float64, and the samples' values to ``take``.
 
         Raises:
-            InputError: as :meth:`values`; the matrix would take more than ``limit`` bytes.
+            InputError: as :meth:`work`; the matrix would take more than ``limit`` bytes.
         """
         self._runner.each(partial(self._block_traces, limit=limit), take)
 
