@@ -13,6 +13,7 @@ from ..errors import InputError, NotYetError
 from ..model import layers
 from ..numerics.accumulate import omits
 from ..passes import linearity
+from ..passes.memory import Budget
 from ..passes.runner import Runner
 from ..passes.task import Task
 from ..report import Estimate
@@ -40,7 +41,7 @@ class LayerValues:
             task.selection,
             task.batches,
             task.forward,
-            self._options.memory,
+            Budget(self._options.memory),
             self._check,
             second_order=self._options.curvature != "ggn",
             order_matters=self._options.by_sample or not task.loss.convex,

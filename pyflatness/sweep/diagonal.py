@@ -27,7 +27,7 @@ from ..numerics.accumulate import non_finite
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
-from ..passes.memory import DEFAULT_MEMORY
+from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from ..report import Estimate
@@ -59,14 +59,14 @@ class Diagonal:
         self.nonlinear: dict[str, str] = {}
         self.exact_passes = 0
         self._layers = LayerGradients(task, self.theta, adaptive=adaptive)
-        self._per_sample = PerSampleParameters(task.model, task.forward, task.options.memory or DEFAULT_MEMORY)
-        options = task.options
+        options, budget = task.options, Budget(task.options.memory, halved=True)
+        self._per_sample = PerSampleParameters(task.model, task.forward, budget.work)
         self._runner = Runner(
             task.model,
             Selection(self._layers.modules, frozenset(), optional=True),
             task.batches,
             task.forward,
-            options.memory,
+            budget,
             second_order=options.curvature != "ggn",
             order_matters=options.by_sample or not task.loss.convex or options.sampled,
         )

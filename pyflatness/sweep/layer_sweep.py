@@ -29,6 +29,7 @@ from ..options import Options
 from ..passes import cotangents, linearity, normalize
 from ..passes.independence import agree, rounding
 from ..passes.layer_form import LayerForm
+from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from . import adaptive, groups
 from .contracted import Contracted
@@ -81,6 +82,7 @@ class Sweep:
         self._runner, self._loss, self._options, self._quantities = runner, loss, options, quantities
         self._forms: dict[str, LayerForm] = {}
         self._scales: Mapping[str, Tensor] = {}
+        self._budget = Budget(options.memory)
         self.backend = ""
         self.by_hessian: set[str] = set()
         self.exact_passes = 0
@@ -141,7 +143,8 @@ class Sweep:
         if linear:
             self.exact_passes = max(self.exact_passes, sent.passes)
             count = sent.passes if signs is None else len(signs.draws)
-            contracted = Contracted(run, self._forms, linear, count, hold=signs is None)
+            held_back = self._budget.held_back if signs is None else 0
+            contracted = Contracted(run, self._forms, linear, count, hold=held_back)
             for name in linear if sent.passes == 0 else ():
                 _add(parts, name, self._forms[name].contraction(run).nothing(run.samples))
             for draw, cotangent, sign in sent.sent(signs, run.numbers):
