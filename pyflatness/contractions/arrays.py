@@ -22,21 +22,21 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def dense_rows(matrix: Tensor) -> Tensor:
-    """The matrix, copied only if the elements of a row are not neighbours, or if it is negated lazily."""
+    """Return the matrix, copied only if the elements of a row are not neighbours, or if it is negated lazily."""
     matrix = plain(matrix)
     dense = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
     return matrix if dense and min(matrix.shape) > 0 else matrix.contiguous()
 
 
 def array(tensor: Tensor) -> tuple[int, int]:
-    """Address and elements of a contiguous tensor."""
+    """Return address and elements of a contiguous tensor."""
     if not tensor.is_contiguous():
         raise BackendError(f"a contiguous tensor is wanted, got strides {tensor.stride()}")
     return _address(tensor), tensor.numel()
 
 
 def layer_sizes(inputs: Tensor, signal: Tensor | None, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
-    """The sizes of a layer as the binding takes them; a signal's own places, which it checks."""
+    """Return the sizes of a layer as the binding takes them; a signal's positions are its own, which it checks."""
     (n, channels), size = inputs.shape[:2], tuple(inputs.shape[2:])
     groups, rows = geometry.groups, 1
     places: tuple[int, ...] = geometry.places(size)
@@ -48,13 +48,13 @@ def layer_sizes(inputs: Tensor, signal: Tensor | None, geometry: Geometry) -> tu
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """Address and elements from the first to the last of a tensor of any strides."""
+    """Return address and elements from the first to the last of a tensor of any strides."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return _address(tensor), last + 1 if tensor.numel() else 0
 
 
 def strided(matrix: Tensor) -> tuple[int, int]:
-    """Address and elements from the first to the last of a matrix whose rows are dense."""
+    """Return address and elements from the first to the last of a matrix whose rows are dense."""
     n, m = matrix.shape
     return _address(matrix), (n - 1) * matrix.stride(0) + m if n and m else 0
 

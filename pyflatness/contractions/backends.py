@@ -17,7 +17,7 @@ def check(name: str) -> None:
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The backend for tensors of a device and dtype; ``"auto"`` takes the compiled one wherever it can run.
+    """Return the backend for tensors of a device and dtype; ``"auto"`` takes the compiled one where it can run.
 
     Raises:
         BackendError: no such backend, or ``"compiled"`` asked for and unable to run.
@@ -33,7 +33,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
 
 
 def choose_for_few(name: str, device: torch.device, dtype: torch.dtype) -> tuple[ModuleType, torch.device]:
-    """The backend for small things, and where they go: a CPU has kernels for what comes from a device without.
+    """Return the backend for small things, and where they go: the CPU has kernels where a device has none.
 
     Raises:
         BackendError: see :func:`choose`.
@@ -43,5 +43,5 @@ def choose_for_few(name: str, device: torch.device, dtype: torch.dtype) -> tuple
 
 
 def describe(backend: ModuleType) -> str:
-    """The name that results carry: ``"compiled"`` or ``"reference"``."""
+    """Return the name that results carry: ``"compiled"`` or ``"reference"``."""
     return "reference" if backend is reference else "compiled"

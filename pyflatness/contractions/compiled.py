@@ -58,7 +58,7 @@ except ImportError as error:
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str:
-    """Why tensors of this kind cannot be served; empty if they can."""
+    """Return why tensors of this kind cannot be served; empty if they can."""
     if _MISSING:
         return _MISSING
     _require()
@@ -70,12 +70,12 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def instruction_sets() -> list[str]:
-    """The instruction sets that this build and processor have, widest first (empty without the compiled module)."""
+    """Return the instruction sets that this build and processor have, widest first; none without the module."""
     return [] if _C is None else list(_C.instruction_sets())
 
 
 def instruction_set() -> str:
-    """The instruction set in use."""
+    """Return the instruction set in use."""
     _require()
     return str(_C.instruction_set())
 
@@ -175,7 +175,7 @@ def direct(
 
 
 def gathering_pays(inputs: Tensor, geometry: Geometry, rows: int) -> bool:
-    """Whether several signals of so many rows of a group are better contracted together, by :func:`direct_gathered`."""
+    """Return whether several signals of so many rows of a group are better contracted by :func:`direct_gathered`."""
     (n, groups, channels, _), *sizes = layer_sizes(inputs, None, geometry)
     taken = inputs.new_empty(0, dtype=promoted_dtype(inputs.dtype))
     return bool(_kernel("listed_pays", taken)(((n, groups, channels, rows), *sizes)))

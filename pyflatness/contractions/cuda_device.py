@@ -34,12 +34,12 @@ except ImportError as error:
 
 
 def missing() -> str:
-    """Why the module is not here; empty if it is."""
+    """Return why the module is not here; empty if it is."""
     return _MISSING
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str:
-    """Why tensors of this kind cannot be served; empty if they can."""
+    """Return why tensors of this kind cannot be served; empty if they can."""
     if _MISSING:
         return _MISSING
     if device.type != _DEVICE:
@@ -53,7 +53,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str:
 
 @contextmanager
 def emulated(compiled: Any) -> Iterator[None]:
-    """Inside a ``with`` block, the kernels are those of a module compiled for CPU tensors (for tests)."""
+    """Take for the CUDA kernels, inside a ``with`` block, those of a module compiled for CPU tensors (for tests)."""
     global _cuda, _MISSING, _DEVICE
     before = _cuda, _MISSING, _DEVICE
     _cuda, _MISSING, _DEVICE = compiled, "", "cpu"
@@ -64,7 +64,7 @@ def emulated(compiled: Any) -> Iterator[None]:
 
 
 def module() -> Any:
-    """The compiled module.
+    """Return the compiled module.
 
     Raises:
         BackendError: it is not here.
@@ -75,7 +75,7 @@ def module() -> Any:
 
 
 def check_kind(name: str, tensors: Sequence[Tensor], dtypes: Collection[torch.dtype]) -> torch.dtype:
-    """The one dtype of the tensors.
+    """Return the one dtype of the tensors.
 
     Raises:
         BackendError: they are of several, or elsewhere, or the dtype is not among ``dtypes``; there is no module.
@@ -91,18 +91,18 @@ def check_kind(name: str, tensors: Sequence[Tensor], dtypes: Collection[torch.dt
 
 
 def launch(name: str, tensors: list[Tensor], *arguments: Any, suffix: str = "") -> None:
-    """Runs a kernel on these tensors' device, on torch's current stream there."""
+    """Run a kernel on these tensors' device, on torch's current stream there."""
     dtype = check_kind(name, tensors, SUFFIX)
     on_stream(name + (suffix or SUFFIX[dtype]), tensors[0].device, *arguments)
 
 
 def on_stream(kernel: str, device: torch.device, *arguments: Any) -> None:
-    """Launches it on torch's current stream of the device."""
+    """Launch a kernel on torch's current stream of the device."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     on_device(device, getattr(module(), kernel), *arguments, stream)
 
 
 def on_device(device: torch.device, function: Any, *arguments: Any) -> Any:
-    """What the function returns while the device is the current one."""
+    """Call a function while the device is the current one, and return its result."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         return function(*arguments)

@@ -106,7 +106,7 @@ def spread(
 
 
 def _weight_suffix(name: str, weight: Tensor, beside: Tensor) -> str:
-    """Of a kernel whose weight may be in half precision beside float32."""
+    """Return the suffix of a kernel whose weight may be in half precision beside float32."""
     fits = (weight.device, promoted_dtype(weight.dtype)) == (beside.device, beside.dtype)
     if not fits or weight.dtype not in _WEIGHT_SUFFIX:
         kinds = f"{weight.dtype} on {weight.device}, what is beside it {beside.dtype} on {beside.device}"

@@ -100,7 +100,7 @@ def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:
 
 
 def factored_gram(factor: Tensor, rows: Tensor, patch_gram: Tensor) -> Tensor:
-    """The same of a = R δ for R (G, r, d) and δ (n, G, P, d) of half precision: a is float32, multiplied as TF32."""
+    """Return :func:`gram` of a = R δ for R (G, r, d) and δ (n, G, P, d) of half precision, a in float32, as TF32."""
     flat = rows.flatten(0, 1)
     turned = factor.mT.expand(len(rows), *factor.mT.shape).flatten(0, 1)
     return _gram("_tf32", _wide_product(flat, turned).unflatten(0, rows.shape[:2]), patch_gram)
@@ -119,7 +119,7 @@ def _gram(kind: str, rows: Tensor, patch_gram: Tensor) -> Tensor:
 
 
 def _kind(name: str, *tensors: Tensor) -> str:
-    """The suffix of the kernels for these tensors; float32 goes to tensor cores where torch's own products may."""
+    """Return the suffix of the kernels for these tensors; float32 goes to tensor cores where torch's own may."""
     dtype = check_kind(name, tensors, {**SUFFIX, **HALF})
     if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "_tf32"
@@ -136,7 +136,7 @@ def _same(name: str, like: Tensor, *tensors: Tensor, dtype: torch.dtype) -> None
 
 
 def _product_of_pixels(inputs: Tensor, groups: int) -> Tensor:
-    """⟨x_p, x_p'⟩ for all pairs of pixels, (n, G, pixels, pixels); of half precision as float32."""
+    """Return ⟨x_p, x_p'⟩ for all pairs of pixels, (n, G, pixels, pixels); of half precision as float32."""
     columns = inputs.unflatten(1, (groups, -1)).flatten(3)  # n, G, c, pixels
     flat = columns.flatten(0, 1)
     square: Tensor = _wide_product(flat.mT, flat).unflatten(0, columns.shape[:2])
@@ -144,7 +144,7 @@ def _product_of_pixels(inputs: Tensor, groups: int) -> Tensor:
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Products of matrices (n, …), of half precision as float32."""
+    """Return products of matrices (n, …), of half precision as float32."""
     if a.dtype in HALF and a.device.type == "cuda":
         product: Tensor = torch.bmm(a, b, out_dtype=torch.float32)
         return product

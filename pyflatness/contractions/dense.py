@@ -23,10 +23,10 @@ class DenseLayer(Protocol):
     device: torch.device
 
     def carried(self, delta: Tensor) -> Tensor:
-        """Wᵀ δ of δ (n, …), of the shape of the unpadded inputs."""
+        """Return Wᵀ δ of δ (n, …), of the shape of the unpadded inputs."""
 
     def applied(self, inputs: Tensor, power: int) -> Tensor:
-        """W x of unpadded inputs (n, …), of the shape of the outputs; for power 2 of W ∘ W."""
+        """Return W x of unpadded inputs (n, …), of the shape of the outputs; for power 2 of W ∘ W."""
 
 
 class DenseContraction:

@@ -28,12 +28,12 @@ class Geometry:
 
     @property
     def kernel_elements(self) -> int:
-        """Pixels of a patch."""
+        """Return how many pixels a patch has."""
         a, b, c = self.kernel
         return a * b * c
 
     def places(self, size: tuple[int, ...]) -> Triple:
-        """Positions along each dimension for padded inputs of ``size``."""
+        """Return how many positions there are along each dimension for padded inputs of ``size``."""
         a, b, c = (
             (s - dilation * (kernel - 1) - 1) // stride + 1
             for s, kernel, stride, dilation in zip(size, self.kernel, self.stride, self.dilation, strict=True)
@@ -41,7 +41,7 @@ class Geometry:
         return a, b, c
 
     def patches(self, inputs: Tensor) -> Tensor:
-        """(n, G, P, m), the columns of the weight's order: channel, then kernel element."""
+        """Return patches (n, G, P, m), with columns in the weight's order: channel, then kernel element."""
         n, channels = inputs.shape[:2]
         view = inputs
         for dim, (kernel, stride, dilation) in enumerate(
@@ -57,6 +57,6 @@ class Geometry:
         return patches
 
     def rows(self, signal: Tensor) -> Tensor:
-        """(n, G, P, d) of a signal (n, G d, p0, p1, p2)."""
+        """Return the rows (n, G, P, d) of a signal (n, G d, p0, p1, p2)."""
         rows: Tensor = signal.unflatten(1, (self.groups, -1)).flatten(3).transpose(2, 3)
         return rows

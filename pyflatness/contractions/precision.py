@@ -7,22 +7,22 @@ from torch import Tensor
 
 
 def promoted(tensor: Tensor) -> Tensor:
-    """Half precision as float32; anything else as it is."""
+    """Return half precision as float32; anything else as it is."""
     return tensor.to(promoted_dtype(tensor.dtype))
 
 
 def promoted_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that tensors of ``dtype`` are computed in."""
+    """Return the dtype that tensors of ``dtype`` are computed in."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def full_precision(tensor: Tensor) -> torch.autocast:
-    """A context without autocast on the tensor's device: the user's is for the model, not for the contractions."""
+    """Return a context without autocast on the tensor's device: the user's is for the model alone."""
     return torch.autocast(tensor.device.type, enabled=False)
 
 
 def squared_norms(matrix: Tensor, backend: ModuleType, memory: int) -> Tensor:
-    """``|row|²`` of an (n, m) matrix, (n,) float64; of half precision ``memory`` bytes at a time."""
+    """Return ``|row|²`` of an (n, m) matrix, (n,) float64; of half precision ``memory`` bytes at a time."""
     if promoted_dtype(matrix.dtype) == matrix.dtype:
         norms: Tensor = backend.row_dots(matrix, matrix)
         return norms

@@ -22,12 +22,12 @@ torch.zeros(1, dtype=torch.float32, device="cpu").exp_()
 
 
 def pair_distances(weight: Tensor) -> Tensor:
-    """``|w_s - w_t|²`` for all pairs of rows of ``weight`` (d, m), as (d, d), from the differences themselves."""
+    """Return ``|w_s - w_t|²`` for all pairs of rows of ``weight`` (d, m), as (d, d), from the differences."""
     return torch.cdist(weight, weight, compute_mode="donot_use_mm_for_euclid_dist").square()
 
 
 def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor, distances: Tensor) -> Tensor:
-    """``|φ_i|² Σ_{s<t} p_s p_t distances[s, t]`` with p = softmax(W φ_i + b), as (n,)."""
+    """Return ``|φ_i|² Σ_{s<t} p_s p_t distances[s, t]`` with p = softmax(W φ_i + b), as (n,)."""
     logits = torch.addmm(bias, features, weight.t())
     maximum = logits.new_full((len(logits),), -torch.inf)
     rest, _, _ = exponentiate(logits, None, 1.0, maximum)
@@ -38,7 +38,7 @@ def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor, distances: 
 def exponentiate(
     logits: Tensor, row_norms: Tensor | None, top_value: float, maximum: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """A block of each row's logits (n, d), in place: ``exp(z - maximum)``.
+    """Replace a block of each row's logits (n, d) by ``exp(z - maximum)``, in place.
 
     ``maximum`` (n,), the largest of the blocks before (-inf for the first), is raised to this block's largest logit
     first, in place. Where that raises it, the place of that logit takes ``top_value`` and stays out of the sums.
@@ -62,7 +62,7 @@ def exponentiate(
 def exponentiate_rounded(
     logits: Tensor, bias: Tensor | None, row_norms: Tensor, maximum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`exponentiate` of ``logits + bias`` into bfloat16, 0 where a maximum was raised; the logits may be lost.
+    """Return :func:`exponentiate` of ``logits + bias`` in bfloat16, 0 at raised maxima; the logits may be lost.
 
     Returns:
         The values (n, d), rounded once; ``rest`` and the sums weighted by ``row_norms`` (n,), of the rounded values;
@@ -78,13 +78,13 @@ def exponentiate_rounded(
 
 
 def norms_about(weight: Tensor, centre: Tensor) -> Tensor:
-    """``|w_s - centre|²`` as (d,) in the dtype of ``centre`` (m,); ``weight`` (d, m) may be in half precision."""
+    """Return ``|w_s - centre|²``, (d,) in the dtype of ``centre`` (m,); ``weight`` (d, m) may be in half precision."""
     parts = weight.split(max(1, _PROMOTED // max(1, weight.shape[1])))
     return torch.cat([_squares(promoted(part) - centre) for part in parts]).to(centre.dtype)
 
 
 def rejoin(summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, factor: Tensor) -> None:
-    """``summed_i = factor_i (summed_i + w_t - centre)`` in place, t = ``top_i``; a row of -1 is left alone.
+    """Set ``summed_i = factor_i (summed_i + w_t - centre)`` in place, t = ``top_i``; a row of -1 is left alone.
 
     Args:
         summed: (n, m).
@@ -103,7 +103,7 @@ def rejoin(summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, f
 def spread(
     features: Tensor, maximum: Tensor, mean: Tensor, weight: Tensor, centre: Tensor, bias: Tensor, chosen: Tensor
 ) -> Tensor:
-    """``Σ_s exp(⟨φ_i, w_s - centre⟩ + b_s - maximum_i) |w_s - centre - mean_i|²`` in the chosen rows, else 0; (n,).
+    """Return ``Σ_s exp(⟨φ_i, w_s - centre⟩ + b_s - maximum_i) |w_s - centre - mean_i|²``, (n,), 0 in rows not chosen.
 
     An error in ``mean`` (n, m) enters squared. ``weight`` (d, m) may be in half precision.
     """
@@ -118,12 +118,12 @@ def spread(
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """``Σ_j a_ij b_ij`` as (n,)."""
+    """Return ``Σ_j a_ij b_ij`` as (n,)."""
     return (a * b).sum(dim=1, dtype=torch.float64)
 
 
 def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -> Tensor:
-    """``Σ_s coefficients[i, s] row_norms[s] σ'(logits[i, s])`` as (n,), σ' from the tail that does not cancel."""
+    """Return ``Σ_s coefficients[i, s] row_norms[s] σ'(logits[i, s])``, (n,), σ' from the tail that does not cancel."""
     small = logits.abs().neg().exp()
     return row_dots(coefficients * small / (1 + small).square(), row_norms.expand_as(logits))
 
@@ -146,7 +146,7 @@ class Products(NamedTuple):
 def direct(
     inputs: Tensor, signal: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None
 ) -> Products:
-    """Each sample's M, group by group, and what is asked of it; M is written out.
+    """Make each sample's M, group by group, and return what is asked of it; M is written out.
 
     Args:
         inputs: (n, G c, s0, s1, s2), padded.
@@ -160,13 +160,13 @@ def direct(
 
 
 def direct_gathered(inputs: Tensor, signals: Sequence[Tensor], geometry: Geometry, factor: Tensor | None) -> Products:
-    """``|M|²`` and ``|R M|²`` by :func:`direct` of several signals, for all samples of one behind those of another."""
+    """Return ``|M|²`` and ``|R M|²`` by :func:`direct` of several signals, one signal's samples behind another's."""
     found = [direct(inputs, signal, geometry, factor, None) for signal in signals]
     return Products(*(None if part[0] is None else torch.cat(part) for part in zip(*found, strict=True)))
 
 
 def products(gradients: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None) -> Products:
-    """The same of M itself, (n, G, d, m)."""
+    """Return the same of M itself, (n, G, d, m)."""
     gram_weighted = None if factor is None else _squares(factor @ gradients)
     if weight is None:
         return Products(_squares(gradients), gram_weighted, None, None, None)
@@ -179,13 +179,13 @@ def products(gradients: Tensor, geometry: Geometry, factor: Tensor | None, weigh
 
 
 def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:
-    """``⟨φ_p, φ_p'⟩`` for all pairs of positions, (n, G, P, P) in the inputs' dtype."""
+    """Return ``⟨φ_p, φ_p'⟩`` for all pairs of positions, (n, G, P, P) in the inputs' dtype."""
     patches = geometry.patches(inputs)
     return patches @ patches.transpose(2, 3)
 
 
 def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:
-    """``Σ_pp' ⟨a_p, a_p'⟩ patch_gram[p, p']`` over all groups, (n,): ``|R M|²`` for a = R δ, ``|M|²`` for a = δ.
+    """Return ``Σ_pp' ⟨a_p, a_p'⟩ patch_gram[p, p']``, (n,): ``|R M|²`` for a = R δ, ``|M|²`` for a = δ.
 
     Args:
         rows: a, (n, G, P, r).
@@ -196,7 +196,7 @@ def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:
 
 
 def small_eigenvalues(matrices: Tensor) -> Tensor:
-    """Eigenvalues of symmetric matrices (n, N, N), ascending, (n, N); float64, N at most 32.
+    """Return eigenvalues of symmetric matrices (n, N, N), ascending, (n, N); float64, N at most 32.
 
     A matrix that is not finite has NaN for eigenvalues.
     """

@@ -33,7 +33,7 @@ _CENTRE_ROWS = 31
 
 
 def default_memory(device: torch.device) -> int:
-    """Bytes that working buffers may take, unless a user says otherwise."""
+    """Return how many bytes working buffers may take, unless a user says otherwise."""
     return CUDA_MEMORY if device.type == "cuda" else DEFAULT_MEMORY
 
 
@@ -77,11 +77,11 @@ class SoftmaxVariance:
             self._chunk = max(1, entries // (2 * d))
 
     def __call__(self, features: Tensor) -> Tensor:
-        """(n, m) features to (n,) float64 values; a row with NaN or infinity in it gives a non-finite value."""
+        """Return values (n,) float64 of features (n, m); a row with NaN or infinity in it gives a non-finite value."""
         return self.bounded(features).values
 
     def bounded(self, features: Tensor, scale: Tensor | None = None) -> Bounded:
-        """The same with bounds on their errors, where ``rtol`` lets there be any.
+        """Return the same with bounds on their errors, where ``rtol`` lets there be any.
 
         Args:
             features: (n, m).

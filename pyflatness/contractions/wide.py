@@ -62,7 +62,7 @@ class Plan(NamedTuple):
 
 
 def plan(n: int, d: int, m: int, dtype: torch.dtype, memory: int, *, half: bool, keeps: bool) -> Plan:
-    """Rows and classes that fit the memory.
+    """Return how many rows and classes fit the memory.
 
     Args:
         n: rows of features.
@@ -101,17 +101,17 @@ def plan(n: int, d: int, m: int, dtype: torch.dtype, memory: int, *, half: bool,
 
 
 def _down(count: int) -> int:
-    """To whole tiles of a matrix product, where there are any."""
+    """Return a count rounded to whole tiles of a matrix product, where there are any."""
     return count // _BLOCK * _BLOCK or count
 
 
 def _up(count: int) -> int:
-    """To whole accesses of 16 bytes, so that all rows begin at one."""
+    """Return a count rounded to whole accesses of 16 bytes, so that all rows begin at one."""
     return -(-count // _ALIGNED) * _ALIGNED
 
 
 def lightest(bounds: Tensor, reach: Tensor, weights: Tensor, target: Tensor) -> tuple[list[int], int]:
-    """Tiles from the lightest on, and how many of them can be left out for Σ_i a_i (2 c_i b_i + b_i²) ≤ ``target``.
+    """Return tiles from the lightest on, and how many can be left out for Σ_i a_i (2 c_i b_i + b_i²) ≤ ``target``.
 
     Args:
         bounds: (n, tiles), what leaving a tile out takes from u at most; b is their sum.
@@ -170,7 +170,7 @@ class WideHead:
         self._norms = backend.norms_about(weight, centre)
 
     def __call__(self, features: Tensor, scale: Tensor | None = None) -> Bounded:
-        """(n, m) features to values; ``scale`` (n,) says how much each row counts in the sum that ``rtol`` is of."""
+        """Return values of (n, m) features; ``scale`` (n,) says what each row counts in the sum that ``rtol`` is of."""
         half = self._takes_half(features)
         (d, m), dtype = self._weight.shape, promoted_dtype(features.dtype)
         memory = self._memory
@@ -197,11 +197,11 @@ class WideHead:
         return [slice(start, min(start + width, d)) for start in range(0, d, width)]
 
     def _matrix(self, which: slice, half: bool) -> Tensor:
-        """Rows of the weight as products take them: in half precision as they are, else centred."""
+        """Return rows of the weight as products take them: in half precision as they are, else centred."""
         return self._weight[which] if half else promoted(self._weight[which]) - self._centre
 
     def _scores(self, features: Tensor, tile: slice, matrix: Tensor, maximum: Tensor) -> _Scores:
-        """The exponentials of a tile; raises ``maximum`` in place."""
+        """Return the exponentials of a tile; raises ``maximum`` in place."""
         interrupts.check()
         backend, bias, norms = self._backend, self._bias[tile], self._norms[tile]
         if matrix.dtype == torch.bfloat16:
@@ -215,13 +215,13 @@ class WideHead:
         return _Scores(tile, values, rest, moment, top, maximum.clone())
 
     def _start(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Maxima, places and Σ e_s w_s before the first tile."""
+        """Return maxima, places and Σ e_s w_s before the first tile."""
         summed = torch.zeros_like(features, dtype=self._centre.dtype)
         maximum = summed.new_full((len(features),), -torch.inf)
         return maximum, summed.new_full((len(features),), -1, dtype=torch.int64), summed
 
     def _all(self, features: Tensor, width: int) -> _Sums:
-        """One tile after the other, both products at once; nothing that the host would have to wait for."""
+        """Return the sums of all tiles, both products of one after the other; the host waits for nothing."""
         half = self._takes_half(features)
         maximum, top, summed = self._start(features)
         rest = moment = torch.zeros_like(maximum, dtype=torch.float64)
@@ -243,7 +243,7 @@ class WideHead:
         return _Sums(maximum, top, rest, moment, summed, rest, None)
 
     def _few(self, features: Tensor, width: int, scale: Tensor) -> Bounded:
-        """The logits of all tiles, then the second product of those that matter."""
+        """Make the logits of all tiles, then the second product of those that matter."""
         half = self._takes_half(features)
         maximum, top, summed = self._start(features)
         parts = []
@@ -274,7 +274,7 @@ class WideHead:
             count = min(count - 1, fewer)
 
     def _settle(self, parts: list[_Scores], top: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums of each tile (n, tiles) relative to the last maximum, and the factors to it.
+        """Return sums of each tile (n, tiles) relative to the last maximum, and the factors to it.
 
         A class that was the most probable one for a while joins the others of its tile.
         """
@@ -289,7 +289,7 @@ class WideHead:
         return torch.stack(rests, dim=1), torch.stack(moments, dim=1), torch.stack(shrinks, dim=1)
 
     def _choose(self, sums: _Sums, left_out: Tensor, weights: Tensor, share: float) -> tuple[list[int], int]:
-        """Tiles as :func:`lightest` has them for a share of ``rtol``, by what u' and the value will about be."""
+        """Return tiles as :func:`lightest` has them for a share of ``rtol``, by what u' and the value will about be."""
         total, norm = 1 + sums.rest, self._norms[sums.top.clamp_min(0)].double()
         likely = (sums.moment + sums.rest / total * norm) / total  # were the others' mean at the centre
         reach = ((sums.moment + norm) / total).sqrt()
@@ -302,7 +302,7 @@ class WideHead:
         return lightest(left_out / total.unsqueeze(1), reach, weights, target)
 
     def _share(self, result: Bounded, scale: Tensor) -> float:
-        """What the sum of the bounds may be, ``rtol`` of the least that the values' sum can be, over what it is."""
+        """Return what the bounds' sum may be, ``rtol`` of the least that the values' sum can be, over what it is."""
         assert result.bounds is not None
         usable = result.values.isfinite() & (scale != 0)
         both = torch.stack([torch.where(usable, rows * scale, 0.0).sum() for rows in (result.values, result.bounds)])
@@ -310,7 +310,7 @@ class WideHead:
         return self._rtol * (value - bound) / bound if bound > 0 else 1.0
 
     def _finish(self, features: Tensor, sums: _Sums) -> Bounded:
-        """Values from the sums, whose ``summed`` is used up."""
+        """Return values from the sums, whose ``summed`` is used up."""
         backend, half, total = self._backend, self._takes_half(features), 1 + sums.rest
         dtype = sums.summed.dtype
         if half:  # about the centre from here on
@@ -333,7 +333,7 @@ class WideHead:
         return Bounded(values, (squares * (2 * reach * left_out + left_out.square())).masked_fill_(lost, torch.nan))
 
     def _by_differences(self, features: Tensor, maximum: Tensor, mean: Tensor, chosen: Tensor) -> Tensor:
-        """Σ_s e_s |w_s - μ|² of the chosen rows: an error in μ enters squared, so μ from the product is good enough."""
+        """Return Σ_s e_s |w_s - μ|² of the chosen rows; an error in μ enters squared, so that the product's will do."""
         single = promoted(features)
         if self._takes_half(features):  # there logits are of the weight as it is
             maximum = maximum - single @ self._centre
@@ -350,7 +350,7 @@ class WideHead:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """The product of two matrices; of half precision in float32."""
+    """Return the product of two matrices; of half precision in float32."""
     if a.dtype != torch.bfloat16:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()

@@ -59,7 +59,7 @@ class Basis:
     readouts: Sequence[Tensor | None]
 
     def directions(self, coefficients: Tensor) -> Tensor:
-        """D of B: (k, n or 1, G, ρ, r) -> (k, n or 1, G, ρ, d)."""
+        """Return D of B: (k, n or 1, G, ρ, r) -> (k, n or 1, G, ρ, d)."""
         return coefficients if self.rows is None else coefficients @ self.rows
 
 
@@ -99,14 +99,14 @@ class BlockTraces:
 
     @property
     def products(self) -> int:
-        """Hessian products that an exact value takes, at most."""
+        """Return how many Hessian products an exact value takes, at most."""
         if self._everything is not None:
             return self._everything.products(self._columns)
         traced = len(self._weight) * self._basis.size * self._columns if self._traced or not self._quantities else 0
         return traced + self._entries.products(self._columns)
 
     def exact(self) -> Contribution:
-        """The quantities of every sample, and the parts of those that have some.
+        """Return the quantities of every sample, and the parts of those that have some.
 
         Raises:
             InputError: more than :data:`.cotangents.PASSES` products.
@@ -123,7 +123,7 @@ class BlockTraces:
         return Contribution(self._in_order(total, found.values), found.parts)
 
     def matrix(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Σ_i T_i over the samples that are kept (n,), (G, d, d); Tr T_i of every sample, (n,); float64.
+        """Return Σ_i T_i over the samples that are kept (n,), (G, d, d); Tr T_i of every sample, (n,); float64.
 
         Raises:
             InputError: more than :data:`.cotangents.PASSES` products.
@@ -142,7 +142,7 @@ class BlockTraces:
         return total.view(groups, d, d), traces
 
     def sampled(self, signs: Signs, stream: int) -> Tensor:
-        """(draws, quantities, n) float64, each with the exact value for its mean."""
+        """Return sampled values, (draws, quantities, n) float64, each with the exact value for its mean."""
         size, draws, parts = (len(self._weight), self._basis.size), signs.draws, []
         with self._directions(sampled=True) as directions:
             for start in range(0, len(draws), directions.together):
@@ -154,13 +154,13 @@ class BlockTraces:
         return torch.cat(parts, dim=1).transpose(0, 1)
 
     def _in_order(self, traced: Tensor, entries: Tensor) -> Tensor:
-        """As the quantities were given."""
+        """Return both in the order of the quantities as they were given."""
         names = [*self._traced, *(name for name in self._quantities if name not in self._traced)]
         places = torch.tensor([names.index(name) for name in self._quantities], dtype=torch.int64, device=traced.device)
         return torch.cat([traced, entries])[places]
 
     def _read(self, directions: Directions, coefficients: Tensor) -> Tensor:
-        """⟨B C, Uᵀ H Uᵀ B⟩ over all groups, (quantities, k, n) float64."""
+        """Return ⟨B C, Uᵀ H Uᵀ B⟩ over all groups, (quantities, k, n) float64."""
         parts: list[Tensor] = []
         if not self._traced:
             return self._weight.new_zeros(0, len(coefficients), self._run.samples, dtype=torch.float64)
@@ -176,7 +176,7 @@ class BlockTraces:
         return torch.stack(parts)
 
     def _units(self, directions: Directions) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Every row of a group and column, some at a time: their numbers (k,), (k,), and B (k, 1, G, ρ, r)."""
+        """Yield every row of a group and column, some at a time: their numbers (k,), (k,), and B (k, 1, G, ρ, r)."""
         groups, rows, columns = len(self._weight), self._basis.size, directions.columns
         count = groups * rows * columns
         for chosen in torch.arange(count, device=self._weight.device).split(directions.together):
@@ -259,7 +259,7 @@ class BlockTraces:
 
 
 def gradients(run: Run, loss: Loss, names: Iterable[str]) -> dict[str, list[Tensor]]:
-    """Gradients of the run's summed loss in the output of every call of some layers, with their graph."""
+    """Return gradients of the run's summed loss in the output of every call of some layers, with their graph."""
     with torch.enable_grad():
         value = loss.value(run.outputs, run.targets)
     return run.recorder.gradients(value, torch.ones_like(value), names, create_graph=True)
@@ -282,7 +282,7 @@ def differentiable(
 
 
 def _basis(weight: Tensor, quantities: Sequence[str]) -> Basis:
-    """For relative flatness alone the rows of R, min(d, m) of them; else unit vectors, d."""
+    """Return, for relative flatness alone, the rows of R, min(d, m) of them; else unit vectors, d."""
     weighted = [QUANTITIES[name].gram_factor for name in quantities]
     if weighted == [True]:
         rows = gram_factor(weight)
@@ -292,7 +292,7 @@ def _basis(weight: Tensor, quantities: Sequence[str]) -> Basis:
 
 
 def _spanning(patches: Tensor, most: int) -> Tensor:
-    """K (n, G, P, ρ) with K Kᵀ = Φ Φᵀ for inputs Φ (n, G, P, m): of few columns, but Φ itself for many positions."""
+    """Return K (n, G, P, ρ) with K Kᵀ = Φ Φᵀ for inputs Φ (n, G, P, m), of few columns; Φ for many positions."""
     _, _, positions, columns = patches.shape
     if positions == 1:
         return _norms(patches)
@@ -308,13 +308,13 @@ def _spanning(patches: Tensor, most: int) -> Tensor:
 
 
 def _norms(patches: Tensor) -> Tensor:
-    """For one position K is |φ|, (n, G, 1, 1)."""
+    """Return K for one position, |φ|, (n, G, 1, 1)."""
     norms: Tensor = torch.linalg.vector_norm(patches, dim=3, keepdim=True, dtype=torch.float64)
     return norms.to(patches.dtype)
 
 
 def derivatives(gradient: Tensor, inputs: Sequence[Any], directions: Tensor) -> list[Tensor | None]:
-    """Derivatives of ⟨gradient, direction⟩ in each input, for (k, …) directions; None where there are none."""
+    """Return derivatives of ⟨gradient, direction⟩ in each input for (k, …) directions; None where there are none."""
     if not gradient.requires_grad:
         return [None] * len(inputs)
     found: list[Tensor | None] = [None] * len(inputs)

@@ -16,7 +16,7 @@ _TOLERANCE, _COARSE_TOLERANCE = 1e-8, 1e-5
 
 
 def largest(products: Products, blocks: Sequence[Names], seed: int) -> dict[Names, Ritz]:
-    """The algebraically largest eigenvalue of each block.
+    """Return the algebraically largest eigenvalue of each block.
 
     Args:
         products: with the blocks.

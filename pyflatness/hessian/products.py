@@ -26,7 +26,7 @@ from ..model import layers, state
 from ..numerics.accumulate import Accumulator, check_together
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
-from ..passes.memory import DEFAULT_MEMORY
+from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from . import block_traces
@@ -62,11 +62,12 @@ class Products:
     def __init__(self, task: Task) -> None:
         check_filters(task)
         self._model, self._loss, self._options = task.model, task.loss, task.options
-        memory = max(1, (task.options.memory or DEFAULT_MEMORY) // _GRAPHS)
+        data = task.model, task.selection, task.batches, task.forward, Budget(task.options.memory)
         self._runner = Runner(
-            *(task.model, task.selection, task.batches, task.forward, memory),
+            *data,
             by_sample=False,
             certify=False,
+            reserve=lambda found: (_GRAPHS - 1) * found.bytes,
             inside=self._weights_as_leaves,
         )
         self._leaves: dict[str, Tensor] = {}  # layer -> its effective weight, as its calls see it
@@ -85,8 +86,7 @@ class Products:
         self.device, self.eps = weights[0].device, max(torch.finfo(weight.dtype).eps for weight in weights)
         self._spreads: dict[str, Tensor] = {}
         if task.options.normalize:
-            runner = Runner(task.model, task.selection, task.batches, task.forward, task.options.memory)
-            scales = normalize.feature_scales(runner, task.loss, task.options.nan_policy)
+            scales = normalize.feature_scales(Runner(*data), task.loss, task.options.nan_policy)
             self._spreads = {name: spread(module, scales[name]) for name, module in self.modules.items()}
 
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
@@ -113,21 +113,21 @@ class Products:
             yield
 
     def size(self, names: Names) -> int:
-        """N, the entries of a vector for these layers."""
+        """Return N, the entries of a vector for these layers."""
         return sum(layers.matrix(self.modules[name])[0].numel() for name in names)
 
     def allowed(self, names: Names, vectors: Tensor) -> Tensor:
-        """Vectors (b, N) with zeros for features that drop out under ``normalize``."""
+        """Return vectors (b, N) with zeros for features that drop out under ``normalize``."""
         return vectors * (self._inverse_spread(names) != 0)
 
     def notes(self, name: str) -> tuple[str, ...]:
-        """What a reader of a layer's value should know, or of the network's (``""``)."""
+        """Return what a reader of a layer's value should know, or of the network's (``""``)."""
         custom = name in self.custom if name else bool(self.custom)
         tied = layers.tie_notes(self._model, self.modules[name]) if name else ()
         return (*tied, *((linearity.TAKEN_AS_THEY_ARE,) if custom else ()))
 
     def __call__(self, vectors: Mapping[Names, Tensor]) -> Vectors:
-        """Each block times its vectors, all in one pass over the data.
+        """Return each block times its vectors, all in one pass over the data.
 
         Raises:
             NonFiniteError: a product is not finite; under ``nan_policy="propagate"`` it is handed on.
@@ -188,7 +188,7 @@ class Products:
             linearity.check_complete(f"layer {name!r}", found)
 
     def _along(self, gradients: Mapping[str, Tensor], names: Names, vector: Tensor) -> Tensor:
-        """⟨gradients, v⟩, float64."""
+        """Return ⟨gradients, v⟩, float64."""
         total = torch.zeros((), dtype=torch.float64, device=vector.device)
         for name, part in zip(names, vector.split([self.size((name,)) for name in names]), strict=True):
             module = self.modules[name]
@@ -197,11 +197,11 @@ class Products:
         return total
 
     def _joined(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """As one vector (N,) float64."""
+        """Return gradients as one vector (N,) float64."""
         return torch.cat([layers.as_matrix(self.modules[n], g).flatten().double() for n, g in gradients.items()])
 
     def _inverse_spread(self, names: Names) -> Tensor:
-        """(N,), or (1,) where nothing is normalised."""
+        """Return the inverse of what each entry is multiplied by, (N,), or (1,) where nothing is normalised."""
         if not self._spreads:
             return torch.ones(1, dtype=torch.float64, device=self.device)
         spread = torch.cat([self._spreads[name].flatten() for name in names])
@@ -248,7 +248,7 @@ def check_filters(task: Task) -> None:
 
 
 def spread(module: nn.Module, scale: Tensor) -> Tensor:
-    """(d, m) float64, what a layer's weights are multiplied by where its input channels are divided by ``scale``."""
+    """Return what a layer's weights are multiplied by where inputs are divided by ``scale``, (d, m) float64."""
     matrix = layers.matrix(module)[0]
     columns = normalize.of_columns(module, scale)
     return columns.expand(-1, len(matrix) // len(columns), -1).reshape(matrix.shape)
@@ -257,7 +257,7 @@ def spread(module: nn.Module, scale: Tensor) -> Tensor:
 def _gradients(
     value: Tensor, inputs: Mapping[str, Tensor], cotangent: Tensor | None = None, *, create_graph: bool = False
 ) -> dict[str, Tensor]:
-    """Of a value, or ⟨cotangent, value⟩; zeros where it does not depend on an input."""
+    """Return gradients of a value, or ⟨cotangent, value⟩; zeros where it does not depend on an input."""
     if not value.requires_grad:
         return {name: torch.zeros_like(tensor) for name, tensor in inputs.items()}
     found = torch.autograd.grad(

@@ -52,7 +52,7 @@ class RowBlocks:
         self._allocated().add_(blocks)
 
     def largest(self, seed: int) -> Ritz:
-        """The algebraically largest eigenvalue of each block, (b,); NaN where one is not finite."""
+        """Return the algebraically largest eigenvalue of each block, (b,); NaN where one is not finite."""
         b, m = self._columns.shape
         samples = sum(len(features) for features, _ in self._kept)
         written_out = 2 * samples * b * m**2 + 10 * b * m**3  # the blocks, and all their eigenvalues
@@ -72,7 +72,7 @@ class RowBlocks:
         return Ritz(values, torch.zeros_like(values), 0, converged=bool(finite.all()))
 
     def _times(self, vectors: Tensor) -> Tensor:
-        """H_ss v_s for all rows, (b, m)."""
+        """Return H_ss v_s for all rows, (b, m)."""
         product = torch.zeros_like(vectors)
         for features, weights in self._kept:
             phi = features.double()
@@ -94,13 +94,13 @@ class RowBlocks:
 
 
 def fit(columns: Tensor) -> bool:
-    """Whether the blocks of a layer, (b, m), may be written out."""
+    """Return whether the blocks of a layer, (b, m), may be written out."""
     b, m = columns.shape
     return 8 * b * m**2 <= _LARGEST_BLOCKS
 
 
 def empty(columns: Tensor) -> Tensor:
-    """Blocks (b, m, m) of zeros."""
+    """Return blocks (b, m, m) of zeros."""
     b, m = columns.shape
     return torch.zeros(b, m, m, dtype=torch.float64, device=columns.device)
 
@@ -112,7 +112,7 @@ def add_gradients(blocks: Tensor, gradients: Tensor, signs: Tensor | None) -> No
 
 
 def search(columns: Tensor, seed: int, tolerance: float = TOLERANCE) -> lanczos.Search:
-    """For the largest eigenvalue of every row's block at once."""
+    """Return the search for the largest eigenvalue of every row's block at once."""
     generator = torch.Generator().manual_seed(seed)
     start = (
         torch.randn(columns.shape, generator=generator, dtype=torch.float64, device="cpu").to(columns.device) * columns

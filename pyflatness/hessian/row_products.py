@@ -20,7 +20,7 @@ from ..passes.runner import Run
 
 @torch.enable_grad()
 def of_run(run: Run, loss: Loss, modules: Mapping[str, nn.Module], vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """H_ss v_s of some samples, (b, m) float64, for the rows v_s of V (b, m) of each layer; not over the normaliser."""
+    """Return H_ss v_s of some samples, (b, m) float64, for the rows v_s of V (b, m) of each layer, undivided."""
     with contractions.full_precision(run.outputs):
         passes = {name: _Pass(run, name, modules[name], vectors[name]) for name in vectors if run.calls(name)}
         for cotangent, signs in cotangents.of_run(run, loss).exact():
@@ -54,11 +54,11 @@ class _Pass:
                 cotangent += along.unsqueeze(2) * delta
 
     def product(self) -> Tensor:
-        """(b, m) float64."""
+        """Return the product, (b, m) float64."""
         (product,) = torch.autograd.grad(self._outputs, self._weight, self._cotangents)
         return layers.as_matrix(self._module, product).double()
 
     def _rows(self, outputs: Tensor) -> Tensor:
-        """An output of the layer, or a gradient in it, as (n, b, positions)."""
+        """Return an output of the layer, or a gradient in it, as (n, b, positions)."""
         rows = self._run.samples_first(self._name, outputs)
         return rows.movedim(2 if layers.is_convolution(self._module) else -1, 1).flatten(2)

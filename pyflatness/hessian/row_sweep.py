@@ -25,7 +25,7 @@ from ..numerics.accumulate import Accumulator
 from ..numerics.lanczos import Ritz
 from ..passes import cotangents, linearity, normalize
 from ..passes.layer_form import LayerForm
-from ..passes.memory import DEFAULT_MEMORY
+from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from . import block_traces, row_blocks, row_products
@@ -83,9 +83,10 @@ class RowSweep:
     def __init__(self, task: Task) -> None:
         check_filters(task)
         self._task, self._options = task, task.options
-        self._memory = task.options.memory or DEFAULT_MEMORY
+        budget = Budget(task.options.memory, halved=True)
+        self._kept, self._written = budget.work, budget.buffers  # bytes of rows of all data; of gradients at a time
         self._runner = Runner(
-            *(task.model, task.selection, task.batches, task.forward, self._memory, self._check),
+            *(task.model, task.selection, task.batches, task.forward, budget, self._check),
             second_order=task.options.curvature != "ggn",
         )
         self._scales: dict[str, Tensor] = {}
@@ -99,7 +100,7 @@ class RowSweep:
         self.samples, self._normaliser = 0, 1.0
 
     def rows(self) -> dict[str, Rows]:
-        """Of every layer that ran.
+        """Return what is found of every layer that ran.
 
         Raises:
             InputError: see :meth:`.Runner.each`; targets that do not fit, or are all ignored.
@@ -126,7 +127,7 @@ class RowSweep:
         return {name: self._rows(name, module, found[name]) for name, module in self._runner.modules.items()}
 
     def notes(self, name: str) -> tuple[str, ...]:
-        """What a reader of a layer's value should know."""
+        """Return what a reader of a layer's value should know."""
         trusted = (linearity.TAKEN_AS_THEY_ARE,) if name in self._custom else ()
         return (*layers.tie_notes(self._task.model, self._runner.modules[name]), *trusted)
 
@@ -144,7 +145,7 @@ class RowSweep:
         return replace(ritz, values=ritz.values / self._normaliser, residuals=ritz.residuals / self._normaliser)
 
     def _nonlinear(self, names: Iterable[str]) -> set[str]:
-        """Layers for which second derivatives are asked for."""
+        """Return layers for which second derivatives are asked for."""
         ggn = self._options.curvature == "ggn"
         return {name for name in names if not ggn and not self._runner.is_linear(name)}
 
@@ -159,7 +160,7 @@ class RowSweep:
             )
 
     def _of_entries(self, name: str) -> Ritz:
-        """From the whole block of the layer, a product for each weight."""
+        """Return eigenvalues from the whole block of the layer, a product for each weight."""
         module = self._runner.modules[name]
         d, m = layers.matrix(module)[0].shape
         products = Products(replace(self._task, selection=Selection({name: module}, frozenset())))
@@ -208,7 +209,7 @@ class RowSweep:
     def _by_factors(
         self, run: Run, sent: cotangents.Cotangents, names: set[str], single: Iterable[str], blocks: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Of layers with a single position: h (n, b). The blocks of the others are filled in, if they fit."""
+        """Return h (n, b) of layers with a single position; the blocks of the others are filled in, if they fit."""
         columns = {name: self._spread(name) for name in names - set(single)}
         self._by_sweeps |= {name for name in columns if not row_blocks.fit(columns[name])}
         names = names - self._by_sweeps
@@ -235,7 +236,7 @@ class RowSweep:
         written = sum(
             x[0].numel() * geometry.kernel_elements + y[0].numel() for x, y in zip(inputs, delta, strict=True)
         )
-        chunk = max(1, self._memory // (16 * (written + blocks.shape[0] * blocks.shape[1])))
+        chunk = max(1, self._written // (16 * (written + blocks.shape[0] * blocks.shape[1])))
         for start in range(0, run.samples, chunk):
             part = slice(start, start + chunk)
             gradients = [
@@ -247,7 +248,7 @@ class RowSweep:
 
     @torch.enable_grad()
     def _by_second_derivatives(self, run: Run, names: set[str]) -> dict[str, Tensor]:
-        """The h (n, b) of layers with one position: the diagonal of ∂²ℓ_i/∂z_i²."""
+        """Return the h (n, b) of layers with one position: the diagonal of ∂²ℓ_i/∂z_i²."""
         found: dict[str, Tensor] = {}
         if not names:
             return found
@@ -258,7 +259,7 @@ class RowSweep:
         return found
 
     def _diagonal(self, run: Run, name: str, gradient: Tensor) -> Tensor:
-        """(n, b), a pass for each row; all samples at once, none of whose gradients depends on another."""
+        """Return h (n, b), a pass for each row; all samples at once, none of whose gradients depends on another."""
         if name in self._custom:
             linearity.check_complete(f"layer {name!r}", [gradient])
         (call,), dim = run.calls(name), layers.class_dim(self._runner.modules[name])
@@ -274,7 +275,7 @@ class RowSweep:
         return torch.stack(columns, dim=1)
 
     def _features(self, run: Run, name: str) -> Tensor | None:
-        """φ (n, m) where the layer sees one position of each sample; None where it sees several."""
+        """Return φ (n, m) where the layer sees one position of each sample; None where it sees several."""
         geometry, parts = layers.geometry(self._runner.modules[name]), self._forms[name].inputs(run)
         if geometry.groups > 1 or len(parts) > 1 or geometry.places(parts[0].shape[2:]) != (1, 1, 1):
             return None
@@ -283,11 +284,11 @@ class RowSweep:
     def _set_up(self, name: str) -> None:
         module, scale = self._runner.modules[name], self._scales.get(name)
         self._forms[name] = LayerForm(name, module, (), self._options, scale)
-        memory = self._memory // len(self._runner.selected)
+        memory = self._kept // len(self._runner.selected)
         self._blocks[name] = RowBlocks(self._spread(name) != 0, memory)
 
     def _spread(self, name: str) -> Tensor:
-        """(b, m), what the weights are multiplied by."""
+        """Return what the weights are multiplied by, (b, m)."""
         module = self._runner.modules[name]
         if name in self._scales:
             return spread(module, self._scales[name])
@@ -296,7 +297,7 @@ class RowSweep:
     # --- a sweep for each product -------------------------------------------------------------------------------------
 
     def _swept(self, names: set[str]) -> dict[str, Ritz]:
-        """Of layers whose blocks do not fit, in step."""
+        """Return eigenvalues of layers whose blocks do not fit, in step."""
         spreads = {name: self._spread(name) for name in names}
         inverse = {name: torch.where(spread > 0, 1 / spread, 0.0) for name, spread in spreads.items()}
 

@@ -45,7 +45,7 @@ Search = Generator[Tensor, Tensor, Ritz]
 
 
 def largest(start: Tensor, *, tolerance: float, size: int, limit: int | None = None) -> Search:
-    """The algebraically largest eigenvalue of each matrix.
+    """Return the algebraically largest eigenvalue of each matrix.
 
     Args:
         start: (b, N) float64, random.
@@ -86,14 +86,14 @@ def largest(start: Tensor, *, tolerance: float, size: int, limit: int | None = N
 
 
 def solved(search: Search, times: Callable[[Tensor], Tensor]) -> Ritz:
-    """What a search finds with products from a function."""
+    """Return what a search finds with products from a function."""
     return solved_in_step({0: search}, lambda vectors: {0: times(vectors[0])})[0]
 
 
 def solved_in_step(
     searches: Mapping[Key, Search], times: Callable[[Mapping[Key, Tensor]], Mapping[Key, Tensor]]
 ) -> dict[Key, Ritz]:
-    """What several searches find, with a product for all that are still going on at each step."""
+    """Return what several searches find, with a product for all that still go on at each step."""
     wanted, found = {key: next(search) for key, search in searches.items()}, {}
     while wanted:
         for key, image in times(wanted).items():
@@ -106,7 +106,7 @@ def solved_in_step(
 
 
 def _orthogonalised(basis: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
-    """Coefficients (b, k) in the basis, and what is left (b, N); twice, or rounding brings converged vectors back."""
+    """Return coefficients (b, k) in the basis and the rest (b, N); twice, or rounding brings converged vectors back."""
     coefficients = image.new_zeros(basis.shape[:2])
     for _ in range(2):
         part = torch.einsum("bkn,bn->bk", basis, image)
@@ -116,7 +116,7 @@ def _orthogonalised(basis: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bordered(projected: Tensor, coefficients: Tensor) -> Tensor:
-    """T with the coefficients of the newest vector's product as last row and column."""
+    """Return T with the coefficients of the newest vector's product as last row and column."""
     size = coefficients.shape[1]
     bordered = projected.new_zeros(len(projected), size, size)
     bordered[:, :-1, :-1] = projected
@@ -125,6 +125,6 @@ def _bordered(projected: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def _restarted(basis: Tensor, values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """The upper half of the Ritz vectors as a basis; H takes them to themselves and the one direction left over."""
+    """Return the upper half of the Ritz vectors as a basis; H takes them to themselves and one direction more."""
     kept = basis.shape[1] // 2
     return vectors[:, :, -kept:].mT @ basis, torch.diag_embed(values[:, -kept:])

@@ -11,6 +11,7 @@ from ..errors import InputError
 from ..model import layers
 from ..options import Options
 from . import normalize
+from .memory import Budget
 from .runner import Run
 
 Parts = list[Tensor]
@@ -45,7 +46,7 @@ class LayerForm:
         weight = layers.matrix(module)[0]
         self.backend = contractions.choose(options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
         self._dense = options.conv == "affine" and layers.is_convolution(module)
-        self._memory = options.memory or contractions.DEFAULT_MEMORY
+        self._memory = Budget(options.memory).buffers
         self._sizes: set[tuple[int, ...]] = set()
         self._contraction: LayerContraction | None = None
 
@@ -62,7 +63,7 @@ class LayerForm:
         return self._contraction
 
     def weight(self, run: Run) -> Tensor:
-        """(G, d, m), for inputs as :meth:`inputs` has them."""
+        """Return the weight (G, d, m) for inputs as :meth:`inputs` has them."""
         if self._dense:
             size = self._size(run)
             dtype, device = layers.matrix(self._module)[0].dtype, run.outputs.device
@@ -75,7 +76,7 @@ class LayerForm:
 
     @property
     def matrix(self) -> Tensor:
-        """(G, d, m), of a convolution its filters."""
+        """Return the weight (G, d, m), of a convolution its filters."""
         weight: Tensor = layers.matrix(self._module)[0].unflatten(0, (layers.groups(self._module), -1))
         if self._scale is None:
             return weight
@@ -85,36 +86,36 @@ class LayerForm:
 
     @property
     def kernel_elements(self) -> int:
-        """Columns of the weight that belong to one input channel."""
+        """Return how many columns of the weight belong to one input channel."""
         return 1 if self._dense else layers.geometry(self._module).kernel_elements
 
     def inputs(self, run: Run) -> Parts:
-        """φ of all calls, as the contractions want them."""
+        """Return φ of all calls, as the contractions want them."""
         parts = [part for call in run.calls(self.name) for part in self._input_parts(run, call.inputs.detach())]
         return parts if self._dense else layers.joined(self._module, parts)
 
     def cotangent(self, run: Run, gradients: Sequence[Tensor]) -> Parts:
-        """δ of all calls, as the contractions want them."""
+        """Return δ of all calls, as the contractions want them."""
         parts: Parts = []
         for gradient in gradients:
             parts += self._in_form(run.samples_first(self.name, gradient))
         return parts if self._dense else layers.joined(self._module, parts)
 
     def rows(self, run: Run, gradients: Sequence[Tensor]) -> Tensor:
-        """δ of all calls by position, (n, G, P, d): the gradients' entries in another order."""
+        """Return δ of all calls by position, (n, G, P, d): the gradients' entries in another order."""
         parts = self.cotangent(run, gradients)
         if self._dense:
             return torch.stack([promoted(part).flatten(1) for part in parts], dim=1).unsqueeze(1)
         return _joined([layers.geometry(self._module).rows(promoted(part)) for part in parts])
 
     def placed(self, run: Run, rows: Tensor, output: Tensor) -> Tensor:
-        """Rows (n, G, P, d) as an output of one call, with their graph: the transpose of :meth:`rows`."""
+        """Return rows (n, G, P, d) as an output of one call, with their graph: the transpose of :meth:`rows`."""
         empty = torch.zeros_like(output, requires_grad=True)
         (placed,) = torch.autograd.grad(self.rows(run, [empty]), empty, rows, create_graph=True)
         return placed
 
     def fingerprints(self, run: Run) -> Tensor:
-        """A number for each sample's inputs, (n,), by which its row can be known again."""
+        """Return a number for each sample's inputs, (n,), by which its row can be known again."""
         total = torch.zeros(run.samples, dtype=torch.float64, device=run.outputs.device)
         for number, call in enumerate(run.calls(self.name)):
             rows = promoted(run.samples_first(self.name, call.inputs.detach())).flatten(1)
@@ -122,7 +123,7 @@ class LayerForm:
         return total
 
     def patches(self, run: Run, inputs: Sequence[Tensor]) -> Tensor:
-        """φ of some calls by position, (n, G, P, m), with the inputs' graph; for all of the layer's calls in a run.
+        """Return φ of some calls by position, (n, G, P, m), with the inputs' graph; for all of its calls in a run.
 
         Written out: a convolution's patches are as many times its input as it has kernel elements.
         """
@@ -142,7 +143,7 @@ class LayerForm:
         return list(tensor.unbind(1)) if self._dense else layers.in_common_form(self._module, tensor)
 
     def _size(self, run: Run) -> tuple[int, ...]:
-        """Of a sample's unpadded input."""
+        """Return the size of a sample's unpadded input."""
         self._sizes |= {tuple(call.inputs.shape[1:]) for call in run.calls(self.name)}
         if len(self._sizes) > 1:
             raise InputError(
@@ -169,12 +170,12 @@ class Dense:
         self.device = layers.matrix(module)[0].device
 
     def carried(self, delta: Tensor) -> Tensor:
-        """Wᵀ δ: the gradient in the layer's unpadded input through this layer alone."""
+        """Return Wᵀ δ: the gradient in the layer's unpadded input through this layer alone."""
         gamma = layers.carried(self._module, delta, self._size)
         return gamma if self._scale is None else normalize.multiplied(gamma, self._scale, 1)
 
     def applied(self, inputs: Tensor, power: int) -> Tensor:
-        """W x, or (W ∘ W) x: of a convolution padded with zeros an entry of W is an entry of its weight."""
+        """Return W x, or (W ∘ W) x: of a convolution padded with zeros an entry of W is an entry of its weight."""
         weight = self._module.weight
         assert isinstance(weight, Tensor)
         if self._scale is not None:
@@ -183,5 +184,5 @@ class Dense:
 
 
 def _joined(calls: Parts) -> Tensor:
-    """Positions of all calls."""
+    """Return the positions of all calls side by side."""
     return calls[0] if len(calls) == 1 else torch.cat(calls, dim=2)
