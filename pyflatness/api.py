@@ -180,7 +180,8 @@ def relative_flatness(
         ordered=options.by_sample,
         progress=progress,
     ) as task:
-        return plan.of_layer(RELATIVE_FLATNESS, task, layer)
+        measurement, name = plan.of_layer(RELATIVE_FLATNESS, task, layer)
+        return measurement.estimates()[name, RELATIVE_FLATNESS.name]
 
 
 @public

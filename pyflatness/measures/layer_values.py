@@ -61,7 +61,11 @@ class LayerValues:
         """
         quantities = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
         sweep = Sweep(self._runner, self._loss, self._options, quantities)
-        sums = self._sums(sweep)
+        target = self._options.target_stderr
+        if target is None:
+            sums = self._sums(sweep, self._options.draws)
+        else:
+            sums = stages.until(target, partial(self._sums, sweep), lambda: sweep.exact_passes)
         selected = [*self._runner.selected]
         found: dict[tuple[str, str], Estimate] = {}
         for measure in measures:
@@ -145,15 +149,14 @@ class LayerValues:
         matrix: Tensor = torch.block_diag(*(blocks[0] / totals.over.normaliser))
         return matrix
 
-    def _sums(self, sweep: Sweep) -> Sums:
-        """Return the sums: exact, in groups, or by draws as the options say."""
+    def _sums(self, sweep: Sweep, draws: range | None) -> Sums:
+        """Return the sums: exact, in groups, or in the draws of these numbers."""
+        totals = self._totals(sampled=draws is not None)
         if self._options.probes == "adaptive":
-            return self._totals().of(sweep.by_groups)
-
-        def summed(draws: range | None) -> Sums:
-            return self._totals(sampled=draws is not None).of(sweep.values(draws))
-
-        return stages.by_options(self._options, summed, lambda: sweep.exact_passes)
+            sweep.by_groups(totals.add)
+        else:
+            self._runner.each(sweep.work(draws), totals.add)
+        return totals.sums()
 
     def _totals(self, *, sampled: bool = False) -> Totals:
         error = partial(layer_error, self._runner.selected)

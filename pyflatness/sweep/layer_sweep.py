@@ -89,20 +89,20 @@ class Sweep:
         if options.normalize:
             self._scales = normalize.feature_scales(runner, loss, options.nan_policy)
 
-    def values(self, draws: Sequence[int] | None = None) -> Callable[[Take], None]:
-        """Return what hands every sample's quantities in every layer over: exact, or in the draws of these numbers.
+    def work(self, draws: Sequence[int] | None = None) -> Callable[[Run], Values]:
+        """Return what gives a run's quantities in every layer, by sample: exact, or in the draws of these numbers.
 
         Raises:
-            InputError: see :meth:`.Runner.each`; targets that do not fit; too many passes or products.
+            InputError: when it is called: targets that do not fit; too many passes or products.
         """
         signs = None if draws is None else Signs(self._options.seed, draws)
-        return partial(self._runner.each, partial(self._values, signs=signs))
+        return partial(self._values, signs=signs)
 
     def by_groups(self, take: Take) -> None:
         """Hand every sample's quantities to ``take``, columns sent in groups as large as the user's ``rtol`` allows.
 
         Raises:
-            InputError: as :meth:`values`; layers or losses for which there are no such columns, or negative weights.
+            InputError: as :meth:`work`; layers or losses for which there are no such columns, or negative weights.
         """
         tolerance = groups.Tolerance(self._options.rtol or groups.RTOL, self._runner.batches.samples)
 
@@ -119,7 +119,7 @@ class Sweep:
         """Hand one layer's block traces, summed over samples, (G, d, d) float64, and the samples' values to ``take``.
 
         Raises:
-            InputError: as :meth:`values`; the matrix would take more than ``limit`` bytes.
+            InputError: as :meth:`work`; the matrix would take more than ``limit`` bytes.
         """
         self._runner.each(partial(self._block_traces, limit=limit), take)
 
