@@ -23,11 +23,12 @@ $(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*/*)
 demo: setup
 	$(BIN)/pyflatness demo --out demo
 
-# Many small parallel regions: threads that spin while they wait would fight over shared cores.
+# A worker for each core, with a thread each: those of several would fight over the cores. Tests of threads set their own.
 test: setup
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --dist worksteal
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --dist worksteal
 
-# Long checks, for before a release: thousands of random networks and interrupts, coverage of the intervals.
+# Long checks, for before a release: the grids whose pairs `make test` runs, with every combination; thousands of random
+# networks and interrupts; coverage of the intervals.
 soak: setup
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m soak -n auto --dist worksteal
 

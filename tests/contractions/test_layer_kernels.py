@@ -9,6 +9,7 @@ from pyflatness import BackendError
 from pyflatness.contractions import compiled, reference
 from pyflatness.contractions.geometry import Geometry
 from support.cases import on_threads
+from support.combinations import ENGINES
 from support.layer_cases import CASES, DTYPES, LAYOUTS, ONE, double, layer, limit
 
 
@@ -81,9 +82,10 @@ def test_any_layer(engine, n, groups, channels, rows, extra, kernel, stride, dil
 FORMS = ["automatic", "patches", "tiles2", "tiles4"]
 
 
+compiled_engines = pytest.mark.parametrize("engine", ENGINES[1:], indirect=True)  # the reference has one form
+
+
 def check_forms(engine, *arguments):
-    if engine.backend == "reference":
-        pytest.skip("the reference has one form")
     inputs, signal, geometry, *_ = arguments
     # The rounding of single numbers shows in few of them, and averages out in many (M this small is never made so
     # unless forced).
@@ -93,6 +95,7 @@ def check_forms(engine, *arguments):
             check_direct(engine.module, *arguments, slack=4 if few and form == "tiles4" else 1)
 
 
+@compiled_engines
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(1, 70),
@@ -106,12 +109,14 @@ def test_any_form_of_three_by_three(engine, n, groups, channels, rows, places, k
     check_forms(engine, inputs, signal, geometry, root, weight if weighted else None)
 
 
+@compiled_engines
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [(1, 3, 200), (1, 130, 4), (2, 34, 34)])
 def test_forms_of_many_tiles(engine, dtype, size):
     check_forms(engine, *layer((1, 1, 70, 33, size, (1, 3, 3), ONE, ONE), dtype))
 
 
+@compiled_engines
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [(2, 1, 5, 7, (1, 5, 6)), (2, 2, 20, 33, (1, 19, 18)), (1, 1, 64, 64, (1, 34, 34))])
 def test_forms_on_badly_scaled_data(engine, dtype, case):
@@ -121,11 +126,10 @@ def test_forms_on_badly_scaled_data(engine, dtype, case):
     check_forms(engine, inputs * scales[0], signal * scales[1], *rest)
 
 
+@compiled_engines
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_no_form_hides_what_is_not_finite(engine, form, bad):
-    if engine.backend == "reference":
-        pytest.skip("the reference has one form")
     for row, column in ((0, 0), (7, 8), (8, 7), (15, 15)):  # of a place
         for spoiled in range(2):
             inputs, signal, geometry, root, weight = layer(CASES["residual block"], torch.float32)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import pyflatness as pf
 from pyflatness.contractions import SoftmaxVariance, compiled, cuda, softmax, wide
 from support.cases import classifier
+from support.combinations import CUDA_DEVICES, every
 
 DIRECT = "donot_use_mm_for_euclid_dist"
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 2e-3}
@@ -121,8 +122,7 @@ def test_error_within_bound_within_tolerance(engine, name, rtol, dtype):
     check(found, expected, rtol, dtype)
 
 
-@pytest.mark.parametrize("rtol", [1e-3, 0.1])
-@pytest.mark.parametrize("name", CASES)
+@every(name=[*CASES], rtol=[1e-3, 0.1], cuda_device=CUDA_DEVICES)
 def test_in_half_precision_on_cuda(cuda_device, name, rtol):
     case = CASES[name]()
     found, expected = bounded(case, cuda, torch.bfloat16, rtol, cuda_device)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 ENGINES = ["reference", *(f"compiled-{name}" for name in ("base", "avx2", "avx512"))]
-CUDA_DEVICES = ["cuda", "emulated", "emulated, threads in reverse", "emulated, odd threads first"]
+GPU = "cuda"
+CUDA_DEVICES = [GPU, "emulated", "emulated, threads in reverse", "emulated, odd threads first"]
 FIXTURES = ("engine", "cuda_device")
 
 Row = tuple[str, ...]
@@ -41,18 +42,19 @@ def every(together: int = 2, **choices: Mapping[str, Any] | Iterable[Any]) -> py
     """Return a mark that runs a test with every combination of its arguments' choices; most of them in the soak run.
 
     Outside of it stay as many in which any choices of ``together`` arguments occur together: all pairs by default,
-    each choice with ``together=1``. Choices are values, or values by name.
+    each choice with ``together=1``; and all with the ``cuda_device`` of a GPU, which has the time. Choices are values,
+    or values by name.
     """
     tables = {
         name: dict(held) if isinstance(held, Mapping) else {_name(value): value for value in held}
         for name, held in choices.items()
     }
-    kept = {*covering({name: list(table) for name, table in tables.items()}, together)}
+    kept = {*covering({name: [c for c in table if c != GPU] for name, table in tables.items()}, together)}
     parameters = [
         pytest.param(
             *(table[name] for table, name in zip(tables.values(), row, strict=True)),
             id="-".join(row),
-            marks=() if row in kept else pytest.mark.soak,
+            marks=() if row in kept or GPU in row else pytest.mark.soak,
         )
         for row in itertools.product(*tables.values())
     ]
