@@ -142,10 +142,10 @@ def relative_flatness(
             the mean, becomes NaN) or ``"omit"`` (left out of the data set, and counted).
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)`` for models and batches that are called otherwise.
-        memory: bytes for the working buffers: at a head those of the contraction (24 MiB unless given), elsewhere a
-            batch's graph, layer inputs and signals (512 MiB), to which batches are cut. The least that is taken at a
-            time is one sample, or at a head sixteen rows and classes; ``estimate.notes`` says so where one sample
-            takes more.
+        memory: bytes to hold at a time beside model, data and result: at a head for the contraction (24 MiB unless
+            given), elsewhere (512 MiB) shared out among a micro-batch's graph, to which batches are cut, and what is
+            made of it. The least that is taken at a time is one sample, or at a head sixteen rows and classes;
+            ``estimate.notes`` says so where one sample takes more.
         seed: of the random signs, which belong to samples by their place in the data: with a number of draws one seed
             is one value, however data is cut into batches.
         progress: show a bar; None: on a terminal.
@@ -180,7 +180,8 @@ def relative_flatness(
         ordered=options.by_sample,
         progress=progress,
     ) as task:
-        return plan.of_layer(RELATIVE_FLATNESS, task, layer)
+        measurement, name = plan.of_layer(RELATIVE_FLATNESS, task, layer)
+        return measurement.estimates()[name, RELATIVE_FLATNESS.name]
 
 
 @public
@@ -217,7 +218,7 @@ def block_traces(
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``.
         reduction: ``"mean"`` or ``"sum"``.
         forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes to which batches are cut.
+        memory: bytes to hold at a time, as in :func:`relative_flatness`.
         progress: show a bar.
 
     Returns:
@@ -306,10 +307,11 @@ def measure(
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``; a sample is left out of all layers.
         reduction: ``"mean"`` or ``"sum"``.
         forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes for the working buffers, to which batches are cut (512 MiB). It does not go below one sample's
-            graph; w wᵀ and its root for relative flatness of a layer with fewer outputs d than inputs (about 24 d²
-            bytes); about six float64 matrices of a weight's size for normalised sharpness; up to nine copies of the
-            parameters for measures over all of them.
+        memory: bytes to hold at a time beside model, data and result (512 MiB), shared out among a micro-batch's graph,
+            to which batches are cut, and what is made of it. It does not go below one sample's graph; w wᵀ and its
+            root for relative flatness of a layer with fewer outputs d than inputs (about 24 d² bytes); about six
+            float64 matrices of a weight's size for normalised sharpness; up to nine copies of the parameters for
+            measures over all of them.
         seed: of the random signs.
         progress: show a bar.
 

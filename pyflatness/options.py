@@ -107,6 +107,11 @@ class Options:
         return self.probes is not None or self.target_stderr is not None
 
     @property
+    def draws(self) -> range | None:
+        """The numbers of the random draws of each sample; None where values are exact, or say otherwise how many."""
+        return range(self.probes) if isinstance(self.probes, int) else None
+
+    @property
     def reads(self) -> int:
         """How often one sweep reads the data."""
         return (1 if self.normalize is None else 2) + (self.target_stderr is not None)

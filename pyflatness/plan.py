@@ -91,21 +91,23 @@ def shared(measures: Sequence[Measure], options: Options, *, layers: int) -> lis
     return [tuple(step) for step in steps.values()]
 
 
-def of_layer(row: Measure, task: Task, layer: Selector | None) -> Estimate:
-    """Return one measure of one layer (None: the last Linear that ran), or of the network if it has none of layers.
+def of_layer(row: Measure, task: Task, layer: Selector | None) -> tuple["Measurement", str]:
+    """Return the measurement of one layer (None: the last Linear that ran), and its name.
+
+    For a measure of the network alone it is that of all layers, and the name is empty.
 
     Raises:
-        FlatnessError: the value cannot be had.
+        InputError: no such layer, a bad first batch, or ``rtol`` for what is not a head.
     """
     steps = plan([row], task.options)
     if row.of_network_alone:
         task.options.refuse_tolerance()
-        return Measurement(steps, task.of(None), named=True).estimates()["", row.name]
+        return Measurement(steps, task.of(None), named=True), ""
     name, source = head.find(task, layer)
     measurement = Measurement(steps, task.of(name), named=True, source=source)
     if not measurement.is_by_head(steps.wanted):
         task.options.refuse_tolerance()
-    return measurement.estimates()[name, row.name]
+    return measurement, name
 
 
 def of_layers(steps: Plan, task: Task, *, named: bool) -> "Measurement":

@@ -172,7 +172,8 @@ class Scoring:
                 ordered=ordered,
                 progress=False,
             ) as task:
-                estimate = plan.of_layer(measure, task, self.layers()[0])
+                measurement, name = plan.of_layer(measure, task, self.layers()[0])
+                estimate = measurement.estimates()[name, measure.name]
             return {measure.name: {estimate.layer: estimate}}, {}
         chosen = None if all(one.of_network_alone for one in run) else self.selectors or self._last()
         report = api.measure(

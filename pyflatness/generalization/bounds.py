@@ -195,7 +195,8 @@ def generalization_bound(
         sums = _sums(perturbed, task.loss, task.batches, places, (folds, draws), delta, seed)
         measured = None if test is None else GeneralizationGap(performance(task), performance(task.on(test)))
         if kappa is None:
-            kappa = of_layer(RELATIVE_FLATNESS, task, name)
+            measurement, _ = of_layer(RELATIVE_FLATNESS, task, name)
+            kappa = measurement.estimates()[name, RELATIVE_FLATNESS.name]
     mean_kappa = float(kappa) / (1.0 if task.loss.reduction == "mean" else sums.normaliser())
     found = summary(
         [sums.against_the_rest([k]) for k in range(folds)],

@@ -188,7 +188,8 @@ def feature_robustness(
         for start in range(0, draws, curve.kept):
             curve.add([turns.draw() for _ in range(min(curve.kept, draws - start))])
         if kappa is None:
-            kappa = of_layer(RELATIVE_FLATNESS, task, name)
+            measurement, _ = of_layer(RELATIVE_FLATNESS, task, name)
+            kappa = measurement.estimates()[name, RELATIVE_FLATNESS.name]
     rises = torch.stack(curve.rises)
     grid = torch.tensor(steps, dtype=torch.float64, device="cpu")
     return FeatureRobustness(

@@ -26,7 +26,7 @@ from ..model import layers, state
 from ..numerics.accumulate import Accumulator, check_together
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
-from ..passes.memory import DEFAULT_MEMORY
+from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from . import block_traces
@@ -62,11 +62,12 @@ class Products:
     def __init__(self, task: Task) -> None:
         check_filters(task)
         self._model, self._loss, self._options = task.model, task.loss, task.options
-        memory = max(1, (task.options.memory or DEFAULT_MEMORY) // _GRAPHS)
+        data = task.model, task.selection, task.batches, task.forward, Budget(task.options.memory)
         self._runner = Runner(
-            *(task.model, task.selection, task.batches, task.forward, memory),
+            *data,
             by_sample=False,
             certify=False,
+            reserve=lambda found: (_GRAPHS - 1) * found.bytes,
             inside=self._weights_as_leaves,
         )
         self._leaves: dict[str, Tensor] = {}  # layer -> its effective weight, as its calls see it
@@ -85,8 +86,7 @@ class Products:
         self.device, self.eps = weights[0].device, max(torch.finfo(weight.dtype).eps for weight in weights)
         self._spreads: dict[str, Tensor] = {}
         if task.options.normalize:
-            runner = Runner(task.model, task.selection, task.batches, task.forward, task.options.memory)
-            scales = normalize.feature_scales(runner, task.loss, task.options.nan_policy)
+            scales = normalize.feature_scales(Runner(*data), task.loss, task.options.nan_policy)
             self._spreads = {name: spread(module, scales[name]) for name, module in self.modules.items()}
 
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:

@@ -25,7 +25,7 @@ from ..numerics.accumulate import Accumulator
 from ..numerics.lanczos import Ritz
 from ..passes import cotangents, linearity, normalize
 from ..passes.layer_form import LayerForm
-from ..passes.memory import DEFAULT_MEMORY
+from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from . import block_traces, row_blocks, row_products
@@ -83,9 +83,10 @@ class RowSweep:
     def __init__(self, task: Task) -> None:
         check_filters(task)
         self._task, self._options = task, task.options
-        self._memory = task.options.memory or DEFAULT_MEMORY
+        budget = Budget(task.options.memory, halved=True)
+        self._kept, self._written = budget.work, budget.buffers  # bytes of rows of all data; of gradients at a time
         self._runner = Runner(
-            *(task.model, task.selection, task.batches, task.forward, self._memory, self._check),
+            *(task.model, task.selection, task.batches, task.forward, budget, self._check),
             second_order=task.options.curvature != "ggn",
         )
         self._scales: dict[str, Tensor] = {}
@@ -235,7 +236,7 @@ class RowSweep:
         written = sum(
             x[0].numel() * geometry.kernel_elements + y[0].numel() for x, y in zip(inputs, delta, strict=True)
         )
-        chunk = max(1, self._memory // (16 * (written + blocks.shape[0] * blocks.shape[1])))
+        chunk = max(1, self._written // (16 * (written + blocks.shape[0] * blocks.shape[1])))
         for start in range(0, run.samples, chunk):
             part = slice(start, start + chunk)
             gradients = [
@@ -283,7 +284,7 @@ class RowSweep:
     def _set_up(self, name: str) -> None:
         module, scale = self._runner.modules[name], self._scales.get(name)
         self._forms[name] = LayerForm(name, module, (), self._options, scale)
-        memory = self._memory // len(self._runner.selected)
+        memory = self._kept // len(self._runner.selected)
         self._blocks[name] = RowBlocks(self._spread(name) != 0, memory)
 
     def _spread(self, name: str) -> Tensor:

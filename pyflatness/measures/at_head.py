@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Generator
 from functools import partial
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from .. import contractions, losses
 from ..errors import InputError, NonFiniteError
 from ..head import HeadBatch
+from ..losses.base import Curvature
 from ..model import layers
 from ..numerics.accumulate import Accumulator, masked, non_finite
 from ..options import Options
@@ -51,35 +53,42 @@ Error = Callable[[HeadBatch, Tensor], NonFiniteError]
 def relative_flatness(source: Source, loss: losses.Loss, options: Options) -> Estimate:
     """Return κ of a head by one data read; two with ``normalize``."""
     scale = _feature_scale(source, options) if options.normalize else None
-    total: _Sum | None = None
+    total = _Sum(source, loss, options, scale)
+    curvature: Curvature | None = None
     with contextlib.closing(source.batches()) as batches:  # hooks go with an error, not at some later time
         for batch in batches:
             with contractions.full_precision(batch.features):
-                if total is None:
-                    total = _Sum(source, loss, options, scale, source.expected_rows(batch))
-                total.add(batch)
-    assert total is not None, "data without samples is refused where it is read"
+                if curvature is None:
+                    weight, bias, backend = total.take_weight()
+                    memory = options.memory or contractions.default_memory(weight.device)
+                    rows = source.expected_rows(batch)
+                    curvature = loss.curvature(weight, bias, backend, rows, memory, options.tolerance)
+                total.add(batch, curvature)
     return total.estimate()
 
 
 class _Sum:
     """The running sums behind κ."""
 
-    def __init__(self, source: Source, loss: losses.Loss, options: Options, scale: Tensor | None, rows: int) -> None:
-        self._source, self._options, self._scale = source, options, scale
-        weight, bias = source.matrix()
-        if scale is not None:
-            weight = normalize.apply(scale, weight)
-        self._backend = contractions.choose(options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
-        memory = options.memory or contractions.default_memory(weight.device)
-        self._curvature = loss.curvature(weight, bias, self._backend, rows, memory, options.tolerance)
+    def __init__(self, source: Source, loss: losses.Loss, options: Options, scale: Tensor | None) -> None:
+        self._source, self._options, self._scale, self._backend = source, options, scale, ""
         self._over, self._value, self._bound = Accumulator(options.nan_policy, loss.reduction), 0.0, 0.0
         self._contributions: list[Tensor] = []
 
-    def add(self, batch: HeadBatch) -> None:
+    def take_weight(self) -> tuple[Tensor, Tensor | None, ModuleType]:
+        """Return the weight as it is measured, the bias, and the backend; known once the first batch was read."""
+        weight, bias = self._source.matrix()
+        if self._scale is not None:
+            weight = normalize.apply(self._scale, weight)
+        dtype = contractions.promoted_dtype(weight.dtype)
+        backend = contractions.choose(self._options.backend, weight.device, dtype)
+        self._backend = contractions.describe(backend)
+        return weight, bias, backend
+
+    def add(self, batch: HeadBatch, curvature: Curvature) -> None:
         features = batch.features if self._scale is None else normalize.apply(self._scale, batch.features, inverse=True)
-        curvature = self._curvature(features, batch.terms.scale, *batch.terms.extra)
-        rows = curvature.values.mul_(batch.terms.scale)
+        found = curvature(features, batch.terms.scale, *batch.terms.extra)
+        rows = found.values.mul_(batch.terms.scale)
         if self._scale is not None:
             rows = self._as_in_the_first_read(batch, rows)
         total, weights, kept = float(rows.sum()), batch.terms.weights, None
@@ -90,8 +99,8 @@ class _Sum:
             total = float(rows.sum())
         self._over.add(batch.samples, float(weights.sum()))
         self._value += total
-        if curvature.bounds is not None:
-            bounds = curvature.bounds * batch.terms.scale.abs()
+        if found.bounds is not None:
+            bounds = found.bounds * batch.terms.scale.abs()
             counted = bounds.isfinite() & (rows != 0)  # not in rows that were left out
             self._bound += float(torch.where(counted, bounds, 0.0).sum())
         if self._options.per_sample:
@@ -117,7 +126,7 @@ class _Sum:
             samples=self._over.samples,
             method="head",
             exact=self._bound == 0,
-            backend=contractions.describe(self._backend),
+            backend=self._backend,
             per_sample=self._over.per_sample(self._contributions) if self._options.per_sample else None,
             layer=self._source.name,
             omitted=self._over.omitted,

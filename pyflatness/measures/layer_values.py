@@ -13,6 +13,7 @@ from ..errors import InputError, NotYetError
 from ..model import layers
 from ..numerics.accumulate import omits
 from ..passes import linearity
+from ..passes.memory import Budget
 from ..passes.runner import Runner
 from ..passes.task import Task
 from ..report import Estimate
@@ -40,7 +41,7 @@ class LayerValues:
             task.selection,
             task.batches,
             task.forward,
-            self._options.memory,
+            Budget(self._options.memory),
             self._check,
             second_order=self._options.curvature != "ggn",
             order_matters=self._options.by_sample or not task.loss.convex,
@@ -60,7 +61,11 @@ class LayerValues:
         """
         quantities = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
         sweep = Sweep(self._runner, self._loss, self._options, quantities)
-        sums = self._sums(sweep)
+        target = self._options.target_stderr
+        if target is None:
+            sums = self._sums(sweep, self._options.draws)
+        else:
+            sums = stages.until(target, partial(self._sums, sweep), lambda: sweep.exact_passes)
         selected = [*self._runner.selected]
         found: dict[tuple[str, str], Estimate] = {}
         for measure in measures:
@@ -144,15 +149,14 @@ class LayerValues:
         matrix: Tensor = torch.block_diag(*(blocks[0] / totals.over.normaliser))
         return matrix
 
-    def _sums(self, sweep: Sweep) -> Sums:
-        """Return the sums: exact, in groups, or by draws as the options say."""
+    def _sums(self, sweep: Sweep, draws: range | None) -> Sums:
+        """Return the sums: exact, in groups, or in the draws of these numbers."""
+        totals = self._totals(sampled=draws is not None)
         if self._options.probes == "adaptive":
-            return self._totals().of(sweep.by_groups)
-
-        def summed(draws: range | None) -> Sums:
-            return self._totals(sampled=draws is not None).of(partial(sweep.values, draws=draws))
-
-        return stages.by_options(self._options, summed, lambda: sweep.exact_passes)
+            sweep.by_groups(totals.add)
+        else:
+            self._runner.each(sweep.work(draws), totals.add)
+        return totals.sums()
 
     def _totals(self, *, sampled: bool = False) -> Totals:
         error = partial(layer_error, self._runner.selected)

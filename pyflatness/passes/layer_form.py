@@ -11,6 +11,7 @@ from ..errors import InputError
 from ..model import layers
 from ..options import Options
 from . import normalize
+from .memory import Budget
 from .runner import Run
 
 Parts = list[Tensor]
@@ -45,7 +46,7 @@ class LayerForm:
         weight = layers.matrix(module)[0]
         self.backend = contractions.choose(options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
         self._dense = options.conv == "affine" and layers.is_convolution(module)
-        self._memory = options.memory or contractions.DEFAULT_MEMORY
+        self._memory = Budget(options.memory).buffers
         self._sizes: set[tuple[int, ...]] = set()
         self._contraction: LayerContraction | None = None
 

@@ -1,10 +1,56 @@
-"""Cut batches into micro-batches whose graph fits the memory."""
+"""Share out the bytes of ``memory=``, and cut batches into micro-batches whose graph fits its share."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-DEFAULT_MEMORY = 512 * 2**20  # bytes that the graph, the layers' inputs and output gradients of a micro-batch may take
+DEFAULT_MEMORY = 512 * 2**20
+_BUFFERS = 24 * 2**20  # near to what a processor's caches hold
+_HELD_BACK = 48 * 2**20
 _SECOND_ORDER = 3  # about the memory that a graph takes together with that of its derivatives
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Share out the bytes of ``memory=`` among what a sweep holds at the same time.
+
+    - ``buffers``: an eighth, at most 24 MiB, for the working buffers of a layer's contraction, one layer at a time.
+    - ``held_back``: an eighth, at most 48 MiB, for cotangents of all layers that are contracted several at a time;
+      nothing if ``halved``.
+    - ``work``: a half if ``halved``, else nothing, for what a measure holds besides: parameters of each sample's own
+      with their graph, or rows kept of all data.
+    - ``graph``: the rest, for the graph of a micro-batch, with its layer inputs and output gradients.
+
+    Attributes:
+        asked: the user's ``memory``, in bytes; None takes :data:`DEFAULT_MEMORY`.
+        halved: whether a measure holds something besides.
+    """
+
+    asked: int | None
+    halved: bool = False
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of this share."""
+        return min(_BUFFERS, self._total // 8)
+
+    @property
+    def held_back(self) -> int:
+        """Bytes of this share."""
+        return 0 if self.halved else min(_HELD_BACK, self._total // 8)
+
+    @property
+    def work(self) -> int:
+        """Bytes of this share."""
+        return self._total // 2 if self.halved else 0
+
+    @property
+    def graph(self) -> int:
+        """Bytes of this share."""
+        return self._total - self.buffers - self.held_back - self.work
+
+    @property
+    def _total(self) -> int:
+        return self.asked or DEFAULT_MEMORY
 
 
 @dataclass
@@ -25,8 +71,7 @@ class MicroBatches:
     """Know how many samples may go through the model together.
 
     Args:
-        memory: bytes for the graph, layer inputs and output gradients of a micro-batch; None takes
-            :data:`DEFAULT_MEMORY`.
+        budget: of whose bytes they take the graph's.
 
     Attributes:
         largest: how many samples go together at most; 1 until :meth:`plan` was told what they take.
@@ -34,18 +79,18 @@ class MicroBatches:
         notes: what a reader of a value should know.
     """
 
-    def __init__(self, memory: int | None) -> None:
-        self._asked, self._memory = memory, memory or DEFAULT_MEMORY
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
         self.largest, self.cuttable = 1, True
         self.notes: tuple[str, ...] = ()
 
     def plan(self, needed: int, samples: int, *, cuttable: bool) -> None:
         """Take in what a batch of some samples needs: bytes a sample, and whether the model runs on some of them."""
-        needed = max(1, needed)
-        if self._asked and needed > self._asked and cuttable:
-            self.notes = (f"one sample takes about {needed:,} bytes at a time, more than memory={self._asked:,}",)
+        needed, asked = max(1, needed), self._budget.asked
+        if asked and needed > asked and cuttable:
+            self.notes = (f"one sample takes about {needed:,} bytes at a time, more than memory={asked:,}",)
         self.cuttable = cuttable
-        self.largest = max(1, self._memory // needed) if cuttable else samples
+        self.largest = max(1, self._budget.graph // needed) if cuttable else samples
 
     def make_room_for_second_order(self) -> None:
         """Take in that second derivatives are taken from now on: the graph of the first ones comes on top."""

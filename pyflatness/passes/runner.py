@@ -19,7 +19,7 @@ from . import batch_layout, dry_run, independence, linearity
 from .batch_layout import Layout
 from .independence import Check, Spacing, check_unchanged
 from .known_layers import KnownLayers
-from .memory import MicroBatches
+from .memory import Budget, MicroBatches
 from .recorder import Call, Recorder, frozen
 
 Result = TypeVar("Result")
@@ -88,7 +88,7 @@ class Runner:
         selection: the layers.
         batches: the data.
         forward: see :func:`.calling.run`.
-        memory: see :class:`.memory.MicroBatches`.
+        budget: see :class:`.memory.MicroBatches`; that of no ``memory=`` if it is not given.
         approve: called before work is done on a micro-batch, with the layers that are not linear so far, and why.
         second_order: whether second derivatives will be taken behind those, which makes their graph larger.
         order_matters: whether values of single samples are asked for, so that rows in another order have to be noticed.
@@ -104,7 +104,7 @@ class Runner:
         selection: Selection,
         batches: Batches,
         forward: calling.Forward | None = None,
-        memory: int | None = None,
+        budget: Budget = Budget(None),  # noqa: B008, it cannot change
         approve: Callable[[dict[str, str]], None] = lambda nonlinear: None,
         *,
         second_order: bool = False,
@@ -120,7 +120,7 @@ class Runner:
         self._recorder = Recorder(selection.modules)
         self._known = KnownLayers(model, selection, self._recorder, forward, order_matters=order_matters)
         self._certificate = linearity.Certificate()
-        self._micro_batches = MicroBatches(memory)
+        self._micro_batches = MicroBatches(budget)
         self._spacing = Spacing(len(batches))
 
     @property

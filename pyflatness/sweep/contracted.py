@@ -10,8 +10,6 @@ from ..contractions.quantities import Contribution
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 
-_HELD = 48 * 2**20  # bytes of cotangents of all layers that are held back; half of it of one layer
-
 
 class Contracted:
     """What layers contribute for each cotangent that is sent.
@@ -21,20 +19,21 @@ class Contracted:
         forms: layers by name.
         names: of those that are contracted.
         count: about how many cotangents will come.
-        hold: whether contributions may come late, of several cotangents together; :meth:`rest` then has to be asked.
+        hold: bytes of cotangents of all layers that may be held back, at most half of them of one layer; contributions
+            then come late, of several cotangents together, and :meth:`rest` has to be asked.
     """
 
     def __init__(
-        self, run: Run, forms: Mapping[str, LayerForm], names: Iterable[str], count: int, *, hold: bool = False
+        self, run: Run, forms: Mapping[str, LayerForm], names: Iterable[str], count: int, *, hold: int = 0
     ) -> None:
         self._run, self._forms = run, forms
         self._contractions: dict[str, Contraction] = {}
         self._gradients: Mapping[str, list[Tensor]] = {}
-        left = _HELD if hold else 0
+        left = hold
         with contractions.full_precision(run.outputs):
             for name in names:
                 form = forms[name]
-                found = form.contraction(run).at(form.inputs(run), count, min(left, _HELD // 2))
+                found = form.contraction(run).at(form.inputs(run), count, min(left, hold // 2))
                 left -= found.held
                 self._contractions[name] = found
         self._contract = {name: one.of if one.together == 1 else one.hold for name, one in self._contractions.items()}

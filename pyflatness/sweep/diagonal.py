@@ -27,13 +27,13 @@ from ..numerics.accumulate import non_finite
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
-from ..passes.memory import DEFAULT_MEMORY
+from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from ..report import Estimate
 from . import stages
 from .layer_gradients import LayerGradients
-from .layer_sweep import Take, Values
+from .layer_sweep import Values
 from .per_sample_diagonal import PerSampleDiagonal
 from .per_sample_parameters import Group, PerSampleParameters
 from .totals import OR_OVERFLOW, Sums, Totals
@@ -59,14 +59,14 @@ class Diagonal:
         self.nonlinear: dict[str, str] = {}
         self.exact_passes = 0
         self._layers = LayerGradients(task, self.theta, adaptive=adaptive)
-        self._per_sample = PerSampleParameters(task.model, task.forward, task.options.memory or DEFAULT_MEMORY)
-        options = task.options
+        options, budget = task.options, Budget(task.options.memory, halved=True)
+        self._per_sample = PerSampleParameters(task.model, task.forward, budget.work)
         self._runner = Runner(
             task.model,
             Selection(self._layers.modules, frozenset(), optional=True),
             task.batches,
             task.forward,
-            options.memory,
+            budget,
             second_order=options.curvature != "ggn",
             order_matters=options.by_sample or not task.loss.convex or options.sampled,
         )
@@ -76,26 +76,19 @@ class Diagonal:
         """Of the contractions."""
         return self._layers.backend
 
-    def values(self, take: Take, draws: Sequence[int] | None = None) -> None:
-        """Hand every sample's sum to ``take``: exact, or in the draws of these numbers.
+    def sums(self, draws: range | None = None) -> Sums:
+        """Return the sums over all samples: exact, or in the draws of these numbers.
 
         Raises:
             InputError: see :meth:`.Runner.each`; targets that do not fit; too many passes or products; a function
                 that torch did not write behind a parameter, under ``curvature="auto"``.
-        """
-        signs = None if draws is None else Signs(self._task.options.seed, draws)
-        self._runner.each(partial(self._values, signs=signs), take)
-
-    def sums(self, draws: range | None = None) -> Sums:
-        """Return those of all samples together.
-
-        Raises:
-            InputError: see :meth:`values`.
             NonFiniteError: NaN or infinity, by the policy.
         """
+        signs = None if draws is None else Signs(self._task.options.seed, draws)
         error = partial(_non_finite, self.theta)
         totals = Totals(self._task.loss.reduction, self._task.options, error, sampled=draws is not None)
-        return totals.of(partial(self.values, draws=draws))
+        self._runner.each(partial(self._values, signs=signs), totals.add)
+        return totals.sums()
 
     def _values(self, run: Run, signs: Signs | None) -> Values:
         sent = cotangents.of_run(run, self._task.loss)
@@ -174,7 +167,7 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
         certify: see :class:`Diagonal`.
 
     Raises:
-        InputError: see :meth:`Diagonal.values`; no trainable parameter; ``probes="adaptive"``.
+        InputError: see :meth:`Diagonal.sums`; no trainable parameter; ``probes="adaptive"``.
         NonFiniteError: NaN or infinity, by the policy.
     """
     options = task.options
@@ -184,7 +177,10 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
             "number of draws, or target_stderr="
         )
     diagonal = Diagonal(task, adaptive=adaptive, certify=certify)
-    sums = stages.by_options(options, diagonal.sums, lambda: diagonal.exact_passes)
+    if options.target_stderr is None:
+        sums = diagonal.sums(options.draws)
+    else:
+        sums = stages.until(options.target_stderr, diagonal.sums, lambda: diagonal.exact_passes)
     by = "hessian" if diagonal.nonlinear and options.curvature != "ggn" else "ggn"
     taken = by == "hessian" and linearity.CUSTOM in diagonal.nonlinear.values()
     sampled = sums.errors is not None

@@ -20,6 +20,7 @@ from ..numerics.accumulate import Accumulator, non_finite
 from ..passes import cotangents
 from ..passes.dry_run import Findings
 from ..passes.layer_form import LayerForm
+from ..passes.memory import Budget
 from ..passes.recorder import Call
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
@@ -126,7 +127,7 @@ class _Sweep:
         self._inputs = inputs.Inputs(task.forward)
         options = task.options
         self._runner = Runner(
-            *(task.model, task.selection, task.batches, self._inputs, options.memory),
+            *(task.model, task.selection, task.batches, self._inputs, Budget(options.memory)),
             order_matters=options.by_sample,
             certify=False,
             reserve=self._reserve,

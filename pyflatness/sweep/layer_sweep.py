@@ -29,6 +29,7 @@ from ..options import Options
 from ..passes import cotangents, linearity, normalize
 from ..passes.independence import agree, rounding
 from ..passes.layer_form import LayerForm
+from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from . import adaptive, groups
 from .contracted import Contracted
@@ -81,26 +82,27 @@ class Sweep:
         self._runner, self._loss, self._options, self._quantities = runner, loss, options, quantities
         self._forms: dict[str, LayerForm] = {}
         self._scales: Mapping[str, Tensor] = {}
+        self._budget = Budget(options.memory)
         self.backend = ""
         self.by_hessian: set[str] = set()
         self.exact_passes = 0
         if options.normalize:
             self._scales = normalize.feature_scales(runner, loss, options.nan_policy)
 
-    def values(self, take: Take, draws: Sequence[int] | None = None) -> None:
-        """Hand every sample's quantities in every layer to ``take``: exact, or in the draws of these numbers.
+    def work(self, draws: Sequence[int] | None = None) -> Callable[[Run], Values]:
+        """Return what gives a run's quantities in every layer, by sample: exact, or in the draws of these numbers.
 
         Raises:
-            InputError: see :meth:`.Runner.each`; targets that do not fit; too many passes or products.
+            InputError: when it is called: targets that do not fit; too many passes or products.
         """
         signs = None if draws is None else Signs(self._options.seed, draws)
-        self._runner.each(partial(self._values, signs=signs), take)
+        return partial(self._values, signs=signs)
 
     def by_groups(self, take: Take) -> None:
         """Hand every sample's quantities to ``take``, columns sent in groups as large as the user's ``rtol`` allows.
 
         Raises:
-            InputError: as :meth:`values`; layers or losses for which there are no such columns, or negative weights.
+            InputError: as :meth:`work`; layers or losses for which there are no such columns, or negative weights.
         """
         tolerance = groups.Tolerance(self._options.rtol or groups.RTOL, self._runner.batches.samples)
 
@@ -117,7 +119,7 @@ class Sweep:
         """Hand one layer's block traces, summed over samples, (G, d, d) float64, and the samples' values to ``take``.
 
         Raises:
-            InputError: as :meth:`values`; the matrix would take more than ``limit`` bytes.
+            InputError: as :meth:`work`; the matrix would take more than ``limit`` bytes.
         """
         self._runner.each(partial(self._block_traces, limit=limit), take)
 
@@ -141,7 +143,8 @@ class Sweep:
         if linear:
             self.exact_passes = max(self.exact_passes, sent.passes)
             count = sent.passes if signs is None else len(signs.draws)
-            contracted = Contracted(run, self._forms, linear, count, hold=signs is None)
+            held_back = self._budget.held_back if signs is None else 0
+            contracted = Contracted(run, self._forms, linear, count, hold=held_back)
             for name in linear if sent.passes == 0 else ():
                 _add(parts, name, self._forms[name].contraction(run).nothing(run.samples))
             for draw, cotangent, sign in sent.sent(signs, run.numbers):

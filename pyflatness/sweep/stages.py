@@ -4,29 +4,12 @@ import math
 from collections.abc import Callable
 
 from ..errors import InputError
-from ..options import Options
 from ..passes import cotangents
 from .totals import Sums
 
 _FIRST_STAGE, _LATER_STAGES = 4, 3  # draws from which their number is found; how often it is corrected
 _FEWEST = 2  # draws of a stage: one has no variance of its own
 _CLOSE = 1.05  # a standard error within this of the one that was asked for is that
-
-
-def by_options(options: Options, summed: Callable[[range | None], Sums], exact_passes: Callable[[], int]) -> Sums:
-    """Return values as the user's options say: exact, by so many draws, or by as many as a standard error takes.
-
-    Args:
-        options: of the user; the number of draws, if there is one, is not "adaptive".
-        summed: see :func:`until`.
-        exact_passes: see :func:`until`.
-
-    Raises:
-        InputError: see :func:`until`.
-    """
-    if options.target_stderr is not None:
-        return until(options.target_stderr, summed, exact_passes)
-    return summed(None if options.probes is None else range(int(options.probes)))
 
 
 def until(target: float, summed: Callable[[range | None], Sums], exact_passes: Callable[[], int]) -> Sums:

@@ -12,7 +12,7 @@ from ..model import layers
 from ..numerics.accumulate import Accumulator, finite_samples, masked, non_finite
 from ..numerics.variances import Variances
 from ..options import Options
-from .layer_sweep import Take, Values
+from .layer_sweep import Values
 
 _AGREEING = 1e-6  # of a value: by less than so much draws differ by chance or by rounding, which tells of no error
 
@@ -103,8 +103,9 @@ class Totals:
         fine = finite_samples(part.values)
         kept = self.over.kept(fine, lambda: self._error(part, fine))
         self.over.add(len(fine), float(masked(part.sample_weights, kept).sum()))
-        finite = part.values.where(part.values.isfinite(), torch.nan)  # a layer that is fine stays so
-        values = masked(finite, kept)
+        values = part.values
+        if not bool(fine.all()):
+            values = masked(values.where(values.isfinite(), torch.nan), kept)  # a layer that is fine stays so
         draws = torch.cat([values, values.sum(dim=1, keepdim=True)], dim=1)
         means = draws.mean(dim=0)
         self._sums = self._sums.to(means.device) + means.sum(dim=2)
@@ -117,14 +118,13 @@ class Totals:
         if self._per_sample:
             self._contributions.append(masked(means, kept, torch.nan))
 
-    def of(self, hand_over: Callable[[Take], None]) -> Sums:
-        """Return the sums of all values that are handed to :meth:`add`.
+    def sums(self) -> Sums:
+        """Return the sums of all values so far.
 
         Raises:
-            NonFiniteError: NaN or infinity, by the policy.
+            NonFiniteError: every sample was left out.
             InputError: no target counts.
         """
-        hand_over(self.add)
         normaliser = self.over.normaliser
         values = (self._sums / normaliser).cpu()
         errors = dof = None

@@ -12,7 +12,7 @@ from pyflatness import BackendError
 from pyflatness.contractions import LayerContraction, compiled, cuda, reference
 from pyflatness.contractions.geometry import Geometry
 from pyflatness.contractions.layer import Contraction
-from pyflatness.sweep import contracted
+from pyflatness.passes import memory
 from support.cases import on_threads
 from support.layer_cases import CASES, DTYPES, LAYOUTS, ONE, double, layer, layout, limit
 
@@ -243,7 +243,7 @@ def test_what_is_held_back_of_all_layers_is_limited(monkeypatch):
     found = {}
     linear = 40 * 20 * 4  # bytes of a signal
     for held, expected in ((2**30, [19, 19, 19, 19]), (10 * linear, [5, 5]), (0, [])):
-        monkeypatch.setattr(contracted, "_HELD", held)
+        monkeypatch.setattr(memory, "_HELD_BACK", held)
         report = pf.measure(model, nn.CrossEntropyLoss(), data, measures="relative_flatness", progress=False)
         assert counts == expected
         counts.clear()

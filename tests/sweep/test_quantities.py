@@ -294,6 +294,7 @@ def test_one_measure_of_one_layer_is_the_report_s():
     for row in rows:
         if row.name in names:
             with session(case.build(), case.loss, batches(case), Options(), reads=row.reads) as task:
-                found = of_layer(row, task, "2")
+                measurement, name = of_layer(row, task, "2")
+                found = measurement.estimates()[name, row.name]
             expected = whole[row.name] if row.of_network_alone else report["2", row.name]
             assert found.value == pytest.approx(expected.value, rel=1e-12)
