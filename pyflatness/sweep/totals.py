@@ -103,8 +103,9 @@ class Totals:
         fine = finite_samples(part.values)
         kept = self.over.kept(fine, lambda: self._error(part, fine))
         self.over.add(len(fine), float(masked(part.sample_weights, kept).sum()))
-        finite = part.values.where(part.values.isfinite(), torch.nan)  # a layer that is fine stays so
-        values = masked(finite, kept)
+        values = part.values
+        if not bool(fine.all()):
+            values = masked(values.where(values.isfinite(), torch.nan), kept)  # a layer that is fine stays so
         draws = torch.cat([values, values.sum(dim=1, keepdim=True)], dim=1)
         means = draws.mean(dim=0)
         self._sums = self._sums.to(means.device) + means.sum(dim=2)
