@@ -42,9 +42,9 @@ class Contraction:
 
     Args:
         wanted: the quantities.
-        products: of a cotangent, or of several one behind the other where ``together`` are contracted at a time.
+        products: of a cotangent, or of several one behind the other where ``stack_size`` are contracted at a time.
         entries: Σ_i sign_i M_i ∘ M_i of a cotangent and its sign, for quantities that come with it.
-        together: how many cotangents :meth:`hold` contracts at a time.
+        stack_size: how many cotangents :meth:`hold` contracts at a time.
         buffer: of a cotangent, memory for so many.
         held: bytes that these take.
     """
@@ -54,12 +54,12 @@ class Contraction:
         wanted: Wanted,
         products: Callable[[Calls], Products],
         entries: Callable[[Calls, Sign], Tensor] | None = None,
-        together: int = 1,
+        stack_size: int = 1,
         buffer: Callable[[int, Tensor], Tensor] | None = None,
         held: int = 0,
     ) -> None:
         self._wanted, self._products, self._entries = wanted, products, entries
-        self.together, self.held, self._make = together, held, buffer
+        self.stack_size, self.held, self._make = stack_size, held, buffer
         self._signs: list[Sign] = []
 
     def of(self, cotangent: Calls, sign: Sign = None) -> Contribution:
@@ -79,10 +79,10 @@ class Contraction:
         (delta,) = cotangent
         if not self._signs:
             assert self._make is not None
-            self._buffer = self._make(self.together, delta)
+            self._buffer = self._make(self.stack_size, delta)
         self._buffer[len(self._signs)].copy_(delta)
         self._signs.append(sign)
-        if len(self._signs) < self.together:
+        if len(self._signs) < self.stack_size:
             return None
         held, sign = self._released()
         return _over_cotangents(self._wanted.contribution(self._products([held.flatten(0, 1)]), sign), len(held))
@@ -147,14 +147,14 @@ class LayerContraction:
             count: about how many cotangents will come.
             held: bytes of cotangents that may be held back.
         """
-        layer, together = self._prepared, self.together(inputs, count, held)
-        held = together * self.cotangent_bytes(inputs) if together > 1 else 0
+        layer, stack_size = self._prepared, self.stack_size(inputs, count, held)
+        held = stack_size * self.cotangent_bytes(inputs) if stack_size > 1 else 0
         inputs = [layer.taken(part) for part in inputs]
         route: Summed | Direct | Gathered | Gram | OnePosition | Both
         if len(inputs) > 1:
             route = Summed(layer, inputs)
         elif self._route_of(inputs[0], count) == "direct":
-            route = Direct(layer, inputs[0], layer.factor) if together == 1 else Gathered(layer, inputs[0])
+            route = Direct(layer, inputs[0], layer.factor) if stack_size == 1 else Gathered(layer, inputs[0])
         elif math.prod(layer.geometry.places(inputs[0].shape[2:])) == 1:
             route = OnePosition(layer, inputs[0])
         elif layer.weight is None:
@@ -166,9 +166,9 @@ class LayerContraction:
         def entries(cotangent: Calls, sign: Sign) -> Tensor:
             return self.entries(inputs, cotangent, sign)
 
-        return Contraction(self._wanted, route.products, entries, together, self.buffer, held)
+        return Contraction(self._wanted, route.products, entries, stack_size, self.buffer, held)
 
-    def together(self, inputs: Calls, count: int, held: int) -> int:
+    def stack_size(self, inputs: Calls, count: int, held: int) -> int:
         """Return how many cotangents of so many had better be contracted at a time; 1: each alone.
 
         Shared out evenly, of what ``held`` bytes hold: room for four at least, fewer are not worth the copy.

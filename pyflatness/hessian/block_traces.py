@@ -145,8 +145,8 @@ class BlockTraces:
         """Return sampled values, (draws, quantities, n) float64, each with the exact value for its mean."""
         size, draws, parts = (len(self._weight), self._basis.size), signs.draws, []
         with self._directions(sampled=True) as directions:
-            for start in range(0, len(draws), directions.together):
-                some = Signs(signs.seed, draws[start : start + directions.together])
+            for start in range(0, len(draws), directions.batch):
+                some = Signs(signs.seed, draws[start : start + directions.batch])
                 drawn = some(stream, self._run.numbers, directions.columns, *size)  # fewer columns, the same signs
                 traced = self._read(directions, drawn.transpose(2, 3).to(self._weight.dtype))
                 entries = self._entries.sampled(directions, some, stream, self._run.numbers)
@@ -179,7 +179,7 @@ class BlockTraces:
         """Yield every row of a group and column, some at a time: their numbers (k,), (k,), and B (k, 1, G, ρ, r)."""
         groups, rows, columns = len(self._weight), self._basis.size, directions.columns
         count = groups * rows * columns
-        for chosen in torch.arange(count, device=self._weight.device).split(directions.together):
+        for chosen in torch.arange(count, device=self._weight.device).split(directions.batch):
             place, column = chosen // columns, chosen % columns
             units = self._weight.new_zeros(len(chosen), 1, groups, columns, rows)
             units[torch.arange(len(chosen), device=place.device), 0, place // rows, column, place % rows] = 1.0

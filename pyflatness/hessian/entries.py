@@ -20,7 +20,7 @@ from ..contractions.quantities import QUANTITIES, Contribution, Neurons, Unit
 from ..numerics.signs import Signs
 
 _OF_COLUMNS = 2**32  # between the streams of signs of rows and columns
-_TOGETHER = 2**22  # bytes of directions that go through the graph in one pass; more would only leave the caches
+_BATCH = 2**22  # bytes of directions that go through the graph in one pass; more would only leave the caches
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Directions:
     scale: Tensor | None = None
 
     @property
-    def together(self) -> int:
-        """How many directions to take at a time."""
-        return max(1, _TOGETHER // max(1, self.bytes))
+    def batch(self) -> int:
+        """Return how many directions to take at a time."""
+        return batch_of(self.bytes)
 
 
 class Entries:
@@ -126,7 +126,7 @@ class Entries:
         outputs = patches @ self._weight.mT
         for group in range(groups):
             phi = patches[:, group]
-            for chosen in torch.arange(d * count, device=phi.device).split(directions.together):
+            for chosen in torch.arange(d * count, device=phi.device).split(directions.batch):
                 k, row, unit = torch.arange(len(chosen), device=chosen.device), chosen // count, chosen % count
                 changes = phi.new_zeros(len(chosen), samples, groups, positions, d)
                 if positions <= m:
@@ -161,13 +161,18 @@ class Entries:
         patches, found = directions.patches.expand(samples, -1, -1, -1), []
         for group in range(groups):
             every = torch.arange(neurons.count(self._sizes) // groups, device=patches.device)
-            for chosen in every.split(directions.together):
+            for chosen in every.split(directions.batch):
                 changes = patches.new_zeros(len(chosen), samples, groups, patches.shape[2], d)
                 changes[:, :, group] = neurons.directions(
                     self._weight[group], chosen, patches[:, group], self._kernel_elements
                 )
                 found.append((changes * directions.by_position(changes)).sum(dim=(2, 3, 4), dtype=torch.float64))
         return torch.cat(found).t()
+
+
+def batch_of(size: int) -> int:
+    """Return how many directions of so many bytes to send through the graph at a time."""
+    return max(1, _BATCH // max(1, size))
 
 
 def tells_all(quantities: Sequence[str]) -> bool:

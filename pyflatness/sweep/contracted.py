@@ -36,7 +36,7 @@ class Contracted:
                 found = form.contraction(run).at(form.inputs(run), count, min(left, hold // 2))
                 left -= found.held
                 self._contractions[name] = found
-        self._contract = {name: one.of if one.together == 1 else one.hold for name, one in self._contractions.items()}
+        self._contract = {name: one.of if one.stack_size == 1 else one.hold for name, one in self._contractions.items()}
 
     def of(self, cotangent: Tensor, sign: Sign = None) -> list[tuple[str, Contribution]]:
         """Return each layer's contribution for a cotangent of the run's outputs; none of one that holds it back."""

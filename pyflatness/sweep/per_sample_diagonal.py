@@ -13,12 +13,11 @@ from .. import interrupts
 from ..contractions import promoted
 from ..errors import InputError
 from ..hessian import block_traces
+from ..hessian.entries import batch_of
 from ..losses import Loss
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from .per_sample_parameters import Group
-
-_TOGETHER = 2**22  # bytes of directions that go through the graph in one pass
 
 
 class PerSampleDiagonal:
@@ -93,8 +92,7 @@ class PerSampleDiagonal:
         """Return the sum over one parameter by a product for every entry, (n,)."""
         leaf = self._group.leaves[name]
         size, total = leaf[0].numel(), self.zeros(None)[0]
-        together = max(1, _TOGETHER // max(1, leaf.numel() * leaf.element_size()))
-        for chosen in torch.arange(size, device=leaf.device).split(together):
+        for chosen in torch.arange(size, device=leaf.device).split(batch_of(leaf.nbytes)):
             rows = torch.arange(len(chosen), device=leaf.device)
             units = leaf.new_zeros(len(chosen), 1, size)
             units[rows, 0, chosen] = 1.0

@@ -12,7 +12,7 @@ from pyflatness.plan import of_layer
 from pyflatness.session import session
 from support import grid, truth
 from support.cases import to
-from support.combinations import ENGINES, every
+from support.combinations import ENGINES, every, in_soak
 from support.grid import batches
 from support.networks import CASES, LAYERS, NETWORKS, curvatures, networks_in_turn
 
@@ -118,7 +118,7 @@ def test_sampled(name):
         assert alone[layer, "adaptive_sharpness"].value == pytest.approx(estimate.value, rel=1e-6, abs=1e-12), layer
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *in_soak(1, 2)])
 def test_error_of_a_sampled_value(seed):
     """Of weights that differ in size, over many draws."""
     case = CASES["mlp Tanh"]
@@ -161,18 +161,21 @@ def test_normalised_features_change_nothing(name, layer):
 
 
 LARGE = ("cnn", "cnn, one sample, channels last", "residual", "residual network")  # for a Hessian of the dense matrix
-DENSE = [
-    (name, layer)
+DENSE = {
+    f"{name}, {layer}": (name, layer)
     for name, layer in LAYERS
     if name not in LARGE and isinstance(CASES[name].build().get_submodule(layer), CONVOLUTIONS)
-]
+}
 OF_DENSE = ("relative_flatness", "trace", *SUMS, *LARGEST)
 
 
-@pytest.mark.parametrize("options", [{}, {"curvature": "ggn"}, {"backend": "reference"}, {"normalize": "std"}])
-@pytest.mark.parametrize(("name", "layer"), DENSE)
-def test_dense_convolutions(name, layer, options):
+OPTIONS = {"plain": {}, "ggn": {"curvature": "ggn"}, "reference": {"backend": "reference"}, "std": {"normalize": "std"}}
+
+
+@every(together=1, convolution=DENSE, options=OPTIONS)
+def test_dense_convolutions(convolution, options):
     """Rows are output pixels and columns input pixels, against the layer as a Linear."""
+    name, layer = convolution
     case = CASES[name]
     dense, dense_name = truth.affine(case.build(), layer, case.inputs)
     repeats = case.build().get_submodule(layer).padding_mode != "zeros"
