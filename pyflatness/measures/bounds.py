@@ -51,8 +51,8 @@ class LayerTerms:
         self.caveat = self.apart or ("its input goes another way too" if self.passed else "")
         module = samples.task.selection.modules[name]
         weight = layer_weights.matrix(module)[0].double().unflatten(0, (layer_weights.groups(module), -1))
-        self.spectral = float(torch.linalg.matrix_norm(weight, 2).max())
         self.frobenius = float(weight.norm())
+        self.spectral = float(torch.linalg.matrix_norm(weight, 2).max()) if math.isfinite(self.frobenius) else math.nan
         self.x = samples.counted(name, "size").sqrt()
         self.s = samples.counted(name, "largest")
         self.jacobian = samples.counted(name, "trace").sqrt()

@@ -252,6 +252,8 @@ def representation(
 def _named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
     table = {row.name: row for row in ROWS}
     wanted = [*table] if names is None else check_names("measures", names)
+    if not wanted:
+        raise InputError("measures: at least one name is wanted, or None for all of the Jacobian")
     for name in wanted:
         if name not in table:
             raise InputError(f"measures: {name!r} is none of the Jacobian; choose among {', '.join(table)}")

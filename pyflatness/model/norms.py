@@ -25,6 +25,7 @@ def spectral(module: nn.Module) -> float:
     """Return the largest singular value of the layer's weight matrix; of a grouped convolution, the largest of its own.
 
     From the smaller Gram matrix, whose largest eigenvalue is as accurate; of many rows by Lanczos, without that matrix.
+    NaN for a weight with NaN or infinity in it.
     """
     weight = layers.matrix(module)[0].unflatten(0, (layers.groups(module), -1))
     size = min(weight.shape[1:])
@@ -33,6 +34,8 @@ def spectral(module: nn.Module) -> float:
         if None not in found:
             return max(value for value in found if value is not None)
     gram = lower_gram(weight if weight.shape[1] == size else weight.mT)
+    if not bool(gram.isfinite().all()):  # for which there are no eigenvalues
+        return math.nan
     return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram).max())))
 
 

@@ -125,10 +125,10 @@ class Cotangents:
         if bool(negative.any()):
             raise InputError(
                 f"probes='adaptive' is for losses that are convex in the outputs; this one curves down at "
-                f"{int(negative.view(len(self._order), -1).any(dim=1).sum())} of {len(self._order)} samples: pass "
+                f"{int(negative.reshape(len(self._order), -1).any(dim=1).sum())} of {len(self._order)} samples: pass "
                 "probes=k, a number of draws"
             )
-        return weights.clamp_min(0.0).view(len(self._order), -1)
+        return weights.clamp_min(0.0).reshape(len(self._order), -1)  # not contiguous where the terms are reordered
 
     def chosen(self, signs: Tensor) -> Tensor:
         """Return the cotangent Σ_c r_c s_c of signs r (n, places), 0 for columns that are left out."""

@@ -1,0 +1,42 @@
+"""Measures that cannot be had: errors that say so, or NaN, never one of torch's own."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import pyflatness as pf
+from support.grid import batches
+from support.networks import CASES
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.tensor([0, 1, 2, 2, 1, 0])
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def test_no_measure_of_the_jacobian():
+    with pytest.raises(pf.InputError, match="measures: at least one name is wanted, or None for all of the Jacobian"):
+        pf.representation(network(), nn.CrossEntropyLoss(), (X, Y), measures=[])
+
+
+def test_a_weight_with_nan_has_nan_for_its_norms():
+    net = network()
+    net[0].weight.data[1, 2] = math.nan
+    report = pf.measure(net, nn.CrossEntropyLoss(), (X, Y), measures="all", nan_policy="propagate")
+    assert math.isnan(report["0", "weight_norm"].value)
+    assert math.isnan(report["matrix_normalized_sharpness"].value)
+    assert not any("linalg" in reason for reason in report.skipped.values())
+
+
+def test_columns_in_groups_of_outputs_that_are_not_contiguous():
+    """Terms of binary cross-entropy in the dimensions of (n, C, T), a view of (n, T, C)."""
+    case = CASES["tokens, binary"]
+    model, data = case.build(), batches(case)
+    exact = pf.relative_flatness(model, case.loss, data, "mix")
+    sampled = pf.relative_flatness(model, case.loss, data, "mix", probes="adaptive", rtol=0.3)
+    assert abs(sampled.value - exact.value) <= 6 * (sampled.stderr or 0.0) + 1e-5 * exact.value
