@@ -57,7 +57,8 @@ def _values(task: Task) -> Values:
 class _Moved:
     """Compute f and (∂f/∂θ) θ of batches, in forward mode or by two backward passes.
 
-    The backward passes are for operations that have no forward mode, or one that overflows (LayerNorm's in float16, on small inputs).
+    The backward passes are for operations that have no forward mode, or one that overflows (LayerNorm's in float16, on
+    small inputs).
     """
 
     def __init__(self, task: Task, theta: parameters.Parameters) -> None:

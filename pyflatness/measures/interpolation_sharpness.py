@@ -1,6 +1,6 @@
 """Compute sharpness at interpolation ("From Loss Flatness to Compressed Representations", Eq. 3).
 
-It was introduced by Ma and Ying (2021).
+It is also found in Ma and Ying (2021).
 
     S(θ) = (1/n) Σ_i |∂f_i/∂θ|²        f_i all outputs of a sample, θ all trainable parameters
 
