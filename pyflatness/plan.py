@@ -166,8 +166,12 @@ class Measurement:
             options = replace(self._task.options, normalize=how)
             if self.is_by_head(rows):
                 self._take_head(rows, options)
-            else:
-                self._take_sweep(rows, options)
+                continue
+            layer_values = LayerValues(replace(self._task, options=options))
+            possible = [row for row in rows if self._is_possible(row, layer_values)]
+            with self._attempt_sweep(possible):
+                for (name, measure), estimate in layer_values.estimates(possible, self._attempt).items():
+                    self._values.setdefault(measure, {})[name] = estimate
         self._keep_what_ran()
         for row in chain(*self._steps.sweeps.values()):
             if row.of_network is not None and row.name in self._values:
@@ -191,16 +195,11 @@ class Measurement:
         for row in rows:
             self._values[row.name] = {"": replace(estimate, layer="", notes=()), estimate.layer: estimate}
 
-    def _take_sweep(self, rows: Sequence[Measure], options: Options) -> None:
-        values = LayerValues(replace(self._task, options=options))
-        possible = []
-        for row in rows:
-            with self._attempt(row):
-                values.check_options(row)
-                possible.append(row)
-        with self._attempt_sweep(possible):
-            for (name, measure), estimate in values.estimates(possible, self._attempt).items():
-                self._values.setdefault(measure, {})[name] = estimate
+    def _is_possible(self, row: Measure, layer_values: LayerValues) -> bool:
+        """Return whether there is such a measure under the user's options; else the reason is kept."""
+        with self._attempt(row):
+            layer_values.check_options(row)
+        return row.name not in self._reasons
 
     def _keep_what_ran(self) -> None:
         """Leave the task with the layers that have values: one report is of one set of layers."""
