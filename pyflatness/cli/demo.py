@@ -44,10 +44,10 @@ MEASURES = {"kappa": "κ", "normalised_kappa": "κ normalised"}
 )
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of data and networks.")
 def demo(out: Path, seed: int) -> None:
-    """Relative flatness and generalisation of 24 small networks.
+    """Measure relative flatness and generalisation of 24 small networks.
 
-    Trains them on handwritten digits (less than a minute), prints a table and the correlations, and writes scatter.png,
-    results.json and results.csv. One seed gives one set of numbers.
+    The command trains them on handwritten digits (less than a minute), prints a table and the correlations, and writes
+    scatter.png, results.json and results.csv. One seed gives one set of numbers.
     """
     _require_extras()
     prepare_folder(out)
