@@ -107,8 +107,8 @@ def relative_flatness(
     κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')   (Petzka et al. 2021, Definition 3), for w the (d, m) weight matrix
     of ``layer``; a convolution's rows are its filters, and κ the sum over its groups. At the model's head (a Linear or
     1×1 convolution whose output is the model's output, established on every batch) it costs a forward pass; elsewhere a
-    forward pass and one backward pass per output factor of the loss: C - 1 for cross-entropy with C classes, and these
-    for each of a sample's positions that has a loss term.
+    forward pass and one backward pass per column of the loss Hessian's square-root factor: C - 1 for cross-entropy with
+    C classes, and these for each of a sample's positions that has a loss term.
 
     Args:
         model: called as ``model(inputs)``, in eval mode; left as it was found, also after an error or
@@ -124,10 +124,10 @@ def relative_flatness(
             GGN value (``exact`` says whether it is the Hessian's too). ``"hessian"``: as ``"auto"``, but behind
             functions that torch did not write too, where ``"auto"`` is an error.
         probes: a sampled value with a standard error, for fewer passes: k random draws for each sample, Hessian probes
-            or signs over its output factors. ``"adaptive"``: the factors in groups with random signs, heavy ones alone,
-            as many groups a sample as ``rtol`` takes; where the model is locally linear in the weight, or for the GGN.
-            How data is cut into batches may then change the value, within its standard error; exact, without one,
-            where each factor is alone. A head needs no passes and stays exact.
+            or signs over the columns of its square-root factor. ``"adaptive"``: the factors in groups with random
+            signs, heavy ones alone, as many groups a sample as ``rtol`` takes; where the model is locally linear in the
+            weight, or for the GGN. How data is cut into batches may then change the value, within its standard error;
+            exact, without one, where each factor is alone. A head needs no passes and stays exact.
         target_stderr: an absolute standard error for every value asked for, by as many draws as that takes: a first few
             say how many, so the data are read more than once. Exact values where these take fewer passes.
         rtol: of ``probes="adaptive"``: a standard error aimed at, relative to the value; 0.01 unless given. It is found
@@ -277,11 +277,12 @@ def measure(
 ) -> Report:
     """Return measures of many layers of a model, computed in one sweep over the data.
 
-    The cost is a forward pass and one backward pass per output factor of the loss (C - 1 for cross-entropy), whatever
-    the number of layers and measures; the sum over layers is the network's value. Behind curved layers (smooth
-    activations) it is Hessian products, and there the measures count: relative flatness alone takes min(d, m) for a
-    layer of d outputs and m inputs (times its positions), with any others d. One sweep more for measures that are
-    normalised in another way; measures that are not of the sweep have costs of their own (``pyflatness measures``).
+    The cost is a forward pass and one backward pass per column of the loss Hessian's square-root factor (C - 1 for
+    cross-entropy), whatever the number of layers and measures; the sum over layers is the network's value. Behind
+    layers that are not piecewise linear (smooth activations) it is Hessian products, and there the measures count:
+    relative flatness alone takes min(d, m) for a layer of d outputs and m inputs (times its positions), with any others
+    d. One sweep more for measures that are normalised in another way; measures that are not of the sweep have costs of
+    their own (``pyflatness measures``).
 
     Args:
         model: as for :func:`relative_flatness`, like all that follow but two.

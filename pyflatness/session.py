@@ -85,6 +85,6 @@ def session(
         raise InputError(f"forward={shown(forward)}: a function (model, batch) -> (outputs, targets) is wanted")
     progress = None if progress is None else check_flag("progress", progress)
     with explained(), state.observing(model) as (module, random):
-        batches = Batches(data, state.device(module), passes=reads, ordered=ordered, shown=progress)
+        batches = Batches(data, state.device(module), reads=reads, ordered=ordered, shown=progress)
         checked = Checked(module, resolved, forward, random)
         yield Task(module, resolved, batches, checked, options or Options(), progress)

@@ -47,8 +47,8 @@ from the table in the code: `pyflatness measures --markdown > docs/measures.md`.
   `pf.reparameterize` makes such networks, and tests hold every measure to what is said here.
 - **ω_i** in formulas is the weight of sample i in the loss's mean: the number of its loss terms, or the sum of their
   class weights. Σ_i ω_i is the normaliser; for the reduction `"sum"` it is 1.
-- **cost**: a sweep is a forward pass and one backward pass per output factor of the loss (C − 1 for cross-entropy), for
-  all layers and measures that share it.
+- **cost**: a sweep is a forward pass and one backward pass per column of the loss Hessian's square-root
+  factor (C − 1 for cross-entropy), for all layers and measures that share it.
 
 `pf.pac_bayes` and `pf.adaptive_sharpness_mc` are the measures of these names with options (draws, the size of noise,
 initial weights, the readings of the authors' code); so are `pf.representation` (the largest singular values alone) and

@@ -91,7 +91,7 @@ class Scoring:
     def rows(self, path: Path, step: Callable[[float], None]) -> list[Row]:
         """Return a row for each layer and measure; nothing is raised.
 
-        Measures that can share their passes over the data do. If one of them raises, each is taken by itself.
+        Measures that can share their reads of the data do. If one of them raises, each is taken by itself.
 
         Args:
             path: the checkpoint.

@@ -1,6 +1,6 @@
 """List what is measured of a layer's weight gradients: a row of :data:`QUANTITIES` for each quantity.
 
-Each is a quadratic form of a sample's weight gradient M (d, m) for one output factor, summed over factors, and so is a
+Each is a quadratic form of a sample's weight gradient M (d, m) for one cotangent, summed over cotangents, and so is a
 linear functional of the sample's Hessian H in the layer's weight w:
 
 - ``squares``: |M|², the trace of H;

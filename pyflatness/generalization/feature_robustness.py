@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 ALPHAS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 DRAWS = 16
-_MEMORY = 2**28  # bytes of the turned weights that are kept for one pass over the data
+_MEMORY = 2**28  # bytes of the turned weights that are kept for one read of the data
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -218,7 +218,7 @@ class _Curve:
         self._scales = [sign * alpha for alpha in alphas for sign in (1.0, -1.0)]
         weight = perturbed.layer.weight
         assert isinstance(weight, Tensor)
-        self.kept = max(1, _MEMORY // (4 * weight.numel()))  # draws in one pass over the data
+        self.kept = max(1, _MEMORY // (4 * weight.numel()))  # draws in one read of the data
         self.rises: list[Tensor] = []
 
     def add(self, turned: Sequence[Tensor]) -> None:

@@ -40,7 +40,7 @@ class Performance:
 
     Attributes:
         loss: the mean over its loss terms.
-        accuracy: the share of predictions that are right; None where targets are no classes.
+        accuracy: the fraction of predictions that are right; None where targets are no classes.
         samples: how many.
         omitted: samples left out by ``nan_policy="omit"``.
         loss_stderr: standard error of ``loss`` over the samples; None of fewer than two.

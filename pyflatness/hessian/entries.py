@@ -20,7 +20,7 @@ from ..contractions.quantities import QUANTITIES, Contribution, Neurons, Unit
 from ..numerics.signs import Signs
 
 _OF_COLUMNS = 2**32  # between the streams of signs of rows and columns
-_BATCH = 2**22  # bytes of directions that go through the graph in one pass; more would only leave the caches
+_BATCH = 2**22  # bytes of directions that go through the graph in one backward pass; more would only leave the caches
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class Products:
         return (*tied, *((linearity.TAKEN_AS_THEY_ARE,) if custom else ()))
 
     def __call__(self, vectors: Mapping[Names, Tensor]) -> Vectors:
-        """Return each block times its vectors, all in one pass over the data.
+        """Return each block times its vectors, all in one read of the data.
 
         Raises:
             NonFiniteError: a product is not finite; under ``nan_policy="propagate"`` it is handed on.
@@ -208,13 +208,13 @@ class Products:
         return torch.where(spread > 0, 1 / spread, 0.0)
 
     def _check(self, number: int, fine: bool) -> None:
-        """Raise unless a batch's targets, or its part of a product, are finite or may be NaN."""
+        """Raise unless a batch's targets, or its contribution to a product, are finite or may be NaN."""
         what = "its targets, or its part of a product with the loss Hessian, have NaN or infinity"
         check_batch(self._options, self._runner.modules, number, fine, what)
 
 
 def check_batch(options: Options, modules: Mapping[str, nn.Module], number: int, fine: bool, what: str) -> None:
-    """Raise unless a batch's part of an eigenvalue is fine, or may be NaN.
+    """Raise unless a batch's contribution to an eigenvalue is fine, or may be NaN.
 
     Args:
         options: of the user.

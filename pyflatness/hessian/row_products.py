@@ -44,7 +44,7 @@ class _Pass:
         self._cotangents = [torch.zeros_like(rows) for rows in self._outputs]
 
     def add(self, gradients: list[Tensor], signs: Tensor | None) -> None:
-        """Take in the gradients of an output factor, one for each call."""
+        """Take in the gradients of one cotangent, one for each call."""
         with torch.no_grad():
             deltas = [self._rows(gradient) for gradient in gradients]
             products = [(delta * rows).sum(dim=2) for delta, rows in zip(deltas, self._outputs, strict=True)]

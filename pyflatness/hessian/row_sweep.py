@@ -1,10 +1,10 @@
 """Sweep over the data for the blocks H_ss = ∂²E/∂w_s² of the rows of layers' weights.
 
-Where the model is locally linear in the layer's weight, or the GGN is asked for, by output factors sent backward: in
-one sweep, or where blocks are too large for memory one for each product (:mod:`.row_products`). Else by second
+Where the model is locally linear in the layer's weight, or the GGN is asked for, by square-root factors sent backward:
+in one sweep, or where blocks are too large for memory one for each product (:mod:`.row_products`). Else by second
 derivatives: in the layer's outputs if there is one position and one call,
 
-    h_is = ∂²ℓ_i/∂z_is²,   a pass for each row,
+    h_is = ∂²ℓ_i/∂z_is²,   a backward pass for each row,
 
 otherwise in the weights themselves, a product for each of their entries.
 """
@@ -104,7 +104,7 @@ class RowSweep:
 
         Raises:
             InputError: see :meth:`.Runner.each`; targets that do not fit, or are all ignored.
-            NotYetError: too many passes, or products.
+            NotYetError: too many backward passes, or Hessian products.
         """
         over = Accumulator(self._options.nan_policy, self._task.loss.reduction)
 
@@ -259,7 +259,7 @@ class RowSweep:
         return found
 
     def _diagonal(self, run: Run, name: str, gradient: Tensor) -> Tensor:
-        """Return h (n, b), a pass for each row; all samples at once, none of whose gradients depends on another."""
+        """Return h (n, b), a backward pass per row; all samples at once, none of whose gradients depends on another."""
         if name in self._custom:
             linearity.check_complete(f"layer {name!r}", [gradient])
         (call,), dim = run.calls(name), layers.class_dim(self._runner.modules[name])

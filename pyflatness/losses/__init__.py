@@ -5,8 +5,9 @@ A row is one loss term: a sample's outputs, or those of one of its positions. Th
     E = Σ_i scale_i ℓ_i / Σ_i ω_i   (reduction "mean")        E = Σ_i scale_i ℓ_i   (reduction "sum")
 
 over *all* rows of the data set, whatever the batches; Σ_i ω_i is the normaliser. A loss says for its rows what scale
-and weight ω are, what their part of relative flatness at a head is, ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ |φ_i|² (Petzka et al. 2021,
-Definition 3), and the output factors S_i with ∂²ℓ_i/∂f_i² = S_i diag(σ_i) S_iᵀ that a sweep sends backward.
+and weight ω are, what their contribution to relative flatness at a head is, ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ |φ_i|² (Petzka et al.
+2021, Definition 3), and the square-root factors S_i with ∂²ℓ_i/∂f_i² = S_i diag(σ_i) S_iᵀ whose columns a sweep sends
+backward.
 """
 
 import functools

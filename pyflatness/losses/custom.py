@@ -115,9 +115,9 @@ class CustomLoss:
                 if gradient.requires_grad:  # a loss that is linear in its input has no curvature
                     for column, u in itertools.product(span.unbind(2), directions):
                         interrupts.check()
-                        move = column.unsqueeze(2) * u
-                        (turn,) = torch.autograd.grad(gradient, logits, move, retain_graph=True)
-                        total = total + (turn * move).sum(dim=(1, 2))
+                        direction = column.unsqueeze(2) * u
+                        (product,) = torch.autograd.grad(gradient, logits, direction, retain_graph=True)
+                        total = total + (product * direction).sum(dim=(1, 2))
             return Bounded(total.detach() if norms is None else total.detach() * norms, None)
 
         return values

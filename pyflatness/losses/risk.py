@@ -29,7 +29,7 @@ def rows(outputs: Tensor, targets: Any, loss: Loss, number: int) -> losses.Rows:
 
 
 def weight(outputs: Tensor, targets: Any, loss: Loss, number: int) -> float:
-    """Return the sum of the weights of a batch's loss terms, its part of the normaliser.
+    """Return the sum of the weights of a batch's loss terms, its contribution to the normaliser.
 
     Raises:
         InputError: targets that do not fit.

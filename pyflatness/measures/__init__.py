@@ -76,8 +76,8 @@ def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
 def _of_one_sweep(row: Measure) -> bool:
     """Return whether a measure takes no more than relative flatness' own sweep, or the weights alone.
 
-    Not normalised sharpness, for which weight gradients are written out, and which most networks behind curved layers
-    do not have.
+    Not normalised sharpness, for which weight gradients are written out, and which most networks behind layers that are
+    not piecewise linear do not have.
     """
     if row.base is not None:
         return any(_of_one_sweep(other) for other in MEASURES if other.name == row.base)

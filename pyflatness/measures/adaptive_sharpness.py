@@ -7,13 +7,13 @@ It is Definition E.1 of C24.
 
 over the entries w_j of a layer's weight. So the network's value is not the sum of its layers'; it takes a sweep of its
 own (:mod:`pyflatness.sweep.diagonal`), made where the measure is asked for by name or by ``"all"``: ``measures=None``
-gives the layers' values alone. Where the network's cannot be had (too many entries in which the model is curved), the
-report has the layers' and says why. It is the limit ρ → 0 of :mod:`.adaptive_sharpness_mc` where the model is twice
-differentiable.
+gives the layers' values alone. Where the network's cannot be had (too many entries in which the model is not piecewise
+linear), the report has the layers' and says why. It is the limit ρ → 0 of :mod:`.adaptive_sharpness_mc` where the model
+is twice differentiable.
 
-Behind curved layers a layer's value comes from the diagonal of the Hessian, d products for a layer of one position,
-d min(P, m) for P; sampled as E⟨D, H D⟩ for D = diag(a) w diag(b) with random signs a, b, drawn for each sample.
-Invariant to layer-wise and neuron-wise rescalings.
+Behind layers that are not piecewise linear a layer's value comes from the diagonal of the Hessian, d products for a
+layer of one position, d min(P, m) for P; sampled as E⟨D, H D⟩ for D = diag(a) w diag(b) with random signs a, b, drawn
+for each sample. Invariant to layer-wise and neuron-wise rescalings.
 
 C24: "From Loss Flatness to Compressed Representations".
 """

@@ -214,7 +214,7 @@ def representation(
         backend: of the eigenvalues: ``"auto"``, ``"compiled"`` or ``"reference"``.
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``; a sample is left out of all places.
         forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes for a part's graph, layer inputs and Jacobians, to which batches are cut (512 MiB).
+        memory: bytes for a micro-batch's graph, layer inputs and Jacobians, to which batches are cut (512 MiB).
         progress: show a bar.
 
     Returns:

@@ -30,7 +30,7 @@ def scaled(model: nn.Module, options: Options, values: Values) -> Values:
         NotYetError: options under which the values belong to other matrices than the layers' weights.
     """
     found = _by_layer(model, options, values)
-    shares = [estimate.per_sample for estimate in found.values() if estimate.per_sample is not None]
+    contributions = [estimate.per_sample for estimate in found.values() if estimate.per_sample is not None]
     stderr, dof = together([*found.values()])
     network = replace(
         next(iter(found.values())),
@@ -38,7 +38,7 @@ def scaled(model: nn.Module, options: Options, values: Values) -> Values:
         stderr=stderr,
         dof=dof,
         exact=all(estimate.exact for estimate in found.values()),
-        per_sample=torch.stack(shares).sum(dim=0) if shares else None,
+        per_sample=torch.stack(contributions).sum(dim=0) if contributions else None,
         layer="",
         notes=(),
     )

@@ -24,7 +24,7 @@ class Batches:
     Args:
         data: a tuple of tensors with the samples in dimension 0, or an iterable of batches.
         device: where batches go.
-        passes: how often the data will be read; a one-shot iterator is refused for more than one, and what a loader
+        reads: how often the data will be read; a one-shot iterator is refused for more than one, and what a loader
             gives at a later read is held against what it gave at the first.
         ordered: whether the samples have to come in the same order at each read.
         shown: whether reading shows a progress bar; see :func:`.progress.track`.
@@ -34,7 +34,7 @@ class Batches:
     """
 
     def __init__(
-        self, data: Any, device: torch.device, *, passes: int = 1, ordered: bool = False, shown: bool | None = None
+        self, data: Any, device: torch.device, *, reads: int = 1, ordered: bool = False, shown: bool | None = None
     ) -> None:
         self._device, self._shown, self._ordered = device, shown, ordered
         self._tensors: tuple[Tensor, ...] = ()
@@ -49,13 +49,13 @@ class Batches:
             )
         elif isinstance(data, enumerate):
             raise InputError("data: enumerate yields (number, batch) pairs; pass the loader itself")
-        elif hasattr(data, "__next__") and passes > 1:
+        elif hasattr(data, "__next__") and reads > 1:
             raise InputError(
-                f"data: {type(data).__name__} can be read once, and {passes} passes are needed (normalize=, "
+                f"data: {type(data).__name__} can be read once, and {reads} passes are needed (normalize=, "
                 "target_stderr= and some measures take more than one); pass a list of batches or a DataLoader"
             )
         self._data = data
-        self._compared = passes > 1 and not isinstance(data, (tuple, list))
+        self._compared = reads > 1 and not isinstance(data, (tuple, list))
         self._first: Fingerprint | None = None  # of the first read
 
     def peek(self) -> Any:

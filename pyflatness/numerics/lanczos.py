@@ -10,7 +10,7 @@ Axes: ``b`` matrices at once, each (N, N); ``k`` vectors of the basis. One produ
 That bound holds for any y and any symmetric H (Parlett 1998, Theorem 4.5.1), and r is measured at the end by a product
 of its own. No vector has a larger quotient than the largest eigenvalue, so θ never lies above it by more than the
 products' rounding. That no larger eigenvalue was missed is not certified: it holds unless the random start has
-(nearly) no share in its eigenvectors.
+(nearly) no component along its eigenvectors.
 """
 
 from collections.abc import Callable, Generator, Hashable, Mapping

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Variances:
-    """Hold running sums of variances over samples, in some draws of each or in groups of output factors."""
+    """Hold running sums of variances over samples, in some draws of each or in groups of cotangents."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros((), dtype=torch.float64, device="cpu")

@@ -28,7 +28,7 @@ from .detached import Detached
 from .independence import agree, two_alone
 
 _CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called, and of which parameters
-_ROUNDING = 8  # units of the outputs' rounding that two passes over the same batch may differ by
+_ROUNDING = 8  # units of the outputs' rounding that two forward passes of the same batch may differ by
 
 
 class Checked:
@@ -129,7 +129,7 @@ class Checked:
         return outputs, targets
 
     def _check_repeated(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
-        """Raise if a second pass over a batch, in which random numbers were drawn, has other outputs."""
+        """Raise if a second forward pass of a batch, in which random numbers were drawn, has other outputs."""
         outputs = outputs.detach()
         if not outputs.is_meta:
             with calling.aside(), torch.no_grad():

@@ -35,7 +35,7 @@ class Cotangents:
     A cotangent has the outputs' shape and dtype; its signs are (n,) float64, or None for all +1.
 
     Attributes:
-        passes: how many there are.
+        passes: how many cotangents there are.
         sample_weights: (n,) float64, each sample's weight in a mean, the sum of its terms'.
         bad: (n,), samples without a loss: NaN or infinity in their targets or outputs.
         used: (n, L), whether the loss does not ignore each of a sample's L terms.
@@ -58,7 +58,7 @@ class Cotangents:
         """Yield cotangents and their signs.
 
         Raises:
-            InputError: more passes than :data:`PASSES`.
+            InputError: more backward passes than :data:`PASSES`.
         """
         samples, terms = self._order.shape
         if self.passes > PASSES:

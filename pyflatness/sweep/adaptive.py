@@ -27,7 +27,7 @@ class Grouped:
 
     Attributes:
         left: of its run.
-        sent: the output factors.
+        sent: the square-root factors, whose columns are the cotangents.
         weights: of them, (n, columns) float64, 0 for samples that are not finite.
         finite: (n,), the other samples.
         groups: of the columns.

@@ -80,8 +80,8 @@ class Diagonal:
         """Return the sums over all samples: exact, or in the draws of these numbers.
 
         Raises:
-            InputError: see :meth:`.Runner.each`; targets that do not fit; too many passes or products; a function
-                that torch did not write behind a parameter, under ``curvature="auto"``.
+            InputError: see :meth:`.Runner.each`; targets that do not fit; too many backward passes or Hessian products;
+                a function that torch did not write behind a parameter, under ``curvature="auto"``.
             NonFiniteError: NaN or infinity, by the policy.
         """
         signs = None if draws is None else Signs(self._task.options.seed, draws)

@@ -2,7 +2,7 @@
 
 for x, y in batches:                              # cut to the memory budget
     f, φ, edges = model(x)                        # recorded: layer inputs, gradient edges of layer outputs
-    for each output factor s of f:                # cotangents: C - 1 for cross-entropy, terms of a sample apart
+    for each column s of the square-root factor:  # a cotangent: C - 1 for cross-entropy, terms of a sample apart
         δ = autograd.grad(f, edges, s)            # for all layers at once
         for each layer: value_i += σ q(M_i)       # contractions of M_i = Σ_p δ_ip φ_ipᵀ
 
@@ -43,7 +43,7 @@ class Values:
     """Hold the values of some samples.
 
     Attributes:
-        values: (draws, layers, quantities, n) float64, each summed over output factors or directions; not yet divided
+        values: (draws, layers, quantities, n) float64, each summed over cotangents or directions; not yet divided
             by the normaliser. One draw if they are exact. Of all selected layers; 0 for one that did not run.
         sample_weights: (n,) float64, each sample's weight in a mean.
         number: of the user's batch.
@@ -93,7 +93,7 @@ class Sweep:
         """Return what gives a run's quantities in every layer, by sample: exact, or in the draws of these numbers.
 
         Raises:
-            InputError: when it is called: targets that do not fit; too many passes or products.
+            InputError: when it is called: targets that do not fit; too many backward passes or Hessian products.
         """
         signs = None if draws is None else Signs(self._options.seed, draws)
         return partial(self._values, signs=signs)
@@ -200,7 +200,7 @@ class Sweep:
         self._runner.repeat(part.left, places, send, lambda found: part.add(*found))
 
     def _linear(self, run: Run) -> list[str]:
-        """Return the layers that ran, all of which have their values by output factors."""
+        """Return the layers that ran, all of which have their values by square-root factors."""
         names, nonlinear = self._ran(run)
         if nonlinear:
             raise InputError(
@@ -313,7 +313,7 @@ class Sweep:
         return values.masked_fill(left_out, torch.nan)
 
     def _ran(self, run: Run) -> tuple[list[str], list[str]]:
-        """Return the layers that ran: those whose values come by output factors, and those by second derivatives."""
+        """Return the layers that ran: those whose values come by square-root factors, and the others."""
         self._make_forms()
         names = [name for name in self._runner.selected if run.calls(name)]
         nonlinear = [] if self._options.curvature == "ggn" else [name for name in names if name in run.nonlinear]

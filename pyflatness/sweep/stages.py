@@ -22,7 +22,7 @@ def until(target: float, summed: Callable[[range | None], Sums], exact_passes: C
     Args:
         target: the standard error.
         summed: the values in the draws of these numbers, None: exact.
-        exact_passes: passes or products that exact values take; known once there were draws.
+        exact_passes: backward passes or Hessian products that exact values take; known once there were draws.
 
     Raises:
         InputError: it would take more than :data:`.cotangents.PASSES` draws.

@@ -1,4 +1,4 @@
-"""Values from output factors in groups: probes="adaptive"."""
+"""Values from columns of square-root factors in groups: probes="adaptive"."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""How the output factors of samples are put in groups, and which groups are sent twice."""
+"""How the columns of samples' square-root factors are put in groups, and which groups are sent twice."""
 
 import math
 
