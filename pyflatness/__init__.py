@@ -1,4 +1,4 @@
-"""How flat is the loss around a trained network."""
+"""Measure how flat the loss is around a trained network."""
 
 from .api import block_traces, head_flatness, measure, relative_flatness
 from .errors import BackendError, FlatnessError, InputError, MissingExtraError, NonFiniteError, NotYetError

@@ -1,4 +1,4 @@
-"""``python -m pyflatness``: the command line without its script."""
+"""Run the command line as ``python -m pyflatness``, without its script."""
 
 from .cli import main
 

@@ -1,4 +1,4 @@
-"""From tensors, or a model and its data, to numbers: the public calls, each readable in one screen."""
+"""Define the public calls: from tensors, or a model and its data, to numbers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +33,7 @@ def head_flatness(
     backend: str = "auto",
     rtol: float = 0.0,
 ) -> Estimate:
-    """Relative flatness of a linear head, from its input features: exact, no derivative taken.
+    """Return the relative flatness of a linear head from its input features: exact, no derivative is taken.
 
     κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')   (Petzka et al. 2021, Definition 3); for cross-entropy
     κ = mean_i |φ_i|² var_{p_i}(w), the variance of the rows of w under the softmax p_i of row i.
@@ -102,7 +102,7 @@ def relative_flatness(
     seed: int = 0,
     progress: bool | None = None,
 ) -> Estimate:
-    """Relative flatness κ of one layer of a model, with the loss over all of ``data`` as one batch.
+    """Return the relative flatness κ of one layer of a model, with the loss over all of ``data`` as one batch.
 
     κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')   (Petzka et al. 2021, Definition 3), for w the (d, m) weight matrix
     of ``layer``; a convolution's rows are its filters, and κ the sum over its groups. At the model's head (a Linear or
@@ -201,7 +201,7 @@ def block_traces(
     memory: int | None = None,
     progress: bool | None = None,
 ) -> Tensor:
-    """The matrix T of block Hessian traces of one layer, of which relative flatness is ⟨w wᵀ, T⟩.
+    """Return the matrix T of block Hessian traces of one layer, of which relative flatness is ⟨w wᵀ, T⟩.
 
     T[s, s'] = Tr(∂²E/∂w_s∂w_s'), (d, d)   (Petzka et al. 2021, Definition 3). Between rows of different groups of a
     convolution, which see different channels, it is zero.
@@ -275,7 +275,7 @@ def measure(
     seed: int = 0,
     progress: bool | None = None,
 ) -> Report:
-    """Measures of many layers of a model out of one sweep over the data.
+    """Return measures of many layers of a model, computed in one sweep over the data.
 
     The cost is a forward pass and one backward pass per output factor of the loss (C - 1 for cross-entropy), whatever
     the number of layers and measures; the sum over layers is the network's value. Behind curved layers (smooth

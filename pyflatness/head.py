@@ -1,4 +1,4 @@
-"""When a layer is the model's head, and the rows (features, loss terms) that it then gives.
+"""Find out whether a layer is the model's head, and read the rows (features, loss terms) that it then gives.
 
 At a head the layer's output z = W φ + b *is* the model's output, one loss term per position, so relative flatness
 (Petzka et al. 2021, Definition 3) needs no derivative of the model:
@@ -30,12 +30,12 @@ _WIDE_OUTPUTS = 1024  # outputs from which the model is spared its own logits
 
 
 class _NotTheHeadError(InputError):
-    """A layer whose output is not the model's."""
+    """Report that a layer's output is not the model's."""
 
 
 @dataclass
 class HeadBatch:
-    """A batch's rows at a head.
+    """Hold the rows of one batch at a head.
 
     Attributes:
         features: (rows, m), the layer's inputs, one row per loss term; (rows, …, m) for a term of several positions.
@@ -53,7 +53,7 @@ class HeadBatch:
 
 
 class Head:
-    """One layer of a model, observed batch by batch while it is established to be the head.
+    """Observe one layer of a model, batch by batch, while it is established to be the head.
 
     Args:
         task: the model, its loss and data.
@@ -81,20 +81,20 @@ class Head:
             raise InputError("layer: the model has no Linear layer; name the layer to measure")
 
     def matrix(self) -> tuple[Tensor, Tensor | None]:
-        """Weight (d, m) and bias (d,) of the layer."""
+        """Return the weight (d, m) and the bias (d,) of the layer."""
         return layers.matrix(self._candidates[self.name])
 
     def expected_rows(self, first: HeadBatch) -> int:
-        """Rows of the whole data, going by its first batch."""
+        """Return how many rows the whole data have, estimated from their first batch."""
         return len(first.features) * max(1, len(self._data))
 
     def notes(self) -> tuple[str, ...]:
-        """Says so if the weight is used elsewhere too."""
+        """Return a note that the weight is used elsewhere too, where it is."""
         others = layers.ties(self._model, self._candidates[self.name])
         return (f"weight tied with {', '.join(others)}: derivative through this use only",) if others else ()
 
     def established(self, batch: Any) -> bool:
-        """Whether the layer is the head, going by one sample of a batch; after it the layer's name is known."""
+        """Return whether the layer is the head, judged by one sample of a batch; its name is known afterwards."""
         sample = take(batch, _SECOND) if size(batch) > 1 else batch  # it has lost what was in front of it and behind
         with calling.Calls(self._candidates) as calls, calling.dry_run():
             try:
@@ -114,7 +114,7 @@ class Head:
         return True
 
     def batches(self) -> Generator[HeadBatch, None, None]:
-        """Runs the model over the data and yields the layer's rows; hooks are there until it ends or is closed."""
+        """Run the model over the data and yield the layer's rows; hooks are there until it ends or is closed."""
         observed = {self.name: self._candidates[self.name]} if self.name else self._candidates
         spacing, done = Spacing(len(self._data)), 0
         with calling.Calls(observed) as calls, contextlib.ExitStack() as product:
@@ -149,14 +149,14 @@ class Head:
         check(rows.features)
 
     def _may_be_wide(self) -> bool:
-        """Whether the logits of a batch could be what fills the memory, and only the loss's shape needs them."""
+        """Return whether a batch's logits may be what fills the memory although only their shape is needed."""
         wide = any(
             isinstance(layer, nn.Linear) and layer.out_features > _WIDE_OUTPUTS for layer in self._candidates.values()
         )
         return wide and isinstance(self._loss, (losses.CrossEntropy, losses.SquaredError))
 
     def _skip_product(self, batch: Any, calls: calling.Calls, product: contextlib.ExitStack) -> None:
-        """If the head is wide, let the model do without its product; it was established on one sample."""
+        """Let the model do without the product of a wide head; it was established on one sample."""
         module = self._candidates[self.name]
         width = len(layers.matrix(module)[0])
         if width <= _WIDE_OUTPUTS:
@@ -215,7 +215,7 @@ class Head:
         return HeadBatch(features, terms, samples, len(features) // samples if told_apart else 0, number)
 
     def _features(self, call: calling.Call, outputs: Tensor, targets: Any) -> Tensor:
-        """(rows, m), the layer's inputs in the order of the model's outputs; raises if it is not the head."""
+        """Return the layer's inputs (rows, m) in the order of the model's outputs; raise if it is not the head."""
         return self._ordered(call, self._places(call, outputs, targets)[-1])
 
     def _ordered(self, call: calling.Call, order: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class Head:
         return features if order.numel() == 0 else features[order.to(features.device)]
 
     def _places(self, call: calling.Call, outputs: Tensor, targets: Any) -> tuple[Tensor, Any, int, Tensor]:
-        """Outputs and targets with a dimension for the classes; which it is; which of the layer's rows they are."""
+        """Return outputs and targets with a class dimension, that dimension, and which rows of the layer they are."""
         output = call.output.detach().movedim(layers.class_dim(self._candidates[self.name]), -1)
         outputs = outputs.detach()
         same_shape = isinstance(targets, Tensor) and outputs.shape == targets.shape
@@ -254,7 +254,7 @@ def find(task: Task, layer: str | nn.Module | None) -> tuple[str, Head | None]:
 
 
 def _class_dim(outputs: Tensor, output: Tensor, loss: losses.Loss) -> int | None:
-    """The dimension of the model's output that is the layer's last, by size and stride."""
+    """Return the dimension of the model's output that is the layer's last one, found by size and stride."""
     same = [
         dim
         for dim in range(outputs.ndim)
@@ -271,7 +271,7 @@ def _layout(rows: Tensor) -> tuple[Any, ...]:
 
 
 def _places(rows: Tensor) -> Tensor:
-    """Where in memory the rows (all but the last dimension) begin, in row-major order."""
+    """Return where in memory the rows (all dimensions but the last) begin, in row-major order."""
     places = torch.tensor([rows.storage_offset()], dtype=torch.int64, device="cpu")
     for count, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
         places = (places.unsqueeze(1) + torch.arange(count, device="cpu") * stride).flatten()
@@ -279,7 +279,10 @@ def _places(rows: Tensor) -> Tensor:
 
 
 def _order(outputs: Tensor, output: Tensor) -> Tensor | None:
-    """Indices of the outputs' rows among a layer's (empty: they are the same); None unless each is there once."""
+    """Return the indices of the outputs' rows among a layer's rows; None unless each is there once.
+
+    An empty tensor says that the rows are the same, in the same order.
+    """
     same = torch.empty(0, dtype=torch.int64, device="cpu")
     if _layout(outputs) == _layout(output):
         return same
@@ -295,7 +298,7 @@ def _order(outputs: Tensor, output: Tensor) -> Tensor | None:
 
 @dataclass
 class TensorHead:
-    """A head given as tensors: one batch of rows."""
+    """Hold a head given as tensors: one batch of rows."""
 
     weight: Tensor
     bias: Tensor | None
@@ -303,26 +306,26 @@ class TensorHead:
     name: str = ""
 
     def matrix(self) -> tuple[Tensor, Tensor | None]:
-        """Weight (d, m) and bias (d,)."""
+        """Return the weight (d, m) and the bias (d,)."""
         return self.weight, self.bias
 
     def expected_rows(self, first: HeadBatch) -> int:
-        """All of them."""
+        """Return how many rows there are."""
         return len(first.features)
 
     def notes(self) -> tuple[str, ...]:
-        """None."""
+        """Return no notes: nothing is known of a model around these tensors."""
         return ()
 
     def batches(self) -> Generator[HeadBatch, None, None]:
-        """The one batch."""
+        """Yield the one batch."""
         yield self.batch
 
 
 def from_tensors(
     features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None, loss: losses.Loss
 ) -> TensorHead:
-    """Checks the tensors of a head (features (n, …, m), weight (d, m), bias (d,)) and makes rows of them."""
+    """Check the tensors of a head (features (n, …, m), weight (d, m), bias (d,)) and make rows of them."""
     for what, tensor, ndim in (("features", features, 2), ("weight", weight, 2), ("bias", bias, 1)):
         if what == "bias" and bias is None:
             continue

@@ -1,4 +1,4 @@
-"""Ctrl-C, held back while a call runs and raised between two of its steps.
+"""Hold Ctrl-C back while a call runs, and raise it between two of the call's steps.
 
 Python runs a signal's handler between any two bytecodes of the main thread. One that raises there, as Ctrl-C's does,
 can do so inside of an ``__exit__`` or a ``finally`` too, and what they were about to put back stays as it is. Inside
@@ -26,7 +26,7 @@ from typing import Any
 
 
 class _Handler:
-    """Counts interrupts, and passes them on where there are more than a limit."""
+    """Count interrupts, and pass them on where there are more than a limit."""
 
     def __init__(self, before: Callable[[int, FrameType | None], Any]) -> None:
         self._before = before
@@ -54,7 +54,10 @@ _here = _Here()
 
 
 class _Held:
-    """See :func:`held`, where there is no handler of ours yet; a class, as is what follows, for the sake of time."""
+    """Hold interrupts back as :func:`held` says, where no handler of this module is installed yet.
+
+    This and what follows are classes rather than generators because they cost less time.
+    """
 
     def __enter__(self) -> None:
         before = getsignal(SIGINT)
@@ -87,7 +90,7 @@ def check() -> None:
 
 
 class _Limit:
-    """Inside, more interrupts than a limit are raised at once; one that was held back is raised at both ends."""
+    """Raise an interrupt at once while more than a limit are pending; raise one that was held back at both ends."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -108,10 +111,13 @@ class _Limit:
 
 
 def at_once() -> contextlib.AbstractContextManager[None]:
-    """Inside, the user's data are waited for: an interrupt is raised at once."""
+    """Return a context in which the user's data are waited for: an interrupt is raised at once."""
     return _Limit(0)
 
 
 def at_second() -> contextlib.AbstractContextManager[None]:
-    """Inside, the user's model or loss runs: an interrupt is raised when it has run, a second one at once."""
+    """Return a context in which the user's model or loss runs.
+
+    An interrupt is raised when it has run, a second one at once.
+    """
     return _Limit(1)

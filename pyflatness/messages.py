@@ -1,4 +1,4 @@
-"""What came from outside, as messages, terminals and CSV files need it: values, tensors, names, errors of torch's.
+"""Turn what came from outside (values, tensors, names, errors of torch's) into text for messages and files.
 
 File names, layers' names and the names in a checkpoint may hold anything: escape sequences that a terminal obeys, bytes
 that are not UTF-8, or the beginning of a formula that a spreadsheet would run.

@@ -1,4 +1,4 @@
-"""What a user can ask of a measurement, checked once; and the checks of single options, for calls that have others.
+"""Check once what a user asks of a measurement, and check single options for calls that have others.
 
 Numbers and switches may come as NumPy's or as tensors without dimensions; from here on they are Python's.
 """
@@ -26,7 +26,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Options:
-    """See :func:`pyflatness.relative_flatness`.
+    """Hold the options of :func:`pyflatness.relative_flatness`, which describes them.
 
     Raises:
         InputError: a choice that does not exist, or a number that does not fit.
@@ -81,12 +81,12 @@ class Options:
 
     @property
     def by_sample(self) -> bool:
-        """Whether samples are told apart by their places in the data."""
+        """Return whether samples are told apart by their places in the data."""
         return self.per_sample or omits(self.nan_policy)
 
     @property
     def tolerance(self) -> float:
-        """The relative error that a value of a head may have for the sake of time."""
+        """Return the relative error that a value of a head may have for the sake of time."""
         return 0.0 if self.sampled or self.rtol is None else self.rtol
 
     def refuse_tolerance(self) -> None:
@@ -103,17 +103,17 @@ class Options:
 
     @property
     def sampled(self) -> bool:
-        """Whether values are to be sampled."""
+        """Return whether values are to be sampled."""
         return self.probes is not None or self.target_stderr is not None
 
     @property
     def draws(self) -> range | None:
-        """The numbers of the random draws of each sample; None where values are exact, or say otherwise how many."""
+        """Return the numbers of each sample's random draws; None where values are exact, or say how many themselves."""
         return range(self.probes) if isinstance(self.probes, int) else None
 
     @property
     def reads(self) -> int:
-        """How often one sweep reads the data."""
+        """Return how often one sweep reads the data."""
         return (1 if self.normalize is None else 2) + (self.target_stderr is not None)
 
 

@@ -1,4 +1,4 @@
-"""From measures, layers and options to the steps of a measurement, and these steps: what they share is paid for once.
+"""Plan the steps of a measurement from measures, layers and options, and take them: shared work is done once.
 
 A step reads the data for all of its measures. There is a sweep for each way of normalising; a forward pass in place of
 it, for the relative flatness of one layer alone that is the model's head; a sweep for the Jacobians; and steps of their
@@ -27,7 +27,7 @@ from .sweep import jacobians
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps that some measures take.
+    """Hold the steps that some measures take.
 
     Attributes:
         wanted: the measures that were asked for.
@@ -123,7 +123,7 @@ def _has_head_formula(rows: Sequence[Measure]) -> bool:
 
 
 class Measurement:
-    """The steps of a plan, taken on a task.
+    """Take the steps of a plan on a task.
 
     Args:
         steps: what to do.
@@ -145,7 +145,7 @@ class Measurement:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Measure -> why there is no value of it, or none of the network."""
+        """Return for each measure why there is no value of it, or none of the network."""
         return {row.name: self._reasons[row.name] for row in self._steps.wanted if row.name in self._reasons}
 
     def is_by_head(self, rows: Sequence[Measure]) -> bool:
@@ -166,8 +166,12 @@ class Measurement:
             options = replace(self._task.options, normalize=how)
             if self.is_by_head(rows):
                 self._take_head(rows, options)
-            else:
-                self._take_sweep(rows, options)
+                continue
+            layer_values = LayerValues(replace(self._task, options=options))
+            possible = [row for row in rows if self._is_possible(row, layer_values)]
+            with self._attempt_sweep(possible):
+                for (name, measure), estimate in layer_values.estimates(possible, self._attempt).items():
+                    self._values.setdefault(measure, {})[name] = estimate
         self._keep_what_ran()
         for row in chain(*self._steps.sweeps.values()):
             if row.of_network is not None and row.name in self._values:
@@ -191,16 +195,11 @@ class Measurement:
         for row in rows:
             self._values[row.name] = {"": replace(estimate, layer="", notes=()), estimate.layer: estimate}
 
-    def _take_sweep(self, rows: Sequence[Measure], options: Options) -> None:
-        values = LayerValues(replace(self._task, options=options))
-        possible = []
-        for row in rows:
-            with self._attempt(row):
-                values.check_options(row)
-                possible.append(row)
-        with self._attempt_sweep(possible):
-            for (name, measure), estimate in values.estimates(possible, self._attempt).items():
-                self._values.setdefault(measure, {})[name] = estimate
+    def _is_possible(self, row: Measure, layer_values: LayerValues) -> bool:
+        """Return whether there is such a measure under the user's options; else the reason is kept."""
+        with self._attempt(row):
+            layer_values.check_options(row)
+        return row.name not in self._reasons
 
     def _keep_what_ran(self) -> None:
         """Leave the task with the layers that have values: one report is of one set of layers."""
@@ -210,7 +209,7 @@ class Measurement:
             self._task = replace(self._task, selection=replace(chosen, modules=modules))
 
     def _take_network(self, row: Measure) -> None:
-        """Of a measure whose layers have their values: without its network's they are still worth having."""
+        """Take the network's value of a measure; where it cannot be had, the layers' values are kept without it."""
         assert row.of_network is not None
         values = self._values[row.name]
         if "" not in self._task.selection.modules:  # that of a model which is a layer itself stands there
@@ -246,7 +245,7 @@ class Measurement:
 
     @contextlib.contextmanager
     def _attempt_sweep(self, rows: Sequence[Measure]) -> Iterator[None]:
-        """Inside, what stands in the way of all measures of a sweep is an error, unless others do without one."""
+        """Let what stands in the way of all measures of a sweep be an error inside, unless others do without one."""
         try:
             with contextlib.nullcontext() if RELATIVE_FLATNESS in rows else self._attempt(*rows):
                 yield
@@ -257,7 +256,7 @@ class Measurement:
 
     @contextlib.contextmanager
     def _attempt(self, *rows: Measure) -> Iterator[None]:
-        """Inside, what these measures cannot be had for is an error if they were named, else a reason."""
+        """Let what stands in the way of these measures inside be an error if they were named, else a reason."""
         try:
             yield
         except InputError as error:

@@ -1,4 +1,4 @@
-"""A progress bar for long work: on a terminal, never in a log file."""
+"""Show a progress bar for long work: on a terminal, never in a log file."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 
 def track(items: Iterable[Item], total: int, title: str, shown: bool | None) -> Iterator[Item]:
-    """Yields the items under a bar on standard error.
+    """Yield the items under a bar on standard error.
 
     Args:
         items: what to go through.

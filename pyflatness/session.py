@@ -1,4 +1,4 @@
-"""What every public call opens with: its arguments, and the user's model, loss and data, taken in hand once."""
+"""Open every public call: check its arguments, and take hold of the user's model, loss and data once."""
 
 import contextlib
 import difflib

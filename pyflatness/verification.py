@@ -1,4 +1,4 @@
-"""Holding a measurement against nested autograd, on a slice of the user's own data."""
+"""Hold a measurement against nested autograd, on a slice of the user's own data."""
 
 import copy
 import functools
@@ -39,7 +39,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, tor
 
 @dataclass(frozen=True)
 class Check:
-    """One way to the value, and how far it is from the truth."""
+    """Hold the value that one way of computing gives, and how far it is from the truth."""
 
     path: str
     value: float
@@ -48,18 +48,21 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether the relative error is within tolerance."""
+        """Return whether the relative error is within tolerance."""
         return self.error <= self.tolerance
 
     @property
     def verdict(self) -> str:
-        """The same in a word."""
+        """Return in a word whether the relative error is within tolerance."""
         return "within" if self.ok else "ABOVE"
 
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """Relative flatness of a slice of data by every path, against nested autograd in float64; true if all agree."""
+    """Hold relative flatness of a slice of data by every path, against nested autograd; true if all agree.
+
+    The truth is computed in float64.
+    """
 
     layer: str
     samples: int
@@ -69,7 +72,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether every path is within its tolerance."""
+        """Return whether every path is within its tolerance."""
         return all(check.ok for check in self.checks)
 
     def __bool__(self) -> bool:
@@ -173,7 +176,10 @@ def verify(
 
 
 def _in_double(module: nn.Module) -> nn.Module:
-    """A copy in float64, in which weights that hooks of the older weight_norm and spectral_norm make are parameters."""
+    """Return a copy of a module in float64.
+
+    Weights that hooks of the older weight_norm and spectral_norm make are parameters in it.
+    """
     double = duplicate(module).double()
     for part in double.modules():
         for hook in [*part._forward_pre_hooks.values()]:
@@ -185,7 +191,7 @@ def _in_double(module: nn.Module) -> nn.Module:
 
 
 class _Passes:
-    """Backward passes of the truth, under a bar, while they end in time."""
+    """Run the backward passes of the truth under a progress bar, while they end in time."""
 
     def __init__(self, estimate: Estimate, layer: nn.Module, seconds: float | None, shown: bool | None) -> None:
         self._estimate, self._seconds, self._shown = estimate, seconds, shown
@@ -214,7 +220,7 @@ class _Passes:
 
 
 def _truth(estimate: Estimate, layer: nn.Module, risk: Callable[[], Tensor], passes: _Passes) -> tuple[str, float]:
-    """Which form of the truth is affordable, and its value."""
+    """Return which form of the truth is affordable, and its value."""
     entries = layers.matrix(layer)[0].numel()
     if entries <= _DEFINITION_ENTRIES:
         return "definition", _definition(layer, risk, passes)
@@ -229,7 +235,7 @@ def _truth(estimate: Estimate, layer: nn.Module, risk: Callable[[], Tensor], pas
 
 def _risk(model: nn.Module, loss: Any, batch: Any, forward: calling.Forward | None) -> Tensor:
     def taken(returned: Any) -> Any:
-        """What the user's loss is called on: all outputs, where it is not clear which one is meant."""
+        """Return what the user's loss is called on: all outputs, where it is not clear which one is meant."""
         one = single(returned)
         return returned if one is None else one
 
@@ -239,7 +245,7 @@ def _risk(model: nn.Module, loss: Any, batch: Any, forward: calling.Forward | No
 
 
 def _double_loss(loss: Any, reduction: str | None) -> Any:
-    """The user's loss, able to take float64 outputs."""
+    """Return the user's loss in a form that takes float64 outputs."""
     if isinstance(loss, str):
         loss = getattr(nn.functional, loss)
     if isinstance(loss, functools.partial):
@@ -260,7 +266,7 @@ def _untie(layer: nn.Module) -> None:
 
 
 def _definition(layer: nn.Module, risk: Callable[[], Tensor], passes: _Passes) -> float:
-    """Σ_{s,s'} ⟨w_s, w_s'⟩ Σ_j ∂²E/∂w_sj ∂w_s'j, within each group, by a backward pass for every weight."""
+    """Return Σ_{s,s'} ⟨w_s, w_s'⟩ Σ_j ∂²E/∂w_sj ∂w_s'j, within each group, by a backward pass for every weight."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
     weight.requires_grad_()
@@ -281,7 +287,10 @@ def _definition(layer: nn.Module, risk: Callable[[], Tensor], passes: _Passes) -
 def _laplacian(
     layer: nn.Module, risk: Callable[[], Tensor], passes: _Passes, *, at_head: bool, samples: int
 ) -> float | None:
-    """Σ over rows of |φ|² Δ_φ E: second derivatives along an orthonormal basis of the rows of w.
+    """Return Σ over rows of |φ|² Δ_φ E, by second derivatives along an orthonormal basis of the rows of w.
+
+    None where the second derivative of a row would mix with that of others: with several positions in a sample, but at
+    a head.
 
     None where a row's second derivative would not be its own: with several positions in a sample, but at a head.
     """

@@ -1,4 +1,4 @@
-"""Losses: the curvature that each puts on a row of outputs, and the user's own reduction.
+"""Define losses: the curvature that each puts on a row of outputs, and the user's own reduction.
 
 A row is one loss term: a sample's outputs, or those of one of its positions. The empirical risk is
 
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:
-    """The loss behind an ``nn`` module, an ``F`` function (or a ``functools.partial`` of one), a name or a callable.
+    """Return the loss behind an ``nn`` module, an ``F`` function (or a ``partial`` of one), a name or a callable.
 
     A callable is a mean over samples unless ``reduction="sum"``.
 

@@ -1,4 +1,4 @@
-"""What to pass instead of a loss that cannot be measured as it is."""
+"""Advise what to pass instead of a loss that cannot be measured as it is."""
 
 import contextlib
 import functools
@@ -46,7 +46,7 @@ def for_callable(loss: Any) -> str:
 
 @contextlib.contextmanager
 def on_call(loss: Any, outputs: Tensor, targets: Tensor) -> Iterator[None]:
-    """Inside, where a loss is called, an error of its own says how it was called.
+    """Let an error that a loss raises inside say how the loss was called.
 
     Raises:
         InputError: the loss does not take these outputs and targets; what it raised is the cause.

@@ -1,4 +1,4 @@
-"""What every loss says of its rows, and the helpers that losses share."""
+"""Define what every loss says of its rows, and the helpers that losses share."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Reduction = str
 
 @dataclass
 class Terms:
-    """Rows of a batch as the loss sees them.
+    """Hold the rows of a batch as the loss sees them.
 
     Attributes:
         scale: (rows,) float64; 0 for a row that adds nothing, NaN for one without a loss: its targets, or what is known
@@ -33,14 +33,16 @@ class Terms:
     used: Tensor | None = None
 
     def take(self, index: Tensor) -> "Terms":
-        """Return those of some of the rows."""
+        """Return the terms of some of the rows."""
         used = None if self.used is None else self.used[index]
         return Terms(self.scale[index], self.weights[index], tuple(part[index] for part in self.extra), used)
 
 
 @dataclass
 class Factors:
-    """Output factors of the rows of a batch: scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ, made a column at a time.
+    """Hold square-root factors of the loss Hessian for a batch's rows, made a column at a time.
+
+    For each row i, scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ.
 
     Attributes:
         count: columns.
@@ -68,7 +70,7 @@ A loss of which a sample is one term takes features (rows, P, m) of P positions 
 
 
 class Loss(Protocol):
-    """What the measures ask of a loss.
+    """Describe what the measures ask of a loss.
 
     ``positions`` says whether each position of a sample is a loss term of its own; else a sample is one;
     ``elementwise`` that it is a sum over all outputs, none of which belong together more than others do;
@@ -81,30 +83,30 @@ class Loss(Protocol):
     convex: ClassVar[bool]
 
     def class_dim(self, outputs: Tensor) -> int:
-        """The dimension of a model's output that holds a term's C outputs."""
+        """Return the dimension of a model's output that holds a term's C outputs."""
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
-        """Rows of ``outputs`` (classes in ``class_dim``) and their targets, checked; rows in row-major order."""
+        """Return the rows of ``outputs`` (classes in ``class_dim``) and their targets, checked, in row-major order."""
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Σ of the loss terms of a model's outputs, as the user's own loss has them; a scalar, float64, with a graph.
+        """Return the sum of the loss terms of a model's outputs, as the user's loss has them: float64, with a graph.
 
         E is that of all batches over the normaliser for the reduction ``"mean"``, and that itself for ``"sum"``.
         """
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss terms that :meth:`value` sums, (rows,), in the order of :meth:`terms`."""
+        """Return the loss terms that :meth:`value` sums, (rows,), in the order of :meth:`terms`."""
 
     def columns(self, outputs: int) -> int:
-        """How many output factors a term of so many outputs has."""
+        """Return how many columns the square-root factor of a term with so many outputs has."""
 
     def factors(self, rows: Tensor, terms: Terms) -> Factors:
-        """Output factors for ``rows`` (rows, C) of outputs, in their order in ``terms``."""
+        """Return square-root factors for ``rows`` (rows, C) of outputs, in their order in ``terms``."""
 
     def curvature(
         self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int, rtol: float
     ) -> Curvature:
-        """The curvature at a head for one weight matrix, prepared once; about ``rows`` rows will come.
+        """Return the curvature at a head for one weight matrix, prepared once; about ``rows`` rows will come.
 
         A relative error up to ``rtol`` may be made where that saves time.
         """
@@ -134,14 +136,14 @@ def uniform(rows: int, scale: float, weight: float, device: torch.device) -> Ter
 
 
 def without(shape: torch.Size, dim: int) -> tuple[int, ...]:
-    """``shape`` less one dimension."""
+    """Return ``shape`` less one dimension."""
     sizes = list(shape)
     del sizes[dim]
     return tuple(sizes)
 
 
 def rows_like(what: str, values: Tensor, outputs: Tensor, class_dim: int) -> Tensor:
-    """``values``, of the outputs' shape, as (rows, classes)."""
+    """Return ``values``, of the outputs' shape, as (rows, classes)."""
     if values.shape != outputs.shape:
         raise InputError(f"{what}: the outputs' shape {tuple(outputs.shape)} is wanted, got {tuple(values.shape)}")
     values = values.movedim(class_dim, -1)
@@ -149,7 +151,7 @@ def rows_like(what: str, values: Tensor, outputs: Tensor, class_dim: int) -> Ten
 
 
 def diagonal(coefficients: Tensor) -> Factors:
-    """Factors of a diagonal curvature: one column √coefficients[:, c] e_c for each output."""
+    """Return the factors of a diagonal curvature: one column √coefficients[:, c] e_c for each output."""
     roots = coefficients.sqrt()
 
     def column(c: int) -> tuple[Tensor, None]:

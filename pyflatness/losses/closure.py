@@ -1,4 +1,4 @@
-"""Whether a loss depends on a model's parameters in another way than by the model's outputs.
+"""Tell whether a loss depends on a model's parameters in another way than by the model's outputs.
 
 The measures are those of the empirical risk E(w) = mean_i ℓ(f(x_i, w), y_i), differentiated through f. A penalty on the
 weights in the same callable is held constant by that, and would be missing from every value.
@@ -49,7 +49,7 @@ def depends_on_more(loss: CustomLoss, outputs: Tensor, targets: Tensor, head: It
 
 @contextmanager
 def _requiring(tensors: Iterable[Tensor], *, flag: bool) -> Iterator[list[Tensor]]:
-    """Inside, those of the tensors that can be leaves of a graph require a gradient, or not; gives these."""
+    """Let those of the tensors that can be leaves of a graph require a gradient inside, or not; yield these."""
     leaves = [t for t in tensors if t.is_leaf and t.is_floating_point() and not t.is_inference()]
     with ExitStack() as stack:
         for tensor in leaves:

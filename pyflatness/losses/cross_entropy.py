@@ -1,4 +1,4 @@
-"""Cross-entropy on logits, with class weights, label smoothing, probability targets and ignored targets."""
+"""Define cross-entropy on logits: class weights, label smoothing, probability targets and ignored targets."""
 
 import functools
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from .base import Curvature, Factors, Reduction, Terms, marked, rows_like, unifo
 
 @dataclass
 class CrossEntropy:
-    """Cross-entropy on logits: ∂²ℓ/∂z² = a (diag(p) - p pᵀ) with a = Σ_c t_c ω_c for (smoothed) targets t."""
+    """Represent cross-entropy: ∂²ℓ/∂z² = a (diag(p) - p pᵀ) with a = Σ_c t_c ω_c for (smoothed) targets t."""
 
     weight: Tensor | None
     ignore_index: int
@@ -113,7 +113,7 @@ class CrossEntropy:
         return outputs - 1
 
     def factors(self, rows: Tensor, terms: Terms) -> Factors:
-        """C - 1 columns √p_j (e_j - q), j ≠ k, with k the most probable class.
+        """Return C - 1 columns √p_j (e_j - q), j ≠ k, with k the most probable class.
 
         S = diag(√p) (I - √p √pᵀ) has S Sᵀ = diag(p) - p pᵀ and S √p = 0, so behind a Householder reflection that takes
         √p to e_k column k vanishes. What is left simplifies to q = √p_k at k and p / (1 + √p_k) elsewhere: nothing in
@@ -127,7 +127,7 @@ class CrossEntropy:
 
 
 def _factors(q: Tensor, roots: Tensor, top: Tensor) -> Factors:
-    """Columns roots_j (e_j - q), j ≠ ``top``; q and roots (rows, C), top (rows, 1)."""
+    """Return the columns roots_j (e_j - q), j ≠ ``top``; q and roots are (rows, C), top is (rows, 1)."""
 
     @functools.cache  # for all columns; mixed signals do without
     def prepared() -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Any callable as a loss."""
+"""Take any callable as a loss."""
 
 import itertools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from .base import Curvature, Factors, Reduction, Terms, marked, uniform
 
 @dataclass
 class CustomLoss:
-    """Any twice differentiable callable (outputs, targets) -> scalar, one loss term per sample.
+    """Represent any twice differentiable callable (outputs, targets) -> scalar, one loss term per sample.
 
     ⟨w wᵀ, H_i⟩ = Σ_r u_rᵀ H_i u_r over the rank(w) columns of U with U Uᵀ = w wᵀ: second derivatives of the loss alone,
     in float64, all samples at once. Of several positions a sample, along the products of these with the columns of K,
@@ -41,7 +41,7 @@ class CustomLoss:
         return -1
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
-        """One row per entry of dimension 0, whatever ``class_dim`` is."""
+        """Return one row per entry of dimension 0, whatever ``class_dim`` is."""
         if targets is None or len(targets) != len(outputs):
             got = "none" if targets is None else tuple(targets.shape)
             raise InputError(f"targets: a custom loss wants one per sample ({len(outputs)}), got {got}")
@@ -60,7 +60,7 @@ class CustomLoss:
         return self._sum(outputs.double(), targets)
 
     def _check_separable(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise if the loss of the first samples is not that of its parts: they are coupled, or not so reduced."""
+        """Raise if the loss of the first samples is not made of their single losses: coupled, or reduced otherwise."""
         if self._first is None:
             return
         self._first.append((outputs, targets))
@@ -127,7 +127,7 @@ class CustomLoss:
         return self._sum(outputs.double(), targets)
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :class:`.base.Loss`; a call of the loss for every sample."""
+        """Return the loss terms as :class:`.base.Loss` says, by a call of the loss for every sample."""
         pairs = zip(outputs.split(1), targets.split(1), strict=True)
         return torch.stack([self.value(output, target) for output, target in pairs])
 
@@ -136,7 +136,7 @@ class CustomLoss:
         return outputs
 
     def factors(self, rows: Tensor, terms: Terms) -> Factors:
-        """Eigenvectors of the C × C Hessians, √|λ| each, with the signs of λ; in float64."""
+        """Return the eigenvectors of the C × C Hessians, √|λ| each, with the signs of λ, in float64."""
         hessians = self._hessians(rows, *terms.extra)
         bad = ~hessians.isfinite().all(dim=(1, 2))  # one such sample would make eigh refuse them all
         values, vectors = torch.linalg.eigh(hessians.masked_fill(bad[:, None, None], 0.0))
@@ -144,7 +144,7 @@ class CustomLoss:
         return _factors(values * terms.scale.unsqueeze(1), vectors)
 
     def _hessians(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """(rows, C, C): second derivatives of every sample's loss in its own outputs, samples all at once."""
+        """Return (rows, C, C), each sample's second derivatives of its loss in its outputs, all samples at once."""
         outputs = rows.detach().double().requires_grad_()
         hessians = outputs.new_zeros(*rows.shape, rows.shape[1])
         with torch.enable_grad(), advice.on_second_derivative(self.loss):
@@ -158,7 +158,7 @@ class CustomLoss:
 
 
 def _factors(values: Tensor, vectors: Tensor) -> Factors:
-    """Columns √|λ_c| v_c with the signs of λ; values (rows, C), vectors (rows, C, C)."""
+    """Return the columns √|λ_c| v_c with the signs of λ; values are (rows, C), vectors (rows, C, C)."""
     roots = vectors * values.abs().sqrt().unsqueeze(1)
 
     def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:

@@ -1,4 +1,4 @@
-"""Losses that are sums over outputs: squared error, and binary cross-entropy on logits."""
+"""Define losses that are sums over outputs: squared error, and binary cross-entropy on logits."""
 
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -14,7 +14,7 @@ from .base import Curvature, Factors, Reduction, Terms, diagonal, marked, rows_l
 
 
 class _Elementwise:
-    """What sums over outputs have in common: a factor for each output, and no dimension that is special."""
+    """Hold what sums over outputs have in common: a factor for each output, and no special dimension."""
 
     positions: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
@@ -31,7 +31,7 @@ class _Elementwise:
 
 @dataclass
 class SquaredError(_Elementwise):
-    """Squared error: ∂²ℓ/∂z² = 2 I, the mean over samples, positions and outputs."""
+    """Represent squared error: ∂²ℓ/∂z² = 2 I, the mean over samples, positions and outputs."""
 
     reduction: Reduction
 
@@ -57,13 +57,13 @@ class SquaredError(_Elementwise):
         return _by_row(F.mse_loss(outputs.double(), targets.double(), reduction="none"))
 
     def factors(self, rows: Tensor, terms: Terms) -> Factors:
-        """Columns √2 e_c."""
+        """Return the columns √2 e_c."""
         return diagonal(terms.scale.to(promoted_dtype(rows.dtype)).unsqueeze(1).expand_as(rows))
 
 
 @dataclass
 class BinaryCrossEntropy(_Elementwise):
-    """Binary cross-entropy on logits: ∂²ℓ/∂z_s² = ω_s (1 + (π_s - 1) y_s) σ'(z_s), π = ``pos_weight``."""
+    """Represent binary cross-entropy: ∂²ℓ/∂z_s² = ω_s (1 + (π_s - 1) y_s) σ'(z_s), π = ``pos_weight``."""
 
     weight: Tensor | None
     pos_weight: Tensor | None
@@ -138,7 +138,7 @@ class BinaryCrossEntropy(_Elementwise):
         )
 
     def factors(self, rows: Tensor, terms: Terms) -> Factors:
-        """Columns √(ω_c (1 + (π_c - 1) y_c) σ'(z_c)) e_c, σ' from the tail that does not cancel."""
+        """Return the columns √(ω_c (1 + (π_c - 1) y_c) σ'(z_c)) e_c, σ' from the tail that does not cancel."""
         (coefficients,) = terms.extra
         small = promoted(rows).abs().neg().exp()
         return diagonal(coefficients * small / (1 + small).square())

@@ -1,4 +1,4 @@
-"""What a reader of a value should know of how its loss and the model's outputs go together."""
+"""Remark on how a loss and the model's outputs go together, where a reader of a value should know it."""
 
 from collections.abc import Sequence
 
@@ -45,7 +45,7 @@ def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor
 
 
 def _are_probabilities(outputs: Tensor) -> bool:
-    """Whether the outputs lie in [0, 1] and add up to 1 over the classes, (n, C, …)."""
+    """Return whether the outputs lie in [0, 1] and add up to 1 over the classes, (n, C, …)."""
     if outputs.ndim < 2 or outputs.shape[1] < 2 or not outputs.numel() or not bool(outputs.amin() >= 0):
         return False
     off = (outputs.double().sum(dim=1) - 1).abs().amax()
@@ -54,7 +54,7 @@ def _are_probabilities(outputs: Tensor) -> bool:
 
 
 def _is_straight(loss: CustomLoss, outputs: Tensor, targets: Tensor) -> bool:
-    """Whether second derivatives along a random direction are exactly 0."""
+    """Return whether second derivatives along a random direction are exactly 0."""
     with torch.enable_grad():
         leaf = outputs.double().requires_grad_()
         (gradient,) = torch.autograd.grad(loss.value(leaf, targets), leaf, create_graph=True)

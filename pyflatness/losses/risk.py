@@ -1,4 +1,4 @@
-"""The empirical risk E of a model over data, at its own parameters or others, and the loss terms that make it."""
+"""Compute the empirical risk E of a model over data, at its own parameters or others, and its loss terms."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -94,7 +94,7 @@ def _takes_several(loss: Loss) -> bool:
 
 @dataclass(frozen=True)
 class Risk:
-    """E, and over how many samples."""
+    """Hold E, and over how many samples it is."""
 
     value: float
     samples: int

@@ -1,4 +1,4 @@
-"""A batch's outputs as rows, one loss term each; errors name the batch."""
+"""Turn a batch's outputs into rows, one loss term each; errors name the batch."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from .base import Loss, Terms
 
 @dataclass(frozen=True)
 class Rows:
-    """The loss terms of a model's outputs.
+    """Hold the loss terms of a model's outputs.
 
     Attributes:
         terms: scales and weights of the rows, and what else the loss needs.
@@ -27,7 +27,7 @@ class Rows:
     dim: int
 
     def of(self, entries: Tensor) -> Tensor:
-        """Entries of the outputs' shape as (rows, C)."""
+        """Return entries of the outputs' shape as (rows, C)."""
         if not self.positions:
             return entries.reshape(len(entries), -1)
         moved = entries.unsqueeze(-1) if entries.ndim == 1 else entries.movedim(self.dim, -1)
@@ -35,7 +35,7 @@ class Rows:
 
 
 def rows(outputs: Tensor, targets: Tensor, loss: Loss) -> Rows:
-    """The rows of outputs, without their graph: (n, C, …), (n,) for one output of each sample, or as the loss says.
+    """Return the rows of outputs, without their graph: (n, C, …), (n,) for one output per sample, or as the loss says.
 
     Raises:
         InputError: targets or outputs that do not fit.
@@ -51,7 +51,7 @@ def rows(outputs: Tensor, targets: Tensor, loss: Loss) -> Rows:
 
 
 def tensor_targets(targets: Any, number: int) -> Tensor:
-    """The targets of batch ``number``.
+    """Return the targets of batch ``number``.
 
     Raises:
         InputError: they are no tensor.
@@ -61,7 +61,7 @@ def tensor_targets(targets: Any, number: int) -> Tensor:
 
 @contextlib.contextmanager
 def of_batch(number: int) -> Iterator[None]:
-    """Inside, errors of input say that it is that of batch ``number``."""
+    """Let errors of input inside say that the input is that of batch ``number``."""
     try:
         yield
     except InputError as error:

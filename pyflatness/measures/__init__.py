@@ -1,4 +1,4 @@
-"""Measures, one file per family: formula, source and code together; and the table of their names."""
+"""Define the measures, one file per family (formula, source and code together), and the table of their names."""
 
 from collections.abc import Sequence
 
@@ -54,7 +54,7 @@ MEASURES = (
 
 
 def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
-    """Measures by their names; ``"all"``: every one; None: those of one sweep.
+    """Return measures by their names; ``"all"`` means every one, None those of one sweep.
 
     Raises:
         InputError: no name, or one that is not in the table.
@@ -74,7 +74,7 @@ def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
 
 
 def _of_one_sweep(row: Measure) -> bool:
-    """Whether relative flatness' own sweep gives it, at about the price of that; or the weights alone do.
+    """Return whether a measure takes no more than relative flatness' own sweep, or the weights alone.
 
     Not normalised sharpness, for which weight gradients are written out, and which most networks behind curved layers
     do not have.
@@ -85,7 +85,7 @@ def _of_one_sweep(row: Measure) -> bool:
 
 
 def with_bases(measures: Sequence[Measure]) -> tuple[Measure, ...]:
-    """These measures, and those that some of them are derived from."""
+    """Return these measures, and those that some of them are derived from."""
     bases = [measure.base for measure in measures if measure.base is not None]
     return tuple(dict.fromkeys([*measures, *(row for row in MEASURES if row.name in bases)]))
 

@@ -1,4 +1,6 @@
-"""Elementwise adaptive sharpness: the trace of the Hessian in relative changes of the weights (C24 Definition E.1).
+"""Compute elementwise adaptive sharpness: the trace of the Hessian in relative changes of the weights.
+
+It is Definition E.1 of C24.
 
     Σ_j w_j² ∂²E/∂w_j² = Σ_i Σ_c σ_ic |w ∘ M_i^(c)|² / Σ_i ω_i    by the GGN            of a layer
     Σ_j θ_j² ∂²E/∂θ_j²,    θ all trainable parameters, biases and normalisation too        of the network

@@ -1,4 +1,6 @@
-"""Elementwise adaptive sharpness, average case, by Monte Carlo (Andriushchenko et al. 2023; C24 Eq. 38, appendix F).
+"""Estimate average-case elementwise adaptive sharpness by Monte Carlo.
+
+It is defined by Andriushchenko et al. (2023), and by C24 in Eq. 38 and appendix F.
 
     S_ρ = (2/ρ²) E_δ[L(θ + δ) - L(θ)],   δ ~ N(0, ρ² diag θ²),   ρ = 0.1
 
@@ -45,7 +47,7 @@ def adaptive_sharpness_mc(
     forward: calling.Forward | None = None,
     progress: bool | None = None,
 ) -> Estimate:
-    """Average-case elementwise adaptive sharpness of a network: the mean rise of the loss under noise of size ρ |θ_j|.
+    """Return a network's average-case adaptive sharpness: the mean rise of the loss under noise of size ρ |θ_j|.
 
     (2/ρ²) E[L(θ + δ) - L(θ)], δ ~ N(0, ρ² diag θ²), over all trainable parameters   ("From Loss Flatness to Compressed
     Representations", Eq. 38). ``pf.measure(…, measures="adaptive_sharpness_mc")`` is this with its defaults.

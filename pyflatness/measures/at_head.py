@@ -1,4 +1,4 @@
-"""Relative flatness (Petzka et al. 2021, Definition 3) of a head: no derivative of the model is taken.
+"""Compute relative flatness of a head (Petzka et al. 2021, Definition 3); no derivative of the model is taken.
 
     κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')
          = Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ / Σ_i ω_i                       at a head, z_i = w φ_i + b
@@ -29,7 +29,7 @@ from ..report import Estimate
 
 
 class Source(Protocol):
-    """A head and its data: rows of features and loss terms, batch by batch."""
+    """Describe a head and its data: rows of features and loss terms, batch by batch."""
 
     name: str
 
@@ -37,13 +37,13 @@ class Source(Protocol):
         """Read the data once."""
 
     def matrix(self) -> tuple[Tensor, Tensor | None]:
-        """Weight (d, m) and bias (d,); known once the first batch was read."""
+        """Return the weight (d, m) and the bias (d,), known once the first batch was read."""
 
     def expected_rows(self, first: HeadBatch) -> int:
-        """About how many rows there will be."""
+        """Return about how many rows there will be."""
 
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the value should know."""
+        """Return what a reader of the value should know."""
 
 
 Error = Callable[[HeadBatch, Tensor], NonFiniteError]
@@ -68,7 +68,7 @@ def relative_flatness(source: Source, loss: losses.Loss, options: Options) -> Es
 
 
 class _Sum:
-    """The running sums behind κ."""
+    """Hold the running sums behind κ."""
 
     def __init__(self, source: Source, loss: losses.Loss, options: Options, scale: Tensor | None) -> None:
         self._source, self._options, self._scale, self._backend = source, options, scale, ""

@@ -1,4 +1,4 @@
-"""A measure as a row of the table of measures."""
+"""Define a measure as a row of the table of measures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Values = dict[str, Estimate]
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure of the loss around a trained network: of a layer, or of all its parameters.
+    """Represent a measure of the loss around a trained network: of a layer, or of all its parameters.
 
     Either a sum over quantities of the weight gradients, and so one of the sweep's, or computed by itself, or of the
     Jacobians, whose sweep such measures share, or derived from another measure.
@@ -70,7 +70,7 @@ class Measure:
 
     @property
     def of_network_alone(self) -> bool:
-        """Whether there is one value for the whole network and none for a layer."""
+        """Return whether there is one value for the whole network and none for a layer."""
         return self.granularity == "network"
 
 

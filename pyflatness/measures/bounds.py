@@ -1,4 +1,4 @@
-"""Bounds on the representation's measures by derivatives in the weights (C24, Propositions 3.4 to 3.10).
+"""Bound the representation's measures by derivatives in the weights (C24, Propositions 3.4 to 3.10).
 
 For layer l with weight W and input x_i, J_i = ∂f_i/∂x_i through everything behind, s = s_max(J_i), g_i = |∂f_i/∂W|_F,
 N outputs, and S the sharpness at an interpolation, (1/n) Σ_i |∂f_i/∂θ|_F² (Eq. 3), θ the chosen layers' weights:
@@ -44,7 +44,7 @@ _ROUNDING = 1e-5  # by which a largest singular value may be off, relatively; in
 
 
 class LayerTerms:
-    """What the inequalities of one layer are made of; Tensors are (n,) float64, norms not squared."""
+    """Hold what the inequalities of one layer are made of; tensors are (n,) float64, norms are not squared."""
 
     def __init__(self, samples: Samples, name: str) -> None:
         self.name, self.apart, self.passed = name, samples.apart[name], name in samples.passed
@@ -63,32 +63,32 @@ class LayerTerms:
 
     @property
     def sensitivity(self) -> float:
-        """Mean |W|₂ g / |x|: B of Eq. 48."""
+        """Return the mean of |W|₂ g / |x|, which is B of Eq. 48."""
         return mean(torch.where(self.x > 0, self.ratios * self.g, torch.inf))
 
     @property
     def ratios(self) -> Tensor:
-        """|W|₂ / |x|; infinite if an input is zero."""
+        """Return |W|₂ / |x|, infinite if an input is zero."""
         return torch.where(self.x > 0, self.spectral / self.x, torch.inf)
 
     @property
     def spread(self) -> float:
-        """√(mean 1/|x|²)."""
+        """Return √(mean 1/|x|²)."""
         return math.sqrt(mean(self.x.pow(-2)))
 
     @property
     def weights(self) -> float:
-        """√(mean g²)."""
+        """Return √(mean g²)."""
         return math.sqrt(mean(self.g.square()))
 
     @property
     def mls_bound(self) -> float:
-        """C of Eq. 48."""
+        """Return C of Eq. 48."""
         return product(self.spread, self.spectral, self.weights)
 
 
 class NetworkTerms:
-    """The layers together."""
+    """Hold the terms of all layers together."""
 
     def __init__(self, samples: Samples, sharpness: float | None = None) -> None:
         self.layers = [LayerTerms(samples, name) for name in samples.layers]
@@ -102,7 +102,7 @@ class NetworkTerms:
 
     @property
     def telescopes(self) -> bool:
-        """Whether Eq. 17 of some layers, added up, leads from the first layer's input to the last's."""
+        """Return whether Eq. 17 of some layers, added up, leads from the first layer's input to the last's."""
         reached = [self.layers[-1]]
         for layer in reversed(self.layers[:-1]):
             if not layer.apart and any(bool((layer.past <= later.s * (1 + _ROUNDING)).all()) for later in reached):
@@ -110,12 +110,12 @@ class NetworkTerms:
         return self.layers[0] in reached
 
     def nmls(self) -> float:
-        """The right-hand side of Eq. 12."""
+        """Return the right-hand side of Eq. 12."""
         ratios = torch.stack([layer.ratios.square() for layer in self.layers])
         return math.sqrt(product(mean(ratios.sum(dim=0)), self.sharpness))
 
     def log_volume(self, layers: Sequence[LayerTerms]) -> float:
-        """The logarithm of the right-hand side of Eq. 9 for one layer, of Eq. 10 for all."""
+        """Return the logarithm of the right-hand side of Eq. 9 for one layer, of Eq. 10 for all."""
         n, N = self.samples, self.outputs
         ratios = torch.stack([layer.ratios for layer in layers]).flatten()
         if bool(ratios.isinf().any()):
@@ -124,24 +124,27 @@ class NetworkTerms:
         return 0.5 * float((2 * N * ratios.log()).logsumexp(dim=0)) - math.log(n) + N / 2 * sharpness
 
     def log_norms(self, layers: Sequence[LayerTerms]) -> float:
-        """Log of N^(-N/2) (1/n) Σ |J|_F^N, over layers: the middle of Eq. 9 and 10."""
+        """Return the log of N^(-N/2) (1/n) Σ |J|_F^N over layers: the middle of Eq. 9 and 10."""
         N = self.outputs
         logs = torch.stack([layer.jacobian.log() for layer in layers]).flatten()
         return float((N * logs).logsumexp(dim=0)) - math.log(self.samples) - N / 2 * math.log(N)
 
     def log_volumes(self, layers: Sequence[LayerTerms]) -> float:
-        """Log of the sum over layers of the mean volumes."""
+        """Return the log of the sum over layers of the mean volumes."""
         logs = torch.stack([layer.log_volume for layer in layers]).flatten()
         return float(logs.logsumexp(dim=0)) - math.log(self.samples)
 
 
 def mean(values: Tensor) -> float:
-    """Over samples."""
+    """Return the mean over samples."""
     return float(values.mean())
 
 
 def product(factor: float, *others: float) -> float:
-    """Infinite if the first factor is: a sample whose input is zero has no bound, whatever the others do."""
+    """Return a product of factors that is infinite if the first one is.
+
+    A sample whose input is zero has no bound, whatever the other factors are.
+    """
     return factor if math.isinf(factor) else factor * math.prod(others)
 
 

@@ -1,4 +1,4 @@
-"""The Fisher-Rao norm (Liang et al. 2019; Petzka et al. 2021, section 6).
+"""Compute the Fisher-Rao norm (Liang et al. 2019; Petzka et al. 2021, section 6).
 
     FR = √ E ⟨θ, ∂ℓ/∂θ⟩²        θ all parameters, ⟨θ, ∂ℓ/∂θ⟩ = ⟨∂ℓ/∂f, (∂f/∂θ) θ⟩
 
@@ -55,9 +55,10 @@ def _values(task: Task) -> Values:
 
 
 class _Moved:
-    """f and (∂f/∂θ) θ of batches: in forward mode, or by two backward passes.
+    """Compute f and (∂f/∂θ) θ of batches, in forward mode or by two backward passes.
 
-    These where an operation has no forward mode, or one that overflows (LayerNorm's in float16, on small inputs).
+    The backward passes are for operations that have no forward mode, or one that overflows (LayerNorm's in float16, on
+    small inputs).
     """
 
     def __init__(self, task: Task, theta: parameters.Parameters) -> None:
@@ -65,7 +66,7 @@ class _Moved:
         self._forward_mode, self._reason = True, ""
 
     def of(self, batch: Any) -> tuple[Tensor, Tensor, Any]:
-        """Outputs, their derivative along θ, and targets."""
+        """Return outputs, their derivative along θ, and targets."""
         with sdpa_kernel(SDPBackend.MATH):  # the other kernels of attention have neither
             if self._forward_mode:
                 try:
@@ -90,7 +91,7 @@ class _Moved:
             return primal, torch.zeros_like(primal) if change is None else change, targets
 
     def _by_backward_passes(self, batch: Any) -> tuple[Tensor, Tensor, Any]:
-        """⟨v, (∂f/∂θ) θ⟩ = ⟨(∂f/∂θ)ᵀ v, θ⟩ is linear in v: its derivative in v is what is wanted.
+        """Differentiate ⟨v, (∂f/∂θ) θ⟩ = ⟨(∂f/∂θ)ᵀ v, θ⟩, which is linear in v, in v.
 
         That derivative may be wrong without a sign (``once_differentiable``), so it is held against the product itself.
         """
@@ -119,7 +120,7 @@ class _Moved:
 
 
 def _gradient(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
-    """∂ Σ t_i / ∂f, of the outputs' shape, float64."""
+    """Return ∂ Σ t_i / ∂f, of the outputs' shape, float64."""
     with torch.enable_grad():
         leaf = outputs.detach().double().requires_grad_()
         (gradient,) = torch.autograd.grad(task.loss.value(leaf, targets), leaf)

@@ -1,8 +1,10 @@
-"""Sharpness at interpolation ("From Loss Flatness to Compressed Representations", Eq. 3; Ma and Ying 2021).
+"""Compute sharpness at interpolation ("From Loss Flatness to Compressed Representations", Eq. 3).
+
+It is also found in Ma and Ying (2021).
 
     S(θ) = (1/n) Σ_i |∂f_i/∂θ|²        f_i all outputs of a sample, θ all trainable parameters
 
-The trace of the Hessian of (1/n) Σ_i ½|f_i - y_i|² where f = y, and for a network that is locally linear in each
+It is the trace of the Hessian of (1/n) Σ_i ½|f_i - y_i|² where f = y, and for a network that is locally linear in each
 parameter (ReLU) at any residual. The user's loss and targets do not count, nor what the loss ignores. First derivatives
 only: output factors are the unit vectors of the outputs. Not invariant to rescalings.
 """
@@ -20,12 +22,12 @@ from .base import Measure, Task
 
 @dataclass
 class HalfSquaredError(SquaredError):
-    """Σ_i ½|f_i - y_i|²: its second derivative in the outputs is 1."""
+    """Represent Σ_i ½|f_i - y_i|², whose second derivative in the outputs is 1."""
 
     reduction: str = "sum"
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
-        """Every row alike, whatever the targets."""
+        """Return terms in which every row counts alike, whatever the targets."""
         return uniform(outputs.numel() // outputs.shape[class_dim], 1.0, 1.0, outputs.device)
 
 

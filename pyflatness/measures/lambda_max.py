@@ -1,4 +1,4 @@
-"""The largest eigenvalue of the loss Hessian, of a layer's block and of all measured layers together.
+"""Compute the largest eigenvalue of the loss Hessian, of a layer's block and of all measured layers together.
 
     λ_max(∂²E/∂w²), algebraically largest: negative where the loss is concave in w; GGN: λ_max(Σ_i Σ_c σ_ic m_ic m_icᵀ)
     with m_ic = vec(M_i^(c)), over Σ_i ω_i
@@ -18,7 +18,7 @@ from .base import Measure, Task, Values
 
 
 def lambda_max(task: Task) -> Values:
-    """Of every layer that ran, and under ``""`` of the joint Hessian."""
+    """Return the value of every layer that ran, and under ``""`` that of the joint Hessian."""
     products = Products(task)
     every = tuple(products.modules)
     blocks = dict.fromkeys([*((name,) for name in every), every])  # a single layer is the network too

@@ -1,4 +1,4 @@
-"""Measures of any layers of a model: a sweep, its totals, and what is said about them."""
+"""Measure any layers of a model: by a sweep, its totals, and what is said about them."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ _LARGEST_MATRIX = 2**30  # bytes of block traces
 
 
 class LayerValues:
-    """The chosen layers of a model, measured together.
+    """Measure the chosen layers of a model together.
 
     Args:
         task: the model, its layers, loss and data.
@@ -50,7 +50,7 @@ class LayerValues:
     def estimates(
         self, measures: Sequence[Measure], attempt: Attempt = lambda _: contextlib.nullcontext()
     ) -> dict[tuple[str, str], Estimate]:
-        """(layer, measure) -> value, for every layer that ran, and for the network under the name ``""``.
+        """Return (layer, measure) -> value for every layer that ran, and for the network under the name ``""``.
 
         Args:
             measures: which pass :meth:`check_options`.
@@ -100,7 +100,7 @@ class LayerValues:
     def _of_parts(
         self, measure: Measure, sums: Sums, sweep: Sweep, estimates: Mapping[str, Estimate]
     ) -> dict[str, Estimate]:
-        """A measure's values by its own function, and their sum, in the sweep's estimates."""
+        """Return a measure's estimates by its own function of a quantity's parts, and their sum for the network."""
         assert measure.of_parts is not None
         found = {}
         for name in self._runner.modules:
@@ -169,7 +169,7 @@ class LayerValues:
             linearity.refuse_custom_functions(custom)
 
     def _is_hessian(self, name: str, sweep: Sweep) -> bool:
-        """Whether an exact value of the layer is certain to be the Hessian's."""
+        """Return whether an exact value of the layer is certain to be the Hessian's."""
         why = self._runner.why_not_linear(name)
         return not why or (name in sweep.by_hessian and why != linearity.CUSTOM)
 

@@ -1,4 +1,6 @@
-"""Matrix-normalised sharpness (Tsuzuku et al. 2019; C24 Eq. 35): norms of the weights times roots of traces.
+"""Compute matrix-normalised sharpness: norms of the weights times roots of traces.
+
+It is defined by Tsuzuku et al. (2019), and by C24 in Eq. 35.
 
     Σ_l ‖W_l‖₂ √Tr(∂²E/∂w_l²)        and with ‖W_l‖_F
 
@@ -25,7 +27,7 @@ from .trace import TRACE
 
 
 def summed(norm: Callable[[nn.Module], float], model: nn.Module, options: Options, values: Values) -> Values:
-    """Σ_l norm(W_l) √trace_l for the network; norm of a layer.
+    """Return Σ_l norm(W_l) √trace_l, the value of the network.
 
     The standard error is that of the roots to first order, and a bound, see :func:`.scaled.together`.
 

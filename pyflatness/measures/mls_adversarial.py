@@ -1,4 +1,4 @@
-"""Maximum local sensitivity without a Jacobian (C24, Eq. 47), for models too large for one.
+"""Estimate maximum local sensitivity without a Jacobian (C24, Eq. 47), for models too large for one.
 
     s_max(∂f_i/∂x_i) ≈ max_δ |f(x_i + δ) - f(x_i)| / |δ|,    |δ| = r |x_i| held
 
@@ -46,7 +46,7 @@ def mls_adversarial(
     forward: calling.Forward | None = None,
     progress: bool | None = None,
 ) -> Estimate:
-    """How much a small change of the input changes the outputs at most, by gradient ascent on the change.
+    """Return how much a small change of the input changes the outputs at most, by gradient ascent on the change.
 
     mean_i max_δ |f(x_i + δ) - f(x_i)| / |δ|   ("From Loss Flatness to Compressed Representations", Eq. 47): ``mls`` of
     models with too many outputs for a Jacobian. ``pf.measure(…, measures="mls_adversarial")`` is this by default.
@@ -111,7 +111,7 @@ def _estimate(task: Task, steps: int = STEPS, radius: float | None = None) -> Es
 
 
 class _Ascent:
-    """Ascent on the inputs' changes of one batch."""
+    """Follow the gradient upward on the changes of one batch's inputs."""
 
     def __init__(self, task: Task, batch: Any, number: int, radius: float | None) -> None:
         found = inputs.first_floating(batch)
@@ -127,7 +127,7 @@ class _Ascent:
             self._start = self._outputs(found)
 
     def values(self, steps: int, generator: torch.Generator) -> Tensor:
-        """The largest quotient of each sample, (n,) float64."""
+        """Return the largest quotient of each sample, (n,) float64."""
         dtype = torch.promote_types(self._input.dtype, torch.float32)
         shape, device = self._input.shape, self._input.device
         direction = torch.randn(shape, generator=generator, dtype=dtype, device=device)
@@ -161,7 +161,7 @@ class _Ascent:
 
 
 def _norms(tensor: Tensor) -> Tensor:
-    """Of samples, (n,) float64."""
+    """Return the norm of each sample, (n,) float64."""
     norms: Tensor = torch.linalg.vector_norm(tensor.detach().reshape(len(tensor), -1).double(), dim=1)
     return norms
 

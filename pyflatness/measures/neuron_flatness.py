@@ -1,4 +1,4 @@
-"""Flatness by neuron: the curvature of the loss along each neuron's own weights (Petzka et al. 2019, appendix B).
+"""Compute the curvature of the loss along each neuron's own weights (Petzka et al. 2019, appendix B).
 
     ρ^l(j) = w_l(j)ᵀ ∂²E/∂w_l(j)² w_l(j) = Σ_i Σ_c σ_ic (Σ_{group j} w ∘ M_i^(c))² / Σ_i ω_i    by the GGN
 
@@ -20,7 +20,7 @@ from .base import Measure, Values
 
 
 def largest(model: nn.Module, options: Options, values: Values) -> Values:
-    """Each layer's largest neuron, and the largest of all for the network, from their values by neuron."""
+    """Return each layer's largest neuron, and the largest of all for the network, from their values by neuron."""
     found: Values = {}
     for name, estimate in values.items():
         if estimate.per_neuron is not None:

@@ -1,4 +1,6 @@
-"""Normalised sharpness (Tsuzuku et al. 2019; C24 Eq. 36, λ = ½): the least over all scales of rows and columns.
+"""Compute normalised sharpness: the least over all scales of rows and columns.
+
+It is defined by Tsuzuku et al. (2019), and by C24 in Eq. 36 (λ = ½).
 
     min_{σ, σ'} Σ_sj (H_sj (σ_s σ'_j)² + w_sj² / (4 λ² (σ_s σ'_j)²)),    H_sj = ∂²E/∂w_sj²
 
@@ -27,7 +29,7 @@ _ROUNDING = 100.0  # a negative H within so many units of the largest's last pla
 
 @dataclass(frozen=True)
 class Minimum:
-    """Where the iteration stopped.
+    """Hold where the iteration stopped.
 
     Attributes:
         value: the least value found.
@@ -41,7 +43,7 @@ class Minimum:
 
 
 def minimised(curvature: Tensor, weight: Tensor) -> Minimum:
-    """The minimum over a, b > 0 of Σ_sj H_sj a_s b_j + w_sj² / (a_s b_j), for H ≥ 0 and w of shape (d, m), float64."""
+    """Return the minimum over a, b > 0 of Σ_sj H_sj a_s b_j + w_sj² / (a_s b_j), for H ≥ 0 and w (d, m), float64."""
     squares, curvature, kept = _shrunk(weight.square(), curvature)
     columns = squares.new_zeros(weight.shape[1])
     if not squares.numel():
@@ -61,7 +63,7 @@ def minimised(curvature: Tensor, weight: Tensor) -> Minimum:
 
 
 def _shrunk(squares: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Without the rows and columns in which one of the two vanishes; and which columns are left."""
+    """Return both without the rows and columns in which one of the two vanishes, and which columns are left."""
     kept = torch.arange(squares.shape[1], device=squares.device)
     while squares.numel():
         rows = (squares > 0).any(dim=1) & (curvature > 0).any(dim=1)
@@ -73,7 +75,7 @@ def _shrunk(squares: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def of_layer(name: str, weight: Tensor, diagonal: Tensor) -> tuple[float, str]:
-    """The value of a layer of weight (G, d, m) and Hessian diagonal (G, d, m); a note if it is not a minimum.
+    """Return the value for a weight (G, d, m) and a Hessian diagonal (G, d, m), and a note if it is not a minimum.
 
     Raises:
         InputError: a negative entry of the diagonal.

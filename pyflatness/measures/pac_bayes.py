@@ -1,4 +1,6 @@
-"""PAC-Bayes flatness: how much noise the parameters bear (Petzka et al. 2021, appendix C.2; Jiang et al. 2020).
+"""Measure how much noise the parameters bear: PAC-Bayes flatness.
+
+It is defined by Petzka et al. (2021), appendix C.2, after Jiang et al. (2020).
 
     σ: mean accuracy of the network at θ + u, u ~ N(0, σ²) on all parameters, is 0.1 below its own;  flatness 1/σ²
 
@@ -49,7 +51,7 @@ EPSILON = 1e-3
 
 @dataclass(frozen=True)
 class Bisection:
-    """What a bisection ended with.
+    """Hold what a bisection ended with.
 
     Attributes:
         sigma: σ, the last one tried.
@@ -68,13 +70,13 @@ class Bisection:
 
     @property
     def drop(self) -> float:
-        """The mean of ``drops``."""
+        """Return the mean of ``drops``."""
         return sum(self.drops) / len(self.drops)
 
 
 @dataclass(frozen=True)
 class PacBayes(Bisection):
-    """PAC-Bayes flatness of a network; the fields of :class:`Bisection` are of σ.
+    """Hold the PAC-Bayes flatness of a network; the fields of :class:`Bisection` are of σ.
 
     Attributes:
         accuracy: the network's own.
@@ -94,12 +96,12 @@ class PacBayes(Bisection):
 
     @property
     def flatness(self) -> float:
-        """1/σ²: the smaller the flatter."""
+        """Return 1/σ², the smaller the flatter."""
         return 1 / self.sigma**2
 
     @property
     def flatness_stderr(self) -> float | None:
-        """The standard error of ``flatness``; None where there is none of ``sigma``."""
+        """Return the standard error of ``flatness``; None where there is none of ``sigma``."""
         return None if self.stderr is None else 2 * self.stderr / self.sigma**3
 
 
@@ -120,7 +122,7 @@ def pac_bayes(
     forward: calling.Forward | None = None,
     progress: bool | None = None,
 ) -> PacBayes:
-    """PAC-Bayes flatness 1/σ²: σ is the size of Gaussian noise on all parameters that costs 0.1 of accuracy.
+    """Return PAC-Bayes flatness 1/σ²: Gaussian noise of size σ on all parameters costs 0.1 of accuracy.
 
     (Petzka et al. 2021, appendix C.2, after Jiang et al. 2020.) BatchNorm is folded first. ``pf.measure(…,
     measures="pac_bayes")`` is this with its defaults.
@@ -172,7 +174,7 @@ def _reads(draws: int, steps: int) -> int:
 
 
 class _Search:
-    """Bisections on one network and data set."""
+    """Search by bisection on one network and data set."""
 
     def __init__(
         self,
@@ -231,7 +233,7 @@ class _Search:
         return Bisection(sigma, (lower, upper), drops, reached=False, stderr=None)
 
     def _stderr(self, sigma: float, drops: Sequence[float], tried: Mapping[float, float]) -> float | None:
-        """That of σ, by the delta method; ``tried`` are the mean drops at other σ."""
+        """Return the standard error of σ, by the delta method; ``tried`` are the mean drops at other σ."""
         below, above = ([other for other in tried if (other < sigma) is less] for less in (True, False))
         near = ([max(below)] if below else []) + ([min(above)] if above else [])
         drop = statistics.fmean(drops)
@@ -243,7 +245,7 @@ class _Search:
         return sigma * error / (exponent * drop) if exponent > 0 else None
 
     def _noisy(self, spread: Callable[[Tensor], Any], key: int) -> float:
-        """The accuracy with one draw of the noise."""
+        """Return the accuracy with one draw of the noise."""
 
         def deviation(w: Tensor) -> Any:
             return spread(w) ** 2 if self._squared else spread(w)
@@ -266,7 +268,7 @@ class _Search:
         return right / total
 
     def _initial(self, initial: nn.Module | Mapping[str, Tensor]) -> parameters.Parameters:
-        """θ⁰ as the folded model has it."""
+        """Return θ⁰ as the folded model has it."""
         state = layers.unwrap(initial).state_dict() if isinstance(initial, nn.Module) else initial
         other = duplicate(self._task.model)
         try:

@@ -1,4 +1,4 @@
-"""Relative flatness (Petzka et al. 2021, Definition 3; normalised: Theorem 4).
+"""Compute relative flatness (Petzka et al. 2021, Definition 3; normalised: Theorem 4).
 
     κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')
          = Σ_i Σ_c σ_ic |R M_i^(c)|² / Σ_i ω_i,   RᵀR = w wᵀ,    by the GGN: from output factors sent backward

@@ -1,4 +1,4 @@
-"""Maximal relative flatness (Petzka et al. 2021, Definition 13).
+"""Compute maximal relative flatness (Petzka et al. 2021, Definition 13).
 
     κ^φ(w) = Σ_s |w_s|² λ_max(∂²E/∂w_s²)        over the rows w_s of a layer's weight (the filters of a convolution)
 
@@ -13,7 +13,7 @@ from .base import Measure, Task, Values
 
 
 def relative_flatness_max(task: Task) -> Values:
-    """Of every layer that ran."""
+    """Return the value of every layer that ran."""
     sweep = RowSweep(task)
     return {name: _estimate(sweep, rows, name) for name, rows in sweep.rows().items()}
 

@@ -1,4 +1,6 @@
-"""How much the network compresses around its inputs ("From Loss Flatness to Compressed Representations", C24).
+"""Measure how much the network compresses around its inputs.
+
+The measures are those of "From Loss Flatness to Compressed Representations" (C24).
 
     J_i = ∂f_i/∂x_i, all outputs of a sample;  s_1 ≥ s_2 ≥ … its singular values;  G_i = J_i J_iᵀ
 
@@ -75,7 +77,7 @@ def _dimension(samples: Samples, place: str) -> Tensor:
 
 
 def _at_places(of: Of, samples: Samples) -> Values:
-    """Of each layer's input; the network's value is that of the model's."""
+    """Return the value at each layer's input; the network's value is that at the model's."""
     found = {name: estimate(samples, of(samples, name), name) for name in samples.layers}
     if samples.has_input:
         found[INPUT] = estimate(samples, of(samples, INPUT), INPUT)
@@ -83,7 +85,7 @@ def _at_places(of: Of, samples: Samples) -> Values:
 
 
 def _summed(of: Of, samples: Samples) -> Values:
-    """The sum over layers alone."""
+    """Return the sum over layers alone, as the network's value."""
     return {"": estimate(samples, torch.stack([of(samples, name) for name in samples.layers]).sum(dim=0), "")}
 
 
@@ -92,7 +94,7 @@ def _volumes(samples: Samples) -> Values:
 
 
 def estimate(samples: Samples, each: Tensor, place: str) -> Estimate:
-    """The mean over samples, of values (n,)."""
+    """Return the mean of values (n,) over samples."""
     counted = each[samples.kept]
     notes = []
     calls = samples.calls.get(place, 1)
@@ -196,7 +198,7 @@ def representation(
     memory: int | None = None,
     progress: bool | None = None,
 ) -> Report:
-    """How sensitive the outputs are to the model's input and to every layer's: s_max, volumes, dimension, together.
+    """Return how sensitive the outputs are to the model's input and to every layer's, by many measures together.
 
     Measures of J_i = ∂f_i/∂x_i and its singular values (see docs/measures.md), of one sweep: a forward pass and one
     backward pass per output. ``pf.measure(…, measures=[…])`` knows them by the same names, without ``top``.

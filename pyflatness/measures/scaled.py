@@ -1,4 +1,4 @@
-"""Measures scaled with the weight's norm (Petzka et al. 2019, Definition 1, Section 2 and Table 1).
+"""Scale measures with the weight's norm (Petzka et al. 2019, Definition 1, Section 2 and Table 1).
 
     κ^l = |w_l|_F² λ_max(∂²E/∂w_l²)        κ_τ^l = |w_l|_F² Tr(∂²E/∂w_l²)        of a layer
     κ^Σ = Σ_l κ^l,  κ^max = max_l κ^l       κ_τ^Σ, κ_τ^max likewise                of a network, its measured layers
@@ -24,7 +24,7 @@ from .trace import TRACE
 
 
 def scaled(model: nn.Module, options: Options, values: Values) -> Values:
-    """|w_l|² times each layer's value, and their sum for the network.
+    """Return |w_l|² times each layer's value, and their sum for the network.
 
     Raises:
         NotYetError: options under which the values belong to other matrices than the layers' weights.
@@ -59,7 +59,7 @@ def together(terms: Sequence[Estimate]) -> tuple[float | None, float | None]:
 
 
 def largest_scaled(measure: str, model: nn.Module, options: Options, values: Values) -> Values:
-    """The largest of the layers' scaled values, for the network, and which that is in the name of the measure.
+    """Return the largest of the layers' scaled values, for the network, and which that is in the name of the measure.
 
     Raises:
         NotYetError: see :func:`scaled`.

@@ -1,4 +1,4 @@
-"""Sharpness: the trace of the loss Hessian over all trainable parameters.
+"""Compute sharpness: the trace of the loss Hessian over all trainable parameters.
 
     S(θ) = Tr(∂²E/∂θ²) = Σ_j ∂²E/∂θ_j²        weights, biases, affine parameters of normalisation, embeddings, …
 

@@ -1,4 +1,4 @@
-"""The trace of a layer's block of the loss Hessian.
+"""Compute the trace of a layer's block of the loss Hessian.
 
     Tr(∂²E/∂w²) = Σ_s T[s, s] = Σ_i Σ_c σ_ic |M_i^(c)|² / Σ_i ω_i    by the GGN
 

@@ -1,4 +1,4 @@
-"""The squared norm of the weights (Petzka et al. 2021, section 6).
+"""Compute the squared norm of the weights (Petzka et al. 2021, section 6).
 
     ‖w‖² = Σ_sj w_sj²        of a layer's effective weight, whatever a parametrisation makes it of
 

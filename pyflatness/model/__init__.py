@@ -1,1 +1,1 @@
-"""What the user brings: a model, how it is called, its layers and parameters, and the data."""
+"""Hold what the user brings: a model, how it is called, its layers and parameters, and the data."""

@@ -197,7 +197,7 @@ def differentiated() -> Iterator[None]:
 def by_keywords(
     model: nn.Module, batch: Mapping[str, Any], tensor: Callable[[Any], Tensor] = one_tensor
 ) -> tuple[Tensor, Any]:
-    """A ``forward`` for mappings: ``labels`` are the targets, the rest the model's keyword arguments.
+    """Serve as ``forward`` for mappings: ``labels`` are the targets, the rest the model's keyword arguments.
 
     Outputs (n, T, C) for labels (n, T), as models of tokens give them, come as (n, C, T), as cross-entropy wants them.
     """
@@ -209,7 +209,7 @@ def by_keywords(
 
 
 def causal_lm(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-    """A ``forward`` for causal language models: every position is to predict the next one's label."""
+    """Serve as ``forward`` for causal language models: every position is to predict the next one's label."""
     logits, targets = by_keywords(model, batch)
     return logits[:, :, :-1], targets[:, 1:]
 

@@ -1,4 +1,4 @@
-"""Models that cannot be measured as they are: compiled by torch.jit, in training mode, without values."""
+"""Refuse models that cannot be measured as they are: compiled by torch.jit, in training mode, without values."""
 
 import itertools
 from collections.abc import Sequence

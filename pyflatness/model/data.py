@@ -83,7 +83,7 @@ class Batches:
 
     @property
     def samples(self) -> int:
-        """About how many samples there are; 0 if the data cannot tell."""
+        """Return about how many samples there are; 0 if the data cannot tell."""
         if self._tensors:
             return len(self._tensors[0])
         if isinstance(self._data, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Whether two reads of the user's data gave the same samples.
+"""Tell whether two reads of the user's data gave the same samples.
 
 Every sample has a number, made in whole-number arithmetic of up to 64 entries of each of its tensors, their bits taken
 as an integer. The sum of these numbers over a read depends neither on the order of the samples nor on the cut into
@@ -16,7 +16,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 class Fingerprint:
-    """One read of the data."""
+    """Hold what is remembered of one read of the data."""
 
     def __init__(self) -> None:
         self._samples = 0

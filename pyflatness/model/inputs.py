@@ -1,4 +1,4 @@
-"""The model's input in the graph: the tensor of a batch in which outputs are derived, if one can be."""
+"""Find the model's input in the graph: the tensor of a batch by which outputs are differentiated, if there is one."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from . import calling, data
 
 
 class Inputs:
-    """A ``forward`` that puts the input on record: the first floating-point tensor of a batch that holds its samples.
+    """Record the input: a ``forward`` that notes the first floating-point tensor of a batch with its samples.
 
     Targets (the second of a pair, the last of a longer tuple, ``labels``) are none. Where there is no such tensor,
     as for tokens, embeddings are where the graph begins: what several layers take of them is then one tensor for all.
@@ -42,7 +42,7 @@ class Inputs:
 
 
 def first_floating(batch: Any) -> Tensor | None:
-    """The first floating-point tensor among the inputs of a batch that has its samples in dimension 0."""
+    """Return the first floating-point tensor among the inputs of a batch that has its samples in dimension 0."""
     samples = data.size(batch)
     if isinstance(batch, Mapping):
         parts = [part for key, part in batch.items() if key != "labels"]
@@ -62,5 +62,5 @@ def first_floating(batch: Any) -> Tensor | None:
 
 
 def replaced(batch: Any, tensor: Tensor, other: Tensor) -> Any:
-    """The batch with another tensor in the place of one."""
+    """Return the batch with another tensor in the place of one."""
     return data.map_tensors(lambda held: other if held is tensor else held, batch)

@@ -1,4 +1,4 @@
-"""Layers as weight matrices: which are supported, their (d, m) matrix, their inputs and signals in one form."""
+"""Treat layers as weight matrices: which are supported, their (d, m) matrix, inputs and cotangents in one form."""
 
 from collections.abc import Iterable, Mapping
 
@@ -17,7 +17,7 @@ LAYERS = (nn.Linear, *_CONVOLUTIONS)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside ``DataParallel``, ``DistributedDataParallel`` or ``torch.compile``'s wrapper."""
+    """Return the user's own module inside ``DataParallel``, ``DistributedDataParallel`` or ``torch.compile``."""
     while True:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
@@ -28,7 +28,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def is_supported(module: nn.Module) -> bool:
-    """A linear layer or convolution that computes what its class says."""
+    """Return whether a module is a linear layer or convolution that computes what its class says."""
     for kind in _CONVOLUTIONS:
         if isinstance(module, kind):
             return type(module).forward is kind.forward and type(module)._conv_forward is kind._conv_forward
@@ -38,7 +38,7 @@ def is_supported(module: nn.Module) -> bool:
 
 
 def why_not_supported(module: nn.Module) -> str:
-    """Why a module is not a layer that can be measured, with its class."""
+    """Return why a module is not a layer that can be measured, with its class."""
     kind = type(module).__name__
     base = next((base for base in LAYERS if isinstance(module, base)), None)
     if base is None:
@@ -51,7 +51,7 @@ def why_not_supported(module: nn.Module) -> str:
 
 
 def did_not_run(model: nn.Module, names: Iterable[str]) -> InputError:
-    """The error for layers that were asked for and that the model's forward pass does not call."""
+    """Return the error for layers that were asked for and that the model's forward pass does not call."""
     listed = [*names]
     attention = [
         name for name in listed if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention)
@@ -66,7 +66,7 @@ def did_not_run(model: nn.Module, names: Iterable[str]) -> InputError:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Conv1d, Conv2d or Conv3d: outputs are channels-first."""
+    """Return whether a layer is a Conv1d, Conv2d or Conv3d: its outputs are channels-first."""
     return isinstance(module, _CONVOLUTIONS)
 
 
@@ -84,14 +84,14 @@ def is_pointwise(module: nn.Module) -> bool:
 
 
 def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """The effective weight (d, m), a filter to a row, and the bias (d,) of a supported layer, detached."""
+    """Return the effective weight (d, m), a filter to a row, and the bias (d,) of a supported layer, detached."""
     weight, bias = module.weight, module.bias
     assert isinstance(weight, Tensor)
     return as_matrix(module, weight.detach()), bias.detach() if isinstance(bias, Tensor) else None
 
 
 def as_matrix(module: nn.Module, weight: Tensor) -> Tensor:
-    """A tensor of the shape of the layer's weight as (d, m)."""
+    """Return a tensor of the shape of the layer's weight as (d, m)."""
     return weight.t() if _is_transposed(module) else weight.flatten(1)
 
 
@@ -102,35 +102,35 @@ def as_weight(module: nn.Module, matrix: Tensor) -> Tensor:
 
 
 def row_dim(module: nn.Module) -> int:
-    """The dimension of the layer's weight that counts its rows."""
+    """Return the dimension of the layer's weight that counts its rows."""
     return 1 if _is_transposed(module) else 0
 
 
 def groups(module: nn.Module) -> int:
-    """How many weight matrices of their own the layer is made of."""
+    """Return how many separate weight matrices the layer is made of."""
     return module.groups if isinstance(module, _CONVOLUTIONS) else 1
 
 
 def geometry(module: nn.Module) -> Geometry:
-    """Which (padded) inputs a position of the layer sees."""
+    """Return which (padded) inputs a position of the layer sees."""
     if not isinstance(module, _CONVOLUTIONS):
         return Geometry()
     return Geometry(module.groups, *map(_triple, (module.kernel_size, module.stride, module.dilation)))
 
 
 def class_dim(module: nn.Module) -> int:
-    """The dimension of the layer's output that holds its d rows: last for linear layers, 1 for convolutions."""
+    """Return the dimension of the layer's output that holds its d rows: last for linear layers, 1 for convolutions."""
     return 1 if isinstance(module, _CONVOLUTIONS) else -1
 
 
 def input_rows(module: nn.Module, inputs: Tensor) -> Tensor:
-    """The layer's unpadded input as (positions or pixels of all samples, channels), channels moved last."""
+    """Return the layer's unpadded input as (positions or pixels of all samples, channels), channels moved last."""
     inputs = inputs.detach().movedim(class_dim(module), -1)
     return inputs.reshape(-1, inputs.shape[-1])
 
 
 def pad(module: nn.Module, inputs: Tensor) -> Tensor:
-    """A convolution's input (N, C, …), padded as the layer does it."""
+    """Return a convolution's input (N, C, …), padded as the layer does it."""
     if not isinstance(module, _CONVOLUTIONS) or not any(module._reversed_padding_repeated_twice):
         return inputs
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
@@ -138,19 +138,19 @@ def pad(module: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def repeats_inputs(module: nn.Module) -> bool:
-    """Whether a layer is a convolution whose padding repeats pixels of its input."""
+    """Return whether a layer is a convolution whose padding repeats pixels of its input."""
     return isinstance(module, _CONVOLUTIONS) and module.padding_mode != "zeros"
 
 
 def apply(module: nn.Module, inputs: Tensor) -> Tensor:
-    """The layer's linear part on an input: W φ, without bias or hooks."""
+    """Return W φ, the layer's linear part on an input, without bias or hooks."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     return affine(module, inputs, weight.detach(), None)
 
 
 def affine(module: nn.Module, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """W φ + b as the layer computes it, with a weight (of the shape of the layer's) and bias that are given."""
+    """Return W φ + b as the layer computes it, with a given bias and weight (of the shape of the layer's)."""
     if isinstance(module, _CONVOLUTIONS):
         outputs: Tensor = module._conv_forward(inputs, weight, bias)
         return outputs
@@ -177,7 +177,7 @@ def carried(module: nn.Module, delta: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def computes(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
-    """Whether an output is W φ + b of its input, looked at in its first and last row (or image)."""
+    """Return whether an output is W φ + b of its input, looked at in its first and last row (or image)."""
     if output.is_meta or output.numel() == 0:
         return True
     if not isinstance(module, _CONVOLUTIONS):
@@ -195,7 +195,7 @@ def computes(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
 
 
 def in_common_form(module: nn.Module, tensor: Tensor) -> list[Tensor]:
-    """Inputs (padded) or signals of one call, samples first, in the five dimensions of :class:`.Geometry`.
+    """Return inputs (padded) or cotangents of one call in the five dimensions of :class:`.Geometry`, samples first.
 
     Args:
         module: a supported layer.
@@ -215,7 +215,7 @@ def in_common_form(module: nn.Module, tensor: Tensor) -> list[Tensor]:
 
 
 def joined(module: nn.Module, parts: list[Tensor]) -> list[Tensor]:
-    """Tensors of several calls as one, along a spatial dimension that is free, if there is one and sizes allow it."""
+    """Return tensors of several calls as one, along a free spatial dimension, if there is one and sizes allow it."""
     if (
         len(parts) == 1
         or isinstance(module, nn.Conv3d)
@@ -256,7 +256,7 @@ def check_dtype(what: str, dtype: torch.dtype) -> None:
 
 
 def ties(model: nn.Module, layer: nn.Module) -> list[str]:
-    """Names of other modules that own the layer's very weight parameter."""
+    """Return the names of other modules that own the layer's very weight parameter."""
     weight = layer._parameters.get("weight")
     if weight is None:
         return []
@@ -268,13 +268,16 @@ def ties(model: nn.Module, layer: nn.Module) -> list[str]:
 
 
 def tie_notes(model: nn.Module, layer: nn.Module) -> tuple[str, ...]:
-    """What a reader of a layer's value should know if its weight is tied."""
+    """Return what a reader of a layer's value should know if its weight is tied."""
     others = ties(model, layer)
     return (f"weight tied with {', '.join(others)}: derivative through this use only",) if others else ()
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """The layer of GPT-2: a linear layer that keeps its weight as (m, d). Known by name; transformers may be absent."""
+    """Return whether a layer is GPT-2's: a linear layer that keeps its weight as (m, d).
+
+    It is known by its name, since transformers may be absent.
+    """
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 

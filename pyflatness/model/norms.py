@@ -1,4 +1,4 @@
-"""Norms of layers' effective weights, in float64 without a float64 copy of a weight."""
+"""Compute norms of layers' effective weights in float64, without a float64 copy of a weight."""
 
 import math
 
@@ -40,7 +40,7 @@ def spectral(module: nn.Module) -> float:
 
 
 def _by_products(matrix: Tensor) -> float | None:
-    """The root of the largest eigenvalue of wᵀw; None if it is not found to rounding."""
+    """Return the root of the largest eigenvalue of wᵀw; None if it is not found to rounding."""
     start = Directions().like(matrix.new_empty(1, matrix.shape[1], dtype=torch.float64))
 
     def times(vectors: Tensor) -> Tensor:
@@ -56,6 +56,6 @@ def _by_products(matrix: Tensor) -> float | None:
 
 
 def _parts(weight: Tensor) -> tuple[Tensor, ...]:
-    """Rows of a matrix, as many as may be copied."""
+    """Return the rows of a matrix in pieces, each as large as may be copied."""
     rows: tuple[Tensor, ...] = weight.split(max(1, _ENTRIES // max(1, weight.shape[1])))
     return rows

@@ -1,4 +1,4 @@
-"""What a model returns, as the one tensor that values are of."""
+"""Turn what a model returns into the one tensor that values are of."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def refusal(outputs: Any) -> InputError:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Several outputs of a model as one tensor (n, C), for a loss that takes them all.
+    """Represent several outputs of a model as one tensor (n, C), for a loss that takes them all.
 
     Attributes:
         structure: of what the model returned, as :mod:`torch.utils._pytree` has it.

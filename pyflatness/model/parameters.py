@@ -1,4 +1,4 @@
-"""A model run at other parameters than its own: these stay as they are, whatever happens."""
+"""Run a model at other parameters than its own, which stay as they are whatever happens."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def every(model: nn.Module) -> Parameters:
-    """The model's parameters by name, detached; one that has several names once.
+    """Return the model's parameters by name, detached; one that has several names once.
 
     Raises:
         InputError: weights without values, or that are not floating-point numbers.
@@ -29,7 +29,7 @@ def every(model: nn.Module) -> Parameters:
 
 
 def trainable(model: nn.Module) -> Parameters:
-    """Those parameters that require gradients.
+    """Return those parameters that require gradients.
 
     Raises:
         InputError: see :func:`every`; none of them does.
@@ -41,7 +41,7 @@ def trainable(model: nn.Module) -> Parameters:
 
 
 def noise(values: Mapping[str, Tensor], generator: torch.Generator) -> Parameters:
-    """Standard normal numbers of the shape of each tensor; in float32 where the tensor has fewer bits."""
+    """Return standard normal numbers of the shape of each tensor; in float32 where the tensor has fewer bits."""
 
     def of(tensor: Tensor) -> Tensor:
         dtype = torch.promote_types(tensor.dtype, torch.float32)
@@ -51,14 +51,14 @@ def noise(values: Mapping[str, Tensor], generator: torch.Generator) -> Parameter
 
 
 def moved(values: Mapping[str, Tensor], noise: Mapping[str, Tensor], spread: Callable[[Tensor], Any]) -> Parameters:
-    """θ + spread(θ) · noise, in the dtype of each tensor."""
+    """Return θ + spread(θ) · noise, in the dtype of each tensor."""
     return {name: (w + spread(w) * noise[name]).to(w.dtype) for name, w in values.items()}
 
 
 def run(
     model: nn.Module, values: Mapping[str, Tensor], batch: Any, forward: calling.Forward | None
 ) -> tuple[Tensor, Any]:
-    """As :func:`.calling.run`, with ``values`` in the place of the parameters of these names.
+    """Run a batch like :func:`.calling.run`, with ``values`` in the place of the parameters of these names.
 
     Args:
         model: inside :func:`.state.observing`.
@@ -70,7 +70,7 @@ def run(
 
 
 def inside(model: nn.Module, values: Mapping[str, Tensor], work: Callable[[], Result]) -> Result:
-    """``work``, done while ``values`` are in the place of the parameters of these names.
+    """Return the result of ``work``, done while ``values`` are in the place of the parameters of these names.
 
     Backward passes of a run belong in it too: activation checkpointing calls the model again in them.
     """
@@ -81,7 +81,10 @@ def inside(model: nn.Module, values: Mapping[str, Tensor], work: Callable[[], Re
 
 
 def _places(model: nn.Module, values: Mapping[str, Tensor]) -> Parameters:
-    """The values by every place that holds their parameter, once: torch does not undo it where it swaps one twice.
+    """Return the values by every place that holds their parameter, once.
+
+    Torch does not undo the exchange of a place that it is given twice. So of tied parameters every module's place is
+    there, and of a module that has several names only the first.
 
     So of tied parameters every module's, and of a module that has several names only the first.
     """
@@ -96,7 +99,7 @@ def _places(model: nn.Module, values: Mapping[str, Tensor]) -> Parameters:
 
 
 class _Work(nn.Module):
-    """Anything done with a model, as a module, so that it can be called functionally."""
+    """Represent anything done with a model as a module, so that it can be called functionally."""
 
     def __init__(self, model: nn.Module, work: Callable[[], Any]) -> None:
         super().__init__()

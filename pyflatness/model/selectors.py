@@ -1,4 +1,4 @@
-"""Choosing layers of a model: by qualified name, glob, ``re:…``, ``type:…`` or the module itself."""
+"""Choose layers of a model: by qualified name, glob, ``re:…``, ``type:…`` or the module itself."""
 
 import difflib
 import fnmatch
@@ -18,7 +18,7 @@ Selector = str | nn.Module
 
 @dataclass(frozen=True)
 class Selection:
-    """Layers that were asked for.
+    """Hold the layers that were asked for.
 
     Attributes:
         modules: name -> module, in the model's order.
@@ -32,7 +32,7 @@ class Selection:
 
 
 def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) -> Selection:
-    """The supported layers that selectors mean; None means all of them.
+    """Return the supported layers that selectors mean; None means all of them.
 
     Raises:
         InputError: a selector that matches nothing, or nothing that can be measured; near names are listed.
@@ -65,7 +65,7 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
 
 
 def one(model: nn.Module, selector: Selector) -> str:
-    """The one layer that a selector means.
+    """Return the one layer that a selector means.
 
     Raises:
         InputError: nothing or several layers match, or it cannot be measured.

@@ -1,4 +1,4 @@
-"""What a measurement returns: estimates, reports, and their tables, figures and intervals."""
+"""Hold what a measurement returns: estimates, reports, and their tables, figures and intervals."""
 
 from .report import Estimate, Report
 

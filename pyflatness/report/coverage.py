@@ -1,4 +1,4 @@
-"""Which weights of a model the measured layers do not have, and what that means for values of the network.
+"""Find the weights that no measured layer has, and say what that means for values of the network.
 
 A weight is a floating-point parameter of two or more dimensions at the module that holds it: the matrix of a linear
 map, a kernel, an embedding. Biases and the scales of normalisation layers are none. A parameter that several modules

@@ -1,4 +1,4 @@
-"""Confidence intervals of sampled values by Student's t.
+"""Compute confidence intervals of sampled values by Student's t.
 
 A value with the standard error s of ν degrees of freedom lies within t s of the truth with probability ``level``, where
 t is the quantile for which a variable of Student's t distribution with ν degrees of freedom has P(|T| ≤ t) = level.

@@ -1,4 +1,4 @@
-"""What a measurement returns: numbers with everything needed to read them."""
+"""Hold what a measurement returns: numbers with everything needed to read them."""
 
 import json
 import math
@@ -116,7 +116,7 @@ class Estimate(float):
         return f"Estimate({number}: {', '.join(filter(None, facts))})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings and lists."""
+        """Return the value and its facts as plain numbers, strings and lists."""
         facts = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         for name in _TENSORS:
             facts[name] = None if facts[name] is None else facts[name].tolist()
@@ -125,7 +125,7 @@ class Estimate(float):
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> "Estimate":
-        """What :meth:`to_dict` was made from.
+        """Return what :meth:`to_dict` was made from.
 
         Raises:
             InputError: not such a dict.
@@ -152,7 +152,7 @@ class Estimate(float):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Report:
-    """Measures of a network's layers, and of the network. ``str(report)`` is a table.
+    """Hold measures of a network's layers, and of the network. ``str(report)`` is a table.
 
     ``report[layer, measure]`` is one layer's :class:`Estimate`, ``report[measure]`` the network's: the sum over the
     measured layers, or one value of its own. A measure may have values of layers, of the network, or both.
@@ -191,12 +191,12 @@ class Report:
         return self._estimates[layer, measure]
 
     def by_measure(self) -> dict[str, dict[str, Estimate]]:
-        """By measure, then layer (``""``: the network)."""
+        """Return the estimates by measure, then layer (``""`` is the network)."""
         held, places = self._estimates, (*self.layers, "")
         return {name: {layer: held[layer, name] for layer in places if (layer, name) in held} for name in self.measures}
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """:meth:`by_measure`, each estimate as a dict; and ``skipped`` and ``uncovered``, if there are any."""
+        """Return :meth:`by_measure` with dicts for estimates, and ``skipped`` and ``uncovered`` if there are any."""
         facts: dict[str, dict[str, Any]] = {
             measure: {layer: estimate.to_dict() for layer, estimate in held.items()}
             for measure, held in self.by_measure().items()
@@ -205,7 +205,7 @@ class Report:
         return {**facts, **{key: held for key, held in beside.items() if held}}
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """:meth:`to_dict` as JSON, also written to ``path``; NaN and infinity as Python writes them."""
+        """Return :meth:`to_dict` as JSON, also written to ``path``; NaN and infinity are as Python writes them."""
         text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
         if path is not None:
             Path(path).write_text(text + "\n", encoding="utf-8")
@@ -213,7 +213,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Mapping[str, Any]]) -> "Report":
-        """What :meth:`to_dict` was made from.
+        """Return what :meth:`to_dict` was made from.
 
         Raises:
             InputError: not such a dict.
@@ -233,7 +233,7 @@ class Report:
 
     @classmethod
     def from_json(cls, source: str | Path) -> "Report":
-        """What :meth:`to_json` was made from: its text, or the path of its file.
+        """Return what :meth:`to_json` was made from: its text, or the path of its file.
 
         Raises:
             InputError: no such file, or not such a text.
@@ -247,7 +247,7 @@ class Report:
         return cls.from_dict(facts)
 
     def to_frame(self) -> "pandas.DataFrame":
-        """One row per estimate, its facts as columns; the network's rows have the layer ``""``.
+        """Return one row per estimate, its facts as columns; the network's rows have the layer ``""``.
 
         Raises:
             MissingExtraError: without pandas.
@@ -255,7 +255,7 @@ class Report:
         return views.frame(self)
 
     def plot(self, path: str | Path | None = None) -> "tuple[Figure, Axes]":
-        """The layers' values as a profile from the first to the last, a line for each measure.
+        """Draw the layers' values as a profile from the first to the last, a line for each measure.
 
         Args:
             path: where the figure is written too; its ending is its format.
@@ -296,7 +296,7 @@ class Report:
         return "\n".join([*lines, f"{samples}{omitted}, {first.backend} backend{brackets}", *notes, *left_out])
 
     def _side_by_side(self) -> list[list[str]]:
-        """The measures, as many to a table as there is room for."""
+        """Return the names of the measures in each table, as many to a table as there is room for."""
         layers = max(map(len, (*self.layers, "network")))
         tables: list[list[str]] = []
         room = 0
@@ -334,7 +334,7 @@ class Report:
 
 
 def _facts(held: Estimate | Report) -> str:
-    """As text, in which NaN equals NaN."""
+    """Return an estimate or report as text, in which NaN equals NaN."""
     return json.dumps(held.to_dict(), sort_keys=True)
 
 

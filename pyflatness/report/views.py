@@ -1,4 +1,4 @@
-"""Reports as data frames and figures; pandas and matplotlib are imported when they are asked for."""
+"""Show reports as data frames and figures; pandas and matplotlib are imported when they are asked for."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ def frame(report: "Report") -> "pandas.DataFrame":
 
 
 def rows_frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
-    """A data frame of rows.
+    """Return a data frame of rows.
 
     Raises:
         MissingExtraError: without pandas.
@@ -37,7 +37,7 @@ def rows_frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
 
 
 def figure(width: float = 6.0) -> "tuple[Figure, Axes]":
-    """An empty figure, outside of pyplot: no window, no global state.
+    """Return an empty figure, outside of pyplot: no window, no global state.
 
     Raises:
         MissingExtraError: without matplotlib.
