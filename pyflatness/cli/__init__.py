@@ -1,4 +1,4 @@
-"""The command line, ``pyflatness``: one subcommand per file.
+"""Run the command line, ``pyflatness``: one subcommand per file.
 
 Only click and rich are needed to start; what a subcommand needs beyond them it imports when it runs.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints as weights: data only. Nothing in a checkpoint's file is ever executed."""
+"""Read checkpoints as weights, as data only: nothing in a checkpoint's file is ever executed."""
 
 import importlib.util
 import pickle
@@ -34,7 +34,7 @@ def check_readers(paths: Iterable[Path]) -> None:
 
 
 def load(path: Path, *, allow_pickle: bool) -> State:
-    """The tensors of a checkpoint, by name, on the CPU.
+    """Return the tensors of a checkpoint, by name, on the CPU.
 
     Args:
         path: a ``.safetensors`` file, or a ``.pt`` or ``.pth`` file of tensors and plain containers.
@@ -136,7 +136,7 @@ def _is_state(content: Any) -> bool:
 
 
 def _tied(own: State, state: State) -> State:
-    """What is missing in ``state`` but one with a weight that is there."""
+    """Return what is missing in ``state`` but shares its parameter with a weight that is there."""
     groups = defaultdict(list)
     for name, tensor in own.items():
         if not nn.parameter.is_lazy(tensor):
@@ -159,7 +159,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _shortened(message: str) -> str:
-    """What torch says of missing and unexpected names, one line each, and of wrong shapes, one line per name."""
+    """Return what torch says of missing and unexpected names on one line each, of wrong shapes on one per name."""
     lines = [line.strip() for line in message.splitlines()[1:]]
     shown = [line if len(line) <= _SHOWN_LENGTH else line[:_SHOWN_LENGTH] + " …" for line in lines[:_SHOWN_LINES]]
     more = len(lines) - len(shown)

@@ -1,4 +1,4 @@
-"""``pyflatness demo``: does relative flatness go along with generalisation? Two dozen small networks, in a minute.
+"""Run ``pyflatness demo``: does relative flatness go along with generalisation, over two dozen small networks?
 
 Each network is trained on handwritten digits until its training loss is small; then relative flatness κ of its head on
 the training set, plain and normalised (Petzka et al. 2021, Definition 3 and Theorem 4), is held against its
@@ -44,10 +44,10 @@ MEASURES = {"kappa": "κ", "normalised_kappa": "κ normalised"}
 )
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of data and networks.")
 def demo(out: Path, seed: int) -> None:
-    """Relative flatness and generalisation of 24 small networks.
+    """Measure relative flatness and generalisation of 24 small networks.
 
-    Trains them on handwritten digits (less than a minute), prints a table and the correlations, and writes scatter.png,
-    results.json and results.csv. One seed gives one set of numbers.
+    The command trains them on handwritten digits (less than a minute), prints a table and the correlations, and writes
+    scatter.png, results.json and results.csv. One seed gives one set of numbers.
     """
     _require_extras()
     prepare_folder(out)
@@ -59,7 +59,7 @@ def demo(out: Path, seed: int) -> None:
 
 
 def correlate(rows: list[Row], seed: int) -> list[Correlation]:
-    """Each kappa against the gap, by each statistic."""
+    """Return the correlation of each kappa with the gap, by each statistic."""
     gaps = np.array([row.gap for row in rows])
     return [
         Correlation(
@@ -107,7 +107,7 @@ def _print(rows: list[Row], correlations: list[Correlation]) -> None:
 
 
 def _networks_table(rows: list[Row]) -> Table:
-    """Narrow enough for 80 columns; like all that is printed, without Greek, which not every terminal can show."""
+    """Return a table narrow enough for 80 columns, without Greek, which not every terminal can show."""
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     for header in ("network", "optimiser"):
         table.add_column(header)
@@ -147,7 +147,7 @@ def _plot(rows: list[Row], correlations: list[Correlation]) -> bytes:
 
 
 def _log_scale(panel: "Axes", values: list[float]) -> None:
-    """Logarithmic, with a place for zero if there is one: a network whose features died has κ = 0."""
+    """Make an axis logarithmic, with a place for zero if there is one: a network whose features died has κ = 0."""
     if 0 in values:
         panel.set_xscale("symlog", linthresh=min((value for value in values if value > 0), default=1.0))
         return
@@ -170,7 +170,7 @@ def _style(network: str, converged: bool) -> dict[str, Any]:
 
 
 def _plain(item: Row | Correlation) -> dict[str, Any]:
-    """Its fields for JSON, which knows no NaN."""
+    """Return an item's fields for JSON, which knows no NaN."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(item).items()}
 
 

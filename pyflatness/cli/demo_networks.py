@@ -1,4 +1,4 @@
-"""The networks of ``pyflatness demo``: what they learn from, how they are trained, what is measured of them.
+"""Define the networks of ``pyflatness demo``: what they learn from, their training, what is measured of them.
 
 Handwritten digits of 8×8 pixels (scikit-learn's, nothing is downloaded), and three architectures that all end in 64
 features and a linear head, so that relative flatness is compared between heads of one size. Training stops by the
@@ -27,7 +27,7 @@ _FEATURES, _CLASSES = 64, 10
 
 @dataclass(frozen=True)
 class Digits:
-    """The two halves of the data: images (n, 1, 8, 8) with values from 0 to 1, and their digits (n,)."""
+    """Hold the two halves of the data: images (n, 1, 8, 8) with values from 0 to 1, and their digits (n,)."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -37,7 +37,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One network and its training."""
+    """Describe one network and its training."""
 
     network: str
     optimiser: str
@@ -48,7 +48,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Trained:
-    """A network in eval mode, and how its training went."""
+    """Hold a network in eval mode, and how its training went."""
 
     model: nn.Module
     epochs: int
@@ -57,7 +57,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Row(Recipe):
-    """One network: its recipe, how its training went, and what was measured of it."""
+    """Hold one network's recipe, how its training went, and what was measured of it."""
 
     epochs: int
     converged: bool
@@ -70,7 +70,7 @@ class Row(Recipe):
 
 
 def load_digits(seed: int) -> Digits:
-    """The digits, split at random."""
+    """Return the digits, split at random."""
     from sklearn import datasets
 
     bunch = datasets.load_digits()
@@ -82,7 +82,7 @@ def load_digits(seed: int) -> Digits:
 
 
 def recipes(seed: int) -> list[Recipe]:
-    """Three architectures × two optimisers × two learning rates × two batch sizes, each with a seed of its own."""
+    """Return three architectures × two optimisers × two learning rates × two batch sizes, each with its seed."""
     choices = [
         (network, optimiser, learning_rate, batch_size)
         for network in NETWORKS
@@ -113,14 +113,14 @@ def train(recipe: Recipe, digits: Digits) -> Trained:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Mean loss and accuracy."""
+    """Return mean loss and accuracy."""
     logits = model(images)
     return float(nn.functional.cross_entropy(logits, labels)), float((logits.argmax(dim=1) == labels).double().mean())
 
 
 @contextlib.contextmanager
 def _single_thread() -> Iterator[None]:
-    """One thread for torch inside a ``with`` block.
+    """Give torch one thread inside a ``with`` block.
 
     Networks of this size gain nothing from more, and their sums do not depend on how many cores there are.
     """
@@ -174,7 +174,7 @@ def _train_epoch(
 
 
 def _initialised(recipe: Recipe) -> nn.Module:
-    """The network with weights drawn from the recipe's seed; the global random state stays as it was."""
+    """Return the network with weights drawn from the recipe's seed; the global random state stays as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(recipe.seed)  # of the CPU alone, which is all that is forked
         return NETWORKS[recipe.network]()

@@ -1,4 +1,4 @@
-"""``pyflatness doctor``: what is installed, what this machine can run, and whether it computes the right numbers.
+"""Run ``pyflatness doctor``: what is installed, what this machine can run, and whether its numbers are right.
 
 The self-check measures small random heads on every route, in both precisions, with every instruction set of this
 processor, and holds the results against the formula written out in float64:
@@ -37,7 +37,7 @@ _SHAPES = ((5, 2, 3), (37, 10, 19), (21, 61, 50))  # rows, outputs, features: no
 
 @dataclass(frozen=True)
 class Check:
-    """The largest relative error of one engine in one precision, over all heads and routes.
+    """Hold the largest relative error of one engine in one precision, over all heads and routes.
 
     Attributes:
         engine: an instruction set of the compiled kernels, or ``"reference"``.
@@ -55,7 +55,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether the error is within the budget."""
+        """Return whether the error is within the budget."""
         return self.error <= self.budget
 
 
@@ -95,7 +95,7 @@ def self_check(seed: int = 0) -> list[Check]:
 
 
 def _gpu() -> list[str]:
-    """The engine of the GPU, if there is one that the kernels can run on."""
+    """Return the engine of the GPU, if there is one that the kernels can run on."""
     if not torch.cuda.is_available() or cuda.unavailable(torch.device("cuda"), torch.float32):
         return []
     return ["CUDA"]
@@ -127,7 +127,7 @@ def _check(engine: str, backend: ModuleType, dtype: torch.dtype, seed: int, devi
 
 
 def _layer_error(backend: ModuleType, dtype: torch.dtype, route: str, generator: torch.Generator, device: str) -> float:
-    """Of the contraction of a 3 × 3 convolution in two groups, against patches written out in float64."""
+    """Return the error for a 3 × 3 convolution in two groups, against patches written out in float64."""
     geometry = Geometry(groups=2, kernel=(1, 3, 3), stride=(1, 2, 1))
     shapes = (3, 10, 1, 9, 8), (3, 14, 1, 4, 6), (2, 7, 45)
     inputs, signal, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -142,7 +142,7 @@ def _layer_error(backend: ModuleType, dtype: torch.dtype, route: str, generator:
 def _head(
     n: int, d: int, m: int, peak: float, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Features, weight and bias whose logits have unit deviation, class 0 ahead by ``peak``.
+    """Return features, weight and bias whose logits have unit deviation, with class 0 ahead by ``peak``.
 
     The lead is in the bias: logits that are large sums would round by more than the float32 budget before any kernel
     sees them.
@@ -155,7 +155,7 @@ def _head(
 
 
 def _truth(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The formula at the top of this file, for all pairs at once."""
+    """Return the formula at the top of this file, for all pairs at once."""
     probabilities = (features @ weight.t() + bias).softmax(dim=1)
     distances = (weight.unsqueeze(1) - weight).square().sum(dim=2)
     pairs = torch.einsum("ns,nt,st->n", probabilities, probabilities, distances) / 2
@@ -196,7 +196,7 @@ def _kernels() -> str:
 
 
 def _cuda_kernels() -> str:
-    """Whether they are built, and what becomes of that."""
+    """Return whether the CUDA kernels are built, and what follows from that."""
     reason = cuda.missing()
     if reason:
         return f"not built ({reason})"
@@ -214,7 +214,7 @@ def _cuda() -> str:
 
 
 def _driver() -> str:
-    """The version of the loaded kernel module, which also a torch without CUDA can see (on Linux)."""
+    """Return the version of the loaded kernel module, which also a torch without CUDA can see (on Linux)."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""``pyflatness layers``: which layers of a model are of a kind that can be measured, and the names they go by."""
+"""Run ``pyflatness layers``: which layers of a model are of a kind that can be measured, and their names."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""``pyflatness measures``: what can be measured, by which formula, from where; also as the page docs/measures.md."""
+"""Run ``pyflatness measures``: what can be measured, by which formula, from where; also as docs/measures.md."""
 
 import importlib
 import inspect
@@ -18,13 +18,13 @@ from .output import show
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table of measures; ``attribute`` of a measure fills it."""
+    """Describe a column of the table of measures; ``attribute`` of a measure fills it."""
 
     title: str
     attribute: str
 
     def of(self, measure: Measure) -> str:
-        """The cell of a measure."""
+        """Return the cell of a measure."""
         return str(getattr(measure, self.attribute))
 
 
@@ -73,7 +73,7 @@ def measures(markdown: bool) -> None:
 
 
 def page() -> str:
-    """The page docs/measures.md: the table, and what the file of each measure says at its top."""
+    """Return the page docs/measures.md: the table, and what the file of each measure says at its top."""
     lines = [[column.title for column in COLUMNS], ["---"] * len(COLUMNS)]
     for measure in MEASURES:
         name, *others = (column.of(measure).replace("|", "\\|") for column in COLUMNS)

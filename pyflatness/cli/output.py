@@ -1,4 +1,4 @@
-"""What the commands print: whole tables whatever the width, and an error where standard output cannot be written."""
+"""Print whole tables whatever the width, and raise an error where standard output cannot be written."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Where results go: tried before any work is done for them, and written whole or not at all."""
+"""Prepare where results go, tried before any work is done for them; files are written whole or not at all."""
 
 import contextlib
 import tempfile

@@ -1,4 +1,4 @@
-"""``pyflatness score``: many checkpoints of one network, measured on one data set, as a table.
+"""Run ``pyflatness score``: many checkpoints of one network, measured on one data set, as a table.
 
 A checkpoint that cannot be measured is a row with its error, and the others go on; so is a measure that fails of one.
 A checkpoint's rows reach the file as soon as it is done, each of them whole or not at all.
@@ -127,7 +127,7 @@ def _check_loss(name: str) -> None:
 
 
 def _score(scoring: Scoring, paths: tuple[Path, ...], out: Path, rows: list[Row]) -> None:
-    """Appends each checkpoint's rows to the file and, as far as they are in it, to the list."""
+    """Append each checkpoint's rows to the file and, as far as they are in it, to the list."""
     if hasattr(scoring.data, "__next__"):
         raise InputError("--data: an iterator can be read once; have the callable return a list or a DataLoader")
     batches = len(Batches(scoring.data, state.device(scoring.model)))
@@ -148,7 +148,7 @@ def _score(scoring: Scoring, paths: tuple[Path, ...], out: Path, rows: list[Row]
 
 
 def _line(cells: Iterable[object]) -> bytes:
-    """A line of the CSV file; only text is changed to be safe in it."""
+    """Return a line of the CSV file; only text is changed to be safe in it."""
     text = io.StringIO()
     safe = (to_cell(cell) if isinstance(cell, str) else cell for cell in cells)
     csv.writer(text, lineterminator="\n").writerow(safe)
@@ -157,7 +157,7 @@ def _line(cells: Iterable[object]) -> bytes:
 
 class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
-        """Rows per minute."""
+        """Return the rows per minute."""
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else f"{60 * speed:.3g} rows/min")
 
@@ -194,7 +194,7 @@ def _value(row: Row) -> str:
 
 
 def _short(paths: list[str]) -> list[str]:
-    """Paths without the folder that all of them share."""
+    """Return paths without the folder that all of them share."""
     try:
         shared = os.path.commonpath([Path(path).parent for path in paths])
     except ValueError:  # nothing in common, or no paths

@@ -1,4 +1,4 @@
-"""One checkpoint of a network, measured: its rows of the table that ``pyflatness score`` writes."""
+"""Measure one checkpoint of a network: its rows of the table that ``pyflatness score`` writes."""
 
 import functools
 import time
@@ -26,7 +26,7 @@ from .specs import reason
 
 @dataclass(frozen=True)
 class Row:
-    """A checkpoint, a layer, a measure. Either the numbers are there, or ``error`` says why not."""
+    """Hold a checkpoint, a layer and a measure: either the numbers are there, or ``error`` says why not."""
 
     checkpoint: str
     layer: str
@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Fit:
-    """How well a network does on its data; None where that is not known."""
+    """Hold how well a network does on its data; None where that is not known."""
 
     loss: float | None
     accuracy: float | None
@@ -54,7 +54,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What is the same for all checkpoints; without selectors the layer is the last Linear that ran.
+    """Hold what is the same for all checkpoints; without selectors the layer is the last Linear that ran.
 
     With several layers a measure has a row for the network too, with no layer; measures of the network alone have only
     that one, over all layers whatever was chosen.
@@ -69,7 +69,7 @@ class Scoring:
     options: Options
 
     def layers(self) -> tuple[str | None, ...]:
-        """The chosen layers' names; None for the last Linear that ran.
+        """Return the chosen layers' names; None for the last Linear that ran.
 
         Raises:
             InputError: a selector that matches nothing.
@@ -79,7 +79,7 @@ class Scoring:
         return tuple(selectors.select(layers.unwrap(self.model), self.selectors).modules)
 
     def pairs(self) -> list[tuple[str | None, Measure]]:
-        """The layer and measure of each row; the layer of the network's is empty."""
+        """Return the layer and measure of each row; the layer of the network's is empty."""
         chosen = self.layers()
         rows = [(layer, measure) for layer in chosen for measure in self.measures if not measure.of_network_alone]
         several = len(chosen) > 1
@@ -87,7 +87,7 @@ class Scoring:
         return [*rows, *(("", measure) for measure in network)]
 
     def rows(self, path: Path, step: Callable[[float], None]) -> list[Row]:
-        """A row for each layer and measure; nothing is raised.
+        """Return a row for each layer and measure; nothing is raised.
 
         Measures that can share their passes over the data do. If one of them raises, each is taken by itself.
 
@@ -142,7 +142,7 @@ class Scoring:
                 )
 
     def _runs(self) -> list[tuple[Measure, ...]]:
-        """The measures, by what shares its passes over the data."""
+        """Return the measures, grouped by what shares its reads of the data."""
         every = [*selectors.select(layers.unwrap(self.model), None).modules]
         chosen = [*self.layers()]
         if chosen == every:
@@ -153,13 +153,13 @@ class Scoring:
         return sorted(chain(*runs), key=lambda run: self.measures.index(run[0]))
 
     def _worth(self, run: Sequence[Measure]) -> float:
-        """Rows for a pass over the data; a measure that reads none takes no step."""
+        """Return how many rows come for a data read; a measure that reads none takes no step."""
         names = {measure.name for measure in run}
         rows = sum(measure.name in names for _, measure in self.pairs())
         return rows / max(1, *(measure.reads for measure in run))
 
     def _values(self, run: Sequence[Measure], forward: "Recorder") -> tuple[dict[str, Values], Mapping[str, str]]:
-        """By measure; and why there is none of the network."""
+        """Return values by measure, and why there is none of the network."""
         measure, *others = run
         if len(self.layers()) == 1 and not others:  # by the head if it is that
             reads, ordered = plan.plan([measure], self.options).reads, self.options.by_sample
@@ -185,26 +185,26 @@ class Scoring:
         return report.by_measure(), report.skipped
 
     def _last(self) -> str:
-        """The last Linear that ran."""
+        """Return the last Linear that ran."""
         with session(self.model, self.loss, self.data) as task:
             return head.find(task, None)[0]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A measure's values by layer, ``""`` the network, how long the run took, and why the network's is missing."""
+    """Hold a measure's values by layer (``""`` the network), the run's time, and why the network's is missing."""
 
     values: Values
     seconds: float
     missing: str = ""
 
     def of(self, layer: str | None) -> Estimate | None:
-        """A layer's; None: the only one's."""
+        """Return a layer's value; for None the only one's."""
         return next(iter(self.values.values())) if layer is None else self.values.get(layer)
 
 
 class Recorder:
-    """A ``forward`` that calls the model and keeps sums of the losses and of the correct predictions.
+    """Record sums of the losses and of the correct predictions: a ``forward`` that calls the model.
 
     A batch is counted when the next one begins: by then the measure has checked it, and says better than the loss
     function would what is wrong with its targets. A measure that reads the data twice has every batch counted twice,
@@ -233,7 +233,7 @@ class Recorder:
         return outputs, targets
 
     def fit(self) -> Fit:
-        """Means over all samples, however they were cut into batches."""
+        """Return means over all samples, however they were cut into batches."""
         self._count()
         if not self._sums:
             return Fit(None, None)

@@ -1,4 +1,4 @@
-"""``file.py:callable`` and ``package.module:callable``: the user's own model and data, named on the command line."""
+"""Import the user's own model and data, named as ``file.py:callable`` or ``package.module:callable``."""
 
 import difflib
 import importlib
@@ -21,7 +21,7 @@ Function = Callable[..., Any]
 
 
 def option(name: str, what: str) -> Callable[[Function], Function]:
-    """Two click options: ``--name SPEC``, which arrives as a callable, and ``--name-args JSON``, as a dict."""
+    """Return two click options: ``--name SPEC``, which arrives as a callable, and ``--name-args JSON``, as a dict."""
 
     def add(command: Function) -> Function:
         arguments = click.option(
@@ -44,7 +44,7 @@ def option(name: str, what: str) -> Callable[[Function], Function]:
 
 
 def resolve(spec: str) -> Function:
-    """The callable that a SPEC names; its file or module is imported.
+    """Return the callable that a SPEC names; its file or module is imported.
 
     A file is imported as Python would run it: its own folder is where it finds its neighbours.
 
@@ -72,7 +72,7 @@ def resolve(spec: str) -> Function:
 
 
 def bind(function: Function, arguments: dict[str, Any], name: str) -> Callable[[], Any]:
-    """The callable of ``--name`` with its arguments, which are held against its signature now.
+    """Return the callable of ``--name`` with its arguments, which are held against its signature now.
 
     Returns:
         What calls it, and raises an InputError for any exception in it.
@@ -100,7 +100,7 @@ def bind(function: Function, arguments: dict[str, Any], name: str) -> Callable[[
 
 
 def build_model(call: Callable[[], Any]) -> nn.Module:
-    """The user's model, in eval mode.
+    """Return the user's model, in eval mode.
 
     Raises:
         InputError: the callable fails or returns something else.
@@ -112,7 +112,10 @@ def build_model(call: Callable[[], Any]) -> nn.Module:
 
 
 def reason(error: BaseException) -> str:
-    """An exception as one line that is safe to print: its type, unless it is of the family, and its message."""
+    """Return an exception as one line that is safe to print.
+
+    It gives the exception's type, unless that is of pyflatness' own family, and its message.
+    """
     text = str(error) if isinstance(error, FlatnessError) else f"{type(error).__name__}: {error}"
     line = printable(" ".join(text.split()))
     return line if len(line) <= 500 else line[:499] + "…"

@@ -1,4 +1,4 @@
-"""Tensors as the bindings take them: an address and how many elements may be reached from it.
+"""Describe tensors as the bindings take them: an address and how many elements may be reached from it.
 
 What is at the address has to be the tensor's numbers: of one that is negated lazily (``c.conj().imag``) it is not. Such
 a tensor is copied where kernels prepare what they are given (:func:`plain`, :func:`dense`, :func:`dense_rows`), and has

@@ -1,4 +1,4 @@
-"""Choosing a backend: a module with the functions of :mod:`.reference`, by its name."""
+"""Choose a backend, a module with the functions of :mod:`.reference`, by its name."""
 
 from types import ModuleType
 

@@ -1,4 +1,7 @@
-"""The kernels in C++: the names and signatures of :mod:`.reference`. The only module that imports ``_C``."""
+"""Call the kernels in C++, with the names and signatures of :mod:`.reference`.
+
+This is the only module that imports ``_C``.
+"""
 
 import functools
 import importlib
@@ -93,7 +96,7 @@ def forced_instruction_set(name: str) -> Iterator[None]:
 
 @contextmanager
 def forced_direct_form(name: str) -> Iterator[None]:
-    """Inside a ``with`` block, :func:`direct` makes M from "patches", or where it can from "tiles2" or "tiles4".
+    """Make M from "patches", or where it can be from "tiles2" or "tiles4", inside a ``with`` block.
 
     For tests: ``DirectForm`` in csrc/cpu/kernels.h says what these are; left to itself the kernel takes the fastest.
     """

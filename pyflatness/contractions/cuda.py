@@ -1,4 +1,4 @@
-"""The kernels on CUDA: the names and signatures of :mod:`.reference`."""
+"""Gather the kernels on CUDA, with the names and signatures of :mod:`.reference`."""
 
 from torch import Tensor
 

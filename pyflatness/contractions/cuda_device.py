@@ -1,4 +1,6 @@
-"""The module of CUDA kernels, and how they are launched. The only module that imports ``_cuda``.
+"""Load and launch the CUDA kernels.
+
+This is the only module that imports ``_cuda``.
 
 Every kernel runs on torch's current stream of the tensors' device and takes its memory from torch's allocator.
 """

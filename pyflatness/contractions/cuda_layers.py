@@ -1,4 +1,4 @@
-"""The kernels of layers on CUDA: the names and signatures of :mod:`.reference`."""
+"""Call the kernels of layers on CUDA, with the names and signatures of :mod:`.reference`."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The contraction of a convolution as one dense matrix, all outputs × all inputs; see :mod:`.layer`."""
+"""Contract a convolution as one dense matrix, all outputs × all inputs; see :mod:`.layer`."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from .routes import Calls
 
 
 class DenseLayer(Protocol):
-    """A convolution as one dense matrix W (d, m), all outputs × all inputs, by what it does."""
+    """Represent a convolution as one dense matrix W (d, m), all outputs × all inputs, by what it does."""
 
     d: int
     m: int
@@ -30,7 +30,7 @@ class DenseLayer(Protocol):
 
 
 class DenseContraction:
-    """The same as :class:`.layer.LayerContraction` for a convolution as one dense matrix W.
+    """Contract like :class:`.layer.LayerContraction`, for a convolution as one dense matrix W.
 
     Args:
         layer: the convolution.
@@ -59,7 +59,7 @@ class DenseContraction:
 
 
 class Dense:
-    """The route of a dense matrix: M = Σ_q vec(δ_q) vec(x_q)ᵀ over its calls q, never made.
+    """Compute the products of M = Σ_q vec(δ_q) vec(x_q)ᵀ over a dense matrix' calls q, without making M.
 
     |Wᵀ M|² = Σ ⟨x_q, x_q'⟩ ⟨γ_q, γ_q'⟩ with γ = Wᵀ δ, the cotangent carried back through this layer alone. Sums over
     W ∘ M by row Σ_q δ_q ∘ W x_q, by column Σ_q x_q ∘ γ_q; |W ∘ M|² = Σ_qq' ⟨δ_q ∘ δ_q', (W ∘ W)(x_q ∘ x_q')⟩.

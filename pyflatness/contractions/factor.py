@@ -1,4 +1,4 @@
-"""A factor R of the Gram matrix w wᵀ = RᵀR, for the Gram-weighted norm |R M|² = ⟨w wᵀ, M Mᵀ⟩."""
+"""Compute a factor R of the Gram matrix w wᵀ = RᵀR, for the Gram-weighted norm |R M|² = ⟨w wᵀ, M Mᵀ⟩."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""How a layer's input becomes the patches that its weight matrix multiplies.
+"""Describe how a layer's input becomes the patches that its weight matrix multiplies.
 
 One form for linear layers and convolutions, so that one set of contractions serves both. Axes: ``n`` samples, ``G``
 groups, ``c`` input channels of a group, ``d`` rows (outputs) of a group, ``P`` positions, ``m`` columns:
@@ -19,7 +19,7 @@ Triple = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Geometry:
-    """Which pixels of the padded input a position sees."""
+    """Describe which pixels of the padded input a position sees."""
 
     groups: int = 1
     kernel: Triple = (1, 1, 1)

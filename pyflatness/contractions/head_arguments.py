@@ -1,4 +1,4 @@
-"""What the compiled kernels of heads are called with, on the CPU and on CUDA alike.
+"""Prepare what the compiled kernels of heads are called with, on the CPU and on CUDA alike.
 
 Each function takes the arguments of its namesake in :mod:`.reference` and returns a :class:`Given`. The kernels take
 its ``arguments`` in this order, and then the number of threads or the stream.
@@ -18,7 +18,7 @@ Results = TypeVar("Results")
 
 @dataclass(frozen=True)
 class Given(Generic[Results]):
-    """The call of a kernel.
+    """Hold the call of a kernel.
 
     Attributes:
         tensors: those that have to be of one dtype, and where the kernel runs.

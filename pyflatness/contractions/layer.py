@@ -1,4 +1,4 @@
-"""One contraction of a layer: quadratic forms in its per-sample weight gradients M = Σ_p δ_p φ_pᵀ, mostly without M.
+"""Contract a layer: quadratic forms in per-sample weight gradients M = Σ_p δ_p φ_pᵀ, mostly without making M.
 
     layer = LayerContraction(weight, …)            what depends on the weight, once
     contraction = layer.at(inputs, count)          what depends on a micro-batch's inputs φ: the route, Gram matrices
@@ -38,7 +38,7 @@ Sign = Tensor | float | None
 
 
 class Contraction:
-    """A layer's quantities at the inputs of one micro-batch, for one cotangent after another.
+    """Contract one cotangent after another with a layer's inputs of one micro-batch.
 
     Args:
         wanted: the quantities.
@@ -104,7 +104,7 @@ class Contraction:
 
 
 class LayerContraction:
-    """The contraction of one layer, with what depends on the weight alone prepared once.
+    """Prepare once what depends on one layer's weight alone, and contract the layer with it.
 
     Args:
         weight: (G, d, m).

@@ -1,4 +1,7 @@
-"""Half precision is computed and accumulated in float32, a chunk at a time: bf16 logits step by 0.125 at 20."""
+"""Promote half precision: it is computed and accumulated in float32, a chunk at a time.
+
+Logits in bf16 step by 0.125 at 20.
+"""
 
 from types import ModuleType
 

@@ -1,4 +1,4 @@
-"""What is measured of a layer's weight gradients: a row of :data:`QUANTITIES` for each quantity.
+"""List what is measured of a layer's weight gradients: a row of :data:`QUANTITIES` for each quantity.
 
 Each is a quadratic form of a sample's weight gradient M (d, m) for one output factor, summed over factors, and so is a
 linear functional of the sample's Hessian H in the layer's weight w:
@@ -27,7 +27,7 @@ from .reference import Products
 
 @dataclass(frozen=True)
 class Unit:
-    """Second derivatives of every sample's loss in some entries (s, j) of one row of a layer's weight.
+    """Hold second derivatives of every sample's loss in some entries (s, j) of one row of a layer's weight.
 
     H_(sj),(tk) = a_j Σ_p φ_pk y_pt for the entries (t, k) of the same group.
 
@@ -57,12 +57,12 @@ class Unit:
 
     @functools.cached_property
     def entries(self) -> Tensor:
-        """H_(sj),(sj), (n, columns) float64."""
+        """Return H_(sj),(sj), (n, columns) float64."""
         return self.left * _summed(self.y[:, :, self.row], self.phi)
 
     @functools.cached_property
     def weights(self) -> Tensor:
-        """w_sj, (columns,) float64."""
+        """Return w_sj, (columns,) float64."""
         return self.weight[self.group, self.row, self.columns].double()
 
 
@@ -72,7 +72,7 @@ Sizes = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Neurons:
-    """The summands of a quantity that is a sum over neurons.
+    """Hold the summands of a quantity that is a sum over neurons.
 
     Attributes:
         count: how many a layer of these sizes has in all its groups.
@@ -86,7 +86,7 @@ class Neurons:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A row of the table.
+    """Describe a quantity, as a row of the table.
 
     Attributes:
         product: the field of :class:`.reference.Products` that it is; for neurons, whose squares it is the sum of.
@@ -121,7 +121,7 @@ class Quantity:
 
 
 class Contribution(NamedTuple):
-    """What one cotangent adds, or several together."""
+    """Hold what one cotangent adds, or several together."""
 
     values: Tensor
     """(quantities, n) float64."""
@@ -130,7 +130,7 @@ class Contribution(NamedTuple):
 
 
 class Made(NamedTuple):
-    """Which fields of :class:`.reference.Products` are to be made."""
+    """Say which fields of :class:`.reference.Products` are to be made."""
 
     squares: bool
     gram_weighted: bool
@@ -140,7 +140,7 @@ class Made(NamedTuple):
 
 
 class Wanted:
-    """Some quantities, in an order, and what they need together.
+    """Hold some quantities, in an order, and what they need together.
 
     Args:
         names: of :data:`QUANTITIES`.

@@ -1,4 +1,4 @@
-"""The kernels in plain torch: any dtype, any device, the truth that the compiled ones are held to.
+"""Define the kernels in plain torch: any dtype, any device, the truth that the compiled ones are held to.
 
 Axes of the head's: ``n`` rows (one loss term each), ``d`` outputs, ``m`` features. Those of the layers': see
 :mod:`.geometry`, and M = Σ_p δ_p φ_pᵀ (d, m), a sample's weight gradient for one signal. Per-row and per-sample results
@@ -129,7 +129,7 @@ def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -
 
 
 class Products(NamedTuple):
-    """What is made of each sample's M, (n, …) float64; None where not asked for."""
+    """Hold what is made of each sample's M, (n, …) float64; None where not asked for."""
 
     squares: Tensor | None
     """``|M|²``, (n,)."""
@@ -166,7 +166,7 @@ def direct_gathered(inputs: Tensor, signals: Sequence[Tensor], geometry: Geometr
 
 
 def products(gradients: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None) -> Products:
-    """Return the same of M itself, (n, G, d, m)."""
+    """Return what :func:`direct` does for M itself, (n, G, d, m)."""
     gram_weighted = None if factor is None else _squares(factor @ gradients)
     if weight is None:
         return Products(_squares(gradients), gram_weighted, None, None, None)

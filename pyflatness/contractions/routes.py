@@ -1,4 +1,4 @@
-"""The ways from a layer's inputs φ and a cotangent δ to what its quantities are made of.
+"""Go from a layer's inputs φ and a cotangent δ to what its quantities are made of, by several routes.
 
 Each is prepared once for the inputs of a micro-batch, and then makes the products of one cotangent after another. They
 are chosen by :mod:`.layer`, by their multiply-adds per sample and cotangent, K cotangents sharing φ:
@@ -33,7 +33,7 @@ _ENTRIES = 2**20
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the routes need of a layer's weight w (G, d, m), prepared once.
+    """Hold what the routes need of a layer's weight w (G, d, m), prepared once.
 
     Attributes:
         shape: (G, d, m).
@@ -69,7 +69,7 @@ class Prepared:
 
 
 class Direct:
-    """M by the kernels, and what is made of it.
+    """Make M by the kernels, and what is wanted of it.
 
     Args:
         layer: the weight.
@@ -101,7 +101,7 @@ class Direct:
 
 
 class Gathered:
-    """Several cotangents together, from the positions where any of them is not zero.
+    """Contract several cotangents together, from the positions where any of them is not zero.
 
     Args:
         layer: the weight.
@@ -118,7 +118,9 @@ class Gathered:
 
 
 class Gram:
-    """|M|² and |R M|² from the Gram matrices of inputs and cotangent, without M, for layers of several positions.
+    """Compute |M|² and |R M|² from the Gram matrices of inputs and cotangent, without M.
+
+    It is the route for layers of several positions.
 
     Args:
         layer: the weight.
@@ -147,7 +149,7 @@ class Gram:
 
 
 class Both:
-    """What has a form without M by that, the rest by M.
+    """Compute what has a form without M by that form, and the rest by M.
 
     Args:
         by_gradients: the route by M.
@@ -166,7 +168,7 @@ class Both:
 
 
 class OnePosition:
-    """All products of layers of one position, M = δ φᵀ, with what depends on φ alone prepared once.
+    """Compute all products of layers of one position, M = δ φᵀ; what depends on φ alone is prepared once.
 
     |M|² = |φ|² |δ|², |R M|² = |φ|² |R δ|², |w ∘ M|² = Σ_s δ_s² (Σ_j w_sj² φ_j²), and of w ∘ M the sums by row
     δ_s ⟨w_s, φ⟩ and by column φ_j Σ_s δ_s w_sj.
@@ -231,7 +233,7 @@ def _applied(vectors: Tensor, weight: Tensor) -> Tensor:
 
 
 class Summed:
-    """M written out, of several calls that cannot be joined.
+    """Write M out, of several calls that cannot be joined.
 
     Args:
         layer: the weight.
@@ -249,5 +251,5 @@ class Summed:
 
 
 def joined(parts: Sequence[Products]) -> Products:
-    """Return the products of samples one part behind the other."""
+    """Return the products of several pieces' samples, one piece behind the other."""
     return Products(*(None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)))

@@ -1,4 +1,4 @@
-"""Weighted variance of the rows of a head's weight under its own softmax: the curvature of cross-entropy at a head.
+"""Compute the curvature of cross-entropy at a head: the variance of the weight's rows under the head's softmax.
 
 For a row of features φ with p = softmax(W φ + b), the Hessian of the loss in the logits is diag(p) - p pᵀ, and
 
@@ -38,7 +38,7 @@ def default_memory(device: torch.device) -> int:
 
 
 class SoftmaxVariance:
-    """``|φ_i|² var_{p_i}(w)`` for rows of features, with what depends on the weight alone prepared once.
+    """Compute ``|φ_i|² var_{p_i}(w)`` for rows of features; what depends on the weight alone is prepared once.
 
     Args:
         weight: (d, m); half precision is computed in float32.
@@ -81,7 +81,7 @@ class SoftmaxVariance:
         return self.bounded(features).values
 
     def bounded(self, features: Tensor, scale: Tensor | None = None) -> Bounded:
-        """Return the same with bounds on their errors, where ``rtol`` lets there be any.
+        """Return the values with bounds on their errors, where ``rtol`` lets there be any.
 
         Args:
             features: (n, m).

@@ -1,4 +1,4 @@
-"""The curvature of a head of many classes by rows of its weight: the route ``rows`` of :mod:`.softmax`.
+"""Compute the curvature of a head of many classes by rows of its weight: the route ``rows`` of :mod:`.softmax`.
 
 Rows of features meet tiles of classes. A product makes a tile's logits, a kernel their exponentials relative to the
 largest logit so far and all sums over them, a second product Σ_s e_s w_s; neither n × d numbers nor a copy of the
@@ -42,7 +42,7 @@ _NARROW, _WIDE = 64, 4096  # classes of a tile to choose
 
 
 class Bounded(NamedTuple):
-    """Values of rows, and what they can be off by."""
+    """Hold values of rows, and what they can be off by."""
 
     values: Tensor
     """(n,) float64."""
@@ -51,7 +51,7 @@ class Bounded(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How much is done at once."""
+    """Hold how much is done at once."""
 
     rows: int
     """Rows of features."""
@@ -128,7 +128,7 @@ def lightest(bounds: Tensor, reach: Tensor, weights: Tensor, target: Tensor) -> 
 
 
 class _Scores(NamedTuple):
-    """A tile's exponentials, and the sums over them without the class that raised a row's maximum."""
+    """Hold a tile's exponentials, and the sums over them without the class that raised a row's maximum."""
 
     tile: slice
     values: Tensor  # (n, tile) e^(z - maximum), 0 at a class that raised it
@@ -139,7 +139,7 @@ class _Scores(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums over the classes but the most probable one, relative to its exp(z)."""
+    """Hold sums over the classes but the most probable one, relative to its exp(z)."""
 
     maximum: Tensor
     top: Tensor
@@ -151,7 +151,7 @@ class _Sums(NamedTuple):
 
 
 class WideHead:
-    """``|φ_i|² var_{p_i}(w)`` of a head of many classes.
+    """Compute ``|φ_i|² var_{p_i}(w)`` of a head of many classes.
 
     Args:
         weight: (d, m).

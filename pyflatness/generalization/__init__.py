@@ -1,4 +1,4 @@
-"""What flatness says about generalisation: robustness of features, representativeness, bounds, gaps, correlations.
+"""Relate flatness to generalisation: robustness of features, representativeness, bounds, gaps, correlations.
 
 After Petzka et al. 2021, "Relative Flatness and Generalization". For a layer with weight w (d, m) and inputs φ, a model
 f = ψ(φ), a sample S and local distributions λ_i around the φ_i,

@@ -1,4 +1,4 @@
-"""What the authors' code computes under the name of representativeness; not Eq. 3 (spec: where the sources disagree).
+"""Compute what the authors' code calls representativeness, which is not Eq. 3 of the paper.
 
     mean_{j∈T} [ ℓ(ψ(φ_j), y_j) - (1/|S|) Σ_{i∈S} v_i K(φ_j, φ_i) ℓ(ψ(φ_i), y_j) ]
     v_i = δ|φ_i| / Σ_S δ|φ|,   K(a, b) = exp(-|a - b|/2) / √(2π)
@@ -39,7 +39,7 @@ def authors_representativeness(
     seed: int = 0,
     reduction: str | None = None,
 ) -> float:
-    """The quantity that the authors' code calls representativeness, for comparison with published figures.
+    """Return the quantity that the authors' code calls representativeness, to compare with published figures.
 
     mean_T [ℓ(ψ(φ_j), y_j) - (1/|S|) Σ_S v_i K(φ_j, φ_i) ℓ(ψ(φ_i), y_j)], v_i = |φ_i| / Σ|φ|, K a kernel of the square
     root of the distance. There is no δ in it: it cancels. For Eq. 3 see :func:`pyflatness.representativeness`.
@@ -101,7 +101,7 @@ def _fold(features: Tensor, outputs: Tensor, targets: Tensor, held_out: Tensor, 
 
 
 def _losses(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """(rows,) float64: the mean loss of each row."""
+    """Return the mean loss of each row, (rows,) float64."""
     dim = loss.class_dim(outputs)
     weights = loss.terms(outputs, targets, dim).weights.view(len(outputs), -1).sum(dim=1)
     values = torch.func.vmap(lambda f, t: loss.value(f[None], t[None]))(outputs, targets)

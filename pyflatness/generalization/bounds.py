@@ -1,4 +1,4 @@
-"""Bounds on feature robustness and on the generalisation gap (Petzka et al. 2021, Theorems 5, 6 and 14, Figure 4).
+"""Bound feature robustness and the generalisation gap (Petzka et al. 2021, Theorems 5, 6 and 14, Figure 4).
 
     E_gen = E_Rep + E_F ≤ δ² κ / (2m) + |E_Rep|,   δ = n^(-1/(4+m))
 
@@ -38,7 +38,9 @@ from .representativeness import DRAWS, FOLDS, Representativeness, Sums, assigned
 
 
 def uniform_robustness_bound(delta: float, rows: int, maximal_flatness: float) -> float:
-    """δ² d/2 κ^φ: E_F over all feature matrices |A| ≤ δ at a minimum, up to O(δ³)   (Petzka et al. 2021, Theorem 14).
+    """Return δ² d/2 κ^φ, a bound of E_F over all feature matrices |A| ≤ δ at a minimum, up to O(δ³).
+
+    It is Theorem 14 of Petzka et al. (2021).
 
     Args:
         delta: δ.
@@ -61,7 +63,9 @@ def uniform_robustness_bound(delta: float, rows: int, maximal_flatness: float) -
 
 
 def spectral_robustness_bound(delta: float, weight_norm: float, lambda_max: float) -> float:
-    """δ²/2 |w|² λ_max: E_F over all |A| ≤ δ at a minimum, up to O(δ³)   (Petzka et al. 2019, appendix C.1).
+    """Return δ²/2 |w|² λ_max, a bound of E_F over all |A| ≤ δ at a minimum, up to O(δ³).
+
+    It is found in Petzka et al. (2019), appendix C.1.
 
     Args:
         delta: δ.
@@ -85,7 +89,7 @@ def spectral_robustness_bound(delta: float, weight_norm: float, lambda_max: floa
 
 @dataclass(frozen=True, repr=False)
 class GeneralizationBound:
-    """The approximate bound of a network's generalisation gap, its terms, and the gap if there are test data.
+    """Hold the approximate bound of a network's generalisation gap, its terms, and the gap if there are test data.
 
     Attributes:
         bound: ``flatness`` + ``representativeness.magnitude``.
@@ -143,7 +147,7 @@ def generalization_bound(
     forward: calling.Forward | None = None,
     progress: bool | None = None,
 ) -> GeneralizationBound:
-    """The approximate bound of the generalisation gap by relative flatness and representativeness.
+    """Return the approximate bound of the generalisation gap by relative flatness and representativeness.
 
     δ² κ/(2m) + |E_Rep|, δ = n^(-1/(4+m)), |E_Rep| a mean over folds   (Petzka et al. 2021, Theorem 6 and Figure 4).
     Labels are taken as constant around the features of each sample. Not a bound to rely on: the folds that are held out
@@ -214,7 +218,7 @@ def generalization_bound(
 
 
 def _features(perturbed: Perturbed, name: str) -> int:
-    """The features of the layer, which must be linear."""
+    """Return the number of features of the layer, which must be linear."""
     if layers.is_convolution(perturbed.layer):
         raise InputError(
             f"layer {name!r} is a {type(perturbed.layer).__name__}: its patches overlap, so that there is no one "
@@ -232,7 +236,7 @@ def _sums(
     delta: float,
     seed: int,
 ) -> Sums:
-    """Sums of the loss over each fold, without and with noise on the layer's features."""
+    """Return the sums of the loss over each fold, without and with noise on the layer's features."""
     (folds, draws), start = counts, 0
     sums = Sums(loss, folds, draws)
     generator: torch.Generator | None = None
@@ -253,7 +257,7 @@ def _sums(
 
 
 def _noisy(layer: nn.Module, drawn: Iterator[Tensor]) -> Change:
-    """Δz = w ξ, with the next ξ at every task."""
+    """Return the change Δz = w ξ, with the next ξ at every call."""
     weight = layers.as_weight(layer, layers.matrix(layer)[0])
 
     def change(inputs: Tensor) -> Tensor:

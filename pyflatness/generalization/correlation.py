@@ -1,4 +1,4 @@
-"""Does a measure go along with the generalisation gap? Correlations over networks, with bootstrap intervals.
+"""Correlate measures with the generalisation gap over networks, with bootstrap intervals.
 
 Pearson's r, Spearman's ρ and Kendall's τ_b, each with the 95 % percentile interval of the paired bootstrap. All
 networks of a table count; one is left out only by its name, and then drawn hollow and counted.
@@ -51,7 +51,7 @@ class Correlation:
 
 @dataclass(frozen=True, repr=False)
 class Correlations:
-    """A table of correlations. ``str()`` shows it.
+    """Hold a table of correlations. ``str()`` shows it.
 
     Attributes:
         rows: for each measure and statistic.
@@ -72,7 +72,7 @@ class Correlations:
         raise InputError(f"correlations: no {key!r}; there are {[(r.measure, r.statistic) for r in self.rows]}")
 
     def to_frame(self) -> "pandas.DataFrame":
-        """A row for each measure and statistic.
+        """Return a data frame with a row for each measure and statistic.
 
         Raises:
             MissingExtraError: without pandas.
@@ -97,7 +97,7 @@ def correlations(
     test: Any = None,
     seed: int = 0,
 ) -> Correlations:
-    """Correlations of measures with the generalisation gap (or another column) over networks.
+    """Return the correlations of measures with the generalisation gap (or another column) over networks.
 
     Pearson, Spearman and Kendall (τ_b), each with the 95 % percentile interval of 2,000 paired bootstrap resamples. Of
     fewer than 5 networks there is no interval: resamples of so few say next to nothing of other networks.
@@ -148,7 +148,7 @@ def plot_correlation(
     path: str | Path | None = None,
     axes: "Axes | None" = None,
 ) -> "tuple[Figure, Axes]":
-    """A scatter plot of a measure against the generalisation gap, with the correlations above it.
+    """Draw a measure against the generalisation gap as a scatter plot, with the correlations above it.
 
     Every network is drawn; those in ``exclude`` hollow, counted in the legend and left out of the correlations.
 
@@ -197,7 +197,7 @@ def plot_correlation(
 
 
 def correlation(x: Vector, y: Vector, statistic: str, seed: int) -> tuple[float, float, float]:
-    """Correlation of two samples, with the 95 % percentile interval of the paired bootstrap.
+    """Return the correlation of two samples, and the 95 % percentile interval of the paired bootstrap.
 
     Args:
         x: (n,) values.
@@ -220,7 +220,7 @@ def correlation(x: Vector, y: Vector, statistic: str, seed: int) -> tuple[float,
 
 
 def _signs(values: Vector) -> Vector:
-    """The order of every pair, (n, n)."""
+    """Return the order of every pair, (n, n)."""
     return np.sign(values[:, None] - values)
 
 
@@ -241,7 +241,7 @@ def _cosine(x: Vector, y: Vector, aspect: Callable[[Vector], Vector]) -> float:
 
 
 def _finite(networks: Networks, column: str, kept: Any) -> Vector:
-    """The numbers of a column that count, all finite."""
+    """Return the numbers of a column that count, all finite."""
     values = networks.column(column)
     bad = _names(networks, kept & ~np.isfinite(values))
     if bad:

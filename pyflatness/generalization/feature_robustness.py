@@ -1,4 +1,6 @@
-"""Feature robustness (Petzka et al. 2021, Definition 1 and Eq. 4) on average over orthogonal matrices, as a curve.
+"""Compute feature robustness on average over orthogonal matrices, as a curve.
+
+It is defined by Petzka et al. (2021), Definition 1 and Eq. 4.
 
     E_F(f, S, αA) = E(w + αwA) - E(w),   A Haar-distributed on O(m): features φ + αAφ, labels unchanged
     E_A E_F = α² κ / (2m) + O(α⁴)                                                               (Theorem 5)
@@ -47,7 +49,7 @@ _MEMORY = 2**28  # bytes of the turned weights that are kept for one pass over t
 
 @dataclass(frozen=True, repr=False, eq=False)
 class FeatureRobustness:
-    """How much the loss rises when a layer's features are turned and added, α at a time.
+    """Hold how much the loss rises when a layer's features are turned and added, α at a time.
 
     Attributes:
         alphas: α, (k,) float64.
@@ -139,7 +141,7 @@ def feature_robustness(
     forward: calling.Forward | None = None,
     progress: bool | None = None,
 ) -> FeatureRobustness:
-    """Feature robustness of a layer on average over orthogonal matrices, beside the parabola that κ predicts.
+    """Return feature robustness of a layer, averaged over orthogonal matrices, beside the parabola that κ predicts.
 
     E_A[E(w + αwA) - E(w)], A Haar on O(m), in pairs ±A; α² κ/(2m)   (Petzka et al. 2021, Eq. 4 and Theorem 5).
 
@@ -207,7 +209,7 @@ def feature_robustness(
 
 
 class _Curve:
-    """The rises of the loss of each draw, (alphas,)."""
+    """Hold the rises of the loss of each draw, (alphas,)."""
 
     def __init__(
         self, perturbed: Perturbed, loss: Loss, batches: Batches, alphas: Sequence[float], policy: str
@@ -220,7 +222,7 @@ class _Curve:
         self.rises: list[Tensor] = []
 
     def add(self, turned: Sequence[Tensor]) -> None:
-        """One pass over the data."""
+        """Take in one read of the data."""
         values = torch.zeros(len(turned), len(self._scales), dtype=torch.float64, device="cpu")
         own, over = 0.0, Accumulator(self._policy, self._loss.reduction)
         for number, batch in enumerate(self._batches):

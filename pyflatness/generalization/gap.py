@@ -1,4 +1,4 @@
-"""The generalisation gap: mean loss and accuracy on training and test data, one pass each.
+"""Measure the generalisation gap: mean loss and accuracy on training and test data, one read of each.
 
     gap = E_test - E_train,   E = Σ terms of the loss / Σ their weights
 
@@ -36,7 +36,7 @@ _BATCHES = 8  # that data have, if they cannot tell
 
 @dataclass(frozen=True)
 class Performance:
-    """How well a model does on a data set.
+    """Hold how well a model does on a data set.
 
     Attributes:
         loss: the mean over its loss terms.
@@ -57,7 +57,7 @@ class Performance:
 
 @dataclass(frozen=True)
 class GeneralizationGap:
-    """How much worse a model does on data that it was not trained on.
+    """Hold how much worse a model does on data that it was not trained on.
 
     Attributes:
         train: on the training data.
@@ -69,19 +69,19 @@ class GeneralizationGap:
 
     @property
     def gap(self) -> float:
-        """The loss on test data less that on training data."""
+        """Return the loss on test data less that on training data."""
         return self.test.loss - self.train.loss
 
     @property
     def accuracy_gap(self) -> float | None:
-        """The accuracy on training data less that on test data; None where targets are no classes."""
+        """Return the accuracy on training data less that on test data; None where targets are no classes."""
         if self.train.accuracy is None or self.test.accuracy is None:
             return None
         return self.train.accuracy - self.test.accuracy
 
     @property
     def gap_stderr(self) -> float | None:
-        """The standard error of ``gap`` over the samples of both sets; None if one has none.
+        """Return the standard error of ``gap`` over the samples of both sets; None if one has none.
 
         Where the training set is not a sample, but all that the model was trained on, its loss is known and
         ``test.loss_stderr`` is that of the gap.
@@ -90,7 +90,7 @@ class GeneralizationGap:
 
     @property
     def accuracy_gap_stderr(self) -> float | None:
-        """The standard error of ``accuracy_gap``, as :attr:`gap_stderr`."""
+        """Return the standard error of ``accuracy_gap``, as :attr:`gap_stderr`."""
         return _together(self.train.accuracy_stderr, self.test.accuracy_stderr)
 
 
@@ -106,7 +106,7 @@ def generalization_gap(
     forward: calling.Forward | None = None,
     progress: bool | None = None,
 ) -> GeneralizationGap:
-    """Loss and accuracy of a model on training and test data, in one pass over each.
+    """Return loss and accuracy of a model on training and test data, by one read of each.
 
     E(f) - E_emp(f, S)   (Petzka et al. 2021, section 1), the risk estimated on ``test``.
 
@@ -144,7 +144,7 @@ def generalization_gap(
 
 
 def performance(task: Task, nan_policy: str = "raise") -> Performance:
-    """Loss and accuracy in one pass."""
+    """Return loss and accuracy by one read of the data."""
     loss, losses, accuracies = task.loss, _Ratio(), _Ratio()
     groups = max(2, math.ceil(_GROUPS / (len(task.batches) or _BATCHES)))
     over, classes = Accumulator(nan_policy), True
@@ -171,7 +171,7 @@ def performance(task: Task, nan_policy: str = "raise") -> Performance:
 
 
 class _Ratio:
-    """Σ_i t_i / Σ_i m_i over samples, and its standard error; t_i and m_i are sums over the terms of a sample."""
+    """Sum a ratio Σ_i t_i / Σ_i m_i over samples, with its standard error; t_i, m_i are sums over a sample's terms."""
 
     def __init__(self) -> None:
         self._parts = [torch.zeros(2, 0, dtype=torch.float64, device="cpu")]
@@ -187,17 +187,17 @@ class _Ratio:
 
     @property
     def weight(self) -> float:
-        """Σ_i m_i."""
+        """Return Σ_i m_i."""
         return float(self._sums[1].sum())
 
     @property
     def value(self) -> float:
-        """The ratio."""
+        """Return the ratio."""
         values, weights = self._sums.sum(dim=1)
         return float(values / weights)
 
     def stderr(self) -> float | None:
-        """Over the samples that have terms; None of fewer than two."""
+        """Return the standard error over the samples that have terms; None of fewer than two."""
         values, weights = self._sums
         count = int((weights > 0).sum())
         if count < 2:

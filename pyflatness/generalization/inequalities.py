@@ -1,4 +1,4 @@
-"""The inequalities of "From Loss Flatness to Compressed Representations" (C24), with both their sides.
+"""Compute the inequalities of "From Loss Flatness to Compressed Representations" (C24), with both their sides.
 
 What they are made of, and when they are guaranteed, is in :mod:`.measures.bounds`.
 """
@@ -31,7 +31,7 @@ _ALL = "all"
 
 @dataclass(frozen=True)
 class Bound:
-    """One inequality: ``left`` is at most ``right`` where it is guaranteed.
+    """Hold one inequality: ``left`` is at most ``right`` where it is guaranteed.
 
     Attributes:
         equation: of the paper: its number, and which of its steps.
@@ -53,13 +53,13 @@ class Bound:
 
     @property
     def guaranteed(self) -> bool:
-        """Whether it must hold, up to rounding."""
+        """Return whether the inequality must hold, up to rounding."""
         return not self.caveat
 
 
 @dataclass(frozen=True, repr=False)
 class Bounds:
-    """The inequalities of the paper, with both their sides. ``str(bounds)`` is a table.
+    """Hold the inequalities of the paper, with both their sides. ``str(bounds)`` is a table.
 
     Attributes:
         rows: layer by layer, then of the network.
@@ -82,11 +82,11 @@ class Bounds:
         raise InputError(f"bounds: nothing of layer {layer!r} and equation {equation!r}; equations are {known}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings and lists."""
+        """Return the inequalities as plain numbers, strings and lists."""
         return asdict(self)
 
     def to_json(self) -> str:
-        """:meth:`to_dict` as JSON; NaN and infinity as Python writes them."""
+        """Return :meth:`to_dict` as JSON; NaN and infinity are as Python writes them."""
         return json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
 
     def __str__(self) -> str:
@@ -188,7 +188,7 @@ def bounds(
     memory: int | None = None,
     progress: bool | None = None,
 ) -> Bounds:
-    """The bounds of "From Loss Flatness to Compressed Representations" with both their sides, layer by layer.
+    """Return the bounds of "From Loss Flatness to Compressed Representations", layer by layer, with both sides.
 
     Eq. 5, 6, 9 to 12, 17 (and its sum over layers, appendix A), 35, 37 at λ = ½ and σ = σ' = 1 or those of Eq. 36, 48;
     see docs/measures.md for the symbols. One forward pass and one backward pass per output. The left side of Eq. 17 is,
@@ -244,7 +244,7 @@ def bounds(
 
 
 def _least(task: Task) -> dict[str, Minimum]:
-    """Of each layer's Eq. 36, with the sum over samples for H; of a grouped convolution none."""
+    """Return each layer's minimum of Eq. 36, with the sum over samples for H; none for a grouped convolution."""
     found: dict[str, Minimum] = {}
 
     def keep(name: str, weight: Tensor, diagonal: Tensor) -> tuple[float, str]:

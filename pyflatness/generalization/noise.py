@@ -1,4 +1,4 @@
-"""Random directions in feature space: orthogonal matrices, and feature noise with a truncated normal law.
+"""Draw random directions in feature space: orthogonal matrices, and noise with a truncated normal law.
 
 The kernel k_h(0, z) ∝ exp(-|z|²/2h²) on |z| < h (Petzka et al. 2021, Eq. 6, with a width of 1 in units of h = δ|φ|) is
 induced by matrices A = rO, O Haar-distributed on the orthogonal group (Proposition 2): ξ = Aφ = r |φ| u with u uniform
@@ -21,7 +21,9 @@ _TOGETHER = 2**18  # numbers
 
 
 def truncated_normal_noise(features: Tensor, delta: float, *, draws: int = 1, seed: int = 0) -> Tensor:
-    """Feature noise ξ of the truncated normal kernel with bandwidth δ|φ| (Petzka et al. 2021, Eq. 6, Proposition 2).
+    """Return feature noise ξ of the truncated normal kernel with bandwidth δ|φ|.
+
+    The kernel is that of Petzka et al. (2021), Eq. 6 and Proposition 2.
 
     ξ = r |φ| u, u uniform on the unit sphere of R^m, r on (0, δ] of density proportional to (r/δ)^(m-1) exp(-(r/δ)²/2).
 
@@ -54,7 +56,7 @@ def truncated_normal_noise(features: Tensor, delta: float, *, draws: int = 1, se
 
 
 def kernel_noise(features: Tensor, delta: float, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Draws of ξ for each feature vector of (…, m), in at least float32; small ones are made together."""
+    """Yield draws of ξ for each feature vector of (…, m), in at least float32; small ones are made together."""
     together = max(1, _TOGETHER // max(1, features.numel()))
     for start in range(0, draws, together):
         interrupts.check()
@@ -73,7 +75,7 @@ def _noise(features: Tensor, delta: float, generator: torch.Generator) -> Tensor
 
 
 def radii(count: int, m: int, generator: torch.Generator) -> Tensor:
-    """(count,) float64: t on (0, 1] of density proportional to t^(m-1) exp(-t²/2), by exact rejection.
+    """Return t (count,) float64 on (0, 1] of density proportional to t^(m-1) exp(-t²/2), by exact rejection.
 
     A proposal u^(1/m) has density m t^(m-1) and is kept with probability exp(-t²/2), 0.61 or more for every m; the
     inverse of the distribution function would underflow from a few hundred features on.
@@ -90,7 +92,7 @@ def radii(count: int, m: int, generator: torch.Generator) -> Tensor:
 
 
 def orthonormal(groups: int, rows: int, m: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """(groups, rows, m), rows ≤ m: the first rows of Haar-distributed orthogonal matrices, independent by group.
+    """Return the first rows (groups, rows, m) of Haar-distributed orthogonal matrices, independent by group.
 
     The Q factor of a Gaussian matrix, with the signs of R's diagonal fixed: QR alone is not uniform.
     """

@@ -1,4 +1,4 @@
-"""A model whose layer gives z + s Δz(φ) in the place of z: the layer's features, or its weight, moved along a line."""
+"""Run a model whose layer gives z + s Δz(φ) in the place of z: its features or its weight move along a line."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 class Perturbed:
-    """One layer of a model, moved.
+    """Run a model with one of its layers moved.
 
     At a head, where the outputs are a view of z, the model runs once a batch, and all moves are of its outputs.
 
@@ -37,7 +37,7 @@ class Perturbed:
         self._call: calling.Call | None = None  # of a layer that was called once
 
     def outputs(self, batch: Any) -> tuple[Tensor, Any]:
-        """Outputs of the model as it is, and targets, of the batch that the moves to come are of.
+        """Return outputs of the unmoved model, and targets, of the batch that later calls move.
 
         Raises:
             InputError: the layer did not run.
@@ -54,7 +54,7 @@ class Perturbed:
         return outputs, targets
 
     def inputs(self) -> Tensor:
-        """φ of the batch, of a layer that is called once.
+        """Return φ of the batch, of a layer that is called once.
 
         Raises:
             InputError: it is not, or its input is modified in place.
@@ -67,7 +67,7 @@ class Perturbed:
         return self._call.inputs.detach()
 
     def moved(self, change: Change, scales: Sequence[float]) -> Iterator[Tensor]:
-        """Outputs of the batch at z + s Δz for each s."""
+        """Yield outputs of the batch at z + s Δz for each s."""
         delta = None if self._call is None else change(self._call.inputs.detach())
         shift = None if delta is None else self._of_outputs(delta)
         for scale in scales:
@@ -80,7 +80,7 @@ class Perturbed:
             yield outputs
 
     def _of_outputs(self, delta: Tensor) -> Tensor | None:
-        """Δz as a move of the model's outputs, where these are a view of z; float64."""
+        """Return Δz as a direction of the model's outputs, where these are a view of z; float64."""
         assert self._call is not None
         z, outputs = self._call.output, self._outputs
         if (
@@ -100,7 +100,7 @@ def _scaled(change: Change, known: Tensor | None, scale: float) -> Change:
 
 @contextlib.contextmanager
 def _adding(layer: nn.Module, addition: Change) -> Iterator[None]:
-    """Inside, the layer's output has something of its input added to it."""
+    """Add something that is made of the layer's input to its output, inside."""
 
     def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         inputs = args[0] if args else kwargs["input"]
@@ -114,12 +114,12 @@ def _adding(layer: nn.Module, addition: Change) -> Iterator[None]:
 
 
 def by_weight(layer: nn.Module, weight: Tensor) -> Change:
-    """Δz = Δw φ for a tensor of the shape of the layer's weight."""
+    """Return the change Δz = Δw φ for a tensor of the shape of the layer's weight."""
     return lambda inputs: layers.affine(layer, inputs.to(weight.dtype), weight, None)
 
 
 class Turns:
-    """wA for random A, Haar on O(m), independent for each group of a convolution.
+    """Draw wA for random A, Haar on O(m), independent for each group of a convolution.
 
     With w = Rᵀ Q, Q of orthonormal rows, wA = Rᵀ (QA), and QA is a set of the first rows of such a matrix again: min(d,
     m) rows are drawn, not m.
@@ -134,7 +134,7 @@ class Turns:
         self._layer, self._generator, self.features = layer, generator, matrix.shape[1]
 
     def draw(self) -> Tensor:
-        """A wA, as a tensor of the shape of the layer's weight."""
+        """Return a draw of wA, as a tensor of the shape of the layer's weight."""
         groups, _, rows = self._left.shape
         turned = self._left @ orthonormal(groups, rows, self.features, self._generator, self._dtype)
         return layers.as_weight(self._layer, turned.flatten(0, 1))

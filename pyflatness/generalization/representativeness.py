@@ -1,4 +1,4 @@
-"""Representativeness (Petzka et al. 2021, Eq. 3) of a sample in feature space, by k-fold plug-in.
+"""Compute representativeness (Petzka et al. 2021, Eq. 3) of a sample in feature space, by k-fold plug-in.
 
 For a fold T of the data, S the rest, and ξ of the truncated normal kernel of bandwidth δ|φ_i| (Eq. 6),
 
@@ -40,7 +40,7 @@ Fit = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Decomposition:
-    """E_gen = E_Rep + E_F   (Petzka et al. 2021, Eq. 5) between data that were held out and a sample.
+    """Hold E_gen = E_Rep + E_F (Petzka et al. 2021, Eq. 5) between data that were held out and a sample.
 
     Attributes:
         gap: E_gen, the mean loss of the data held out less that of the sample.
@@ -57,7 +57,7 @@ class Decomposition:
 
 @dataclass(frozen=True, repr=False)
 class Representativeness:
-    """How well samples with noise on their features stand for data that were held out.
+    """Hold how well samples with noise on their features stand for data that were held out.
 
     Attributes:
         value: E_Rep, its mean over the folds.
@@ -127,7 +127,7 @@ def representativeness(
     seed: int = 0,
     reduction: str | None = None,
 ) -> Representativeness:
-    """Representativeness of a sample in the feature space of a linear head, from the features (plug-in of Eq. 3).
+    """Return the representativeness of a sample in the feature space of a linear head (plug-in of Eq. 3).
 
     mean_T ℓ(ψ(φ), y) - (1/|S|) Σ_S E_ξ ℓ(ψ(φ_i + ξ), y_i), ψ(φ) = wφ + b, over k folds T; ξ of
     :func:`pyflatness.truncated_normal_noise`   (Petzka et al. 2021, Eq. 3, 5 and 6).
@@ -189,12 +189,12 @@ def representativeness(
 
 
 def default_delta(samples: int, features: int) -> float:
-    """n^(-1/(4+m))   (Petzka et al. 2021, Theorem 6)."""
+    """Return n^(-1/(4+m)) (Petzka et al. 2021, Theorem 6)."""
     return float(samples ** (-1 / (4 + features)))
 
 
 def refit(fit: Fit, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias that the user's function finds.
+    """Return the weight and bias that the user's function finds.
 
     Raises:
         InputError: it returns something else.
@@ -210,7 +210,7 @@ def refit(fit: Fit, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor |
 
 
 def assigned(samples: int, folds: int, seed: int) -> Tensor:
-    """(samples,): a fold for each, at random; folds are of one size, or two sizes one apart.
+    """Return a fold for each sample at random, (samples,); folds are of one size, or of two sizes one apart.
 
     Raises:
         InputError: fewer samples than folds.
@@ -231,7 +231,7 @@ def summary(
     draws: int,
     refitted: bool,
 ) -> Representativeness:
-    """The result of folds: decompositions, each with E_Rep draw by draw."""
+    """Return the result of folds, from their decompositions, each with E_Rep draw by draw."""
     values = torch.stack([by_draw for _, by_draw in parts])
     return Representativeness(
         value=float(values.mean()),
@@ -248,7 +248,7 @@ def summary(
 
 
 class Sums:
-    """Sums of the loss over groups of samples: as they are, and with noise, draw by draw.
+    """Sum the loss over groups of samples: as they are, and with noise, draw by draw.
 
     Args:
         loss: the user's.
@@ -262,7 +262,7 @@ class Sums:
         self._noisy = torch.zeros(draws, groups, dtype=torch.float64, device="cpu")
 
     def add(self, outputs: Tensor, targets: Any, groups: Tensor, noisy: Iterator[Tensor], number: int = 0) -> None:
-        """A batch.
+        """Take in a batch.
 
         Args:
             outputs: (samples, …).
@@ -289,7 +289,7 @@ class Sums:
             start += len(moved) // 2
 
     def _values(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], number: int) -> Tensor:
-        """(draws, groups): sums of the loss, of outputs (draws, samples, …) by group."""
+        """Return sums of the loss, (draws, groups), of outputs (draws, samples, …) by group."""
         columns = [_by_draw(self._loss, f, t) for f, t in zip(outputs, targets, strict=True)]
         values = torch.stack(columns, dim=1).cpu()
         if not bool(values.isfinite().all()):
@@ -297,19 +297,19 @@ class Sums:
         return values
 
     def mean(self) -> float:
-        """Of all samples, without noise."""
+        """Return the mean over all samples, without noise."""
         return float(self._own.sum() / self.normaliser())
 
     def normaliser(self) -> float:
-        """Of all loss terms."""
+        """Return the normaliser of all loss terms."""
         return accumulate.normaliser(float(self._weights.sum()))
 
     def against(self, held_out: float) -> tuple[Decomposition, Tensor]:
-        """All groups as the sample, beside a mean loss of other data; and E_Rep draw by draw."""
+        """Return the decomposition of all groups against a mean loss of other data, and E_Rep draw by draw."""
         return self._decomposed(held_out, torch.ones(len(self._own), dtype=torch.bool, device="cpu"))
 
     def against_the_rest(self, held_out: Sequence[int]) -> tuple[Decomposition, Tensor]:
-        """Some groups held out, the others as the sample; and E_Rep draw by draw."""
+        """Return the decomposition with some groups held out and the others as the sample, and E_Rep by draw."""
         sample = torch.ones(len(self._own), dtype=torch.bool, device="cpu")
         sample[[*held_out]] = False
         normaliser = accumulate.normaliser(float(self._weights[~sample].sum()))
@@ -324,7 +324,7 @@ class Sums:
 
 
 class _Head:
-    """ψ, and the data it is looked at on."""
+    """Hold ψ, and the data it is looked at on."""
 
     def __init__(self, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Any, loss: Loss) -> None:
         targets = check_tensor("targets", targets)
@@ -336,12 +336,12 @@ class _Head:
         self._bias = None if bias is None else promoted(bias.detach())
 
     def outputs(self) -> Tensor:
-        """(n, d)."""
+        """Return the outputs (n, d)."""
         outputs: Tensor = self.features @ self.weight + (0 if self._bias is None else self._bias)
         return outputs
 
     def noisy(self, outputs: Tensor, delta: float, draws: int, seed: int) -> Iterator[Tensor]:
-        """Outputs with noise, two of opposite signs for each draw."""
+        """Yield outputs with noise, two of opposite signs for each draw."""
         generator = torch.Generator(outputs.device).manual_seed(seed)
         for xi in noise.kernel_noise(self.features, delta, draws, generator):
             change = xi @ self.weight
@@ -349,7 +349,7 @@ class _Head:
             yield outputs - change
 
     def refitted(self, fit: Fit, sample: Tensor) -> "_Head":
-        """ψ of the fit on some of the samples, looked at on all of them."""
+        """Return ψ of the fit on some of the samples, looked at on all of them."""
         index = sample.to(self.features.device)
         weight, bias = refit(fit, self.features[index], self.targets[index])
         return _Head(self.features, weight, bias, self.targets, self.loss)
@@ -362,14 +362,14 @@ def _sums(psi: _Head, groups: Tensor, count: int, delta: float, draws: int, seed
 
 
 def _risk(psi: _Head) -> float:
-    """The mean loss."""
+    """Return the mean loss."""
     sums, outputs = Sums(psi.loss, 1, 0), psi.outputs()
     sums.add(outputs, psi.targets, torch.zeros(len(outputs), dtype=torch.int64, device="cpu"), iter(()))
     return sums.mean()
 
 
 def _by_draw(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """(draws,): sums of the loss, of outputs (draws, samples, …)."""
+    """Return the sums of the loss, (draws,), of outputs (draws, samples, …)."""
     if outputs.shape[1] == 0:
         return outputs.new_zeros(len(outputs), dtype=torch.float64)
     if isinstance(loss, CustomLoss):  # may do what vmap does not take

@@ -1,4 +1,4 @@
-"""Tables of networks: names and columns of numbers, from a data frame, a dict of lists, or a CSV file.
+"""Read tables of networks (names and columns of numbers) from a data frame, a dict of lists, or a CSV file.
 
 A file of ``pyflatness score`` has a row for each checkpoint, layer and measure; here it becomes a row for each
 checkpoint, with a column for each measure (and layer, ``measure layer``, where a measure has several; ``measure
@@ -27,7 +27,7 @@ _SCORED = {"checkpoint", "layer", "measure", "value", "loss"}
 
 @dataclass(frozen=True, eq=False)
 class Networks:
-    """A row for each network.
+    """Hold a row for each network.
 
     Attributes:
         names: of the rows.
@@ -40,7 +40,7 @@ class Networks:
     measures: tuple[str, ...]
 
     def column(self, name: str) -> Vector:
-        """One column.
+        """Return one column.
 
         Raises:
             InputError: there is none of that name.
@@ -52,7 +52,7 @@ class Networks:
         return self.columns[name]
 
     def kept(self, exclude: Collection[str]) -> NDArray[np.bool_]:
-        """(rows,): which are not excluded, by name or by the file name in it.
+        """Return which rows are not excluded, (rows,), by name or by the file name in it.
 
         Raises:
             InputError: a name that is not there.
@@ -68,7 +68,7 @@ class Networks:
 
 
 def read(table: Any, test: Any = None) -> Networks:
-    """A table, with the column ``gap`` if there is one of the test data too.
+    """Return a table, with the column ``gap`` if there is one of the test data too.
 
     Args:
         table: pandas data frame, mapping of sequences, or path of a CSV file.
@@ -108,7 +108,7 @@ def _networks(table: Any, what: str) -> Networks:
 
 
 def _cells(table: Any, what: str) -> tuple[dict[str, Sequence[Any]], Sequence[Any] | None]:
-    """Columns by name, and names of the rows if the table has some."""
+    """Return columns by name, and names of the rows if the table has some."""
     if isinstance(table, (str, Path)):
         try:
             with Path(table).open(newline="", encoding="utf-8") as file:
@@ -130,7 +130,7 @@ def _cells(table: Any, what: str) -> tuple[dict[str, Sequence[Any]], Sequence[An
 
 
 def _scored(cells: Mapping[str, Sequence[Any]], what: str) -> Networks:
-    """A file of ``pyflatness score``, a row for each checkpoint."""
+    """Return the table of a file of ``pyflatness score``, a row for each checkpoint."""
     rows = [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
     places = {name: place for place, name in enumerate(dict.fromkeys(str(row["checkpoint"]) for row in rows))}
     layers: dict[str, set[str]] = {}
@@ -154,7 +154,7 @@ def _scored(cells: Mapping[str, Sequence[Any]], what: str) -> Networks:
 
 
 def _numbers(column: Sequence[Any]) -> Vector | None:
-    """A column as numbers; None if a cell is not one."""
+    """Return a column as numbers; None if a cell is not one."""
     try:
         return np.array([_number(cell) for cell in column], dtype=np.float64)
     except (TypeError, ValueError):

@@ -1,1 +1,1 @@
-"""Second order: block traces, products and eigenvalues of the loss Hessian."""
+"""Compute second-order quantities: block traces, products and eigenvalues of the loss Hessian."""

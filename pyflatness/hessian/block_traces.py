@@ -1,4 +1,4 @@
-"""Second derivatives of the loss through one layer: block traces of the Hessian behind any twice differentiable tail.
+"""Compute block traces of the Hessian of one layer behind anything that is twice differentiable.
 
 Move the layer's weight w to w + D Vᵀ, for columns V (m, ρ) and any D (d, ρ). A sample's loss has second derivatives in
 D, which autograd gives a product at a time: H D, (d, ρ). Columns that span the sample's inputs are enough: with
@@ -46,7 +46,7 @@ _RANK = 1e-13  # an eigenvalue below so much of the largest is rounding
 
 @dataclass(frozen=True)
 class Basis:
-    """Rows in which a layer's weight is moved, and what is read off T in them.
+    """Hold the rows in which a layer's weight is moved, and what is read off T in them.
 
     Attributes:
         size: how many, r.
@@ -64,7 +64,7 @@ class Basis:
 
 
 class BlockTraces:
-    """T of one layer at the samples of a run, and what is read off it.
+    """Compute T of one layer at the samples of a run, and what is read off it.
 
     Args:
         run: recorded.
@@ -292,7 +292,7 @@ def _basis(weight: Tensor, quantities: Sequence[str]) -> Basis:
 
 
 def _spanning(patches: Tensor, most: int) -> Tensor:
-    """Return K (n, G, P, ρ) with K Kᵀ = Φ Φᵀ for inputs Φ (n, G, P, m), of few columns; Φ for many positions."""
+    """Return K (n, G, P, ρ) with K Kᵀ = Φ Φᵀ for inputs Φ (n, G, P, m), of few columns; Φ itself for many positions."""
     _, _, positions, columns = patches.shape
     if positions == 1:
         return _norms(patches)
@@ -308,7 +308,7 @@ def _spanning(patches: Tensor, most: int) -> Tensor:
 
 
 def _norms(patches: Tensor) -> Tensor:
-    """Return K for one position, |φ|, (n, G, 1, 1)."""
+    """Return K for one position, which is |φ|, (n, G, 1, 1)."""
     norms: Tensor = torch.linalg.vector_norm(patches, dim=3, keepdim=True, dtype=torch.float64)
     return norms.to(patches.dtype)
 

@@ -1,4 +1,4 @@
-"""Largest eigenvalues of several blocks of the loss Hessian in step: each pass over the data is a product for all."""
+"""Find the largest eigenvalues of several blocks of the loss Hessian in step: a data read is a product for all."""
 
 from collections.abc import Sequence
 

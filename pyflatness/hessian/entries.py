@@ -1,4 +1,4 @@
-"""Single entries and neurons of a layer's Hessian: what is not a block trace.
+"""Compute quantities of a layer's Hessian that are not block traces: of single entries and of neurons.
 
 With the second derivatives H_z of a sample's loss in the layer's outputs z_p = w φ_p, a direction Δ of the weight has
 ⟨Δ, H Δ⟩ = ⟨Δφ, H_z Δφ⟩, a product.
@@ -25,7 +25,7 @@ _BATCH = 2**22  # bytes of directions that go through the graph in one pass; mor
 
 @dataclass(frozen=True)
 class Directions:
-    """Where the weight of a layer can be moved at the samples of a run.
+    """Hold where the weight of a layer can be moved at the samples of a run.
 
     Attributes:
         columns: ρ.
@@ -50,7 +50,7 @@ class Directions:
 
 
 class Entries:
-    """Quantities of a layer's weight that are not block traces, or all of them where one tells everything about H.
+    """Compute quantities of a layer's weight that are not block traces, or all where one tells everything about H.
 
     Args:
         weight: (G, d, m).

@@ -1,4 +1,4 @@
-"""Products of the loss Hessian, or of its GGN, with vectors in the space of layers' weights; over all of the data.
+"""Multiply the loss Hessian, or its GGN, by vectors in the space of layers' weights, over all of the data.
 
     H v = ∂⟨∂E/∂w, v⟩/∂w                        back through the graph twice
     G v = Σ_i J_iᵀ (∂²ℓ_i/∂f_i²) (J_i v) / Σ_i ω_i    J v as the derivative of ⟨Jᵀu, v⟩ in u
@@ -40,7 +40,7 @@ _GRAPHS = 4  # the graph of second derivatives takes about so many times the mem
 
 
 class Products:
-    """E's Hessian or GGN in the weights of some layers, as a matrix to multiply with.
+    """Represent E's Hessian or GGN in the weights of some layers, as a matrix to multiply with.
 
     Args:
         task: the model, its layers, loss and data; ``curvature="ggn"`` for the GGN, else the Hessian; ``normalize``

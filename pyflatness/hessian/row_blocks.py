@@ -1,4 +1,4 @@
-"""The blocks H_ss = ∂²E/∂w_s² of all rows of a weight matrix, and the largest eigenvalue of each.
+"""Hold the blocks H_ss = ∂²E/∂w_s² of all rows of a weight matrix, and find each one's largest eigenvalue.
 
 Axes: ``b`` rows of the weight, those of all its groups in turn; ``m`` columns; ``n`` samples. Either form adds up:
 
@@ -22,7 +22,7 @@ _BASIS = 2**30  # bytes of the bases
 
 
 class RowBlocks:
-    """The blocks of a layer, added up over parts of the data, all in float64.
+    """Hold the blocks of a layer, summed over micro-batches, all in float64.
 
     Args:
         columns: (b, m), False for a column that drops out.

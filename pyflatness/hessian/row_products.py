@@ -1,4 +1,4 @@
-"""Products of all rows' blocks H_ss with a vector each, for layers whose blocks are too large to be written out.
+"""Multiply all rows' blocks H_ss by a vector each, for layers whose blocks are too large to be written out.
 
     H_ss v_s = Σ_i Σ_c σ_ic u_is^(c) M_is^(c),    u_is^(c) = ⟨M_is^(c), v_s⟩ = Σ_p δ_ips^(c) (V φ_ip)_s
 
@@ -31,7 +31,7 @@ def of_run(run: Run, loss: Loss, modules: Mapping[str, nn.Module], vectors: Mapp
 
 
 class _Pass:
-    """A layer's calls with V for its weight, and the cotangent that will go back."""
+    """Hold a layer's calls with V for its weight, and the cotangent that will go back."""
 
     def __init__(self, run: Run, name: str, module: nn.Module, vectors: Tensor) -> None:
         self._run, self._name, self._module = run, name, module

@@ -1,4 +1,4 @@
-"""Sweeps over the data for the blocks H_ss = ∂²E/∂w_s² of the rows of layers' weights.
+"""Sweep over the data for the blocks H_ss = ∂²E/∂w_s² of the rows of layers' weights.
 
 Where the model is locally linear in the layer's weight, or the GGN is asked for, by output factors sent backward: in
 one sweep, or where blocks are too large for memory one for each product (:mod:`.row_products`). Else by second
@@ -37,7 +37,7 @@ _COARSE_TOLERANCE = 1e-5  # for products in other than double precision
 
 @dataclass(frozen=True)
 class Rows:
-    """What was found of a layer.
+    """Hold what was found of a layer.
 
     Attributes:
         norms: (b,) float64, |w_s|².
@@ -68,7 +68,7 @@ class _MicroBatch:
 
 
 class RowSweep:
-    """The sweeps.
+    """Sweep for the rows of all layers of a runner.
 
     Args:
         task: the model, its layers, loss and data.

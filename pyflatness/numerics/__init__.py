@@ -1,1 +1,1 @@
-"""Mathematics of tensors that know of no model."""
+"""Provide the mathematics of tensors that needs no model."""

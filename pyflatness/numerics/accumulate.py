@@ -1,4 +1,4 @@
-"""The reduction over the samples of a data set: which of them count, and what sums over them are divided by.
+"""Reduce values over the samples of a data set: which of them count, and what sums over them are divided by.
 
     E = Σ_i t_i / Σ_i ω_i   (reduction "mean")        E = Σ_i t_i   (reduction "sum")
 
@@ -110,7 +110,7 @@ def normaliser(total_weight: float, reduction: str = "mean") -> float:
 
 
 class Accumulator:
-    """Counts samples and adds up their weights, batch by batch.
+    """Count samples and add up their weights, batch by batch.
 
     Args:
         policy: of the user, for NaN and infinity.
@@ -146,12 +146,12 @@ class Accumulator:
 
     @property
     def samples(self) -> int:
-        """How many samples count."""
+        """Return how many samples count."""
         return self._seen - self.omitted
 
     @property
     def normaliser(self) -> float:
-        """What sums are divided by.
+        """Return what sums are divided by.
 
         Raises:
             NonFiniteError: all samples were left out.

@@ -1,4 +1,4 @@
-"""Random directions for checks, from generators of our own.
+"""Draw random directions for checks, from generators of the library's own.
 
 Torch's global generator belongs to the user: another thread of theirs may draw from it while a call runs, and numbers
 that the call drew in between would be missing there.
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Directions:
-    """A sequence of random directions, the same one every time; one generator for each device."""
+    """Draw a sequence of random directions, the same one every time; one generator for each device."""
 
     def __init__(self) -> None:
         self._generators: dict[torch.device, torch.Generator] = {}

@@ -1,4 +1,6 @@
-"""The largest eigenvalue of symmetric matrices from products with vectors: Lanczos, fully reorthogonalised, restarted.
+"""Find the largest eigenvalue of symmetric matrices from products with vectors, by restarted Lanczos.
+
+The basis is fully reorthogonalised.
 
 Axes: ``b`` matrices at once, each (N, N); ``k`` vectors of the basis. One product is one for all matrices together.
 
@@ -24,7 +26,7 @@ _FEWEST = 4  # vectors of a basis that is restarted, at least
 
 @dataclass(frozen=True)
 class Ritz:
-    """The largest eigenvalues of some matrices.
+    """Hold the largest eigenvalues of some matrices.
 
     Attributes:
         values: (b,) float64.

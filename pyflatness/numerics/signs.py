@@ -1,4 +1,4 @@
-"""Random signs that belong to a sample of the data, whatever batch it comes in.
+"""Draw random signs that belong to a sample of the data, whatever batch it comes in.
 
 A counter-based generator: the bits are a hash of (seed, stream, draw, sample, place), by the finaliser of SplitMix64
 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"). So a sampled value is the same for every
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Signs:
-    """Signs of some draws.
+    """Represent the signs of some draws.
 
     Attributes:
         seed: of the user.
@@ -25,7 +25,7 @@ class Signs:
     draws: Sequence[int]
 
     def __call__(self, stream: int, samples: Tensor, *shape: int) -> Tensor:
-        """(draws, n, *shape) of ±1, int8, for samples by their numbers (n,) in the data.
+        """Return ±1 as (draws, n, *shape) int8, for samples by their numbers (n,) in the data.
 
         Args:
             stream: signs of different streams are independent; the same for all samples.
@@ -39,11 +39,11 @@ class Signs:
         return signs.view(*signs.shape[:2], *shape)
 
     def uniform(self, stream: int, samples: Tensor, count: int) -> Tensor:
-        """(draws, n, count) float64, uniform in [0, 1); of a stream that no signs are taken from."""
+        """Return numbers (draws, n, count) float64, uniform in [0, 1); of a stream that no signs are taken from."""
         return _shifted(self._words(stream, samples, count), 11).double() * 2.0**-53
 
     def _words(self, stream: int, samples: Tensor, count: int) -> Tensor:
-        """(draws, n, count) of 64 random bits each."""
+        """Return (draws, n, count) words of 64 random bits each."""
         draws = torch.tensor(self.draws, dtype=torch.int64, device=samples.device)
         state = _mixed(torch.tensor([self.seed, stream], dtype=torch.int64, device=samples.device))
         state = _mixed(_mixed(state[0] + _STEP * state[1]) + _STEP * draws).view(-1, 1)
@@ -59,7 +59,7 @@ _STEP = _signed(0x9E3779B97F4A7C15)
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """A bijection of int64 in which every bit depends on every bit."""
+    """Return the image of x under a bijection of int64 in which every bit depends on every bit."""
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
     mixed: Tensor = x ^ _shifted(x, 31)
@@ -67,6 +67,6 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, places: int) -> Tensor:
-    """To the right, zeros coming in: torch's own shift repeats the sign."""
+    """Return x shifted to the right, zeros coming in: torch's own shift repeats the sign."""
     shifted: Tensor = (x >> places) & (2 ** (64 - places) - 1)
     return shifted

@@ -1,4 +1,7 @@
-"""Singular values of Jacobians given by their rows. Shapes: n samples, C outputs, M inputs; all results are float64."""
+"""Compute singular values of Jacobians that are given by their rows.
+
+Shapes: n samples, C outputs, M inputs; all results are float64.
+"""
 
 from collections.abc import Sequence
 from types import ModuleType
@@ -12,7 +15,7 @@ _CLEAR = 1e-4  # an eigenvalue of G above this part of the largest is as good as
 
 
 def gram(rows: Sequence[Tensor]) -> Tensor:
-    """G = J Jᵀ, (n, C, C), of J's C rows, (n, M) each."""
+    """Return G = J Jᵀ, (n, C, C), for J's C rows of (n, M) each."""
     samples, inputs = rows[0].shape
     total = torch.zeros(samples, len(rows), len(rows), dtype=torch.float64, device=rows[0].device)
     step = max(1, _BLOCK // (len(rows) * samples))
@@ -23,7 +26,9 @@ def gram(rows: Sequence[Tensor]) -> Tensor:
 
 
 def eigenvalues(matrices: Tensor, backend: ModuleType) -> Tensor:
-    """Of symmetric positive semidefinite matrices (n, C, C), ascending, (n, C); NaN for one that is not finite.
+    """Return the eigenvalues (n, C), ascending, of symmetric positive semidefinite matrices (n, C, C).
+
+    They are NaN for a matrix that is not finite.
 
     Args:
         matrices: float64.
@@ -39,11 +44,11 @@ def eigenvalues(matrices: Tensor, backend: ModuleType) -> Tensor:
 
 
 def log_volumes(rows: Sequence[Tensor], squares: Tensor, top: int | None = None) -> Tensor:
-    """Σ log s_c over all C singular values of J, or its ``top`` largest; -inf where the rank is less; (n,).
+    """Return Σ log s_c (n,) over all C singular values of J, or its ``top`` largest; -inf where the rank is less.
 
-    From the eigenvalues of G where these are good to 1e-12, else from a QR decomposition of Jᵀ: the logarithms of R's
-    diagonal, which have no squares in them. The rank is numerical: singular values count above 4 C ε of the largest,
-    ε of J's dtype.
+    They come from the eigenvalues of G where these are good to 1e-12, else from a QR decomposition of Jᵀ: the
+    logarithms of R's diagonal, which have no squares in them. The rank is numerical: singular values count above 4 C ε
+    of the largest, ε of J's dtype.
 
     Args:
         rows: C of (n, M).
@@ -63,7 +68,10 @@ def log_volumes(rows: Sequence[Tensor], squares: Tensor, top: int | None = None)
 
 
 def _by_qr(matrices: Tensor, count: int, tolerance: float) -> Tensor:
-    """Of (n, C, M); values below ``tolerance`` of the largest are zero."""
+    """Return what :func:`log_volumes` does, for matrices (n, C, M), by a QR decomposition.
+
+    Singular values below ``tolerance`` of the largest count as zero.
+    """
     triangles = torch.linalg.qr(matrices.mT, mode="r").R
     values = torch.linalg.svdvals(triangles)
     if count == triangles.shape[2]:

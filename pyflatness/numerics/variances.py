@@ -1,4 +1,4 @@
-"""Variances of sampled sums over the samples of a data set, and how well they are known.
+"""Sum variances of sampled values over the samples of a data set, and how well they are known.
 
 Draws are independent over samples, so that a sum's variance V is the sum of its samples' variances v_i. From the sum of
 their squares come its degrees of freedom (:mod:`.intervals`).

@@ -1,1 +1,1 @@
-"""One micro-batch: the forward pass that is recorded, what is sent backward, and the checks of both."""
+"""Run one micro-batch: the recorded forward pass, what is sent backward, and the checks of both."""

@@ -47,7 +47,7 @@ class KnownLayers:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """The chosen layers that ran, in the model's order."""
+        """Return the chosen layers that ran, in the model's order."""
         return {name: module for name, module in self._selected.items() if name in self._layouts}
 
     def layouts(self) -> dict[str, Layout]:

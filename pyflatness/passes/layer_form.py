@@ -1,4 +1,4 @@
-"""A chosen layer in the one form that all contractions take, rescaled where the user wants normalised values."""
+"""Bring a chosen layer into the one form that all contractions take, rescaled for normalised values."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ Parts = list[Tensor]
 
 
 class LayerForm:
-    """One layer's weight, inputs and output gradients.
+    """Hold one layer's weight, inputs and output gradients in that form.
 
     A convolution is a weight matrix of its filters for each of its groups, or with ``conv="affine"`` the dense matrix
     of all its inputs and outputs, of which the calls for a sample are the positions.
@@ -155,7 +155,9 @@ class LayerForm:
 
 
 class Dense:
-    """A convolution as one dense matrix W (d, m), never written out; see :class:`.contractions.dense.DenseLayer`.
+    """Represent a convolution as one dense matrix W (d, m), which is never written out.
+
+    See :class:`.contractions.dense.DenseLayer`.
 
     Args:
         module: the convolution.

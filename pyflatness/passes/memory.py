@@ -30,22 +30,22 @@ class Budget:
 
     @property
     def buffers(self) -> int:
-        """Bytes of this share."""
+        """Return the bytes for the buffers of contractions."""
         return min(_BUFFERS, self._total // 8)
 
     @property
     def held_back(self) -> int:
-        """Bytes of this share."""
+        """Return the bytes for cotangents that are held back."""
         return 0 if self.halved else min(_HELD_BACK, self._total // 8)
 
     @property
     def work(self) -> int:
-        """Bytes of this share."""
+        """Return the bytes for working memory."""
         return self._total // 2 if self.halved else 0
 
     @property
     def graph(self) -> int:
-        """Bytes of this share."""
+        """Return the bytes for a micro-batch's graph."""
         return self._total - self.buffers - self.held_back - self.work
 
     @property
@@ -63,7 +63,7 @@ class Place:
 
     @property
     def slice(self) -> slice:
-        """The same as a slice."""
+        """Return the place as a slice."""
         return slice(self.start, self.stop)
 
 

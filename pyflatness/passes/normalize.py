@@ -1,4 +1,4 @@
-"""Standard deviations of features, by which the normalised measures rescale (Petzka et al. 2021, Theorem 4).
+"""Compute the features' standard deviations, by which normalised measures rescale (Petzka et al. 2021, Theorem 4).
 
     κ_n = Σ with φ_j / σ_j for φ_j and w_j σ_j for w_j
 
@@ -27,7 +27,7 @@ _ULPS = 16  # a deviation below so many units in the last place of the largest e
 
 
 class FeatureScale:
-    """Running mean, deviation and largest magnitude of each feature, in float64 (Chan's update).
+    """Update the mean, deviation and largest magnitude of each feature, in float64 (Chan's update).
 
     ``rows`` says how many rows were taken in.
     """
@@ -58,7 +58,7 @@ class FeatureScale:
         self.rows = total
 
     def scale(self) -> Tensor:
-        """(m,) float64: σ_j, |c| for a constant feature, 0 for one that is zero throughout (and drops out).
+        """Return σ_j, (m,) float64; |c| for a constant feature, 0 for one that is zero throughout (and drops out).
 
         Ones where no rows were taken in.
         """
@@ -70,7 +70,7 @@ class FeatureScale:
 
 
 def apply(scale: Tensor, matrix: Tensor, *, inverse: bool = False) -> Tensor:
-    """The last dimension of ``matrix`` times ``scale``, or divided by it; entries of scale 0 dropped."""
+    """Return ``matrix`` with its last dimension multiplied or divided by ``scale``; entries of scale 0 are dropped."""
     matrix, kept = promoted(matrix), scale > 0
     factors = scale[kept]
     columns = matrix if bool(kept.all()) else matrix[..., kept]
@@ -84,7 +84,7 @@ def of_columns(module: nn.Module, scale: Tensor) -> Tensor:
 
 
 def multiplied(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
-    """``tensor`` times the scale of its channels, which are in ``dim``."""
+    """Return ``tensor`` times the scale of its channels, which are in ``dim``."""
     sizes = [1] * tensor.ndim
     sizes[dim] = len(scale)
     tensor = promoted(tensor)
@@ -92,12 +92,12 @@ def multiplied(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
 
 
 def divided(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
-    """``tensor`` divided by the scale of its channels; channels of scale 0 become 0, which drops them."""
+    """Return ``tensor`` divided by its channels' scale; channels of scale 0 become 0, which drops them."""
     return multiplied(tensor, torch.where(scale > 0, 1 / scale, 0.0), dim)
 
 
 def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Tensor]:
-    """The scale of every layer's input channels, by one pass over the data.
+    """Return the scale of every layer's input channels, by one data read.
 
     Rows are positions, or the unpadded pixels of a convolution. Positions of ignored targets are left out where the
     layer's positions are the loss's; with them the padding of an ``attention_mask``; else samples without any target.
@@ -151,7 +151,11 @@ def check_in_time(nan_policy: str, late: Tensor, number: int, what: str, check_w
 
 @dataclass(frozen=True)
 class _Kept:
-    """A layer's inputs (n, rows, channels); which rows count (n, rows); the samples (n,) that are finite in those."""
+    """Hold a layer's inputs and what counts of them.
+
+    The inputs are (n, rows, channels); then come which rows count, (n, rows), and which samples are finite in those,
+    (n,).
+    """
 
     rows: Tensor
     mask: Tensor
@@ -159,7 +163,7 @@ class _Kept:
 
 
 def _kept(runner: Runner, run: Run, sent: Cotangents) -> dict[str, _Kept]:
-    """By layer."""
+    """Return the kept inputs by layer."""
     found = {}
     for name, module in runner.modules.items():
         if run.calls(name):
@@ -173,7 +177,7 @@ def _kept(runner: Runner, run: Run, sent: Cotangents) -> dict[str, _Kept]:
 
 
 def _rows(runner: Runner, run: Run, loss: Loss, nan_policy: str) -> dict[str, Tensor]:
-    """(rows, channels) of each layer's input, those that count."""
+    """Return the rows of each layer's input that count, (rows, channels)."""
     sent = cotangents.of_run(run, loss)
     found = _kept(runner, run, sent)
     goods = {name: part.good for name, part in found.items()}
@@ -193,7 +197,7 @@ def _non_finite(run: Run, goods: Mapping[str, Tensor]) -> NonFiniteError:
 
 
 def _by_sample(module: nn.Module, run: Run, name: str) -> Tensor:
-    """(n, rows, channels)."""
+    """Return a tensor of a layer as (n, rows, channels)."""
     parts = []
     for call in run.calls(name):
         inputs = run.samples_first(name, call.inputs.detach())
@@ -204,7 +208,7 @@ def _by_sample(module: nn.Module, run: Run, name: str) -> Tensor:
 
 
 def _mask(run: Run, used: Tensor, rows: int, pointwise: bool) -> Tensor:
-    """(n, rows), which of a layer's rows count."""
+    """Return which of a layer's rows count, (n, rows)."""
     mask = used.any(dim=1, keepdim=True).expand(-1, rows)
     if pointwise and rows == used.shape[1]:
         mask = used

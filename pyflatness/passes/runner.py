@@ -125,17 +125,17 @@ class Runner:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """The chosen layers that ran, in the model's order."""
+        """Return the chosen layers that ran, in the model's order."""
         return self._known.modules
 
     @property
     def cuttable(self) -> bool:
-        """Whether the model runs on other numbers of samples than a batch has."""
+        """Return whether the model runs on other numbers of samples than a batch has."""
         return self._micro_batches.cuttable
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of a value should know of how it was come by."""
+        """Return what a reader of a value should know of how it was come by."""
         return self._micro_batches.notes
 
     def why_not_linear(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a public call is asked to measure: the user's model, loss and data, taken in hand, and the options."""
+"""Hold what a public call is asked to measure: the user's model, loss and data, taken in hand, and the options."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ _NO_LAYERS = Selection({}, frozenset())
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its layers, its loss and data, and how they are to be measured, inside of :func:`.session.session`.
+    """Hold a model, its layers, loss and data, and how they are measured, inside of :func:`.session.session`.
 
     Attributes:
         model: inside :func:`.state.observing`.

@@ -1,1 +1,1 @@
-"""The same function at other weights."""
+"""Give a model other weights that compute the same function."""

@@ -1,4 +1,4 @@
-"""Following the outputs of layers through a model, entry by entry: what multiplying them would multiply.
+"""Follow the outputs of layers through a model, entry by entry, to see what multiplying them would multiply.
 
 A label says for each entry of a tensor which row of which layer it comes from: if that row's output were multiplied by
 λ > 0, so would be the entry. ReLU and LeakyReLU, pooling, reshapes and eval BatchNorm (whose own numbers can be
@@ -43,13 +43,13 @@ _POOLS = {  # how many of the last dimensions each works along
 
 @dataclass(frozen=True)
 class Label:
-    """Where the entries of a tensor come from: ``rows``, of the tensor's shape, of the layer ``source``."""
+    """Say where the entries of a tensor come from: ``rows``, of the tensor's shape, of the layer ``source``."""
 
     source: str
     rows: Tensor
 
     def channels(self, dim: int) -> Tensor | None:
-        """The row of each index along ``dim``, (channels,); None if entries of one index have different ones."""
+        """Return the row of each index along ``dim``, (channels,); None if entries of one index have different ones."""
         rows = self.rows.movedim(dim, -1)
         rows = rows.reshape(-1, rows.shape[-1])
         return rows[0] if bool((rows == rows[0]).all()) else None
@@ -60,7 +60,7 @@ Elsewhere = Callable[[str, str, str], None]
 
 
 class Flow(TorchDispatchMode):
-    """One run of a model inside, on a few samples, fills in what is known afterwards.
+    """Follow one run of a model inside, on a few samples; what is known is filled in afterwards.
 
     Args:
         model: the model that will run.
@@ -120,7 +120,7 @@ class Flow(TorchDispatchMode):
     def _carried(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> list[tuple[Tensor, Tensor]] | None:
-        """The labelled tensors in an operation's result with their rows; None if it does not keep factors up."""
+        """Return the labelled tensors in an operation's result with their rows; None if it does not keep factors up."""
         name, label = func.overloadpacket.__name__, self._label(args[0])
         if label is None:  # the labelled tensor is not the one that is worked on
             return self._carried(func, args[1::-1], kwargs, result) if name == "mul" and self._label(args[1]) else None
@@ -177,7 +177,7 @@ class Flow(TorchDispatchMode):
 
 
 def takes_factors(module: nn.Module) -> bool:
-    """Whether factors on a module's inputs can be undone, or passed on, by its own numbers."""
+    """Return whether factors on a module's inputs can be undone, or passed on, by its own numbers."""
     return isinstance(module, _BatchNorm) or layers.is_supported(module)
 
 
@@ -188,7 +188,7 @@ def _rows(module: nn.Module, output: Tensor, count: int) -> Tensor:
 
 
 def obstacle(model: nn.Module, name: str, module: nn.Module) -> str:
-    """Why the layer's weight and bias cannot be written to without changing more than they; empty if they can."""
+    """Return why the layer's weight and bias cannot be changed without changing more; empty if they can be."""
     for what in ("weight", "bias"):
         held = getattr(module, what, None)
         if held is not None and not isinstance(module._parameters.get(what), nn.Parameter):

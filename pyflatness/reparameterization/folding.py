@@ -1,4 +1,4 @@
-"""Eval BatchNorm folded into the layers in front of it: the same function without numbers that only scale each other.
+"""Fold eval-mode BatchNorm into the layers in front of it: the same function with fewer redundant scales.
 
 γ (w φ + b - μ) / √(v + ε) + β  =  (s w) φ + (s (b - μ) + β),    s = γ / √(v + ε)
 """
@@ -15,7 +15,7 @@ from .reparameterize import check_same, duplicate, scale_rows
 
 
 class Folding:
-    """What of a model's BatchNorm can be folded where, found out on a batch.
+    """Hold what of a model's BatchNorm can be folded where, found out on a batch.
 
     Args:
         model: inside :func:`.state.observing`.
@@ -49,7 +49,7 @@ class Folding:
         self.alone = tuple(name for name in norms if name not in self.into)
 
     def of(self, model: nn.Module) -> nn.Module:
-        """The model (of that structure) folded: a copy, or itself if it has no BatchNorm."""
+        """Return the model (of that structure) folded: a copy, or itself if it has no BatchNorm."""
         if not self.into and not self.alone:
             return model
         copy = duplicate(model)
@@ -78,7 +78,7 @@ class Folding:
 
 
 def _affine(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
-    """The scale s and shift β - s μ of a BatchNorm, float64."""
+    """Return the scale s and shift β - s μ of a BatchNorm, float64."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     scale = (norm.running_var.double() + norm.eps).rsqrt()

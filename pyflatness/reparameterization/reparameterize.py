@@ -1,4 +1,4 @@
-"""The same function at other weights: rows of a layer by λ, the columns behind them by 1/λ.
+"""Reparameterise a model to compute the same function: rows of a layer by λ, columns behind them by 1/λ.
 
     w_l -> diag(λ) w_l,  b_l -> λ b_l,    w_{l+1} -> w_{l+1} diag(1/λ)      (Petzka et al. 2019, Theorems 2 and 3)
 
@@ -46,7 +46,7 @@ def reparameterize(
     inplace: bool = False,
     forward: calling.Forward | None = None,
 ) -> nn.Module:
-    """The model at other weights that give the same function: rows of layers by λ, columns behind them by 1/λ.
+    """Return the model with other weights for the same function: rows of layers by λ, columns behind by 1/λ.
 
     Args:
         model: in eval mode; linear layers and convolutions with ReLU, LeakyReLU, pooling, reshapes, factors of other
@@ -145,7 +145,7 @@ def scale_columns(module: nn.Module, factors: Tensor) -> None:
 
 
 def _factors(model: nn.Module, factors: Mapping[Selector, Any]) -> dict[str, Tensor]:
-    """By name: λ as (1,) or (d,) float64."""
+    """Return λ by layer name, as (1,) or (d,) float64."""
     if not isinstance(factors, Mapping) or not factors:
         raise InputError(f"factors: a mapping from layers to numbers is wanted, got {factors!r:.80}")
     found: dict[str, Tensor] = {}
@@ -172,7 +172,7 @@ def _factors(model: nn.Module, factors: Mapping[Selector, Any]) -> dict[str, Ten
 def _followed(
     model: nn.Module, factors: Mapping[str, Tensor], batch: Any, forward: calling.Forward | None
 ) -> dict[str, Label]:
-    """For each module that what is multiplied goes into: where the features that arrive there come from."""
+    """Return, for each module that multiplied values go into, where the features that arrive there come from."""
     with Flow(model, {name: len(values) for name, values in factors.items()}, _refuse) as seen, calling.dry_run():
         outputs, _ = calling.run(model, batch, forward)
         seen.finish(outputs)

@@ -1,1 +1,1 @@
-"""What is summed over micro-batches: contractions of layers, the diagonal over parameters, Jacobians."""
+"""Sum over micro-batches: contractions of layers, the diagonal over parameters, Jacobians."""

@@ -1,4 +1,4 @@
-"""The contractions of several layers in one run: a cotangent goes backward once for all of them."""
+"""Contract several layers in one run: a cotangent goes backward once for all of them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -12,7 +12,7 @@ from ..passes.runner import Run
 
 
 class Contracted:
-    """What layers contribute for each cotangent that is sent.
+    """Collect what layers contribute for each cotangent that is sent.
 
     Args:
         run: recorded.

@@ -40,7 +40,7 @@ from .totals import OR_OVERFLOW, Sums, Totals
 
 
 class Diagonal:
-    """The sums for the samples of a task's data, by one pass over them.
+    """Sum the diagonal for the samples of a task's data, by one read of them.
 
     Args:
         task: what to measure.
@@ -73,7 +73,7 @@ class Diagonal:
 
     @property
     def backend(self) -> str:
-        """Of the contractions."""
+        """Return the name of the contractions' backend."""
         return self._layers.backend
 
     def sums(self, draws: range | None = None) -> Sums:
@@ -112,7 +112,7 @@ class Diagonal:
         return Values(sent.marked(values)[:, None, None], sent.sample_weights, run.number, lost=sent.bad)
 
     def _by_layer(self, run: Run) -> list[str]:
-        """The layers whose parameters' gradients will come from the layers' own."""
+        """Return the layers whose parameters' gradients will come from the layers' own."""
         with contractions.full_precision(run.outputs):
             self._layers.check(run, self._per_sample)
         usable = self._layers.usable(run)
@@ -140,7 +140,7 @@ class Diagonal:
                 values[draw] += found if sign is None else found * sign
 
     def _of_group(self, run: Run, group: Group, signs: Signs | None) -> Tensor:
-        """(draws, n)."""
+        """Return the values of a group's samples, (draws, n)."""
         diagonal = PerSampleDiagonal(group, run.numbers[group.place], self._task.loss, self._scales)
         if not group.outputs.requires_grad:  # they depend on none of the parameters
             return diagonal.zeros(signs)

@@ -64,7 +64,7 @@ class Sends:
 
     @property
     def shares(self) -> Tensor:
-        """How much of a value each send is, (s,) float64."""
+        """Return how much of a value each send is, (s,) float64."""
         return torch.where(self.pairs >= 0, 0.5, 1.0).double()
 
     def together(self, having: float) -> int:

@@ -1,4 +1,4 @@
-"""Jacobians of a model's outputs in its input and in the inputs of its layers, by what is measured of them.
+"""Sweep for Jacobians of a model's outputs in its input and in its layers' inputs, by what is measured of them.
 
 J_i = ∂f_i/∂x of all outputs of a sample, through everything behind x: also past the layer that takes x, where there is
 a way. One sweep: every output of all samples at once is sent backward, C passes for all places together, and of the
@@ -32,7 +32,7 @@ INPUT = ""
 
 @dataclass(frozen=True)
 class Samples:
-    """Quantities of every sample at every place.
+    """Hold quantities of every sample at every place.
 
     Attributes:
         task: what was measured.
@@ -57,19 +57,19 @@ class Samples:
 
     @property
     def has_input(self) -> bool:
-        """Whether the model's input has a derivative."""
+        """Return whether the model's input has a derivative."""
         return self.has(INPUT, "largest")
 
     def has(self, place: str, quantity: str) -> bool:
-        """Whether a place has a quantity."""
+        """Return whether a place has a quantity."""
         return (place, quantity) in self._found
 
     def each(self, place: str, quantity: str) -> Tensor:
-        """(n,) float64; NaN for a sample that was left out."""
+        """Return a quantity of each sample, (n,) float64; NaN for a sample that was left out."""
         return self._found[place, quantity]
 
     def counted(self, place: str, quantity: str) -> Tensor:
-        """Of the samples that count."""
+        """Return a quantity of the samples that count."""
         return self._found[place, quantity][self.kept]
 
 
@@ -106,7 +106,7 @@ def measured(
     top: int | None = None,
     scales: Mapping[str, Tensor] | None = None,
 ) -> Samples:
-    """The sweep.
+    """Return what the sweep finds.
 
     Args:
         task: of the user.
@@ -167,7 +167,7 @@ class _Sweep:
         return Samples(self._task, names, self._width, kept, self._calls, self._apart, passed, backend, found)
 
     def _reserve(self, found: Findings) -> int:
-        """Bytes of J a sample."""
+        """Return how many bytes J takes a sample."""
         width = found.outputs.numel() // max(1, min(len(found.outputs), found.samples))
         own = 0 if self._inputs.tensor is None else self._inputs.tensor[0].numel() * self._inputs.tensor.element_size()
         copies = 2 if "weights" in self._needs else 1  # and of J what is past the layers
@@ -235,7 +235,7 @@ def _input_edge(name: str, call: Call) -> GradientEdge:
 
 
 def _identity(outputs: Tensor, samples: int) -> Iterator[Tensor]:
-    """Every output of all samples, one after the other, as a cotangent of the outputs' shape."""
+    """Yield every output of all samples, one after the other, as a cotangent of the outputs' shape."""
     cotangent = torch.zeros(outputs.shape, dtype=outputs.dtype, device=outputs.device)
     columns = cotangent.view(samples, -1)
     for c in range(columns.shape[1]):

@@ -1,4 +1,4 @@
-"""One sweep over the data for all layers and quantities: forward, output factors backward, contractions.
+"""Sweep once over the data for all layers and quantities: forward, square-root factors backward, contractions.
 
 for x, y in batches:                              # cut to the memory budget
     f, φ, edges = model(x)                        # recorded: layer inputs, gradient edges of layer outputs
@@ -40,7 +40,7 @@ Take = Callable[["Values"], None]
 
 @dataclass(frozen=True)
 class Values:
-    """Of some samples.
+    """Hold the values of some samples.
 
     Attributes:
         values: (draws, layers, quantities, n) float64, each summed over output factors or directions; not yet divided
@@ -64,7 +64,7 @@ class Values:
 
 
 class Sweep:
-    """The sweep of a runner, for some quantities.
+    """Sweep with a runner, for some quantities.
 
     Args:
         runner: the model, its layers and data.
@@ -124,12 +124,12 @@ class Sweep:
         self._runner.each(partial(self._block_traces, limit=limit), take)
 
     def notes(self, name: str) -> tuple[str, ...]:
-        """What a reader of a layer's value should know."""
+        """Return what a reader of a layer's value should know."""
         dropped = int((self._scales[name] == 0).sum()) if name in self._scales else 0
         return (f"{dropped} features that are zero throughout dropped",) if dropped else ()
 
     def weight(self, name: str) -> Tensor:
-        """(G, d, m) of a layer that ran."""
+        """Return the weight (G, d, m) of a layer that ran."""
         return self._forms[name].matrix
 
     def _values(self, run: Run, signs: Signs | None = None) -> Values:
@@ -200,7 +200,7 @@ class Sweep:
         self._runner.repeat(part.left, places, send, lambda found: part.add(*found))
 
     def _linear(self, run: Run) -> list[str]:
-        """The layers that ran, all of which have their values by output factors."""
+        """Return the layers that ran, all of which have their values by output factors."""
         names, nonlinear = self._ran(run)
         if nonlinear:
             raise InputError(
@@ -211,14 +211,14 @@ class Sweep:
         return names
 
     def _stacked(self, contributions: Iterable[tuple[str, Contribution]], like: Tensor) -> Tensor:
-        """(layers, quantities, n) of all selected layers; 0 for one that did not run."""
+        """Return contributions (layers, quantities, n) of all selected layers; 0 for one that did not run."""
         stacked, places = torch.zeros_like(like), [*self._runner.selected]
         for name, contribution in contributions:
             stacked[places.index(name)] = contribution.values
         return stacked
 
     def _add_hessian(self, run: Run, signs: Signs | None, found: dict[str, Tensor], parts: Parts) -> None:
-        """Values (draws, quantities, n) of layers by second derivatives of the loss, and their parts."""
+        """Add values (draws, quantities, n) of layers by second derivatives of the loss, and their parts."""
         if not found:
             return
         with block_traces.differentiable(found), contractions.full_precision(run.outputs):
@@ -276,7 +276,7 @@ class Sweep:
     def _traced_by_factors(
         self, run: Run, sent: cotangents.Cotangents, name: str, kept: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Σ_i T_i (G, d, d) of one layer over the samples that are kept, and Tr T_i, (n,)."""
+        """Return Σ_i T_i (G, d, d) of one layer over the kept samples, and Tr T_i, (n,), by square-root factors."""
         form = self._forms[name]
         layer, inputs = form.contraction(run), [_masked(part, kept) for part in form.inputs(run)]
         with contractions.full_precision(run.outputs):
@@ -294,18 +294,18 @@ class Sweep:
     def _traced_by_hessian(
         self, run: Run, sent: cotangents.Cotangents, name: str, kept: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The same by second derivatives."""
+        """Return what :meth:`_traced_by_factors` does, by second derivatives."""
         with block_traces.differentiable([name]), contractions.full_precision(run.outputs):
             gradients = self._gradients(run, [name])
             return self._traces(run, name, gradients[name], ()).matrix(kept)
 
     def _left_out(self, run: Run, sent: cotangents.Cotangents) -> Tensor:
-        """Which samples (n,) are to be left out, whatever their values are: they have no loss, or no deviations."""
+        """Return which samples (n,) are left out whatever their values are: without a loss, or without deviations."""
         policy = self._options.nan_policy
         return normalize.left_out(self._runner, run, sent, policy) if self._options.normalize else sent.bad
 
     def _marked(self, values: Tensor, sent: cotangents.Cotangents, left_out: Tensor, number: int) -> Tensor:
-        """Values (…, n), NaN for samples that are left out."""
+        """Return values (…, n), NaN for samples that are left out."""
         if self._options.normalize:
             late = ~finite_samples(values) & ~left_out
             check_weights = partial(layers.check_finite, self._runner.modules)
@@ -313,14 +313,14 @@ class Sweep:
         return values.masked_fill(left_out, torch.nan)
 
     def _ran(self, run: Run) -> tuple[list[str], list[str]]:
-        """The layers that ran: those whose values come by output factors, and those by second derivatives."""
+        """Return the layers that ran: those whose values come by output factors, and those by second derivatives."""
         self._make_forms()
         names = [name for name in self._runner.selected if run.calls(name)]
         nonlinear = [] if self._options.curvature == "ggn" else [name for name in names if name in run.nonlinear]
         return [name for name in names if name not in nonlinear], nonlinear
 
     def _make_forms(self) -> None:
-        """For layers that came with this run."""
+        """Make the form of each layer that came with this run."""
         for name, module in self._runner.modules.items():
             if name not in self._forms:
                 form = LayerForm(name, module, self._quantities, self._options, self._scales.get(name))
@@ -347,5 +347,5 @@ def _disordered(name: str) -> InputError:
 
 
 def _masked(part: Tensor, kept: Tensor) -> Tensor:
-    """Zeros for the samples that are left out."""
+    """Return a tensor with zeros for the samples that are left out."""
     return part if bool(kept.all()) else torch.where(kept.view(-1, *(1,) * (part.ndim - 1)), part, 0.0)

@@ -49,7 +49,7 @@ class Group:
 
     @property
     def samples(self) -> int:
-        """How many."""
+        """Return how many samples the group has."""
         return int(self.place.stop - self.place.start)
 
 

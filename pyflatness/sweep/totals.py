@@ -1,4 +1,4 @@
-"""From the values of samples to those of the data set, by the user's policy for NaN and infinity."""
+"""Sum values of samples to those of the data set, by the user's policy for NaN and infinity."""
 
 import math
 from collections.abc import Callable, Mapping
