@@ -90,8 +90,7 @@ class Head:
 
     def notes(self) -> tuple[str, ...]:
         """Return a note that the weight is used elsewhere too, where it is."""
-        others = layers.ties(self._model, self._candidates[self.name])
-        return (f"weight tied with {', '.join(others)}: derivative through this use only",) if others else ()
+        return layers.tie_notes(self._model, self._candidates[self.name])
 
     def established(self, batch: Any) -> bool:
         """Return whether the layer is the head, judged by one sample of a batch; its name is known afterwards."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from .. import api, head, plan
+from .. import api, head, losses, plan
+from ..losses import risk
 from ..measures import Measure
 from ..measures.base import Values
 from ..model import calling, layers, selectors
@@ -22,8 +22,6 @@ from ..report import Estimate
 from ..session import session
 from . import checkpoints
 from .specs import reason
-
-_IGNORED = -100  # cross-entropy's ignore_index
 
 
 @dataclass(frozen=True)
@@ -219,8 +217,7 @@ class Recorder:
     """
 
     def __init__(self, loss: str, step: Callable[[], None], *, active: bool) -> None:
-        self._name, self._step, self._active = loss, step, active
-        self._loss = getattr(F, loss)
+        self._step, self._active, self._loss = step, active, losses.resolve(loss)
         self._pending: tuple[Tensor, Tensor] | None = None
         self._sums: list[Tensor] = []  # per batch: losses, loss terms, correct predictions, predictions
 
@@ -247,16 +244,11 @@ class Recorder:
         if self._pending is None:
             return
         (outputs, targets), self._pending = self._pending, None
-        terms: Tensor | int
-        correct: Tensor | int = 0
-        predictions: Tensor | int = 0
-        if self._name == "cross_entropy" and not targets.is_floating_point():
-            targets = targets.long()
-            kept = targets != _IGNORED
-            terms = predictions = kept.sum()
-            correct = ((outputs.argmax(dim=1) == targets) & kept).sum()
-        else:
-            targets = targets.to(outputs.dtype)
-            terms = outputs.numel() // (outputs.shape[1] if self._name == "cross_entropy" else 1)
-        sums = (self._loss(outputs, targets, reduction="sum"), terms, correct, predictions)
-        self._sums.append(torch.stack([torch.as_tensor(x, dtype=torch.float64, device=outputs.device) for x in sums]))
+        loss, number = self._loss, len(self._sums)
+        right = counting = torch.zeros(0, dtype=torch.bool, device="cpu")
+        if not targets.is_floating_point():  # class indices; the column is empty for probabilities and values
+            right, counting = risk.judged(outputs, targets, loss, number)
+        sums = (loss.value(outputs, targets), risk.weight(outputs, targets, loss, number), right & counting, counting)
+        self._sums.append(
+            torch.tensor([float(torch.as_tensor(part).sum()) for part in sums], dtype=torch.float64, device="cpu")
+        )
