@@ -44,7 +44,8 @@ class Estimate(float):
         exact: True only if the value is the definition's up to rounding (that of the loss Hessian, where it is of one).
         backend: ``"compiled"`` or ``"reference"``.
         per_sample: (n,) float64, ``n`` times each sample's contribution, so that the mean is ``value``; None unless
-            asked for. Under ``nan_policy="omit"`` an omitted sample holds NaN, and the mean over the others is ``value``.
+            asked for. Under ``nan_policy="omit"`` an omitted sample holds NaN, and the mean over the others is
+            ``value``.
         per_neuron: (neurons,) float64, a layer's values by neuron for measures that have them; else None.
         layer: qualified name of the measured layer; empty for bare tensors.
         omitted: samples left out by ``nan_policy="omit"``.
