@@ -130,12 +130,12 @@ def _layer_error(backend: ModuleType, dtype: torch.dtype, route: str, generator:
     """Return the error for a 3 × 3 convolution in two groups, against patches written out in float64."""
     geometry = Geometry(groups=2, kernel=(1, 3, 3), stride=(1, 2, 1))
     shapes = (3, 10, 1, 9, 8), (3, 14, 1, 4, 6), (2, 7, 45)
-    inputs, signal, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    gradients = geometry.rows(signal).mT @ geometry.patches(inputs)
+    inputs, cotangent, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    gradients = geometry.rows(cotangent).mT @ geometry.patches(inputs)
     truth = (weight.mT @ gradients).square().sum(dim=(1, 2, 3))
-    inputs, signal, weight = (t.to(device, dtype) for t in (inputs, signal, weight))
+    inputs, cotangent, weight = (t.to(device, dtype) for t in (inputs, cotangent, weight))
     contraction = LayerContraction(weight, geometry, backend, ("gram_weighted",), memory=DEFAULT_MEMORY, route=route)
-    (values,) = contraction.at([inputs], 1).of([signal]).values
+    (values,) = contraction.at([inputs], 1).of([cotangent]).values
     return _largest_error(values, truth)
 
 

@@ -35,15 +35,15 @@ def array(tensor: Tensor) -> tuple[int, int]:
     return _address(tensor), tensor.numel()
 
 
-def layer_sizes(inputs: Tensor, signal: Tensor | None, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
-    """Return the sizes of a layer as the binding takes them; a signal's positions are its own, which it checks."""
+def layer_sizes(inputs: Tensor, cotangent: Tensor | None, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
+    """Return the sizes of a layer as the binding takes them; a cotangent's positions are its own, which it checks."""
     (n, channels), size = inputs.shape[:2], tuple(inputs.shape[2:])
     groups, rows = geometry.groups, 1
     places: tuple[int, ...] = geometry.places(size)
-    if signal is not None:
-        rows, places = signal.shape[1] // groups, tuple(signal.shape[2:])
-        if len(signal) != n:
-            raise BackendError(f"inputs of {n} samples, signal of {len(signal)}")
+    if cotangent is not None:
+        rows, places = cotangent.shape[1] // groups, tuple(cotangent.shape[2:])
+        if len(cotangent) != n:
+            raise BackendError(f"inputs of {n} samples, signal of {len(cotangent)}")
     return (n, groups, channels // groups, rows), size, places, geometry.kernel, geometry.stride, geometry.dilation
 
 

@@ -147,11 +147,11 @@ def sigmoid_curvature(logits: Tensor, coefficients: Tensor, row_norms: Tensor) -
 
 
 def direct(
-    inputs: Tensor, signal: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None
+    inputs: Tensor, cotangent: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None
 ) -> Products:
-    """See :func:`.reference.direct`; inputs and signal may have any strides."""
-    inputs, signal = plain(inputs), plain(signal)
-    sizes, threads = layer_sizes(inputs, signal, geometry), torch.get_num_threads()
+    """See :func:`.reference.direct`; inputs and cotangent may have any strides."""
+    inputs, cotangent = plain(inputs), plain(cotangent)
+    sizes, threads = layer_sizes(inputs, cotangent, geometry), torch.get_num_threads()
     (n, groups, channels, d), *_ = sizes
     factor_rows = 0 if factor is None else factor.shape[1]
     given_factor, given_weight = (inputs.new_empty(0) if t is None else dense(t) for t in (factor, weight))
@@ -160,10 +160,10 @@ def direct(
     totals = inputs.new_empty(n, groups, splits, 3, dtype=torch.float64)
     by_column = totals.new_empty((n, groups * channels) if weighted else 0)
     by_row = totals.new_empty((n, groups, splits, d) if weighted else 0)
-    kernel = _kernel("direct", inputs, signal, given_factor, given_weight)
+    kernel = _kernel("direct", inputs, cotangent, given_factor, given_weight)
     workspace = inputs.new_empty(_kernel("direct_workspace", inputs)(sizes, factor_rows, weighted, threads))
     kernel(
-        sizes, span(inputs), inputs.stride(), span(signal), signal.stride(), array(given_factor), factor_rows,
+        sizes, span(inputs), inputs.stride(), span(cotangent), cotangent.stride(), array(given_factor), factor_rows,
         array(given_weight), splits, array(totals), array(by_column), array(by_row),
         array(workspace), threads,
     )  # fmt: skip
@@ -178,24 +178,28 @@ def direct(
 
 
 def gathering_pays(inputs: Tensor, geometry: Geometry, rows: int) -> bool:
-    """Return whether several signals of so many rows of a group are better contracted by :func:`direct_gathered`."""
+    """Return whether several cotangents of so many rows of a group are better contracted by :func:`direct_gathered`."""
     (n, groups, channels, _), *sizes = layer_sizes(inputs, None, geometry)
     taken = inputs.new_empty(0, dtype=promoted_dtype(inputs.dtype))
     return bool(_kernel("listed_pays", taken)(((n, groups, channels, rows), *sizes)))
 
 
-def direct_gathered(inputs: Tensor, signals: Sequence[Tensor], geometry: Geometry, factor: Tensor | None) -> Products:
-    """See :func:`.reference.direct_gathered`; inputs and signals may have any strides."""
-    inputs, signals = plain(inputs), [plain(signal) for signal in signals]
-    sizes, threads = layer_sizes(inputs, signals[0], geometry), torch.get_num_threads()
+def direct_gathered(
+    inputs: Tensor, cotangents: Sequence[Tensor], geometry: Geometry, factor: Tensor | None
+) -> Products:
+    """See :func:`.reference.direct_gathered`; inputs and cotangents may have any strides."""
+    inputs, cotangents = plain(inputs), [plain(cotangent) for cotangent in cotangents]
+    sizes, threads = layer_sizes(inputs, cotangents[0], geometry), torch.get_num_threads()
     (n, groups, _, _), *_ = sizes
     given_factor, factor_rows = (inputs.new_empty(0), 0) if factor is None else (dense(factor), factor.shape[1])
-    totals = inputs.new_empty(len(signals), n, groups, 2, dtype=torch.float64)
-    kernel = _kernel("direct_listed", inputs, *signals, given_factor)
-    workspace = inputs.new_empty(_kernel("direct_listed_workspace", inputs)(sizes, factor_rows, len(signals), threads))
+    totals = inputs.new_empty(len(cotangents), n, groups, 2, dtype=torch.float64)
+    kernel = _kernel("direct_listed", inputs, *cotangents, given_factor)
+    workspace = inputs.new_empty(
+        _kernel("direct_listed_workspace", inputs)(sizes, factor_rows, len(cotangents), threads)
+    )
     kernel(
-        sizes, span(inputs), inputs.stride(), [span(signal) for signal in signals],
-        [signal.stride() for signal in signals], array(given_factor), factor_rows, array(totals),
+        sizes, span(inputs), inputs.stride(), [span(cotangent) for cotangent in cotangents],
+        [cotangent.stride() for cotangent in cotangents], array(given_factor), factor_rows, array(totals),
         array(workspace), threads,
     )  # fmt: skip
     squares, gram_weighted = totals.sum(dim=2).flatten(0, 1).unbind(1)

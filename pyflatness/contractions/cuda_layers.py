@@ -15,30 +15,32 @@ _BLOCKS = 16  # of a multiprocessor, that `direct` asks for
 
 
 def direct(
-    inputs: Tensor, signal: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None
+    inputs: Tensor, cotangent: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None
 ) -> Products:
-    """See :func:`.reference.direct`; inputs and signal may have any strides, and be of half precision.
+    """See :func:`.reference.direct`; inputs and cotangent may have any strides, and be of half precision.
 
     ``factor`` and ``weight`` are then float32. More rows than fit a block's shared memory have |R M|² as the squares of
-    another M, that of the signal R δ.
+    another M, that of the cotangent R δ.
     """
-    inputs, signal = plain(inputs), plain(signal)
-    kind = _kind("direct", inputs, signal)
+    inputs, cotangent = plain(inputs), plain(cotangent)
+    kind = _kind("direct", inputs, cotangent)
     if factor is not None:
         columns = inputs.shape[1] // geometry.groups * geometry.kernel_elements
         size = getattr(module(), "direct_shared" + kind)(factor.shape[2], columns, True, weight is not None)
         if size > on_device(inputs.device, module().shared_limit):
-            others = _direct(kind, inputs, signal, geometry, None, weight)
-            turned = (factor @ geometry.rows(promoted(signal)).mT).flatten(1, 2).unflatten(2, signal.shape[2:])
+            others = _direct(kind, inputs, cotangent, geometry, None, weight)
+            weighted = (factor @ geometry.rows(promoted(cotangent)).mT).flatten(1, 2).unflatten(2, cotangent.shape[2:])
             wide = kind if kind in SUFFIX.values() else "_tf32"
-            return others._replace(gram_weighted=_direct(wide, promoted(inputs), turned, geometry, None, None).squares)
-    return _direct(kind, inputs, signal, geometry, factor, weight)
+            return others._replace(
+                gram_weighted=_direct(wide, promoted(inputs), weighted, geometry, None, None).squares
+            )
+    return _direct(kind, inputs, cotangent, geometry, factor, weight)
 
 
 def _direct(
-    kind: str, inputs: Tensor, signal: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None
+    kind: str, inputs: Tensor, cotangent: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None
 ) -> Products:
-    sizes = layer_sizes(inputs, signal, geometry)
+    sizes = layer_sizes(inputs, cotangent, geometry)
     (n, groups, channels, d), columns = sizes[0], sizes[0][2] * geometry.kernel_elements
     like = promoted(inputs.new_empty(0))
     given_factor, given_weight = (like if t is None else dense(t) for t in (factor, weight))
@@ -52,7 +54,7 @@ def _direct(
     by_column = totals.new_empty((n, groups, columns) if weighted else 0)
     by_row = totals.new_empty((n, groups, splits, d) if weighted else 0)
     on_stream(
-        "direct" + kind, inputs.device, sizes, span(inputs), inputs.stride(), span(signal), signal.stride(),
+        "direct" + kind, inputs.device, sizes, span(inputs), inputs.stride(), span(cotangent), cotangent.stride(),
         array(given_factor), 0 if factor is None else factor.shape[1], array(given_weight), splits,
         array(totals), array(by_column), array(by_row),
     )  # fmt: skip
@@ -102,8 +104,8 @@ def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:
 def factored_gram(factor: Tensor, rows: Tensor, patch_gram: Tensor) -> Tensor:
     """Return :func:`gram` of a = R δ for R (G, r, d) and δ (n, G, P, d) of half precision, a in float32, as TF32."""
     flat = rows.flatten(0, 1)
-    turned = factor.mT.expand(len(rows), *factor.mT.shape).flatten(0, 1)
-    return _gram("_tf32", _wide_product(flat, turned).unflatten(0, rows.shape[:2]), patch_gram)
+    weighted = factor.mT.expand(len(rows), *factor.mT.shape).flatten(0, 1)
+    return _gram("_tf32", _wide_product(flat, weighted).unflatten(0, rows.shape[:2]), patch_gram)
 
 
 def _gram(kind: str, rows: Tensor, patch_gram: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ One form for linear layers and convolutions, so that one set of contractions ser
 groups, ``c`` input channels of a group, ``d`` rows (outputs) of a group, ``P`` positions, ``m`` columns:
 c times the elements of the kernel.
 
-    inputs (n, G c, s0, s1, s2), padded        signal (n, G d, p0, p1, p2)        weight (G, d, m)
+    inputs (n, G c, s0, s1, s2), padded        cotangent (n, G d, p0, p1, p2)        weight (G, d, m)
 
 A linear layer on (n, P, m) is a kernel of one element on m channels and P pixels; convolutions of one or two dimensions
 have leading dimensions of one pixel. Any strides are welcome.
@@ -56,7 +56,7 @@ class Geometry:
         patches: Tensor = view.permute(0, 1, 3, 4, 5, 2, 6, 7, 8).reshape(n, self.groups, positions, -1)
         return patches
 
-    def rows(self, signal: Tensor) -> Tensor:
-        """Return the rows (n, G, P, d) of a signal (n, G d, p0, p1, p2)."""
-        rows: Tensor = signal.unflatten(1, (self.groups, -1)).flatten(3).transpose(2, 3)
+    def rows(self, cotangent: Tensor) -> Tensor:
+        """Return the rows (n, G, P, d) of a cotangent (n, G d, p0, p1, p2)."""
+        rows: Tensor = cotangent.unflatten(1, (self.groups, -1)).flatten(3).transpose(2, 3)
         return rows

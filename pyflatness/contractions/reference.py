@@ -1,8 +1,8 @@
 """Define the kernels in plain torch: any dtype, any device, the truth that the compiled ones are held to.
 
 Axes of the head's: ``n`` rows (one loss term each), ``d`` outputs, ``m`` features. Those of the layers': see
-:mod:`.geometry`, and M = Σ_p δ_p φ_pᵀ (d, m), a sample's weight gradient for one signal. Per-row and per-sample results
-are float64.
+:mod:`.geometry`, and M = Σ_p δ_p φ_pᵀ (d, m), a sample's weight gradient for one cotangent. Per-row and per-sample
+results are float64.
 """
 
 from collections.abc import Sequence
@@ -144,24 +144,26 @@ class Products(NamedTuple):
 
 
 def direct(
-    inputs: Tensor, signal: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None
+    inputs: Tensor, cotangent: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None
 ) -> Products:
     """Make each sample's M, group by group, and return what is asked of it; M is written out.
 
     Args:
         inputs: (n, G c, s0, s1, s2), padded.
-        signal: (n, G d, p0, p1, p2).
+        cotangent: (n, G d, p0, p1, p2).
         geometry: which inputs a position sees.
         factor: R, (G, r, d); None if ``|R M|²`` is not wanted.
         weight: w, (G, d, m); None if nothing with ``w ∘ M`` is wanted.
     """
-    gradients = geometry.rows(signal).transpose(2, 3) @ geometry.patches(inputs)  # n, G, d, m
+    gradients = geometry.rows(cotangent).transpose(2, 3) @ geometry.patches(inputs)  # n, G, d, m
     return products(gradients, geometry, factor, weight)
 
 
-def direct_gathered(inputs: Tensor, signals: Sequence[Tensor], geometry: Geometry, factor: Tensor | None) -> Products:
-    """Return ``|M|²`` and ``|R M|²`` by :func:`direct` of several signals, one signal's samples behind another's."""
-    found = [direct(inputs, signal, geometry, factor, None) for signal in signals]
+def direct_gathered(
+    inputs: Tensor, cotangents: Sequence[Tensor], geometry: Geometry, factor: Tensor | None
+) -> Products:
+    """Return ``|M|²`` and ``|R M|²`` by :func:`direct` of several cotangents, one's samples behind another's."""
+    found = [direct(inputs, cotangent, geometry, factor, None) for cotangent in cotangents]
     return Products(*(None if part[0] is None else torch.cat(part) for part in zip(*found, strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""Send the columns of a micro-batch in groups: what is to be sent, and what has come back.
+"""Send the columns of a micro-batch in probe groups: hold what is to be sent, and what has come back.
 
 Rounds that at least half of the samples have go on the graph at hand, all samples at once. What is left is packed:
 samples as repeated rows of full batches, with a new forward pass.
@@ -16,9 +16,9 @@ from ..passes import cotangents
 from ..passes.cotangents import Cotangents
 from ..passes.runner import Repeatable, Run
 from . import groups
-from .groups import Groups, Sends, Tolerance
+from .groups import Groups, Probes, Tolerance
 
-_CHOICE = -1  # the stream that says which groups are sent twice
+_CHOICE = -1  # the stream that says which groups have a replicate
 
 
 @dataclass
@@ -31,11 +31,11 @@ class Grouped:
         weights: of them, (n, columns) float64, 0 for samples that are not finite.
         finite: (n,), the other samples.
         groups: of the columns.
-        sends: in groups.
-        signs: (2, n, columns) int8: of the first and the second time.
+        probes: of the groups.
+        signs: (2, n, columns) int8: of probes and of their replicates.
         sums: (layers, quantities, n) float64, what has come back for each sample.
-        differences: (layers, quantities, pairs) float64, between the two values of each group that is sent twice.
-        rounds: of the sends, how many have gone out for all samples at once.
+        differences: (layers, quantities, pairs) float64, between the values of a probe and its replicate.
+        rounds: of the probes, how many have gone out for all samples at once.
     """
 
     left: Repeatable
@@ -43,68 +43,68 @@ class Grouped:
     weights: Tensor
     finite: Tensor
     groups: Groups
-    sends: Sends
+    probes: Probes
     signs: Tensor
     sums: Tensor
     differences: Tensor
     rounds: int = 0
 
     def rows(self, chosen: Tensor) -> Tensor:
-        """Return signs of the columns of some sends, (s, columns) int8, 0 for columns of other groups."""
-        sends, places = self.sends, self.sends.samples[chosen]
-        kept = self.groups.of[places] == sends.groups[chosen].unsqueeze(1)
-        return torch.where(kept, self.signs[sends.draws[chosen], places], 0)
+        """Return signs of the columns of some probes, (s, columns) int8, 0 for columns of other groups."""
+        probes, places = self.probes, self.probes.samples[chosen]
+        kept = self.groups.of[places] == probes.groups[chosen].unsqueeze(1)
+        return torch.where(kept, self.signs[probes.replicates[chosen], places], 0)
 
     def of_round(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return a round's sends, and its cotangent for all samples; NaN for those that are not finite."""
-        chosen = (self.sends.rounds == number).nonzero().flatten()
-        rows = torch.zeros_like(self.signs[0]).index_copy_(0, self.sends.samples[chosen], self.rows(chosen))
+        """Return a round's probes, and its cotangent for all samples; NaN for those that are not finite."""
+        chosen = (self.probes.rounds == number).nonzero().flatten()
+        rows = torch.zeros_like(self.signs[0]).index_copy_(0, self.probes.samples[chosen], self.rows(chosen))
         return chosen, self.sent.chosen(rows.float().masked_fill_(~self.finite.unsqueeze(1), torch.nan))
 
     def silent(self, chosen: Tensor) -> Tensor:
         """Return the samples, (n,), from which a round sends nothing."""
-        return torch.ones_like(self.finite).index_fill_(0, self.sends.samples[chosen], False) & self.finite
+        return torch.ones_like(self.finite).index_fill_(0, self.probes.samples[chosen], False) & self.finite
 
     def packed(self, chosen: Tensor) -> Tensor:
-        """Return the cotangent of some sends, one in each row of a batch."""
-        return self.sent.take(self.sends.samples[chosen]).chosen(self.rows(chosen).float())
+        """Return the cotangents of some probes, one in each row of a batch."""
+        return self.sent.take(self.probes.samples[chosen]).chosen(self.rows(chosen).float())
 
     def add_round(self, chosen: Tensor, values: Tensor) -> None:
         """Take in values (layers, quantities, n) of a round; those of samples that it does not have are 0, or NaN."""
-        places = self.sends.samples[chosen]
-        shares = values.new_zeros(values.shape[2]).index_copy_(0, places, self.sends.shares[chosen])
-        self.sums += values * shares
+        places = self.probes.samples[chosen]
+        fractions = values.new_zeros(values.shape[2]).index_copy_(0, places, self.probes.fractions[chosen])
+        self.sums += values * fractions
         self._compare(chosen, values[..., places])
 
     def add(self, chosen: Tensor, values: Tensor) -> None:
-        """Take in values (layers, quantities, s) of some sends."""
-        self.sums.index_add_(2, self.sends.samples[chosen], values * self.sends.shares[chosen])
+        """Take in values (layers, quantities, s) of some probes."""
+        self.sums.index_add_(2, self.probes.samples[chosen], values * self.probes.fractions[chosen])
         self._compare(chosen, values)
 
     def _compare(self, chosen: Tensor, values: Tensor) -> None:
-        kept = self.sends.pairs[chosen] >= 0
-        again = self.sends.draws[chosen] == 1
+        kept = self.probes.pairs[chosen] >= 0
+        again = self.probes.replicates[chosen] == 1
         signed = torch.where(again, -values, values)[..., kept]
-        self.differences.index_add_(2, self.sends.pairs[chosen][kept], signed)
+        self.differences.index_add_(2, self.probes.pairs[chosen][kept], signed)
 
     def variances(self) -> Tensor | None:
-        """Return those of each sample's sum, unbiased, and the squares of its groups': (2, layers + 1, quantities, n).
+        """Return unbiased variances of each sample's sum, and the sum of its groups' squared ones.
 
-        The last layer is the network. None if the sums are exact.
+        They are (2, layers + 1, quantities, n); the last layer is the network. None if the sums are exact.
         """
         if not bool((self.groups.variances > 0).any()):
             return None
         both = torch.cat([self.differences, self.differences.sum(dim=0, keepdim=True)])
-        found = with_squares(both.square() / 2 * (1 / self.sends.chances - 0.5))
-        again = self.sends.samples[self.sends.draws == 1]
+        found = with_squares(both.square() / 2 * (1 / self.probes.chances - 0.5))
+        again = self.probes.samples[self.probes.replicates == 1]
         return both.new_zeros(*found.shape[:-1], self.sums.shape[2]).index_add_(3, again, found)
 
 
 def begin(run: Run, sent: Cotangents, shape: tuple[int, int], tolerance: Tolerance, seed: int) -> Grouped:
-    """Plan a run's sends; ``shape`` counts layers and quantities.
+    """Plan a run's probes; ``shape`` counts layers and quantities.
 
     Raises:
-        InputError: a loss that is not convex; more sends than an exact value may take.
+        InputError: a loss that is not convex; more probes than an exact value may take.
     """
     weights = sent.weights()
     finite = weights.isfinite().all(dim=1)
@@ -112,13 +112,13 @@ def begin(run: Run, sent: Cotangents, shape: tuple[int, int], tolerance: Toleran
     found = groups.group(weights, tolerance.allowed(weights))
     chances = groups.chances(found.variances, tolerance.expected(run.samples))
     uniform = Signs(seed, [0]).uniform(_CHOICE, run.numbers, chances.shape[1])[0]
-    sends = groups.sends(found, chances, uniform)
-    if len(sends.samples) > cotangents.PASSES * run.samples:
+    probes = groups.probes(found, chances, uniform)
+    if len(probes.samples) > cotangents.PASSES * run.samples:
         raise InputError(
-            f"probes='adaptive' takes {len(sends.samples) / run.samples:.0f} signals a sample for this rtol, more than "
-            f"{cotangents.PASSES}; pass a larger one, or probes=k, a number of draws"
+            f"probes='adaptive' takes {len(probes.samples) / run.samples:.0f} signals a sample for this rtol, more "
+            f"than {cotangents.PASSES}; pass a larger one, or probes=k, a number of draws"
         )
     signs = Signs(seed, [0, 1])(cotangents.STREAM, run.numbers, sent.places)
     sums = weights.new_zeros(*shape, run.samples)
-    differences = weights.new_zeros(*shape, len(sends.chances))
-    return Grouped(Repeatable.of(run), sent, weights, finite, found, sends, signs, sums, differences)
+    differences = weights.new_zeros(*shape, len(probes.chances))
+    return Grouped(Repeatable.of(run), sent, weights, finite, found, probes, signs, sums, differences)

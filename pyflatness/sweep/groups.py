@@ -1,16 +1,16 @@
 """Choose which columns of a sample's square-root factor go backward together, from the outputs alone.
 
 A sample's columns s_c of all its loss terms, sorted by weight w_c ≈ |s_c|² (cross-entropy: scale · p_c), are cut into
-groups of about equal weight τ, and a group g is one cotangent Σ_{c∈g} r_c s_c with random signs r: fewer cotangents
-than columns. Different groups have no cross terms; a column heavier than τ is alone in its group and so exact; one
-group is plain sampling, τ → 0 the exact sweep.
+groups of about equal weight τ, and the probe of a group g is one cotangent Σ_{c∈g} r_c s_c with random signs r: fewer
+cotangents than columns. Different groups have no cross terms; a column heavier than τ is alone in its group and so
+exact; one group is plain sampling, τ → 0 the exact sweep.
 
 In units of weights the variance of a group's value is v_g = 2 [(Σ_{c∈g} w_c)² - Σ_{c∈g} w_c²].
 
-What the values really vary by is measured: some groups are sent twice with independent signs. Of a group that is sent
-twice with probability π, the mean of both counts, and for their difference d
+What the values really vary by is measured: the probes of some groups have a replicate with independent signs. Of a
+group that is replicated with probability π, the mean of both values counts, and for their difference d
 
-    (d²/2) (1/π - ½)   if it was sent twice, else 0
+    (d²/2) (1/π - ½)   if it was replicated, else 0
 
 has the mean of the variance v (1 - π/2), whatever v is.
 """
@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 RTOL = 0.01  # of a value's standard error, unless the user gives one
-TWICE = 0.2  # groups that are sent twice, per sample
+REPLICATED = 0.2  # groups that have a replicate, per sample
 _AT_LEAST = 200  # of them over all data, as far as there are: for an error that is known well enough
 _STEPS = 48  # of bisection
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Hold the groups of samples, numbered from 0 in each, heaviest first.
+    """Hold the probe groups of samples, numbered from 0 in each, heaviest first.
 
     Attributes:
         of: (n, columns) int64, each column's group; -1 for one of weight 0, which is not sent.
@@ -43,31 +43,31 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Sends:
-    """Hold what is to be sent: groups of samples in turn, then those that are sent twice once more; (s,) each.
+class Probes:
+    """Hold the probes to send backward: one for each group of each sample in turn, then the replicates; (s,) each.
 
     Attributes:
         samples: places of the samples.
         groups: of the sample.
-        draws: 0, or 1 for the second time.
-        rounds: a sample's own sends, counted from 0.
-        pairs: which of those sent twice it belongs to, or -1.
-        chances: (pairs,) float64, π of each of those.
+        replicates: 0, or 1 for a replicate.
+        rounds: places among the sample's probes, counted from 0.
+        pairs: which pair of a probe and its replicate it belongs to, or -1.
+        chances: (pairs,) float64, π of each pair.
     """
 
     samples: Tensor
     groups: Tensor
-    draws: Tensor
+    replicates: Tensor
     rounds: Tensor
     pairs: Tensor
     chances: Tensor
 
     @property
-    def shares(self) -> Tensor:
-        """Return how much of a value each send is, (s,) float64."""
+    def fractions(self) -> Tensor:
+        """Return the fraction of a group's value that each probe gives, (s,) float64."""
         return torch.where(self.pairs >= 0, 0.5, 1.0).double()
 
-    def together(self, having: float) -> int:
+    def common_rounds(self, having: float) -> int:
         """Return how many rounds so many samples have, at least one; later ones fewer do."""
         return max(1, int((self.rounds.bincount() >= having).sum()))
 
@@ -153,25 +153,27 @@ def cut(ordered: Tensor, tau: float) -> Tensor:
 
 
 def chances(variances: Tensor, expected: int) -> Tensor:
-    """Return π for each group, (n, groups), proportional to √v: :data:`TWICE` a sample, more of few samples."""
+    """Return π for each group, (n, groups), proportional to √v: :data:`REPLICATED` a sample, more of few samples."""
     roots = variances.sqrt()
-    wanted = max(TWICE, _AT_LEAST / expected) * len(variances)
+    wanted = max(REPLICATED, _AT_LEAST / expected) * len(variances)
     return (wanted * roots / roots.sum().clamp_min(torch.finfo(roots.dtype).tiny)).clamp(max=1)
 
 
-def sends(groups: Groups, probabilities: Tensor, uniform: Tensor) -> Sends:
-    """Return sends of all groups once, and twice where ``uniform`` in [0, 1) is below π; both (n, groups)."""
-    twice = uniform < probabilities
-    samples, numbers = (torch.arange(twice.shape[1], device=twice.device) < groups.counts.unsqueeze(1)).nonzero().t()
-    again, repeated = twice.nonzero().t()
-    rounds = groups.counts[again] + (twice.long().cumsum(1) - 1)[again, repeated]
-    pairs = torch.full_like(twice, -1, dtype=torch.long)
-    pairs[again, repeated] = torch.arange(len(again), device=twice.device)
+def probes(groups: Groups, probabilities: Tensor, uniform: Tensor) -> Probes:
+    """Return a probe of every group, and a replicate where ``uniform`` in [0, 1) is below π; both (n, groups)."""
+    replicated = uniform < probabilities
+    samples, numbers = (
+        (torch.arange(replicated.shape[1], device=replicated.device) < groups.counts.unsqueeze(1)).nonzero().t()
+    )
+    again, repeated = replicated.nonzero().t()
+    rounds = groups.counts[again] + (replicated.long().cumsum(1) - 1)[again, repeated]
+    pairs = torch.full_like(replicated, -1, dtype=torch.long)
+    pairs[again, repeated] = torch.arange(len(again), device=replicated.device)
     first = torch.cat([samples, again]), torch.cat([numbers, repeated])
-    return Sends(
+    return Probes(
         samples=first[0],
         groups=first[1],
-        draws=torch.cat([torch.zeros_like(samples), torch.ones_like(again)]),
+        replicates=torch.cat([torch.zeros_like(samples), torch.ones_like(again)]),
         rounds=torch.cat([numbers, rounds]),
         pairs=pairs[first],
         chances=probabilities[again, repeated],

@@ -167,12 +167,15 @@ class Sweep:
         )
 
     def _begun(self, run: Run, tolerance: groups.Tolerance) -> tuple[adaptive.Grouped, dict[str, Tensor], Tensor]:
-        """Plan a micro-batch's sends, and send the rounds for all samples; fingerprints of rows; :meth:`_left_out`."""
+        """Plan a micro-batch's probes, and send the rounds for all samples backward.
+
+        Returned are the probes, each layer's fingerprints of its rows, and what :meth:`_left_out` returns.
+        """
         names, sent = self._linear(run), cotangents.of_run(run, self._loss)
         self.exact_passes = max(self.exact_passes, sent.passes)
         shape = len(self._runner.selected), len(self._quantities)
         part = adaptive.begin(run, sent, shape, tolerance, self._options.seed)
-        rounds = part.sends.together(run.samples / 2 if self._runner.cuttable else 1) if sent.passes else 0
+        rounds = part.probes.common_rounds(run.samples / 2 if self._runner.cuttable else 1) if sent.passes else 0
         contracted = Contracted(run, self._forms, names, rounds)
         for number in range(rounds):
             chosen, cotangent = part.of_round(number)
@@ -187,8 +190,8 @@ class Sweep:
 
     def _finish(self, part: adaptive.Grouped, prints: dict[str, Tensor]) -> None:
         """Send what is left to be sent, packed."""
-        left = (part.sends.rounds >= part.rounds).nonzero().flatten()
-        places = part.sends.samples[left]
+        left = (part.probes.rounds >= part.rounds).nonzero().flatten()
+        places = part.probes.samples[left]
 
         def send(run: Run, which: slice) -> tuple[Tensor, Tensor]:
             names = self._linear(run)

@@ -1,4 +1,4 @@
-"""How the columns of samples' square-root factors are put in groups, and which groups are sent twice."""
+"""How the columns of samples' square-root factors are put in groups, and which groups have a replicate."""
 
 import math
 
@@ -65,21 +65,21 @@ def test_the_threshold_is_the_largest_that_is_allowed():
 def test_groups_that_are_sent_twice():
     found = groups.group(weights_of(), 10.0)
     chances = groups.chances(found.variances, 10_000)
-    assert float(chances.sum()) <= groups.TWICE * 50 + 1e-9
+    assert float(chances.sum()) <= groups.REPLICATED * 50 + 1e-9
     assert torch.equal(chances > 0, found.variances > 0)
     uniform = torch.rand(chances.shape, generator=seeded(0), dtype=torch.float64)
-    sends = groups.sends(found, chances, uniform)
-    twice = int((uniform < chances).sum())
-    assert len(sends.samples) == int(found.counts.sum()) + twice
-    assert float(sends.shares.sum()) == float(found.counts.sum())
-    assert int((sends.draws == 1).sum()) == len(sends.chances) == twice
+    probes = groups.probes(found, chances, uniform)
+    replicated = int((uniform < chances).sum())
+    assert len(probes.samples) == int(found.counts.sum()) + replicated
+    assert float(probes.fractions.sum()) == float(found.counts.sum())
+    assert int((probes.replicates == 1).sum()) == len(probes.chances) == replicated
     for sample in range(50):
-        rounds = sends.rounds[sends.samples == sample].tolist()
+        rounds = probes.rounds[probes.samples == sample].tolist()
         assert sorted(rounds) == list(range(len(rounds)))
-    for pair in range(twice):
-        (a, b), of = sends.draws[sends.pairs == pair].tolist(), sends.pairs == pair
+    for pair in range(replicated):
+        (a, b), of = probes.replicates[probes.pairs == pair].tolist(), probes.pairs == pair
         assert {a, b} == {0, 1}
-        assert len(sends.groups[of].unique()) == len(sends.samples[of].unique()) == 1
+        assert len(probes.groups[of].unique()) == len(probes.samples[of].unique()) == 1
 
 
 def test_uniform_numbers_belong_to_samples():
