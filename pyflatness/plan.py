@@ -75,7 +75,7 @@ def plan(wanted: Sequence[Measure], options: Options, *, networks: bool = False)
 def shared(measures: Sequence[Measure], options: Options, *, layers: int) -> list[tuple[Measure, ...]]:
     """Return measures by what shares its reads of the data, for as many layers.
 
-    Of one layer relative flatness is by itself, since a forward pass may be enough for it.
+    For one layer relative flatness is by itself, since a forward pass may be enough for it.
     """
     rows = {row.name: row for row in with_bases(measures)}
     steps: dict[Hashable, list[Measure]] = {}

@@ -289,10 +289,8 @@ def _laplacian(
 ) -> float | None:
     """Return Σ over rows of |φ|² Δ_φ E, by second derivatives along an orthonormal basis of the rows of w.
 
-    None where the second derivative of a row would mix with that of others: with several positions in a sample, but at
-    a head.
-
-    None where a row's second derivative would not be its own: with several positions in a sample, but at a head.
+    It is None where the second derivative of a row would mix with that of others: with several positions in a sample,
+    but at a head.
     """
     inputs: list[Tensor] = []
 

@@ -118,7 +118,7 @@ class Entries:
     def _units(self, directions: Directions, patches: Tensor) -> Iterator[Unit]:
         """Yield second derivatives in every entry of the weight, from a product at a time.
 
-        Of a direction of one column ``left`` has that alone, and the others of its channel, which are zero.
+        For a direction of one column ``left`` has that column alone, and the others of its channel, which are zero.
         """
         samples, groups, positions, m = patches.shape
         d, count, width = self._weight.shape[1], min(positions, m), self._kernel_elements

@@ -71,7 +71,7 @@ class Certificate:
     def extend(self, outputs: Tensor, users: Users, recorder: Recorder) -> dict[str, str] | None:
         """Look at the layers of a run that were linear so far; return those that are not, and why.
 
-        None: attention has to run by another kernel first, see :meth:`attention`.
+        The result is None if attention has to run by another kernel first, see :meth:`attention`.
         """
         new = nonlinear_layers(outputs, users, recorder, [name for name in recorder.calls if name not in self.reasons])
         if new and not self._twice_differentiable and has_fused_attention(users):
@@ -86,8 +86,9 @@ def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: I
     """Return those of some layers in whose weight f is not certified to be linear at all samples of a run, and why.
 
     Where autograd's graph does not prove it, second derivatives of ⟨v, f⟩ in the layer's output are taken along a
-    random direction and have to vanish exactly. All layers are moved at once first: behind ReLUs f is linear in all
-    outputs jointly. Where that gives more than zero for a layer (it may be multiplied by another), it is moved alone.
+    random direction and have to vanish exactly. All layers' outputs are varied at once first: behind ReLUs f is linear
+    in all outputs jointly. Where that gives more than zero for a layer (it may be multiplied by another), it is varied
+    alone.
     """
     calls = {name: recorder.calls[name] for name in names if name in recorder.calls}
     edges = edges_of(calls)

@@ -1,7 +1,8 @@
 """Sum a_j² ∂²ℓ_i/∂θ_j² over the entries of :mod:`.per_sample_parameters`, sample by sample.
 
-By columns s_ic of square-root factors: Σ_c σ_ic |a ∘ ∂⟨s_ic, f_i⟩/∂θ_i|². By second derivatives: exact, a product for
-every entry of the parameters; sampled, ⟨a∘r, H_i (a∘r)⟩ for random signs r, all parameters together.
+By columns s_ic of square-root factors the sum is Σ_c σ_ic |a ∘ ∂⟨s_ic, f_i⟩/∂θ_i|². By second derivatives an exact
+value takes a product for every entry of the parameters; a sampled one is ⟨a∘r, H_i (a∘r)⟩ for random signs r, all
+parameters together.
 """
 
 from collections.abc import Mapping, Sequence
