@@ -259,7 +259,7 @@ def _double_loss(loss: Any, reduction: str | None) -> Any:
 
 
 def _untie(layer: nn.Module) -> None:
-    """Give the layer a weight of its own: derivatives are through this use only."""
+    """Give the layer a separate copy of its weight, so that derivatives are through this use only."""
     weight = layer._parameters.get("weight")
     if weight is not None:
         layer._parameters["weight"] = nn.Parameter(weight.detach().clone())

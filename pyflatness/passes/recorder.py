@@ -1,4 +1,4 @@
-"""Record of a forward pass the inputs of chosen layers, and where their outputs are in the graph.
+"""Record the inputs of chosen layers in a forward pass, and where their outputs are in the graph.
 
 Outputs are kept as gradient edges, so that an in-place operation behind a layer does no harm: it goes on from there.
 This fails for an output that is a view, as ``F.linear`` with a bias gives one in three dimensions or more: the

@@ -35,7 +35,7 @@ class PerSampleDiagonal:
         self._group, self._numbers, self._loss, self._scales = group, numbers, loss, scales
 
     def by_factors(self, names: Sequence[str], signs: Signs | None) -> Tensor:
-        """Return (draws, n) float64 over the parameters of these names; exact without signs."""
+        """Return the sum (draws, n) float64 over the parameters of these names; exact without signs."""
         group, values = self._group, self.zeros(signs)
         leaves = [group.leaves[name] for name in names]
         sent = cotangents.prepare(group.outputs, group.targets.detach(), self._loss, group.samples)
@@ -49,10 +49,10 @@ class PerSampleDiagonal:
         return values
 
     def by_hessian(self, streams: Mapping[str, int], signs: Signs | None, custom: Sequence[str] = ()) -> Tensor:
-        """Return (draws, n) float64 over the parameters that are the keys of ``streams``, by which signs are drawn.
+        """Return the sum (draws, n) float64 over the parameters that are the keys of ``streams``.
 
         Args:
-            streams: see above.
+            streams: by the name of a parameter, the stream that its signs are drawn from.
             signs: of draws; exact without.
             custom: names behind which there is a custom autograd function.
 
