@@ -169,8 +169,8 @@ def read(users: Users, edges: Edges, *, alone: bool = False) -> Reading:
     Args:
         users: the graph, from :func:`users_of`.
         edges: of the layers' outputs, or of the parameters; one that has no part in the graph is proven.
-        alone: whether each is varied alone: an operation then has to be linear in those of its inputs that depend on these
-            edges, and not in all of them.
+        alone: whether each is varied alone: an operation then has to be linear in those of its inputs that depend on
+            these edges, and not in all of them.
     """
     is_piecewise, is_of_torch = functools.cache(_is_piecewise), functools.cache(_is_of_torch)
     proven, custom = set(), set()
