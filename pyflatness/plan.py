@@ -73,9 +73,9 @@ def plan(wanted: Sequence[Measure], options: Options, *, networks: bool = False)
 
 
 def shared(measures: Sequence[Measure], options: Options, *, layers: int) -> list[tuple[Measure, ...]]:
-    """Return measures by what shares its reads of the data, for as many layers.
+    """Return measures in groups that share their reads of the data, for so many layers.
 
-    Of one layer relative flatness is by itself, since a forward pass may be enough for it.
+    For one layer relative flatness is by itself, since a forward pass may be enough for it.
     """
     rows = {row.name: row for row in with_bases(measures)}
     steps: dict[Hashable, list[Measure]] = {}
@@ -111,7 +111,7 @@ def of_layer(row: Measure, task: Task, layer: Selector | None) -> tuple["Measure
 
 
 def of_layers(steps: Plan, task: Task, *, named: bool) -> "Measurement":
-    """Return the measurement of a task's layers; the head is looked for where it is the only one."""
+    """Return the measurement of a task's layers; a single one may turn out to be the head."""
     source = None
     if len(task.selection.modules) == 1 and any(map(_has_head_formula, steps.sweeps.values())):
         _, source = head.find(task, *task.selection.modules)

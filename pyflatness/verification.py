@@ -259,7 +259,7 @@ def _double_loss(loss: Any, reduction: str | None) -> Any:
 
 
 def _untie(layer: nn.Module) -> None:
-    """Give the layer a weight of its own: derivatives are through this use only."""
+    """Give the layer a separate copy of its weight, so that derivatives are through this use only."""
     weight = layer._parameters.get("weight")
     if weight is not None:
         layer._parameters["weight"] = nn.Parameter(weight.detach().clone())
@@ -289,10 +289,8 @@ def _laplacian(
 ) -> float | None:
     """Return Σ over rows of |φ|² Δ_φ E, by second derivatives along an orthonormal basis of the rows of w.
 
-    None where the second derivative of a row would mix with that of others: with several positions in a sample, but at
-    a head.
-
-    None where a row's second derivative would not be its own: with several positions in a sample, but at a head.
+    It is None where the second derivative of a row would mix with that of others: with several positions in a sample,
+    but at a head.
     """
     inputs: list[Tensor] = []
 

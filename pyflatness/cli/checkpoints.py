@@ -54,7 +54,7 @@ def load(path: Path, *, allow_pickle: bool) -> State:
 def fit(model: nn.Module, state: State) -> None:
     """Put the weights into the model, all of them and nothing else; their precision becomes the model's.
 
-    Of weights that are one in the model (tied) a file may hold any.
+    A file may hold any of the names of weights that are one parameter in the model (tied).
 
     Raises:
         InputError: names, shapes or kinds of numbers that are not the model's, or tied weights that differ. The model

@@ -1,4 +1,4 @@
-"""Prepare where results go, tried before any work is done for them; files are written whole or not at all."""
+"""Prepare the places of results before any work is done for them; write files whole or not at all."""
 
 import contextlib
 import tempfile

@@ -98,7 +98,8 @@ def forced_instruction_set(name: str) -> Iterator[None]:
 def forced_direct_form(name: str) -> Iterator[None]:
     """Make M from "patches", or where it can be from "tiles2" or "tiles4", inside a ``with`` block.
 
-    For tests: ``DirectForm`` in csrc/cpu/kernels.h says what these are; left to itself the kernel takes the fastest.
+    Tests use this. ``DirectForm`` in csrc/cpu/kernels.h says what the forms are; otherwise the kernel takes the
+    fastest.
     """
     _require()
     before = str(_C.direct_form())

@@ -121,7 +121,7 @@ class Quantity:
 
 
 class Contribution(NamedTuple):
-    """Hold what one cotangent adds, or several together."""
+    """Hold what one cotangent, or several, add to a layer's quantities."""
 
     values: Tensor
     """(quantities, n) float64."""
@@ -140,7 +140,7 @@ class Made(NamedTuple):
 
 
 class Wanted:
-    """Hold some quantities, in an order, and what they need together.
+    """Hold the wanted quantities, in their order, and what they need to be computed.
 
     Args:
         names: of :data:`QUANTITIES`.

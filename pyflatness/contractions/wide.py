@@ -267,10 +267,10 @@ class WideHead:
                 left_out=left_out[:, gone].sum(dim=1),
             )
             result = self._finish(features, sums)
-            share = self._share(result, scale) if count else 1.0
-            if share >= 1:
+            fraction = self._fraction(result, scale) if count else 1.0
+            if fraction >= 1:
                 return result
-            fewer = self._choose(sums, left_out, weights, 0.9 * share)[1] if attempts < _ATTEMPTS else 0
+            fewer = self._choose(sums, left_out, weights, 0.9 * fraction)[1] if attempts < _ATTEMPTS else 0
             count = min(count - 1, fewer)
 
     def _settle(self, parts: list[_Scores], top: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -288,8 +288,8 @@ class WideHead:
             moments.append(shrinks[-1] * (part.moment + torch.where(old, self._norms[part.top.clamp_min(0)], 0.0)))
         return torch.stack(rests, dim=1), torch.stack(moments, dim=1), torch.stack(shrinks, dim=1)
 
-    def _choose(self, sums: _Sums, left_out: Tensor, weights: Tensor, share: float) -> tuple[list[int], int]:
-        """Return tiles as :func:`lightest` has them for a share of ``rtol``, by what u' and the value will about be."""
+    def _choose(self, sums: _Sums, left_out: Tensor, weights: Tensor, fraction: float) -> tuple[list[int], int]:
+        """Return tiles as :func:`lightest` does for a fraction of ``rtol``, from estimates of u' and of the value."""
         total, norm = 1 + sums.rest, self._norms[sums.top.clamp_min(0)].double()
         likely = (sums.moment + sums.rest / total * norm) / total  # were the others' mean at the centre
         reach = ((sums.moment + norm) / total).sqrt()
@@ -298,10 +298,10 @@ class WideHead:
             torch.where(usable if t.ndim == 1 else usable.unsqueeze(1), t, 1.0) for t in (total, reach, left_out)
         )
         weights = torch.where(usable, weights, 0.0)
-        target = share * self._rtol / (1 + self._rtol) * (weights @ torch.where(usable, likely, 0.0))
+        target = fraction * self._rtol / (1 + self._rtol) * (weights @ torch.where(usable, likely, 0.0))
         return lightest(left_out / total.unsqueeze(1), reach, weights, target)
 
-    def _share(self, result: Bounded, scale: Tensor) -> float:
+    def _fraction(self, result: Bounded, scale: Tensor) -> float:
         """Return what the bounds' sum may be, ``rtol`` of the least that the values' sum can be, over what it is."""
         assert result.bounds is not None
         usable = result.values.isfinite() & (scale != 0)

@@ -99,7 +99,7 @@ def correlations(
 ) -> Correlations:
     """Return the correlations of measures with the generalisation gap (or another column) over networks.
 
-    Pearson, Spearman and Kendall (τ_b), each with the 95 % percentile interval of 2,000 paired bootstrap resamples. Of
+    Pearson, Spearman and Kendall (τ_b), each with the 95 % percentile interval of 2,000 paired bootstrap resamples. For
     fewer than 5 networks there is no interval: resamples of so few say next to nothing of other networks.
 
     Args:

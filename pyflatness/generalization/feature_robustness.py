@@ -49,7 +49,7 @@ _MEMORY = 2**28  # bytes of the turned weights that are kept for one read of the
 
 @dataclass(frozen=True, repr=False, eq=False)
 class FeatureRobustness:
-    """Hold how much the loss rises when a layer's features are turned and added, α at a time.
+    """Hold how much the loss rises when rotated features, times α, are added to a layer's features.
 
     Attributes:
         alphas: α, (k,) float64.

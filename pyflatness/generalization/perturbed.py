@@ -1,4 +1,4 @@
-"""Run a model whose layer gives z + s Δz(φ) in the place of z: its features or its weight move along a line."""
+"""Run a model whose layer gives z + s Δz(φ) in the place of z: its features or weight vary along a direction."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 class Perturbed:
-    """Run a model with one of its layers moved.
+    """Run a model with one of its layers perturbed.
 
     At a head, where the outputs are a view of z, the model runs once a batch, and all moves are of its outputs.
 
@@ -37,7 +37,7 @@ class Perturbed:
         self._call: calling.Call | None = None  # of a layer that was called once
 
     def outputs(self, batch: Any) -> tuple[Tensor, Any]:
-        """Return outputs of the unmoved model, and targets, of the batch that later calls move.
+        """Return the unperturbed model's outputs and targets for a batch, which later calls perturb.
 
         Raises:
             InputError: the layer did not run.

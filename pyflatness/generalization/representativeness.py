@@ -324,7 +324,7 @@ class Sums:
 
 
 class _Head:
-    """Hold ψ, and the data it is looked at on."""
+    """Hold the head ψ, and the data that it is evaluated on."""
 
     def __init__(self, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Any, loss: Loss) -> None:
         targets = check_tensor("targets", targets)
@@ -349,7 +349,7 @@ class _Head:
             yield outputs - change
 
     def refitted(self, fit: Fit, sample: Tensor) -> "_Head":
-        """Return ψ of the fit on some of the samples, looked at on all of them."""
+        """Return ψ as fitted on some of the samples, to be evaluated on all of them."""
         index = sample.to(self.features.device)
         weight, bias = refit(fit, self.features[index], self.targets[index])
         return _Head(self.features, weight, bias, self.targets, self.loss)

@@ -46,7 +46,7 @@ _RANK = 1e-13  # an eigenvalue below so much of the largest is rounding
 
 @dataclass(frozen=True)
 class Basis:
-    """Hold the rows in which a layer's weight is moved, and what is read off T in them.
+    """Hold a basis of the rows along which a layer's weight is varied, and how quantities follow from T in it.
 
     Attributes:
         size: how many, r.
@@ -64,7 +64,7 @@ class Basis:
 
 
 class BlockTraces:
-    """Compute T of one layer at the samples of a run, and what is read off it.
+    """Compute the block traces T of one layer for the samples of a run, and the quantities that follow from T.
 
     Args:
         run: recorded.
@@ -106,7 +106,7 @@ class BlockTraces:
         return traced + self._entries.products(self._columns)
 
     def exact(self) -> Contribution:
-        """Return the quantities of every sample, and the parts of those that have some.
+        """Return the quantities of every sample, and the summands by neuron of those that have some.
 
         Raises:
             InputError: more than :data:`.cotangents.PASSES` products.

@@ -25,7 +25,7 @@ _BATCH = 2**22  # bytes of directions that go through the graph in one backward 
 
 @dataclass(frozen=True)
 class Directions:
-    """Hold where the weight of a layer can be moved at the samples of a run.
+    """Represent the directions in which a layer's weight can be varied, at the samples of a run.
 
     Attributes:
         columns: ρ.
@@ -74,7 +74,7 @@ class Entries:
         return sum(neurons.count(self._sizes) for neurons in self._neurons.values())
 
     def exact(self, directions: Directions, samples: int) -> Contribution:
-        """Return values (quantities, n) and parts; entries of the diagonal are over all samples."""
+        """Return values (quantities, n) and summands; entries of the diagonal are summed over all samples."""
         if self._by_units:
             return self._off_units(directions, samples)
         parts = {name: self._forms(directions, samples, neurons) for name, neurons in self._neurons.items()}
@@ -118,7 +118,7 @@ class Entries:
     def _units(self, directions: Directions, patches: Tensor) -> Iterator[Unit]:
         """Yield second derivatives in every entry of the weight, from a product at a time.
 
-        Of a direction of one column ``left`` has that alone, and the others of its channel, which are zero.
+        For a direction of one column ``left`` has that column alone, and the others of its channel, which are zero.
         """
         samples, groups, positions, m = patches.shape
         d, count, width = self._weight.shape[1], min(positions, m), self._kernel_elements

@@ -100,7 +100,7 @@ class Products:
 
     @contextlib.contextmanager
     def _weights_as_leaves(self) -> Iterator[None]:
-        """Give the layers' calls their weights as leaves of the graph, inside, and make that twice differentiable.
+        """Give the layers' calls their weights as leaves of a twice differentiable graph, inside.
 
         Around the backward passes too: activation checkpointing runs the layers again there.
         """

@@ -1,8 +1,9 @@
 """Sweep over the data for the blocks H_ss = ∂²E/∂w_s² of the rows of layers' weights.
 
-Where the model is locally linear in the layer's weight, or the GGN is asked for, by square-root factors sent backward:
-in one sweep, or where blocks are too large for memory one for each product (:mod:`.row_products`). Else by second
-derivatives: in the layer's outputs if there is one position and one call,
+Where the model is locally linear in the layer's weight, or the GGN is asked for, the blocks come from square-root
+factors sent backward: in one sweep, or where blocks are too large for memory in one for each product
+(:mod:`.row_products`). Elsewhere second derivatives are taken: in the layer's outputs if there is one position and one
+call,
 
     h_is = ∂²ℓ_i/∂z_is²,   a backward pass for each row,
 

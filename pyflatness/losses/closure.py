@@ -40,7 +40,7 @@ def depends_on(loss: CustomLoss, run: Callable[[], tuple[Tensor, Tensor]], param
 def depends_on_more(loss: CustomLoss, outputs: Tensor, targets: Tensor, head: Iterable[Tensor]) -> bool:
     """Return whether the loss of given outputs has a gradient in anything but parameters of its own.
 
-    For a head that is given as tensors: what else belongs to the same model is not known.
+    This is asked of a head that is given as tensors, where it is not known what else belongs to the same model.
     """
     own = [*loss.loss.parameters()] if isinstance(loss.loss, nn.Module) else []
     with _requiring(own, flag=False), _requiring(head, flag=True), torch.enable_grad():

@@ -23,8 +23,8 @@ class CustomLoss:
     """Represent any twice differentiable callable (outputs, targets) -> scalar, one loss term per sample.
 
     ⟨w wᵀ, H_i⟩ = Σ_r u_rᵀ H_i u_r over the rank(w) columns of U with U Uᵀ = w wᵀ: second derivatives of the loss alone,
-    in float64, all samples at once. Of several positions a sample, along the products of these with the columns of K,
-    K Kᵀ the Gram matrix of the sample's features.
+    in float64, all samples at once. Where a sample has several positions, the second derivatives are along the products
+    of these columns with those of K, where K Kᵀ is the Gram matrix of the sample's features.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]

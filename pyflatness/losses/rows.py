@@ -30,8 +30,8 @@ class Rows:
         """Return entries of the outputs' shape as (rows, C)."""
         if not self.positions:
             return entries.reshape(len(entries), -1)
-        moved = entries.unsqueeze(-1) if entries.ndim == 1 else entries.movedim(self.dim, -1)
-        return moved.reshape(-1, moved.shape[-1])
+        channels_last = entries.unsqueeze(-1) if entries.ndim == 1 else entries.movedim(self.dim, -1)
+        return channels_last.reshape(-1, channels_last.shape[-1])
 
 
 def rows(outputs: Tensor, targets: Tensor, loss: Loss) -> Rows:

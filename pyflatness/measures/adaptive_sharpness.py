@@ -13,7 +13,7 @@ is twice differentiable.
 
 Behind layers that are not piecewise linear a layer's value comes from the diagonal of the Hessian, d products for a
 layer of one position, d min(P, m) for P; sampled as E⟨D, H D⟩ for D = diag(a) w diag(b) with random signs a, b, drawn
-for each sample. Invariant to layer-wise and neuron-wise rescalings.
+for each sample. It is invariant to layer-wise and neuron-wise rescalings.
 
 C24: "From Loss Flatness to Compressed Representations".
 """

@@ -3,7 +3,7 @@
     κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')
          = Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ / Σ_i ω_i                       at a head, z_i = w φ_i + b
 
-Invariant to layer-wise rescalings of ReLU networks; with features divided and columns multiplied by the features'
+It is invariant to layer-wise rescalings of ReLU networks; with features divided and columns multiplied by the features'
 deviation (Theorem 4) also to neuron-wise ones. Never negative for a convex loss.
 """
 

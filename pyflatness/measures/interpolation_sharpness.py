@@ -6,7 +6,7 @@ It is also found in Ma and Ying (2021).
 
 It is the trace of the Hessian of (1/n) Σ_i ½|f_i - y_i|² where f = y, and for a network that is locally linear in each
 parameter (ReLU) at any residual. The user's loss and targets do not count, nor what the loss ignores. First derivatives
-only: the cotangents are the unit vectors of the outputs. Not invariant to rescalings.
+only: the cotangents are the unit vectors of the outputs. It is not invariant to rescalings.
 """
 
 from dataclasses import dataclass, replace

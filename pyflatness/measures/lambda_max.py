@@ -5,9 +5,10 @@
 
 w is the layer's effective weight, all its groups together, without the bias; the network's value is that of the joint
 Hessian of the measured layers' weights, with the blocks between layers (where the GGN is another matrix even for ReLU
-networks). By Lanczos (:mod:`pyflatness.numerics.lanczos`), every product one read of the data. Certified is that an
-eigenvalue lies within the reported residual of the value, up to the rounding of the products; that it is the largest
-one is as certain as that a random start has a component along its eigenvector. Not invariant to rescalings.
+networks). It is computed by Lanczos (:mod:`pyflatness.numerics.lanczos`), where every product is one read of the data.
+Certified is that an eigenvalue lies within the reported residual of the value, up to the rounding of the products; that
+it is the largest one is as certain as that a random start has a component along its eigenvector. It is not invariant to
+rescalings.
 """
 
 from ..hessian.eigenvalues import largest

@@ -6,7 +6,7 @@ It is defined by Tsuzuku et al. (2019), and by C24 in Eq. 35.
 
 over the measured layers, W_l the effective weight matrix: of a convolution its flattened filters, of a grouped one
 block-diagonal. Each layer's trace is that of the measure ``trace``, which costs nothing more. It has no value where a
-layer's trace is negative. Invariant to layer-wise rescalings.
+layer's trace is negative. It is invariant to layer-wise rescalings.
 
 C24: "From Loss Flatness to Compressed Representations".
 """

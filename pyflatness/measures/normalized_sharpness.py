@@ -9,7 +9,7 @@ layers for a network. With a = σ², b = σ'² the minimum over a for fixed b is
 the other way round: these in turn. In logarithms of a and b the function is convex, so where its gradient vanishes it
 is least. The sum of the gradient's absolute entries, relative to the value, says how far that is reached. Rows and
 columns in which H or w vanishes let their terms go to zero at no cost and are left out. Where an H_sj is negative the
-function has no lower bound. By the GGN H_sj = Σ_i Σ_c σ_ic (M_i^(c))_sj². Invariant to layer-wise and neuron-wise
+function has no lower bound. By the GGN H_sj = Σ_i Σ_c σ_ic (M_i^(c))_sj². It is invariant to layer-wise and neuron-wise
 rescalings.
 
 C24: "From Loss Flatness to Compressed Representations".

@@ -13,7 +13,7 @@ more) of which there are ω, θ⁰ those before training, n samples, ε = 1e-3:
     magnitude-aware  ¼ Σ_j log[(ε² + (σ²+1) |θ-θ⁰|²/ω) / (ε² + σ² (θ_j-θ⁰_j)²)] + log(n/σ) + 10
 
 where σ of the second is found by a bisection of its own, u_j ~ N(0, σ²θ_j² + ε²). The authors' code passes σ² (and
-σ²θ_j² + ε²) as standard deviations; ``squared=True`` does so. Not invariant to rescalings.
+σ²θ_j² + ε²) as standard deviations; ``squared=True`` does so. It is not invariant to rescalings.
 
 Standard errors over the draws are by the delta method. Where the mean drop D grows as σ^p,
 

@@ -3,8 +3,8 @@
     κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')
          = Σ_i Σ_c σ_ic |R M_i^(c)|² / Σ_i ω_i,   RᵀR = w wᵀ,    by the GGN: square-root factors sent backward
 
-A network's value is the sum over its layers (appendix A). Invariant to layer-wise rescalings of ReLU networks; with
-features divided and columns multiplied by the features' deviation also to neuron-wise ones. At a head see
+A network's value is the sum over its layers (appendix A). It is invariant to layer-wise rescalings of ReLU networks;
+with features divided and columns multiplied by the features' deviation also to neuron-wise ones. At a head see
 :mod:`.at_head`.
 """
 

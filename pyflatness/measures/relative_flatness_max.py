@@ -3,8 +3,8 @@
     κ^φ(w) = Σ_s |w_s|² λ_max(∂²E/∂w_s²)        over the rows w_s of a layer's weight (the filters of a convolution)
 
 It bounds the robustness to every feature matrix |A| ≤ 1, E_F ≤ δ²d/2 κ^φ + O(δ³) at a minimum (Theorem 14), where
-relative flatness gives the mean over rotations. Invariant to layer-wise rescalings of ReLU networks; normalised also to
-neuron-wise ones.
+relative flatness gives the mean over rotations. It is invariant to layer-wise rescalings of ReLU networks; normalised
+also to neuron-wise ones.
 """
 
 from ..hessian.row_sweep import Rows, RowSweep

@@ -4,7 +4,7 @@
     κ^Σ = Σ_l κ^l,  κ^max = max_l κ^l       κ_τ^Σ, κ_τ^max likewise                of a network, its measured layers
 
 Each is the unscaled measure's value times a number that the weights alone give, so both together cost one of them. w is
-the effective weight. Invariant to layer-wise rescalings of ReLU networks.
+the effective weight. The values are invariant to layer-wise rescalings of ReLU networks.
 """
 
 import functools

@@ -4,7 +4,7 @@
 
 "From Loss Flatness to Compressed Representations", Eq. 2; the paper plots its root. Parameters are those that require
 gradients, one that is tied counts once, and of a parametrised weight they are the originals. How it is computed:
-:mod:`pyflatness.sweep.diagonal`. Not invariant to rescalings.
+:mod:`pyflatness.sweep.diagonal`. It is not invariant to rescalings.
 """
 
 from ..sweep import diagonal

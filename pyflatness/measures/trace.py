@@ -2,7 +2,7 @@
 
     Tr(∂²E/∂w²) = Σ_s T[s, s] = Σ_i Σ_c σ_ic |M_i^(c)|² / Σ_i ω_i    by the GGN
 
-A network's value is the sum over its measured layers. Not invariant to rescalings.
+A network's value is the sum over its measured layers. It is not invariant to rescalings.
 """
 
 from .base import Measure

@@ -4,7 +4,7 @@
 
 A network's value is the sum over the weights of its chosen layers, a weight that two layers share counted once. No data
 is read for it: asked for beside measures of a sweep it is of the layers that ran, by itself of all that were chosen.
-Not invariant to rescalings.
+It is not invariant to rescalings.
 """
 
 from ..model import layers, norms

@@ -275,7 +275,7 @@ def take(batch: Any, index: Tensor) -> Any:
 
 
 def rows_of(tensor: Tensor, samples: int, index: Tensor) -> Tensor:
-    """Return the same of a tensor with each sample's rows together in dimension 0."""
+    """Return a tensor of a batch with each sample's rows together in dimension 0."""
     rows: Tensor = tensor.unflatten(0, (samples, -1))[index.to(tensor.device)].flatten(0, 1)
     return rows
 

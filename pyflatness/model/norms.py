@@ -22,10 +22,10 @@ def squared(module: nn.Module) -> float:
 
 
 def spectral(module: nn.Module) -> float:
-    """Return the largest singular value of the layer's weight matrix; of a grouped convolution, the largest of its own.
+    """Return the largest singular value of the layer's weight matrix, or over a grouped convolution's groups.
 
-    From the smaller Gram matrix, whose largest eigenvalue is as accurate; of many rows by Lanczos, without that matrix.
-    NaN for a weight with NaN or infinity in it.
+    It comes from the smaller Gram matrix, whose largest eigenvalue is as accurate; for many rows from Lanczos, without
+    that matrix. A weight with NaN or infinity in it gives NaN.
     """
     weight = layers.matrix(module)[0].unflatten(0, (layers.groups(module), -1))
     size = min(weight.shape[1:])

@@ -85,8 +85,6 @@ def _places(model: nn.Module, values: Mapping[str, Tensor]) -> Parameters:
 
     Torch does not undo the exchange of a place that it is given twice. So of tied parameters every module's place is
     there, and of a module that has several names only the first.
-
-    So of tied parameters every module's, and of a module that has several names only the first.
     """
     own = dict(model.named_parameters())
     by_parameter = {id(own[name]): tensor for name, tensor in values.items()}

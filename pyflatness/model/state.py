@@ -83,8 +83,8 @@ def _prepared(model: nn.Module, stack: contextlib.ExitStack) -> tuple[nn.Module,
 class _Once:
     """Compute a parametrised weight once, as its ``forward``.
 
-    In this model alone: torch's own cache is the process's, and weights that are trained in another thread would be
-    taken from it.
+    It does so in this model alone: torch's own cache is the process's, and weights that are trained in another thread
+    would be taken from it.
     """
 
     def __init__(self, made: parametrize.ParametrizationList) -> None:
@@ -104,8 +104,8 @@ class _Once:
 def made_anew(model: nn.Module) -> Iterator[None]:
     """Let a model inside of :func:`observing` compute parametrised weights at every access, inside.
 
-    For other parameters than its own, for weights with their graph, and for copies, which are then of the user's model.
-    Torch's cache is not used either, where the user's call is inside of ``parametrize.cached()``.
+    This is for runs at other parameters, for weights with their graph, and for copies, which are then of the user's
+    model. Torch's cache is not used either, where the user's call is inside of ``parametrize.cached()``.
     """
     found = [(vars(module), module.__dict__.get("forward")) for module in model.modules()]
     replaced = [(attributes, once) for attributes, once in found if isinstance(once, _Once)]
@@ -172,7 +172,7 @@ def attributes(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], dict[
 def put_back(kept: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """Put back what modules set in themselves: a count of calls, a table that grows, the weight that pruning makes.
 
-    All of it or nothing: of two attributes that belong together, as a table and its length, none is left alone.
+    It puts back all of it or nothing: two attributes may belong together, as a table and its length do.
     """
     for held, before in kept:
         if len(held) != len(before) or not all(map(operator.is_, held.values(), before.values())):

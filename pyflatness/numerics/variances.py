@@ -34,8 +34,8 @@ class Variances:
     def result(self) -> tuple[Tensor, Tensor] | None:
         """Return the variance of the sum over samples of the mean over draws, and its degrees of freedom, (…) each.
 
-        None if there was nothing to take in: the values are exact. Of one draw a sample's variance cannot be known. The
-        variance between samples takes its place, which is larger by that of the true values, and of one sample is
+        It is None if there was nothing to take in: the values are exact. One draw does not tell a sample's variance.
+        The variance between samples takes its place, which is larger by that of the true values, and of one sample is
         infinite. It says nothing of the draws themselves, so that there are no degrees of freedom. These are NaN where
         they are not known.
         """

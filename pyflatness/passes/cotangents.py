@@ -82,7 +82,7 @@ class Cotangents:
                 yield self._shaped(values), signs
 
     def sent(self, signs: Signs | None, numbers: Tensor) -> Iterator[tuple[int, Tensor, Tensor | float | None]]:
-        """Yield draw, cotangent and its sign: of draw 0 all of :meth:`exact` without signs, else :meth:`sampled`."""
+        """Yield draw, cotangent and sign: those of :meth:`exact` as draw 0 without signs, else of :meth:`sampled`."""
         if signs is None:
             yield from ((0, cotangent, sign) for cotangent, sign in self.exact())
         else:
@@ -138,7 +138,7 @@ class Cotangents:
         return torch.zeros_like(self.outputs)
 
     def take(self, index: Tensor) -> "Cotangents":
-        """Return those of some samples, by their places; one may come more than once."""
+        """Return the cotangents of some samples, by their places; one may come more than once."""
         samples, terms = self.used.shape
         rows = (index.unsqueeze(1) * terms + torch.arange(terms, device=index.device)).flatten()
         return replace(

@@ -93,7 +93,7 @@ def narrow(
 ) -> dict[str, tuple[Layout, ...]]:
     """Return the layouts that remain when cotangents go back from some samples only.
 
-    From every second sample and from the others, and from halves if need be.
+    They go back from every second sample and from the others, and from halves if need be.
 
     Raises:
         InputError: none remains for a layer.

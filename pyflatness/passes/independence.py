@@ -15,7 +15,7 @@ Check = Callable[[Tensor], None]
 
 
 class Spacing:
-    """Say which batches have some of their samples looked at alone, beside the first.
+    """Choose the batches of which some samples are run alone, beside the first one.
 
     These are the second batch and the last one, so that mixing is found wherever it begins, if it stays. Where the
     number of batches is not known, those that follow the second at doubling distances stand in for the last one.
@@ -29,7 +29,7 @@ class Spacing:
         self._done = 0  # samples in front of the last batch that was looked at
 
     def due(self, number: int, done: int) -> bool:
-        """Return whether batch ``number``, behind so many samples, is to be looked at; each batch is asked for once."""
+        """Return whether batch ``number``, after so many samples, is to be checked; each batch is asked for once."""
         if done <= self._done:
             return False
         follows = self._done == 0 or (self._last < 0 and done >= 2 * self._done)

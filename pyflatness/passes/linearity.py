@@ -71,7 +71,7 @@ class Certificate:
     def extend(self, outputs: Tensor, users: Users, recorder: Recorder) -> dict[str, str] | None:
         """Look at the layers of a run that were linear so far; return those that are not, and why.
 
-        None: attention has to run by another kernel first, see :meth:`attention`.
+        The result is None if attention has to run by another kernel first, see :meth:`attention`.
         """
         new = nonlinear_layers(outputs, users, recorder, [name for name in recorder.calls if name not in self.reasons])
         if new and not self._twice_differentiable and has_fused_attention(users):
@@ -86,8 +86,9 @@ def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: I
     """Return those of some layers in whose weight f is not certified to be linear at all samples of a run, and why.
 
     Where autograd's graph does not prove it, second derivatives of ⟨v, f⟩ in the layer's output are taken along a
-    random direction and have to vanish exactly. All layers are moved at once first: behind ReLUs f is linear in all
-    outputs jointly. Where that gives more than zero for a layer (it may be multiplied by another), it is moved alone.
+    random direction and have to vanish exactly. All layers' outputs are varied at once first: behind ReLUs f is linear
+    in all outputs jointly. Where that gives more than zero for a layer (it may be multiplied by another), it is varied
+    alone.
     """
     calls = {name: recorder.calls[name] for name in names if name in recorder.calls}
     edges = edges_of(calls)
@@ -168,16 +169,16 @@ def read(users: Users, edges: Edges, *, alone: bool = False) -> Reading:
     Args:
         users: the graph, from :func:`users_of`.
         edges: of the layers' outputs, or of the parameters; one that has no part in the graph is proven.
-        alone: whether each moves alone: an operation then has to be linear in those of its inputs that depend on these
-            edges, and not in all of them.
+        alone: whether each is varied alone: an operation then has to be linear in those of its inputs that depend on
+            these edges, and not in all of them.
     """
     is_piecewise, is_of_torch = functools.cache(_is_piecewise), functools.cache(_is_of_torch)
     proven, custom = set(), set()
     for name, starts in edges.items():
         nodes = [edge.node for edge in starts]
         behind = _behind(nodes, users)
-        moved = behind.union(nodes)
-        if all(_is_piecewise(node, moved) if alone else is_piecewise(node) for node in behind):
+        varied = behind.union(nodes)
+        if all(_is_piecewise(node, varied) if alone else is_piecewise(node) for node in behind):
             proven.add(name)
         if not all(map(is_of_torch, behind)):
             custom.add(name)
@@ -228,15 +229,15 @@ def feeds_itself(calls: Sequence[Call]) -> bool:
     return False
 
 
-def _is_piecewise(node: Node, moved: Collection[Node] | None = None) -> bool:
-    """Return whether an operation is piecewise linear in its inputs that ``moved`` nodes give; None: in all."""
+def _is_piecewise(node: Node, varied: Collection[Node] | None = None) -> bool:
+    """Return whether an operation is piecewise linear in its inputs from ``varied`` nodes, or for None in all."""
     kind = _kind(node.name())
     if not kind or not _is_of_torch(node) or any(entry.dtype.is_complex for entry in node._input_metadata):
         return False
     if kind == "piecewise":
         return True
     sources = [source for source, _ in node.next_functions]
-    inputs = [place for place, source in enumerate(sources) if source and (moved is None or source in moved)]
+    inputs = [place for place, source in enumerate(sources) if source and (varied is None or source in varied)]
     if kind == "batch norm":
         return not getattr(node, "_saved_training", True) and len(inputs) == 1
     if kind == "norm":
@@ -291,25 +292,25 @@ def users_of(outputs: Tensor) -> Users:
 def _changing(
     edges: Edges,
     gradients: Gradients,
-    moved: Sequence[str],
+    varied: Sequence[str],
     random: Directions,
     changes: Callable[[Tensor, Tensor], bool],
 ) -> set[str]:
-    """Return those of ``moved`` whose gradient changes when they are all moved; ``changes`` says whether one does."""
+    """Return the names in ``varied`` whose gradient changes when all are varied; ``changes`` says whether one does."""
     pushed = torch.zeros((), dtype=torch.float64, device="cpu")
-    for name in moved:
+    for name in varied:
         for gradient in gradients[name]:
             if gradient.requires_grad:
                 pushed = pushed.to(gradient.device) + (gradient * random.like(gradient)).sum(dtype=torch.float64)
     if not pushed.requires_grad:
         return set()
-    where = [edge for name in moved for edge in edges[name]]
+    where = [edge for name in varied for edge in edges[name]]
     try:
         found = torch.autograd.grad(pushed, where, retain_graph=True, allow_unused=True)
     except RuntimeError:  # an operation without a second derivative: nothing is certified
-        return set(moved)
-    owners = [name for name in moved for _ in edges[name]]
-    first = [gradient for name in moved for gradient in gradients[name]]
+        return set(varied)
+    owners = [name for name in varied for _ in edges[name]]
+    first = [gradient for name in varied for gradient in gradients[name]]
     each = zip(owners, found, first, strict=True)
     return {name for name, change, gradient in each if change is not None and changes(change, gradient)}
 

@@ -1,4 +1,4 @@
-"""Share out the bytes of ``memory=``, and cut batches into micro-batches whose graph fits its share."""
+"""Divide the bytes of ``memory=``, and cut batches into micro-batches whose graph fits its part of them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

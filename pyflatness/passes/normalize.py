@@ -100,8 +100,8 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
     """Return the scale of every layer's input channels, by one data read.
 
     Rows are positions, or the unpadded pixels of a convolution. Positions of ignored targets are left out where the
-    layer's positions are the loss's; with them the padding of an ``attention_mask``; else samples without any target.
-    So are, but under ``nan_policy="raise"``, samples that have no value of the layer.
+    layer's positions are the loss's, and with them the padding of an ``attention_mask``; elsewhere samples without any
+    target are left out. Samples that have no value of the layer are left out too, but under ``nan_policy="raise"``.
 
     Raises:
         NonFiniteError: NaN or infinity in a layer's input, under ``nan_policy="raise"``.
@@ -119,7 +119,8 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
 def left_out(runner: Runner, run: Run, sent: Cotangents, nan_policy: str) -> Tensor:
     """Return which samples (n,) have no value: those without a loss.
 
-    With them those that the deviations leave out: with NaN or infinity in a row that counts of a layer's input.
+    Samples that the deviations leave out are among them: those with NaN or infinity in a counted row of a layer's
+    input.
     """
     if not omits(nan_policy):
         return sent.bad
@@ -153,8 +154,8 @@ def check_in_time(nan_policy: str, late: Tensor, number: int, what: str, check_w
 class _Kept:
     """Hold a layer's inputs and what counts of them.
 
-    The inputs are (n, rows, channels); then come which rows count, (n, rows), and which samples are finite in those,
-    (n,).
+    The inputs are (n, rows, channels); after them it says which rows count, (n, rows), and which samples are finite in
+    those rows, (n,).
     """
 
     rows: Tensor

@@ -1,9 +1,9 @@
-"""Record of a forward pass the inputs of chosen layers, and where their outputs are in the graph.
+"""Record the inputs of chosen layers in a forward pass, and where their outputs are in the graph.
 
 Outputs are kept as gradient edges, so that an in-place operation behind a layer does no harm: it goes on from there.
-Not so for an output that is a view, as ``F.linear`` with a bias gives one in three dimensions or more: the operation
-then becomes a part of the history of what is viewed, and the view's edge is on no path to the model's outputs. Such an
-output is handed on as an alias with a history of its own.
+This fails for an output that is a view, as ``F.linear`` with a bias gives one in three dimensions or more: the
+operation then becomes a part of the history of what is viewed, and the view's edge is on no path to the model's
+outputs. Such an output is handed on as an alias with a history of its own.
 
 Nothing in front of the first chosen layer is recorded: no parameter requires a gradient meanwhile, and a layer whose
 input does not either gets an alias of it that does.

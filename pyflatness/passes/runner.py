@@ -277,7 +277,7 @@ class Runner:
             return self._outputs_and_targets(batch)
 
     def _dry_run(self, batch: Any, *, first: bool) -> dry_run.Findings | None:
-        """Return what is found out on some of a batch's samples, if they have to be looked at.
+        """Return what a dry run on some of a batch's samples finds, or None if none is needed.
 
         Args:
             batch: the user's batch, which comes next; or a micro-batch that a new layer ran in.
@@ -319,7 +319,7 @@ def _checkpointing() -> Iterator[None]:
 
 
 def _check_as_seen(found: dry_run.Findings, samples: int, outputs: Tensor) -> None:
-    """Raise if the first samples of a batch, so many, have other outputs than when some of them were looked at."""
+    """Raise if samples that were in the dry run too have other outputs than there."""
     check_unchanged(found.outputs, outputs[found.start * (len(outputs) // samples) :])
 
 

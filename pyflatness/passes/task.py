@@ -53,7 +53,7 @@ class Task:
         return replace(self, batches=Batches(data, state.device(self.model), shown=self.progress))
 
     def noted(self, estimate: Estimate) -> Estimate:
-        """Return an estimate with what there is to say of the loss and the model's forward pass, where it matters."""
+        """Return an estimate with notes on the loss and the model's forward pass, where they matter to a reader."""
         if self.forward.notes and estimate.method not in _WITHOUT_LOSS:
             estimate = replace(estimate, notes=(*estimate.notes, *self.forward.notes))
         if self.forward.detaches and estimate.method not in _WITHOUT_DERIVATIVES:

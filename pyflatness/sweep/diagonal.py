@@ -112,7 +112,7 @@ class Diagonal:
         return Values(sent.marked(values)[:, None, None], sent.sample_weights, run.number, lost=sent.bad)
 
     def _by_layer(self, run: Run) -> list[str]:
-        """Return the layers whose parameters' gradients will come from the layers' own."""
+        """Return the layers whose parameters' squared gradients are taken from the layers' inputs and cotangents."""
         with contractions.full_precision(run.outputs):
             self._layers.check(run, self._per_sample)
         usable = self._layers.usable(run)

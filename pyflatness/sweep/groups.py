@@ -7,8 +7,8 @@ exact; one group is plain sampling, τ → 0 the exact sweep.
 
 In units of weights the variance of a group's value is v_g = 2 [(Σ_{c∈g} w_c)² - Σ_{c∈g} w_c²].
 
-What the values really vary by is measured: the probes of some groups have a replicate with independent signs. Of a
-group that is replicated with probability π, the mean of both values counts, and for their difference d
+What the values really vary by is measured: the probes of some groups have a replicate with independent signs. If a
+group is replicated with probability π, the mean of both values counts, and for their difference d
 
     (d²/2) (1/π - ½)   if it was replicated, else 0
 

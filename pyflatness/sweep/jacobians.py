@@ -92,7 +92,7 @@ class _MicroBatch:
         return non_finite(self.number, fine, f"in the input, or in the derivatives, of {listed}")
 
     def _fine(self) -> dict[str, Tensor]:
-        """Return the same by place; a volume of zero has a logarithm of minus infinity."""
+        """Return which samples have finite values, by place; a volume of zero has a logarithm of minus infinity."""
         found: dict[str, Tensor] = {}
         for (place, quantity), values in self.values.items():
             if quantity != "log_volume":

@@ -90,7 +90,7 @@ class Sweep:
             self._scales = normalize.feature_scales(runner, loss, options.nan_policy)
 
     def work(self, draws: Sequence[int] | None = None) -> Callable[[Run], Values]:
-        """Return what gives a run's quantities in every layer, by sample: exact, or in the draws of these numbers.
+        """Return a function that computes a run's quantities in every layer, by sample: exact, or in these draws.
 
         Raises:
             InputError: when it is called: targets that do not fit; too many backward passes or Hessian products.
@@ -189,7 +189,7 @@ class Sweep:
         return part, {name: self._forms[name].fingerprints(run) for name in names}, self._left_out(run, sent)
 
     def _finish(self, part: adaptive.Grouped, prints: dict[str, Tensor]) -> None:
-        """Send what is left to be sent, packed."""
+        """Send the remaining probes, packed into full batches of repeated samples."""
         left = (part.probes.rounds >= part.rounds).nonzero().flatten()
         places = part.probes.samples[left]
 
@@ -221,7 +221,7 @@ class Sweep:
         return stacked
 
     def _add_hessian(self, run: Run, signs: Signs | None, found: dict[str, Tensor], parts: Parts) -> None:
-        """Add values (draws, quantities, n) of layers by second derivatives of the loss, and their parts."""
+        """Add the values (draws, quantities, n) of layers by second derivatives of the loss, and their summands."""
         if not found:
             return
         with block_traces.differentiable(found), contractions.full_precision(run.outputs):

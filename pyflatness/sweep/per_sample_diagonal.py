@@ -1,7 +1,8 @@
 """Sum a_j² ∂²ℓ_i/∂θ_j² over the entries of :mod:`.per_sample_parameters`, sample by sample.
 
-By columns s_ic of square-root factors: Σ_c σ_ic |a ∘ ∂⟨s_ic, f_i⟩/∂θ_i|². By second derivatives: exact, a product for
-every entry of the parameters; sampled, ⟨a∘r, H_i (a∘r)⟩ for random signs r, all parameters together.
+By columns s_ic of square-root factors the sum is Σ_c σ_ic |a ∘ ∂⟨s_ic, f_i⟩/∂θ_i|². By second derivatives an exact
+value takes a product for every entry of the parameters; a sampled one is ⟨a∘r, H_i (a∘r)⟩ for random signs r, all
+parameters together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ class PerSampleDiagonal:
         self._group, self._numbers, self._loss, self._scales = group, numbers, loss, scales
 
     def by_factors(self, names: Sequence[str], signs: Signs | None) -> Tensor:
-        """Return (draws, n) float64 over the parameters of these names; exact without signs."""
+        """Return the sum (draws, n) float64 over the parameters of these names; exact without signs."""
         group, values = self._group, self.zeros(signs)
         leaves = [group.leaves[name] for name in names]
         sent = cotangents.prepare(group.outputs, group.targets.detach(), self._loss, group.samples)
@@ -48,10 +49,10 @@ class PerSampleDiagonal:
         return values
 
     def by_hessian(self, streams: Mapping[str, int], signs: Signs | None, custom: Sequence[str] = ()) -> Tensor:
-        """Return (draws, n) float64 over the parameters that are the keys of ``streams``, by which signs are drawn.
+        """Return the sum (draws, n) float64 over the parameters that are the keys of ``streams``.
 
         Args:
-            streams: see above.
+            streams: by the name of a parameter, the stream that its signs are drawn from.
             signs: of draws; exact without.
             custom: names behind which there is a custom autograd function.
 

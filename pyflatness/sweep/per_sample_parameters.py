@@ -1,4 +1,4 @@
-"""Run a model with parameters of each sample's own, so that one backward pass gives every sample's gradients.
+"""Run a model with per-sample parameters, so that one backward pass gives every sample's gradients.
 
     f_i = f(x_i, θ_i),   θ_i = θ for all i:   ∂ Σ_i ⟨s_i, f_i⟩ / ∂θ_i = ∂⟨s_i, f(x_i, θ)⟩ / ∂θ,   and ∂²/∂θ_i∂θ_j = 0
 
@@ -33,7 +33,7 @@ _GRAPHS = 3  # about the memory that a graph takes together with that of its der
 
 @dataclass(frozen=True)
 class Group:
-    """Hold some samples of a run, with parameters of their own.
+    """Hold some samples of a run, with per-sample parameters.
 
     Attributes:
         outputs: the model's, with their graph.
@@ -54,7 +54,7 @@ class Group:
 
 
 class PerSampleParameters:
-    """Run a model whose samples get parameters of their own.
+    """Run a model with per-sample parameters.
 
     Args:
         model: inside :func:`.state.observing`.
@@ -111,7 +111,7 @@ class PerSampleParameters:
             return parameters.inside(self._model, leaves, done)
 
     def _most(self, run: Run, values: Mapping[str, Tensor]) -> int:
-        """Return how many samples go together."""
+        """Return how many samples are run together."""
         if self._graph < 0:
             with dry_run.saved_storages() as storages:
                 self._alone(run, values, slice(0, 1), lambda group: None)

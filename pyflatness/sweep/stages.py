@@ -1,4 +1,4 @@
-"""Take as many random draws as a standard error asks for."""
+"""Take as many random draws as a wanted standard error needs."""
 
 import math
 from collections.abc import Callable
