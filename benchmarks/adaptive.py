@@ -56,7 +56,7 @@ class Work:
     seeds: int
 
     def measure(self, options: Options, forward: Any = None) -> Tensor:
-        """(2, layers): values and standard errors."""
+        """Return values and standard errors, (2, layers)."""
         report = pf.measure(
             *(self.model, LOSS, self.data),
             layers="*",
@@ -69,7 +69,7 @@ class Work:
         return torch.tensor([[e.value for e in found], [e.stderr or 0.0 for e in found]], dtype=torch.float64)
 
     def rows(self, options: Options) -> tuple[float, float]:
-        """Rows that go back and forward, in units of the data."""
+        """Return rows that go back and forward, in units of the data."""
         back, ahead, gradients = [], [], Recorder.gradients
 
         def counted(self: Recorder, outputs: Tensor, signal: Tensor, *args: Any, **more: Any) -> Any:
@@ -85,7 +85,7 @@ class Work:
         return sum(back) / len(self.data[0]), sum(ahead) / len(self.data[0])
 
     def lines(self) -> Iterator[list[str]]:
-        """Of the table."""
+        """Return the lines of the table."""
         exact = self.measure({})[0]
         ways: dict[str, Options] = {"exact": {}}
         for rtol in TOLERANCES:
@@ -110,7 +110,7 @@ class Work:
         return lambda: self.measure(options)
 
     def _as_good(self, exact: Tensor, options: Options) -> int:
-        """Plain draws with the largest relative standard error of some other way."""
+        """Return plain draws with the largest relative standard error of some other way."""
         wanted, of_four = (float((self.measure(way)[1] / exact).max()) for way in (options, {"probes": 4}))
         return math.ceil(4 * (of_four / wanted) ** 2) if wanted else 10**6
 
@@ -170,7 +170,7 @@ def _doubt(model: nn.Module, x: Tensor) -> float:
 
 
 def shown(works: Iterator[Work], console: Console) -> None:
-    """Prints a table for each."""
+    """Print a table for each."""
     for work in works:
         table = Table(
             *("way", "back", "forward", "median ms", "it / exact", "stderr", "true", "inside"),
@@ -182,7 +182,7 @@ def shown(works: Iterator[Work], console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", help="of zoo, classes")
     parser.add_argument("--zoo", type=Path, default=Path("../shared/zoo"))

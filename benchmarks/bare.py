@@ -73,7 +73,7 @@ def columns(outputs: Tensor) -> Iterator[Tensor]:
 
 
 def composed(sweep: Sweep, batches: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Relative flatness of every layer."""
+    """Return relative flatness of every layer."""
     weights = {name: layer.weight.flatten(1) for name, layer in sweep.layers.items()}
     grams = {name: weight @ weight.t() for name, weight in weights.items()}
     totals = {name: torch.zeros(()) for name in sweep.layers}
@@ -90,7 +90,7 @@ def composed(sweep: Sweep, batches: Iterable[Tensor]) -> dict[str, Tensor]:
 
 
 def form(layer: nn.Module, phi: Tensor, gram: Tensor, delta: Tensor) -> Form:
-    """The layer's contraction for inputs φ; ``delta`` tells the shape of the signals to come."""
+    """Return the layer's contraction for inputs φ; ``delta`` tells the shape of the signals to come."""
     if isinstance(layer, nn.Linear):
         return _rank_one(phi, gram)
     assert isinstance(layer, nn.Conv2d)
@@ -100,7 +100,7 @@ def form(layer: nn.Module, phi: Tensor, gram: Tensor, delta: Tensor) -> Form:
 
 
 def cheapest(d: int, m: int, places: int, signals: int = 9) -> tuple[str, float]:
-    """The route for |R M|² with the fewest multiply-adds a sample and signal, and how many these are."""
+    """Return the route for |R M|² with the fewest multiply-adds a sample and cotangent, and how many these are."""
     r = min(d, m)
     if places == 1:
         return "rank one", r * d
@@ -113,7 +113,7 @@ def cheapest(d: int, m: int, places: int, signals: int = 9) -> tuple[str, float]
 
 
 def multiply_adds(sweep: Sweep, x: Tensor, signals: int) -> float:
-    """Of all layers' contractions, a sample and signal."""
+    """Return the multiply-adds of all layers' contractions, for a sample and cotangent."""
     total = 0.0
     for inputs, gradients in sweep.passes([x[:2]]):
         deltas = next(gradients)
@@ -151,5 +151,5 @@ def _gram(patches: Tensor, gram: Tensor) -> Form:
 
 
 def _alias(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """The first measured layer starts the graph."""
+    """Let the first measured layer start the graph."""
     return None if args[0].requires_grad else (args[0].detach().requires_grad_(), *args[1:])

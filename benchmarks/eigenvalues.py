@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def batches(samples: int) -> Data:
-    """The zoo's training images, or noise."""
+    """Return the zoo's training images, or noise."""
     if ZOO.is_dir():
         x, y = specs.resolve(f"{ZOO}/lenet5.py:images")("train", samples)
     else:

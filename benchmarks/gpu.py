@@ -20,7 +20,7 @@ PARTS = {"head": "gpu_head", "layers": "gpu_layers"}
 
 
 def main() -> None:
-    """Prints the table; exits with a message where it cannot be made."""
+    """Print the table; exit with a message where it cannot be made."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="head|layers", help="all unless named")
     chosen = parser.parse_args().parts or [name for name in PARTS if importlib.util.find_spec(PARTS[name])]

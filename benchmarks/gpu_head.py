@@ -26,7 +26,7 @@ Function = Callable[[Tensor], object]
 
 
 def rows(device: torch.device | None = None) -> list[Row]:
-    """All of them, on the GPU."""
+    """Return all rows, on the GPU."""
     device = device or torch.device("cuda")
     found = few(50_000, 10, 84, device) + more(50_000, 1000, 2048, device)
     found += flat(8192, 128_256, 4096, device)
@@ -37,7 +37,7 @@ def rows(device: torch.device | None = None) -> list[Row]:
 
 
 def few(n: int, d: int, m: int, device: torch.device, backend: object = cuda, compiles: bool = True) -> list[Row]:
-    """A head of few classes: one kernel."""
+    """Return the rows of a head of few classes: one kernel."""
     weight, bias = torch.randn(d, m, device=device) / m**0.5, torch.randn(d, device=device)
     copies = [torch.randn(n, m, device=device) for _ in range(COPIES if device.type == "cuda" else 1)]
     variance = SoftmaxVariance(weight, bias, backend, rows=n)
@@ -51,7 +51,7 @@ def few(n: int, d: int, m: int, device: torch.device, backend: object = cuda, co
 
 
 def more(n: int, d: int, m: int, device: torch.device, backend: object = cuda, compiles: bool = True) -> list[Row]:
-    """A head of more classes than one kernel has: products, and kernels behind them."""
+    """Return the rows of a head of more classes than one kernel has: products, and kernels behind them."""
     features, weight = torch.randn(n, m, device=device), torch.randn(d, m, device=device) / m**0.5
     bias, square = torch.randn(d, device=device), torch.randn(d, d, device=device)
     variance = SoftmaxVariance(weight, bias, backend, rows=n, memory=default_memory(device))
@@ -67,7 +67,7 @@ def more(n: int, d: int, m: int, device: torch.device, backend: object = cuda, c
 
 
 def flat(n: int, d: int, m: int, device: torch.device, backend: str = "compiled", compiles: bool = True) -> list[Row]:
-    """A language model's head, its probabilities spread: everything is computed."""
+    """Return the rows of a language model's head, its probabilities spread: everything is computed."""
     features = torch.randn(n, m, device=device).bfloat16()
     weight = (torch.randn(d, m, device=device) / m**0.5).bfloat16()
     works: dict[str, Function] = {
@@ -115,7 +115,7 @@ def zipf(n: int, d: int, m: int, exponent: float, alike: bool, device: torch.dev
 
 
 def counted(call: Callable[[], pf.Estimate], m: int) -> tuple[int, pf.Estimate]:
-    """A call, and how many entries of probabilities its second products were over."""
+    """Return a call, and how many entries of probabilities its second products were over."""
     entries, right = [0], wide._product
 
     def product(a: Tensor, b: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def bare_products(features: Tensor, weight: Tensor) -> None:
 
 
 def composed(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """E|w|² - |E w|² in torch, by two products with w: what a user would write."""
+    """Return E|w|² - |E w|² in torch, by two products with w: what a user would write."""
     z = x @ w.t() if b is None else torch.addmm(b, x, w.t())
     p = torch.softmax(z.float(), 1)
     mean = p.to(w.dtype) @ w
@@ -152,12 +152,12 @@ def others(weight: Tensor, bias: Tensor | None, compiles: bool) -> dict[str, Fun
 
 
 def by_chunks(work: Function) -> Function:
-    """The same on chunks of rows, where all logits would not fit."""
+    """Return the same on chunks of rows, where all logits would not fit."""
     return lambda x: [work(part) for part in x.split(CHUNK)]
 
 
 def captured(work: Function, inputs: Sequence[Tensor]) -> Callable[[], object]:
-    """The work on each of the inputs, as a graph where there is a GPU."""
+    """Return the work on each of the inputs, as a graph where there is a GPU."""
 
     def all_of_them() -> list[object]:
         return [work(x) for x in inputs]
@@ -176,7 +176,7 @@ def captured(work: Function, inputs: Sequence[Tensor]) -> Callable[[], object]:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes that are read in a millisecond, of a large copy: half of what it moves."""
+    """Return how many bytes are read in a millisecond, of a large copy: half of what it moves."""
     source = torch.empty(2**28 if device.type == "cuda" else 2**20, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
     taken = milliseconds({"copy": lambda: target.copy_(source)}, device, ROUNDS)["copy"]
@@ -184,7 +184,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def against(name: str, floor: float, times: dict[str, float], extra: float, target: str) -> list[Row]:
-    """A row for each alternative."""
+    """Return a row for each alternative."""
     ours = times.pop("ours")
     return [
         Row(name if other == "composed" else f"{name}; against {other}", floor, ours, taken, extra, target)

@@ -22,7 +22,7 @@ MEMORY = 512 << 20
 
 
 def rows(device: torch.device | None = None) -> list[Row]:
-    """All of them, on the GPU."""
+    """Return all rows, on the GPU."""
     device = device or torch.device("cuda")
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -33,7 +33,7 @@ def rows(device: torch.device | None = None) -> list[Row]:
 
 
 def network(title: str, model: nn.Module, n: int, device: torch.device, backend: ModuleType, rounds: int = 9) -> Row:
-    """Relative flatness of all layers of a network on n images, 9 signals of 10 classes."""
+    """Return relative flatness of all layers of a network on n images, 9 signals of 10 classes."""
     sweep = Contracted(model.to(device), backend)
     x = images(n).to(device)
     check(sweep.values(x) / n, torch.stack([*bare.composed(sweep.bare, [x]).values()]))
@@ -53,7 +53,7 @@ def network(title: str, model: nn.Module, n: int, device: torch.device, backend:
 
 
 def sequence(n: int, tokens: int, width: int, device: torch.device, backend: ModuleType, rounds: int = 9) -> Row:
-    """Relative flatness of a linear layer, width × width, for one signal of n sequences."""
+    """Return relative flatness of a linear layer, width × width, for one signal of n sequences."""
     layer = nn.Linear(width, width, bias=False, device=device, dtype=torch.bfloat16)
     phi, delta = (torch.randn(n, tokens, width, device=device).bfloat16() for _ in range(2))
     weight = layer.weight.detach()
@@ -97,7 +97,7 @@ class Contracted:
         }
 
     def values(self, x: Tensor) -> Tensor:
-        """Sums over the samples, (layers,)."""
+        """Return sums over the samples, (layers,)."""
         totals = {name: torch.zeros((), dtype=torch.float64, device=x.device) for name in self._forms}
         for inputs, signals in self.bare.passes([x]):
             shares = {name: self._share(name, phi) for name, phi in inputs.items()}

@@ -31,7 +31,7 @@ class Row:
 
 
 def milliseconds(alternatives: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, float]:
-    """Of each alternative the median over rounds in which they come in turn, after one uncounted round."""
+    """Return each alternative's median over rounds in which they come in turn, after one uncounted round."""
     found: dict[str, list[float]] = {name: [] for name in alternatives}
     for turn in range(rounds + 1):
         for name, function in alternatives.items():
@@ -42,7 +42,7 @@ def milliseconds(alternatives: Mapping[str, Callable[[], Any]], device: torch.de
 
 
 def peak_mib(function: Callable[[], Any], device: torch.device) -> float:
-    """Of torch's allocator, beyond what is held before; 0 without a GPU."""
+    """Return the peak of torch's allocator, beyond what is held before; 0 without a GPU."""
     if device.type != "cuda":
         function()
         return 0.0

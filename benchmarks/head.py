@@ -31,34 +31,34 @@ import pyflatness as pf
 
 
 def composed_rows(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """E|w|² - |E w|² in torch, by two products with w."""
+    """Return E|w|² - |E w|² in torch, by two products with w."""
     p = torch.softmax(torch.addmm(b, x, w.t()), 1)
     variance = p @ w.square().sum(1) - (p @ w).square().sum(1)
     return (x.square().sum(1) * variance).mean()
 
 
 def composed_gram(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """The same by the Gram matrix w wᵀ."""
+    """Return the same as :func:`composed_rows`, by the Gram matrix w wᵀ."""
     p = torch.softmax(torch.addmm(b, x, w.t()), 1)
     gram = w @ w.t()
     return (x.square().sum(1) * (p @ gram.diagonal() - ((p @ gram) * p).sum(1))).mean()
 
 
 def nested_autograd(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """The definition: one backward pass for every weight."""
+    """Return the value by the definition: one backward pass for every weight."""
     w = w.clone().requires_grad_()
     y = torch.zeros(len(x), dtype=torch.int64)
-    (slope,) = torch.autograd.grad(F.cross_entropy(torch.addmm(b, x, w.t()), y), w, create_graph=True)
+    (gradient,) = torch.autograd.grad(F.cross_entropy(torch.addmm(b, x, w.t()), y), w, create_graph=True)
     gram, total = (w @ w.t()).detach(), torch.zeros(())
     for s in range(len(w)):
         for j in range(w.shape[1]):
-            (row,) = torch.autograd.grad(slope[s, j], w, retain_graph=True)
+            (row,) = torch.autograd.grad(gradient[s, j], w, retain_graph=True)
             total = total + gram[s] @ row[:, j]
     return total
 
 
 def head(n: int, d: int, m: int, rounds: int) -> dict[str, Timing]:
-    """Times one head on random features."""
+    """Time one head on random features."""
     x, w, b, y = torch.randn(n, m), torch.randn(d, m) / m**0.5, torch.randn(d), torch.randint(d, (n,))
     slice_ = x[:200]
     alternatives: dict[str, Callable[[], object]] = {
@@ -76,7 +76,7 @@ def head(n: int, d: int, m: int, rounds: int) -> dict[str, Timing]:
 
 
 def wide(n: int, d: int, m: int, rounds: int) -> dict[str, Timing]:
-    """Times a vocabulary-size head, against its two products over all rows at once and by chunks of rows."""
+    """Time a vocabulary-size head, against its two products over all rows at once and by chunks of rows."""
     x, w, y = torch.randn(n, m), torch.randn(d, m).div_(m**0.5), torch.randint(d, (n,))
     alternatives: dict[str, Callable[[], object]] = {
         "pyflatness": lambda: pf.head_flatness(x, w, None, y),
@@ -88,7 +88,7 @@ def wide(n: int, d: int, m: int, rounds: int) -> dict[str, Timing]:
 
 
 def network(n: int, rounds: int) -> dict[str, Timing]:
-    """Times the head of LeNet5 on a data set, against the bare forward passes."""
+    """Time the head of LeNet5 on a data set, against the bare forward passes."""
     model = lenet5().eval()
     batches = list(zip(images(n).split(1000), torch.randint(10, (n,)).split(1000), strict=True))
 
@@ -137,7 +137,7 @@ def rows_of(
 
 
 def main() -> None:
-    """Prints a table of times and ratios, and the targets."""
+    """Print a table of times and ratios, and the targets."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=31)
     rounds = parser.parse_args().rounds

@@ -42,7 +42,7 @@ DRAWS = 64  # by which the deviation of other libraries' draws is known
 
 
 def tanh_network() -> nn.Sequential:
-    """The network of the table."""
+    """Return the network of the table."""
     parts: list[nn.Module] = []
     for a, b in itertools.pairwise(WIDTHS):
         parts += [nn.Linear(a, b), nn.Tanh()]
@@ -50,22 +50,22 @@ def tanh_network() -> nn.Sequential:
 
 
 def products(model: nn.Sequential, place: int, z: Tensor, y: Tensor) -> Callable[[], None]:
-    """Hessian products of what is behind the layer at ``place``, as many as its weight has ranks."""
+    """Return Hessian products of what is behind the layer at ``place``, as many as its weight has ranks."""
     tail, directions = model[place + 1 :], torch.eye(z.shape[1])[: min(model[place].weight.shape)]
     tail.requires_grad_(False)
 
     def run() -> None:
         outputs = z.detach().requires_grad_()
         value = F.cross_entropy(tail(outputs), y, reduction="sum")
-        (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
+        (gradient,) = torch.autograd.grad(value, outputs, create_graph=True)
         for u in directions:
-            torch.autograd.grad(slope, outputs, u.expand_as(outputs), retain_graph=True)
+            torch.autograd.grad(gradient, outputs, u.expand_as(outputs), retain_graph=True)
 
     return run
 
 
 def tanh(rounds: int, n: int = 256) -> Table:
-    """Exact values of each layer."""
+    """Return exact values of each layer."""
     model, x, y = tanh_network(), torch.randn(n, WIDTHS[0]), torch.randint(2, (n,))
     table = _table(
         f"tanh network, n = {n}, exact", "layer", "rank", "pyflatness ms", "products ms", "forward ms", "ratio"
@@ -102,7 +102,7 @@ class Block(nn.Module):
         self.up, self.down, self.head = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Linear(width, 10)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (n, 10) of tokens (n, T)."""
+        """Return logits (n, 10) of tokens (n, T)."""
         h = self.embed(tokens)
         q, k, v = self.qkv(self.norm1(h)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         h = h + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
@@ -111,7 +111,7 @@ class Block(nn.Module):
 
 
 def trained_block(n: int, length: int) -> tuple[Block, Tensor, Tensor]:
-    """A block that has learnt which of ten tokens comes most often."""
+    """Return a block that has learnt which of ten tokens comes most often."""
     model, x = Block(), torch.randint(50, (n, length))
     y = F.one_hot(x, 50).sum(dim=1)[:, :10].argmax(dim=1)
     optimiser = torch.optim.Adam(model.parameters(), 2e-3)
@@ -123,7 +123,7 @@ def trained_block(n: int, length: int) -> tuple[Block, Tensor, Tensor]:
 
 
 def by_curvlinops(model: nn.Module, weight: Tensor, x: Tensor, y: Tensor) -> Callable[[], float]:
-    """One draw of the trace of curvlinops' Hessian operator."""
+    """Return one draw of the trace of curvlinops' Hessian operator."""
     import curvlinops
 
     operator = curvlinops.HessianLinearOperator(model, LOSS, [weight], [(x, y)], check_deterministic=False)
@@ -137,7 +137,7 @@ def by_curvlinops(model: nn.Module, weight: Tensor, x: Tensor, y: Tensor) -> Cal
 
 
 def by_pyhessian(model: nn.Module, weight: Tensor, x: Tensor, y: Tensor) -> Callable[[], float]:
-    """One draw of PyHessian's trace, of the parameters that require a gradient."""
+    """Return one draw of PyHessian's trace, of the parameters that require a gradient."""
     import pyhessian
 
     for parameter in model.parameters():
@@ -149,7 +149,7 @@ def by_pyhessian(model: nn.Module, weight: Tensor, x: Tensor, y: Tensor) -> Call
 
 
 def transformer(rounds: int, n: int = 256, length: int = 16) -> Table:
-    """The trace of some layers to 1 %."""
+    """Return the trace of some layers to 1 %."""
     model, x, y = trained_block(n, length)
     table = _table(f"transformer block, {n} sequences of {length} tokens, trace to 1 %", "layer", "what", "draws", "ms")
     table.add_column("it / pyflatness")

@@ -77,7 +77,7 @@ class Work:
         self.report, self.parts = self._first()
 
     def measure(self, **options: object) -> pf.Report:
-        """The call that is timed."""
+        """Return the call that is timed."""
         return pf.measure(
             self.model,
             LOSS,
@@ -90,15 +90,15 @@ class Work:
         )
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """The data in the parts that pyflatness cuts it to."""
+        """Return the data in the parts that pyflatness cuts it to."""
         return list(zip(self.x.split(self.parts), self.y.split(self.parts), strict=True))
 
     def inputs(self) -> list[Tensor]:
-        """The same without targets."""
+        """Return the same without targets."""
         return [x for x, _ in self.batches()]
 
     def kappa(self) -> float:
-        """Of the first layer."""
+        """Return relative flatness of the first layer."""
         return self.report[self.names[0], "relative_flatness"].value
 
     def _first(self) -> tuple[pf.Report, list[int]]:
@@ -125,7 +125,7 @@ class Line:
     limit: float | None = None
 
     def cells(self) -> list[str]:
-        """Of the table."""
+        """Return the cells of the table."""
         held = self.ours_over_it if self.ours_over_it is not None else self.of_sweep
         target = ["", ""]
         if self.limit is not None and held is not None:
@@ -135,7 +135,7 @@ class Line:
 
 
 def swept(work: Work, rounds: int, whole: float | None = None, contraction: float | None = None) -> Iterator[Line]:
-    """Times pyflatness, the sweep and composed torch; the targets are shares of the sweep."""
+    """Time pyflatness, the sweep and composed torch; the targets are shares of the sweep."""
     sweep = bare.Sweep(work.model, work.names)
     _check_composed(work, sweep)
     timings = in_turn(
@@ -160,7 +160,7 @@ def swept(work: Work, rounds: int, whole: float | None = None, contraction: floa
 
 
 def beside(work: Work, others: dict[str, Callable[[], Any]], rounds: int, limit: float | None) -> Iterator[Line]:
-    """Times other ways to the value of one layer; those that give another value are not timed."""
+    """Time other ways to the value of one layer; those that give another value are not timed."""
     timed: dict[str, Callable[[], Any]] = {}
     for name, function in others.items():
         start = time.perf_counter()
@@ -253,7 +253,7 @@ def growth(sizes: Sequence[tuple[int, int]], rounds: int) -> Iterator[list[str]]
 
 
 def _grown(n: int, classes: int, rounds: int) -> tuple[Timing, Timing, int]:
-    """Times of pyflatness and of the sweep, and the largest part."""
+    """Return times of pyflatness and of the sweep, and the largest part."""
     work = Work("", lenet5(classes).eval(), images(n), classes)
     sweep = bare.Sweep(work.model, work.names)
     timings = in_turn({"": work.measure, "sweep": lambda: sweep.run(work.inputs())}, rounds, repeats=1)
@@ -261,13 +261,13 @@ def _grown(n: int, classes: int, rounds: int) -> tuple[Timing, Timing, int]:
 
 
 def product_rate() -> float:
-    """Multiply-adds a second of a product of 1024 × 1024 matrices."""
+    """Return multiply-adds a second of a product of 1024 × 1024 matrices."""
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
     return 1024**3 / in_turn({"": lambda: torch.mm(a, b)}, 5)[""].median
 
 
 def titled(work: Work) -> str:
-    """What is measured, and the parts that the data is cut to."""
+    """Return what is measured, and the parts that the data is cut to."""
     parts = [f"{len(list(group))} × {size}" for size, group in itertools.groupby(work.parts)]
     return f"{work.title}\nn = {len(work.x):,}\nparts {', '.join(parts)}"
 
@@ -277,7 +277,7 @@ GROWTH = {"n": [(1000, 10), (4000, 10), (16_000, 10), (64_000, 10)], "classes": 
 
 
 def main() -> None:
-    """Prints a table of times and ratios with the targets, and one of growth."""
+    """Print a table of times and ratios with the targets, and one of growth."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", help=f"of {', '.join([*GROUPS, 'growth'])}")
     parser.add_argument("--rounds", type=int, default=9)

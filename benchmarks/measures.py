@@ -51,7 +51,7 @@ NETWORKS: dict[str, Callable[[], tuple[str, nn.Module, torch.Tensor]]] = {"lenet
 
 
 def ratios(make: Callable[[], tuple[str, nn.Module, torch.Tensor]], rounds: int, clock: Callable[[], float]) -> Table:
-    """Relative flatness alone, with each family beside it, and with all of them."""
+    """Return relative flatness alone, with each family beside it, and with all of them."""
     title, model, x = make()
     data, loss = (x, torch.arange(len(x)) % 10), nn.CrossEntropyLoss()
     calls: dict[str, list[str] | None] = {

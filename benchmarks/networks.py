@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 def lenet5(classes: int = 10) -> nn.Sequential:
-    """The network of the 2021 paper's headline experiment, for 32 × 32 colour images: 5 layers."""
+    """Return the network of the 2021 paper's headline experiment, for 32 × 32 colour images: 5 layers."""
     return nn.Sequential(
         OrderedDict[str, nn.Module](
             conv1=nn.Conv2d(3, 6, 5),
@@ -40,7 +40,7 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, channels, h, w) to (n, width, h / stride, w / stride)."""
+        """Map (n, channels, h, w) to (n, width, h / stride, w / stride)."""
         out = F.relu(self.norm1(self.conv1(x)), inplace=True)
         out = self.norm2(self.conv2(out))
         out += self.shortcut(x)
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 def resnet18(classes: int = 10) -> nn.Sequential:
-    """ResNet-18 with the stem for 32 × 32 images (3 × 3, stride 1, no pooling): 20 convolutions and a head."""
+    """Return ResNet-18 with the stem for 32 × 32 images (3 × 3, stride 1, no pooling): 20 convolutions and a head."""
     stem = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
     blocks: list[nn.Module] = []
     channels = 64
@@ -59,7 +59,7 @@ def resnet18(classes: int = 10) -> nn.Sequential:
 
 
 def vgg11(classes: int = 2) -> nn.Sequential:
-    """The network of the 2024 paper for 32 × 32 colour images: 8 convolutions and 3 linear layers."""
+    """Return the network of the 2024 paper for 32 × 32 colour images: 8 convolutions and 3 linear layers."""
     parts: list[nn.Module] = []
     channels = 3
     for width in (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0):  # 0: pooling
@@ -73,13 +73,13 @@ def vgg11(classes: int = 2) -> nn.Sequential:
 
 
 def images(n: int) -> Tensor:
-    """(n, 3, 32, 32) of noise."""
+    """Return noise (n, 3, 32, 32)."""
     return torch.randn(n, 3, 32, 32)
 
 
 @torch.no_grad()
 def settled(model: nn.Module) -> nn.Module:
-    """In eval mode, with BatchNorm's running statistics from some batches of noise."""
+    """Return the model in eval mode, with BatchNorm's running statistics from some batches of noise."""
     model.train()
     for _ in range(10):
         model(images(64))
@@ -87,5 +87,5 @@ def settled(model: nn.Module) -> nn.Module:
 
 
 def measurable(model: nn.Module) -> list[str]:
-    """Names of all linear and convolutional layers."""
+    """Return names of all linear and convolutional layers."""
     return [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]

@@ -17,13 +17,13 @@ import pyflatness as pf
 
 
 def resident() -> int:
-    """Bytes, the largest so far."""
+    """Return the largest number of bytes so far."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def main(what: str, n: int, classes: int, part: int) -> None:
-    """Does the work once and prints its peak."""
+    """Do the work once and print its peak."""
     torch.manual_seed(0)
     model = lenet5(classes).eval()
     x, y = images(n), torch.arange(n) % classes

@@ -25,25 +25,25 @@ class Around:
 
     @torch.no_grad()
     def features(self, x: Tensor) -> Tensor:
-        """The layer's inputs."""
+        """Return the layer's inputs."""
         return self._front(x)
 
     def contracted(self, hessian: Tensor) -> Tensor:
-        """Σ ⟨w_s, w_t⟩ Tr(H_st) of a Hessian (d, m, d, m)."""
+        """Return Σ ⟨w_s, w_t⟩ Tr(H_st) of a Hessian (d, m, d, m)."""
         w = self.layer.weight.detach()
         return torch.einsum("sjtj,st->", hessian, w @ w.t())
 
 
 def nested_autograd(around: Around, batches: Batches) -> Tensor:
-    """As in the code of the 2021 paper: a backward pass for every weight, of its entry of the gradient."""
+    """Return the value as the code of the 2021 paper does: a backward pass for every weight."""
     w = around.layer.weight.requires_grad_()
     gram, total = (w @ w.t()).detach(), torch.zeros(())
     for x, y in batches:
         loss = F.cross_entropy(around.behind(around.features(x)), y, reduction="sum")
-        (slope,) = torch.autograd.grad(loss, w, create_graph=True)
+        (gradient,) = torch.autograd.grad(loss, w, create_graph=True)
         for s in range(len(w)):
             for j in range(w.shape[1]):
-                (row,) = torch.autograd.grad(slope[s, j], w, retain_graph=True)
+                (row,) = torch.autograd.grad(gradient[s, j], w, retain_graph=True)
                 total += gram[s] @ row[:, j]
     return total / _samples(batches)
 
@@ -64,7 +64,7 @@ def functional_hessian(around: Around, batches: Batches) -> Tensor:
 
 
 def curvlinops_hessian(around: Around) -> Callable[[Batches], Tensor]:
-    """The operator of curvlinops times the unit vectors, contracted.
+    """Return the operator of curvlinops times the unit vectors, contracted.
 
     Raises:
         ImportError: curvlinops is not installed.

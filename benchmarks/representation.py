@@ -33,7 +33,7 @@ class Bare:
             self._model.get_submodule(name).register_forward_pre_hook(lambda _, args: self._inputs.append(args[0]))
 
     def run(self, x: Tensor) -> list[tuple[Tensor, ...]]:
-        """The gradients of every output, in the inputs of all layers."""
+        """Return the gradients of every output, in the inputs of all layers."""
         self._inputs.clear()
         outputs = self._model(x.clone().requires_grad_())
         columns = torch.eye(outputs.shape[1])
@@ -43,7 +43,7 @@ class Bare:
         ]
 
     def composed(self, x: Tensor) -> float:
-        """NMLS of it, as a careful user would write it."""
+        """Return NMLS of it, as a careful user would write it."""
         total = 0.0
         for rows in zip(*self.run(x), strict=True):
             jacobians = torch.stack([row.flatten(1) for row in rows], dim=1).double()
@@ -53,7 +53,7 @@ class Bare:
 
 
 def timed(classes: int, n: int, rounds: int) -> dict[str, Timing]:
-    """The alternatives of one row of the table; they have to agree."""
+    """Return the alternatives of one row of the table; they have to agree."""
     model, x, y = vgg11(classes).eval(), images(n), torch.randint(classes, (n,))
     bare = Bare(model)
 

@@ -24,7 +24,7 @@ N, M, FOLDS, DRAWS = 600, 8, 3, 32
 
 
 def loop(phi: Tensor, w: Tensor, y: Tensor, delta: float) -> float:
-    """Σ over folds, samples and draws, a loss at a time."""
+    """Return Σ over folds, samples and draws, a loss at a time."""
     noise = pf.truncated_normal_noise(phi, delta, draws=DRAWS)
     places, total = assigned(N, FOLDS, 0), 0.0
     for k in range(FOLDS):
@@ -38,7 +38,7 @@ def loop(phi: Tensor, w: Tensor, y: Tensor, delta: float) -> float:
 
 
 def authors_loop(phi: Tensor, w: Tensor, y: Tensor) -> float:
-    """As the authors' code does it: every pair of a held-out and another sample."""
+    """Return the value as the authors' code does: every pair of a held-out and another sample."""
     places, total = assigned(N, FOLDS, 0), 0.0
     for k in range(FOLDS):
         held_out, sample = (places == k).nonzero()[:, 0].tolist(), (places != k).nonzero()[:, 0].tolist()
@@ -53,7 +53,7 @@ def authors_loop(phi: Tensor, w: Tensor, y: Tensor) -> float:
 
 
 def main() -> None:
-    """Prints a table of times and ratios."""
+    """Print a table of times and ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds

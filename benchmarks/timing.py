@@ -15,11 +15,11 @@ class Timing:
 
     @property
     def median(self) -> float:
-        """The median round."""
+        """Return the median round."""
         return statistics.median(self.seconds)
 
     def ratio(self, other: "Timing") -> float:
-        """The median over the rounds of this over ``other`` in the same round."""
+        """Return the median over the rounds of this over ``other`` in the same round."""
         return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
 
 
@@ -29,7 +29,7 @@ def in_turn(
     repeats: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Times every alternative once a round: the mean of some calls in a row, after an uncounted one.
+    """Time every alternative once a round: the mean of some calls in a row, after an uncounted one.
 
     Without that call an alternative would find its data in a cache, or not, by what ran before it. One call in a row is
     for work too long for that to matter, and has no other in front.

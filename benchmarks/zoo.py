@@ -118,7 +118,7 @@ def table(train: Path, test: Path, before: tuple[Path, ...], after: tuple[Path, 
 
 
 def _columns(train: Path, test: Path, paths: tuple[Path, ...]) -> Columns:
-    """The gap, the training loss and the measures of each checkpoint."""
+    """Return the gap, the training loss and the measures of each checkpoint."""
     whole = tables.read(train, test)
     stems = [_stem(name) for name in whole.names]
     columns: Columns = {"checkpoint": stems, "gap": [*whole.column("gap")], "loss": [*whole.column("loss")]}
@@ -159,7 +159,7 @@ def _write_correlations(path: Path, found: dict[str, Found]) -> None:
 
 
 def _by_place(found: Found, head: str) -> dict[str, list[str]]:
-    """Columns by the table that they are in."""
+    """Return columns by the table that they are in."""
     places: dict[str, list[str]] = {head: [], "network": [], "other layers": []}
     for column in found:
         _, _, layer = column.partition(" ")
@@ -169,7 +169,7 @@ def _by_place(found: Found, head: str) -> dict[str, list[str]]:
 
 
 def _print(title: str, columns: list[str], found: dict[str, Found]) -> None:
-    """As Markdown; of what stays the same to two digits once."""
+    """Print a table as Markdown; what stays the same to two digits is printed once."""
     statistics = " | ".join(STATISTICS)
     print(f"\n### {title}\n\n| measure | weights | networks | {statistics} |\n|---|---|---|{'---|' * len(STATISTICS)}")
     for column in columns:

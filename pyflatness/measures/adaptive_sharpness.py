@@ -29,6 +29,6 @@ ADAPTIVE_SHARPNESS = Measure(
     quantity="weighted",
     of_network=lambda task: diagonal.estimate(task, adaptive=True),
     invariant="layer-wise, neuron-wise",
-    cost="layers: one sweep, shared; network: a sweep of its own, and where the model is curved in a parameter a "
-    "Hessian product for each of its entries",
+    cost="layers: one sweep, shared; network: a sweep of its own, and where the model is not piecewise linear in "
+    "a parameter a Hessian product for each of its entries",
 )

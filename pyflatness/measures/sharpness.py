@@ -17,5 +17,6 @@ SHARPNESS = Measure(
     of_layers=False,
     compute=lambda task: {"": diagonal.estimate(task)},
     granularity="network",
-    cost="a sweep of its own; where the model is curved in a parameter, a Hessian product for each of its entries",
+    cost="a sweep of its own; where the model is not piecewise linear in a parameter, a Hessian product for each of "
+    "its entries",
 )

@@ -182,8 +182,8 @@ def test_the_mean_is_the_parabola_within_its_standard_error(case):
     torch.manual_seed(11)
     model = build().double().eval()
     weight = model.get_submodule(name).weight
-    (slope,) = torch.autograd.grad(LOSS(model(data[0]), data[1]), weight)
-    assert slope.norm() > 1e-2  # no minimum
+    (gradient,) = torch.autograd.grad(LOSS(model(data[0]), data[1]), weight)
+    assert gradient.norm() > 1e-2  # no minimum
     alpha = 3e-5 if case == "relu" else 0.02  # so small that no sample crosses a kink
     found = pf.feature_robustness(model, LOSS, data, name, alphas=[alpha], draws=300)
     assert abs(float(found.rises - found.parabola)) < 3.5 * float(found.stderr)

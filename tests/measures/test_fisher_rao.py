@@ -45,8 +45,8 @@ def test_fisher_rao_of_tokens_is_over_tokens():
     terms = []
     for i, t in (TOKEN_TARGETS >= 0).nonzero().tolist():
         loss = F.cross_entropy(model(TOKENS[i : i + 1])[:, :, t], TOKEN_TARGETS[i : i + 1, t])
-        slopes = torch.autograd.grad(loss, [*model.parameters()])
-        terms.append(sum((g * p.detach()).sum() for g, p in zip(slopes, model.parameters(), strict=True)))
+        gradients = torch.autograd.grad(loss, [*model.parameters()])
+        terms.append(sum((g * p.detach()).sum() for g, p in zip(gradients, model.parameters(), strict=True)))
     value = one("fisher_rao", model, nn.CrossEntropyLoss(), (TOKENS, TOKEN_TARGETS)).value
     assert value == pytest.approx(float(torch.stack(terms).square().mean().sqrt()), rel=1e-12)
 
@@ -56,8 +56,8 @@ def test_fisher_rao_of_relu_layers_without_bias(depth):
     """K √E⟨∂ℓ/∂f, f⟩², for K weight layers."""
     model = network(M, *[6] * (depth - 1), C, bias=False)
     f = model(X).detach().requires_grad_()
-    (slope,) = torch.autograd.grad(F.cross_entropy(f, INDICES, reduction="sum"), f)
-    expected = depth * (slope * f.detach()).sum(1).square().mean().sqrt()
+    (gradient,) = torch.autograd.grad(F.cross_entropy(f, INDICES, reduction="sum"), f)
+    expected = depth * (gradient * f.detach()).sum(1).square().mean().sqrt()
     assert one("fisher_rao", model, nn.CrossEntropyLoss(), (X, INDICES)).value == pytest.approx(float(expected))
 
 
@@ -159,8 +159,8 @@ def test_fisher_rao_over_the_grid(name):
     terms = F.cross_entropy(model(case.inputs), case.targets, reduction="none")
     found = []
     for term in terms:
-        slopes = torch.autograd.grad(term, [*model.parameters()], retain_graph=True, allow_unused=True)
-        pairs = zip(slopes, model.parameters(), strict=True)
+        gradients = torch.autograd.grad(term, [*model.parameters()], retain_graph=True, allow_unused=True)
+        pairs = zip(gradients, model.parameters(), strict=True)
         found.append(sum((g * p).sum() for g, p in pairs if g is not None))
     expected = float(torch.stack(found).detach().square().mean().sqrt())
     value = one("fisher_rao", model, case.loss, (case.inputs, case.targets)).value

@@ -28,8 +28,8 @@ def products(model, loss, x, y):
     """⟨θ, ∂ℓ_i/∂θ⟩ of the loss of each sample alone, by autograd."""
     found = []
     for i in range(len(x)):
-        slopes = torch.autograd.grad(loss(model(x[i : i + 1]), y[i : i + 1]), [*model.parameters()])
-        found.append(sum((g * p).sum() for g, p in zip(slopes, model.parameters(), strict=True)))
+        gradients = torch.autograd.grad(loss(model(x[i : i + 1]), y[i : i + 1]), [*model.parameters()])
+        found.append(sum((g * p).sum() for g, p in zip(gradients, model.parameters(), strict=True)))
     return torch.stack(found).detach()
 
 

@@ -6,6 +6,6 @@ Interval = tuple[float, float]
 
 
 def share(intervals: Iterable[Interval], truth: float) -> float:
-    """The share of intervals that hold the truth."""
+    """Return the share of intervals that hold the truth."""
     held = [low <= truth <= high for low, high in intervals]
     return sum(held) / len(held)

@@ -20,7 +20,7 @@ from support.fuzzed.verdicts import Total, Verdict
 
 
 def judge(seed: int) -> Verdict:
-    """Draws the case of a seed and holds what the library says of it against the truth."""
+    """Draw the case of a seed and hold what the library says of it against the truth."""
     with on_threads(1):  # the networks are too small for more
         verdict = Verdict(draw(seed))
         check(verdict)

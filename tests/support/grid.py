@@ -38,13 +38,13 @@ class Case:
 
 @functools.cache
 def hessian(case: Case, layer: str) -> Tensor:
-    """The truth of a case's layer, (d, m, d, m)."""
+    """Return the truth of a case's layer, (d, m, d, m)."""
     return truth.layer_hessian(case.build(), case.loss, case.inputs, case.targets, layer)
 
 
 @functools.cache
 def ggn(case: Case, layer: str) -> Tensor:
-    """The Gauss-Newton matrix of a case's layer, (d, m, d, m)."""
+    """Return the Gauss-Newton matrix of a case's layer, (d, m, d, m)."""
     return truth.layer_ggn(case.build(), case.loss, case.inputs, case.targets, layer)
 
 
@@ -53,7 +53,7 @@ def groups(case: Case, layer: str) -> int:
 
 
 def batches(case: Case, size: int = 2) -> list[tuple[Tensor, Tensor]]:
-    """A case's data in batches of that many samples; of one where samples could not be told apart else."""
+    """Return a case's data in batches of that many samples; of one where samples could not be told apart else."""
     size = 1 if case.name == "gathered tokens" else size
     return list(zip(case.inputs.split(size), case.targets.split(size), strict=True))
 

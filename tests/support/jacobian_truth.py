@@ -33,7 +33,7 @@ def places(model, x, names):
 
 
 def measures(x, jacobian, top=None):
-    """Of one sample, without the logarithm of a volume that is not there."""
+    """Return the measures of one sample, without the logarithm of a volume that is not there."""
     s = torch.linalg.svdvals(jacobian)
     outputs = len(jacobian)
     s = torch.cat([s, s.new_zeros(outputs - len(s))])

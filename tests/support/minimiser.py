@@ -5,15 +5,15 @@ from scipy import optimize
 
 
 def brute_force(curvature, weight):
-    """By a quasi-Newton method in log a and log b, which are kept from running off to infinity."""
+    """Minimise by a quasi-Newton method in log a and log b, which are kept from running off to infinity."""
     d, m = weight.shape
     h, squares = curvature.numpy(), weight.square().numpy()
 
     def value(x):
         scale = torch.from_numpy(x[:d, None] + x[d:]).exp().numpy()
         rising, falling = h * scale, squares / scale
-        slope = rising - falling
-        return rising.sum() + falling.sum(), [*slope.sum(axis=1), *slope.sum(axis=0)]
+        gradient = rising - falling
+        return rising.sum() + falling.sum(), [*gradient.sum(axis=1), *gradient.sum(axis=0)]
 
     bounds = [(-40.0, 40.0)] * (d + m)
     return optimize.minimize(

@@ -129,7 +129,7 @@ def _of_module(module):
 
 
 def of_thread():
-    """Switches that belong to a thread."""
+    """Return the switches that belong to a thread."""
     return {
         "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")),
         "stacks": (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()),
@@ -139,7 +139,7 @@ def of_thread():
 
 
 def of_process():
-    """Those that belong to the process."""
+    """Return the switches that belong to the process."""
     cuda = torch.backends.cuda
     return {
         "random": (torch.get_rng_state().tolist(), random.getstate()),

@@ -17,20 +17,20 @@ Loss = Callable[..., Tensor]
 
 
 def hessian(risk: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
-    """The dense Hessian of ``risk`` in ``weight`` (d, m), as (d, m, d, m)."""
+    """Return the dense Hessian of ``risk`` in ``weight`` (d, m), as (d, m, d, m)."""
     result = autograd.hessian(risk, weight)
     assert isinstance(result, Tensor)
     return result
 
 
 def relative_flatness(risk: Callable[[Tensor], Tensor], weight: Tensor) -> float:
-    """Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(H_ss'), the definition, from the dense Hessian."""
+    """Return Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(H_ss'), the definition, from the dense Hessian."""
     weight = weight.detach().double()
     return relative_flatness_of(hessian(risk, weight), weight)
 
 
 def of_model(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, name: str) -> float:
-    """κ of one layer of a float64 model."""
+    """Return κ of one layer of a float64 model."""
     layer = model.get_submodule(name)
 
     def risk(weight: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def of_model(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, name
 
 
 def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """|φ_i|² Σ_s p_s |w_s - μ_i|² in float64, from differences, with the tail of p summed apart."""
+    """Return |φ_i|² Σ_s p_s |w_s - μ_i|² in float64, from differences, with the tail of p summed apart."""
     features, weight = features.double(), weight.double()
     logits = features @ (weight - weight[0]).t() + (0 if bias is None else bias.double())
     p = torch.softmax(logits, dim=1)
@@ -55,7 +55,7 @@ def tolerance(dtype: torch.dtype, formula_error: float = 0.0) -> float:
 
 
 def exact_formula_error(features: Tensor, weight: Tensor, bias: Tensor | float, expected: Tensor) -> float:
-    """The error of the exact formula on float32 logits: what no float32 method can be asked to beat."""
+    """Return the error of the exact formula on float32 logits: what no float32 method can be asked to beat."""
     logits = (features @ weight.t() + bias).double()
     p = torch.softmax(logits, 1)
     pairs = torch.cdist(weight.double(), weight.double(), compute_mode="donot_use_mm_for_euclid_dist").square()
@@ -125,13 +125,13 @@ def layer_ggn(
 
 
 def joint_hessian(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, names: Sequence[str]) -> Tensor:
-    """The Hessian (N, N) of E in the weights of several layers, one after the other, each a row-major matrix."""
+    """Return the Hessian (N, N) of E in the weights of several layers, one after the other, each a row-major matrix."""
     outputs, weights = outputs_of_all(model, inputs, names)
     return hessian(lambda vector: loss(outputs(vector), targets), weights)
 
 
 def joint_ggn(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, names: Sequence[str]) -> Tensor:
-    """JᵀH_fJ (N, N) in the weights of several layers."""
+    """Return JᵀH_fJ (N, N) in the weights of several layers."""
     outputs, weights = outputs_of_all(model, inputs, names)
     f = outputs(weights).detach()
     jacobian = autograd.jacobian(outputs, weights).view(f.numel(), -1)
@@ -140,7 +140,7 @@ def joint_ggn(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, nam
 
 
 def outputs_of_all(model: nn.Module, inputs: Tensor, names: Sequence[str]) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """The model's outputs as a function of all weights of some layers, joined; and these."""
+    """Return the model's outputs as a function of all weights of some layers, joined; and these."""
     weights = [weight_of(model, name) for name in names]
 
     def outputs(vector: Tensor) -> Tensor:
@@ -164,22 +164,22 @@ def block_traces(matrix: Tensor, groups: int = 1) -> Tensor:
 
 
 def relative_flatness_of(matrix: Tensor, weight: Tensor, groups: int = 1) -> float:
-    """κ = ⟨w wᵀ, T⟩."""
+    """Return κ = ⟨w wᵀ, T⟩."""
     return float((weight @ weight.t() * block_traces(matrix, groups)).sum())
 
 
 def trace_of(matrix: Tensor) -> float:
-    """Σ_s Tr(H_ss)."""
+    """Return Σ_s Tr(H_ss)."""
     return float(torch.einsum("sjsj->", matrix))
 
 
 def diagonal_of(matrix: Tensor) -> Tensor:
-    """∂²E/∂w_sj², (d, m)."""
+    """Return ∂²E/∂w_sj², (d, m)."""
     return torch.einsum("sjsj->sj", matrix)
 
 
 def adaptive_sharpness_of(matrix: Tensor, weight: Tensor) -> float:
-    """Σ w_sj² ∂²E/∂w_sj²."""
+    """Return Σ w_sj² ∂²E/∂w_sj²."""
     return float((weight.square() * diagonal_of(matrix)).sum())
 
 
@@ -228,7 +228,7 @@ class Dense(nn.Module):
 
 
 def affine(model: nn.Module, name: str, inputs: Tensor) -> tuple[nn.Module, str]:
-    """A copy of the model with convolution ``name`` as one dense Linear, and the name of that Linear.
+    """Return a copy of the model with convolution ``name`` as one dense Linear, and the name of that Linear.
 
     κ, trace and T by ``conv="affine"`` are the ordinary ones of that layer.
     """
@@ -247,7 +247,7 @@ def affine(model: nn.Module, name: str, inputs: Tensor) -> tuple[nn.Module, str]
 
 
 def layer_inputs(model: nn.Module, name: str, inputs: Tensor) -> list[Tensor]:
-    """What each call of the layer took, as it came."""
+    """Return what each call of the layer took, as it came."""
     seen: list[Tensor] = []
     with torch.no_grad(), contextlib.ExitStack() as stack:
         handle = model.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0].clone()))
@@ -257,7 +257,7 @@ def layer_inputs(model: nn.Module, name: str, inputs: Tensor) -> list[Tensor]:
 
 
 def deviations(rows: Tensor) -> Tensor:
-    """σ_j, biased, of (rows, features): |c| for a feature that is c throughout, 0 for one that drops out."""
+    """Return σ_j, biased, of (rows, features): |c| for a feature that is c throughout, 0 for one that drops out."""
     deviation, largest = rows.std(dim=0, correction=0), rows.abs().amax(dim=0)
     return torch.where(deviation <= 1e-12 * largest, largest, deviation)
 
@@ -270,7 +270,7 @@ def layer_deviations(model: nn.Module, name: str, inputs: Tensor) -> Tensor:
 
 
 def scaled(layer: nn.Module, matrix: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
-    """The matrix of a layer in the coordinates w'_j = w_j σ_j, and w' (d, m): κ_n is κ of the two (Theorem 4).
+    """Return the matrix of a layer in the coordinates w'_j = w_j σ_j, and w' (d, m): κ_n is κ of the two (Theorem 4).
 
     ``deviation`` is of the layer's features, or input channels: each tap has its channel's. A feature of deviation 0
     drops out: its column of w' and its rows of the matrix are 0.

@@ -61,7 +61,7 @@ class Case:
 
 
 def draw(seed: int) -> Case:
-    """The case of a seed: the first network drawn that autograd can differentiate twice on its data."""
+    """Return the case of a seed: the first network drawn that autograd can differentiate twice on its data."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -95,7 +95,7 @@ def _inputs(rng: random.Random, generator: torch.Generator, network: Network) ->
 
 
 def _cut(rng: random.Random, samples: int) -> tuple[int, ...]:
-    """Sizes of batches that make up the samples: any, batches of one, equal ones with a ragged last, or none."""
+    """Return sizes of batches that make up the samples: any, batches of one, equal ones with a ragged last, or none."""
     how = rng.choice(("none", "any", "ones", "equal"))
     if how == "none":
         return ()
@@ -117,8 +117,8 @@ def _usable(model: nn.Module, inputs: Tensor) -> tuple[str, ...]:
     try:
         model(inputs[:1])  # group norm of one number a group runs on several samples alone
         outputs = model(leaves[-1] if inputs.is_floating_point() else inputs)
-        slopes = torch.autograd.grad(outputs.square().sum(), leaves, create_graph=True, allow_unused=True)
-        turning = sum(slope.square().sum() for slope in slopes if slope is not None)
+        gradients = torch.autograd.grad(outputs.square().sum(), leaves, create_graph=True, allow_unused=True)
+        turning = sum(gradient.square().sum() for gradient in gradients if gradient is not None)
         torch.autograd.grad(turning, leaves, allow_unused=True)
     except (RuntimeError, ValueError):
         return ()

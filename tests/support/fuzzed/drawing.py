@@ -92,6 +92,6 @@ class Drawing:
         self.shape, self.kind = tuple(shape) if shape else self.shape, kind or self.kind
 
     def step(self, table):
-        """Takes one of the steps in a table, by their weights."""
+        """Take one of the steps in a table, by their weights."""
         (take,) = self.rng.choices([*table], [*table.values()])
         take(self)

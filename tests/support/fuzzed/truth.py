@@ -20,7 +20,7 @@ Value = tuple[float, float]
 
 
 class Truth:
-    """Of a model (copied, without activation checkpointing) and a problem on ``inputs``.
+    """Compute the truth of a model (copied, without activation checkpointing) and a problem on ``inputs``.
 
     Args:
         model: in eval mode.
@@ -43,7 +43,7 @@ class Truth:
 
     @functools.cached_property
     def hessian(self) -> Tensor:
-        """Of all layers' weights, one after the other (N, N)."""
+        """Return the Hessian of all layers' weights, one after the other (N, N)."""
         return truth.joint_hessian(self.model, self.problem.loss, self.inputs, self.targets, self.names)
 
     @functools.cached_property
@@ -51,7 +51,10 @@ class Truth:
         return truth.joint_ggn(self.model, self.problem.loss, self.inputs, self.targets, self.names)
 
     def slopes(self, name: str) -> tuple[float, list[float]]:
-        """The loss's derivative along a direction of a layer's weight: by autograd, and by differences on each side."""
+        """Return the loss's derivative along a direction of a layer's weight.
+
+        By autograd, and by differences on each side.
+        """
         outputs, weights = truth.outputs_of_all(self.model, self.inputs, [name])
         direction = torch.randn(weights.shape, generator=torch.Generator().manual_seed(0), dtype=weights.dtype)
 
@@ -66,7 +69,7 @@ class Truth:
         return float(slope), found
 
     def block(self, curvature: str, name: str) -> Tensor:
-        """(d, m, d, m) of one layer; ``curvature`` is "hessian" or "ggn"."""
+        """Return the block (d, m, d, m) of one layer; ``curvature`` is "hessian" or "ggn"."""
         start = 0
         for other, weight in self.weights.items():
             if other == name:
@@ -79,7 +82,7 @@ class Truth:
         return getattr(self.model.get_submodule(name), "groups", 1)
 
     def of_layer(self, measure: str, curvature: str, name: str) -> Value:
-        """One of :data:`OF_LAYERS`."""
+        """Return one of :data:`OF_LAYERS`."""
         return self.of_matrix(measure, self.block(curvature, name), name, self._cancelled(name))
 
     def of_matrix(self, measure: str, matrix: Tensor, name: str, size: Tensor | None = None) -> Value:
@@ -89,7 +92,7 @@ class Truth:
         return of(matrix, weight, layer), float(scale)
 
     def _cancelled(self, name: str) -> Tensor:
-        """What a Hessian is the difference of, in size: the GGN, and itself."""
+        """Return what a Hessian is the difference of, in size: the GGN, and itself."""
         return self.block("ggn", name).abs() + self.block("hessian", name).abs()
 
     def shares(self, measure: str, curvature: str, name: str) -> list[Value]:
@@ -108,20 +111,20 @@ class Truth:
         return list(zip(of(matrix, weight, layer).tolist(), sizes.tolist(), strict=True))
 
     def lambda_max(self, curvature: str, name: str) -> Value:
-        """Of a layer, or under "" of all weights together."""
+        """Return the value of a layer, or under "" of all weights together."""
         matrix = self.block(curvature, name).flatten(2).flatten(0, 1) if name else getattr(self, curvature)
         values = torch.linalg.eigvalsh((matrix + matrix.t()) / 2)
         return float(values[-1]), _LANCZOS * float(values.abs().max())
 
     def of_rows(self, curvature: str, name: str) -> Value:
-        """κ^φ = Σ_s |w_s|² λ_max(H_ss)."""
+        """Return κ^φ = Σ_s |w_s|² λ_max(H_ss)."""
         matrix, weight = self.block(curvature, name), self.weights[name]
         values = torch.linalg.eigvalsh(torch.einsum("sjsk->sjk", (matrix + matrix.permute(2, 3, 0, 1)) / 2))
         norms = weight.square().sum(dim=1)
         return float(norms @ values[:, -1]), _LANCZOS * float(norms @ values.abs().amax(dim=1))
 
     def normalised(self, curvature: str, name: str) -> Value:
-        """κ by Theorem 4."""
+        """Return κ by Theorem 4."""
         deviation = truth.layer_deviations(self.model, name, self.inputs)
         layer, groups = self.model.get_submodule(name), self.groups(name)
         matrix, weight = truth.scaled(layer, self.block(curvature, name), deviation)
@@ -130,7 +133,7 @@ class Truth:
         return truth.relative_flatness_of(matrix, weight, groups), scale
 
     def affine(self, name: str) -> Value | None:
-        """κ of a convolution as one dense layer; None if that is a large one."""
+        """Return κ of a convolution as one dense layer; None if that is a large one."""
         model, linear = truth.affine(self.model, name, self.inputs)
         weight = truth.weight_of(model, linear)
         if weight.numel() > _DENSE:
@@ -145,7 +148,7 @@ class Truth:
         return sum(p.numel() for k, p in self.model.named_parameters() if not trainable or k in self._trainable)
 
     def _over(self, names: Sequence[str]) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-        """The outputs as a function of some parameters as one vector, and that vector."""
+        """Return the outputs as a function of some parameters as one vector, and that vector."""
         model = copy.deepcopy(self.model)
         own = dict(model.named_parameters())
         places = [[(m, k) for m in model.modules() for k, p in m._parameters.items() if p is own[n]] for n in names]
@@ -163,7 +166,7 @@ class Truth:
 
     @functools.cached_property
     def diagonal(self) -> tuple[Tensor, Tensor]:
-        """∂²E/∂θ_j² over the trainable parameters, and θ."""
+        """Return ∂²E/∂θ_j² over the trainable parameters, and θ."""
         outputs, theta = self._over(self._trainable)
         return truth.hessian(lambda vector: self.problem.loss(outputs(vector), self.targets), theta).diagonal(), theta
 
@@ -191,7 +194,7 @@ class Truth:
 
     @functools.cached_property
     def fisher_rao(self) -> Value:
-        """√(Σ ⟨θ, ∂t/∂θ⟩²/mass / Σ mass) over all parameters and loss terms t."""
+        """Return √(Σ ⟨θ, ∂t/∂θ⟩²/mass / Σ mass) over all parameters and loss terms t."""
         outputs, theta = self._over([name for name, _ in self.model.named_parameters()])
         theta.requires_grad_()
         terms, mass = self.problem.terms(outputs(theta), self.targets)
@@ -204,12 +207,12 @@ class Truth:
         return value, value + 1e-6
 
     def jacobians(self) -> dict[tuple[str, str], Tensor]:
-        """(place, measure) -> (n,), as :func:`jacobian_truth.of_data`."""
+        """Return (place, measure) -> (n,), as :func:`jacobian_truth.of_data`."""
         return jacobian_truth.of_data(self.model, self.inputs, self.names)
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """A copy without activation checkpointing, all of whose parameters require gradients."""
+    """Return a copy without activation checkpointing, all of whose parameters require gradients."""
     model = copy.deepcopy(model).requires_grad_(True)
     for module in model.modules():
         if isinstance(module, Checkpointed):

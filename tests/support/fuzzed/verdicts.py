@@ -41,7 +41,7 @@ class Verdict:
     failures: list[str] = field(default_factory=list)
 
     def call(self, what: str, run: Callable[[], Any]) -> Any:
-        """The result, or None of a call that was refused; nothing of the model may have changed."""
+        """Return the result, or None of a call that was refused; nothing of the model may have changed."""
         before = snapshot(self.case.model)
         result = None
         self.counts[CALLS, what] += 1
@@ -134,7 +134,7 @@ class Total:
             self.failures.append(str(verdict))
 
     def plain(self) -> dict[str, Any]:
-        """Of what can be sent to another process."""
+        """Return the total as what can be sent to another process."""
         return {
             "networks": self.networks,
             "outcomes": dict(self.outcomes),
@@ -144,7 +144,7 @@ class Total:
 
     @classmethod
     def of(cls, parts: dict[str, Any]) -> "Total":
-        """What :meth:`plain` was made from."""
+        """Return what :meth:`plain` was made from."""
         return cls(parts["networks"], Counter(parts["outcomes"]), Counter(parts["reasons"]), parts["failures"])
 
     def __add__(self, other: "Total") -> "Total":
