@@ -1,9 +1,9 @@
 """Plan the steps of a measurement from measures, layers and options, and take them: shared work is done once.
 
-A step reads the data for all of its measures. There is a sweep for each way of normalising; in its place a forward pass,
-where the relative flatness of one layer is asked for and that is the model's head; a sweep for the Jacobians; and steps
-of their own for measures that are computed by themselves (eigenvalues, all parameters). Derived measures take the values
-of others and read nothing.
+A step reads the data for all of its measures. There is a sweep for each way of normalising; in its place a forward
+pass, where the relative flatness of one layer is asked for and that is the model's head; a sweep for the Jacobians; and
+steps of their own for measures that are computed by themselves (eigenvalues, all parameters). Derived measures take the
+values of others and read nothing.
 """
 
 import contextlib
