@@ -246,7 +246,7 @@ def block_traces(
         progress=progress,
     ) as task:
         name, _ = head.find(task, layer)
-        traces = LayerValues(task.of(name)).block_traces()
+        traces = LayerValues(task.only(name)).block_traces()
         if task.forward.detaches:
             raise InputError(f"layer {name!r}: no block traces, since {TAKEN_AS_CONSTANT}")
         return traces
@@ -348,7 +348,7 @@ def measure(
         progress=progress,
     ) as task:
         task = task.of(layers)
-        measurement = plan.of_layers(steps, task, named=by_name)
+        measurement = plan.Measurement(steps, task, named=by_name)
         found = measurement.estimates()
     measured = {name for name, _ in found}
     names = tuple(name for name in task.selection.modules if name in measured)

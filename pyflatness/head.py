@@ -57,20 +57,19 @@ class Head:
 
     Args:
         task: the model, its loss and data.
-        layer: a selector, or None for the last Linear that ran.
+        layer: its qualified name, or None for the last Linear that ran.
 
     Raises:
-        InputError: no such layer, or bad batches, targets or dtypes, or a layer that is not the head (while iterating).
+        InputError: no Linear layer, bad batches, targets or dtypes, or a layer that is not the head (while iterating).
     """
 
-    def __init__(self, task: Task, layer: str | nn.Module | None) -> None:
+    def __init__(self, task: Task, layer: str | None) -> None:
         model = task.model
         self._model, self._loss, self._data, self._forward = model, task.loss, task.batches, task.forward
         self._alone: tuple[Any, Tensor] | None = None  # a sample that was run by itself, and its features
         self.name = ""  # known once a batch went through
         if layer is not None:
-            name = selectors.one(model, layer)
-            self._candidates = {name: model.get_submodule(name)}
+            self._candidates = {layer: model.get_submodule(layer)}
             return
         self._candidates = {
             name: module
@@ -244,11 +243,10 @@ def find(task: Task, layer: str | nn.Module | None) -> tuple[str, Head | None]:
     Raises:
         InputError: no such layer, or a bad first batch.
     """
-    if layer is not None:
-        name = selectors.one(task.model, layer)
-        if not layers.is_pointwise(task.model.get_submodule(name)):
-            return name, None
-    source = Head(task, layer)
+    name = None if layer is None else selectors.one(task.model, layer)
+    if name is not None and not layers.is_pointwise(task.model.get_submodule(name)):
+        return name, None
+    source = Head(task, name)
     return (source.name, source) if source.established(task.batches.peek()) else (source.name, None)
 
 

@@ -1,9 +1,9 @@
 """Plan the steps of a measurement from measures, layers and options, and take them: shared work is done once.
 
-A step reads the data for all of its measures. There is a sweep for each way of normalising; a forward pass in place of
-it, for the relative flatness of one layer alone that is the model's head; a sweep for the Jacobians; and steps of their
-own for measures that are computed by themselves (eigenvalues, all parameters). Derived measures take the values of
-others and read nothing.
+A step reads the data for all of its measures. There is a sweep for each way of normalising; in its place a forward
+pass, where the relative flatness of one layer is asked for and that is the model's head; a sweep for the Jacobians; and
+steps of their own for measures that are computed by themselves (eigenvalues, all parameters). Derived measures take the
+values of others and read nothing.
 """
 
 import contextlib
@@ -104,22 +104,11 @@ def of_layer(row: Measure, task: Task, layer: Selector | None) -> tuple["Measure
         task.options.refuse_tolerance()
         return Measurement(steps, task.of(None), named=True), ""
     name, source = head.find(task, layer)
-    measurement = Measurement(steps, task.of(name), named=True, source=source)
-    if not measurement.is_by_head(steps.wanted):
+    dense = task.options.conv == "affine" and layers.is_convolution(task.model.get_submodule(name))
+    if source is None or dense or row.quantity != RELATIVE_FLATNESS.quantity:
         task.options.refuse_tolerance()
-    return measurement, name
-
-
-def of_layers(steps: Plan, task: Task, *, named: bool) -> "Measurement":
-    """Return the measurement of a task's layers; a single one may turn out to be the head."""
-    source = None
-    if len(task.selection.modules) == 1 and any(map(_has_head_formula, steps.sweeps.values())):
-        _, source = head.find(task, *task.selection.modules)
-    return Measurement(steps, task, named=named, source=source)
-
-
-def _has_head_formula(rows: Sequence[Measure]) -> bool:
-    return all(row.quantity == RELATIVE_FLATNESS.quantity for row in rows)
+        source = None
+    return Measurement(steps, task.only(name), named=True, source=source), name
 
 
 class Measurement:
@@ -131,7 +120,7 @@ class Measurement:
         named: the measures were asked for by name, so that what cannot be had is an error. Else such a measure is left
             out and the reason kept, but for what stands in the way of relative flatness too: errors of its sweep
             concern the model, loss and data, and NaN under ``nan_policy="raise"`` concerns them as well.
-        source: the one layer of the task, if it is established to be the head.
+        source: the one layer of the task, where the head's formula takes the place of its sweep.
 
     Attributes:
         measured: layers that values are of, those of the network alone too.
@@ -148,14 +137,6 @@ class Measurement:
         """Return for each measure why there is no value of it, or none of the network."""
         return {row.name: self._reasons[row.name] for row in self._steps.wanted if row.name in self._reasons}
 
-    def is_by_head(self, rows: Sequence[Measure]) -> bool:
-        """Return whether the measures of a sweep take the head's formula instead."""
-        if self._source is None:
-            return False
-        (module,) = self._task.selection.modules.values()
-        dense = self._task.options.conv == "affine" and layers.is_convolution(module)
-        return _has_head_formula(rows) and not dense
-
     def estimates(self) -> dict[tuple[str, str], Estimate]:
         """Take all steps; return (layer, measure) -> value, ``""`` the network.
 
@@ -164,8 +145,8 @@ class Measurement:
         """
         for how, rows in self._steps.sweeps.items():
             options = replace(self._task.options, normalize=how)
-            if self.is_by_head(rows):
-                self._take_head(rows, options)
+            if self._source is not None:
+                self._take_head(self._source, rows, options)
                 continue
             layer_values = LayerValues(replace(self._task, options=options))
             possible = [row for row in rows if self._is_possible(row, layer_values)]
@@ -189,11 +170,9 @@ class Measurement:
             for name, estimate in self._values.get(row.name, {}).items()
         }
 
-    def _take_head(self, rows: Sequence[Measure], options: Options) -> None:
-        assert self._source is not None
-        estimate = at_head.relative_flatness(self._source, self._task.loss, options)
-        for row in rows:
-            self._values[row.name] = {"": replace(estimate, layer="", notes=()), estimate.layer: estimate}
+    def _take_head(self, source: head.Head, rows: Sequence[Measure], options: Options) -> None:
+        estimate = at_head.relative_flatness(source, self._task.loss, options)
+        self._values.update((row.name, {estimate.layer: estimate}) for row in rows)
 
     def _is_possible(self, row: Measure, layer_values: LayerValues) -> bool:
         """Return whether there is such a measure under the user's options; else the reason is kept."""

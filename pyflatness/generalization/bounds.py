@@ -250,8 +250,8 @@ def _sums(
             )
         generator = generator or torch.Generator(inputs.device).manual_seed(seed)
         change = _noisy(perturbed.layer, noise.kernel_noise(inputs, delta, draws, generator))
-        moved = (outputs for _ in range(draws) for outputs in perturbed.moved(change, (1.0, -1.0)))
-        sums.add(outputs, targets, places[start : start + count], moved, number)
+        displaced = (outputs for _ in range(draws) for outputs in perturbed.displaced(change, (1.0, -1.0)))
+        sums.add(outputs, targets, places[start : start + count], displaced, number)
         start += count
     return sums
 

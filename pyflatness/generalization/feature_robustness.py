@@ -230,8 +230,8 @@ class _Curve:
             over.add(size(batch), risk.weight(outputs, targets, self._loss, number))
             own += self._checked(self._loss.value(outputs, targets), number, "")
             for row, weight in zip(values, turned, strict=True):
-                moved = self._perturbed.moved(by_weight(self._perturbed.layer, weight), self._scales)
-                for place, outputs in enumerate(moved):
+                displaced = self._perturbed.displaced(by_weight(self._perturbed.layer, weight), self._scales)
+                for place, outputs in enumerate(displaced):
                     row[place] += self._checked(self._loss.value(outputs, targets), number, " with turned features")
         self.samples, self.loss = over.samples, own / over.normaliser
         self.rises.extend(values.view(len(turned), -1, 2).mean(dim=2) / over.normaliser - self.loss)

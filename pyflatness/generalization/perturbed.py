@@ -20,7 +20,7 @@ Change = Callable[[Tensor], Tensor]
 class Perturbed:
     """Run a model with one of its layers perturbed.
 
-    At a head, where the outputs are a view of z, the model runs once a batch, and all moves are of its outputs.
+    At a head, where the outputs are a view of z, the model runs once a batch, and its outputs are displaced.
 
     Args:
         model: inside :func:`.state.observing`.
@@ -66,7 +66,7 @@ class Perturbed:
             )
         return self._call.inputs.detach()
 
-    def moved(self, change: Change, scales: Sequence[float]) -> Iterator[Tensor]:
+    def displaced(self, change: Change, scales: Sequence[float]) -> Iterator[Tensor]:
         """Yield outputs of the batch at z + s Δz for each s."""
         delta = None if self._call is None else change(self._call.inputs.detach())
         shift = None if delta is None else self._of_outputs(delta)

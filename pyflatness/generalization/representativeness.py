@@ -283,10 +283,10 @@ class Sums:
         chosen = targets[order.to(targets.device)].split(sizes)
         self._own += self._values(outputs[None, order].split(sizes, dim=1), chosen, number)[0]
         together, start = 2 * max(1, _TOGETHER // outputs.numel()), 0
-        while moved := [*itertools.islice(noisy, together)]:
-            values = self._values(torch.stack(moved)[:, order].split(sizes, dim=1), chosen, number)
-            self._noisy[start : start + len(moved) // 2] += values.view(-1, 2, len(sizes)).mean(dim=1)
-            start += len(moved) // 2
+        while displaced := [*itertools.islice(noisy, together)]:
+            values = self._values(torch.stack(displaced)[:, order].split(sizes, dim=1), chosen, number)
+            self._noisy[start : start + len(displaced) // 2] += values.view(-1, 2, len(sizes)).mean(dim=1)
+            start += len(displaced) // 2
 
     def _values(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], number: int) -> Tensor:
         """Return sums of the loss, (draws, groups), of outputs (draws, samples, …) by group."""

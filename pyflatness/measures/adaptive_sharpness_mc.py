@@ -100,7 +100,7 @@ def _estimate(task: Task, rho: float = RHO, draws: int = DRAWS, *, scaled: bool 
     for _ in range(draws):
         noise = parameters.noise(theta, generator)
         spreads = (lambda w: rho * w), (lambda w: -rho * w)
-        points = [parameters.moved(theta, noise, spread) for spread in spreads]
+        points = [parameters.displaced(theta, noise, spread) for spread in spreads]
         with calling.dry_run():
             up, down = risk.at(task.model, points, task.loss, task.batches, task.forward, policy)
         rises.append((up.value + down.value) / 2 - own.value)

@@ -32,9 +32,9 @@ from .base import Measure, Task, Values
 def _values(task: Task) -> Values:
     theta = parameters.every(task.model)
     total, over = 0.0, Accumulator(task.options.nan_policy, task.loss.reduction)
-    moved = _Moved(task, theta)
+    tangent = _Tangent(task, theta)
     for number, batch in enumerate(task.batches):
-        outputs, change, targets = moved.of(batch)
+        outputs, change, targets = tangent.of(batch)
         seen = risk.rows(outputs, targets, task.loss, number)
         count = data.size(batch)
         products = seen.of(_gradient(task, outputs, targets) * change.double()).sum(dim=1)
@@ -54,7 +54,7 @@ def _values(task: Task) -> Values:
     return {"": estimate}
 
 
-class _Moved:
+class _Tangent:
     """Compute f and (∂f/∂θ) θ of batches, in forward mode or by two backward passes.
 
     The backward passes are for operations that have no forward mode, or one that overflows (LayerNorm's in float16, on

@@ -134,21 +134,21 @@ class _Ascent:
         best = torch.zeros(len(self._input), dtype=torch.float64, device=device)
         for step in range(steps + 1):
             interrupts.check()
-            moved = self._moved(direction).requires_grad_()
+            displaced = self._displaced(direction).requires_grad_()
             with torch.enable_grad():
-                change = self._outputs(moved).double() - self._start.double()
+                change = self._outputs(displaced).double() - self._start.double()
                 rows = change.reshape(self._samples, -1)
-                went = _norms(moved.detach().double() - self._input.double())  # after rounding
+                went = _norms(displaced.detach().double() - self._input.double())  # after rounding
                 best = torch.maximum(best, _norms(rows) / went)
                 if step == steps or not change.requires_grad:
                     break
                 with calling.differentiated():
-                    (gradient,) = torch.autograd.grad(0.5 * rows.square().sum(), moved)
+                    (gradient,) = torch.autograd.grad(0.5 * rows.square().sum(), displaced)
             lost = _norms(gradient) == 0
             direction = torch.where(_like(lost, gradient), direction, gradient.to(dtype))
         return best
 
-    def _moved(self, direction: Tensor) -> Tensor:
+    def _displaced(self, direction: Tensor) -> Tensor:
         scale = self._size / _norms(direction)
         return (self._input.double() + _like(scale, direction) * direction).to(self._input.dtype).detach()
 

@@ -252,7 +252,7 @@ class _Search:
 
         noise = parameters.noise(self._theta, torch.Generator(state.device(self._model)).manual_seed(key))
         with calling.dry_run():
-            return self._accuracy(parameters.moved(self._theta, noise, deviation))
+            return self._accuracy(parameters.displaced(self._theta, noise, deviation))
 
     def _accuracy(self, values: Mapping[str, Tensor]) -> float:
         right = total = samples = 0

@@ -57,19 +57,21 @@ class Batches:
         self._data = data
         self._compared = reads > 1 and not isinstance(data, (tuple, list))
         self._first: Fingerprint | None = None  # of the first read
+        self._begun: tuple[list[Any], Iterator[Any]] | None = None  # a read: the batches that were taken, and the rest
 
     def peek(self) -> Any:
-        """Return the first batch, without taking it from the data."""
+        """Return the first batch, without taking it from the data: the read that gave it goes on where it stopped."""
+        if self._begun is not None:
+            return to_device(self._begun[0][-1], self._device)
         taken: list[Any] = []
         source = _fetched(self._cut())
         for batch in source:
             taken.append(batch)
             if _checked_size(batch, len(taken) - 1) > 0:
                 break
-        if hasattr(self._data, "__next__"):
-            self._data = itertools.chain(taken, source)
         if not taken or size(taken[-1]) == 0:
             raise InputError("data: there are no samples in it")
+        self._begun = taken, source
         return to_device(taken[-1], self._device)
 
     def __len__(self) -> int:
@@ -95,7 +97,9 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         empty, read = True, Fingerprint()
-        for number, batch in enumerate(progress.track(_fetched(self._cut()), len(self), "batches", self._shown)):
+        begun, self._begun = self._begun, None
+        source = _fetched(self._cut()) if begun is None else itertools.chain(*begun)
+        for number, batch in enumerate(progress.track(source, len(self), "batches", self._shown)):
             samples = _checked_size(batch, number)
             if samples > 0:
                 empty = False

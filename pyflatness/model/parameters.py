@@ -50,7 +50,7 @@ def noise(values: Mapping[str, Tensor], generator: torch.Generator) -> Parameter
     return {name: of(tensor) for name, tensor in values.items()}
 
 
-def moved(values: Mapping[str, Tensor], noise: Mapping[str, Tensor], spread: Callable[[Tensor], Any]) -> Parameters:
+def displaced(values: Mapping[str, Tensor], noise: Mapping[str, Tensor], spread: Callable[[Tensor], Any]) -> Parameters:
     """Return θ + spread(θ) · noise, in the dtype of each tensor."""
     return {name: (w + spread(w) * noise[name]).to(w.dtype) for name, w in values.items()}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 TAKEN_AS_CONSTANT = (
-    "the model's outputs depend on tensors that its forward pass takes out of autograd's graph (detach, .data, "
+    "the model's outputs may depend on tensors that its forward pass takes out of autograd's graph (detach, .data, "
     "torch.no_grad, item, numpy): derivatives take these as constant, and are not those of the function it computes"
 )
 

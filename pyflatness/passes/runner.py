@@ -167,13 +167,13 @@ class Runner:
                 numbers = torch.arange(done, done + samples, device="cpu")
                 compare = seen is None and self.cuttable and self._spacing.due(number, done)
                 for place in self._micro_batches.places(samples, samples):
-                    micro_batch = data.part(batch, place.start, place.stop)
+                    cut = partial(data.part, batch, place.start, place.stop)
                     check: Check = independence.unchecked
                     if place.start == 0 and seen is not None:
                         check = partial(_check_as_seen, seen, place.stop)
                     elif place.start == 0 and compare:
-                        check = independence.two_alone(micro_batch, self._outputs_and_targets)
-                    result = self._run(micro_batch, number, numbers[place.slice], work, check)
+                        check = independence.two_alone(cut(), self._outputs_and_targets)
+                    result = self._run(cut, number, numbers[place.slice], work, check)
                     if result is not None:
                         place.done = True
                         take(result)
@@ -195,26 +195,31 @@ class Runner:
         samples = len(run.numbers)
         for place in self._micro_batches.places(len(rows), samples):
             index = rows[place.slice]
-            check = partial(check_unchanged, data.rows_of(run.outputs, samples, index))
+            check = partial(_check_rows, run.outputs, samples, index)
             doing = partial(_work_on, work, place.slice)
             with calling.dry_run():  # these samples went through the model before
-                result = self._run(data.take(run.batch, index), run.number, run.numbers[index], doing, check)
+                batch = partial(data.take, run.batch, index)
+                result = self._run(batch, run.number, run.numbers[index], doing, check)
             if result is not None:
                 place.done = True
                 take(result)
 
     def _run(
-        self, batch: Any, number: int, numbers: Tensor, work: Callable[[Run], Result], check: Check
+        self, cut: Callable[[], Any], number: int, numbers: Tensor, work: Callable[[Run], Result], check: Check
     ) -> Result | None:
-        """Do ``work`` on a run of a micro-batch; None: it is to be tried again, with what was found out."""
+        """Do ``work`` on a run of a micro-batch; None: it is to be tried again, with what was found out.
+
+        The micro-batch is cut here, since it may be a copy for which memory does not suffice.
+        """
         try:
             # Around the work too: activation checkpointing runs the model again in backward passes.
             with self._certificate.attention(), calling.differentiated(), _checkpointing(), self._inside():
-                run = self._recorded(batch, number, numbers, check)
+                micro_batch = cut()
+                run = self._recorded(micro_batch, number, numbers, check)
                 if run is not None:
                     return work(run)
             if self._known.unseen:
-                self._dry_run(batch, first=False)
+                self._dry_run(micro_batch, first=False)
         except RuntimeError as error:
             if len(numbers) == 1 or not is_out_of_memory(error):
                 raise
@@ -316,6 +321,11 @@ def _checkpointing() -> Iterator[None]:
             "some operations in place, weight_norm under measures over all parameters, or parts that compute other "
             "things when they are called again; switch checkpointing off to measure"
         ) from error
+
+
+def _check_rows(outputs: Tensor, samples: int, rows: Tensor, now: Tensor) -> None:
+    """Raise if some samples, by their places in an earlier run, have other outputs than they had there."""
+    check_unchanged(data.rows_of(outputs, samples, rows), now)
 
 
 def _check_as_seen(found: dry_run.Findings, samples: int, outputs: Tensor) -> None:

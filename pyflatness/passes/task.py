@@ -48,6 +48,10 @@ class Task:
         """Return the task with the layers that selectors mean, see :func:`.selectors.select`."""
         return replace(self, selection=selectors.select(self.model, layers))
 
+    def only(self, layer: str) -> "Task":
+        """Return the task with one layer, by its qualified name, which has to run."""
+        return replace(self, selection=Selection({layer: self.model.get_submodule(layer)}, frozenset([layer])))
+
     def on(self, data: Any) -> "Task":
         """Return the task with other data, to be read once."""
         return replace(self, batches=Batches(data, state.device(self.model), shown=self.progress))
