@@ -196,7 +196,7 @@ class Head:
         elif not layers.computes(self._candidates[name], call.inputs, call.output):
             reason = "its output is not W φ + b of its weight and input (a hook or an adapter changes it)"
         if not layers.is_pointwise(self._candidates[name]):
-            reason = "it is a convolution of several taps"
+            reason = "it is a convolution whose kernel has several elements"
         if reason:
             raise _NotTheHeadError(f"layer {name!r} is not the model's head as in the batches before: {reason}")
         return call

@@ -104,7 +104,7 @@ class Scoring:
         waiting = deque(self._runs())
         while waiting:
             run = waiting.popleft()
-            recorder = Recorder(self.loss, functools.partial(step, self._worth(run)), active=fit is None)
+            recorder = FitRecorder(self.loss, functools.partial(step, self._worth(run)), active=fit is None)
             start = time.perf_counter()
             try:
                 values, missing = self._values(run, recorder)
@@ -158,7 +158,7 @@ class Scoring:
         rows = sum(measure.name in names for _, measure in self.pairs())
         return rows / max(1, *(measure.reads for measure in run))
 
-    def _values(self, run: Sequence[Measure], forward: "Recorder") -> tuple[dict[str, Values], Mapping[str, str]]:
+    def _values(self, run: Sequence[Measure], forward: "FitRecorder") -> tuple[dict[str, Values], Mapping[str, str]]:
         """Return values by measure, and why there is none of the network."""
         measure, *others = run
         if len(self.layers()) == 1 and not others:  # by the head if it is that
@@ -203,7 +203,7 @@ class Measured:
         return next(iter(self.values.values())) if layer is None else self.values.get(layer)
 
 
-class Recorder:
+class FitRecorder:
     """Record sums of the losses and of the correct predictions: a ``forward`` that calls the model.
 
     A batch is counted when the next one begins: by then the measure has checked it, and says better than the loss

@@ -43,7 +43,7 @@ def layer_sizes(inputs: Tensor, cotangent: Tensor | None, geometry: Geometry) ->
     if cotangent is not None:
         rows, places = cotangent.shape[1] // groups, tuple(cotangent.shape[2:])
         if len(cotangent) != n:
-            raise BackendError(f"inputs of {n} samples, signal of {len(cotangent)}")
+            raise BackendError(f"inputs of {n} samples, cotangents of {len(cotangent)}")
     return (n, groups, channels // groups, rows), size, places, geometry.kernel, geometry.stride, geometry.dilation
 
 

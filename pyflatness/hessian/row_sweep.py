@@ -173,7 +173,7 @@ class RowSweep:
 
     def _check_batch(self, number: int, name: str, fine: bool) -> None:
         """Raise unless what a batch adds to a layer's blocks is finite, or may be NaN."""
-        what = f"NaN or infinity in the targets, or the inputs or signals of layer {name!r}"
+        what = f"NaN or infinity in the targets, or the inputs or output gradients of layer {name!r}"
         check_batch(self._options, self._runner.modules, number, fine, what)
 
     # --- one sweep ----------------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ class CrossEntropy:
 def _factors(q: Tensor, roots: Tensor, top: Tensor) -> Factors:
     """Return the columns roots_j (e_j - q), j ≠ ``top``; q and roots are (rows, C), top is (rows, 1)."""
 
-    @functools.cache  # for all columns; mixed signals do without
+    @functools.cache  # for all columns; mixed ones do without
     def prepared() -> tuple[Tensor, Tensor, Tensor]:
         numbers = torch.arange(roots.shape[1] - 1, device=top.device)
         classes = numbers + (top <= numbers)  # all but k

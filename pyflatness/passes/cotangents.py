@@ -64,8 +64,8 @@ class Cotangents:
         if self.passes > PASSES:
             raise InputError(
                 f"{self.passes} backward passes a batch ({terms} loss terms of a sample x "
-                f"{self._loss.columns(self._rows.shape[1])} output factors) are more than {PASSES}; pass probes= for a "
-                "value sampled from fewer, with a standard error"
+                f"{self._loss.columns(self._rows.shape[1])} columns of the loss's factor) are more than {PASSES}; pass "
+                "probes= for a value sampled from fewer, with a standard error"
             )
         first = torch.arange(samples, device=self._rows.device) * self.used.shape[1]
         for t in range(terms):

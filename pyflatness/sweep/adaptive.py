@@ -115,7 +115,7 @@ def begin(run: Run, sent: Cotangents, shape: tuple[int, int], tolerance: Toleran
     probes = groups.probes(found, chances, uniform)
     if len(probes.samples) > cotangents.PASSES * run.samples:
         raise InputError(
-            f"probes='adaptive' takes {len(probes.samples) / run.samples:.0f} signals a sample for this rtol, more "
+            f"probes='adaptive' takes {len(probes.samples) / run.samples:.0f} cotangents a sample for this rtol, more "
             f"than {cotangents.PASSES}; pass a larger one, or probes=k, a number of draws"
         )
     signs = Signs(seed, [0, 1])(cotangents.STREAM, run.numbers, sent.places)

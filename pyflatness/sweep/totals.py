@@ -159,7 +159,7 @@ def layer_error(modules: Mapping[str, nn.Module], part: Values, fine: Tensor) ->
     finite = part.values.isfinite().all(dim=0).flatten(1).all(dim=1)
     where = [name for name, whole in zip(modules, finite, strict=True) if not bool(whole)]
     listed = ", ".join(map(repr, where[:4])) + (", …" if len(where) > 4 else "")
-    what = "inputs, signals or second derivatives" if part.by_hessian.intersection(where) else "inputs or signals"
+    what = "inputs, gradients or second derivatives" if part.by_hessian.intersection(where) else "inputs or gradients"
     what = f"in the {what} of layer {listed}"
     if part.lost is not None and bool(part.lost.any()):
         what = f"in their targets, outputs or loss, or {what}"

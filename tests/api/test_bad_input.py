@@ -123,7 +123,9 @@ def test_more_passes_than_are_sensible():
             return self.head(torch.relu(self.body(x)))
 
     images, targets = torch.randn(2, 1, 40, 40), torch.zeros(2, 40, 40).long()
-    message = r"3200 backward passes a batch \(1600 loss terms of a sample x 2 output factors\) are more than"
+    message = (
+        r"3200 backward passes a batch \(1600 loss terms of a sample x 2 columns of the loss's factor\) are more than"
+    )
     refused(pf.InputError, message, Segments(), data=(images, targets), layer="body")
     assert pf.relative_flatness(Segments(), LOSS, (images, targets), "body", probes=2).stderr > 0
     targets[:, 1:] = -100  # a sample's terms that count are few

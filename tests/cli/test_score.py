@@ -175,7 +175,7 @@ def test_the_models_are_run_once_per_pass(tiny: str, monkeypatch: pytest.MonkeyP
 
 
 def test_outputs_without_values_have_no_loss() -> None:
-    recorder = scoring.Recorder("cross_entropy", lambda: None, active=True)
+    recorder = scoring.FitRecorder("cross_entropy", lambda: None, active=True)
     recorder(lambda inputs: inputs.to("meta"), (torch.ones(2, 3), torch.tensor([0, 1])))
     assert recorder.fit() == scoring.Fit(None, None)
 

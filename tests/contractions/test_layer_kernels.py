@@ -282,7 +282,7 @@ def test_arguments_that_do_not_fit():
         compiled.direct(inputs, signal, geometry, root, weight[:, :, :-1])
     with pytest.raises(ValueError, match="`patch_gram` has"):
         compiled.gram(geometry.rows(signal), torch.ones(2, 1, 4, 4))
-    with pytest.raises(BackendError, match="inputs of 2 samples, signal of 1"):
+    with pytest.raises(BackendError, match="inputs of 2 samples, cotangents of 1"):
         compiled.direct(inputs, signal[:1], geometry, root, weight)
     with pytest.raises(BackendError, match=r"direct: .* got torch\.float32 on cpu, torch\.float64 on cpu"):
         compiled.direct(inputs, signal.double(), geometry, root, weight)

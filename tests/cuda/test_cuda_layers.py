@@ -246,7 +246,7 @@ def test_tensors_of_the_wrong_kind_are_refused(cuda_device):
         cuda.gram(geometry.rows(signal).bfloat16(), cuda.patch_gram(inputs, geometry).bfloat16())
     with pytest.raises(BackendError, match=r"patch_gram: wants .* got torch\.int64"):
         cuda.patch_gram(inputs.long(), geometry)
-    with pytest.raises(BackendError, match="inputs of 2 samples, signal of 1"):
+    with pytest.raises(BackendError, match="inputs of 2 samples, cotangents of 1"):
         cuda.direct(inputs, signal[:1], geometry, root, weight)
 
 

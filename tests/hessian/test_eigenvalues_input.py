@@ -44,7 +44,7 @@ def test_the_first_layer_with_nan_is_named():
     """Not any of them, as the order of a set of their names has it, which is another one in each process."""
     with torch.random.fork_rng(), torch.no_grad():
         model = mlp(5, *[6] * 12, 4).double().eval()
-    with pytest.raises(pf.NonFiniteError, match=r"signals of layer '0'"):
+    with pytest.raises(pf.NonFiniteError, match=r"gradients of layer '0'"):
         pf.measure(model, LOSS, spoiled(), measures="relative_flatness_max", nan_policy="omit")
 
 

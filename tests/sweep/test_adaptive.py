@@ -246,7 +246,11 @@ def test_too_many_signals(monkeypatch):
     monkeypatch.setattr("pyflatness.passes.cotangents.PASSES", 3)
     model, data = network(0.1)
     refused(
-        r"takes \d+ signals a sample .* more than 3; pass a larger one", model, nn.CrossEntropyLoss(), data, rtol=1e-6
+        r"takes \d+ cotangents a sample .* more than 3; pass a larger one",
+        model,
+        nn.CrossEntropyLoss(),
+        data,
+        rtol=1e-6,
     )
 
 
