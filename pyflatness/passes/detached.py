@@ -20,7 +20,7 @@ TAKEN_AS_CONSTANT = (
 
 _WITHOUT_VALUES = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}
 _WITHOUT_VALUES |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided"}
-_OUT_OF_TORCH = {"item", "__float__", "tolist", "numpy", "__array__"}
+_OUT_OF_TORCH = {"item", "__float__", "tolist", "numpy", "__array__", "__dlpack__"}
 
 
 class Detached(TorchFunctionMode):
@@ -46,7 +46,7 @@ class Detached(TorchFunctionMode):
             self._recording = args[0]
         elif name in _OUT_OF_TORCH and args[0].is_floating_point():
             self._left_torch |= args[0].requires_grad or self._is_held(args[0])
-        elif name == "__setitem__":
+        elif name in ("__setitem__", "__set__"):  # of entries, of ``.data``
             self._follow(name, [*_tensors(args)], [args[0]])
         elif isinstance(result, (Tensor, tuple, list)):
             self._follow(name, [*_tensors((args, kwargs))], [*_tensors(result)])

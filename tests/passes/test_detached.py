@@ -46,6 +46,12 @@ def written(z):
     return z * gate
 
 
+def data_set(z):
+    gate = torch.zeros_like(z)
+    gate.data = torch.sigmoid(z.data)
+    return z * gate
+
+
 def added(z):
     h = z.clone()
     with torch.no_grad():
@@ -73,6 +79,8 @@ CUT = {
     "a number": lambda z: torch.stack([row * math.tanh(row.sum().detach().item()) for row in z]),
     "through a layer": lambda z: z * nn.functional.linear(z.detach(), torch.eye(6).double()).sigmoid(),
     "added in place": added,
+    "shared with another library": lambda z: z * torch.from_dlpack(z.detach()).sigmoid(),
+    "data of another tensor": data_set,
     "clamped by itself": lambda z: torch.maximum(z, z.detach().mean(1, keepdim=True)),
 }
 KEPT = {
