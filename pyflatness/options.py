@@ -107,6 +107,11 @@ class Options:
         return self.probes is not None or self.target_stderr is not None
 
     @property
+    def by_ggn(self) -> bool:
+        """Return whether values are to be the GGN's, also where these are not the Hessian's."""
+        return self.curvature == "ggn"
+
+    @property
     def draws(self) -> range | None:
         """Return the numbers of each sample's random draws; None where values are exact, or say how many themselves."""
         return range(self.probes) if isinstance(self.probes, int) else None

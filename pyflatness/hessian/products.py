@@ -92,8 +92,7 @@ class Products:
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
         """Return samples, normaliser of a micro-batch, and the layers with custom functions behind them."""
         custom = linearity.read(linearity.users_of(run.outputs), linearity.edges_of(run.recorder.calls)).custom
-        if self._options.curvature == "auto":
-            linearity.refuse_custom_functions(sorted(custom))
+        linearity.refuse_custom_functions(self._options, dict.fromkeys(sorted(custom), linearity.CUSTOM))
         sent = cotangents.of_run(run, self._loss)
         self._check(run.number, not math.isnan(sent.weight))
         return run.samples, sent.weight, custom
@@ -150,7 +149,7 @@ class Products:
     def _of_run(self, run: Run, vectors: Vectors) -> Vectors:
         advice = "eigenvalues, of the GGN too, cannot do without"
         with contractions.full_precision(run.outputs), block_traces.differentiable(run.recorder.calls, advice):
-            multiply = self._ggn(run) if self._options.curvature == "ggn" else self._hessian(run)
+            multiply = self._ggn(run) if self._options.by_ggn else self._hessian(run)
             return {names: torch.stack([multiply(names, row) for row in rows]) for names, rows in vectors.items()}
 
     def _hessian(self, run: Run) -> Callable[[Names, Tensor], Tensor]:

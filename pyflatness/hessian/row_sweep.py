@@ -13,6 +13,7 @@ otherwise in the weights themselves, a product for each of their entries.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -86,9 +87,10 @@ class RowSweep:
         self._task, self._options = task, task.options
         budget = Budget(task.options.memory, halved=True)
         self._kept, self._written = budget.work, budget.buffers  # bytes of rows of all data; of gradients at a time
+        approve = partial(linearity.refuse_custom_functions, task.options)
         self._runner = Runner(
-            *(task.model, task.selection, task.batches, task.forward, budget, self._check),
-            second_order=task.options.curvature != "ggn",
+            *(task.model, task.selection, task.batches, task.forward, budget, approve),
+            second_order=not task.options.by_ggn,
         )
         self._scales: dict[str, Tensor] = {}
         if task.options.normalize:
@@ -133,21 +135,17 @@ class RowSweep:
         return (*layers.tie_notes(self._task.model, self._runner.modules[name]), *trusted)
 
     def _rows(self, name: str, module: nn.Module, ritz: Ritz) -> Rows:
-        linear, ggn = self._runner.is_linear(name), self._options.curvature == "ggn"
+        linear, ggn = self._runner.is_linear(name), self._options.by_ggn
         weight = layers.matrix(module)[0].double() * self._spread(name)
         exact = ritz.converged and (linear or not ggn) and name not in self._custom
         return Rows(weight.square().sum(dim=1), ritz, "ggn" if linear or ggn else "hessian", exact)
-
-    def _check(self, nonlinear: Mapping[str, str]) -> None:
-        if self._options.curvature == "auto":
-            linearity.refuse_custom_functions([name for name, why in nonlinear.items() if why == linearity.CUSTOM])
 
     def _normalised(self, ritz: Ritz) -> Ritz:
         return replace(ritz, values=ritz.values / self._normaliser, residuals=ritz.residuals / self._normaliser)
 
     def _nonlinear(self, names: Iterable[str]) -> set[str]:
         """Return layers for which second derivatives are asked for."""
-        ggn = self._options.curvature == "ggn"
+        ggn = self._options.by_ggn
         return {name for name in names if not ggn and not self._runner.is_linear(name)}
 
     def _check_entries(self, name: str) -> None:
@@ -185,7 +183,7 @@ class RowSweep:
             if name not in self._forms:
                 self._set_up(name)
         single = {name: phi for name in run.recorder.calls if (phi := self._features(run, name)) is not None}
-        nonlinear = set() if self._options.curvature == "ggn" else set(run.nonlinear)
+        nonlinear = set() if self._options.by_ggn else set(run.nonlinear)
         self._custom |= {name for name in nonlinear if self._runner.why_not_linear(name) == linearity.CUSTOM}
         with contractions.full_precision(run.outputs):
             weights = self._by_factors(run, sent, run.recorder.calls.keys() - nonlinear, single.keys(), part.blocks)

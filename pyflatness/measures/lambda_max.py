@@ -30,7 +30,7 @@ def lambda_max(task: Task) -> Values:
 
 def _estimate(task: Task, products: Products, ritz: Ritz, name: str) -> Estimate:
     custom = products.custom & {name} if name else products.custom
-    method = "ggn" if task.options.curvature == "ggn" else "hessian"
+    method = "ggn" if task.options.by_ggn else "hessian"
     certificate = f"λ_max: an eigenvalue within {float(ritz.residuals):.1e} ({ritz.products} Lanczos products)"
     return Estimate(
         value=float(ritz.values),

@@ -42,8 +42,8 @@ class LayerValues:
             task.batches,
             task.forward,
             Budget(self._options.memory),
-            self._check,
-            second_order=self._options.curvature != "ggn",
+            partial(linearity.refuse_custom_functions, self._options),
+            second_order=not self._options.by_ggn,
             order_matters=self._options.by_sample or not task.loss.convex,
         )
 
@@ -161,12 +161,6 @@ class LayerValues:
     def _totals(self, *, sampled: bool = False) -> Totals:
         error = partial(layer_error, self._runner.selected)
         return Totals(self._loss.reduction, self._options, error, sampled=sampled)
-
-    def _check(self, nonlinear: Mapping[str, str]) -> None:
-        """Raise where there is no telling whether a value would be the Hessian's."""
-        custom = [name for name, why in nonlinear.items() if why == linearity.CUSTOM]
-        if self._options.curvature == "auto":
-            linearity.refuse_custom_functions(custom)
 
     def _is_hessian(self, name: str, sweep: Sweep) -> bool:
         """Return whether an exact value of the layer is certain to be the Hessian's."""

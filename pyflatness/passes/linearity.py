@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import InputError
 from ..numerics.directions import Directions
+from ..options import Options
 from .recorder import Call, Recorder
 
 Calls = Mapping[str, Sequence[Call]]
@@ -38,13 +39,19 @@ CUSTOM, RECURRENT, NONLINEAR = "custom", "recurrent", "nonlinear"
 TAKEN_AS_THEY_ARE = "second derivatives of functions that torch did not write taken as they are"
 
 
-def refuse_custom_functions(names: Sequence[str], what: str = "layer") -> None:
-    """Raise if there are layers (or ``what`` they are) whose Hessian value cannot be told from another one.
+def refuse_custom_functions(options: Options, nonlinear: Mapping[str, str], what: str = "layer") -> None:
+    """Raise if a value is to be the Hessian's, by ``curvature="auto"``, and cannot be told from another one.
+
+    Args:
+        options: of the user.
+        nonlinear: layers, or ``what`` they are, that are not certified to be linear, and why.
+        what: they are.
 
     Raises:
-        InputError: some names are given.
+        InputError: behind some of them is a custom autograd function.
     """
-    if names:
+    names = [name for name, why in nonlinear.items() if why == CUSTOM]
+    if names and options.curvature == "auto":
         listed = ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         raise InputError(
             f"behind {what} {listed} is a function that torch did not write (a torch.autograd.Function, a kernel of "

@@ -67,7 +67,7 @@ class Diagonal:
             task.batches,
             task.forward,
             budget,
-            second_order=options.curvature != "ggn",
+            second_order=not options.by_ggn,
             order_matters=options.by_sample or not task.loss.convex or options.sampled,
         )
 
@@ -119,13 +119,11 @@ class Diagonal:
         for name in usable:
             if name in run.nonlinear:
                 self._note(dict.fromkeys(self._layers.parameters(name), self._runner.why_not_linear(name)))
-        return [name for name in usable if name not in run.nonlinear or self._task.options.curvature == "ggn"]
+        return [name for name in usable if name not in run.nonlinear or self._task.options.by_ggn]
 
     def _note(self, nonlinear: dict[str, str]) -> None:
         """Take in which parameters the model is not linear in."""
-        custom = [name for name, why in nonlinear.items() if why == linearity.CUSTOM]
-        if self._task.options.curvature == "auto":
-            linearity.refuse_custom_functions(custom, "parameter")
+        linearity.refuse_custom_functions(self._task.options, nonlinear, "parameter")
         self.nonlinear.update(nonlinear)
 
     def _add_layers(
@@ -144,7 +142,7 @@ class Diagonal:
         diagonal = PerSampleDiagonal(group, run.numbers[group.place], self._task.loss, self._scales)
         if not group.outputs.requires_grad:  # they depend on none of the parameters
             return diagonal.zeros(signs)
-        by_ggn = self._task.options.curvature == "ggn"
+        by_ggn = self._task.options.by_ggn
         nonlinear = [] if by_ggn else [name for name in group.leaves if name in self.nonlinear]
         linear = [name for name in group.leaves if name not in nonlinear]
         values = diagonal.by_factors(linear, signs) if linear else diagonal.zeros(signs)
@@ -181,7 +179,7 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
         sums = diagonal.sums(options.draws)
     else:
         sums = stages.until(options.target_stderr, diagonal.sums, lambda: diagonal.exact_passes)
-    by = "hessian" if diagonal.nonlinear and options.curvature != "ggn" else "ggn"
+    by = "hessian" if diagonal.nonlinear and not options.by_ggn else "ggn"
     taken = by == "hessian" and linearity.CUSTOM in diagonal.nonlinear.values()
     sampled = sums.errors is not None
     stderr, dof = sums.uncertainty(-1, 0)

@@ -319,7 +319,7 @@ class Sweep:
         """Return the layers that ran: those whose values come by square-root factors, and the others."""
         self._make_forms()
         names = [name for name in self._runner.selected if run.calls(name)]
-        nonlinear = [] if self._options.curvature == "ggn" else [name for name in names if name in run.nonlinear]
+        nonlinear = [] if self._options.by_ggn else [name for name in names if name in run.nonlinear]
         return [name for name in names if name not in nonlinear], nonlinear
 
     def _make_forms(self) -> None:
