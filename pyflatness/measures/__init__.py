@@ -7,7 +7,7 @@ from ..options import check_names
 from . import at_head, bounds, representation
 from .adaptive_sharpness import ADAPTIVE_SHARPNESS
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC
-from .base import Measure, Task
+from .base import Measure
 from .fisher_rao import FISHER_RAO
 from .interpolation_sharpness import INTERPOLATION_SHARPNESS
 from .lambda_max import LAMBDA_MAX
@@ -96,7 +96,6 @@ __all__ = [
     "RELATIVE_FLATNESS_STD",
     "TRACE",
     "Measure",
-    "Task",
     "at_head",
     "named",
     "with_bases",
