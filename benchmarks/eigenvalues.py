@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.cli import specs
 from pyflatness.numerics import lanczos
+from pyflatness.scoring import specs
 
 ZOO = Path(__file__).resolve().parents[2] / "shared" / "zoo"
 Data = list[tuple[Tensor, Tensor]]

@@ -18,13 +18,13 @@ from safetensors.torch import save_file
 from timing import in_turn
 
 import pyflatness as pf
-from pyflatness.cli import checkpoints, specs
 from pyflatness.cli.scoring import Scoring
 from pyflatness.generalization import tables
 from pyflatness.generalization.correlation import STATISTICS, Correlations
 from pyflatness.measures import MEASURES
 from pyflatness.model import selectors
 from pyflatness.options import Options
+from pyflatness.scoring import checkpoints, specs
 
 FACTORS = 5.0, 25.0
 DRAWN = "relative_flatness {}", "trace {}", "pac_bayes", "weight_norm network", "mls network"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .errors import InputError
+from .errors import FlatnessError, InputError
 
 _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # and tab, CR and LF, which are escaped anyway
 _ESCAPE = re.compile(r"\\(?:[\\nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
@@ -23,6 +23,16 @@ def shown(value: object) -> str:
     """Return what was received as one short line, for a message."""
     line = " ".join(repr(value).split())
     return line if len(line) <= 80 else line[:79] + "…"
+
+
+def reason(error: BaseException) -> str:
+    """Return an exception as one line that is safe to print.
+
+    It gives the exception's type, unless that is of pyflatness' own family, and its message.
+    """
+    text = str(error) if isinstance(error, FlatnessError) else f"{type(error).__name__}: {error}"
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= 500 else line[:499] + "…"
 
 
 def check_tensor(what: str, tensor: object) -> Tensor:

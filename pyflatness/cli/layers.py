@@ -9,15 +9,16 @@ from torch import nn
 
 from ..messages import printable
 from ..model import layers as kinds
-from . import specs
+from ..scoring import specs
+from . import spec_options
 from .output import show
 
 
 @click.command()
-@specs.option("model", "the model")
+@spec_options.option("model", "the model")
 def layers(model: specs.Function, model_args: dict[str, Any]) -> None:
     """Show the model's layers that can be measured: name, type, weight matrix."""
-    network = kinds.unwrap(specs.build_model(specs.bind(model, model_args, "model")))
+    network = kinds.unwrap(specs.build_model(spec_options.bind(model, model_args, "model")))
     table = Table("name", "type", "weight matrix, d × m", box=box.SIMPLE_HEAD)
     for name, module in network.named_modules():
         if kinds.is_supported(module):

@@ -27,7 +27,8 @@ from ..model import state
 from ..model.data import Batches
 from ..options import Options
 from ..report import intervals
-from . import checkpoints, specs
+from ..scoring import checkpoints, specs
+from . import spec_options
 from .output import show
 from .paths import append_whole, is_same_file, prepare_file
 from .scoring import Row, Scoring
@@ -36,8 +37,8 @@ _ALL = "all"
 
 
 @click.command()
-@specs.option("model", "the model")
-@specs.option("data", "batches: a DataLoader, a list or a tuple of tensors")
+@spec_options.option("model", "the model")
+@spec_options.option("data", "batches: a DataLoader, a list or a tuple of tensors")
 @click.option("--loss", metavar="NAME", required=True, help="The loss it was trained with: cross_entropy, mse_loss, …")
 @click.option(
     "--layers",
@@ -91,7 +92,7 @@ def score(
 
     Exits with status 1 if there is an error in a row.
     """
-    build, load = specs.bind(model, model_args, "model"), specs.bind(data, data_args, "data")
+    build, load = spec_options.bind(model, model_args, "model"), spec_options.bind(data, data_args, "data")
     _check_loss(loss)
     lost = next((path for path in paths if is_same_file(out, path)), None)
     if lost is not None:

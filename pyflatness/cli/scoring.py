@@ -16,12 +16,12 @@ from .. import api, head, losses, plan
 from ..losses import risk
 from ..measures import Measure
 from ..measures.base import Values
+from ..messages import reason
 from ..model import calling, layers, selectors
 from ..options import Options
 from ..report import Estimate
+from ..scoring import checkpoints
 from ..session import session
-from . import checkpoints
-from .specs import reason
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.cli import checkpoints, paths, scoring, specs
+from pyflatness.cli import paths, scoring
+from pyflatness.scoring import checkpoints, specs
 from support import ROOT
 from support.score_runs import arguments_of, built_mark, rows_of, saved, status, tiny_net
 

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 import pyflatness as pf
-from pyflatness.cli import checkpoints, paths, score
+from pyflatness.cli import paths, score
 from pyflatness.generalization import tables
+from pyflatness.scoring import checkpoints
 from support.score_runs import arguments_of, built_mark, rows_of, saved, status, tiny_net
 
 HOSTILE = ("=cmd|' &C calc'!A1.safetensors", "@sum.safetensors", "\x1b[31mred\n.safetensors", "'quoted'.safetensors")

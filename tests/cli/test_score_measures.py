@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.cli import checkpoints, specs
+from pyflatness.scoring import checkpoints, specs
 from support import ROOT
 from support.score_runs import arguments_of, rows_of, saved, status, tiny_net
 

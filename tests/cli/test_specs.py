@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pyflatness import cli
-from pyflatness.cli import specs
+from pyflatness.scoring import specs
 
 
 def test_a_model_in_a_package_of_the_working_directory(

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from pyflatness import cli
-from pyflatness.cli import specs
 from pyflatness.messages import from_cell
+from pyflatness.scoring import specs
 
 
 def tiny_net(tiny: str, seed: int, name: str = "Tiny") -> torch.nn.Module:

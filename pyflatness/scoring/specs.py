@@ -4,43 +4,18 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import click
 from torch import nn
 
-from ..errors import FlatnessError, InputError
-from ..messages import printable
+from ..errors import InputError
+from ..messages import reason
 
 Function = Callable[..., Any]
-
-
-def option(name: str, what: str) -> Callable[[Function], Function]:
-    """Return two click options: ``--name SPEC``, which arrives as a callable, and ``--name-args JSON``, as a dict."""
-
-    def add(command: Function) -> Function:
-        arguments = click.option(
-            f"--{name}-args",
-            metavar="JSON",
-            default="{}",
-            callback=lambda context, parameter, text: _usage(_arguments, text),
-            help="Keyword arguments of that callable.",
-        )
-        spec = click.option(
-            f"--{name}",
-            metavar="SPEC",
-            required=True,
-            callback=lambda context, parameter, text: _usage(resolve, text),
-            help=f"file.py:callable or package.module:callable that returns {what}.",
-        )
-        return spec(arguments(command))
-
-    return add
 
 
 def resolve(spec: str) -> Function:
@@ -72,13 +47,18 @@ def resolve(spec: str) -> Function:
 
 
 def bind(function: Function, arguments: dict[str, Any], name: str) -> Callable[[], Any]:
-    """Return the callable of ``--name`` with its arguments, which are held against its signature now.
+    """Return the callable with its arguments, which are held against its signature now.
+
+    Args:
+        function: what a SPEC named.
+        arguments: its keyword arguments.
+        name: what messages call it, as ``--model``.
 
     Returns:
         What calls it, and raises an InputError for any exception in it.
 
     Raises:
-        click.BadParameter: the arguments do not fit.
+        InputError: the arguments do not fit.
     """
     try:
         signature = inspect.signature(function)
@@ -88,13 +68,13 @@ def bind(function: Function, arguments: dict[str, Any], name: str) -> Callable[[
         if signature is not None:
             signature.bind(**arguments)
     except TypeError as error:
-        raise click.BadParameter(f"{error}; the callable takes {signature}", param_hint=f"--{name}-args") from None
+        raise InputError(f"{error}; the callable takes {signature}") from None
 
     def call() -> Any:
         try:
             return function(**arguments)
         except Exception as error:
-            raise InputError(f"--{name}: the callable failed: {reason(error)}") from error
+            raise InputError(f"{name}: the callable failed: {reason(error)}") from error
 
     return call
 
@@ -109,33 +89,6 @@ def build_model(call: Callable[[], Any]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise InputError(f"--model: a torch.nn.Module is wanted, the callable returned a {type(model).__name__}")
     return model.eval()
-
-
-def reason(error: BaseException) -> str:
-    """Return an exception as one line that is safe to print.
-
-    It gives the exception's type, unless that is of pyflatness' own family, and its message.
-    """
-    text = str(error) if isinstance(error, FlatnessError) else f"{type(error).__name__}: {error}"
-    line = printable(" ".join(text.split()))
-    return line if len(line) <= 500 else line[:499] + "…"
-
-
-def _usage(convert: Callable[[str], Any], text: str) -> Any:
-    try:
-        return convert(text)
-    except InputError as error:
-        raise click.BadParameter(str(error)) from None
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{text!r} is not JSON ({error})") from None
-    if not isinstance(arguments, dict):
-        raise InputError(f"{text!r}: a JSON object of keyword arguments is wanted")
-    return arguments
 
 
 def _import_module(name: str) -> ModuleType:

@@ -1,0 +1,63 @@
+"""Define the options of the command line that name a callable of the user's, and their arguments as JSON."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from ..errors import InputError
+from ..scoring import specs
+from ..scoring.specs import Function
+
+
+def option(name: str, what: str) -> Callable[[Function], Function]:
+    """Return two click options: ``--name SPEC``, which arrives as a callable, and ``--name-args JSON``, as a dict."""
+
+    def add(command: Function) -> Function:
+        arguments = click.option(
+            f"--{name}-args",
+            metavar="JSON",
+            default="{}",
+            callback=lambda context, parameter, text: _usage(_arguments, text),
+            help="Keyword arguments of that callable.",
+        )
+        spec = click.option(
+            f"--{name}",
+            metavar="SPEC",
+            required=True,
+            callback=lambda context, parameter, text: _usage(specs.resolve, text),
+            help=f"file.py:callable or package.module:callable that returns {what}.",
+        )
+        return spec(arguments(command))
+
+    return add
+
+
+def bind(function: Function, arguments: dict[str, Any], name: str) -> Callable[[], Any]:
+    """Return the callable of ``--name`` with its arguments; see :func:`pyflatness.scoring.specs.bind`.
+
+    Raises:
+        click.BadParameter: the arguments do not fit.
+    """
+    try:
+        return specs.bind(function, arguments, f"--{name}")
+    except InputError as error:
+        raise click.BadParameter(str(error), param_hint=f"--{name}-args") from None
+
+
+def _usage(convert: Callable[[str], Any], text: str) -> Any:
+    try:
+        return convert(text)
+    except InputError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{text!r} is not JSON ({error})") from None
+    if not isinstance(arguments, dict):
+        raise InputError(f"{text!r}: a JSON object of keyword arguments is wanted")
+    return arguments

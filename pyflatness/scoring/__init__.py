@@ -1,0 +1,1 @@
+"""Score many models: what specs name, and the weights in checkpoints."""
