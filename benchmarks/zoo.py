@@ -24,7 +24,7 @@ from pyflatness.generalization.correlation import STATISTICS, Correlations
 from pyflatness.measures import MEASURES
 from pyflatness.model import selectors
 from pyflatness.options import Options
-from pyflatness.scoring import checkpoints, specs
+from pyflatness.scoring import checkpoints, loading, specs
 
 FACTORS = 5.0, 25.0
 DRAWN = "relative_flatness {}", "trace {}", "pac_bayes", "weight_norm network", "mls network"
@@ -47,7 +47,7 @@ def time(model: str, paths: tuple[Path, ...], rounds: int) -> None:
     """Scoring one checkpoint after the other (reading, κ, loss, accuracy), against forward passes alone."""
     network = specs.resolve(f"{model}:LeNet5")().eval()
     data = specs.resolve(f"{model}:train_data")()
-    scoring = Scoring(network, data, "cross_entropy", (), (MEASURES[0],), False, Options())
+    scoring = Scoring(network, data, "cross_entropy", (), (MEASURES[0],), Options())
 
     def forward() -> None:
         with torch.no_grad():
@@ -83,7 +83,7 @@ def reparameterize(model: str, folder: Path, paths: tuple[Path, ...], seed: int)
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(seed)
     for path in paths:
-        checkpoints.fit(network, checkpoints.load(path, allow_pickle=False))
+        loading.load(network, checkpoints.read(path).state)
         *hidden, _ = selectors.select(network, None).modules
         factors = dict(zip(hidden, generator.uniform(*FACTORS, len(hidden)), strict=True))
         save_file(pf.reparameterize(network, factors, batch).state_dict(), folder / path.name)

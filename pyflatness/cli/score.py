@@ -27,7 +27,7 @@ from ..model import state
 from ..model.data import Batches
 from ..options import Options
 from ..report import intervals
-from ..scoring import checkpoints, specs
+from ..scoring import checkpoints, listing, specs
 from . import spec_options
 from .output import show
 from .paths import append_whole, is_same_file, prepare_file
@@ -69,7 +69,7 @@ _ALL = "all"
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of random draws.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="CSV file for the rows.")
-@click.option(checkpoints.PICKLE_FLAG, "allow_pickle", is_flag=True, help="Read the tensors of .pt and .pth files too.")
+@click.option("--allow-pickle-weights-only", is_flag=True, expose_value=False, hidden=True)  # of 0.1.0: always so
 @click.argument("paths", metavar="CHECKPOINT...", nargs=-1, required=True, type=click.Path(path_type=Path))
 def score(
     model: specs.Function,
@@ -85,7 +85,6 @@ def score(
     rtol: float | None,
     seed: int,
     out: Path,
-    allow_pickle: bool,
     paths: tuple[Path, ...],
 ) -> None:
     """Measure the network of each CHECKPOINT, with its loss and accuracy from the same pass.
@@ -98,13 +97,14 @@ def score(
     if lost is not None:
         message = f"{out} is one of the checkpoints: it is the same file as {lost}"
         raise click.BadParameter(printable(message), param_hint="--out")
+    paths = tuple(listing.find(paths))
     checkpoints.check_readers(paths)
     prepare_file(out)
     network = specs.build_model(build)
     draws = int(probes) if probes and probes.lstrip("-").isdigit() else probes
     options = Options(curvature, draws, target_stderr, seed=seed, rtol=rtol)
     chosen = named(_ALL if _ALL in measures else measures)
-    scoring = Scoring(network, load(), loss, selectors, chosen, allow_pickle, options)
+    scoring = Scoring(network, load(), loss, selectors, chosen, options)
     rows: list[Row] = []
     interrupted = False
     try:

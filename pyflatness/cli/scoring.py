@@ -20,7 +20,7 @@ from ..messages import reason
 from ..model import calling, layers, selectors
 from ..options import Options
 from ..report import Estimate
-from ..scoring import checkpoints
+from ..scoring import checkpoints, loading
 from ..session import session
 
 
@@ -65,7 +65,6 @@ class Scoring:
     loss: str
     selectors: tuple[str, ...]
     measures: tuple[Measure, ...]
-    allow_pickle: bool
     options: Options
 
     def layers(self) -> tuple[str | None, ...]:
@@ -96,7 +95,7 @@ class Scoring:
             step: called after each batch, with the rows that it is worth, times the number of batches.
         """
         try:
-            checkpoints.fit(self.model, checkpoints.load(path, allow_pickle=self.allow_pickle))
+            loading.load(self.model, checkpoints.read(path).state)
         except Exception as error:
             return [Row(str(path), layer or "", measure.name, error=reason(error)) for layer, measure in self.pairs()]
         fit: Fit | None = None
