@@ -4,6 +4,8 @@ Draws are independent over samples, so that a sum's variance V is the sum of its
 their squares come its degrees of freedom (:mod:`.intervals`).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,11 @@ class Variances:
         if n < 2:
             return torch.full_like(first, torch.inf), unknown
         return (second - first**2 / n).clamp_min(0) * (n / (n - 1)), unknown
+
+
+def standard_error(draws: Tensor, factor: float = 1.0) -> Tensor:
+    """Return the standard error of ``factor`` times the mean of independent draws (k, …), as (…)."""
+    return draws.std(dim=0) * factor / math.sqrt(len(draws))
 
 
 def with_squares(variances: Tensor) -> Tensor:
