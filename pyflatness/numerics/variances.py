@@ -4,8 +4,6 @@ Draws are independent over samples, so that a sum's variance V is the sum of its
 their squares come its degrees of freedom (:mod:`.intervals`).
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -59,7 +57,8 @@ class Variances:
 
 def standard_error(draws: Tensor, factor: float = 1.0) -> Tensor:
     """Return the standard error of ``factor`` times the mean of independent draws (k, …), as (…)."""
-    return draws.std(dim=0) * factor / math.sqrt(len(draws))
+    error: Tensor = draws.std(dim=0) * factor / len(draws) ** 0.5
+    return error
 
 
 def with_squares(variances: Tensor) -> Tensor:
