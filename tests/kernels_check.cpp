@@ -264,8 +264,8 @@ void check_layer(const pyflatness::Kernels& kernels, const Layer& l, pyflatness:
 
 // Several signals, two of three elements zero, against each of them alone.
 template <typename T>
-void check_listed(const pyflatness::Kernels& kernels, const Layer& l, const int (&order)[5], int64_t count,
-                  int64_t roots, int threads) {
+void check_gathered(const pyflatness::Kernels& kernels, const Layer& l, const int (&order)[5], int64_t count,
+                    int64_t roots, int threads) {
   const int64_t matrices = l.n * l.groups;
   const Array5<T> inputs({l.n, l.groups * l.channels, l.size[0], l.size[1], l.size[2]}, order);
   const auto root = normal<T>(l.groups * roots * l.rows);
@@ -278,10 +278,10 @@ void check_listed(const pyflatness::Kernels& kernels, const Layer& l, const int 
       if ((i * 7 + size_t(k) / 4) % 3) signals.back().elements[i] = 0;
   }
   for (const auto& signal : signals) views.push_back(signal.view), views.back().data = signal.elements.data();
-  const auto& k = pyflatness::of<T>(kernels.listed);
+  const auto& k = pyflatness::of<T>(kernels.gathered);
   std::vector<double> totals(size_t(count * matrices * 2)), alone(size_t(matrices * 3));
   auto workspace = normal<T>(k.workspace(l, roots, count, threads));
-  k.direct_listed(l, inputs.view, views.data(), count, given, roots, totals.data(), workspace.data(), threads);
+  k.direct_gathered(l, inputs.view, views.data(), count, given, roots, totals.data(), workspace.data(), threads);
   const auto& one = pyflatness::of<T>(kernels.layer);
   const auto form = pyflatness::DirectForm::patches;
   workspace = normal<T>(one.direct_workspace(l, form, roots, false, threads));
@@ -290,8 +290,8 @@ void check_listed(const pyflatness::Kernels& kernels, const Layer& l, const int 
                workspace.data(), threads);
     for (int64_t matrix = 0; matrix < matrices; ++matrix)
       for (int64_t i = 0; i < 2; ++i)
-        expect<T>(totals[size_t((signal * matrices + matrix) * 2 + i)], alone[size_t(matrix * 3 + i)], "direct_listed",
-                  kernels.name);
+        expect<T>(totals[size_t((signal * matrices + matrix) * 2 + i)], alone[size_t(matrix * 3 + i)],
+                  "direct_gathered", kernels.name);
   }
 }
 
@@ -331,9 +331,9 @@ void check_layers(const pyflatness::Kernels& kernels) {
   for (const Layer& l : layers)
     for (int64_t count : {1, 4, 23})
       for (int64_t roots : {0, 5}) {
-        check_listed<T>(kernels, l, {0, 1, 2, 3, 4}, count, roots, 1);
-        check_listed<T>(kernels, l, {0, 2, 3, 4, 1}, count, roots, 2);
-        check_listed<T>(kernels, l, {4, 0, 3, 1, 2}, count, roots, 2);
+        check_gathered<T>(kernels, l, {0, 1, 2, 3, 4}, count, roots, 1);
+        check_gathered<T>(kernels, l, {0, 2, 3, 4, 1}, count, roots, 2);
+        check_gathered<T>(kernels, l, {4, 0, 3, 1, 2}, count, roots, 2);
       }
   const Layer three_by_three[] = {
       layer(2, 2, 5, 7, {1, 3, 3}, {1, 3, 3}, 1, 1),  layer(1, 1, 33, 40, {1, 11, 12}, {1, 3, 3}, 1, 1),

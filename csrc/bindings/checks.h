@@ -85,7 +85,7 @@ inline void limit_direct(const Layer& layer, int64_t roots, int64_t signals = 1)
               std::max(product({layer.places[0], layer.places[1], layer.places[2]}), roots)});
 }
 
-inline void limit_listed(const Layer& layer, int64_t roots, int64_t signals) {
+inline void limit_gathered(const Layer& layer, int64_t roots, int64_t signals) {
   limit_direct(layer, roots, signals);
   limit_work({layer.size[0], layer.size[1], layer.places[2], layer.channels, layer.kernel[2]});
 }

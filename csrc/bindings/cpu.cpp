@@ -152,26 +152,26 @@ void direct(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>&
 }
 
 template <typename T>
-bool listed_pays(const LayerSizes& sizes) {
-  return of<T>(selected->listed).pays(checked(sizes));
+bool gathered_pays(const LayerSizes& sizes) {
+  return of<T>(selected->gathered).pays(checked(sizes));
 }
 
 template <typename T>
-int64_t direct_listed_workspace(const LayerSizes& sizes, int64_t roots, int64_t signals, int threads) {
+int64_t direct_gathered_workspace(const LayerSizes& sizes, int64_t roots, int64_t signals, int threads) {
   const Layer layer = checked(sizes);
-  limit_listed(layer, roots, signals);
-  return of<T>(selected->listed).workspace(layer, roots, signals, threads);
+  limit_gathered(layer, roots, signals);
+  return of<T>(selected->gathered).workspace(layer, roots, signals, threads);
 }
 
 template <typename T>
-void direct_listed(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>& input_strides,
-                   const std::vector<Array>& signals, const std::vector<std::array<int64_t, 5>>& signal_strides,
-                   Array root, int64_t roots, Array totals, Array workspace, int threads) {
+void direct_gathered(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>& input_strides,
+                     const std::vector<Array>& signals, const std::vector<std::array<int64_t, 5>>& signal_strides,
+                     Array root, int64_t roots, Array totals, Array workspace, int threads) {
   const Layer layer = checked(sizes);
   const auto count = static_cast<int64_t>(signals.size());
-  limit_listed(layer, roots, count);
+  limit_gathered(layer, roots, count);
   if (signal_strides.size() != signals.size())
-    throw std::invalid_argument("direct_listed: " + std::to_string(count) + " signals, strides of " +
+    throw std::invalid_argument("direct_gathered: " + std::to_string(count) + " signals, strides of " +
                                 std::to_string(signal_strides.size()));
   const bool rooted = root.second != 0;
   const auto x = layer_inputs<T>(layer, inputs, input_strides);
@@ -179,10 +179,10 @@ void direct_listed(const LayerSizes& sizes, Array inputs, const std::array<int64
   for (size_t k = 0; k < signals.size(); ++k) all.push_back(layer_signal<T>(layer, signals[k], signal_strides[k]));
   const T* r = pointer<const T>("root", root, rooted ? product({layer.groups, roots, layer.rows}) : 0);
   double* t = pointer<double>("totals", totals, product({count, layer.n, layer.groups, 2}));
-  const auto& kernels = of<T>(selected->listed);  // while the GIL is held
+  const auto& kernels = of<T>(selected->gathered);  // while the GIL is held
   T* b = pointer<T>("workspace", workspace, kernels.workspace(layer, rooted ? roots : 0, count, threads));
   py::gil_scoped_release release;
-  kernels.direct_listed(layer, x, all.data(), count, rooted ? r : nullptr, roots, t, b, threads);
+  kernels.direct_gathered(layer, x, all.data(), count, rooted ? r : nullptr, roots, t, b, threads);
 }
 
 template <typename T>
@@ -248,9 +248,9 @@ void define(py::module_& module, const std::string& suffix) {
   module.def(("sigmoid_curvature" + suffix).c_str(), &sigmoid_curvature<T>);
   module.def(("direct_workspace" + suffix).c_str(), &direct_workspace<T>);
   module.def(("direct" + suffix).c_str(), &direct<T>);
-  module.def(("listed_pays" + suffix).c_str(), &listed_pays<T>);
-  module.def(("direct_listed_workspace" + suffix).c_str(), &direct_listed_workspace<T>);
-  module.def(("direct_listed" + suffix).c_str(), &direct_listed<T>);
+  module.def(("gathered_pays" + suffix).c_str(), &gathered_pays<T>);
+  module.def(("direct_gathered_workspace" + suffix).c_str(), &direct_gathered_workspace<T>);
+  module.def(("direct_gathered" + suffix).c_str(), &direct_gathered<T>);
   module.def(("patch_gram_workspace" + suffix).c_str(), &patch_gram_workspace<T>);
   module.def(("patch_gram" + suffix).c_str(), &patch_gram<T>);
   module.def(("gram_workspace" + suffix).c_str(), &gram_workspace<T>);

@@ -106,23 +106,23 @@ struct LayerKernels {
                  int threads);
 };
 
-// Several signals that share the inputs, from the places where one of them is not zero.
+// Several signals that share the inputs, from the positions where one of them is not zero.
 template <typename T>
-struct ListedKernels {
+struct GatheredKernels {
   // Whether that is faster than one signal after the other by `direct`.
   bool (*pays)(const Layer& layer);
 
-  // Elements of T that `direct_listed` works in.
+  // Elements of T that `direct_gathered` works in.
   int64_t (*workspace)(const Layer& layer, int64_t roots, int64_t signals, int threads);
 
   // What `direct` makes of each signal's M, but for the weighted sums.
-  void (*direct_listed)(const Layer& layer,
-                        const Strided<T>& inputs,                  // [n, groups * channels, size]
-                        const Strided<T>* signals, int64_t count,  // [n, groups * rows, places] each
-                        const T* root, int64_t roots,              // [groups, roots, rows] or null
-                        double* totals,                            // [count, n, groups, 2]: |M|^2, |root M|^2
-                        T* workspace,                              // [workspace]
-                        int threads);
+  void (*direct_gathered)(const Layer& layer,
+                          const Strided<T>& inputs,                  // [n, groups * channels, size]
+                          const Strided<T>* signals, int64_t count,  // [n, groups * rows, places] each
+                          const T* root, int64_t roots,              // [groups, roots, rows] or null
+                          double* totals,                            // [count, n, groups, 2]: |M|^2, |root M|^2
+                          T* workspace,                              // [workspace]
+                          int threads);
 };
 
 template <typename T>
@@ -168,7 +168,7 @@ struct Tables {
 };
 using HeadTables = Tables<HeadKernels>;
 using LayerTables = Tables<LayerKernels>;
-using ListedTables = Tables<ListedKernels>;
+using GatheredTables = Tables<GatheredKernels>;
 using GramTables = Tables<GramKernels>;
 
 template <typename T, template <typename> class Table>
@@ -183,7 +183,7 @@ struct Kernels {
   const char* name;
   const HeadTables& head;
   const LayerTables& layer;
-  const ListedTables& listed;
+  const GatheredTables& gathered;
   const GramTables& gram;
   const EigenKernels& eigen;
 };

@@ -182,7 +182,7 @@ def gathering_pays(inputs: Tensor, geometry: Geometry, rows: int) -> bool:
     """Return whether several cotangents of so many rows of a group are better contracted by :func:`direct_gathered`."""
     (n, groups, channels, _), *sizes = layer_sizes(inputs, None, geometry)
     taken = inputs.new_empty(0, dtype=promoted_dtype(inputs.dtype))
-    return bool(_kernel("listed_pays", taken)(((n, groups, channels, rows), *sizes)))
+    return bool(_kernel("gathered_pays", taken)(((n, groups, channels, rows), *sizes)))
 
 
 def direct_gathered(
@@ -194,9 +194,9 @@ def direct_gathered(
     (n, groups, _, _), *_ = sizes
     given_factor, factor_rows = (inputs.new_empty(0), 0) if factor is None else (dense(factor), factor.shape[1])
     totals = inputs.new_empty(len(cotangents), n, groups, 2, dtype=torch.float64)
-    kernel = _kernel("direct_listed", inputs, *cotangents, given_factor)
+    kernel = _kernel("direct_gathered", inputs, *cotangents, given_factor)
     workspace = inputs.new_empty(
-        _kernel("direct_listed_workspace", inputs)(sizes, factor_rows, len(cotangents), threads)
+        _kernel("direct_gathered_workspace", inputs)(sizes, factor_rows, len(cotangents), threads)
     )
     kernel(
         sizes, span(inputs), inputs.stride(), [span(cotangent) for cotangent in cotangents],

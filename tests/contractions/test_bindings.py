@@ -45,7 +45,7 @@ def arguments(name, dtype):
             ("direct", (layer, 7, True, 1)),
             ("patch_gram", (layer, 1)),
             ("gram", (9, 2, 1)),
-            ("direct_listed", (layer, 7, 2, 1)),
+            ("direct_gathered", (layer, 7, 2, 1)),
         )
     ]
     return {
@@ -58,7 +58,7 @@ def arguments(name, dtype):
             layer, inputs, inputs.stride(), signal, signal.stride(), root, 7, weight, 2, totals, channels, rows,
             works[0], 1,
         ],
-        "direct_listed": [
+        "direct_gathered": [
             layer, inputs, inputs.stride(), [signal, signal.clone()], [signal.stride()] * 2, root, 7,
             totals.flatten()[:32].clone(), works[3], 1,
         ],
@@ -75,7 +75,7 @@ KERNELS = [
     "row_dots",
     "sigmoid_curvature",
     "direct",
-    "direct_listed",
+    "direct_gathered",
     "patch_gram",
     "gram",
     "small_eigenvalues",
@@ -136,7 +136,7 @@ def test_strides_and_outputs_are_checked():
         compiled.softmax_variance(torch.ones(4, 5), many, torch.ones(65), torch.ones(65, 65))
 
 
-@pytest.mark.parametrize("name", ["direct", "direct_listed", "patch_gram"])
+@pytest.mark.parametrize("name", ["direct", "direct_gathered", "patch_gram"])
 def test_a_layer_that_reaches_outside_is_refused(name):
     values = arguments(name, torch.float32)
     call(name, torch.float32, values)
@@ -179,10 +179,10 @@ def test_sizes_of_the_layer_kernels_are_checked():
     }.items():
         with pytest.raises(ValueError, match=message):
             call("direct", torch.float32, changed(direct, *path))
-    listed = arguments("direct_listed", torch.float32)
+    gathered = arguments("direct_gathered", torch.float32)
     for wrong, message in ((3, "1 signals, strides of 2"), (8, "`workspace` has")):
         with pytest.raises(ValueError, match=message):
-            call("direct_listed", torch.float32, changed(listed, wrong, listed[wrong][:1]))
+            call("direct_gathered", torch.float32, changed(gathered, wrong, gathered[wrong][:1]))
     for path, message in {
         (4, 1, (36, 9, 9, 3, 100)): "`signal` has 144 elements",
         (6, 6): "`root` has 28 elements",
@@ -190,7 +190,7 @@ def test_sizes_of_the_layer_kernels_are_checked():
         (9, 2): "`workspace` has",
     }.items():
         with pytest.raises(ValueError, match=message):
-            call("direct_listed", torch.float32, changed(listed, *path))
+            call("direct_gathered", torch.float32, changed(gathered, *path))
     gram = arguments("gram", torch.float32)
     for path, message in {
         (1, 2, 2): "`rows` has",

@@ -132,7 +132,7 @@ def test_threads_and_few_samples(engine, threads, samples):
 
 def test_arguments_that_do_not_fit():
     inputs, signals, geometry, root = several(CASES["second convolution"], torch.float32, 3)
-    with pytest.raises(BackendError, match=r"direct_listed: .* got torch\.float32 on cpu, torch\.float64 on cpu"):
+    with pytest.raises(BackendError, match=r"direct_gathered: .* got torch\.float32 on cpu, torch\.float64 on cpu"):
         compiled.direct_gathered(inputs, [signals[0], signals[1].double()], geometry, root)
     with pytest.raises(ValueError, match="`signal` has"):
         compiled.direct_gathered(inputs, [signals[0], signals[1][:2]], geometry, root)

@@ -1,5 +1,5 @@
-// Weight gradients for several signals that share the inputs, made from the places where a signal is not zero: behind
-// ReLU and max-pooling most are, and for all signals the same.
+// Weight gradients for several signals that share the inputs, made from the positions where a signal is not zero.
+// Behind ReLU and max-pooling most are zero, and the same ones in all signals.
 //
 // Compiled once per instruction set, so nothing here may have external linkage but the table at the end.
 #include "kernels.h"
@@ -11,7 +11,7 @@ namespace {
 using pyflatness::Layer;
 using pyflatness::Strided;
 
-constexpr int kListVectors = kManyRegisters ? 5 : 3, kListSignals = kManyRegisters ? 5 : 3;
+constexpr int kTileVectors = kManyRegisters ? 5 : 3, kTileSignals = kManyRegisters ? 5 : 3;
 constexpr int64_t kSignals = 10;       // signals that are looked at together
 constexpr int64_t kMatrices = 131072;  // elements of their matrices that are made together
 constexpr int64_t kLines = 262144;     // elements of patches that are there at once, at most where it pays
@@ -19,7 +19,7 @@ constexpr int64_t kLines = 262144;     // elements of patches that are there at 
 // The buffers of one call, in elements. A line is what the kernel's last dimension sees along one row of pixels: for
 // each place of that dimension, the channels with their taps in it. A patch is `slices` pieces of lines.
 template <typename T>
-struct ListedPlan {
+struct GatheredPlan {
   static constexpr int64_t kLanes = Simd<T>::kLanes;
   int64_t d, positions, taps, slices, lines;
   int64_t channels, width;  // of a tile: how many at most, and of a piece of a line; padded
@@ -29,7 +29,7 @@ struct ListedPlan {
   int64_t root_size;        // of a group
   int64_t shared, own;      // in all, and of a thread
 
-  ListedPlan(const Layer& layer, int64_t roots, int64_t signals) {
+  GatheredPlan(const Layer& layer, int64_t roots, int64_t signals) {
     d = layer.rows, positions = layer.positions(), taps = layer.kernel[2];
     slices = layer.kernel[0] * layer.kernel[1], lines = layer.size[0] * layer.size[1];
     const int64_t together = maximum(1, minimum(signals, kSignals));
@@ -46,40 +46,40 @@ struct ListedPlan {
 };
 
 template <typename T>
-int64_t listed_workspace(const Layer& layer, int64_t roots, int64_t signals, int threads) {
-  const ListedPlan<T> plan(layer, roots, signals);
+int64_t gathered_workspace(const Layer& layer, int64_t roots, int64_t signals, int threads) {
+  const GatheredPlan<T> plan(layer, roots, signals);
   return plan.shared + maximum(1, minimum(threads, layer.n * layer.groups)) * plan.own;
 }
 
 // Where that was the faster: Winograd's transforms save more, larger matrices and images leave the cache.
 template <typename T>
-bool listed_pays(const Layer& layer) {
-  const ListedPlan<T> plan(layer, 0, kSignals);
+bool gathered_pays(const Layer& layer) {
+  const GatheredPlan<T> plan(layer, 0, kSignals);
   return step_of(layer, pyflatness::DirectForm::automatic) == 0 && plan.lines * plan.line <= kLines &&
          layer.rows * layer.columns() <= kMatrices / 8;
 }
 
-// Where the patches of some places begin, and which places are not zero in all signals.
-struct Listed {
+// Where the patches of some positions begin, and which positions are not zero in all signals.
+struct Gathered {
   int64_t patch[kDepth];
   int64_t count;
-  int32_t place[kDepth + 1];
+  int32_t position[kDepth + 1];
 };
 
-// to[s, v] = or += Σ_p signals[s][p] * patches[v][p] over the listed places, s and v the rows and vectors of a tile.
+// to[s, v] = or += Σ_p signals[s][p] * patches[v][p] over gathered positions p, s and v the rows and vectors of a tile.
 template <typename T, int Vectors, int Signals>
-PYFLATNESS_INLINE void add_places(const T* const* patches, const T* const* signals, const Listed& listed, bool add,
-                                  T* to, int64_t ld) {
+PYFLATNESS_INLINE void add_positions(const T* const* patches, const T* const* signals, const Gathered& gathered,
+                                     bool add, T* to, int64_t ld) {
   using S = Simd<T>;
   typename S::Vec sums[Signals][Vectors] = {};
-  for (int64_t i = 0; i < listed.count; ++i) {
-    const int64_t place = listed.place[i], patch = listed.patch[place];
+  for (int64_t i = 0; i < gathered.count; ++i) {
+    const int64_t p = gathered.position[i], patch = gathered.patch[p];
     typename S::Vec x[Vectors];
 #pragma GCC unroll 5
     for (int v = 0; v < Vectors; ++v) x[v] = S::load(patches[v] + patch);
 #pragma GCC unroll 5
     for (int s = 0; s < Signals; ++s) {
-      const T y = signals[s][place];
+      const T y = signals[s][p];
 #pragma GCC unroll 5
       for (int v = 0; v < Vectors; ++v) sums[s][v] += x[v] * y;
     }
@@ -105,7 +105,7 @@ PYFLATNESS_INLINE void in_even_parts(int64_t count, const Body& body) {
 
 // One sample, one group.
 template <typename T>
-struct ListedSample {
+struct GatheredSample {
   const T *inputs, *inputs_end;
   const int64_t* input_strides;
   const T* signals[kSignals];  // rows of places that are neighbours
@@ -114,7 +114,7 @@ struct ListedSample {
 
 // A copy of one sample's signal, places of a row side by side.
 template <typename T>
-void copy_places(const Layer& layer, const ListedPlan<T>& plan, const Strided<T>& signal, const T* from, T* to) {
+void copy_positions(const Layer& layer, const GatheredPlan<T>& plan, const Strided<T>& signal, const T* from, T* to) {
   const Grid grid(layer.places, signal.stride + 2, nullptr);
   Runs runs;
   T scratch[kDepth + Simd<T>::kLanes];
@@ -129,13 +129,13 @@ void copy_places(const Layer& layer, const ListedPlan<T>& plan, const Strided<T>
 
 // Some signals of sample i: as they lie where places are neighbours, else copied.
 template <typename T>
-ListedSample<T> listed_sample(const Layer& layer, const ListedPlan<T>& plan, const Strided<T>& inputs,
-                              const Strided<T>* signals, int64_t count, int64_t i, int64_t group, T* copies) {
-  ListedSample<T> sample = {inputs.data + i * inputs.stride[0] + group * layer.channels * inputs.stride[1],
-                            inputs.data + inputs.count,
-                            inputs.stride,
-                            {},
-                            signals[0].stride[1]};
+GatheredSample<T> gathered_sample(const Layer& layer, const GatheredPlan<T>& plan, const Strided<T>& inputs,
+                                  const Strided<T>* signals, int64_t count, int64_t i, int64_t group, T* copies) {
+  GatheredSample<T> sample = {inputs.data + i * inputs.stride[0] + group * layer.channels * inputs.stride[1],
+                              inputs.data + inputs.count,
+                              inputs.stride,
+                              {},
+                              signals[0].stride[1]};
   bool neighbours = true;
   for (int64_t k = 0; k < count; ++k) {
     const Grid grid(layer.places, signals[k].stride + 2, nullptr);
@@ -145,7 +145,7 @@ ListedSample<T> listed_sample(const Layer& layer, const ListedPlan<T>& plan, con
   }
   if (neighbours) return sample;
   for (int64_t k = 0; k < count; ++k) {
-    copy_places(layer, plan, signals[k], sample.signals[k], copies + k * plan.signal);
+    copy_positions(layer, plan, signals[k], sample.signals[k], copies + k * plan.signal);
     sample.signals[k] = copies + k * plan.signal;
   }
   sample.row_stride = plan.positions;
@@ -154,7 +154,7 @@ ListedSample<T> listed_sample(const Layer& layer, const ListedPlan<T>& plan, con
 
 // any[r * positions + p] = 1 where a signal is not zero, or not a number.
 template <typename T>
-void mark(const ListedPlan<T>& plan, const ListedSample<T>& sample, int64_t count, T* any) {
+void mark(const GatheredPlan<T>& plan, const GatheredSample<T>& sample, int64_t count, T* any) {
   using S = Simd<T>;
   const typename S::Vec one = S::splat(1);
   const bool whole = sample.row_stride == plan.positions;  // rows follow one another
@@ -174,7 +174,7 @@ void mark(const ListedPlan<T>& plan, const ListedSample<T>& sample, int64_t coun
 
 // Lines of some channels.
 template <typename T>
-void pack_lines(const Layer& layer, const ListedPlan<T>& plan, const ListedSample<T>& sample, int64_t channel,
+void pack_lines(const Layer& layer, const GatheredPlan<T>& plan, const GatheredSample<T>& sample, int64_t channel,
                 int64_t channels, T* strip, T* lines) {
   using S = Simd<T>;
   Layer along = layer;
@@ -206,7 +206,7 @@ inline bool is_seen(const Layer& layer, int i, int64_t pixel) {
 
 // 0; NaN if a patch holds what is not finite, as its product with a zero that is left out would be.
 template <typename T>
-double left_out(const Layer& layer, const ListedPlan<T>& plan, const T* lines) {
+double left_out(const Layer& layer, const GatheredPlan<T>& plan, const T* lines) {
   using S = Simd<T>;
   typename S::Vec total = {};
   for (int64_t z = 0; z < layer.size[0]; ++z)
@@ -220,7 +220,7 @@ double left_out(const Layer& layer, const ListedPlan<T>& plan, const T* lines) {
 
 // A tile of M for each signal, [signals, d, columns].
 template <typename T>
-void make_tiles(const Layer& layer, const ListedPlan<T>& plan, const ListedSample<T>& sample, int64_t count,
+void make_tiles(const Layer& layer, const GatheredPlan<T>& plan, const GatheredSample<T>& sample, int64_t count,
                 const T* any, const T* lines, T* tiles) {
   using S = Simd<T>;
   const int64_t strides[3] = {layer.stride[0] * layer.size[1] * plan.line, layer.stride[1] * plan.line, plan.width};
@@ -230,20 +230,20 @@ void make_tiles(const Layer& layer, const ListedPlan<T>& plan, const ListedSampl
   for (int64_t start = 0; start < plan.positions; start += kDepth) {
     const int64_t depth = minimum(kDepth, plan.positions - start);
     grid.runs(start, depth, &runs);
-    Listed listed;
-    int64_t* patch = listed.patch;
+    Gathered gathered;
+    int64_t* patch = gathered.patch;
     for (int64_t run = 0; run < runs.count; ++run)
       for (int64_t x = 0; x < runs.length[run]; ++x) *patch++ = runs.offset[run] + x * runs.step;
     for (int64_t r = 0; r < plan.d; ++r) {
       const T* counts = any + r * plan.positions + start;
-      listed.count = 0;
+      gathered.count = 0;
       for (int64_t p = 0; p < depth; ++p) {
-        listed.place[listed.count] = static_cast<int32_t>(p);
-        listed.count += static_cast<int64_t>(counts[p]);
+        gathered.position[gathered.count] = static_cast<int32_t>(p);
+        gathered.count += static_cast<int64_t>(counts[p]);
       }
       const T* rows[kSignals];
       for (int64_t k = 0; k < count; ++k) rows[k] = sample.signals[k] + r * sample.row_stride + start;
-      in_even_parts<kListVectors>(plan.slices * pieces, [&](int64_t v, auto vectors) __attribute__((always_inline)) {
+      in_even_parts<kTileVectors>(plan.slices * pieces, [&](int64_t v, auto vectors) __attribute__((always_inline)) {
         constexpr int kVectors = decltype(vectors)::value;
         const T* patches[kVectors];
         for (int64_t i = 0; i < kVectors; ++i) {
@@ -251,10 +251,10 @@ void make_tiles(const Layer& layer, const ListedPlan<T>& plan, const ListedSampl
           patches[i] = lines + (k0 * layer.dilation[0] * layer.size[1] + k1 * layer.dilation[1]) * plan.line +
                        (v + i) % pieces * S::kLanes;
         }
-        in_even_parts<kListSignals>(count, [&](int64_t k, auto signals) __attribute__((always_inline)) {
-          add_places<T, kVectors, decltype(signals)::value>(patches, rows + k, listed, start > 0,
-                                                            tiles + (k * plan.d + r) * plan.columns + v * S::kLanes,
-                                                            plan.d * plan.columns);
+        in_even_parts<kTileSignals>(count, [&](int64_t k, auto signals) __attribute__((always_inline)) {
+          add_positions<T, kVectors, decltype(signals)::value>(patches, rows + k, gathered, start > 0,
+                                                               tiles + (k * plan.d + r) * plan.columns + v * S::kLanes,
+                                                               plan.d * plan.columns);
         });
       });
     }
@@ -263,7 +263,7 @@ void make_tiles(const Layer& layer, const ListedPlan<T>& plan, const ListedSampl
 
 // |tile|^2 and |root tile|^2 of a tile [d, columns]; behind the root's rows there are zeros up to kColumnPad of them.
 template <typename T>
-void add_squares(const ListedPlan<T>& plan, const T* tile, const T* root, int64_t roots, double* totals) {
+void add_squares(const GatheredPlan<T>& plan, const T* tile, const T* root, int64_t roots, double* totals) {
   using S = Simd<T>;
   for (int64_t start = 0; start < plan.d * plan.columns; start += kDepth * S::kLanes) {
     typename S::Vec squares[2] = {};
@@ -298,9 +298,9 @@ void add_squares(const ListedPlan<T>& plan, const T* tile, const T* root, int64_
 }
 
 template <typename T>
-void direct_listed(const Layer& layer, const Strided<T>& inputs, const Strided<T>* signals, int64_t count,
-                   const T* root, int64_t roots, double* totals, T* workspace, int threads) {
-  const ListedPlan<T> plan(layer, root ? roots : 0, count);
+void direct_gathered(const Layer& layer, const Strided<T>& inputs, const Strided<T>* signals, int64_t count,
+                     const T* root, int64_t roots, double* totals, T* workspace, int threads) {
+  const GatheredPlan<T> plan(layer, root ? roots : 0, count);
   T* padded_root = workspace;
   for (int64_t group = 0; root && group < layer.groups; ++group)
     for (int64_t i = 0; i < plan.root_size; ++i)
@@ -318,7 +318,7 @@ void direct_listed(const Layer& layer, const Strided<T>& inputs, const Strided<T
     T* tiles = copies + minimum(count, kSignals) * plan.signal;
     for (int64_t first = 0; first < count; first += kSignals) {
       const int64_t some = minimum(kSignals, count - first);
-      const ListedSample<T> sample = listed_sample(layer, plan, inputs, signals + first, some, i, group, copies);
+      const GatheredSample<T> sample = gathered_sample(layer, plan, inputs, signals + first, some, i, group, copies);
       mark(plan, sample, some, any);
       for (int64_t k = 0; k < some; ++k)
         totals[((first + k) * items + item) * 2] = totals[((first + k) * items + item) * 2 + 1] = 0;
@@ -338,8 +338,8 @@ void direct_listed(const Layer& layer, const Strided<T>& inputs, const Strided<T
 }
 
 template <typename T>
-constexpr pyflatness::ListedKernels<T> kTable = {listed_pays<T>, listed_workspace<T>, direct_listed<T>};
+constexpr pyflatness::GatheredKernels<T> kTable = {gathered_pays<T>, gathered_workspace<T>, direct_gathered<T>};
 
 }  // namespace
 
-PYFLATNESS_EXPORT(ListedTables, listed) = {kTable<float>, kTable<double>};
+PYFLATNESS_EXPORT(GatheredTables, gathered) = {kTable<float>, kTable<double>};
