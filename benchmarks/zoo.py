@@ -23,7 +23,7 @@ from pyflatness.generalization.correlation import STATISTICS, Correlations
 from pyflatness.measures import MEASURES
 from pyflatness.model import selectors
 from pyflatness.options import Options
-from pyflatness.scoring import checkpoints, specs
+from pyflatness.scoring import checkpoints, loading, specs
 from pyflatness.scoring.run import Run
 from pyflatness.scoring.units import Request
 from pyflatness.scoring.worker import Source
@@ -85,7 +85,7 @@ def reparameterize(model: str, folder: Path, paths: tuple[Path, ...], seed: int)
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(seed)
     for path in paths:
-        checkpoints.fit(network, checkpoints.load(path, allow_pickle=False))
+        loading.load(network, checkpoints.read(path).state)
         *hidden, _ = selectors.select(network, None).modules
         factors = dict(zip(hidden, generator.uniform(*FACTORS, len(hidden)), strict=True))
         save_file(pf.reparameterize(network, factors, batch).state_dict(), folder / path.name)

@@ -23,7 +23,7 @@ from ..errors import InputError
 from ..measures import MEASURES, named
 from ..messages import printable, to_cell
 from ..options import Options
-from ..scoring import checkpoints, executors, specs
+from ..scoring import checkpoints, executors, listing, specs
 from ..scoring.fit import NO_FIT
 from ..scoring.measuring import Outcome
 from ..scoring.rows import Row, rows
@@ -77,7 +77,7 @@ _ALL = "all"
 )
 @click.option("--retry", is_flag=True, help="Compute again what failed.")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Processes, for --store.")
-@click.option(checkpoints.PICKLE_FLAG, "allow_pickle", is_flag=True, help="Read the tensors of .pt and .pth files too.")
+@click.option("--allow-pickle-weights-only", is_flag=True, expose_value=False, hidden=True)  # of 0.1.0: always so
 @click.argument("paths", metavar="CHECKPOINT...", nargs=-1, required=True, type=click.Path(path_type=Path))
 def score(
     model: specs.Function,
@@ -96,7 +96,6 @@ def score(
     store: Path | None,
     retry: bool,
     workers: int,
-    allow_pickle: bool,
     paths: tuple[Path, ...],
 ) -> None:
     """Measure the network of each CHECKPOINT, with its loss and accuracy from the same pass.
@@ -108,6 +107,7 @@ def score(
     if lost is not None:
         message = f"{out} is one of the checkpoints: it is the same file as {lost}"
         raise click.BadParameter(printable(message), param_hint="--out")
+    paths = tuple(listing.find(paths))
     if (out is None) == (store is None):
         raise click.UsageError("pass --out FILE.csv, or --store FILE.sqlite to go on after an interruption")
     spec_options.bind(model, model_args, "model"), spec_options.bind(data, data_args, "data")
@@ -119,12 +119,9 @@ def score(
     chosen = tuple(row.name for row in named(_ALL if _ALL in measures else measures))
     run = Run(
         {str(path): path for path in paths},
-        *(
-            Source(spec_options.text("model"), model_args, "--model"),
-            Source(spec_options.text("data"), data_args, "--data"),
-        ),
+        Source(spec_options.text("model"), model_args, "--model"),
+        Source(spec_options.text("data"), data_args, "--data"),
         Request(loss, selectors, chosen, options),
-        allow_pickle=allow_pickle,
     )
     if out is not None:
         _to_csv(run, out)

@@ -39,15 +39,12 @@ def of_json(facts: Any) -> str:
 
 
 def of_file(path: Path) -> str:
-    """Return the hash of a checkpoint: of a file's bytes; of a folder, or a sharded one's index, of all files of it.
+    """Return the hash of a checkpoint: of a file's bytes, with those of its shards if it is an index of shards.
 
     What cannot be read has a key too, made of what is wrong, so that its error is kept like a value.
     """
     try:
-        mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            return of_json([(child.name, of_file(child)) for child in sorted(path.iterdir())])
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(path.stat().st_mode):
             return "unreadable: no regular file"
         found = hashlib.sha256()
         with path.open("rb") as file:

@@ -29,17 +29,14 @@ class Run:
         model: of the network that paths are checkpoints of.
         data: the batches.
         request: what is asked of each model.
-        allow_pickle: whether ``.pt`` and ``.pth`` files may be read.
 
     Raises:
         InputError: the model or the data cannot be made, or no layer is as selected.
     """
 
-    def __init__(
-        self, models: Models, model: Source | None, data: Source, request: Request, *, allow_pickle: bool = False
-    ) -> None:
+    def __init__(self, models: Models, model: Source | None, data: Source, request: Request) -> None:
         self.models, self.request = models, request
-        self.setup = Setup(uuid.uuid4().hex, model, data, request, allow_pickle)
+        self.setup = Setup(uuid.uuid4().hex, model, data, request)
         self.bench = Bench(self.setup)
         self._units: dict[tuple[int, tuple[Pair, ...]], list[Unit]] = {}
 

@@ -13,7 +13,7 @@ from ..measures import named
 from ..messages import shown
 from ..options import Options, check_count, check_names
 from ..session import public
-from . import executors
+from . import executors, listing
 from .measuring import Outcome
 from .rows import rows
 from .run import Models, Run, keep
@@ -56,7 +56,8 @@ def score(
     that was interrupted goes on where it stopped, and one that asks for more computes what is new.
 
     Args:
-        models: networks or paths of checkpoints by name, or paths alone, which are then the names.
+        models: networks or paths of checkpoints by name; or paths alone, which are then the names: files, folders and
+            patterns such as ``"runs/*/epoch_*.pt"``.
         data: as for :func:`pyflatness.measure`; or a function that returns it, or its name ``"file.py:function"``,
             which every worker calls once.
         loss: as for :func:`pyflatness.measure`.
@@ -111,21 +112,18 @@ def score(
 
 
 def _by_name(models: Any) -> Models:
-    if isinstance(models, Mapping):
-        found = dict(models)
-    elif isinstance(models, Iterable) and not isinstance(models, (str, bytes, nn.Module)):
-        found = {str(path): path for path in models}
-    else:
+    if not isinstance(models, Iterable) or isinstance(models, (str, bytes, nn.Module)):
         raise InputError(
             f"models: networks or paths by name, or several paths, are wanted, got {type(models).__name__} "
             f"{shown(models)}"
         )
-    for name, held in found.items():
-        if not isinstance(name, str) or not isinstance(held, (str, Path, nn.Module)):
-            raise InputError(
-                f"models: {shown(name)} is a {type(held).__name__}; a network or the path of one is wanted"
-            )
-    return {name: Path(held) if isinstance(held, str) else held for name, held in found.items()}
+    pairs = [*models.items()] if isinstance(models, Mapping) else [(path, path) for path in models]
+    for name, held in pairs:
+        if not isinstance(held, (str, Path, nn.Module)) or isinstance(name, nn.Module):
+            raise InputError(f"models: {shown(held)}: a path is wanted, or a network by its name, {{name: network}}")
+    if isinstance(models, Mapping):
+        return {str(name): Path(held) if isinstance(held, str) else held for name, held in pairs}
+    return {str(path): path for path in listing.find(path for path, _ in pairs)}
 
 
 def _executor(given: str | Executor | None, workers: int, stack: contextlib.ExitStack) -> Executor:

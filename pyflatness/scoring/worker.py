@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import InputError
 from ..messages import reason
 from ..model.data import Batches
-from . import checkpoints, keys, measuring, specs
+from . import checkpoints, keys, loading, measuring, specs
 from .measuring import Outcome, Step
 from .units import Request, Unit
 
@@ -70,14 +70,12 @@ class Setup:
         data: the batches.
         fingerprint: of the data, which every worker's are held against; None where values are not kept.
         request: what is asked of each checkpoint.
-        allow_pickle: whether ``.pt`` and ``.pth`` files may be read.
     """
 
     token: str
     model: Source | None
     data: Source
     request: Request
-    allow_pickle: bool = False
     fingerprint: keys.Facts | None = None
 
 
@@ -142,7 +140,7 @@ class Bench:
         assert self.network is not None
         if self._held != (job.weights, job.content):
             self._held = None  # a file that does not fit leaves a part of itself behind
-            checkpoints.fit(self.network, checkpoints.load(job.weights, allow_pickle=self.setup.allow_pickle))
+            loading.load(self.network, checkpoints.read(job.weights).state)
             if job.content and keys.of_file(job.weights) != job.content:
                 raise InputError("the file changed after the run had begun")
             self._held = job.weights, job.content
