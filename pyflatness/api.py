@@ -312,7 +312,9 @@ def measure(
             to which batches are cut, and what is made of it. It does not go below one sample's graph; w wᵀ and its
             root for relative flatness of a layer with fewer outputs d than inputs (about 24 d² bytes); about six
             float64 matrices of a weight's size for normalised sharpness; up to nine copies of the parameters for
-            measures over all of them.
+            measures over all of them. On top come, by its size too, the Hessians of one layer's rows
+            (``relative_flatness_max``), and 1 GiB of vectors for Lanczos (that and ``lambda_max``), or ``memory`` where
+            that is more.
         seed: of the random signs.
         progress: show a bar.
 
