@@ -60,17 +60,17 @@ _ALL = "all"
 )
 @click.option("--curvature", type=click.Choice(["auto", "ggn", "hessian"]), default="auto", show_default=True)
 @click.option(
-    "--probes", metavar="K|adaptive", help="Values from so many random draws a sample, with standard errors.  [exact]"
+    "--probes", metavar="K|adaptive", help="Values from so many random probes a sample, with standard errors.  [exact]"
 )
 @click.option(
-    "--target-stderr", type=float, help="Absolute standard error for every value, by as many draws as needed."
+    "--target-stderr", type=float, help="Absolute standard error for every value, by as many probes as needed."
 )
 @click.option(
     "--rtol",
     type=float,
     help="Relative standard error for --probes adaptive; of heads alone, a guaranteed relative error.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of random draws.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of random numbers.")
 @click.option("--out", type=click.Path(path_type=Path), help="CSV file for the rows.")
 @click.option(
     "--store", type=click.Path(path_type=Path), help="SQLite file for the values: run again, the command goes on."
