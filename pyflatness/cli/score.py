@@ -27,7 +27,7 @@ from ..model import state
 from ..model.data import Batches
 from ..options import Options
 from ..report import intervals
-from ..scoring import checkpoints, listing, specs
+from ..scoring import checkpoints, data_specs, listing, specs
 from . import spec_options
 from .output import show
 from .paths import append_whole, is_same_file, prepare_file
@@ -38,7 +38,11 @@ _ALL = "all"
 
 @click.command()
 @spec_options.option("model", "the model")
-@spec_options.option("data", "batches: a DataLoader, a list or a tuple of tensors")
+@spec_options.option(
+    "data",
+    "batches: a DataLoader, a list or a tuple of tensors; or .npz, .parquet, a folder of images or of a saved data set",
+    data_specs.resolve,
+)
 @click.option("--loss", metavar="NAME", required=True, help="The loss it was trained with: cross_entropy, mse_loss, …")
 @click.option(
     "--layers",
