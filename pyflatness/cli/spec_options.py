@@ -26,12 +26,23 @@ def option(name: str, what: str, resolve: Callable[[str], Function] = specs.reso
             f"--{name}",
             metavar="SPEC",
             required=True,
-            callback=lambda context, parameter, text: _usage(resolve, text),
+            callback=lambda context, parameter, text: _usage(resolve, _noted(context, name, text)),
             help=f"file.py:callable or package.module:callable that returns {what}.",
         )
         return spec(arguments(command))
 
     return add
+
+
+def text(name: str) -> str:
+    """Return the SPEC of ``--name`` as it was given, for workers that resolve it by themselves."""
+    found: str = click.get_current_context().meta[name]
+    return found
+
+
+def _noted(context: click.Context, name: str, text: str) -> str:
+    context.meta[name] = text
+    return text
 
 
 def bind(function: Function, arguments: dict[str, Any], name: str) -> Callable[[], Any]:

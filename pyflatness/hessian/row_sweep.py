@@ -85,8 +85,7 @@ class RowSweep:
     def __init__(self, task: Task) -> None:
         check_filters(task)
         self._task, self._options = task, task.options
-        budget = Budget(task.options.memory, halved=True)
-        self._kept, self._written = budget.work, budget.buffers  # bytes of rows of all data; of gradients at a time
+        self._budget = budget = Budget(task.options.memory, halved=True)
         approve = partial(linearity.refuse_custom_functions, task.options)
         self._runner = Runner(
             *(task.model, task.selection, task.batches, task.forward, budget, approve),
@@ -165,7 +164,7 @@ class RowSweep:
         products = Products(replace(self._task, selection=Selection({name: module}, frozenset())))
         identity = torch.eye(d * m, dtype=torch.float64, device=products.device)
         matrix = products({(name,): identity})[name,].view(d, m, d, m)
-        blocks = RowBlocks(self._spread(name) != 0, 0)
+        blocks = RowBlocks(self._spread(name) != 0, 0, self._budget)
         blocks.add_blocks(torch.einsum("sjsk->sjk", matrix))
         return blocks.largest(self._options.seed)
 
@@ -210,7 +209,7 @@ class RowSweep:
     ) -> dict[str, Tensor]:
         """Return h (n, b) of layers with a single position; the blocks of the others are filled in, if they fit."""
         columns = {name: self._spread(name) for name in names - set(single)}
-        self._by_sweeps |= {name for name in columns if not row_blocks.fit(columns[name])}
+        self._by_sweeps |= {name for name in columns if not row_blocks.fit(columns[name], self._budget)}
         names = names - self._by_sweeps
         blocks.update({name: row_blocks.empty(columns[name]) for name in names & columns.keys()})
         weights: dict[str, Tensor] = {}
@@ -235,7 +234,7 @@ class RowSweep:
         written = sum(
             x[0].numel() * geometry.kernel_elements + y[0].numel() for x, y in zip(inputs, delta, strict=True)
         )
-        chunk = max(1, self._written // (16 * (written + blocks.shape[0] * blocks.shape[1])))
+        chunk = max(1, self._budget.buffers // (16 * (written + blocks.shape[0] * blocks.shape[1])))
         for start in range(0, run.samples, chunk):
             part = slice(start, start + chunk)
             gradients = [
@@ -283,8 +282,8 @@ class RowSweep:
     def _set_up(self, name: str) -> None:
         module, scale = self._runner.modules[name], self._scales.get(name)
         self._forms[name] = LayerForm(name, module, (), self._options, scale)
-        memory = self._kept // len(self._runner.selected)
-        self._blocks[name] = RowBlocks(self._spread(name) != 0, memory)
+        kept = self._budget.work // len(self._runner.selected)
+        self._blocks[name] = RowBlocks(self._spread(name) != 0, kept, self._budget)
 
     def _spread(self, name: str) -> Tensor:
         """Return what the weights are multiplied by, (b, m)."""
@@ -319,6 +318,7 @@ class RowSweep:
             name: row_blocks.search(
                 spreads[name] != 0,
                 self._options.seed,
+                self._budget,
                 row_blocks.TOLERANCE if dtypes[name] == torch.float64 else _COARSE_TOLERANCE,
             )
             for name in names

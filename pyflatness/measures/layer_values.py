@@ -150,7 +150,7 @@ class LayerValues:
         return matrix
 
     def _sums(self, sweep: Sweep, draws: range | None) -> Sums:
-        """Return the sums: exact, by probe groups, or by the random draws of these numbers."""
+        """Return the sums: exact, by probe groups, or by the probes of these numbers."""
         totals = self._totals(sampled=draws is not None)
         if self._options.probes == "adaptive":
             sweep.by_groups(totals.add)

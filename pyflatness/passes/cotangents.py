@@ -126,7 +126,7 @@ class Cotangents:
             raise InputError(
                 f"probes='adaptive' is for losses that are convex in the outputs; this one curves down at "
                 f"{int(negative.reshape(len(self._order), -1).any(dim=1).sum())} of {len(self._order)} samples: pass "
-                "probes=k, a number of draws"
+                "probes=k, a number of probes"
             )
         return weights.clamp_min(0.0).reshape(len(self._order), -1)  # not contiguous where the terms are reordered
 

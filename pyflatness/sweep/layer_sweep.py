@@ -208,7 +208,7 @@ class Sweep:
         if nonlinear:
             raise InputError(
                 f"layer {', '.join(map(repr, nonlinear))}: probes='adaptive' is for layers in whose weight the model "
-                "is locally linear (ReLU, pooling, sums behind them); pass probes=k, a number of draws, or "
+                "is locally linear (ReLU, pooling, sums behind them); pass probes=k, a number of probes, or "
                 "curvature='ggn' for the GGN value, another number"
             )
         return names
@@ -345,7 +345,7 @@ def _check_order(name: str, before: Tensor, now: Tensor, dtype: torch.dtype) -> 
 def _disordered(name: str) -> InputError:
     return InputError(
         f"layer {name!r}: its inputs for the same samples change with the batch they are in, or come in another order "
-        "than the model's outputs; pass probes=k, a number of draws"
+        "than the model's outputs; pass probes=k, a number of probes"
     )
 
 

@@ -14,7 +14,7 @@ from ..numerics.variances import Variances
 from ..options import Options
 from .layer_sweep import Values
 
-_AGREEING = 1e-6  # of a value: by less than so much draws differ by chance or by rounding, which tells of no error
+_AGREEING = 1e-6  # of a value: by less than so much probes differ by chance or by rounding, which tells of no error
 
 OR_OVERFLOW = "(or squares beyond the dtype's range)"
 
@@ -51,7 +51,7 @@ class Sums:
     def pooled(self, other: "Sums", weight: float) -> "Sums":
         """Return the mean with independent values of the same data; ``weight`` is this one's.
 
-        The degrees of freedom stay those of this one, whose errors said how many draws the other takes (Stein 1945).
+        The degrees of freedom stay those of this one, whose errors said how many probes the other takes (Stein 1945).
         """
         assert self.errors is not None
         assert other.errors is not None
@@ -73,7 +73,7 @@ class Totals:
         reduction: the loss's, ``"mean"`` or ``"sum"``.
         options: of the user; whether each sample's values are kept, and the policy for NaN.
         error: makes that of values and which samples (n,) are fine; see :data:`.accumulate.Error`.
-        sampled: whether values are means over random draws; for those sampled in groups their variances say so.
+        sampled: whether values are means over probes; for those sampled in groups their variances say so.
 
     Attributes:
         over: the samples so far.
@@ -106,13 +106,13 @@ class Totals:
         values = part.values
         if not bool(fine.all()):
             values = masked(values.where(values.isfinite(), torch.nan), kept)  # a layer that is fine stays so
-        draws = torch.cat([values, values.sum(dim=1, keepdim=True)], dim=1)
-        means = draws.mean(dim=0)
+        probes = torch.cat([values, values.sum(dim=1, keepdim=True)], dim=1)
+        means = probes.mean(dim=0)
         self._sums = self._sums.to(means.device) + means.sum(dim=2)
         if part.variances is not None:
             self._variances.add(masked(part.variances, kept))
         elif self._sampled:
-            self._variances.add_draws(draws, torch.ones_like(fine) if kept is None else kept)
+            self._variances.add_probes(probes, torch.ones_like(fine) if kept is None else kept)
         for key, summed in part.parts.items():
             self._parts[key] = summed + self._parts[key] if key in self._parts else summed
         if self._per_sample:
