@@ -23,7 +23,7 @@ from ..errors import InputError
 from ..measures import MEASURES, named
 from ..messages import printable, to_cell
 from ..options import Options
-from ..scoring import checkpoints, executors, listing, specs
+from ..scoring import checkpoints, data_specs, executors, listing, specs
 from ..scoring.fit import NO_FIT
 from ..scoring.measuring import Outcome
 from ..scoring.rows import Row, rows
@@ -41,7 +41,11 @@ _ALL = "all"
 
 @click.command()
 @spec_options.option("model", "the model")
-@spec_options.option("data", "batches: a DataLoader, a list or a tuple of tensors")
+@spec_options.option(
+    "data",
+    "batches: a DataLoader, a list or a tuple of tensors; or .npz, .parquet, a folder of images or of a saved data set",
+    data_specs.resolve,
+)
 @click.option("--loss", metavar="NAME", required=True, help="The loss it was trained with: cross_entropy, mse_loss, …")
 @click.option(
     "--layers",
