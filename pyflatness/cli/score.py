@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..measures import MEASURES, named
 from ..messages import printable
 from ..options import Options
-from ..scoring import checkpoints, executors, listing, metadata, specs
+from ..scoring import checkpoints, data_specs, executors, listing, metadata, specs
 from ..scoring.run import Run
 from ..scoring.units import Request
 from ..scoring.worker import Source
@@ -64,7 +64,11 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
 @click.command()
 @config.option
 @spec_options.option("model", "the model")
-@spec_options.option("data", "batches: a DataLoader, a list or a tuple of tensors")
+@spec_options.option(
+    "data",
+    "batches: a DataLoader, a list or a tuple of tensors; or .npz, .parquet, a folder of images or of a saved data set",
+    data_specs.resolve,
+)
 @click.option(
     "--loss",
     metavar="NAME",
@@ -90,17 +94,17 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
 )
 @click.option("--curvature", type=click.Choice(["auto", "ggn", "hessian"]), default="auto", show_default=True)
 @click.option(
-    "--probes", metavar="K|adaptive", help="Values from so many random draws a sample, with standard errors.  [exact]"
+    "--probes", metavar="K|adaptive", help="Values from so many random probes a sample, with standard errors.  [exact]"
 )
 @click.option(
-    "--target-stderr", type=float, help="Absolute standard error for every value, by as many draws as needed."
+    "--target-stderr", type=float, help="Absolute standard error for every value, by as many probes as needed."
 )
 @click.option(
     "--rtol",
     type=float,
     help="Relative standard error for --probes adaptive; of heads alone, a guaranteed relative error.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of random draws.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of random numbers.")
 @click.option("--limit", type=float, metavar="N|PART", callback=_limit, help="The first N samples, or a part of all.")
 @click.option(
     "--batch-size",

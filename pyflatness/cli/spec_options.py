@@ -11,7 +11,7 @@ from ..scoring import specs
 from ..scoring.specs import Function
 
 
-def option(name: str, what: str) -> Callable[[Function], Function]:
+def option(name: str, what: str, resolve: Callable[[str], Function] = specs.resolve) -> Callable[[Function], Function]:
     """Return two click options: ``--name SPEC``, which arrives as a callable, and ``--name-args JSON``, as a dict."""
 
     def add(command: Function) -> Function:
@@ -26,7 +26,7 @@ def option(name: str, what: str) -> Callable[[Function], Function]:
             f"--{name}",
             metavar="SPEC",
             required=True,
-            callback=lambda context, parameter, text: _usage(specs.resolve, _noted(context, name, text)),
+            callback=lambda context, parameter, text: _usage(resolve, _noted(context, name, text)),
             help=f"file.py:callable or package.module:callable that returns {what}.",
         )
         return spec(arguments(command))

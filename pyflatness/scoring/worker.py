@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..messages import is_out_of_memory, reason
 from ..model import state
 from ..model.data import Batches, size
-from . import checkpoints, keys, loading, measuring, specs
+from . import checkpoints, data_specs, keys, loading, measuring, specs
 from .cutting import Cut
 from .measuring import Outcome, Step
 from .units import Request, Unit
@@ -28,7 +28,7 @@ class Source:
     """Name what makes the model or the data, so that each worker can make it.
 
     Attributes:
-        maker: a SPEC (see :mod:`.specs`), a callable, or, for data, what it would return.
+        maker: a SPEC (see :func:`.data_specs.resolve`), a callable, or, for data, what it would return.
         arguments: of the callable, by name.
         name: what messages call it.
     """
@@ -48,7 +48,7 @@ class Source:
 
     def function(self) -> Any:
         """Return the callable, or the data themselves."""
-        return specs.resolve(self.maker) if isinstance(self.maker, str) else self.maker
+        return data_specs.resolve(self.maker) if isinstance(self.maker, str) else self.maker
 
     def text(self) -> str:
         """Return what a reader knows it by."""
