@@ -27,12 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from .demo import demo
     from .doctor import doctor
+    from .example_zoo import example_zoo
     from .layers import layers
     from .measures import measures
     from .output import checked
     from .score import score
 
-    commands = [demo, doctor, layers, measures, score]
+    commands = [demo, doctor, example_zoo, layers, measures, score]
     group = click.Group("pyflatness", help="How flat is the loss around a trained network.", commands=commands)
     group = click.version_option(__version__, prog_name="pyflatness")(group)
     try:

@@ -15,7 +15,7 @@ import pytest
 import pyflatness as pf
 from pyflatness import cli
 from pyflatness.cli import demo, demo_networks, doctor, paths, score
-from pyflatness.cli.scoring import Row
+from pyflatness.scoring.rows import Row
 from support.score_runs import status
 
 NETWORK = demo_networks.Row(
