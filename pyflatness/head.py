@@ -7,7 +7,8 @@ At a head the layer's output z = W φ + b *is* the model's output, one loss term
 """
 
 import contextlib
-from collections.abc import Generator
+import functools
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,17 +40,29 @@ class HeadBatch:
 
     Attributes:
         features: (rows, m), the layer's inputs, one row per loss term; (rows, …, m) for a term of several positions.
-        terms: what the loss says of the rows.
         samples: entries of dimension 0 of the batch.
         per_sample: consecutive rows that belong to one sample; 0 where rows cannot be told apart by sample.
         number: place of the batch in the data.
+        make_terms: gives :attr:`terms`.
+        labels: class indices of rows that all count the same, not yet checked: the terms are made of them only where
+            they are asked for. None where that does not say all.
     """
 
     features: Tensor
-    terms: losses.Terms
     samples: int
     per_sample: int
     number: int
+    make_terms: Callable[[], losses.Terms]
+    labels: losses.Labels | None
+
+    @functools.cached_property
+    def terms(self) -> losses.Terms:
+        """Return what the loss says of the rows.
+
+        Raises:
+            InputError: class indices that do not fit; all else was checked before.
+        """
+        return self.make_terms()
 
 
 class Head:
@@ -119,14 +132,18 @@ class Head:
             for number, batch in enumerate(self._data):
                 if number == 0 and self.name and self._may_be_wide():
                     self._skip_product(batch, calls, product)
-                outputs, targets = calling.run(self._model, batch, self._forward)
-                rows = self._rows(self._head_call(calls, outputs), outputs, targets, size(batch), number)
-                del outputs
-                calls.clear()
-                if number == 0 or spacing.due(number, done):
-                    self._check_independent(batch, rows, calls)
-                done += rows.samples
-                yield rows
+                checked = number == 0 or spacing.due(number, done)
+                done += size(batch)
+                yield self._measured(batch, number, calls, checked)  # nothing of it is kept while the next one is run
+
+    def _measured(self, batch: Any, number: int, calls: calling.Calls, checked: bool) -> HeadBatch:
+        outputs, targets = calling.run(self._model, batch, self._forward)
+        rows = self._rows(self._head_call(calls, outputs), outputs, targets, size(batch), number)
+        del outputs
+        calls.clear()
+        if checked:
+            self._check_independent(batch, rows, calls)
+        return rows
 
     def _check_independent(self, batch: Any, rows: HeadBatch, calls: calling.Calls) -> None:
         """Raise an InputError if features of some samples change with the others in their batch."""
@@ -207,10 +224,10 @@ class Head:
         targets = losses.tensor_targets(targets, number)
         outputs, targets, dim, order = self._places(call, outputs, targets)
         features = self._ordered(call, order)
-        with losses.of_batch(number):
-            terms = self._loss.terms(outputs, targets, dim)
         told_apart = len(outputs) == samples and dim != 0
-        return HeadBatch(features, terms, samples, len(features) // samples if told_apart else 0, number)
+        per_sample = len(features) // samples if told_apart else 0
+        terms, labels = _terms(self._loss, outputs, targets, dim, number)
+        return HeadBatch(features, samples, per_sample, number, terms, labels)
 
     def _features(self, call: calling.Call, outputs: Tensor, targets: Any) -> Tensor:
         """Return the layer's inputs (rows, m) in the order of the model's outputs; raise if it is not the head."""
@@ -235,6 +252,23 @@ class Head:
                 f"{tuple(outputs.shape)} is not a set of whole rows of the layer's {tuple(call.output.shape)}"
             )
         return outputs, targets, dim, order
+
+
+def _terms(
+    loss: losses.Loss, outputs: Tensor, targets: Tensor | None, class_dim: int, number: int | None = None
+) -> tuple[Callable[[], losses.Terms], losses.Labels | None]:
+    """Return what gives the terms of outputs, and the labels that say all of them; without these they are made here."""
+
+    def made(shaped: Tensor) -> losses.Terms:
+        with contextlib.nullcontext() if number is None else losses.of_batch(number):
+            return loss.terms(shaped, targets, class_dim)
+
+    shape, device = outputs.shape, outputs.device
+    labels = loss.labels(shape, targets, class_dim) if isinstance(loss, losses.CrossEntropy) else None
+    if labels is None or not (targets is None or targets.device == device):
+        terms = made(outputs)
+        return lambda: terms, None
+    return lambda: made(torch.empty((), device=device).expand(shape)), labels  # the outputs need not be kept
 
 
 def find(task: Task, layer: str | nn.Module | None) -> tuple[str, Head | None]:
@@ -351,10 +385,19 @@ def from_tensors(
         outputs = features.new_zeros(()).expand(shape)
     if targets is not None:
         check_tensor("targets", targets)
-    terms = loss.terms(outputs, None if targets is None else targets.detach().to(features.device), len(shape) - 1)
+    terms, labels = _terms(
+        loss, outputs, None if targets is None else targets.detach().to(features.device), len(shape) - 1
+    )
     if isinstance(loss, losses.CustomLoss) and targets is not None:
         head = (weight,) if bias is None else (weight, bias)
         if depends_on_more(loss, outputs[:1], targets[:1].to(outputs.device), head):
             raise InputError(REFUSAL)
-    batch = HeadBatch(rows, terms, len(features), len(rows) // len(features), 0)
+    batch = HeadBatch(rows, len(features), len(rows) // len(features), 0, terms, labels)
     return TensorHead(weight.detach(), None if bias is None else bias.detach(), batch)
+
+
+def check_tensors(
+    features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None, loss: losses.Loss
+) -> None:
+    """Raise if the tensors of a head, or its targets, do not fit; see :func:`from_tensors`."""
+    from_tensors(features, weight, bias, targets, loss).batch.make_terms()

@@ -194,23 +194,123 @@ PYFLATNESS_INLINE void pair_variance(T* logits,  // [d, kBlockRows]
   for (int v = 0; v < 2; ++v) S::store(variance + v * S::kLanes, pairs[v] / (normaliser[v] * normaliser[v]));
 }
 
+// values[r] = |phi_r|^2 variance_r for the rows of one block.
+template <typename T>
+PYFLATNESS_INLINE void block_values(const T* features, int64_t stride, const T* weight, const T* bias,
+                                    const T* distances, int64_t n, int64_t m, int64_t d, int64_t first,
+                                    double* values) {
+  constexpr int64_t kRows = kBlockRows<T>;
+  const int64_t count = minimum(kRows, n - first);
+  const T* rows[kRows];  // beyond the last row: that row again, not written
+  for (int64_t r = 0; r < kRows; ++r) rows[r] = features + (first + minimum(r, count - 1)) * stride;
+  alignas(64) T logits[pyflatness::kMaxFusedOutputs * kRows];
+  alignas(64) T norms[kRows], variance[kRows];
+  block_products(rows, count == kRows ? 2 * kRows * stride : 0, weight, m, d, logits, norms);
+  pair_variance(logits, bias, distances, d, variance);
+  for (int64_t r = 0; r < count; ++r) values[r] = static_cast<double>(norms[r]) * static_cast<double>(variance[r]);
+}
+
 template <typename T>
 void softmax_variance(const T* features, int64_t stride, const T* weight, const T* bias, const T* distances, int64_t n,
                       int64_t m, int64_t d, double* out, int threads) {
-  constexpr int64_t kRows = kBlockRows<T>;
-  const int64_t blocks = (n + kRows - 1) / kRows;
+  const int64_t blocks = blocks_of(n, kBlockRows<T>);
 #pragma omp parallel for num_threads(team(threads, n * m * d)) schedule(static)
   for (int64_t block = 0; block < blocks; ++block) {
-    const int64_t first = block * kRows, count = minimum(kRows, n - first);
-    const T* rows[kRows];  // beyond the last row: that row again, not written
-    for (int64_t r = 0; r < kRows; ++r) rows[r] = features + (first + minimum(r, count - 1)) * stride;
-    alignas(64) T logits[pyflatness::kMaxFusedOutputs * kRows];
-    alignas(64) T norms[kRows], variance[kRows];
-    block_products(rows, count == kRows ? 2 * kRows * stride : 0, weight, m, d, logits, norms);
-    pair_variance(logits, bias, distances, d, variance);
-    for (int64_t r = 0; r < count; ++r)
-      out[first + r] = static_cast<double>(norms[r]) * static_cast<double>(variance[r]);
+    const int64_t first = block * kBlockRows<T>;
+    block_values(features, stride, weight, bias, distances, n, m, d, first, out + first);
   }
+}
+
+// The lower median of each column of up to kCentreRows rows, `stride` apart: lanes are columns, which an odd-even
+// transposition sorts. NaN for a column with NaN in it.
+template <typename T>
+PYFLATNESS_INLINE typename Simd<T>::Vec column_medians(const T* rows, int64_t stride, int64_t count, int64_t columns) {
+  using S = Simd<T>;
+  using Vec = typename S::Vec;
+  Vec sorted[pyflatness::kCentreRows], poison = {};
+  for (int64_t k = 0; k < count; ++k) {
+    sorted[k] = columns < S::kLanes ? S::load_partial(rows + k * stride, columns, 0) : S::load(rows + k * stride);
+    poison = sorted[k] != sorted[k] ? sorted[k] : poison;
+  }
+  for (int64_t round = 0; round < count; ++round)
+    for (int64_t k = round % 2; k + 1 < count; k += 2) {
+      const Vec a = sorted[k], b = sorted[k + 1];
+      sorted[k] = b < a ? b : a;
+      sorted[k + 1] = b < a ? a : b;
+    }
+  return poison != poison ? poison : sorted[(count - 1) / 2];
+}
+
+// The lower median of up to kMaxFusedOutputs numbers; NaN if one is.
+template <typename T>
+T median(const T* numbers, int64_t count) {
+  T sorted[pyflatness::kMaxFusedOutputs];
+  for (int64_t k = 0; k < count; ++k) {
+    if (numbers[k] != numbers[k]) return numbers[k];
+    int64_t place = k;
+    for (; place > 0 && numbers[k] < sorted[place - 1]; --place) sorted[place] = sorted[place - 1];
+    sorted[place] = numbers[k];
+  }
+  return sorted[(count - 1) / 2];
+}
+
+template <typename T>
+void prepare_softmax_variance(const T* weight, const T* bias, int64_t d, int64_t m, T* prepared, int threads) {
+  using S = Simd<T>;
+  const int64_t step = blocks_of(d, pyflatness::kCentreRows), chosen = blocks_of(d, step);
+#pragma omp parallel for num_threads(team(threads, d * m)) schedule(static)
+  for (int64_t j = 0; j < m; j += S::kLanes) {
+    const int64_t columns = minimum(S::kLanes, m - j);
+    const typename S::Vec centre = column_medians(weight + j, step * m, chosen, columns);
+    for (int64_t s = 0; s < d; ++s) {
+      const T* from = weight + s * m + j;
+      T* to = prepared + s * m + j;
+      if (columns == S::kLanes)
+        S::store(to, S::load(from) - centre);
+      else
+        S::store_partial(to, S::load_partial(from, columns, 0) - centre, columns);
+    }
+  }
+  T* shifted = prepared + d * m;
+  const T middle = bias ? median(bias, d) : 0, shift = middle - middle == 0 ? middle : 0;
+  for (int64_t s = 0; s < d; ++s) shifted[s] = bias ? bias[s] - shift : 0;
+  pair_distances(weight, d, m, shifted + d, threads);
+}
+
+// The rows are added up in kParts parts, whatever the number of threads, so that the sum does not depend on it.
+constexpr int64_t kParts = 256;
+
+template <typename T>
+void softmax_variance_sum(const T* features, int64_t stride, const T* prepared, const int64_t* labels, int64_t ignored,
+                          int64_t n, int64_t m, int64_t d, double* values, double* total, int64_t* counted,
+                          int threads) {
+  constexpr int64_t kRows = kBlockRows<T>;
+  const T *bias = prepared + d * m, *distances = bias + d;
+  const int64_t blocks = blocks_of(n, kRows), parts = minimum(blocks, kParts);
+  double sums[kParts] = {};
+  int64_t counts[kParts] = {};
+  bool wrong[kParts] = {};
+#pragma omp parallel for num_threads(team(threads, n * m * d)) schedule(static)
+  for (int64_t part = 0; part < parts; ++part)
+    for (int64_t block = part * blocks / parts; block < (part + 1) * blocks / parts; ++block) {
+      const int64_t first = block * kRows, count = minimum(kRows, n - first);
+      alignas(64) double found[kRows];
+      block_values(features, stride, prepared, bias, distances, n, m, d, first, found);
+      for (int64_t r = 0; r < count && labels; ++r) {
+        const int64_t label = labels[first + r];
+        const bool counts_not = label == ignored;
+        wrong[part] |= !counts_not && (label < 0 || label >= d);
+        found[r] = counts_not ? 0 : found[r];
+        counts[part] -= counts_not;
+      }
+      for (int64_t r = 0; r < count; ++r) sums[part] += found[r];
+      counts[part] += count;
+      if (values) std::memcpy(values + first, found, static_cast<size_t>(count) * sizeof(double));
+    }
+  *total = 0, *counted = 0;
+  bool any = false;
+  for (int64_t part = 0; part < parts; ++part) *total += sums[part], *counted += counts[part], any |= wrong[part];
+  if (any) *counted = -1;
 }
 
 // The maximum of a row and its first place. A NaN is never the maximum; it shows in the sums instead.
@@ -308,8 +408,9 @@ void sigmoid_curvature(const T* logits, const T* coefficients, const T* row_norm
 }
 
 template <typename T>
-constexpr pyflatness::HeadKernels<T> kTable = {pair_distances<T>, softmax_variance<T>, exponentiate<T>, row_dots<T>,
-                                               sigmoid_curvature<T>};
+constexpr pyflatness::HeadKernels<T> kTable = {
+    pair_distances<T>,       softmax_variance<T>, prepare_softmax_variance<T>, softmax_variance_sum<T>, exponentiate<T>,
+    row_dots<T>, sigmoid_curvature<T>};
 
 }  // namespace
 

@@ -8,6 +8,7 @@ from .dense import DenseContraction
 from .geometry import Geometry
 from .layer import LayerContraction
 from .precision import full_precision, promoted, promoted_dtype, squared_norms
+from .reference import RowSum
 from .softmax import DEFAULT_MEMORY, SoftmaxVariance, default_memory
 from .wide import Bounded
 
@@ -17,6 +18,7 @@ __all__ = [
     "DenseContraction",
     "Geometry",
     "LayerContraction",
+    "RowSum",
     "SoftmaxVariance",
     "check",
     "choose",

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ..errors import InputError
 from ..messages import shown
-from .base import Factors, Loss, Reduction, Terms, marked
+from .base import Factors, Labels, Loss, Reduction, Terms, marked
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
 from .elementwise import BinaryCrossEntropy, SquaredError
@@ -30,6 +30,7 @@ __all__ = [
     "CrossEntropy",
     "CustomLoss",
     "Factors",
+    "Labels",
     "Loss",
     "Rows",
     "SquaredError",

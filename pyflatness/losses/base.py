@@ -1,15 +1,15 @@
 """Define what every loss says of its rows, and the helpers that losses share."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..contractions import Bounded
+from ..contractions import Bounded, RowSum
 from ..errors import InputError
 
 Reduction = str
@@ -61,12 +61,32 @@ class Factors:
     take: Callable[[Tensor], "Factors"]
 
 
-Curvature = Callable[..., Bounded]
-"""(features (rows, m), scale, *extra of the terms) -> (rows,) float64: |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, and their bounds.
+class Labels(NamedTuple):
+    """Hold the class indices of rows that all count the same, but for ignored ones; nothing of them is checked.
 
-A loss of which a sample is one term takes features (rows, P, m) of P positions too: Σ_pp' ⟨φ_ip, φ_ip'⟩
-⟨w wᵀ, ∂²ℓ_i/∂z_ip∂z_ip'⟩.
-"""
+    Attributes:
+        index: (rows,) int64; None: there are none, and all rows count.
+        ignored: the index of rows that add nothing.
+    """
+
+    index: Tensor | None
+    ignored: int
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """Hold the curvature at a head for one weight matrix.
+
+    Attributes:
+        by_row: (features (rows, m), scale, *extra of the terms) -> (rows,) float64: |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, and
+            their bounds. A loss of which a sample is one term takes features (rows, P, m) of P positions too:
+            Σ_pp' ⟨φ_ip, φ_ip'⟩ ⟨w wᵀ, ∂²ℓ_i/∂z_ip∂z_ip'⟩.
+        total: (features, labels, values (rows,) float64 to be written, or None) -> the sum of the same over rows whose
+            labels count, at once; None where it cannot be had so, or a label is no class.
+    """
+
+    by_row: Callable[..., Bounded]
+    total: Callable[[Tensor, Labels, Tensor | None], RowSum | None] | None = None
 
 
 class Loss(Protocol):
@@ -135,7 +155,7 @@ def uniform(rows: int, scale: float, weight: float, device: torch.device) -> Ter
     return Terms(numbers[:1].expand(rows), numbers[1:].expand(rows))
 
 
-def without(shape: torch.Size, dim: int) -> tuple[int, ...]:
+def without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     """Return ``shape`` less one dimension."""
     sizes = list(shape)
     del sizes[dim]

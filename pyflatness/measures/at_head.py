@@ -64,6 +64,7 @@ def relative_flatness(source: Source, loss: losses.Loss, options: Options) -> Es
                     rows = source.expected_rows(batch)
                     curvature = loss.curvature(weight, bias, backend, rows, memory, options.tolerance)
                 total.add(batch, curvature)
+            del batch  # or its memory stands in the way of the next one's
     return total.estimate()
 
 
@@ -86,8 +87,20 @@ class _Sum:
         return weight, bias, backend
 
     def add(self, batch: HeadBatch, curvature: Curvature) -> None:
+        if batch.labels is None or curvature.total is None or self._scale is not None:
+            return self._add_rows(batch, curvature)
+        rows = torch.empty(len(batch.features), dtype=torch.float64) if self._options.per_sample else None
+        found = curvature.total(batch.features, batch.labels, rows)
+        if found is None or not math.isfinite(found.total):  # row by row it shows what is wrong, or left out
+            return self._add_rows(batch, curvature)
+        self._over.add(batch.samples, float(found.counted))
+        self._value += found.total
+        if rows is not None:
+            self._contributions.append(_by_sample(batch, rows).sum(dim=1))
+
+    def _add_rows(self, batch: HeadBatch, curvature: Curvature) -> None:
         features = batch.features if self._scale is None else normalize.apply(self._scale, batch.features, inverse=True)
-        found = curvature(features, batch.terms.scale, *batch.terms.extra)
+        found = curvature.by_row(features, batch.terms.scale, *batch.terms.extra)
         rows = found.values.mul_(batch.terms.scale)
         if self._scale is not None:
             rows = self._as_in_the_first_read(batch, rows)
