@@ -22,6 +22,10 @@ from .passes.task import Task
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# torch's decorator for functions of its own: it loads the compiler at their first call, torch.compiler.disable at once,
+# which would double the time of `import pyflatness`. A lazy wrapper of ours would be traced itself.
+_untraced = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
     """Keep ``torch.compile`` from tracing a public function, and say how it is called where it is called otherwise.
@@ -47,7 +51,7 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
                 raise TypeError(f"{function.__name__}() has no argument {name!r}; did you mean {near}?")
         return function(*args, **kwargs)
 
-    return cast(Callable[P, R], torch.compiler.disable(called))
+    return cast(Callable[P, R], _untraced(called))
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from ..model import calling, state
 from ..model.data import Batches, size
 from ..model.selectors import Selector
 from ..numerics.accumulate import Accumulator, check_together, omits
+from ..numerics.variances import standard_error
 from ..options import Options, check_draws, check_number
 from ..plan import of_layer
 from ..report import Estimate, intervals, views
@@ -197,7 +198,7 @@ def feature_robustness(
     return FeatureRobustness(
         alphas=grid,
         rises=rises.mean(dim=0),
-        stderr=rises.std(dim=0) / draws**0.5,
+        stderr=standard_error(rises),
         parabola=grid.square() * float(kappa) / (2 * turns.features),
         kappa=float(kappa),
         features=turns.features,

@@ -26,6 +26,7 @@ from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss, risk
 from ..messages import check_tensor, shown
 from ..numerics import accumulate
+from ..numerics.variances import standard_error
 from ..options import check_count, check_draws, check_number, check_seed
 from ..report import intervals
 from ..session import public
@@ -235,7 +236,7 @@ def summary(
     values = torch.stack([by_draw for _, by_draw in parts])
     return Representativeness(
         value=float(values.mean()),
-        stderr=_stderr(values.mean(dim=0)),
+        stderr=float(standard_error(values.mean(dim=0))),
         magnitude=float(values.mean(dim=1).abs().mean()),
         folds=tuple(part for part, _ in parts),
         test=None if test is None else test[0],
@@ -319,7 +320,7 @@ class Sums:
         normaliser = accumulate.normaliser(float(self._weights[sample].sum()))
         own, noisy = float(self._own[sample].sum()) / normaliser, self._noisy[:, sample].sum(dim=1) / normaliser
         smooth = float(noisy.mean())
-        parts = Decomposition(held_out - own, held_out - smooth, smooth - own, _stderr(noisy))
+        parts = Decomposition(held_out - own, held_out - smooth, smooth - own, float(standard_error(noisy)))
         return parts, held_out - noisy
 
 
@@ -376,7 +377,3 @@ def _by_draw(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
         return torch.stack([loss.value(drawn, targets) for drawn in outputs])
     values: Tensor = torch.func.vmap(lambda drawn: loss.value(drawn, targets))(outputs)
     return values
-
-
-def _stderr(by_draw: Tensor) -> float:
-    return float(by_draw.std() / len(by_draw) ** 0.5)

@@ -24,6 +24,7 @@ from torch import nn
 
 from ..losses import risk
 from ..model import calling, parameters, state
+from ..numerics.variances import standard_error
 from ..options import Options, check_draws, check_flag, check_number
 from ..report import Estimate
 from ..session import public, session
@@ -107,7 +108,7 @@ def _estimate(task: Task, rho: float = RHO, draws: int = DRAWS, *, scaled: bool 
     rise, factor = torch.tensor(rises, dtype=torch.float64, device="cpu"), 2 / rho**2 if scaled else 1.0
     return Estimate(
         value=factor * float(rise.mean()),
-        stderr=factor * float(rise.std()) / draws**0.5,
+        stderr=float(standard_error(rise, factor)),
         samples=own.samples,
         method="monte-carlo",
         exact=False,

@@ -55,6 +55,12 @@ class Variances:
         return (second - first**2 / n).clamp_min(0) * (n / (n - 1)), unknown
 
 
+def standard_error(draws: Tensor, factor: float = 1.0) -> Tensor:
+    """Return the standard error of ``factor`` times the mean of independent draws (k, …), as (…)."""
+    error: Tensor = draws.std(dim=0) * factor / len(draws) ** 0.5
+    return error
+
+
 def with_squares(variances: Tensor) -> Tensor:
     """Return variances and their squares, stacked."""
     return torch.stack([variances, variances**2])
