@@ -9,11 +9,12 @@ from .geometry import Geometry
 from .layer import LayerContraction
 from .precision import full_precision, promoted, promoted_dtype, squared_norms
 from .reference import RowSum
-from .softmax import DEFAULT_MEMORY, SoftmaxVariance, default_memory
+from .softmax import DEFAULT_MEMORY, FUSED_OUTPUTS, SoftmaxVariance, default_memory
 from .wide import Bounded
 
 __all__ = [
     "DEFAULT_MEMORY",
+    "FUSED_OUTPUTS",
     "Bounded",
     "DenseContraction",
     "Geometry",

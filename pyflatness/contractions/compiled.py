@@ -139,13 +139,12 @@ def softmax_variance_sum(
     """See :func:`.reference.softmax_variance_sum`; at most ``_C.MAX_FUSED_OUTPUTS`` outputs."""
     features, weight = dense_rows(features), dense(weight)
     (n, m), d, fresh = features.shape, weight.shape[0], prepared is None
-    given_bias = weight.new_empty(0) if bias is None else dense(bias)
     constants = weight.new_empty(d * (m + 1 + d)) if prepared is None else prepared
-    kernel = _kernel("softmax_variance_sum", features, weight, given_bias, constants)
+    kernel = _kernel("softmax_variance_sum", features, weight, constants, weight if bias is None else bias)
     total, counted = kernel(
-        strided(features), features.stride(0), array(weight), array(given_bias), array(constants), fresh,
-        _NONE if labels is None else array(dense(labels)), ignored, n, m, d, _NONE if values is None else array(values),
-        torch.get_num_threads(),
+        strided(features), features.stride(0), array(weight), _NONE if bias is None else array(dense(bias)),
+        array(constants), fresh, _NONE if labels is None else array(dense(labels)), ignored, n, m, d,
+        _NONE if values is None else array(values), torch.get_num_threads(),
     )  # fmt: skip
     return None if counted < 0 else RowSum(total, counted, constants)
 
@@ -280,7 +279,8 @@ def _require() -> None:
 def _kernel(name: str, *tensors: Tensor) -> Any:
     _require()
     dtype = tensors[0].dtype
-    if dtype not in _SUFFIX or any(t.dtype != dtype or t.device.type != "cpu" for t in tensors):
-        kinds = sorted({f"{t.dtype} on {t.device}" for t in tensors})
-        raise BackendError(f"{name}: wants float32 or float64 tensors of one dtype on the CPU, got {', '.join(kinds)}")
+    for tensor in tensors:
+        if tensor.dtype is not dtype or not tensor.is_cpu or dtype not in _SUFFIX:
+            kinds = ", ".join(sorted({f"{t.dtype} on {t.device}" for t in tensors}))
+            raise BackendError(f"{name}: wants float32 or float64 tensors of one dtype on the CPU, got {kinds}")
     return getattr(_C, name + _SUFFIX[dtype])

@@ -31,7 +31,7 @@ from .wide import Bounded, WideHead
 
 DEFAULT_MEMORY = 24 * 2**20  # bytes that working buffers may take: near to what a processor's caches hold
 CUDA_MEMORY = 416 * 2**20  # the same on a GPU, which wants much at once
-_FUSED_OUTPUTS = 64
+FUSED_OUTPUTS = 64
 _OF_KERNELS = torch.float32, torch.float64
 
 
@@ -120,6 +120,6 @@ class SoftmaxVariance:
 
 
 def _cheapest_route(n: int, d: int, m: int, entries: int) -> str:
-    if d <= _FUSED_OUTPUTS:
+    if d <= FUSED_OUTPUTS:
         return "fused"
     return "pairs" if d * (n + m) < n * m and d * (d + m) <= entries else "rows"

@@ -65,11 +65,11 @@ class Labels(NamedTuple):
     """Hold the class indices of rows that all count the same, but for ignored ones; nothing of them is checked.
 
     Attributes:
-        index: (rows,) int64; None: there are none, and all rows count.
+        classes: (rows,) int64; None: there are none, and all rows count.
         ignored: the index of rows that add nothing.
     """
 
-    index: Tensor | None
+    classes: Tensor | None
     ignored: int
 
 

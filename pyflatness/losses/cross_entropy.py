@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..contractions import SoftmaxVariance, promoted
+from ..contractions import FUSED_OUTPUTS, SoftmaxVariance, promoted
 from ..errors import InputError
 from .base import Curvature, Factors, Labels, Reduction, Terms, marked, rows_like, uniform, without
 
@@ -75,15 +75,16 @@ class CrossEntropy:
     def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> Labels | None:
         """Return the class indices of outputs of a shape if all that count do so the same; None if that is not so.
 
-        :meth:`terms` follow from them, and raise where they, or the targets that give None, do not fit.
+        :meth:`terms` follow from them, and raise where they, or the targets that give None, do not fit. They give None
+        also where classes are so many that no kernel takes them so.
         """
-        if self.weight is not None:
+        if self.weight is not None or shape[class_dim] > FUSED_OUTPUTS:
             return None
         if targets is None:
             return Labels(None, self.ignore_index)
-        if targets.dtype != torch.int64 or tuple(targets.shape) != without(shape, class_dim):
+        if targets.dtype != torch.int64 or targets.shape != without(shape, class_dim):
             return None
-        return Labels(targets.reshape(-1), self.ignore_index)
+        return Labels(targets if targets.ndim == 1 else targets.reshape(-1), self.ignore_index)
 
     def _probability_terms(self, outputs: Tensor, targets: Tensor, class_dim: int) -> Terms:
         rows = rows_like("target probabilities", targets, outputs, class_dim).double()

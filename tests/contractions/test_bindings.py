@@ -214,7 +214,7 @@ def test_tensors_of_the_wrong_kind_are_refused():
 
 
 def test_the_widest_fused_head_fits_the_kernel():
-    assert softmax._FUSED_OUTPUTS <= _C.MAX_FUSED_OUTPUTS
+    assert softmax.FUSED_OUTPUTS <= _C.MAX_FUSED_OUTPUTS
 
 
 def test_instruction_sets():
