@@ -94,7 +94,7 @@ std::pair<double, int64_t> softmax_variance_sum(Array features, int64_t stride, 
   const T* x = pointer<const T>("features", features, strided(n, m, stride));
   const T* w = pointer<const T>("weight", weight, product(d, m));
   const T* b = pointer<const T>("bias", bias, bias.second ? d : 0);
-  T* p = pointer<T>("prepared", prepared, product(d, m + 1 + d));
+  T* p = pointer<T>("prepared", prepared, product(d, packed_columns(m) + 1 + d));
   const int64_t* l = pointer<const int64_t>("labels", labels, labels.second ? n : 0);
   double* v = pointer<double>("values", values, values.second ? n : 0);
   double total;
@@ -102,8 +102,8 @@ std::pair<double, int64_t> softmax_variance_sum(Array features, int64_t stride, 
   const auto& kernels = of<T>(selected->head);  // while the GIL is held
   py::gil_scoped_release release;
   if (fresh) kernels.prepare_softmax_variance(w, bias.second ? b : nullptr, d, m, p, threads);
-  kernels.softmax_variance_sum(x, stride, p, labels.second ? l : nullptr, ignored, n, m, d,
-                               values.second ? v : nullptr, &total, &counted, threads);
+  kernels.softmax_variance_sum(x, stride, p, labels.second ? l : nullptr, ignored, n, m, d, values.second ? v : nullptr,
+                               &total, &counted, threads);
   return {total, counted};
 }
 
@@ -287,6 +287,7 @@ void define(py::module_& module, const std::string& suffix) {
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "CPU kernels of pyflatness; see csrc/cpu/kernels.h for what each computes.";
+  module.def("packed_columns", &packed_columns);
   module.attr("MAX_FUSED_OUTPUTS") = kMaxFusedOutputs;
   module.attr("MAX_EIGEN_SIZE") = kMaxEigenSize;
   module.def("small_eigenvalues_f64", &small_eigenvalues);

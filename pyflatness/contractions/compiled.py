@@ -139,7 +139,7 @@ def softmax_variance_sum(
     """See :func:`.reference.softmax_variance_sum`; at most ``_C.MAX_FUSED_OUTPUTS`` outputs."""
     features, weight = dense_rows(features), dense(weight)
     (n, m), d, fresh = features.shape, weight.shape[0], prepared is None
-    constants = weight.new_empty(d * (m + 1 + d)) if prepared is None else prepared
+    constants = weight.new_empty(d * (_C.packed_columns(m) + 1 + d)) if prepared is None else prepared
     kernel = _kernel("softmax_variance_sum", features, weight, constants, weight if bias is None else bias)
     total, counted = kernel(
         strided(features), features.stride(0), array(weight), _NONE if bias is None else array(dense(bias)),

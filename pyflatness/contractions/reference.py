@@ -42,7 +42,7 @@ class RowSum(NamedTuple):
     Attributes:
         total: the sum of the values of the rows that count.
         counted: how many they are.
-        prepared: (d (m + 1 + d),), what depends on the weight alone, for further calls.
+        prepared: what depends on the weight alone, in the backend's own layout, for further calls.
     """
 
     total: float
