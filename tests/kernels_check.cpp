@@ -45,6 +45,36 @@ double variance(const std::vector<T>& z, const std::vector<T>& distances, int64_
   return pairs / (total * total);
 }
 
+// Against softmax_variance with the raw weight: shifting weight and bias changes nothing but the rounding.
+template <typename T>
+void check_sum(const pyflatness::Kernels& kernels, const std::vector<T>& features, int64_t stride,
+               const std::vector<T>& weight, const std::vector<T>& bias, int64_t n, int64_t d, int64_t m, int threads) {
+  const auto& k = pyflatness::of<T>(kernels.head);
+  std::vector<T> prepared(size_t(d * (pyflatness::packed_columns(m) + 1 + d))), distances(size_t(d * d));
+  std::vector<int64_t> labels(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n; ++i) labels[size_t(i)] = i % 3 == 1 ? -100 : i % d;
+  std::vector<double> values(static_cast<size_t>(n)), truth(static_cast<size_t>(n));
+  k.prepare_softmax_variance(weight.data(), bias.data(), d, m, prepared.data(), threads);
+  k.pair_distances(weight.data(), d, m, distances.data(), threads);
+  k.softmax_variance(features.data(), stride, weight.data(), bias.data(), distances.data(), n, m, d, truth.data(),
+                     threads);
+  double total, kept = 0;
+  int64_t counted;
+  k.softmax_variance_sum(features.data(), stride, prepared.data(), labels.data(), -100, n, m, d, values.data(), &total,
+                         &counted, threads);
+  for (int64_t i = 0; i < n; ++i) {
+    const double value = i % 3 == 1 ? 0 : truth[size_t(i)];
+    expect<T>(values[size_t(i)], value, "softmax_variance_sum: values", kernels.name);
+    kept += value;
+  }
+  expect<T>(total, kept, "softmax_variance_sum", kernels.name);
+  expect<T>(double(counted), double(n - (n + 1) / 3), "softmax_variance_sum: rows that count", kernels.name);
+  labels[size_t(n - 1)] = d;
+  k.softmax_variance_sum(features.data(), stride, prepared.data(), labels.data(), -100, n, m, d, nullptr, &total,
+                         &counted, threads);
+  expect<T>(double(counted), -1, "softmax_variance_sum: a label that is no class", kernels.name);
+}
+
 template <typename T>
 void check(const pyflatness::Kernels& kernels, int64_t n, int64_t d, int64_t m, int threads) {
   const auto& k = pyflatness::of<T>(kernels.head);
@@ -82,6 +112,9 @@ void check(const pyflatness::Kernels& kernels, int64_t n, int64_t d, int64_t m, 
         expect<T>(values[size_t(i)], norms[size_t(i)] * variance(logits[size_t(i)], distances, d), "softmax_variance",
                   kernels.name);
   }
+
+  if (d <= pyflatness::kMaxFusedOutputs && m <= 40)
+    check_sum(kernels, features, stride, weight, bias, n, d, m, threads);
 
   std::vector<T> flat, coefficients = normal<T>(n * d);
   for (const auto& row : logits) flat.insert(flat.end(), row.begin(), row.end());
@@ -262,7 +295,8 @@ void check_layer(const pyflatness::Kernels& kernels, const Layer& l, pyflatness:
   }
 }
 
-// Several signals, two of three elements zero, against each of them alone.
+// Several signals, two of three elements zero, against each of them alone: whole, and as elements from last to first
+// with their positions, behind one that has none.
 template <typename T>
 void check_gathered(const pyflatness::Kernels& kernels, const Layer& l, const int (&order)[5], int64_t count,
                     int64_t roots, int threads) {
@@ -280,8 +314,33 @@ void check_gathered(const pyflatness::Kernels& kernels, const Layer& l, const in
   for (const auto& signal : signals) views.push_back(signal.view), views.back().data = signal.elements.data();
   const auto& k = pyflatness::of<T>(kernels.gathered);
   std::vector<double> totals(size_t(count * matrices * 2)), alone(size_t(matrices * 3));
-  auto workspace = normal<T>(k.workspace(l, roots, count, threads));
-  k.direct_gathered(l, inputs.view, views.data(), count, given, roots, totals.data(), workspace.data(), threads);
+  const int64_t positions = l.positions(), length = positions + 1, rows = l.n * l.groups * l.rows;
+  auto workspace = normal<T>(k.workspace(l, positions, roots, count, threads));
+  k.direct_gathered(l, inputs.view, views.data(), count, nullptr, positions, given, roots, totals.data(),
+                    workspace.data(), threads);
+  std::vector<int32_t> sources(size_t(rows * length), -1);
+  std::vector<std::vector<T>> backwards(size_t(count), std::vector<T>(size_t(rows * length), 5));
+  auto placed = views;
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t p = 0; p < positions; ++p) {
+      const int64_t place = (row + 1) * length - 1 - p, i = row / (l.groups * l.rows), r = row % (l.groups * l.rows);
+      const int64_t x = p % l.places[2], y = p / l.places[2] % l.places[1], z = p / l.places[2] / l.places[1];
+      sources[size_t(place)] = static_cast<int32_t>(p);
+      for (int64_t signal = 0; signal < count; ++signal) {
+        const auto& view = views[size_t(signal)];
+        backwards[size_t(signal)][size_t(place)] =
+            view.data[i * view.stride[0] + r * view.stride[1] + z * view.stride[2] + y * view.stride[3] +
+                      x * view.stride[4]];
+      }
+    }
+  for (int64_t signal = 0; signal < count; ++signal) {
+    const auto& own = backwards[size_t(signal)];
+    placed[size_t(signal)] = {own.data(), rows * length, {l.groups * l.rows * length, length, 0, 0, 1}};
+  }
+  std::vector<double> by_position(totals.size());
+  workspace = normal<T>(k.workspace(l, length, roots, count, threads));
+  k.direct_gathered(l, inputs.view, placed.data(), count, sources.data(), length, given, roots, by_position.data(),
+                    workspace.data(), threads);
   const auto& one = pyflatness::of<T>(kernels.layer);
   const auto form = pyflatness::DirectForm::patches;
   workspace = normal<T>(one.direct_workspace(l, form, roots, false, threads));
@@ -289,9 +348,12 @@ void check_gathered(const pyflatness::Kernels& kernels, const Layer& l, const in
     one.direct(l, form, inputs.view, views[size_t(signal)], given, roots, nullptr, 1, alone.data(), nullptr, nullptr,
                workspace.data(), threads);
     for (int64_t matrix = 0; matrix < matrices; ++matrix)
-      for (int64_t i = 0; i < 2; ++i)
-        expect<T>(totals[size_t((signal * matrices + matrix) * 2 + i)], alone[size_t(matrix * 3 + i)],
-                  "direct_gathered", kernels.name);
+      for (int64_t i = 0; i < 2; ++i) {
+        const auto at = size_t((signal * matrices + matrix) * 2 + i);
+        const double truth = alone[size_t(matrix * 3 + i)];
+        expect<T>(totals[at], truth, "direct_gathered", kernels.name);
+        expect<T>(by_position[at], truth, "direct_gathered by position", kernels.name);
+      }
   }
 }
 

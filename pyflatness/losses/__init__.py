@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ..errors import InputError
 from ..messages import shown
-from .base import Factors, Labels, Loss, Reduction, Terms, marked
+from .base import Curvature, Factors, Labels, Loss, Reduction, Terms, head_contributions, marked
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
 from .elementwise import BinaryCrossEntropy, SquaredError
@@ -28,6 +28,7 @@ from .rows import Rows, of_batch, rows, tensor_targets
 __all__ = [
     "BinaryCrossEntropy",
     "CrossEntropy",
+    "Curvature",
     "CustomLoss",
     "Factors",
     "Labels",
@@ -35,6 +36,7 @@ __all__ = [
     "Rows",
     "SquaredError",
     "Terms",
+    "head_contributions",
     "marked",
     "of_batch",
     "resolve",

@@ -20,7 +20,6 @@ from torch import Tensor
 from .. import contractions, losses
 from ..errors import InputError, NonFiniteError
 from ..head import HeadBatch
-from ..losses.base import Curvature
 from ..model import layers
 from ..numerics.accumulate import Accumulator, masked, non_finite
 from ..options import Options
@@ -54,7 +53,7 @@ def relative_flatness(source: Source, loss: losses.Loss, options: Options) -> Es
     """Return κ of a head by one data read; two with ``normalize``."""
     scale = _feature_scale(source, options) if options.normalize else None
     total = _Sum(source, loss, options, scale)
-    curvature: Curvature | None = None
+    curvature: losses.Curvature | None = None
     with contextlib.closing(source.batches()) as batches:  # hooks go with an error, not at some later time
         for batch in batches:
             with contractions.full_precision(batch.features):
@@ -86,11 +85,11 @@ class _Sum:
         self._backend = contractions.describe(backend)
         return weight, bias, backend
 
-    def add(self, batch: HeadBatch, curvature: Curvature) -> None:
+    def add(self, batch: HeadBatch, curvature: losses.Curvature) -> None:
         if not self._add_total(batch, curvature):
             self._add_rows(batch, curvature)
 
-    def _add_total(self, batch: HeadBatch, curvature: Curvature) -> bool:
+    def _add_total(self, batch: HeadBatch, curvature: losses.Curvature) -> bool:
         """Add a batch by one sum over its rows; return whether there is one and all in it is right."""
         if batch.labels is None or curvature.total is None or self._scale is not None:
             return False
@@ -104,10 +103,9 @@ class _Sum:
             self._contributions.append(_by_sample(batch, rows).sum(dim=1))
         return True
 
-    def _add_rows(self, batch: HeadBatch, curvature: Curvature) -> None:
+    def _add_rows(self, batch: HeadBatch, curvature: losses.Curvature) -> None:
         features = batch.features if self._scale is None else normalize.apply(self._scale, batch.features, inverse=True)
-        found = curvature.by_row(features, batch.terms.scale, *batch.terms.extra)
-        rows = found.values.mul_(batch.terms.scale)
+        rows, bounds = losses.head_contributions(curvature, features, batch.terms)
         if self._scale is not None:
             rows = self._as_in_the_first_read(batch, rows)
         total, weights, kept = float(rows.sum()), batch.terms.weights, None
@@ -118,8 +116,7 @@ class _Sum:
             total = float(rows.sum())
         self._over.add(batch.samples, float(weights.sum()))
         self._value += total
-        if found.bounds is not None:
-            bounds = found.bounds * batch.terms.scale.abs()
+        if bounds is not None:
             counted = bounds.isfinite() & (rows != 0)  # not in rows that were left out
             self._bound += float(torch.where(counted, bounds, 0.0).sum())
         if self._options.per_sample:

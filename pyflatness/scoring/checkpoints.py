@@ -1,26 +1,37 @@
-"""Read checkpoints as weights, as data only: nothing in a checkpoint's file is ever executed."""
+"""Read checkpoints as people have them, as data only: nothing in a checkpoint's file is ever executed."""
 
 import importlib.util
-import pickle
-import re
+import json
 import stat
-import zipfile
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import InputError, MissingExtraError
+from ..messages import shown
+from . import pickles
+from .listing import ENDINGS, INDEX, is_checkpoint
+from .loading import State
 
-State = dict[str, Tensor]
+_SAFE = ".safetensors"
+_LONGEST_HEADER = 100_000_000  # bytes, of safetensors' own reader
+_SUSPICIOUS_ZEROS = 32  # bytes
 
-PICKLE_FLAG = "--allow-pickle-weights-only"
-_PICKLES = (".pt", ".pth")
-_HOLDERS = ("state_dict", "model")  # where training scripts keep the weights beside other things
-_SHOWN_LINES, _SHOWN_LENGTH = 4, 160
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Hold what a checkpoint has: weights by name on the CPU, settings of its training as texts, notes on its reading.
+
+    The weights may be views of a file that is read when they are used: they are to be copied, not written to.
+    """
+
+    state: State
+    metadata: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
 def check_readers(paths: Iterable[Path]) -> None:
@@ -29,45 +40,44 @@ def check_readers(paths: Iterable[Path]) -> None:
     Raises:
         MissingExtraError: safetensors.
     """
-    if any(path.suffix == ".safetensors" for path in paths) and importlib.util.find_spec("safetensors") is None:
+    safe = any(path.name.endswith((_SAFE, _SAFE + INDEX)) for path in paths)
+    if safe and importlib.util.find_spec("safetensors") is None:
         raise MissingExtraError("safetensors files need safetensors: pip install 'pyflatness[cli]'")
 
 
-def load(path: Path, *, allow_pickle: bool) -> State:
-    """Return the tensors of a checkpoint, by name, on the CPU.
+def read(path: Path, *, prefix: str = "") -> Checkpoint:
+    """Return the weights of a checkpoint, with the settings that are kept in its file.
 
     Args:
-        path: a ``.safetensors`` file, or a ``.pt`` or ``.pth`` file of tensors and plain containers.
-        allow_pickle: whether the second kind may be read, by torch's unpickler that executes nothing.
+        path: a ``.safetensors`` file; a ``.pt``, ``.pth``, ``.pth.tar``, ``.ckpt`` or ``.bin`` file with a state dict
+            alone or under the key of a training script, which is unpickled as data only, in a process with limits on
+            memory and time; or an index of shards of either kind, such as ``model.safetensors.index.json``.
+        prefix: take only the weights whose names begin with it, and take it off.
 
     Raises:
-        InputError: missing, damaged, of another kind, or with more than data in it.
+        InputError: missing, damaged, of another kind, with more than data in it, or nothing under the prefix.
     """
-    if path.suffix not in (".safetensors", *_PICKLES):
-        raise InputError(f"{path.suffix or 'no'!r} is no known ending; .safetensors, .pt and .pth files are read")
-    if path.suffix in _PICKLES and not allow_pickle:
-        raise InputError(f"a {path.suffix} file is a pickle, which can hold code; {PICKLE_FLAG} reads its tensors only")
+    check_readers([path])
+    found = _read_index(path) if path.name.endswith(INDEX) else _read_file(path)
+    return _under(prefix, found) if prefix else found
+
+
+def _read_file(path: Path) -> Checkpoint:
+    if not is_checkpoint(path):
+        _check_file(path)
+        raise InputError(f"{path.suffix or 'no'!r} is no known ending; {', '.join(ENDINGS)} files are read")
     _check_file(path)
-    return _load_pickle(path) if path.suffix in _PICKLES else _load_safetensors(path)
+    return _read_safetensors(path) if path.name.endswith(_SAFE) else Checkpoint(*pickles.read(path))
 
 
-def fit(model: nn.Module, state: State) -> None:
-    """Put the weights into the model, all of them and nothing else; their precision becomes the model's.
-
-    A file may hold any of the names of weights that are one parameter in the model (tied).
-
-    Raises:
-        InputError: names, shapes or kinds of numbers that are not the model's, or tied weights that differ. The model
-            is then left with a part of the weights.
-    """
-    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    for name in own:
-        if name in state and _kind(own[name]) != _kind(state[name]):
-            raise InputError(f"does not fit the model: {name} is {state[name].dtype}, in the model {own[name].dtype}")
-    try:
-        model.load_state_dict({**state, **_tied(own, state)})
-    except RuntimeError as error:
-        raise InputError(f"does not fit the model: {_shortened(str(error))}") from None
+def _under(prefix: str, found: Checkpoint) -> Checkpoint:
+    state = {name.removeprefix(prefix): tensor for name, tensor in found.state.items() if name.startswith(prefix)}
+    if not state:
+        fronts = dict.fromkeys(name.split(".")[0] + "." for name in found.state)
+        raise InputError(f"no name begins with {prefix!r}; names begin with {', '.join(map(repr, [*fronts][:8]))}")
+    left = len(found.state) - len(state)
+    note = (f"{left} tensors whose names do not begin with {prefix!r} were left out",) if left else ()
+    return Checkpoint(state, found.metadata, found.notes + note)
 
 
 def _check_file(path: Path) -> None:
@@ -78,89 +88,116 @@ def _check_file(path: Path) -> None:
     except OSError as error:  # a link to itself, a folder that may not be entered
         raise InputError(f"it cannot be read ({error.strerror})") from None
     if not stat.S_ISREG(mode):
-        raise InputError("it is a folder" if stat.S_ISDIR(mode) else "it is no regular file")
+        raise InputError("it is a folder, without a checkpoint" if stat.S_ISDIR(mode) else "it is no regular file")
+    try:
+        with path.open("rb") as file:
+            start = file.read(40)
+    except OSError as error:
+        raise InputError(f"it cannot be read ({error.strerror})") from None
+    if start.startswith(b"version https://git-lfs"):
+        raise InputError("it is Git LFS's note of where the file is; git lfs pull brings the file")
 
 
-def _load_safetensors(path: Path) -> State:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def _read_safetensors(path: Path) -> Checkpoint:
+    from safetensors import SafetensorError, safe_open
 
     try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"no safetensors file, or a damaged one: {error}") from None
+        with safe_open(path, "pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            metadata = dict(file.metadata() or {})
+    except (SafetensorError, OSError, UnicodeError) as error:
+        raise InputError(f"no safetensors file, or a damaged one: {error}{_missing(path)}") from None
+    _check_end(state, _in_order(_header(path)))
+    return Checkpoint(state, metadata)
 
 
-def _load_pickle(path: Path) -> State:
+def _header(path: Path) -> dict[str, Any]:
+    """Return a safetensors file's header, as far as there is one."""
     try:
-        _check_sums(path)
-        content = torch.load(path, weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError as error:
-        # torch's own message goes on to recommend weights_only=False.
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        raise InputError(
-            f"refused, or damaged: not only tensors and plain containers{f' but {found[1]}' if found else ''}"
-        ) from None
-    except Exception as error:  # a damaged pickle can raise anything
-        raise InputError(f"no torch checkpoint, or a damaged one: {type(error).__name__}: {error}") from None
-    inner = [content.get(key) for key in _HOLDERS] if isinstance(content, dict) else []
-    for candidate in (content, *inner):
-        if _is_state(candidate):
-            return dict(candidate)
-    raise InputError(f"no state dict, alone or under {' or '.join(map(repr, _HOLDERS))}")
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            content = json.loads(file.read(length)) if length <= _LONGEST_HEADER else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
-def _check_sums(path: Path) -> None:
-    """Raise if a part of a zip archive is not what was saved: torch reads past the checksums.
+def _in_order(header: dict[str, Any]) -> list[str]:
+    places = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return sorted(places, key=lambda name: places[name])
 
-    Files of torch before 1.6 are no archives and have no checksums. Archives saved with
-    ``torch.serialization.set_crc32_options(False)`` have zeros for them.
+
+def _missing(path: Path) -> str:
+    """Return how much of a safetensors file is there, if that is not all."""
+    try:
+        size, header = path.stat().st_size, _header(path)
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+        if length > _LONGEST_HEADER:
+            return ""
+        whole = 8 + length + max((header[name]["data_offsets"][1] for name in _in_order(header)), default=0)
+    except (OSError, ValueError, TypeError, KeyError, IndexError):
+        return ""
+    return f"; {size} of {whole} bytes are there" if size < whole else ""
+
+
+def _check_end(state: State, names: Sequence[str]) -> None:
+    """Raise if a file seems to have been cut off and filled up with zeros, as a crash of a machine can leave it.
+
+    The format has no checksums. What gives such a file away is a weight that breaks off in the middle of a row, and
+    zeros from there to the file's end, more than twice as many as follow each other anywhere else in that weight.
 
     Raises:
-        zipfile.BadZipFile: a part does not have its checksum, or the archive's own records contradict each other.
+        InputError: it seems so.
     """
-    if not zipfile.is_zipfile(path):
+    for name in reversed(names):
+        tensor = state[name]
+        if not tensor.numel():
+            continue
+        size = tensor.element_size()
+        filled = tensor.contiguous().reshape(-1).view(torch.uint8).view(-1, size)
+        if filled[-1].any():
+            return
+        places = filled.any(dim=1).nonzero().squeeze(1)
+        if not len(places):
+            continue  # zeros throughout: biases often are
+        first = int(places[-1]) + 1
+        zeros = tensor.numel() - first
+        elsewhere = int(places.diff(prepend=places.new_tensor([-1])).max()) - 1
+        if first % tensor.shape[-1] and zeros * size >= _SUSPICIOUS_ZEROS and zeros > 2 * elsewhere:
+            raise InputError(f"damaged: {name} breaks off at number {first} of {tensor.numel()}, with zeros to the end")
         return
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip() if any(part.CRC for part in archive.infolist()) else None
-    if damaged is not None:
-        raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
 
 
-def _is_state(content: Any) -> bool:
-    return (
-        isinstance(content, dict)
-        and len(content) > 0
-        and all(isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items())
-    )
-
-
-def _tied(own: State, state: State) -> State:
-    """Return what is missing in ``state`` but shares its parameter with a weight that is there."""
-    groups = defaultdict(list)
-    for name, tensor in own.items():
-        if not nn.parameter.is_lazy(tensor):
-            groups[tensor.data_ptr(), tensor.shape, tensor.stride()].append(name)
-    found = {}
-    for names in groups.values():
-        present = [name for name in names if name in state]
-        for name in present[1:]:
-            if own[name].numel() and not torch.equal(state[name], state[present[0]]):
-                raise InputError(f"does not fit the model: {present[0]} and {name}, one weight in the model, differ")
-        if present:
-            found.update({name: state[present[0]] for name in names if name not in state})
-    return found
-
-
-def _kind(tensor: Tensor) -> str:
-    if tensor.is_floating_point() or tensor.is_complex():
-        return "complex" if tensor.is_complex() else "floating-point"
-    return "boolean" if tensor.dtype == torch.bool else "integer"
-
-
-def _shortened(message: str) -> str:
-    """Return what torch says of missing and unexpected names on one line each, of wrong shapes on one per name."""
-    lines = [line.strip() for line in message.splitlines()[1:]]
-    shown = [line if len(line) <= _SHOWN_LENGTH else line[:_SHOWN_LENGTH] + " …" for line in lines[:_SHOWN_LINES]]
-    more = len(lines) - len(shown)
-    return " ".join(shown) + (f" And {more} more." if more else "")
+def _read_index(path: Path) -> Checkpoint:
+    """Return the weights of all shards."""
+    _check_file(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        shard_of: dict[str, str] = content["weight_map"]
+        named = list(dict.fromkeys(shard_of.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise InputError("no index of shards, or a damaged one: a 'weight_map' of names to files is wanted") from None
+    odd = [name for name in named if not isinstance(name, str) or Path(name).name != name or name.endswith(INDEX)]
+    if odd or not named:
+        raise InputError(f"a damaged index of shards: {shown(odd[0]) if odd else 'nothing'} is no file beside it")
+    lost = [name for name in named if not path.with_name(name).exists()]
+    if lost:
+        raise InputError(f"{len(lost)} of {len(named)} shards are missing: {', '.join(lost[:4])}")
+    state: dict[str, Tensor] = {}
+    settings = content.get("metadata")
+    metadata = {key: str(value) for key, value in settings.items()} if isinstance(settings, dict) else {}
+    notes: list[str] = []
+    for shard in named:
+        try:
+            part = _read_file(path.with_name(shard))
+        except InputError as error:
+            raise InputError(f"shard {shard}: {error}") from None
+        names = [name for name, held in shard_of.items() if held == shard]
+        absent = [name for name in names if name not in part.state]
+        if absent:
+            raise InputError(f"shard {shard} lacks {', '.join(absent[:4])}, which the index says are in it")
+        state |= {name: part.state[name] for name in names}
+        metadata |= part.metadata
+        notes += [f"shard {shard}: {note}" for note in part.notes]
+    return Checkpoint(state, metadata, tuple(notes))

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.cli import paths, scoring
-from pyflatness.scoring import checkpoints, specs
+from pyflatness.cli import paths
+from pyflatness.scoring import fit, loading, specs
 from support import ROOT
 from support.score_runs import arguments_of, built_mark, rows_of, saved, status, tiny_net
 
@@ -30,24 +30,24 @@ def _bad_safetensors(tiny: str) -> dict[str, list[str]]:
     (folder / "empty.safetensors").touch()
     (folder / "folder.safetensors").mkdir()
     (folder / "weights.ckpt").write_bytes(whole)
+    (folder / "weights.npy").write_bytes(whole)
     save_file({f"net.{k}": v for k, v in good.items()}, folder / "foreign.safetensors")
     save_file({"odd\x1b[31m\nname": torch.ones(1), **good}, folder / "odd.safetensors")
     save_file(specs.resolve(f"{tiny}:Tiny")(width=6).state_dict(), folder / "shapes.safetensors")
     save_file({**good, "head.weight": good["head.weight"].to(torch.int8)}, folder / "integer.safetensors")
     save_file({**good, "body.bias": good["body.bias"] * torch.nan}, folder / "nan.safetensors")
-    torch.save(good, folder / "plain.pt")
     return {
         "truncated.safetensors": ["damaged"],
         "garbage.safetensors": ["damaged", "header"],
         "empty.safetensors": ["damaged", "header"],
         "folder.safetensors": ["it is a folder"],
-        "weights.ckpt": ["'.ckpt' is no known ending"],
+        "weights.npy": ["'.npy' is no known ending"],
+        "weights.ckpt": ["no torch checkpoint, or a damaged one"],
         "foreign.safetensors": ["does not fit", "Missing", '"head.weight"', "Unexpected", '"net.head.weight"'],
         "odd.safetensors": ["Unexpected", r"odd\x1b[31m"],
         "shapes.safetensors": ["body.weight", "[6, 4]", "[5, 4]"],
         "integer.safetensors": ["head.weight is torch.int8, in the model torch.float32"],
         "nan.safetensors": ["NaN or infinity"],
-        "plain.pt": [checkpoints.PICKLE_FLAG],
         "missing.safetensors": ["no such file"],
     }
 
@@ -116,7 +116,7 @@ def test_pickles_give_tensors_and_run_nothing(tiny: str, monkeypatch: pytest.Mon
     (folder / "truncated.pt").write_bytes((folder / "plain.pt").read_bytes()[:200])
     (folder / "empty.pt").touch()
     names = [*contents, "truncated.pt", "empty.pt"]
-    assert status(*arguments_of(tiny, checkpoints.PICKLE_FLAG, *(folder / name for name in names))) == 1
+    assert status(*arguments_of(tiny, "--allow-pickle-weights-only", *(folder / name for name in names))) == 1
     assert not marker.exists()
     rows = {Path(row["checkpoint"]).name: row for row in rows_of(tiny)}
     assert list(rows) == names
@@ -176,9 +176,9 @@ def test_the_models_are_run_once_per_pass(tiny: str, monkeypatch: pytest.MonkeyP
 
 
 def test_outputs_without_values_have_no_loss() -> None:
-    recorder = scoring.FitRecorder("cross_entropy", lambda: None, active=True)
+    recorder = fit.FitRecorder("cross_entropy", lambda: None, active=True)
     recorder(lambda inputs: inputs.to("meta"), (torch.ones(2, 3), torch.tensor([0, 1])))
-    assert recorder.fit() == scoring.Fit(None, None)
+    assert recorder.fit() == fit.Fit(None, None)
 
 
 @pytest.mark.parametrize("existing", [False, True])
@@ -286,17 +286,17 @@ def test_progress_on_a_terminal(tiny: str, monkeypatch: pytest.MonkeyPatch, caps
 def test_tied_weights_may_be_stored_once(tiny: str) -> None:
     tied = specs.resolve(f"{tiny}:Tied")()
     state = {name: torch.full_like(tensor, 2.0) for name, tensor in tied.state_dict().items()}
-    checkpoints.fit(tied, {name: tensor for name, tensor in state.items() if name != "a.weight"})
+    loading.load(tied, {name: tensor for name, tensor in state.items() if name != "a.weight"})
     assert (tied.a.weight == 2).all()
     with pytest.raises(pf.InputError, match=r"a\.weight and b\.weight, one weight in the model, differ"):
-        checkpoints.fit(tied, {**state, "a.weight": state["a.weight"] + 1})
+        loading.load(tied, {**state, "a.weight": state["a.weight"] + 1})
 
 
 def test_many_differences_are_shortened() -> None:
     network = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(50)))
     state = {("other." if n < 56 else "") + name: torch.ones(3) for n, name in enumerate(network.state_dict())}
     with pytest.raises(pf.InputError, match=r"Missing key.* … Unexpected key.* … .* And 42 more\.") as caught:
-        checkpoints.fit(network, state)
+        loading.load(network, state)
     assert len(str(caught.value)) < 1000
 
 

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 import pyflatness as pf
-from pyflatness.cli import paths, score
+from pyflatness.cli import paths
 from pyflatness.generalization import tables
-from pyflatness.scoring import checkpoints
+from pyflatness.scoring import checkpoints, loading
+from pyflatness.scoring.rows import csv_line
 from support.score_runs import arguments_of, built_mark, rows_of, saved, status, tiny_net
 
 HOSTILE = ("=cmd|' &C calc'!A1.safetensors", "@sum.safetensors", "\x1b[31mred\n.safetensors", "'quoted'.safetensors")
@@ -34,7 +35,7 @@ def test_links_to_themselves_and_names_that_are_not_utf8_stop_nothing(tiny: str)
         pytest.skip("this file system takes no names that are not UTF-8")
     torch.save(tiny_net(tiny, 1).state_dict(), unnameable[1])
     every = [first, loop, pipe, *unnameable, last]
-    assert status(*arguments_of(tiny, checkpoints.PICKLE_FLAG, *every)) == 1
+    assert status(*arguments_of(tiny, *every)) == 1
     rows = rows_of(tiny)
     assert [row["checkpoint"] for row in rows] == [str(path) for path in every]
     errors = [row["error"] for row in rows]
@@ -56,7 +57,7 @@ def test_a_link_to_a_checkpoint_is_not_overwritten(link, tiny: str, capsys: pyte
     assert checkpoint.read_bytes() == content
 
 
-def _equal(one: checkpoints.State, other: checkpoints.State) -> bool:
+def _equal(one: loading.State, other: loading.State) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -70,14 +71,14 @@ def test_no_altered_weight_is_read_from_an_archive(tiny: str) -> None:
         flipped[place] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)
         try:
-            assert _equal(checkpoints.load(path, allow_pickle=True), state), place
+            assert _equal(checkpoints.read(path).state, state), place
         except pf.InputError:
             refused += 1
     assert refused > 100  # the others are in the padding between the archive's parts
     values = content.index(state["body.weight"].numpy().tobytes())
     path.write_bytes(content[:values] + bytes([content[values] ^ 1]) + content[values + 1 :])
     with pytest.raises(pf.InputError, match=r"damaged.* the checksum of a/data/0 is wrong"):
-        checkpoints.load(path, allow_pickle=True)
+        checkpoints.read(path)
 
 
 def test_files_without_checksums_are_read(tiny: str) -> None:
@@ -87,9 +88,9 @@ def test_files_without_checksums_are_read(tiny: str) -> None:
         torch.save(state, path)
     finally:
         torch.serialization.set_crc32_options(True)
-    assert _equal(checkpoints.load(path, allow_pickle=True), state)
+    assert _equal(checkpoints.read(path).state, state)
     torch.save(state, path, _use_new_zipfile_serialization=False)
-    assert _equal(checkpoints.load(path, allow_pickle=True), state)
+    assert _equal(checkpoints.read(path).state, state)
 
 
 def test_names_reach_terminal_and_table_as_text(
@@ -118,7 +119,7 @@ def test_names_reach_terminal_and_table_as_text(
 
 def test_numbers_are_written_as_they_are() -> None:
     numbers = [-1.5, -3, 1e-300, True, None, 0.1 + 0.2]
-    assert score._line(numbers) == b"-1.5,-3,1e-300,True,,0.30000000000000004\n"
+    assert csv_line(numbers) == b"-1.5,-3,1e-300,True,,0.30000000000000004\n"
 
 
 def _run(tiny: str, *rest: object, limit: int) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,70 @@
+"""Names of weights that are not the model's: prefixes that are taken off, and messages of what would fit."""
+
+import pytest
+import torch
+from torch import nn
+
+import pyflatness as pf
+from pyflatness.scoring import loading
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def renamed(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["module.", "model.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model._orig_mod.", "module.model."],
+)
+def test_prefixes_of_wrappers_are_taken_off(prefix: str) -> None:
+    model, state = network(), network().state_dict()
+    (note,) = loading.load(model, renamed(state, prefix))
+    assert note.endswith("was taken off the names")
+    assert all(part in note for part in prefix.split("."))
+    assert all(torch.equal(*pair) for pair in zip(model.state_dict().values(), state.values(), strict=True))
+
+
+def test_no_note_where_the_names_are_the_models() -> None:
+    inner = nn.ModuleDict({"model": network()})  # its own names begin with model.
+    assert loading.load(inner, nn.ModuleDict({"model": network()}).state_dict()) == ()
+    compiled = renamed(network().state_dict(), "model._orig_mod.")
+    assert loading.load(inner, compiled) == ("'_orig_mod.' was taken off the names",)
+
+
+def test_models_in_wrappers_take_the_weights_of_bare_ones() -> None:
+    assert loading.load(nn.DataParallel(network()), network().state_dict()) == ()
+    assert loading.load(torch.compile(network(), backend="eager"), network().state_dict()) == ()
+
+
+def refusal(model: nn.Module, state: dict[str, torch.Tensor]) -> str:
+    with pytest.raises(pf.InputError) as caught:
+        loading.load(model, state)
+    return str(caught.value)
+
+
+def test_the_nearest_prefix() -> None:
+    model = network()
+    state = model.state_dict()
+    message = refusal(model, {**renamed(state, "student.net."), **renamed(state, "teacher.")})
+    assert "Missing key" in message
+    assert "Unexpected key" in message
+    left = "teacher.0.weight, teacher.0.bias, teacher.1.weight … would be left over."
+    assert message.endswith(f"Without 'student.net.' in front, 9 of the model's 9 would fit; {left}")
+    message = refusal(nn.ModuleDict({"backbone": model}), state)
+    assert message.endswith("With 'backbone.' in front, 9 of the model's 9 would fit.")
+    message = refusal(model, {**renamed(state, "model."), "criterion.weight": torch.ones(2)})
+    assert message.endswith(
+        "Without 'model.' in front, 9 of the model's 9 would fit; criterion.weight would be left over."
+    )
+
+
+def test_no_prefix_is_named_where_none_helps() -> None:
+    model = network()
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "2.bias"}
+    assert refusal(model, state).endswith('"2.bias".')
+    message = refusal(model, renamed(nn.Linear(7, 7).state_dict(), "net.2."))
+    assert "would fit" not in message
