@@ -9,7 +9,7 @@ from .geometry import Geometry
 from .layer import LayerContraction
 from .precision import full_precision, promoted, promoted_dtype, squared_norms
 from .reference import RowSum
-from .softmax import DEFAULT_MEMORY, FUSED_OUTPUTS, SoftmaxVariance, default_memory
+from .softmax import DEFAULT_MEMORY, FUSED_OUTPUTS, Labels, SoftmaxVariance, default_memory
 from .wide import Bounded
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Bounded",
     "DenseContraction",
     "Geometry",
+    "Labels",
     "LayerContraction",
     "RowSum",
     "SoftmaxVariance",

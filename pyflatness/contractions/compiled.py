@@ -139,12 +139,13 @@ def softmax_variance_sum(
 ) -> RowSum | None:
     """See :func:`.reference.softmax_variance_sum`; at most ``_C.MAX_FUSED_OUTPUTS`` outputs."""
     features, weight = dense_rows(features), dense(weight)
+    bias, labels = None if bias is None else dense(bias), None if labels is None else dense(labels)
     (n, m), d, fresh = features.shape, weight.shape[0], prepared is None
     constants = weight.new_empty(d * (_C.packed_columns(m) + 1 + d)) if prepared is None else prepared
     kernel = _kernel("softmax_variance_sum", features, weight, constants, weight if bias is None else bias)
     total, counted = kernel(
-        strided(features), features.stride(0), array(weight), _NONE if bias is None else array(dense(bias)),
-        array(constants), fresh, _NONE if labels is None else array(dense(labels)), ignored, n, m, d,
+        strided(features), features.stride(0), array(weight), _NONE if bias is None else array(bias),
+        array(constants), fresh, _NONE if labels is None else array(labels), ignored, n, m, d,
         _NONE if values is None else array(values), torch.get_num_threads(),
     )  # fmt: skip
     return None if counted < 0 else RowSum(total, counted, constants)

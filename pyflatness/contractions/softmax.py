@@ -19,6 +19,7 @@ The weight is centred first (:mod:`.centre`).
 
 import functools
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,18 @@ _OF_KERNELS = torch.float32, torch.float64
 def default_memory(device: torch.device) -> int:
     """Return how many bytes working buffers may take, unless a user says otherwise."""
     return CUDA_MEMORY if device.type == "cuda" else DEFAULT_MEMORY
+
+
+class Labels(NamedTuple):
+    """Hold the class indices of rows that all count the same, but for ignored ones; nothing of them is checked.
+
+    Attributes:
+        classes: (rows,) int64; None: there are none, and all rows count.
+        ignored: the index of rows that add nothing.
+    """
+
+    classes: Tensor | None
+    ignored: int
 
 
 class SoftmaxVariance:
@@ -91,7 +104,7 @@ class SoftmaxVariance:
         chunks = [values(promoted(chunk), *self._constants) for chunk in features.split(self._chunk)]
         return Bounded(chunks[0] if len(chunks) == 1 else torch.cat(chunks), None)
 
-    def total(self, features: Tensor, labels: Tensor | None, ignored: int, values: Tensor | None) -> RowSum | None:
+    def total(self, features: Tensor, labels: Labels, values: Tensor | None) -> RowSum | None:
         """Return the sum of the values by one call of a kernel, see :func:`.reference.softmax_variance_sum`.
 
         None also where there is no such kernel: for other routes, backends and half precision.
@@ -99,7 +112,7 @@ class SoftmaxVariance:
         weight = self._weight
         if self.route != "fused" or self._backend is not compiled or not features.dtype == weight.dtype in _OF_KERNELS:
             return None
-        found = compiled.softmax_variance_sum(features, weight, self._bias, self._prepared, labels, ignored, values)
+        found = compiled.softmax_variance_sum(features, weight, self._bias, self._prepared, *labels, values)
         self._prepared = self._prepared if found is None else found.prepared
         return found
 

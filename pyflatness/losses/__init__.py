@@ -17,9 +17,10 @@ from typing import Any
 from torch import nn
 from torch.nn import functional as F
 
+from ..contractions import Labels
 from ..errors import InputError
 from ..messages import shown
-from .base import Curvature, Factors, Labels, Loss, Reduction, Terms, head_contributions, marked
+from .base import Curvature, Factors, Loss, Reduction, Terms, head_contributions, marked
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
 from .elementwise import BinaryCrossEntropy, SquaredError

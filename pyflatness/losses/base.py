@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from ..contractions import Bounded, RowSum
+from ..contractions import Bounded, Labels, RowSum
 from ..errors import InputError
 
 Reduction = str
@@ -59,18 +59,6 @@ class Factors:
     mixed: Callable[[Tensor], list[tuple[Tensor, float]]]
     weights: Callable[[], Tensor]
     take: Callable[[Tensor], "Factors"]
-
-
-class Labels(NamedTuple):
-    """Hold the class indices of rows that all count the same, but for ignored ones; nothing of them is checked.
-
-    Attributes:
-        classes: (rows,) int64; None: there are none, and all rows count.
-        ignored: the index of rows that add nothing.
-    """
-
-    classes: Tensor | None
-    ignored: int
 
 
 @dataclass(frozen=True)

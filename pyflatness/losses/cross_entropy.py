@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..contractions import FUSED_OUTPUTS, SoftmaxVariance, promoted
+from ..contractions import FUSED_OUTPUTS, Labels, SoftmaxVariance, promoted
 from ..errors import InputError
-from .base import Curvature, Factors, Labels, Reduction, Terms, marked, rows_like, uniform, without
+from .base import Curvature, Factors, Reduction, Terms, marked, rows_like, uniform, without
 
 
 @dataclass
@@ -104,7 +104,7 @@ class CrossEntropy:
     ) -> Curvature:
         """See :class:`.base.Loss`."""
         variance = SoftmaxVariance(weight, bias, backend, rows=rows, memory=memory, rtol=rtol)
-        return Curvature(variance.bounded, lambda features, labels, values: variance.total(features, *labels, values))
+        return Curvature(variance.bounded, variance.total)
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""

@@ -86,22 +86,17 @@ class _Sum:
         return weight, bias, backend
 
     def add(self, batch: HeadBatch, curvature: losses.Curvature) -> None:
-        if not self._add_total(batch, curvature):
-            self._add_rows(batch, curvature)
-
-    def _add_total(self, batch: HeadBatch, curvature: losses.Curvature) -> bool:
-        """Add a batch by one sum over its rows; return whether there is one and all in it is right."""
-        if batch.labels is None or curvature.total is None or self._scale is not None:
-            return False
-        rows = torch.empty(len(batch.features), dtype=torch.float64) if self._options.per_sample else None
-        found = curvature.total(batch.features, batch.labels, rows)
+        found, rows = None, None
+        if batch.labels is not None and curvature.total is not None and self._scale is None:
+            rows = torch.empty(len(batch.features), dtype=torch.float64) if self._options.per_sample else None
+            found = curvature.total(batch.features, batch.labels, rows)
         if found is None or not math.isfinite(found.total):  # row by row it shows what is wrong, or is left out
-            return False
+            self._add_rows(batch, curvature)
+            return
         self._over.add(batch.samples, float(found.counted))
         self._value += found.total
         if rows is not None:
             self._contributions.append(_by_sample(batch, rows).sum(dim=1))
-        return True
 
     def _add_rows(self, batch: HeadBatch, curvature: losses.Curvature) -> None:
         features = batch.features if self._scale is None else normalize.apply(self._scale, batch.features, inverse=True)
