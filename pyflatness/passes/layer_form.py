@@ -10,8 +10,9 @@ from ..contractions import DenseContraction, LayerContraction, promoted
 from ..errors import InputError
 from ..model import layers
 from ..options import Options
-from . import normalize
+from . import normalize, pooled
 from .memory import Budget
+from .pooled import Pooled
 from .runner import Run
 
 Parts = list[Tensor]
@@ -115,6 +116,10 @@ class LayerForm:
         for gradient in gradients:
             parts += self._in_form(run.samples_first(self.name, gradient))
         return parts if self._dense else layers.joined(self._module, parts)
+
+    def pooled(self, run: Run) -> Pooled | None:
+        """Return the max-pooling behind the layer, if its cotangents may be taken as they come out of that."""
+        return pooled.behind(run, self.name) if isinstance(self._module, nn.Conv2d) and not self._dense else None
 
     def rows(self, run: Run, gradients: Sequence[Tensor]) -> Tensor:
         """Return δ of all calls by position, (n, G, P, d): the gradients' entries in another order."""
