@@ -8,6 +8,7 @@ from .dense import DenseContraction
 from .geometry import Geometry
 from .layer import LayerContraction
 from .precision import full_precision, promoted, promoted_dtype, squared_norms
+from .routes import Workspace
 from .softmax import DEFAULT_MEMORY, SoftmaxVariance, default_memory
 from .wide import Bounded
 
@@ -18,6 +19,7 @@ __all__ = [
     "Geometry",
     "LayerContraction",
     "SoftmaxVariance",
+    "Workspace",
     "check",
     "choose",
     "choose_for_few",
