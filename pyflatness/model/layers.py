@@ -193,7 +193,7 @@ def computes(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
         expected = _apply_inside(module, inputs).movedim(class_dim(module), -1)
         expected = promoted(expected) + (0 if bias is None else promoted(bias))
     tolerance = max(1e-3, 8 * torch.finfo(output.dtype).eps)
-    size = float(expected.abs().amax().nan_to_num(0, 0, 0))
+    size = float(expected.nan_to_num(0, 0, 0).abs().amax())
     output = output.movedim(class_dim(module), -1).to(expected.dtype)
     off = (output - expected).abs()
     return bool(((off <= tolerance * (expected.abs() + size)) | ~expected.isfinite()).all())
