@@ -12,6 +12,7 @@ import torch
 import pyflatness as pf
 from pyflatness.cli import demo_networks, example_networks, example_zoo
 from pyflatness.scoring import checkpoints, listing, loading, specs
+from support import ROOT
 from support.score_runs import status
 
 RECIPES = [demo_networks.Recipe("MLP-1", "Adam", rate, 64, seed) for seed, rate in enumerate((0.001, 0.002, 0.005))]
@@ -63,6 +64,12 @@ def test_printed_commands_work(zoo: tuple[Path, str], monkeypatch: pytest.Monkey
             exec(arguments[1], {})
     found = pf.correlations(folder / "train.csv", test=folder / "test.csv")
     assert found.points == 3
+
+
+def test_the_page_has_these_commands() -> None:
+    page = (ROOT / "docs" / "scoring.md").read_text(encoding="utf-8").splitlines()
+    for line in ["pyflatness example-zoo digits", *example_zoo.commands(Path("digits"))]:
+        assert f"    {line}" in page
 
 
 def test_the_networks_need_no_pyflatness(zoo: tuple[Path, str]) -> None:
