@@ -278,7 +278,8 @@ def measure(
     """Return measures of many layers of a model, computed in one sweep over the data.
 
     The cost is a forward pass and one backward pass per column of the loss Hessian's square-root factor (C - 1 for
-    cross-entropy), whatever the number of layers and measures; the sum over layers is the network's value. Behind
+    cross-entropy), whatever the number of layers and measures; the sum over layers is the network's value. Relative
+    flatness of the head takes no backward pass, and is exact also where others are sampled. Behind
     layers that are not piecewise linear (smooth activations) it is Hessian products, and there the measures count:
     relative flatness alone takes min(d, m) for a layer of d outputs and m inputs (times its positions), with any others
     d. One sweep more for measures that are normalised in another way; measures that are not of the sweep have costs of

@@ -19,7 +19,7 @@ def option(name: str, what: str, resolve: Callable[[str], Function] = specs.reso
             f"--{name}-args",
             metavar="JSON",
             default="{}",
-            callback=lambda context, parameter, text: _usage(_arguments, text),
+            callback=lambda context, parameter, text: _usage(json_object, text),
             help="Keyword arguments of that callable.",
         )
         spec = click.option(
@@ -64,7 +64,12 @@ def _usage(convert: Callable[[str], Any], text: str) -> Any:
         raise click.BadParameter(str(error)) from None
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """Return a JSON object of keyword arguments.
+
+    Raises:
+        InputError: something else.
+    """
     try:
         arguments = json.loads(text)
     except ValueError as error:

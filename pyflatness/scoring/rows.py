@@ -1,10 +1,13 @@
 """Make rows of outcomes: one for each value, as tables have them."""
 
+import csv
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ..messages import to_cell
 from .fit import NO_FIT, Fit
-from .measuring import Outcome, Value
+from .measuring import Value
 from .units import Pair
 
 
@@ -45,21 +48,28 @@ class Row:
     high: float | None = None
 
 
-def rows(checkpoint: str, pairs: Sequence[Pair], outcomes: Iterable[Outcome]) -> list[Row]:
-    """Return the rows of a checkpoint, in the order of what was asked; a layer that did not run has none."""
-    known = NO_FIT
-    found: dict[Pair, Value] = {}
-    for outcome in outcomes:
-        found.update((value.pair, value) for value in outcome.values)
-        known = outcome.fit if known == NO_FIT else known
-    return [_row(checkpoint, found[pair], known) for pair in pairs if _is_there(found[pair])]
+def rows(checkpoint: str, pairs: Sequence[Pair], held: Iterable[tuple[Value, Fit]]) -> list[Row]:
+    """Return the rows of a checkpoint in the order of the pairs; a layer that did not run has none.
+
+    Args:
+        checkpoint: its name.
+        pairs: what was asked.
+        held: what came of them, each with the loss and accuracy of its unit; those of the first unit that has them are
+            those of all rows.
+    """
+    held = [*held]
+    fit = next((fit for _, fit in held if fit != NO_FIT), NO_FIT)
+    found = {value.pair: value for value, _ in held}
+    return [row(checkpoint, found[pair], fit) for pair in pairs if pair in found and is_there(found[pair])]
 
 
-def _is_there(value: Value) -> bool:
+def is_there(value: Value) -> bool:
+    """Return whether a value has a row."""
     return value.value is not None or bool(value.error)
 
 
-def _row(checkpoint: str, value: Value, fit: Fit) -> Row:
+def row(checkpoint: str, value: Value, fit: Fit) -> Row:
+    """Return the row of a value."""
     if value.error:
         return Row(checkpoint, value.layer, value.pair.measure, error=value.error)
     return Row(
@@ -68,3 +78,11 @@ def _row(checkpoint: str, value: Value, fit: Fit) -> Row:
         low=value.low,
         high=value.high,
     )
+
+
+def csv_line(cells: Iterable[object]) -> bytes:
+    """Return a line of a CSV file; only text is changed to be safe in it."""
+    text = io.StringIO()
+    safe = (to_cell(cell) if isinstance(cell, str) else cell for cell in cells)
+    csv.writer(text, lineterminator="\n").writerow(safe)
+    return text.getvalue().encode()

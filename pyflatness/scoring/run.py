@@ -2,6 +2,7 @@
 
 import functools
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -9,7 +10,9 @@ from pathlib import Path
 
 from torch import nn
 
+from .. import plan
 from ..errors import InputError
+from ..measures import named
 from . import driver, keys, worker
 from .executors import Serial
 from .measuring import Outcome
@@ -29,14 +32,25 @@ class Run:
         model: of the network that paths are checkpoints of.
         data: the batches.
         request: what is asked of each model.
+        batch_size: see :class:`.worker.Setup`, as for the next.
+        limit: of samples.
 
     Raises:
         InputError: the model or the data cannot be made, or no layer is as selected.
     """
 
-    def __init__(self, models: Models, model: Source | None, data: Source, request: Request) -> None:
+    def __init__(
+        self,
+        models: Models,
+        model: Source | None,
+        data: Source,
+        request: Request,
+        *,
+        batch_size: int | str | None = None,
+        limit: float | None = None,
+    ) -> None:
         self.models, self.request = models, request
-        self.setup = Setup(uuid.uuid4().hex, model, data, request)
+        self.setup = Setup(uuid.uuid4().hex, model, data, request, batch_size, limit)
         self.bench = Bench(self.setup)
         self._units: dict[tuple[int, tuple[Pair, ...]], list[Unit]] = {}
 
@@ -66,6 +80,12 @@ class Run:
         if key not in self._units:
             self._units[key] = self.request.units(network, wanted)
         return [Job(unit, self.models[name], content) for unit in self._units[key]]
+
+    def reads(self, jobs: Iterable[Job]) -> int:
+        """Return how often units read the data."""
+        units = Counter(job.unit for job in jobs)
+        options = self.request.options
+        return sum(count * plan.plan(named(unit.measures), options).reads for unit, count in units.items())
 
     def go(self, jobs: Iterable[Job], executor: Executor, take: Callable[[Job, Outcome], None]) -> None:
         """Measure units, see :func:`.driver.run`.

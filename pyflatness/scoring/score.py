@@ -1,7 +1,7 @@
 """Define the public call that scores many models."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from ..messages import shown
 from ..options import Options, check_count, check_names
 from ..session import public
 from . import executors, listing
-from .measuring import Outcome
+from .fit import Fit
+from .measuring import Outcome, Value
 from .rows import rows
 from .run import Models, Run, keep
 from .scores import Scores
@@ -148,7 +149,7 @@ def _scored(run: Run, executor: Executor) -> Scores:
 
     run.go([job for _, job in jobs.values()], executor, take)
     ordered = {name: [own[key] for key in jobs if key in own] for name, own in found.items()}
-    every = (row for name, own in pairs.items() for row in rows(name, own, ordered[name]))
+    every = (row for name, own in pairs.items() for row in rows(name, own, _values(ordered[name])))
     return Scores(tuple(every), len(jobs))
 
 
@@ -159,6 +160,10 @@ def _kept(run: Run, executor: Executor, store: Store, *, retry: bool) -> Scores:
     every = (
         row
         for name, content in kept.contents.items()
-        for row in rows(name, run.pairs(name), store.outcomes(kept.setting, content))
+        for row in rows(name, run.pairs(name), ((held.value, held.fit) for held in store.values(kept.setting, content)))
     )
     return Scores(tuple(every), len(kept.jobs))
+
+
+def _values(outcomes: Iterable[Outcome]) -> Iterator[tuple[Value, Fit]]:
+    return ((value, outcome.fit) for outcome in outcomes for value in outcome.values)

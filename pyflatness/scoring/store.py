@@ -16,12 +16,13 @@ import json
 import math
 import platform
 import sqlite3
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,6 +61,14 @@ CREATE INDEX results_by_unit ON results (unit);
 _NUMBERS = tuple(field.name for field in fields(Value) if field.name != "pair")
 
 
+class Held(NamedTuple):
+    """Hold a value with the loss and accuracy that came with it, and what it was computed with, as JSON."""
+
+    value: Value
+    fit: Fit
+    versions: str
+
+
 class Store:
     """Hold a store open; a context manager.
 
@@ -90,6 +99,22 @@ class Store:
                 self._connection.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;")
                 stack.callback(self._into_one_file)
             self._stack = stack.pop_all()
+
+    @classmethod
+    @contextlib.contextmanager
+    def copied(cls, path: Path) -> Iterator["Store"]:
+        """Hold a copy of a store to be written, or a new one, which is gone afterwards.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder, "copy.sqlite")
+            if path.exists():
+                with cls(path) as store, contextlib.closing(sqlite3.connect(copy)) as connection:
+                    store._connection.backup(connection)
+            with cls(copy, write=True) as store:
+                yield store
 
     def _connected(self) -> sqlite3.Connection:
         mode = "rwc" if self._write else "ro"
@@ -246,23 +271,40 @@ class Store:
                 ),
             )
 
-    def outcomes(self, setting: int, content: str) -> list[Outcome]:
-        """Return what came of a checkpoint's units so far, in the order in which their values were asked for."""
+    def values(self, setting: int, content: str) -> list["Held"]:
+        """Return what came of a checkpoint so far, in the order in which it was asked for."""
         rows = self.select(
-            "SELECT results.*, units.loss, units.accuracy FROM results JOIN units ON units.id = results.unit "
+            "SELECT results.*, units.loss, units.accuracy, units.versions FROM results "
+            "JOIN units ON units.id = results.unit "
             "WHERE results.setting = ? AND results.content = ? ORDER BY results.id",
             (setting, content),
         )
-        by_unit: dict[int, list[sqlite3.Row]] = {}
-        for row in rows:
-            by_unit.setdefault(row["unit"], []).append(row)
-        return [Outcome(tuple(map(_value, own)), Fit(own[0]["loss"], own[0]["accuracy"])) for own in by_unit.values()]
+        return [Held(_value(row), Fit(row["loss"], row["accuracy"]), row["versions"]) for row in rows]
 
-    def counts(self, setting: int | None = None) -> dict[str, int]:
-        """Return how many values there are by their state, of all settings or of one."""
-        which, values = ("", ()) if setting is None else (" WHERE setting = ?", (setting,))
-        rows = self.select(f"SELECT state, count(*) AS number FROM results{which} GROUP BY state", values)
-        return {"to do": 0, "done": 0, "failed": 0, "none": 0} | {row["state"]: row["number"] for row in rows}
+    def settings(self) -> dict[int, keys.Facts]:
+        """Return what is the same for the values of a setting, by its number."""
+        return {
+            row["id"]: json.loads(row["facts"]) for row in self.select("SELECT id, facts FROM settings ORDER BY id")
+        }
+
+    def counts(self, setting: int, contents: Iterable[str]) -> dict[str, int]:
+        """Return how many values of checkpoints there are, by their state."""
+        found = {"to do": 0, "done": 0, "failed": 0, "none": 0}
+        for content in {*contents}:
+            query = "SELECT state, count(*) AS number FROM results WHERE setting = ? AND content = ? GROUP BY state"
+            for row in self.select(query, (setting, content)):
+                found[row["state"]] += row["number"]
+        return found
+
+    def errors(self, setting: int, contents: Iterable[str]) -> list[tuple[str, str]]:
+        """Return checkpoints of which a value failed, each with its first error."""
+        rows = self.select(
+            "SELECT name, error, results.content FROM results JOIN checkpoints USING (content) "
+            "WHERE setting = ? AND state = 'failed' GROUP BY name ORDER BY checkpoints.id, results.id",
+            (setting,),
+        )
+        chosen = {*contents}
+        return [(row["name"], row["error"]) for row in rows if row["content"] in chosen]
 
 
 def _text(pair: Pair) -> str:

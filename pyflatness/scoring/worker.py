@@ -6,7 +6,7 @@ What is sent to a worker is where the model, data and weights are, and what come
 import json
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..messages import reason
-from ..model.data import Batches
+from ..messages import is_out_of_memory, reason
+from ..model import state
+from ..model.data import Batches, size
 from . import checkpoints, data_specs, keys, loading, measuring, specs
+from .cutting import Cut
 from .measuring import Outcome, Step
 from .units import Request, Unit
 
@@ -68,6 +70,9 @@ class Setup:
         token: a name that no other run has.
         model: of the network that the checkpoints are of; None where each brings its own.
         data: the batches.
+        batch_size: the most samples that go through the network together; None: as the batches are; ``"auto"``: as
+            they are, and half as many whenever the memory does not suffice.
+        limit: the first so many samples of the data, or this part of them; None: all.
         fingerprint: of the data, which every worker's are held against; None where values are not kept.
         request: what is asked of each checkpoint.
     """
@@ -76,6 +81,8 @@ class Setup:
     model: Source | None
     data: Source
     request: Request
+    batch_size: int | str | None = None
+    limit: float | None = None
     fingerprint: keys.Facts | None = None
 
 
@@ -108,6 +115,10 @@ class Bench:
         self.data = setup.data.made()
         if hasattr(self.data, "__next__"):
             raise InputError("--data: an iterator can be read once; have the callable return a list or a DataLoader")
+        if setup.batch_size is not None or setup.limit is not None:
+            device = torch.device("cpu") if self.network is None else state.device(self.network)
+            most = setup.batch_size if isinstance(setup.batch_size, int) else None
+            self.data = Cut(self.data, device, most=most, limit=setup.limit)
         self._held: tuple[Path, str] | None = None
 
     def batches(self) -> int:
@@ -132,7 +143,18 @@ class Bench:
             model = self._with_weights(job)
         except Exception as error:  # a damaged file can raise anything
             return Outcome.failed(job.unit, reason(error))
-        return measuring.measured(model, self.data, self.setup.request, job.unit, step, fit=job.fit)
+        while True:
+            found = measuring.measured(model, self.data, self.setup.request, job.unit, step, fit=job.fit)
+            if self.setup.batch_size != "auto" or not self._halved(found):
+                return replace(found, batch_size=self.data.most if isinstance(self.data, Cut) else None)
+
+    def _halved(self, found: Outcome) -> bool:
+        """Halve the batches if memory did not suffice, for this unit and those that follow; return whether."""
+        if not any(map(is_out_of_memory, found.errors)):
+            return False
+        most = self.data.most or max(map(size, self.data))
+        self.data.most = most // 2
+        return bool(most > 1)
 
     def _with_weights(self, job: Job) -> nn.Module:
         if isinstance(job.weights, nn.Module):

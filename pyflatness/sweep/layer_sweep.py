@@ -33,9 +33,11 @@ from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from . import adaptive, groups
 from .contracted import Contracted
+from .heads import Heads
 
 Parts = dict[tuple[str, str], Tensor]
 Take = Callable[["Values"], None]
+Begun = tuple[adaptive.Grouped, dict[str, LayerForm], dict[str, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,16 @@ class Sweep:
         quantities: of :data:`.contractions.quantities.QUANTITIES`.
 
     Attributes:
+        quantities: in the order of their values.
         backend: of the contractions.
         by_hessian: layers for which second derivatives were taken.
         exact_passes: backward passes or Hessian products of a layer that exact values take, or would take.
     """
 
     def __init__(self, runner: Runner, loss: Loss, options: Options, quantities: Sequence[str]) -> None:
-        self._runner, self._loss, self._options, self._quantities = runner, loss, options, quantities
+        self._runner, self._loss, self._options = runner, loss, options
+        self._heads = Heads(runner, loss, options.memory, quantities)
+        self.quantities = self._heads.quantities
         self._forms: dict[str, LayerForm] = {}
         self._scales: Mapping[str, Tensor] = {}
         self._budget = Budget(options.memory)
@@ -106,9 +111,10 @@ class Sweep:
         """
         tolerance = groups.Tolerance(self._options.rtol or groups.RTOL, self._runner.batches.samples)
 
-        def finish(begun: tuple[adaptive.Grouped, dict[str, Tensor], Tensor]) -> None:
-            part, prints, left_out = begun
-            self._finish(part, prints)
+        def finish(begun: Begun) -> None:
+            part, forms, prints, left_out = begun
+            if forms:
+                self._finish(part, forms, prints)
             tolerance.add(part.weights)
             values = self._marked(part.sums.unsqueeze(0), part.sent, left_out, part.left.number)
             take(Values(values, part.sent.sample_weights, part.left.number, part.variances(), lost=part.sent.bad))
@@ -123,6 +129,12 @@ class Sweep:
         """
         self._runner.each(partial(self._block_traces, limit=limit), take)
 
+    def method(self, names: Iterable[str], quantity: str) -> str:
+        """Return how exact values of some layers came about: "head", "ggn" or "hessian"; of several ways the last."""
+        if self.by_hessian.intersection(names):
+            return "hessian"
+        return "head" if self._heads.always(names, quantity) else "ggn"
+
     def notes(self, name: str) -> tuple[str, ...]:
         """Return what a reader of a layer's value should know."""
         dropped = int((self._scales[name] == 0).sum()) if name in self._scales else 0
@@ -135,24 +147,27 @@ class Sweep:
     def _values(self, run: Run, signs: Signs | None = None) -> Values:
         linear, nonlinear = self._ran(run)
         sent = cotangents.of_run(run, self._loss)
+        heads, forms = self._heads.apart(run, sent, linear)
         draws = 1 if signs is None else len(signs.draws)
         places = {name: place for place, name in enumerate(self._runner.selected)}
-        values = torch.zeros(draws, len(places), len(self._quantities), run.samples, dtype=torch.float64, device="cpu")
+        values = torch.zeros(draws, len(places), len(self.quantities), run.samples, dtype=torch.float64, device="cpu")
         values = values.to(run.outputs.device)
         parts: Parts = {}
-        if linear:
+        if forms:
             self.exact_passes = max(self.exact_passes, sent.passes)
             count = sent.passes if signs is None else len(signs.draws)
             held_back = self._budget.held_back if signs is None else 0
-            contracted = Contracted(run, self._forms, linear, count, hold=held_back)
-            for name in linear if sent.passes == 0 else ():
-                _add(parts, name, self._forms[name].contraction(run).nothing(run.samples))
+            contracted = Contracted(run, forms, forms, count, hold=held_back)
+            for name in forms if sent.passes == 0 else ():
+                _add(parts, name, forms[name].contraction(run).nothing(run.samples))
             for draw, cotangent, sign in sent.sent(signs, run.numbers):
                 for name, contribution in contracted.of(cotangent, sign):
-                    values[draw, places[name]] += contribution.values
+                    values[draw, places[name], : len(contribution.values)] += contribution.values
                     _add(parts, name, contribution)
             for name, contribution in contracted.rest():
-                values[0, places[name]] += contribution.values
+                values[0, places[name], : len(contribution.values)] += contribution.values
+        for name, value in heads.items():
+            values[:, places[name], self._heads.columns] = value
         self._add_hessian(run, signs, {name: values[:, places[name]] for name in nonlinear}, parts)
         self.by_hessian.update(nonlinear)
         values = self._marked(values, sent, self._left_out(run, sent), run.number)
@@ -166,17 +181,21 @@ class Sweep:
             values, sent.sample_weights, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(nonlinear)
         )
 
-    def _begun(self, run: Run, tolerance: groups.Tolerance) -> tuple[adaptive.Grouped, dict[str, Tensor], Tensor]:
+    def _begun(self, run: Run, tolerance: groups.Tolerance) -> Begun:
         """Plan a micro-batch's probes, and send the rounds for all samples backward.
 
-        Returned are the probes, each layer's fingerprints of its rows, and what :meth:`_left_out` returns.
+        Returned are the probes, the forms of layers that take them, the fingerprints of these layers' rows, and what
+        :meth:`_left_out` returns.
         """
-        names, sent = self._linear(run), cotangents.of_run(run, self._loss)
+        sent = cotangents.of_run(run, self._loss)
+        heads, forms = self._heads.apart(run, sent, self._linear(run))
         self.exact_passes = max(self.exact_passes, sent.passes)
-        shape = len(self._runner.selected), len(self._quantities)
+        shape = len(self._runner.selected), len(self.quantities)
         part = adaptive.begin(run, sent, shape, tolerance, self._options.seed)
-        rounds = part.probes.common_rounds(run.samples / 2 if self._runner.cuttable else 1) if sent.passes else 0
-        contracted = Contracted(run, self._forms, names, rounds)
+        rounds = 0
+        if sent.passes and forms:
+            rounds = part.probes.common_rounds(run.samples / 2 if self._runner.cuttable else 1)
+        contracted = Contracted(run, forms, forms, rounds)
         for number in range(rounds):
             chosen, cotangent = part.of_round(number)
             values = self._stacked(contracted.of(cotangent), part.sums)
@@ -186,38 +205,41 @@ class Sweep:
                     raise _disordered(name)
             part.add_round(chosen, values)
         part.rounds = rounds
-        return part, {name: self._forms[name].fingerprints(run) for name in names}, self._left_out(run, sent)
+        for name, value in heads.items():
+            part.sums[[*self._runner.selected].index(name), self._heads.columns] = value
+        prints = {name: form.fingerprints(run) for name, form in forms.items()}
+        return part, forms, prints, self._left_out(run, sent)
 
-    def _finish(self, part: adaptive.Grouped, prints: dict[str, Tensor]) -> None:
+    def _finish(self, part: adaptive.Grouped, forms: dict[str, LayerForm], prints: dict[str, Tensor]) -> None:
         """Send the remaining probes, packed into full batches of repeated samples."""
         left = (part.probes.rounds >= part.rounds).nonzero().flatten()
         places = part.probes.samples[left]
 
         def send(run: Run, which: slice) -> tuple[Tensor, Tensor]:
-            names = self._linear(run)
+            names = [name for name in self._linear(run) if name in forms]
             for name in names:
-                _check_order(name, prints[name][places[which]], self._forms[name].fingerprints(run), run.outputs.dtype)
-            values = Contracted(run, self._forms, names, 1).of(part.packed(left[which]))
+                _check_order(name, prints[name][places[which]], forms[name].fingerprints(run), run.outputs.dtype)
+            values = Contracted(run, forms, names, 1).of(part.packed(left[which]))
             return left[which], self._stacked(values, part.sums.new_empty(*part.sums.shape[:2], run.samples))
 
         self._runner.repeat(part.left, places, send, lambda found: part.add(*found))
 
-    def _linear(self, run: Run) -> list[str]:
-        """Return the layers that ran, all of which have their values by square-root factors."""
-        names, nonlinear = self._ran(run)
+    def _linear(self, run: Run) -> dict[str, LayerForm]:
+        """Return the forms of the layers that ran, none of which takes second derivatives."""
+        forms, nonlinear = self._ran(run)
         if nonlinear:
             raise InputError(
                 f"layer {', '.join(map(repr, nonlinear))}: probes='adaptive' is for layers in whose weight the model "
                 "is locally linear (ReLU, pooling, sums behind them); pass probes=k, a number of probes, or "
                 "curvature='ggn' for the GGN value, another number"
             )
-        return names
+        return forms
 
     def _stacked(self, contributions: Iterable[tuple[str, Contribution]], like: Tensor) -> Tensor:
         """Return contributions (layers, quantities, n) of all selected layers; 0 for one that did not run."""
         stacked, places = torch.zeros_like(like), [*self._runner.selected]
         for name, contribution in contributions:
-            stacked[places.index(name)] = contribution.values
+            stacked[places.index(name), : len(contribution.values)] = contribution.values
         return stacked
 
     def _add_hessian(self, run: Run, signs: Signs | None, found: dict[str, Tensor], parts: Parts) -> None:
@@ -227,7 +249,7 @@ class Sweep:
         with block_traces.differentiable(found), contractions.full_precision(run.outputs):
             gradients = self._gradients(run, found)
             for name, values in found.items():
-                traces = self._traces(run, name, gradients[name], self._quantities)
+                traces = self._traces(run, name, gradients[name], self.quantities)
                 self.exact_passes = max(self.exact_passes, traces.products)
                 if signs is None:
                     contribution = traces.exact()
@@ -315,18 +337,18 @@ class Sweep:
             normalize.check_in_time(self._options.nan_policy, late, number, "samples", check_weights)
         return values.masked_fill(left_out, torch.nan)
 
-    def _ran(self, run: Run) -> tuple[list[str], list[str]]:
-        """Return the layers that ran: those whose values come by square-root factors, and the others."""
+    def _ran(self, run: Run) -> tuple[dict[str, LayerForm], list[str]]:
+        """Return the layers that ran: the forms of those whose values take no second derivatives, and the others."""
         self._make_forms()
         names = [name for name in self._runner.selected if run.calls(name)]
         nonlinear = [] if self._options.by_ggn else [name for name in names if name in run.nonlinear]
-        return [name for name in names if name not in nonlinear], nonlinear
+        return {name: self._forms[name] for name in names if name not in nonlinear}, nonlinear
 
     def _make_forms(self) -> None:
         """Make the form of each layer that came with this run."""
         for name, module in self._runner.modules.items():
             if name not in self._forms:
-                form = LayerForm(name, module, self._quantities, self._options, self._scales.get(name))
+                form = LayerForm(name, module, self.quantities, self._options, self._scales.get(name))
                 self._forms[name], self.backend = form, contractions.describe(form.backend)
 
 

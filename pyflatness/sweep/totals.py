@@ -94,26 +94,26 @@ class Totals:
         self._contributions: list[Tensor] = []
         self._parts: dict[tuple[str, str], Tensor] = {}
 
-    def add(self, part: Values) -> None:
+    def add(self, micro_batch: Values) -> None:
         """Take in the values of some samples.
 
         Raises:
             NonFiniteError: NaN or infinity, by the policy.
         """
-        fine = finite_samples(part.values)
-        kept = self.over.kept(fine, lambda: self._error(part, fine))
-        self.over.add(len(fine), float(masked(part.sample_weights, kept).sum()))
-        values = part.values
+        fine = finite_samples(micro_batch.values)
+        kept = self.over.kept(fine, lambda: self._error(micro_batch, fine))
+        self.over.add(len(fine), float(masked(micro_batch.sample_weights, kept).sum()))
+        values = micro_batch.values
         if not bool(fine.all()):
             values = masked(values.where(values.isfinite(), torch.nan), kept)  # a layer that is fine stays so
         probes = torch.cat([values, values.sum(dim=1, keepdim=True)], dim=1)
         means = probes.mean(dim=0)
         self._sums = self._sums.to(means.device) + means.sum(dim=2)
-        if part.variances is not None:
-            self._variances.add(masked(part.variances, kept))
+        if micro_batch.variances is not None:
+            self._variances.add(masked(micro_batch.variances, kept))
         elif self._sampled:
             self._variances.add_probes(probes, torch.ones_like(fine) if kept is None else kept)
-        for key, summed in part.parts.items():
+        for key, summed in micro_batch.parts.items():
             self._parts[key] = summed + self._parts[key] if key in self._parts else summed
         if self._per_sample:
             self._contributions.append(masked(means, kept, torch.nan))
@@ -130,7 +130,7 @@ class Totals:
         errors = dof = None
         found = self._variances.result()
         if found is not None:
-            variance, dof = (part.cpu() for part in found)
+            variance, dof = (each.cpu() for each in found)
             errors = (variance.sqrt() / normaliser).masked_fill(~values.isfinite(), torch.nan)
             dof = dof.masked_fill(errors <= _AGREEING * values.abs(), torch.nan)
         return Sums(
@@ -140,27 +140,31 @@ class Totals:
             per_sample=self.over.per_sample(self._contributions) if self._per_sample else None,
             samples=self.over.samples,
             omitted=self.over.omitted,
-            parts={key: (part / normaliser).cpu() for key, part in self._parts.items()},
+            parts={key: (summed / normaliser).cpu() for key, summed in self._parts.items()},
         )
 
 
-def layer_error(modules: Mapping[str, nn.Module], part: Values, fine: Tensor) -> NonFiniteError:
+def layer_error(modules: Mapping[str, nn.Module], micro_batch: Values, fine: Tensor) -> NonFiniteError:
     """Return the error of values of layers.
 
     Args:
         modules: all selected layers.
-        part: the values.
+        micro_batch: the values.
         fine: (n,), the samples whose values are all finite.
 
     Raises:
         NonFiniteError: a layer's weights have NaN or infinity in them.
     """
     layers.check_finite(modules)
-    finite = part.values.isfinite().all(dim=0).flatten(1).all(dim=1)
+    finite = micro_batch.values.isfinite().all(dim=0).flatten(1).all(dim=1)
     where = [name for name, whole in zip(modules, finite, strict=True) if not bool(whole)]
     listed = ", ".join(map(repr, where[:4])) + (", …" if len(where) > 4 else "")
-    what = "inputs, gradients or second derivatives" if part.by_hessian.intersection(where) else "inputs or gradients"
+    what = (
+        "inputs, gradients or second derivatives"
+        if micro_batch.by_hessian.intersection(where)
+        else "inputs or gradients"
+    )
     what = f"in the {what} of layer {listed}"
-    if part.lost is not None and bool(part.lost.any()):
+    if micro_batch.lost is not None and bool(micro_batch.lost.any()):
         what = f"in their targets, outputs or loss, or {what}"
-    return non_finite(part.number, fine, f"{OR_OVERFLOW} {what}")
+    return non_finite(micro_batch.number, fine, f"{OR_OVERFLOW} {what}")

@@ -30,13 +30,18 @@ def filled(path: Path) -> tuple[int, str]:
     return setting, "content"
 
 
+def of(key: tuple[int, str]) -> tuple[int, list[str]]:
+    return key[0], [key[1]]
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     key = filled(path := tmp_path / "folder" / "runs.sqlite")
     assert sorted(child.name for child in path.parent.iterdir()) == ["runs.sqlite", "runs.sqlite-lock"]  # no log left
     with Store(path) as store:
-        (outcome,) = store.outcomes(*key)
-        assert (outcome.values, outcome.fit) == (OUTCOME.values, OUTCOME.fit)
-        assert store.counts() == {"to do": 0, "done": 4, "failed": 0, "none": 0}
+        held = store.values(*key)
+        assert tuple(one.value for one in held) == OUTCOME.values
+        assert {one.fit for one in held} == {OUTCOME.fit}
+        assert store.counts(*of(key)) == {"to do": 0, "done": 4, "failed": 0, "none": 0}
 
 
 def test_a_value_that_is_done_stays(tmp_path: Path) -> None:
@@ -46,9 +51,9 @@ def test_a_value_that_is_done_stays(tmp_path: Path) -> None:
         store.commit(
             setting, content, Outcome((Value(PAIRS[0], error="late"), Value(Pair("head", "trace"), "head", 2.0)))
         )
-        first, second = store.outcomes(setting, content)
-        assert first.values == OUTCOME.values
-        assert [value.value for value in second.values] == [2.0]
+        *first, last = [one.value for one in store.values(setting, content)]
+        assert tuple(first) == OUTCOME.values
+        assert last.value == 2.0
 
 
 def test_half_a_commit_is_none(tmp_path: Path) -> None:
@@ -58,7 +63,7 @@ def test_half_a_commit_is_none(tmp_path: Path) -> None:
         broken = Outcome((OUTCOME.values[0], Value(PAIRS[1], value=object())))  # SQLite takes no objects
         with pytest.raises(pf.StoreError):
             store.commit(setting, "content", broken)
-        assert store.counts()["to do"] == 4
+        assert store.counts(setting, ["content"])["to do"] == 4
         assert store.select("SELECT * FROM units") == []
 
 
@@ -67,7 +72,7 @@ def test_there_is_one_writer(tmp_path: Path) -> None:
     with Store(path, write=True) as store:
         assert store.setting({"key": 1}) == 1
         with Store(path) as reader:  # others read meanwhile
-            assert reader.counts()["done"] == 0
+            assert reader.counts(1, [])["done"] == 0
         with pytest.raises(pf.StoreError, match="another process is writing"):
             Store(path, write=True)
     filled(path)
@@ -93,9 +98,9 @@ with store.changes() as connection:
     assert done.returncode == -9
     assert path.with_name("runs.sqlite-wal").exists()
     with Store(path) as store:
-        assert store.counts() == {"to do": 4, "done": 4, "failed": 0, "none": 0}
+        assert store.counts(1, ["content", "other"]) == {"to do": 4, "done": 4, "failed": 0, "none": 0}
     with Store(path, write=True) as store:
-        assert store.counts() == {"to do": 4, "done": 4, "failed": 0, "none": 0}
+        assert store.counts(1, ["content", "other"]) == {"to do": 4, "done": 4, "failed": 0, "none": 0}
     assert not path.with_name("runs.sqlite-wal").exists()
 
 
@@ -136,7 +141,7 @@ def test_a_store_that_may_not_be_written_is_read(tmp_path: Path) -> None:
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
     try:
         with Store(path) as store:
-            assert len(store.outcomes(*key)) == 1
+            assert len(store.values(*key)) == 4
     finally:
         tmp_path.chmod(stat.S_IRWXU)
 
