@@ -13,6 +13,7 @@ import torch
 
 from ..errors import InputError
 from ..messages import reason
+from .calls import Call
 
 # Ray reads it when it is imported, and would print each death, which the unit's row tells, among the program's output.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^A worker died or was killed while executing a task")
@@ -59,7 +60,7 @@ class Ray(Executor):
         here = address is None and not ray.is_initialized()
         cpus = num_cpus or (max(1, torch.get_num_threads() // workers) if here else 1)
         try:
-            self._task = ray.remote(max_retries=0, num_cpus=cpus, num_gpus=num_gpus, **options)(_run)
+            self._task = ray.remote(max_retries=0, num_cpus=cpus, num_gpus=num_gpus, **options)(Call.made)
         except (TypeError, ValueError) as error:
             raise InputError(f"executor='ray': {error}") from None
         self._threads = max(1, int(cpus))
@@ -75,7 +76,7 @@ class Ray(Executor):
             BrokenExecutor: the cluster is gone.
         """
         try:
-            reference = self._task.remote(self._threads, function, args, kwargs)
+            reference = self._task.remote(Call.of(ray.cloudpickle.dumps, self._threads, function, args, kwargs))
         except (RayError, ConnectionError) as error:
             raise BrokenExecutor(reason(error)) from error
         future: Future[R] = Future()
@@ -125,10 +126,3 @@ def _plain(error: BaseException) -> BaseException:
     if isinstance(error, RayTaskError):
         return error.cause if isinstance(error.cause, Exception) else error
     return BrokenExecutor(reason(error)) if isinstance(error, RayError) else error
-
-
-def _run(threads: int, function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-    """Call a function in a worker, with as many threads as its task has processors."""
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
-    return function(*args, **kwargs)

@@ -2,11 +2,9 @@
 
 import functools
 import os
-import pickle
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -20,10 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 import submitit
-import torch
 
 from ..errors import InputError
 from ..messages import reason
+from .calls import Call
 
 R = TypeVar("R")
 
@@ -109,8 +107,8 @@ class Slurm(Executor):
             raise BrokenExecutor("it has ended")
         future: Future[R] = Future()
         future.set_running_or_notify_cancel()
-        call = cloudpickle.dumps((function, args, kwargs))
-        self._gathered.append((future, functools.partial(_run, self._threads, sys.path[:], call)))
+        call = Call.of(cloudpickle.dumps, self._threads, function, args, kwargs)
+        self._gathered.append((future, functools.partial(_run, call)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -183,7 +181,7 @@ def _settle(future: "Future[Any]", job: "submitit.Job[Any]") -> None:
 def _last_line(job: "submitit.Job[Any]") -> str:
     """Return what a task wrote last to its log."""
     lines = (job.stderr() or "").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), f"its task ended as {job.state}")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "its task ended without a result")
 
 
 def _stop(jobs: Iterable["submitit.Job[Any]"]) -> None:
@@ -196,20 +194,11 @@ def _stop(jobs: Iterable["submitit.Job[Any]"]) -> None:
         time.sleep(0.05)
 
 
-def _run(threads: int, path: list[str], call: bytes) -> tuple[Any, Exception | None]:
-    """Call a function in a task, and return its value or what it raised: submitit would return the traceback's text.
-
-    Args:
-        threads: of the task.
-        path: where modules are found, which unpickling the function can need.
-        call: the function and its arguments.
-    """
+def _run(call: Call) -> tuple[Any, Exception | None]:
+    """Make a call in a task, and return its result or what it raised, of which submitit would return a text."""
     _end_on_timeout()
-    torch.set_num_threads(threads)
-    sys.path.extend(entry for entry in path if entry not in sys.path)
-    function, args, kwargs = pickle.loads(call)
     try:
-        return function(*args, **kwargs), None
+        return call.made(), None
     except Exception as error:
         return None, error
 
