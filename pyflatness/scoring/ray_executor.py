@@ -58,7 +58,7 @@ class Ray(Executor):
     ) -> None:
         self.workers = workers
         here = address is None and not ray.is_initialized()
-        cpus = num_cpus or (max(1, torch.get_num_threads() // workers) if here else 1)
+        cpus: float = (max(1, torch.get_num_threads() // workers) if here else 1) if num_cpus is None else num_cpus
         try:
             self._task = ray.remote(max_retries=0, num_cpus=cpus, num_gpus=num_gpus, **options)(Call.made)
         except (TypeError, ValueError) as error:
@@ -111,11 +111,8 @@ def _connect(address: str | None, cpus: float) -> None:
     try:
         ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **({} if address else made))
     except (RayError, OSError, RuntimeError, ValueError) as error:
-        raise InputError(
-            f"executor='ray': there is no cluster at {address!r} ({reason(error)})"
-            if address
-            else f"executor='ray': no cluster could be made on this machine ({reason(error)})"
-        ) from None
+        what = f"no connection to {address!r}" if address else "it cannot be started on this machine"
+        raise InputError(f"executor='ray': {what}: {reason(error)}") from None
     finally:
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)

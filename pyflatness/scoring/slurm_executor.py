@@ -93,7 +93,7 @@ class Slurm(Executor):
         self._sent: dict[Future[Any], submitit.Job[Any]] = {}
         self._since: dict[Future[Any], float] = {}  # when a task without a result was first seen to have ended
         self._asked, self._died = 0.0, False
-        self._end = threading.Event()
+        self._end, self._why = threading.Event(), "it was shut down"
         self._thread = threading.Thread(target=self._serve, name="pyflatness-slurm", daemon=True)
         self._thread.start()
 
@@ -103,12 +103,12 @@ class Slurm(Executor):
         Raises:
             BrokenExecutor: it has ended.
         """
-        if self._end.is_set():
-            raise BrokenExecutor("it has ended")
         future: Future[R] = Future()
         future.set_running_or_notify_cancel()
         call = Call.of(cloudpickle.dumps, self._threads, function, args, kwargs)
         self._gathered.append((future, functools.partial(_run, call)))
+        if self._end.is_set():  # asked afterwards: what ends it takes what was gathered by then
+            raise BrokenExecutor(self._why)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -132,9 +132,10 @@ class Slurm(Executor):
                 self._send()
                 self._look()
             except Exception as error:  # sbatch refuses, or the folder cannot be read or written
+                self._why = reason(error)
                 self._end.set()
-                for future in [*self._sent, *(future for future, _ in self._gathered)]:
-                    future.set_exception(InputError(f"executor='slurm': {reason(error)}"))
+                for future in [*self._sent, *dict([*self._gathered])]:
+                    future.set_exception(InputError(f"executor='slurm': {self._why}"))
 
     def _send(self) -> None:
         """Submit what was gathered as an array, once the cluster has little left to do."""

@@ -26,7 +26,7 @@ done
 """,
     "scancel": """
 echo "$@" >"$FAKE_SLURM/cancelled"
-for file in "$FAKE_SLURM"/7_?; do kill -9 -- "-$(cat "$file")"; done 2>/dev/null
+for file in "$FAKE_SLURM"/7_?; do kill -s KILL -- "-$(cat "$file")"; done 2>/dev/null
 """,
 }
 
