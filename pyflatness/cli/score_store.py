@@ -20,6 +20,7 @@ from ..scoring.run import Kept, Run, keep
 from ..scoring.store import Store
 from ..scoring.worker import Job
 from .bars import bar
+from .output import Notes
 
 _SHOWN = 5  # errors that are printed
 _SHORT = 10  # seconds
@@ -60,11 +61,12 @@ def write(run: Run, path: Path, columns: Mapping[str, Mapping[str, Any]], how: H
         if dry_run:
             _estimate(run, kept.jobs)
             return
-        done, interrupted = _go(run, store, kept, how)
+        done, interrupted = _go(run, store, kept, how, notes := Notes())
         counts = store.counts(kept.setting, kept.contents.values())
         errors = store.errors(kept.setting, kept.contents.values())
     left = len(kept.jobs) - done
     click.echo(printable(f"{path}: {done} units done, {left} to do; {counts['failed']} values failed"))
+    notes.show()
     for name, error in errors[:_SHOWN]:
         click.echo(printable(f"{name}: {error}"))
     if counts["failed"]:
@@ -102,13 +104,14 @@ def _time(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {rest:02} s"
 
 
-def _go(run: Run, store: Store, kept: Kept, how: How) -> tuple[int, bool]:
-    """Measure the units; return how many were committed, and whether this was interrupted."""
+def _go(run: Run, store: Store, kept: Kept, how: How, notes: Notes) -> tuple[int, bool]:
+    """Measure the units and take the notes; return how many were committed, and whether this was interrupted."""
     done = 0
 
     def take(job: Job, outcome: Outcome) -> None:
         nonlocal done
         store.commit(kept.setting, job.content, outcome)
+        notes.add(str(job.weights), outcome.notes)
         done += 1
         progress.advance(task)
 

@@ -89,7 +89,7 @@ class Heads:
         with contractions.full_precision(features):
             if form.name not in self._curvatures:
                 weight, bias = form.matrix.squeeze(0), layers.matrix(self._runner.selected[form.name])[1]
-                expected = len(features) * max(1, self._runner.batches.samples // run.samples)
+                expected = len(features) * max(1, len(self._runner.batches))
                 curvature = self._loss.curvature(weight, bias, form.backend, expected, self._memory, 0.0)
                 self._curvatures[form.name] = curvature
             rows = losses.head_contributions(self._curvatures[form.name], features, sent.terms).values

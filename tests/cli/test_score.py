@@ -258,7 +258,7 @@ def test_hidden_layers_are_rows_too(tiny: str) -> None:
     assert status(*arguments_of(tiny, checkpoint, "--layers", "body", "--layers", "head")) == 0
     hidden, head, network = rows_of(tiny)
     assert (hidden["layer"], hidden["method"], hidden["exact"]) == ("body", "ggn", "True")
-    assert (head["layer"], head["method"], head["exact"]) == ("head", "ggn", "True")
+    assert (head["layer"], head["method"], head["exact"]) == ("head", "head", "True")
     assert network["layer"] == ""
     assert float(network["value"]) == pytest.approx(float(hidden["value"]) + float(head["value"]), rel=1e-12)
     assert (hidden["loss"], hidden["accuracy"]) == (head["loss"], head["accuracy"])

@@ -172,3 +172,18 @@ def test_a_convolution_as_one_dense_matrix_is_no_head():
     data = torch.randn(2, 2, 2, 2).double(), targets
     assert measure(net, data, measures=KAPPA)["", KAPPA].method == "head"
     assert measure(net, data, measures=KAPPA, conv="affine")["", KAPPA].method == "ggn"
+
+
+def test_the_data_are_read_once():
+    """A list too: how many samples there are is not counted by a read of its own."""
+
+    class Counted(list):
+        reads = 0
+
+        def __iter__(self):
+            self.reads += 1
+            return super().__iter__()
+
+    data = Counted(BATCHES)
+    measure(Net(), data, measures=[KAPPA, "trace"])
+    assert data.reads == 1
