@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future
@@ -24,6 +25,7 @@ from ray.exceptions import RayError, RayTaskError
 R = TypeVar("R")
 
 _OBJECT_STORE = 128 * 2**20  # bytes; what goes to a worker and comes back is a few kilobytes
+_PATIENCE = 10.0  # seconds to wait for a cluster's answer
 
 
 class Ray(Executor):
@@ -109,6 +111,9 @@ def _connect(address: str | None, cpus: float) -> None:
     made = {"num_cpus": math.ceil(cpus), "include_dashboard": False, "object_store_memory": _OBJECT_STORE}
     before = signal.getsignal(signal.SIGTERM)
     try:
+        if address and "://" not in address and ":" in address:  # Ray would try for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
         ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **({} if address else made))
     except (RayError, OSError, RuntimeError, ValueError) as error:
         what = f"no connection to {address!r}" if address else "it cannot be started on this machine"

@@ -88,6 +88,8 @@ def test_what_a_death_is(name: str) -> None:
 
 
 def test_options_that_do_not_fit() -> None:
+    with pytest.raises(pf.InputError, match=r"no connection to '127\.0\.0\.1:1': ConnectionRefusedError"):
+        named("ray", 1, {"address": "127.0.0.1:1"})
     with pytest.raises(pf.InputError, match=r"executor='ray': .*num_cpu"):
         named("ray", 1, {"num_cpu": 2})
     with pytest.raises(pf.InputError, match=r"executor='processes': .*'address'; it takes \(workers: int\)"):
