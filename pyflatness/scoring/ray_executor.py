@@ -69,6 +69,8 @@ class Ray(Executor):
         self._ours = not ray.is_initialized()
         if self._ours:
             _connect(address, workers * cpus)
+        elif address not in (None, "auto", there := ray.get_runtime_context().gcs_address):
+            raise InputError(f"executor='ray': address={address!r}: this process is connected to {there!r} already")
         self._pending: dict[Future[Any], Any] = {}
 
     def submit(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> "Future[R]":

@@ -75,6 +75,11 @@ def test_a_program_on_a_cluster_that_is_there(cluster, tiny: str) -> None:
     assert (run.returncode, run.stderr) == (1, "")
     assert "2 units done, 0 to do; 1 values failed" in run.stdout
     assert cluster.submit(os.getpid).result() > 0
+    with named("ray", 1, {"address": address}) as second:
+        assert second.submit(os.getpid).result() > 0
+    assert cluster.submit(os.getpid).result() > 0
+    with pytest.raises(pf.InputError, match=r"'127\.0\.0\.1:1': this process is connected to .* already"):
+        named("ray", 1, {"address": "127.0.0.1:1"})
 
 
 @pytest.mark.parametrize("name", ["WorkerCrashedError", "OutOfMemoryError", "NodeDiedError", "LocalRayletDiedError"])
@@ -88,8 +93,10 @@ def test_what_a_death_is(name: str) -> None:
 
 
 def test_options_that_do_not_fit() -> None:
+    from pyflatness.scoring import ray_executor
+
     with pytest.raises(pf.InputError, match=r"no connection to '127\.0\.0\.1:1': ConnectionRefusedError"):
-        named("ray", 1, {"address": "127.0.0.1:1"})
+        ray_executor._connect("127.0.0.1:1", 1)
     with pytest.raises(pf.InputError, match=r"executor='ray': .*num_cpu"):
         named("ray", 1, {"num_cpu": 2})
     with pytest.raises(pf.InputError, match=r"executor='processes': .*'address'; it takes \(workers: int\)"):
