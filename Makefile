@@ -28,9 +28,10 @@ test: setup
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Long checks, for before a release: the grids whose pairs `make test` runs, with every combination; thousands of random
-# networks and interrupts; coverage of the intervals.
+# networks and interrupts; coverage of the intervals; a thousand damaged checkpoints and hostile ones.
 soak: setup
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m soak -n auto --dist worksteal
+	$(BIN)/python tests/soak/checkpoints.py
 
 # The suite's core at the oldest versions that pyproject.toml accepts, in an environment of its own of 7 GB.
 test-oldest: setup

@@ -18,13 +18,15 @@ from safetensors.torch import save_file
 from timing import in_turn
 
 import pyflatness as pf
-from pyflatness.cli.scoring import Scoring
 from pyflatness.generalization import tables
 from pyflatness.generalization.correlation import STATISTICS, Correlations
 from pyflatness.measures import MEASURES
 from pyflatness.model import selectors
 from pyflatness.options import Options
 from pyflatness.scoring import checkpoints, loading, specs
+from pyflatness.scoring.run import Run
+from pyflatness.scoring.units import Request
+from pyflatness.scoring.worker import Source
 
 FACTORS = 5.0, 25.0
 DRAWN = "relative_flatness {}", "trace {}", "pac_bayes", "weight_norm network", "mls network"
@@ -45,9 +47,9 @@ def main() -> None:
 @click.option("--rounds", default=9)
 def time(model: str, paths: tuple[Path, ...], rounds: int) -> None:
     """Scoring one checkpoint after the other (reading, κ, loss, accuracy), against forward passes alone."""
-    network = specs.resolve(f"{model}:LeNet5")().eval()
-    data = specs.resolve(f"{model}:train_data")()
-    scoring = Scoring(network, data, "cross_entropy", (), (MEASURES[0],), Options())
+    request = Request("cross_entropy", (), (MEASURES[0].name,), Options())
+    run = Run({str(p): p for p in paths}, Source(f"{model}:LeNet5"), Source(f"{model}:train_data"), request)
+    network, data = run.bench.network, run.bench.data
 
     def forward() -> None:
         with torch.no_grad():
@@ -56,10 +58,10 @@ def time(model: str, paths: tuple[Path, ...], rounds: int) -> None:
                     network(x)
 
     def score() -> None:
-        for path in paths:
-            for row in scoring.rows(path, lambda share: None):
-                if row.error:
-                    raise click.ClickException(row.error)
+        for name in run.models:
+            for job in run.jobs(name, run.pairs(name)):
+                for error in run.bench.outcome(job).errors:
+                    raise click.ClickException(error)
 
     timings = in_turn({"score": score, "forward": forward}, rounds, repeats=1)
     ours, floor = timings["score"], timings["forward"]

@@ -1,7 +1,7 @@
 """Measure how flat the loss is around a trained network."""
 
 from .api import block_traces, head_flatness, measure, relative_flatness
-from .errors import BackendError, FlatnessError, InputError, MissingExtraError, NonFiniteError, NotYetError
+from .errors import BackendError, FlatnessError, InputError, MissingExtraError, NonFiniteError, NotYetError, StoreError
 from .generalization.authors import authors_representativeness
 from .generalization.bounds import (
     generalization_bound,
@@ -21,6 +21,8 @@ from .measures.representation import representation
 from .model.calling import causal_lm
 from .reparameterization.reparameterize import reparameterize
 from .report import Estimate, Report
+from .scoring.score import score
+from .scoring.scores import Scores
 from .verification import Verification, verify
 
 __version__ = "0.2.0.dev0"
@@ -34,6 +36,8 @@ __all__ = [
     "NonFiniteError",
     "NotYetError",
     "Report",
+    "Scores",
+    "StoreError",
     "Verification",
     "adaptive_sharpness_mc",
     "authors_representativeness",
@@ -53,6 +57,7 @@ __all__ = [
     "reparameterize",
     "representation",
     "representativeness",
+    "score",
     "spectral_robustness_bound",
     "truncated_normal_noise",
     "uniform_robustness_bound",

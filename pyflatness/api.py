@@ -123,13 +123,13 @@ def relative_flatness(
             linear in the layer's weight (ReLU, pooling, eval BatchNorm, sums), else by Hessian products. ``"ggn"``: the
             GGN value (``exact`` says whether it is the Hessian's too). ``"hessian"``: as ``"auto"``, but behind
             functions that torch did not write too, where ``"auto"`` is an error.
-        probes: a sampled value with a standard error, for fewer passes: k random draws for each sample, Hessian probes
-            or signs over the columns of its square-root factor. ``"adaptive"``: the factors in groups with random
-            signs, heavy ones alone, as many groups a sample as ``rtol`` takes; where the model is locally linear in the
-            weight, or for the GGN. How data is cut into batches may then change the value, within its standard error;
-            exact, without one, where each factor is alone. A head needs no passes and stays exact.
-        target_stderr: an absolute standard error for every value asked for, by as many draws as that takes: a first few
-            say how many, so the data are read more than once. Exact values where these take fewer passes.
+        probes: a sampled value with a standard error, for fewer passes: k random probes for each sample: directions for
+            Hessian products, or signs over the columns of its square-root factor. ``"adaptive"``: the columns in groups
+            with random signs, heavy ones alone, as many groups a sample as ``rtol`` takes; where the model is locally
+            linear in the weight, or for the GGN. How data is cut into batches may then change the value, within its
+            standard error; exact, without one, where each column is alone. A head needs no passes and stays exact.
+        target_stderr: an absolute standard error for every value asked for, by as many probes as that takes: a first
+            few say how many, so the data are read more than once. Exact values where these take fewer passes.
         rtol: of ``probes="adaptive"``: a standard error aimed at, relative to the value; 0.01 unless given. It is found
             from the outputs alone, so what is reached differs by layer; ``stderr`` says what was. Without ``probes`` it
             is for heads: the error that is guaranteed, see :func:`head_flatness`; other layers refuse it.
@@ -146,7 +146,7 @@ def relative_flatness(
             given), elsewhere (512 MiB) shared out among a micro-batch's graph, to which batches are cut, and what is
             made of it. The least that is taken at a time is one sample, or at a head sixteen rows and classes;
             ``estimate.notes`` says so where one sample takes more.
-        seed: of the random signs, which belong to samples by their place in the data: with a number of draws one seed
+        seed: of the random signs, which belong to samples by their place in the data: with a number of probes one seed
             is one value, however data is cut into batches.
         progress: show a bar; None: on a terminal.
 
@@ -278,7 +278,8 @@ def measure(
     """Return measures of many layers of a model, computed in one sweep over the data.
 
     The cost is a forward pass and one backward pass per column of the loss Hessian's square-root factor (C - 1 for
-    cross-entropy), whatever the number of layers and measures; the sum over layers is the network's value. Behind
+    cross-entropy), whatever the number of layers and measures; the sum over layers is the network's value. Relative
+    flatness of the head takes no backward pass, and is exact also where others are sampled. Behind
     layers that are not piecewise linear (smooth activations) it is Hessian products, and there the measures count:
     relative flatness alone takes min(d, m) for a layer of d outputs and m inputs (times its positions), with any others
     d. One sweep more for measures that are normalised in another way; measures that are not of the sweep have costs of
@@ -297,7 +298,7 @@ def measure(
             the wrong sign, a model or loss that it is not defined for. What no measure can be had with (data, targets,
             NaN, a model in training mode) is an error all the same.
         curvature: ``"auto"``, ``"ggn"`` or ``"hessian"``.
-        probes: a number of random draws for each sample, or ``"adaptive"``.
+        probes: a number of random probes for each sample, or ``"adaptive"``.
         target_stderr: an absolute standard error for every value of a sweep, the network's too; those derived from one
             (the trace scaled by weights) have its error, scaled as it is.
         rtol: of ``probes="adaptive"``, a relative standard error aimed at.
@@ -312,7 +313,9 @@ def measure(
             to which batches are cut, and what is made of it. It does not go below one sample's graph; w wᵀ and its
             root for relative flatness of a layer with fewer outputs d than inputs (about 24 d² bytes); about six
             float64 matrices of a weight's size for normalised sharpness; up to nine copies of the parameters for
-            measures over all of them.
+            measures over all of them. On top come, by its size too, the Hessians of one layer's rows
+            (``relative_flatness_max``), and 1 GiB of vectors for Lanczos (that and ``lambda_max``), or ``memory`` where
+            that is more.
         seed: of the random signs.
         progress: show a bar.
 

@@ -27,3 +27,7 @@ class BackendError(FlatnessError, RuntimeError):
 
 class MissingExtraError(FlatnessError, ImportError):
     """Report that an optional dependency is not installed."""
+
+
+class StoreError(FlatnessError, RuntimeError):
+    """Report a store of scores that cannot be read or written."""

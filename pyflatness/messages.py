@@ -58,7 +58,7 @@ def _instead(given: object) -> str:
     return "; pass torch.from_numpy(array)" if type(given).__module__ == "numpy" else ""
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception | str) -> bool:
     """Return whether torch says that memory did not suffice."""
     return any(text in str(error) for text in _OUT_OF_MEMORY)
 

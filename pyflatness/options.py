@@ -15,7 +15,7 @@ from .errors import InputError
 from .messages import shown
 from .numerics.accumulate import NAN_POLICIES, omits
 
-_MOST_DRAWS = 2**20  # random draws: their standard error is a thousandth of one's, and each has numbers to keep
+_MOST_DRAWS = 2**20  # random ones: their standard error is a thousandth of one's, and each has numbers to keep
 _CHOICES = {
     "curvature": ("auto", "ggn", "hessian"),
     "conv": ("filter", "affine"),
@@ -56,19 +56,19 @@ class Options:
         if self.memory is not None:
             self._set("memory", check_count("memory", self.memory, 1, "a number of bytes"))
         if self.probes is not None and not (isinstance(self.probes, str) and self.probes == "adaptive"):
-            wanted = "a number of random draws for each sample or 'adaptive'"
+            wanted = "a number of random probes for each sample or 'adaptive'"
             self._set("probes", check_draws("probes", self.probes, 1, wanted))
         if self.target_stderr is not None:
             self._set("target_stderr", check_number("target_stderr", self.target_stderr, "a standard error above zero"))
         if self.probes is not None and self.target_stderr is not None:
-            raise InputError("probes= and target_stderr= both say how many draws to take; pass one of them")
+            raise InputError("probes= and target_stderr= both say how many probes to take; pass one of them")
         if self.rtol is not None:
             self._check_rtol()
 
     def _check_rtol(self) -> None:
         if self.probes != "adaptive" and self.sampled:
             raise InputError(
-                f"rtol={self.rtol!r} is for probes='adaptive'; target_stderr= is an absolute one for draws"
+                f"rtol={self.rtol!r} is for probes='adaptive'; target_stderr= is an absolute one for probes"
             )
         if self.sampled:
             wanted = "a relative standard error between 0 and 1"
@@ -93,7 +93,7 @@ class Options:
         """Raise if a value of a head was asked for, and this is to be another.
 
         Raises:
-            InputError: ``rtol`` without draws.
+            InputError: ``rtol`` without probes.
         """
         if self.tolerance:
             raise InputError(
@@ -113,7 +113,7 @@ class Options:
 
     @property
     def draws(self) -> range | None:
-        """Return the numbers of each sample's random draws; None where values are exact, or say how many themselves."""
+        """Return the numbers of each sample's probes; None where values are exact, or say how many themselves."""
         return range(self.probes) if isinstance(self.probes, int) else None
 
     @property

@@ -262,7 +262,8 @@ void check_layer(const pyflatness::Kernels& kernels, const Layer& l, pyflatness:
   }
 }
 
-// Several signals, two of three elements zero, against each of them alone.
+// Several signals, two of three elements zero, against each of them alone: whole, and as elements from last to first
+// with their positions, behind one that has none.
 template <typename T>
 void check_gathered(const pyflatness::Kernels& kernels, const Layer& l, const int (&order)[5], int64_t count,
                     int64_t roots, int threads) {
@@ -280,8 +281,33 @@ void check_gathered(const pyflatness::Kernels& kernels, const Layer& l, const in
   for (const auto& signal : signals) views.push_back(signal.view), views.back().data = signal.elements.data();
   const auto& k = pyflatness::of<T>(kernels.gathered);
   std::vector<double> totals(size_t(count * matrices * 2)), alone(size_t(matrices * 3));
-  auto workspace = normal<T>(k.workspace(l, roots, count, threads));
-  k.direct_gathered(l, inputs.view, views.data(), count, given, roots, totals.data(), workspace.data(), threads);
+  const int64_t positions = l.positions(), length = positions + 1, rows = l.n * l.groups * l.rows;
+  auto workspace = normal<T>(k.workspace(l, positions, roots, count, threads));
+  k.direct_gathered(l, inputs.view, views.data(), count, nullptr, positions, given, roots, totals.data(),
+                    workspace.data(), threads);
+  std::vector<int32_t> sources(size_t(rows * length), -1);
+  std::vector<std::vector<T>> backwards(size_t(count), std::vector<T>(size_t(rows * length), 5));
+  auto placed = views;
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t p = 0; p < positions; ++p) {
+      const int64_t place = (row + 1) * length - 1 - p, i = row / (l.groups * l.rows), r = row % (l.groups * l.rows);
+      const int64_t x = p % l.places[2], y = p / l.places[2] % l.places[1], z = p / l.places[2] / l.places[1];
+      sources[size_t(place)] = static_cast<int32_t>(p);
+      for (int64_t signal = 0; signal < count; ++signal) {
+        const auto& view = views[size_t(signal)];
+        backwards[size_t(signal)][size_t(place)] =
+            view.data[i * view.stride[0] + r * view.stride[1] + z * view.stride[2] + y * view.stride[3] +
+                      x * view.stride[4]];
+      }
+    }
+  for (int64_t signal = 0; signal < count; ++signal) {
+    const auto& own = backwards[size_t(signal)];
+    placed[size_t(signal)] = {own.data(), rows * length, {l.groups * l.rows * length, length, 0, 0, 1}};
+  }
+  std::vector<double> by_position(totals.size());
+  workspace = normal<T>(k.workspace(l, length, roots, count, threads));
+  k.direct_gathered(l, inputs.view, placed.data(), count, sources.data(), length, given, roots, by_position.data(),
+                    workspace.data(), threads);
   const auto& one = pyflatness::of<T>(kernels.layer);
   const auto form = pyflatness::DirectForm::patches;
   workspace = normal<T>(one.direct_workspace(l, form, roots, false, threads));
@@ -289,9 +315,12 @@ void check_gathered(const pyflatness::Kernels& kernels, const Layer& l, const in
     one.direct(l, form, inputs.view, views[size_t(signal)], given, roots, nullptr, 1, alone.data(), nullptr, nullptr,
                workspace.data(), threads);
     for (int64_t matrix = 0; matrix < matrices; ++matrix)
-      for (int64_t i = 0; i < 2; ++i)
-        expect<T>(totals[size_t((signal * matrices + matrix) * 2 + i)], alone[size_t(matrix * 3 + i)],
-                  "direct_gathered", kernels.name);
+      for (int64_t i = 0; i < 2; ++i) {
+        const auto at = size_t((signal * matrices + matrix) * 2 + i);
+        const double truth = alone[size_t(matrix * 3 + i)];
+        expect<T>(totals[at], truth, "direct_gathered", kernels.name);
+        expect<T>(by_position[at], truth, "direct_gathered by position", kernels.name);
+      }
   }
 }
 

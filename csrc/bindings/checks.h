@@ -85,8 +85,9 @@ inline void limit_direct(const Layer& layer, int64_t roots, int64_t signals = 1)
               std::max(product({layer.places[0], layer.places[1], layer.places[2]}), roots)});
 }
 
-inline void limit_gathered(const Layer& layer, int64_t roots, int64_t signals) {
-  limit_direct(layer, roots, signals);
+inline void limit_gathered(const Layer& layer, int64_t length, int64_t roots, int64_t signals) {
+  if (length < 1) throw std::invalid_argument("direct_gathered: rows of " + std::to_string(length) + " elements");
+  limit_direct(layer, std::max(length, roots), signals);
   limit_work({layer.size[0], layer.size[1], layer.places[2], layer.channels, layer.kernel[2]});
 }
 
@@ -121,11 +122,12 @@ Strided<T> layer_inputs(const Layer& layer, Array inputs, const std::array<int64
                           strides);
 }
 
+inline Triple places_of(const Layer& layer) { return {layer.places[0], layer.places[1], layer.places[2]}; }
+
 template <typename T>
-Strided<T> layer_signal(const Layer& layer, Array signal, const std::array<int64_t, 5>& strides) {
-  return strided_array<T>(
-      "signal", signal, {layer.n, product(layer.groups, layer.rows), layer.places[0], layer.places[1], layer.places[2]},
-      strides);
+Strided<T> layer_signal(const Layer& layer, const Triple& places, Array signal, const std::array<int64_t, 5>& strides) {
+  return strided_array<T>("signal", signal,
+                          {layer.n, product(layer.groups, layer.rows), places[0], places[1], places[2]}, strides);
 }
 
 }  // namespace pyflatness

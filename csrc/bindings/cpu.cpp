@@ -137,7 +137,7 @@ void direct(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>&
   const bool rooted = root.second != 0, weighted = weight.second != 0;
   const int64_t n = layer.n, groups = layer.groups, d = layer.rows, channels = product(groups, layer.channels);
   const auto x = layer_inputs<T>(layer, inputs, input_strides);
-  const auto s = layer_signal<T>(layer, signal, signal_strides);
+  const auto s = layer_signal<T>(layer, places_of(layer), signal, signal_strides);
   const T* r = pointer<const T>("root", root, rooted ? product({groups, roots, d}) : 0);
   const T* w = pointer<const T>("weight", weight, weighted ? product({groups, d, layer.columns()}) : 0);
   double* t = pointer<double>("totals", totals, product({n, groups, splits, 3}));
@@ -157,32 +157,43 @@ bool gathered_pays(const LayerSizes& sizes) {
 }
 
 template <typename T>
-int64_t direct_gathered_workspace(const LayerSizes& sizes, int64_t roots, int64_t signals, int threads) {
+int64_t direct_gathered_workspace(const LayerSizes& sizes, int64_t length, int64_t roots, int64_t signals,
+                                  int threads) {
   const Layer layer = checked(sizes);
-  limit_gathered(layer, roots, signals);
-  return of<T>(selected->gathered).workspace(layer, roots, signals, threads);
+  limit_gathered(layer, length, roots, signals);
+  return of<T>(selected->gathered).workspace(layer, length, roots, signals, threads);
 }
 
 template <typename T>
 void direct_gathered(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>& input_strides,
                      const std::vector<Array>& signals, const std::vector<std::array<int64_t, 5>>& signal_strides,
-                     Array root, int64_t roots, Array totals, Array workspace, int threads) {
+                     Array sources, int64_t length, Array root, int64_t roots, Array totals, Array workspace,
+                     int threads) {
   const Layer layer = checked(sizes);
   const auto count = static_cast<int64_t>(signals.size());
-  limit_gathered(layer, roots, count);
+  limit_gathered(layer, length, roots, count);
+  const bool placed = sources.second != 0 || layer.n == 0;
+  if (placed ? layer.positions() > INT32_MAX : length != layer.positions())
+    throw std::invalid_argument("direct_gathered: rows of " + std::to_string(length) + " elements with " +
+                                std::to_string(sources.second) + " sources");
   if (signal_strides.size() != signals.size())
     throw std::invalid_argument("direct_gathered: " + std::to_string(count) + " signals, strides of " +
                                 std::to_string(signal_strides.size()));
   const bool rooted = root.second != 0;
   const auto x = layer_inputs<T>(layer, inputs, input_strides);
   std::vector<Strided<T>> all;
-  for (size_t k = 0; k < signals.size(); ++k) all.push_back(layer_signal<T>(layer, signals[k], signal_strides[k]));
+  for (size_t k = 0; k < signals.size(); ++k)
+    all.push_back(
+        layer_signal<T>(layer, placed ? Triple{1, 1, length} : places_of(layer), signals[k], signal_strides[k]));
+  const int32_t* at =
+      pointer<const int32_t>("sources", sources, placed ? product({layer.n, layer.groups, layer.rows, length}) : 0);
   const T* r = pointer<const T>("root", root, rooted ? product({layer.groups, roots, layer.rows}) : 0);
   double* t = pointer<double>("totals", totals, product({count, layer.n, layer.groups, 2}));
   const auto& kernels = of<T>(selected->gathered);  // while the GIL is held
-  T* b = pointer<T>("workspace", workspace, kernels.workspace(layer, rooted ? roots : 0, count, threads));
+  T* b = pointer<T>("workspace", workspace, kernels.workspace(layer, length, rooted ? roots : 0, count, threads));
   py::gil_scoped_release release;
-  kernels.direct_gathered(layer, x, all.data(), count, rooted ? r : nullptr, roots, t, b, threads);
+  kernels.direct_gathered(layer, x, all.data(), count, placed ? at : nullptr, length, rooted ? r : nullptr, roots, t, b,
+                          threads);
 }
 
 template <typename T>

@@ -113,12 +113,14 @@ struct GatheredKernels {
   bool (*pays)(const Layer& layer);
 
   // Elements of T that `direct_gathered` works in.
-  int64_t (*workspace)(const Layer& layer, int64_t roots, int64_t signals, int threads);
+  int64_t (*workspace)(const Layer& layer, int64_t length, int64_t roots, int64_t signals, int threads);
 
-  // What `direct` makes of each signal's M, but for the weighted sums.
+  // What `direct` makes of each signal's M, but for the weighted sums. An element of a row of a signal is at the
+  // position of the layer that `sources` says, beyond the last at none; without them the elements are the places.
   void (*direct_gathered)(const Layer& layer,
                           const Strided<T>& inputs,                  // [n, groups * channels, size]
-                          const Strided<T>* signals, int64_t count,  // [n, groups * rows, places] each
+                          const Strided<T>* signals, int64_t count,  // [n, groups * rows, places or length] each
+                          const int32_t* sources, int64_t length,    // [n, groups * rows, length] or null
                           const T* root, int64_t roots,              // [groups, roots, rows] or null
                           double* totals,                            // [count, n, groups, 2]: |M|^2, |root M|^2
                           T* workspace,                              // [workspace]

@@ -27,12 +27,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from .demo import demo
     from .doctor import doctor
+    from .example_zoo import example_zoo
+    from .export import export
+    from .gc import gc
     from .layers import layers
+    from .ls import ls
     from .measures import measures
+    from .merge import merge
     from .output import checked
     from .score import score
+    from .show import show
+    from .verify import verify
 
-    commands = [demo, doctor, layers, measures, score]
+    commands = [demo, doctor, example_zoo, export, gc, layers, ls, measures, merge, score, show, verify]
     group = click.Group("pyflatness", help="How flat is the loss around a trained network.", commands=commands)
     group = click.version_option(__version__, prog_name="pyflatness")(group)
     try:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from .. import progress
 from ..api import relative_flatness
 from ..errors import NonFiniteError
+from .example_networks import cnn, mlp_1, mlp_2
 
 TARGET_LOSS = 0.05
 MAX_EPOCHS = 600
 _TRAINING_IMAGES = 700  # of 1797: few enough that the gap to the test loss is real
-_FEATURES, _CLASSES = 64, 10
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def recipes(seed: int) -> list[Recipe]:
 
 def run(recipes: list[Recipe], digits: Digits) -> list[Row]:
     """Train and measure each network."""
-    with _single_thread():
+    with single_thread():
         return [_row(recipe, digits) for recipe in progress.track(recipes, len(recipes), "networks", None)]
 
 
@@ -119,7 +119,7 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, f
 
 
 @contextlib.contextmanager
-def _single_thread() -> Iterator[None]:
+def single_thread() -> Iterator[None]:
     """Give torch one thread inside a ``with`` block.
 
     Networks of this size gain nothing from more, and their sums do not depend on how many cores there are.
@@ -180,37 +180,7 @@ def _initialised(recipe: Recipe) -> nn.Module:
         return NETWORKS[recipe.network]()
 
 
-def _shallow() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, _FEATURES), nn.ReLU(), nn.Linear(_FEATURES, _CLASSES))
-
-
-def _deep() -> nn.Module:
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(64, 128),
-        nn.ReLU(),
-        nn.Linear(128, _FEATURES),
-        nn.ReLU(),
-        nn.Linear(_FEATURES, _CLASSES),
-    )
-
-
-def _convolutional() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(64, _FEATURES),
-        nn.ReLU(),
-        nn.Linear(_FEATURES, _CLASSES),
-    )
-
-
-NETWORKS: dict[str, Callable[[], nn.Module]] = {"MLP-1": _shallow, "MLP-2": _deep, "CNN": _convolutional}
+NETWORKS: dict[str, Callable[[], nn.Module]] = {"MLP-1": mlp_1, "MLP-2": mlp_2, "CNN": cnn}
 OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": functools.partial(torch.optim.SGD, momentum=0.9),
     "Adam": torch.optim.Adam,

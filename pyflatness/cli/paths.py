@@ -8,8 +8,8 @@ from pathlib import Path
 from ..errors import InputError
 
 
-def prepare_folder(path: Path) -> None:
-    """Make the folder and try that files can be written there.
+def prepare_folder(path: Path, option: str = "--out") -> None:
+    """Make the folder that an option gave and try that files can be written there.
 
     Raises:
         InputError: it cannot be made, or not be written to.
@@ -19,7 +19,7 @@ def prepare_folder(path: Path) -> None:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise InputError(f"--out {path}: no folder to write to ({error.strerror})") from None
+        raise InputError(f"{option} {path}: no folder to write to ({error.strerror})") from None
 
 
 def is_same_file(a: Path, b: Path) -> bool:

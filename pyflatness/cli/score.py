@@ -1,45 +1,81 @@
-"""Run ``pyflatness score``: many checkpoints of one network, measured on one data set, as a table.
+"""Run ``pyflatness score``: many checkpoints of one network, measured on one data set.
 
 A checkpoint that cannot be measured is a row with its error, and the others go on; so is a measure that fails of one.
-A checkpoint's rows reach the file as soon as it is done, each of them whole or not at all.
+With ``--out`` the rows go to a CSV file (:mod:`.score_csv`), with ``--store`` to a store (:mod:`.score_store`).
 """
 
-import csv
-import io
-import os
-from collections.abc import Iterable
-from dataclasses import asdict, fields
+import functools
+import json
 from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 from .. import losses
 from ..errors import InputError
 from ..measures import MEASURES, named
-from ..messages import printable, to_cell
-from ..model import state
-from ..model.data import Batches
+from ..messages import printable
 from ..options import Options
-from ..report import intervals
-from ..scoring import checkpoints, listing, specs
-from . import spec_options
-from .output import show
-from .paths import append_whole, is_same_file, prepare_file
-from .scoring import Row, Scoring
+from ..scoring import checkpoints, data_specs, executors, listing, metadata, specs
+from ..scoring.run import Run
+from ..scoring.units import Request
+from ..scoring.worker import Source
+from . import config, score_csv, score_store, spec_options
+from .paths import is_same_file, prepare_file
 
 _ALL = "all"
+_PATH = click.Path(path_type=Path)
+
+
+def _measures(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of measures, which may come several in one, with commas between them."""
+    names = [name.strip() for text in given for name in text.split(",") if name.strip()]
+    known = [row.name for row in MEASURES]
+    for name in names:
+        if name not in (*known, _ALL):
+            raise click.BadParameter(f"{name!r} is not one of {', '.join(map(repr, (*known, _ALL)))}")
+    return tuple(row.name for row in named(_ALL if _ALL in names else names))
+
+
+def _limit(context: click.Context, parameter: click.Parameter, given: float | None) -> float | None:
+    if given is not None and (given <= 0 or (given >= 1 and given != int(given))):
+        raise click.BadParameter(f"{given:g}: a whole number of samples is wanted, or a part of them between 0 and 1")
+    return given
+
+
+def _batch_size(context: click.Context, parameter: click.Parameter, given: str | None) -> int | str | None:
+    if given is None or given == "auto":
+        return given
+    if not given.isdigit() or int(given) == 0:
+        raise click.BadParameter(f"{given!r}: a number of samples is wanted, or 'auto'")
+    return int(given)
+
+
+def _shard(context: click.Context, parameter: click.Parameter, given: str | None) -> tuple[int, int] | None:
+    number, _, count = (given or "1/1").partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise click.BadParameter(f"{given!r}: I/N is wanted, the I-th of N parts, as in 2/4")
+    return None if given is None else (int(number), int(count))
 
 
 @click.command()
+@config.option
 @spec_options.option("model", "the model")
-@spec_options.option("data", "batches: a DataLoader, a list or a tuple of tensors")
-@click.option("--loss", metavar="NAME", required=True, help="The loss it was trained with: cross_entropy, mse_loss, …")
+@spec_options.option(
+    "data",
+    "batches: a DataLoader, a list or a tuple of tensors; or .npz, .parquet, a folder of images or of a saved data set",
+    data_specs.resolve,
+)
+@click.option(
+    "--loss",
+    metavar="NAME",
+    required=True,
+    help="The loss it was trained with: cross_entropy, mse_loss, … or a class of torch.nn: HuberLoss, …",
+)
+@click.option("--loss-args", metavar="JSON", default="{}", help="Options of that loss.")
 @click.option(
     "--layers",
     "selectors",
@@ -49,34 +85,55 @@ _ALL = "all"
 )
 @click.option(
     "--measures",
-    type=click.Choice([*(measure.name for measure in MEASURES), _ALL]),
+    metavar="NAME,…",
     multiple=True,
     default=[MEASURES[0].name],
     show_default=True,
-    help="May be repeated. Of several layers there is a row for the network too, with no layer.",
+    callback=_measures,
+    help="See pyflatness measures; 'all'. Of several layers there is a row for the network too, with no layer.",
 )
 @click.option("--curvature", type=click.Choice(["auto", "ggn", "hessian"]), default="auto", show_default=True)
 @click.option(
-    "--probes", metavar="K|adaptive", help="Values from so many random draws a sample, with standard errors.  [exact]"
+    "--probes", metavar="K|adaptive", help="Values from so many random probes a sample, with standard errors.  [exact]"
 )
 @click.option(
-    "--target-stderr", type=float, help="Absolute standard error for every value, by as many draws as needed."
+    "--target-stderr", type=float, help="Absolute standard error for every value, by as many probes as needed."
 )
 @click.option(
     "--rtol",
     type=float,
     help="Relative standard error for --probes adaptive; of heads alone, a guaranteed relative error.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of random draws.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="CSV file for the rows.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of random numbers.")
+@click.option("--limit", type=float, metavar="N|PART", callback=_limit, help="The first N samples, or a part of all.")
+@click.option(
+    "--batch-size",
+    metavar="N|auto",
+    callback=_batch_size,
+    help="Cut batches to N samples; auto: in halves when memory does not suffice.  [as the data have them]",
+)
+@click.option("--out", type=_PATH, help="CSV file for the rows.")
+@click.option("--store", type=_PATH, help="SQLite file for the values: run again, the command goes on where it was.")
+@click.option("--retry", is_flag=True, help="Compute again what failed. (--store)")
+@click.option("--shard", metavar="I/N", callback=_shard, help="The I-th of N parts, in a store of its own. (--store)")
+@click.option(
+    "--executor", type=click.Choice(executors.NAMES), default="processes", show_default=True, help="(--store)"
+)
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="At a time. (--store)")
+@click.option("--metadata", "table", type=_PATH, help="CSV or JSON file: columns by checkpoint. (--store)")
+@click.option("--settings", is_flag=True, help="Columns from what .safetensors files hold. (--store)")
+@click.option("--fingerprint", type=click.Choice(["all", "ends"]), default="all", help="Batches to know data by.")
+@click.option("--dry-run", is_flag=True, help="Say what there is to do, and how long it will take. (--store)")
+@click.option("--progress/--no-progress", default=None, help="Show a bar.  [on a terminal]")
 @click.option("--allow-pickle-weights-only", is_flag=True, expose_value=False, hidden=True)  # of 0.1.0: always so
-@click.argument("paths", metavar="CHECKPOINT...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("paths", metavar="CHECKPOINT...", nargs=-1, required=True, type=_PATH)
 def score(
     model: specs.Function,
     model_args: dict[str, Any],
     data: specs.Function,
     data_args: dict[str, Any],
     loss: str,
+    loss_args: str,
     selectors: tuple[str, ...],
     measures: tuple[str, ...],
     curvature: str,
@@ -84,120 +141,83 @@ def score(
     target_stderr: float | None,
     rtol: float | None,
     seed: int,
-    out: Path,
+    limit: float | None,
+    batch_size: int | str | None,
+    out: Path | None,
+    store: Path | None,
+    retry: bool,
+    shard: tuple[int, int] | None,
+    executor: str,
+    workers: int,
+    table: Path | None,
+    settings: bool,
+    fingerprint: str,
+    dry_run: bool,
+    progress: bool | None,
     paths: tuple[Path, ...],
 ) -> None:
     """Measure the network of each CHECKPOINT, with its loss and accuracy from the same pass.
 
-    Exits with status 1 if there is an error in a row.
+    CHECKPOINTs are files, folders and quoted patterns. With --store the same command goes on after an interruption, and
+    one that names more checkpoints, layers or measures computes what is new.
+
+    Exit status: 0 if all is done, 1 if something failed, 2 for a command that does not fit, 130 if interrupted.
     """
-    build, load = spec_options.bind(model, model_args, "model"), spec_options.bind(data, data_args, "data")
-    _check_loss(loss)
-    lost = next((path for path in paths if is_same_file(out, path)), None)
+    if (out is None) == (store is None):
+        raise click.UsageError("pass --out FILE.csv, or --store FILE.sqlite, with which the same command goes on")
+    if out is not None and (retry or shard or table or settings or dry_run or workers > 1):
+        raise click.UsageError("--retry, --shard, --workers, --metadata, --settings and --dry-run go with --store")
+    criterion = _loss(loss, loss_args)
+    lost = next((path for path in paths if out is not None and is_same_file(out, path)), None)
     if lost is not None:
         message = f"{out} is one of the checkpoints: it is the same file as {lost}"
         raise click.BadParameter(printable(message), param_hint="--out")
-    paths = tuple(listing.find(paths))
-    checkpoints.check_readers(paths)
-    prepare_file(out)
-    network = specs.build_model(build)
+    spec_options.bind(model, model_args, "model"), spec_options.bind(data, data_args, "data")
+    found = listing.find(paths)
+    if shard is not None:
+        found = found[shard[0] - 1 :: shard[1]]
+    checkpoints.check_readers(found)
+    if out is not None:
+        prepare_file(out)
     draws = int(probes) if probes and probes.lstrip("-").isdigit() else probes
     options = Options(curvature, draws, target_stderr, seed=seed, rtol=rtol)
-    chosen = named(_ALL if _ALL in measures else measures)
-    scoring = Scoring(network, load(), loss, selectors, chosen, options)
-    rows: list[Row] = []
-    interrupted = False
-    try:
-        _score(scoring, paths, out, rows)
-    except KeyboardInterrupt:
-        interrupted = True
-    except OSError as error:  # all others end up in rows
-        raise InputError(f"--out {out}: cannot be written ({error.strerror}); it has {len(rows)} rows") from None
-    _print(rows)
-    errors = sum(bool(row.error) for row in rows)
-    click.echo(printable(f"{'interrupted; ' if interrupted else ''}wrote {out}: {len(rows)} rows, {errors} errors"))
-    if interrupted or errors:
-        raise SystemExit(130 if interrupted else 1)
+    run = Run(
+        {str(path): path for path in found},
+        Source(spec_options.text("model"), model_args, "--model"),
+        Source(spec_options.text("data"), data_args, "--data"),
+        Request(criterion, selectors, measures, options),
+        batch_size=batch_size,
+        limit=limit,
+    )
+    if out is not None:
+        score_csv.write(run, out, shown=progress)
+    if store is not None:
+        columns = metadata.read(table, run.models) if table else {}
+        if settings:
+            of_files = metadata.of_files({str(path): path for path in found})
+            columns = {name: of_files.get(name, {}) | columns.get(name, {}) for name in run.models}
+        path = store if shard is None else store.with_stem(f"{store.stem}-{shard[0]}-of-{shard[1]}")
+        how = score_store.How(executor, workers, retry=retry, ends=fingerprint == "ends", shown=progress)
+        score_store.write(run, path, columns, how, dry_run=dry_run)
 
 
-def _check_loss(name: str) -> None:
+def _loss(name: str, text: str) -> Any:
+    """Return the loss of ``--loss`` and ``--loss-args``: a name, a function with its options, or a module."""
     try:
-        losses.resolve(name)
+        options = spec_options.json_object(text)
+    except InputError as error:
+        raise click.BadParameter(str(error), param_hint="--loss-args") from None
+    tensors = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in options.items()}
+    kind = getattr(nn, name, None) if name.endswith("Loss") else None
+    try:
+        if isinstance(kind, type) and issubclass(kind, nn.Module):
+            loss: Any = kind(**tensors)
+        else:
+            losses.resolve(name)
+            loss = functools.partial(getattr(F, name), **tensors) if tensors else name
+        losses.resolve(loss)
+    except TypeError as error:
+        raise click.BadParameter(f"{json.dumps(options)}: {error}", param_hint="--loss-args") from None
     except InputError as error:
         raise click.BadParameter(str(error), param_hint="--loss") from None
-
-
-def _score(scoring: Scoring, paths: tuple[Path, ...], out: Path, rows: list[Row]) -> None:
-    """Append each checkpoint's rows to the file and, as far as they are in it, to the list."""
-    if hasattr(scoring.data, "__next__"):
-        raise InputError("--data: an iterator can be read once; have the callable return a list or a DataLoader")
-    batches = len(Batches(scoring.data, state.device(scoring.model)))
-
-    def step(share: float) -> None:
-        if batches:
-            progress.advance(task, share / batches)
-
-    each = len(scoring.pairs())
-    with out.open("wb", buffering=0) as file, _progress() as progress:
-        task = progress.add_task("scoring", total=len(paths) * each)
-        append_whole(file, _line(field.name for field in fields(Row)))
-        for done, path in enumerate(paths, 1):
-            for row in scoring.rows(path, step):
-                append_whole(file, _line(asdict(row).values()))
-                rows.append(row)
-            progress.update(task, completed=done * each)
-
-
-def _line(cells: Iterable[object]) -> bytes:
-    """Return a line of the CSV file; only text is changed to be safe in it."""
-    text = io.StringIO()
-    safe = (to_cell(cell) if isinstance(cell, str) else cell for cell in cells)
-    csv.writer(text, lineterminator="\n").writerow(safe)
-    return text.getvalue().encode()
-
-
-class _Rate(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        """Return the rows per minute."""
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{60 * speed:.3g} rows/min")
-
-
-def _progress() -> Progress:
-    console = Console(stderr=True)
-    console.quiet = not console.is_terminal  # a log gets nothing, not even the empty line of older releases of rich
-    count = TextColumn("{task.completed:.1f} of {task.total} rows")
-    columns = (TextColumn("{task.description}"), BarColumn(), count, _Rate(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=console.quiet)
-
-
-def _print(rows: list[Row]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for header in ("checkpoint", "layer", "measure"):
-        table.add_column(header)
-    for header in ("value", "loss", "accuracy", "seconds"):
-        table.add_column(header, justify="right")
-    names = [printable(name) for name in _short([row.checkpoint for row in rows])]
-    for name, row in zip(names, rows, strict=True):
-        numbers = ("" if x is None else f"{x:.5g}" for x in (row.loss, row.accuracy, row.seconds))
-        table.add_row(name, printable(row.layer), row.measure, _value(row), *numbers)
-    show(table)
-    for line in dict.fromkeys(f"{name}: {row.error}" for name, row in zip(names, rows, strict=True) if row.error):
-        click.echo(printable(line))
-
-
-def _value(row: Row) -> str:
-    if row.value is None:
-        return "error"
-    if row.stderr is None:
-        return f"{row.value:.5g}"
-    return intervals.shown(row.value, None if row.low is None or row.high is None else (row.low, row.high))
-
-
-def _short(paths: list[str]) -> list[str]:
-    """Return paths without the folder that all of them share."""
-    try:
-        shared = os.path.commonpath([Path(path).parent for path in paths])
-    except ValueError:  # nothing in common, or no paths
-        return paths
-    return [os.path.relpath(path, shared) for path in paths]
+    return loss

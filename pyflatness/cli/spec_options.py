@@ -11,7 +11,7 @@ from ..scoring import specs
 from ..scoring.specs import Function
 
 
-def option(name: str, what: str) -> Callable[[Function], Function]:
+def option(name: str, what: str, resolve: Callable[[str], Function] = specs.resolve) -> Callable[[Function], Function]:
     """Return two click options: ``--name SPEC``, which arrives as a callable, and ``--name-args JSON``, as a dict."""
 
     def add(command: Function) -> Function:
@@ -19,19 +19,30 @@ def option(name: str, what: str) -> Callable[[Function], Function]:
             f"--{name}-args",
             metavar="JSON",
             default="{}",
-            callback=lambda context, parameter, text: _usage(_arguments, text),
+            callback=lambda context, parameter, text: _usage(json_object, text),
             help="Keyword arguments of that callable.",
         )
         spec = click.option(
             f"--{name}",
             metavar="SPEC",
             required=True,
-            callback=lambda context, parameter, text: _usage(specs.resolve, text),
+            callback=lambda context, parameter, text: _usage(resolve, _noted(context, name, text)),
             help=f"file.py:callable or package.module:callable that returns {what}.",
         )
         return spec(arguments(command))
 
     return add
+
+
+def text(name: str) -> str:
+    """Return the SPEC of ``--name`` as it was given, for workers that resolve it by themselves."""
+    found: str = click.get_current_context().meta[name]
+    return found
+
+
+def _noted(context: click.Context, name: str, text: str) -> str:
+    context.meta[name] = text
+    return text
 
 
 def bind(function: Function, arguments: dict[str, Any], name: str) -> Callable[[], Any]:
@@ -53,7 +64,12 @@ def _usage(convert: Callable[[str], Any], text: str) -> Any:
         raise click.BadParameter(str(error)) from None
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """Return a JSON object of keyword arguments.
+
+    Raises:
+        InputError: something else.
+    """
     try:
         arguments = json.loads(text)
     except ValueError as error:

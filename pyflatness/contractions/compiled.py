@@ -5,6 +5,7 @@ This is the only module that imports ``_C``.
 
 import functools
 import importlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -186,22 +187,31 @@ def gathering_pays(inputs: Tensor, geometry: Geometry, rows: int) -> bool:
 
 
 def direct_gathered(
-    inputs: Tensor, cotangents: Sequence[Tensor], geometry: Geometry, factor: Tensor | None
+    inputs: Tensor,
+    cotangents: Sequence[Tensor],
+    geometry: Geometry,
+    factor: Tensor | None,
+    positions: Tensor | None = None,
 ) -> Products:
     """See :func:`.reference.direct_gathered`; inputs and cotangents may have any strides."""
     inputs, cotangents = plain(inputs), [plain(cotangent) for cotangent in cotangents]
-    sizes, threads = layer_sizes(inputs, cotangents[0], geometry), torch.get_num_threads()
-    (n, groups, _, _), *_ = sizes
+    rows, threads = cotangents[0].shape[1] // geometry.groups, torch.get_num_threads()
+    (n, groups, channels, _), *extents = layer_sizes(inputs, None, geometry)
+    sizes = ((n, groups, channels, rows), *extents)
+    length = math.prod(sizes[2]) if positions is None else positions.shape[2]
+    given_positions = torch.empty(0, dtype=torch.int32) if positions is None else dense(positions.int())
+    if positions is not None:
+        cotangents = [cotangent.flatten(2)[:, :, None, None] for cotangent in cotangents]
     given_factor, factor_rows = (inputs.new_empty(0), 0) if factor is None else (dense(factor), factor.shape[1])
     totals = inputs.new_empty(len(cotangents), n, groups, 2, dtype=torch.float64)
     kernel = _kernel("direct_gathered", inputs, *cotangents, given_factor)
     workspace = inputs.new_empty(
-        _kernel("direct_gathered_workspace", inputs)(sizes, factor_rows, len(cotangents), threads)
+        _kernel("direct_gathered_workspace", inputs)(sizes, length, factor_rows, len(cotangents), threads)
     )
     kernel(
         sizes, span(inputs), inputs.stride(), [span(cotangent) for cotangent in cotangents],
-        [cotangent.stride() for cotangent in cotangents], array(given_factor), factor_rows, array(totals),
-        array(workspace), threads,
+        [cotangent.stride() for cotangent in cotangents], array(given_positions), length, array(given_factor),
+        factor_rows, array(totals), array(workspace), threads,
     )  # fmt: skip
     squares, gram_weighted = totals.sum(dim=2).flatten(0, 1).unbind(1)
     return Products(squares, None if factor is None else gram_weighted, None, None, None)

@@ -41,12 +41,16 @@ class DenseContraction:
     def __init__(self, layer: DenseLayer, backend: ModuleType, quantities: Sequence[str]) -> None:
         self._layer, self._backend, self._wanted = layer, backend, Wanted(quantities)
 
-    def at(self, inputs: Calls, count: int, held: int = 0) -> Contraction:
+    def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
         """Return the contraction at the unpadded inputs (n, …) of each call; cotangents are (n, …) of each call.
 
-        How many come (``count``) does not matter, and none are held back.
+        How many come (``count``) does not matter, and none are held back. Every position is there.
         """
         return Contraction(self._wanted, Dense(self._layer, self._backend, self._wanted.products, inputs).products)
+
+    def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
+        """Return that every element of a cotangent has to be there."""
+        return False
 
     def nothing(self, samples: int) -> Contribution:
         """Return the contribution of no cotangent at all."""

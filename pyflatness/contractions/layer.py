@@ -139,22 +139,25 @@ class LayerContraction:
         )
         self._buffer: Tensor | None = None
 
-    def at(self, inputs: Calls, count: int, held: int = 0) -> Contraction:
+    def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
         """Return the contraction at the inputs φ (padded) of a micro-batch.
 
         Args:
             inputs: of all calls, joined where they can be.
             count: about how many cotangents will come.
             held: bytes of cotangents that may be held back.
+            positions: (n, G d, elements) int32, where in a row each element of a cotangent is, -1: nowhere.
+                None: cotangents are whole. Only where :meth:`gathers` says so.
         """
-        layer, stack_size = self._prepared, self.stack_size(inputs, count, held)
-        held = stack_size * self.cotangent_bytes(inputs) if stack_size > 1 else 0
+        layer, elements = self._prepared, None if positions is None else positions.shape[2]
+        stack_size = self.stack_size(inputs, count, held, elements)
+        held = stack_size * self.cotangent_bytes(inputs, elements) if stack_size > 1 else 0
         inputs = [layer.taken(part) for part in inputs]
         route: Summed | Direct | Gathered | Gram | OnePosition | Both
         if len(inputs) > 1:
             route = Summed(layer, inputs)
         elif self._route_of(inputs[0], count) == "direct":
-            route = Direct(layer, inputs[0], layer.factor) if stack_size == 1 else Gathered(layer, inputs[0])
+            route = Direct(layer, inputs[0], layer.factor) if stack_size == 1 else Gathered(layer, inputs[0], positions)
         elif math.prod(layer.geometry.places(inputs[0].shape[2:])) == 1:
             route = OnePosition(layer, inputs[0])
         elif layer.weight is None:
@@ -168,7 +171,11 @@ class LayerContraction:
 
         return Contraction(self._wanted, route.products, entries, stack_size, self.buffer, held)
 
-    def stack_size(self, inputs: Calls, count: int, held: int) -> int:
+    def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
+        """Return whether cotangents of some elements a row, each at a position of its own, can be contracted."""
+        return self.stack_size(inputs, count, held, elements) > 1 and self._route_of(inputs[0], count) == "direct"
+
+    def stack_size(self, inputs: Calls, count: int, held: int, elements: int | None = None) -> int:
         """Return how many cotangents of so many had better be contracted at a time; 1: each alone.
 
         Shared out evenly, of what ``held`` bytes hold: room for four at least, fewer are not worth the copy.
@@ -180,14 +187,14 @@ class LayerContraction:
             suits = math.prod(layer.geometry.places(phi.shape[2:])) == 1
         else:
             suits = layer.backend is compiled and compiled.gathering_pays(phi, layer.geometry, layer.shape[1])
-        most = min(held, layer.memory) // max(1, self.cotangent_bytes(inputs))
+        most = min(held, layer.memory) // max(1, self.cotangent_bytes(inputs, elements))
         return -(-count // -(-count // most)) if suits and min(most, count) >= _FEWEST else 1
 
-    def cotangent_bytes(self, inputs: Calls) -> int:
-        """Return what a cotangent takes, for the inputs of a layer's calls joined."""
+    def cotangent_bytes(self, inputs: Calls, elements: int | None = None) -> int:
+        """Return what a cotangent takes, for the inputs of a layer's calls joined; of some elements a row, or whole."""
         groups, d, _ = self._prepared.shape
-        places = math.prod(self._prepared.geometry.places(inputs[0].shape[2:]))
-        return len(inputs[0]) * groups * d * places * promoted_dtype(inputs[0].dtype).itemsize
+        each = math.prod(self._prepared.geometry.places(inputs[0].shape[2:])) if elements is None else elements
+        return len(inputs[0]) * groups * d * each * promoted_dtype(inputs[0].dtype).itemsize
 
     def buffer(self, count: int, cotangent: Tensor) -> Tensor:
         """Return memory for so many such cotangents, (count, n, …): the same at every call, so that its pages stay."""

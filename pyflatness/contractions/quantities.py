@@ -100,6 +100,7 @@ class Quantity:
         sampled: it has a sampled value.
         of_dense: it is there for a convolution as one dense matrix.
         of_repeated: also where its padding repeats pixels.
+        at_head: it has a formula where the layer's output is the model's, see :mod:`.sweep.heads`.
     """
 
     product: str
@@ -113,6 +114,7 @@ class Quantity:
     sampled: bool = True
     of_dense: bool = True
     of_repeated: bool = True
+    at_head: bool = False
 
     def value(self, products: Products) -> Tensor:
         """Return the quantity of every sample, (n,) float64."""
@@ -239,7 +241,7 @@ def _of_rows(weight: Tensor, chosen: Tensor, phi: Tensor, kernel_elements: int) 
 
 QUANTITIES = {
     "squares": Quantity("squares", _squares, of_block_trace=True),
-    "gram_weighted": Quantity("gram_weighted", _gram_weighted, gram_factor=True, of_block_trace=True),
+    "gram_weighted": Quantity("gram_weighted", _gram_weighted, gram_factor=True, of_block_trace=True, at_head=True),
     "weighted": Quantity("weighted", _weighted, weighted=True, of_diagonal=True, of_repeated=False),
     "by_column": Quantity(
         "by_column",

@@ -5,13 +5,14 @@ Axes of the head's: ``n`` rows (one loss term each), ``d`` outputs, ``m`` featur
 results are float64.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .geometry import Geometry
+from .geometry import Geometry, Triple
 from .precision import promoted
 
 _PROMOTED = 2**20  # elements of a weight that are promoted at once
@@ -160,11 +161,34 @@ def direct(
 
 
 def direct_gathered(
-    inputs: Tensor, cotangents: Sequence[Tensor], geometry: Geometry, factor: Tensor | None
+    inputs: Tensor,
+    cotangents: Sequence[Tensor],
+    geometry: Geometry,
+    factor: Tensor | None,
+    positions: Tensor | None = None,
 ) -> Products:
-    """Return ``|M|²`` and ``|R M|²`` by :func:`direct` of several cotangents, one's samples behind another's."""
+    """Return ``|M|²`` and ``|R M|²`` by :func:`direct` of several cotangents, one's samples behind another's.
+
+    Args:
+        inputs: as for :func:`direct`, like what follows.
+        cotangents: (n, G d, p0, p1, p2) each, or with ``positions`` (n, G d, …).
+        geometry: of the layer.
+        factor: R or None.
+        positions: (n, G d, elements) int32: the position that each element of a row of a cotangent is at, -1 for one
+            that counts nowhere.
+    """
+    if positions is not None:
+        cotangents = [_placed(cotangent, positions, geometry.places(inputs.shape[2:])) for cotangent in cotangents]
     found = [direct(inputs, cotangent, geometry, factor, None) for cotangent in cotangents]
     return Products(*(None if part[0] is None else torch.cat(part) for part in zip(*found, strict=True)))
+
+
+def _placed(cotangent: Tensor, positions: Tensor, places: Triple) -> Tensor:
+    """Return the whole of a cotangent, (n, G d, p0, p1, p2)."""
+    whole = cotangent.new_zeros(*positions.shape[:2], math.prod(places))
+    elements = torch.where(positions < 0, 0.0, cotangent.flatten(2))
+    placed: Tensor = whole.scatter_add_(2, positions.clamp_min(0).long(), elements).unflatten(2, places)
+    return placed
 
 
 def products(gradients: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None) -> Products:

@@ -106,15 +106,17 @@ class Gathered:
     Args:
         layer: the weight.
         phi: the inputs, joined.
+        positions: (n, G d, elements) int32, those of the cotangents' elements, if these are not whole.
     """
 
-    def __init__(self, layer: Prepared, phi: Tensor) -> None:
-        self._layer, self._phi = layer, phi
+    def __init__(self, layer: Prepared, phi: Tensor, positions: Tensor | None = None) -> None:
+        self._layer, self._phi, self._positions = layer, phi, positions
 
     def products(self, cotangents: Calls) -> Products:
         """Return the products of cotangents of which all samples of one are behind those of another."""
         layer, each = self._layer, cotangents[0].split(len(self._phi))
-        return cast(Products, layer.backend.direct_gathered(self._phi, each, layer.geometry, layer.factor))
+        found = layer.backend.direct_gathered(self._phi, each, layer.geometry, layer.factor, self._positions)
+        return cast(Products, found)
 
 
 class Gram:

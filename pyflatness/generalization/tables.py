@@ -2,7 +2,7 @@
 
 A file of ``pyflatness score`` has a row for each checkpoint, layer and measure; here it becomes a row for each
 checkpoint, with a column for each measure (and layer, ``measure layer``, where a measure has several; ``measure
-network`` for the network's).
+network`` for the network's), and one for each setting of ``pyflatness export``.
 """
 
 import csv
@@ -23,6 +23,10 @@ Vector = NDArray[np.float64]
 
 _NAMES = ("checkpoint", "name")
 _SCORED = {"checkpoint", "layer", "measure", "value", "loss"}
+_OF_VALUES = _SCORED | {
+    *("schema", "arguments", "stderr", "low", "high", "exact", "method", "samples", "accuracy", "seconds", "model"),
+    *("data", "versions", "error"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,11 +142,15 @@ def _scored(cells: Mapping[str, Sequence[Any]], what: str) -> Networks:
         if not math.isnan(_number(row["value"])):
             layers.setdefault(row["measure"], set()).add(row["layer"])
     columns: dict[str, Vector] = {}
+    settings = {
+        name: numbers for name in cells if name not in _OF_VALUES and (numbers := _numbers(cells[name])) is not None
+    }
     for row in rows:
         several = len(layers.get(row["measure"], ())) > 1
         name = f"{row['measure']} {row['layer'] or 'network'}" if several else row["measure"]
         place = places[str(row["checkpoint"])]
-        for key, cell in ((name, row["value"]), ("loss", row["loss"]), ("accuracy", row.get("accuracy"))):
+        others = {key: row[key] for key in ("loss", "accuracy", *settings) if key in row}
+        for key, cell in ((name, row["value"]), *others.items()):
             value = _number(cell)
             column = columns.setdefault(key, np.full(len(places), math.nan))
             if math.isnan(value):
@@ -150,7 +158,8 @@ def _scored(cells: Mapping[str, Sequence[Any]], what: str) -> Networks:
             if key == name and not math.isnan(column[place]):
                 raise InputError(f"{what}: {row['checkpoint']!r} has two rows of {name!r}")
             column[place] = value
-    return Networks(tuple(places), columns, tuple(name for name in columns if name not in ("loss", "accuracy")))
+    beside = {"loss", "accuracy", *settings}
+    return Networks(tuple(places), columns, tuple(name for name in columns if name not in beside))
 
 
 def _numbers(column: Sequence[Any]) -> Vector | None:

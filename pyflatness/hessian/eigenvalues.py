@@ -6,25 +6,25 @@ import torch
 
 from ..numerics import lanczos
 from ..numerics.lanczos import Ritz
+from ..passes.memory import Budget
 from .products import Names, Products
-
-_BASIS = 2**30  # bytes that all bases together may take, about
 
 # Residuals relative to the block's norm, in double and in other precisions: products in single precision cannot bring
 # them down much further. The eigenvalue's own error is their square over the distance to the next one.
 _TOLERANCE, _COARSE_TOLERANCE = 1e-8, 1e-5
 
 
-def largest(products: Products, blocks: Sequence[Names], seed: int) -> dict[Names, Ritz]:
+def largest(products: Products, blocks: Sequence[Names], budget: Budget, seed: int) -> dict[Names, Ritz]:
     """Return the algebraically largest eigenvalue of each block.
 
     Args:
         products: with the blocks.
         blocks: layers that each is in.
+        budget: of the bases.
         seed: of the random starts.
     """
     sizes = {names: products.size(names) for names in blocks}
-    basis = max(1, _BASIS // (8 * sum(sizes.values())))
+    basis = max(1, budget.bases // (8 * sum(sizes.values())))
     generator = torch.Generator().manual_seed(seed)
     tolerance = _TOLERANCE if products.eps < _TOLERANCE else max(_COARSE_TOLERANCE, products.eps)
     searches = {}

@@ -189,9 +189,9 @@ class Products:
     def _along(self, gradients: Mapping[str, Tensor], names: Names, vector: Tensor) -> Tensor:
         """Return ⟨gradients, v⟩, float64."""
         total = torch.zeros((), dtype=torch.float64, device=vector.device)
-        for name, part in zip(names, vector.split([self.size((name,)) for name in names]), strict=True):
+        for name, entries in zip(names, vector.split([self.size((name,)) for name in names]), strict=True):
             module = self.modules[name]
-            direction = layers.as_weight(module, part.view(layers.matrix(module)[0].shape))
+            direction = layers.as_weight(module, entries.view(layers.matrix(module)[0].shape))
             total = total + (gradients[name] * direction.to(gradients[name].dtype)).sum(dtype=torch.float64)
         return total
 
@@ -219,7 +219,7 @@ def check_batch(options: Options, modules: Mapping[str, nn.Module], number: int,
         options: of the user.
         modules: the layers that ran, whose weights may be what is not finite.
         number: of the batch.
-        fine: whether the part is finite.
+        fine: whether the contribution is finite.
         what: what is not.
 
     Raises:

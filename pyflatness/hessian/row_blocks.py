@@ -14,11 +14,10 @@ from torch import Tensor
 
 from ..numerics import lanczos
 from ..numerics.lanczos import Ritz
+from ..passes.memory import Budget
 
 TOLERANCE = 1e-6  # of the residuals, relative to each block's norm
 _USUAL = 25  # products that are reckoned with
-_LARGEST_BLOCKS = 2**29  # bytes of all blocks of a layer
-_BASIS = 2**30  # bytes of the bases
 
 
 class RowBlocks:
@@ -27,13 +26,14 @@ class RowBlocks:
     Args:
         columns: (b, m), False for a column that drops out.
         memory: bytes of rows φ and weights h to keep; beyond, they go into the blocks.
+        budget: of the blocks, and of the bases of Lanczos.
 
     Attributes:
         full: nothing is held any more: neither the rows nor the blocks fit.
     """
 
-    def __init__(self, columns: Tensor, memory: int) -> None:
-        self._columns, self._memory, self.full = columns, memory, False
+    def __init__(self, columns: Tensor, memory: int, budget: Budget) -> None:
+        self._columns, self._memory, self._budget, self.full = columns, memory, budget, False
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._blocks: Tensor | None = None
 
@@ -41,7 +41,7 @@ class RowBlocks:
         """Take in φ (n, m) and h (n, b) of samples with one position."""
         self._kept.append((features.clone(), weights))  # what goes through the model may be written into later
         if self.full or sum(x.numel() * x.element_size() for pair in self._kept for x in pair) > self._memory:
-            if fit(self._columns):
+            if fit(self._columns, self._budget):
                 self._write_out()
             else:
                 self._kept.clear()
@@ -57,9 +57,9 @@ class RowBlocks:
         samples = sum(len(features) for features, _ in self._kept)
         written_out = 2 * samples * b * m**2 + 10 * b * m**3  # the blocks, and all their eigenvalues
         products = _USUAL * (4 * samples * b * m + (0 if self._blocks is None else 2 * b * m**2))
-        if written_out <= products and fit(self._columns):
+        if written_out <= products and fit(self._columns, self._budget):
             return self._dense()
-        return lanczos.solved(search(self._columns, seed), self._times)
+        return lanczos.solved(search(self._columns, seed, self._budget), self._times)
 
     def _dense(self) -> Ritz:
         self._write_out()
@@ -93,10 +93,10 @@ class RowBlocks:
         return self._blocks
 
 
-def fit(columns: Tensor) -> bool:
+def fit(columns: Tensor, budget: Budget) -> bool:
     """Return whether the blocks of a layer, (b, m), may be written out."""
     b, m = columns.shape
-    return 8 * b * m**2 <= _LARGEST_BLOCKS
+    return 8 * b * m**2 <= budget.blocks
 
 
 def empty(columns: Tensor) -> Tensor:
@@ -111,11 +111,11 @@ def add_gradients(blocks: Tensor, gradients: Tensor, signs: Tensor | None) -> No
     blocks.baddbmm_(rows.mT, rows if signs is None else rows * signs.view(1, -1, 1))
 
 
-def search(columns: Tensor, seed: int, tolerance: float = TOLERANCE) -> lanczos.Search:
+def search(columns: Tensor, seed: int, budget: Budget, tolerance: float = TOLERANCE) -> lanczos.Search:
     """Return the search for the largest eigenvalue of every row's block at once."""
     generator = torch.Generator().manual_seed(seed)
     start = (
         torch.randn(columns.shape, generator=generator, dtype=torch.float64, device="cpu").to(columns.device) * columns
     )
-    size = max(1, _BASIS // (8 * columns.numel()))
+    size = max(1, budget.bases // (8 * columns.numel()))
     return lanczos.largest(start, tolerance=tolerance, size=size)

@@ -85,8 +85,7 @@ class RowSweep:
     def __init__(self, task: Task) -> None:
         check_filters(task)
         self._task, self._options = task, task.options
-        budget = Budget(task.options.memory, halved=True)
-        self._kept, self._written = budget.work, budget.buffers  # bytes of rows of all data; of gradients at a time
+        self._budget = budget = Budget(task.options.memory, halved=True)
         approve = partial(linearity.refuse_custom_functions, task.options)
         self._runner = Runner(
             *(task.model, task.selection, task.batches, task.forward, budget, approve),
@@ -111,9 +110,9 @@ class RowSweep:
         """
         over = Accumulator(self._options.nan_policy, self._task.loss.reduction)
 
-        def take(part: _MicroBatch) -> None:
-            over.add(part.samples, part.weight)
-            self._take(part)
+        def take(micro_batch: _MicroBatch) -> None:
+            over.add(micro_batch.samples, micro_batch.weight)
+            self._take(micro_batch)
 
         self._runner.each(self._found, take)
         self.samples, self._normaliser = over.samples, over.normaliser
@@ -165,7 +164,7 @@ class RowSweep:
         products = Products(replace(self._task, selection=Selection({name: module}, frozenset())))
         identity = torch.eye(d * m, dtype=torch.float64, device=products.device)
         matrix = products({(name,): identity})[name,].view(d, m, d, m)
-        blocks = RowBlocks(self._spread(name) != 0, 0)
+        blocks = RowBlocks(self._spread(name) != 0, 0, self._budget)
         blocks.add_blocks(torch.einsum("sjsk->sjk", matrix))
         return blocks.largest(self._options.seed)
 
@@ -178,7 +177,7 @@ class RowSweep:
 
     def _found(self, run: Run) -> _MicroBatch:
         sent = cotangents.of_run(run, self._task.loss)
-        part = _MicroBatch(run.samples, sent.weight, run.number)
+        micro_batch = _MicroBatch(run.samples, sent.weight, run.number)
         for name in run.recorder.calls:
             if name not in self._forms:
                 self._set_up(name)
@@ -186,23 +185,27 @@ class RowSweep:
         nonlinear = set() if self._options.by_ggn else set(run.nonlinear)
         self._custom |= {name for name in nonlinear if self._runner.why_not_linear(name) == linearity.CUSTOM}
         with contractions.full_precision(run.outputs):
-            weights = self._by_factors(run, sent, run.recorder.calls.keys() - nonlinear, single.keys(), part.blocks)
+            weights = self._by_factors(
+                run, sent, run.recorder.calls.keys() - nonlinear, single.keys(), micro_batch.blocks
+            )
             weights.update(self._by_second_derivatives(run, nonlinear & single.keys()))
-        part.weighted = {name: (single[name], weights[name]) for name in weights}
+        micro_batch.weighted = {name: (single[name], weights[name]) for name in weights}
         self._by_entries |= nonlinear - single.keys()
-        return part
+        return micro_batch
 
-    def _take(self, part: _MicroBatch) -> None:
-        measured = part.weighted.keys() | part.blocks.keys()
+    def _take(self, micro_batch: _MicroBatch) -> None:
+        measured = micro_batch.weighted.keys() | micro_batch.blocks.keys()
         for name in filter(
             measured.__contains__, self._runner.modules
         ):  # an error names the first in the model's order
-            self._check_batch(part.number, name, part.is_finite(name) and math.isfinite(part.weight))
-        for name, (features, weights) in part.weighted.items():
+            self._check_batch(
+                micro_batch.number, name, micro_batch.is_finite(name) and math.isfinite(micro_batch.weight)
+            )
+        for name, (features, weights) in micro_batch.weighted.items():
             self._blocks[name].add_weighted(features, weights)
             if self._blocks[name].full:
                 self._by_sweeps.add(name)
-        for name, blocks in part.blocks.items():
+        for name, blocks in micro_batch.blocks.items():
             self._blocks[name].add_blocks(blocks)
 
     def _by_factors(
@@ -210,7 +213,7 @@ class RowSweep:
     ) -> dict[str, Tensor]:
         """Return h (n, b) of layers with a single position; the blocks of the others are filled in, if they fit."""
         columns = {name: self._spread(name) for name in names - set(single)}
-        self._by_sweeps |= {name for name in columns if not row_blocks.fit(columns[name])}
+        self._by_sweeps |= {name for name in columns if not row_blocks.fit(columns[name], self._budget)}
         names = names - self._by_sweeps
         blocks.update({name: row_blocks.empty(columns[name]) for name in names & columns.keys()})
         weights: dict[str, Tensor] = {}
@@ -235,15 +238,15 @@ class RowSweep:
         written = sum(
             x[0].numel() * geometry.kernel_elements + y[0].numel() for x, y in zip(inputs, delta, strict=True)
         )
-        chunk = max(1, self._written // (16 * (written + blocks.shape[0] * blocks.shape[1])))
+        chunk = max(1, self._budget.buffers // (16 * (written + blocks.shape[0] * blocks.shape[1])))
         for start in range(0, run.samples, chunk):
-            part = slice(start, start + chunk)
+            some = slice(start, start + chunk)
             gradients = [
-                geometry.rows(contractions.promoted(y[part])).mT @ geometry.patches(contractions.promoted(x[part]))
+                geometry.rows(contractions.promoted(y[some])).mT @ geometry.patches(contractions.promoted(x[some]))
                 for x, y in zip(inputs, delta, strict=True)
             ]
             total = torch.stack(gradients).sum(dim=0).flatten(1, 2)
-            row_blocks.add_gradients(blocks, total, None if signs is None else signs[part])
+            row_blocks.add_gradients(blocks, total, None if signs is None else signs[some])
 
     @torch.enable_grad()
     def _by_second_derivatives(self, run: Run, names: set[str]) -> dict[str, Tensor]:
@@ -283,8 +286,8 @@ class RowSweep:
     def _set_up(self, name: str) -> None:
         module, scale = self._runner.modules[name], self._scales.get(name)
         self._forms[name] = LayerForm(name, module, (), self._options, scale)
-        memory = self._kept // len(self._runner.selected)
-        self._blocks[name] = RowBlocks(self._spread(name) != 0, memory)
+        kept = self._budget.work // len(self._runner.selected)
+        self._blocks[name] = RowBlocks(self._spread(name) != 0, kept, self._budget)
 
     def _spread(self, name: str) -> Tensor:
         """Return what the weights are multiplied by, (b, m)."""
@@ -319,6 +322,7 @@ class RowSweep:
             name: row_blocks.search(
                 spreads[name] != 0,
                 self._options.seed,
+                self._budget,
                 row_blocks.TOLERANCE if dtypes[name] == torch.float64 else _COARSE_TOLERANCE,
             )
             for name in names

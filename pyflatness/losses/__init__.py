@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ..errors import InputError
 from ..messages import shown
-from .base import Factors, Loss, Reduction, Terms, marked
+from .base import Curvature, Factors, Loss, Reduction, Terms, head_contributions, marked
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
 from .elementwise import BinaryCrossEntropy, SquaredError
@@ -28,12 +28,14 @@ from .rows import Rows, of_batch, rows, tensor_targets
 __all__ = [
     "BinaryCrossEntropy",
     "CrossEntropy",
+    "Curvature",
     "CustomLoss",
     "Factors",
     "Loss",
     "Rows",
     "SquaredError",
     "Terms",
+    "head_contributions",
     "marked",
     "of_batch",
     "resolve",

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from .. import contractions, losses
+from ..contractions import Bounded
 from ..errors import InputError, NonFiniteError
 from ..head import HeadBatch
-from ..losses.base import Curvature
 from ..model import layers
 from ..numerics.accumulate import Accumulator, masked, non_finite
 from ..options import Options
@@ -54,7 +54,7 @@ def relative_flatness(source: Source, loss: losses.Loss, options: Options) -> Es
     """Return κ of a head by one data read; two with ``normalize``."""
     scale = _feature_scale(source, options) if options.normalize else None
     total = _Sum(source, loss, options, scale)
-    curvature: Curvature | None = None
+    curvature: losses.Curvature | None = None
     with contextlib.closing(source.batches()) as batches:  # hooks go with an error, not at some later time
         for batch in batches:
             with contractions.full_precision(batch.features):
@@ -63,7 +63,8 @@ def relative_flatness(source: Source, loss: losses.Loss, options: Options) -> Es
                     memory = options.memory or contractions.default_memory(weight.device)
                     rows = source.expected_rows(batch)
                     curvature = loss.curvature(weight, bias, backend, rows, memory, options.tolerance)
-                total.add(batch, curvature)
+                features = batch.features if scale is None else normalize.apply(scale, batch.features, inverse=True)
+                total.add(batch, losses.head_contributions(curvature, features, batch.terms))
     return total.estimate()
 
 
@@ -85,10 +86,8 @@ class _Sum:
         self._backend = contractions.describe(backend)
         return weight, bias, backend
 
-    def add(self, batch: HeadBatch, curvature: Curvature) -> None:
-        features = batch.features if self._scale is None else normalize.apply(self._scale, batch.features, inverse=True)
-        found = curvature(features, batch.terms.scale, *batch.terms.extra)
-        rows = found.values.mul_(batch.terms.scale)
+    def add(self, batch: HeadBatch, found: Bounded) -> None:
+        rows, bounds = found
         if self._scale is not None:
             rows = self._as_in_the_first_read(batch, rows)
         total, weights, kept = float(rows.sum()), batch.terms.weights, None
@@ -99,8 +98,7 @@ class _Sum:
             total = float(rows.sum())
         self._over.add(batch.samples, float(weights.sum()))
         self._value += total
-        if found.bounds is not None:
-            bounds = found.bounds * batch.terms.scale.abs()
+        if bounds is not None:
             counted = bounds.isfinite() & (rows != 0)  # not in rows that were left out
             self._bound += float(torch.where(counted, bounds, 0.0).sum())
         if self._options.per_sample:

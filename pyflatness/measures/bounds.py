@@ -38,7 +38,7 @@ from ..sweep.jacobians import Samples
 from .base import Measure, Values
 from .representation import COST
 
-NEEDS = ("weights", "log_volume")
+NEEDS = ("log_volume", "weights", "past", "rescaled")
 NO_GUARANTEE = "no guarantee"
 _ROUNDING = 1e-5  # by which a largest singular value may be off, relatively; in half precision it may be by more
 

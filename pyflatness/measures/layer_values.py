@@ -60,9 +60,9 @@ class LayerValues:
         Raises:
             InputError: what concerns all measures.
         """
-        quantities = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
+        wanted = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
         kind = AdaptiveSweep if self._options.probes == "adaptive" else Sweep
-        sweep = kind(self._runner, self._loss, self._options, quantities)
+        sweep = kind(self._runner, self._loss, self._options, wanted)
         target = self._options.target_stderr
         if target is None:
             sums = self._sums(sweep, self._options.draws)
@@ -71,26 +71,27 @@ class LayerValues:
         selected = [*self._runner.selected]
         found: dict[tuple[str, str], Estimate] = {}
         for measure in measures:
-            column = quantities.index(str(measure.quantity))
-            has_neurons = QUANTITIES[quantities[column]].neurons is not None
+            quantity = str(measure.quantity)
+            column, has_neurons = sweep.quantities.index(quantity), QUANTITIES[quantity].neurons is not None
             estimates: dict[str, Estimate] = {}
             for name in (*self._runner.modules, ""):
                 row = selected.index(name) if name else -1
-                stderr, dof = sums.uncertainty(row, column)
                 layers_of = [name] if name else [*self._runner.modules]
-                by = "hessian" if sweep.by_hessian.intersection(layers_of) else "ggn"
+                by = sweep.method(layers_of, quantity)
+                sampled = sums.errors is not None and by != "head"
+                stderr, dof = sums.uncertainty(row, column) if sampled else (None, None)
                 estimates[name] = Estimate(
                     value=float(sums.values[row, column]),
                     stderr=stderr,
                     samples=sums.samples,
-                    method=by if sums.errors is None else f"{by}-sampled",
-                    exact=sums.errors is None and all(self._is_hessian(layer, sweep) for layer in layers_of),
+                    method=f"{by}-sampled" if sampled else by,
+                    exact=not sampled and all(self._is_hessian(layer, sweep) for layer in layers_of),
                     backend=sweep.backend,
                     per_sample=None if sums.per_sample is None else sums.per_sample[row, column],
                     layer=name,
                     omitted=sums.omitted,
                     notes=self._notes(name, sweep) if name else (),
-                    per_neuron=sums.parts.get((name, quantities[column])) if has_neurons else None,
+                    per_neuron=sums.parts.get((name, quantity)) if has_neurons else None,
                     dof=dof,
                 )
             with attempt(measure):
@@ -152,7 +153,7 @@ class LayerValues:
         return matrix
 
     def _sums(self, sweep: Sweep, draws: range | None) -> Sums:
-        """Return the sums: exact, by probe groups, or by the random draws of these numbers."""
+        """Return the sums: exact, by probe groups, or by the probes of these numbers."""
         totals = self._totals(sampled=draws is not None)
         if isinstance(sweep, AdaptiveSweep):
             sweep.by_groups(totals.add)

@@ -9,22 +9,22 @@ from torch import Tensor
 
 
 class Variances:
-    """Hold running sums of variances over samples, in some draws of each or in groups of cotangents."""
+    """Hold running sums of variances over samples, in some probes of each or in groups of cotangents."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros((), dtype=torch.float64, device="cpu")
         self._origin: Tensor | None = None
-        self._draws = self._samples = 0
+        self._probes = self._samples = 0
 
-    def add_draws(self, draws: Tensor, kept: Tensor) -> None:
-        """Take in draws (k, …, n) of the values of n samples, of which those count that are ``kept``, (n,)."""
-        self._draws, self._samples = len(draws), self._samples + int(kept.sum())
-        if len(draws) > 1:
-            self.add(with_squares(draws.var(dim=0)))
+    def add_probes(self, probes: Tensor, kept: Tensor) -> None:
+        """Take in k probes' values (k, …, n) of n samples, of which those count that are ``kept``, (n,)."""
+        self._probes, self._samples = len(probes), self._samples + int(kept.sum())
+        if len(probes) > 1:
+            self.add(with_squares(probes.var(dim=0)))
             return
         if self._origin is None:  # near the mean, so that the squares do not cancel
-            self._origin = draws[0].sum(dim=-1, keepdim=True) / kept.sum().clamp_min(1)
-        shifted = torch.where(kept, draws[0] - self._origin, 0.0)
+            self._origin = probes[0].sum(dim=-1, keepdim=True) / kept.sum().clamp_min(1)
+        shifted = torch.where(kept, probes[0] - self._origin, 0.0)
         self.add(torch.stack([shifted, shifted**2]))
 
     def add(self, found: Tensor) -> None:
@@ -32,20 +32,20 @@ class Variances:
         self._sums = self._sums.to(found.device) + found.sum(dim=-1)
 
     def result(self) -> tuple[Tensor, Tensor] | None:
-        """Return the variance of the sum over samples of the mean over draws, and its degrees of freedom, (…) each.
+        """Return the variance of the sum over samples of the mean over probes, and its degrees of freedom, (…) each.
 
-        It is None if there was nothing to take in: the values are exact. One draw does not tell a sample's variance.
+        It is None if there was nothing to take in: the values are exact. One probe does not tell a sample's variance.
         The variance between samples takes its place, which is larger by that of the true values, and of one sample is
-        infinite. It says nothing of the draws themselves, so that there are no degrees of freedom. These are NaN where
+        infinite. It says nothing of the probes themselves, so that there are no degrees of freedom. These are NaN where
         they are not known.
         """
         if self._sums.ndim == 0:
             return None
-        if self._draws == 1:
+        if self._probes == 1:
             return self._between()
         variance, squares = self._sums
         dof = variance**2 / squares  # of variances of one degree of freedom; NaN where all are 0
-        return (variance, dof) if self._draws == 0 else (variance / self._draws, dof * (self._draws - 1))
+        return (variance, dof) if self._probes == 0 else (variance / self._probes, dof * (self._probes - 1))
 
     def _between(self) -> tuple[Tensor, Tensor]:
         first, second = self._sums

@@ -40,6 +40,7 @@ class Cotangents:
         bad: (n,), samples without a loss: NaN or infinity in their targets or outputs.
         used: (n, L), whether the loss does not ignore each of a sample's L terms.
         outputs: the model's, without their graph.
+        terms: the loss terms, those of a sample one after another.
     """
 
     passes: int
@@ -47,9 +48,9 @@ class Cotangents:
     bad: Tensor
     used: Tensor
     outputs: Tensor
+    terms: Terms
     _rows: Tensor
     _dim: int
-    _terms: Terms
     _loss: Loss
     _order: Tensor
     _factors: Callable[[], Factors]
@@ -70,7 +71,7 @@ class Cotangents:
         first = torch.arange(samples, device=self._rows.device) * self.used.shape[1]
         for t in range(terms):
             index = first + self._order[:, t]
-            part = self._terms.take(index)
+            part = self.terms.take(index)
             factors = self._loss.factors(self._rows[index], part)
             counted = (part.scale != 0).unsqueeze(1)
             whole = bool(counted.all())
@@ -104,6 +105,11 @@ class Cotangents:
         """Return values (…, n) of the samples, NaN for those without a loss."""
         return values.masked_fill(self.bad, math.nan)
 
+    def is_row_dim(self, dim: int) -> bool:
+        """Return whether a loss term reads the outputs along one dimension, and that is ``dim``."""
+        ndim = self.outputs.ndim
+        return (self._loss.positions or ndim == 2) and (dim - self._dim) % ndim == 0
+
     @property
     def weight(self) -> float:
         """Return the sum of the samples' weights; NaN if one of them has no loss, and so all together have none."""
@@ -120,13 +126,13 @@ class Cotangents:
         Raises:
             InputError: a loss that is not convex in the outputs.
         """
-        weights = torch.where((self._terms.scale != 0).unsqueeze(1), self._factors().weights(), 0.0)
+        weights = torch.where((self.terms.scale != 0).unsqueeze(1), self._factors().weights(), 0.0)
         negative = weights < -_ROUNDING * weights.nan_to_num(0.0).abs().amax()
         if bool(negative.any()):
             raise InputError(
                 f"probes='adaptive' is for losses that are convex in the outputs; this one curves down at "
                 f"{int(negative.reshape(len(self._order), -1).any(dim=1).sum())} of {len(self._order)} samples: pass "
-                "probes=k, a number of draws"
+                "probes=k, a number of probes"
             )
         return weights.clamp_min(0.0).reshape(len(self._order), -1)  # not contiguous where the terms are reordered
 
@@ -148,14 +154,14 @@ class Cotangents:
             used=self.used[index],
             outputs=data.rows_of(self.outputs, samples, index),
             _rows=self._rows[rows],
-            _terms=self._terms.take(rows),
+            terms=self.terms.take(rows),
             _order=self._order[index],
             _factors=lambda: self._factors().take(rows),
         )
 
     def _counted(self, values: Tensor) -> Tensor:
         """Return values as a cotangent, 0 for terms that do not count."""
-        return self._shaped(torch.where((self._terms.scale != 0).unsqueeze(1), values, 0.0).to(self._rows.dtype))
+        return self._shaped(torch.where((self.terms.scale != 0).unsqueeze(1), values, 0.0).to(self._rows.dtype))
 
     def _shaped(self, rows: Tensor) -> Tensor:
         if not self._loss.positions or self._dim % self.outputs.ndim == self.outputs.ndim - 1:
@@ -200,4 +206,4 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Cotan
     used = torch.ones_like(counted) if terms.used is None else terms.used.view(samples, -1)
     factors = functools.cache(lambda: loss.factors(rows, terms))
     bad = terms.scale.isnan().view(samples, -1).any(dim=1)
-    return Cotangents(passes, weights, bad, used, outputs, rows, found.dim, terms, loss, order, factors)
+    return Cotangents(passes, weights, bad, used, outputs, terms, rows, found.dim, loss, order, factors)

@@ -10,8 +10,9 @@ from ..contractions import DenseContraction, LayerContraction, promoted
 from ..errors import InputError
 from ..model import layers
 from ..options import Options
-from . import normalize
+from . import normalize, pooled
 from .memory import Budget
+from .pooled import Pooled
 from .runner import Run
 
 Parts = list[Tensor]
@@ -43,12 +44,17 @@ class LayerForm:
         scale: Tensor | None = None,
     ) -> None:
         self.name, self._module, self._scale, self._quantities = name, module, scale, quantities
+        self._options = options
         weight = layers.matrix(module)[0]
         self.backend = contractions.choose(options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
         self._dense = options.conv == "affine" and layers.is_convolution(module)
         self._memory = Budget(options.memory).buffers
         self._sizes: set[tuple[int, ...]] = set()
         self._contraction: LayerContraction | None = None
+
+    def of(self, quantities: Sequence[str]) -> "LayerForm":
+        """Return the layer's form for other quantities."""
+        return LayerForm(self.name, self._module, quantities, self._options, self._scale)
 
     def contraction(self, run: Run) -> LayerContraction | DenseContraction:
         """Return the contraction for the layer's calls in this run."""
@@ -89,10 +95,20 @@ class LayerForm:
         """Return how many columns of the weight belong to one input channel."""
         return 1 if self._dense else layers.geometry(self._module).kernel_elements
 
+    @property
+    def pointwise(self) -> bool:
+        """Return whether every position is multiplied by the whole weight, by itself."""
+        return not self._dense and layers.is_pointwise(self._module)
+
     def inputs(self, run: Run) -> Parts:
         """Return φ of all calls, as the contractions want them."""
         parts = [part for call in run.calls(self.name) for part in self._input_parts(run, call.inputs.detach())]
         return parts if self._dense else layers.joined(self._module, parts)
+
+    def input_rows(self, run: Run) -> Tensor:
+        """Return φ of a pointwise layer's only call, (positions of all samples, m)."""
+        (call,) = run.calls(self.name)
+        return layers.input_rows(self._module, self._rescaled(call.inputs.detach()))
 
     def cotangent(self, run: Run, gradients: Sequence[Tensor]) -> Parts:
         """Return δ of all calls, as the contractions want them."""
@@ -100,6 +116,10 @@ class LayerForm:
         for gradient in gradients:
             parts += self._in_form(run.samples_first(self.name, gradient))
         return parts if self._dense else layers.joined(self._module, parts)
+
+    def pooled(self, run: Run) -> Pooled | None:
+        """Return the max-pooling behind the layer, if its cotangents may be taken as they come out of that."""
+        return pooled.behind(run, self.name) if isinstance(self._module, nn.Conv2d) and not self._dense else None
 
     def rows(self, run: Run, gradients: Sequence[Tensor]) -> Tensor:
         """Return δ of all calls by position, (n, G, P, d): the gradients' entries in another order."""
@@ -133,11 +153,13 @@ class LayerForm:
         return _joined([layers.geometry(self._module).patches(part) for part in parts])
 
     def _input_parts(self, run: Run, inputs: Tensor) -> Parts:
-        if self._scale is not None:
-            inputs = normalize.divided(inputs, self._scale, layers.class_dim(self._module))
+        inputs = self._rescaled(inputs)
         if not self._dense:
             inputs = layers.pad(self._module, inputs)
         return self._in_form(run.samples_first(self.name, inputs))
+
+    def _rescaled(self, inputs: Tensor) -> Tensor:
+        return inputs if self._scale is None else normalize.divided(inputs, self._scale, layers.class_dim(self._module))
 
     def _in_form(self, tensor: Tensor) -> Parts:
         return list(tensor.unbind(1)) if self._dense else layers.in_common_form(self._module, tensor)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 DEFAULT_MEMORY = 512 * 2**20
 _BUFFERS = 24 * 2**20  # near to what a processor's caches hold
 _HELD_BACK = 48 * 2**20
+_BASES = 2**30
 _SECOND_ORDER = 3  # about the memory that a graph takes together with that of its derivatives
 
 
@@ -19,6 +20,12 @@ class Budget:
     - ``work``: a half if ``halved``, else nothing, for what a measure holds besides: parameters of each sample's own
       with their graph, or rows kept of all data.
     - ``graph``: the rest, for the graph of a micro-batch, with its layer inputs and output gradients.
+
+    Two things that some measures hold from one read of the data to the next come on top:
+
+    - ``blocks``: as much as ``memory=`` again, for the float64 Hessians of one layer's rows where they are written out.
+    - ``bases``: 1 GiB, or ``memory=`` where that is more, for the vectors that Lanczos keeps, of one layer's rows or of
+      all blocks of λ_max. With fewer vectors it takes more products, each of which may read the data.
 
     Attributes:
         asked: the user's ``memory``, in bytes; None takes :data:`DEFAULT_MEMORY`.
@@ -47,6 +54,16 @@ class Budget:
     def graph(self) -> int:
         """Return the bytes for a micro-batch's graph."""
         return self._total - self.buffers - self.held_back - self.work
+
+    @property
+    def blocks(self) -> int:
+        """Return the bytes for the Hessians of a layer's rows."""
+        return self._total
+
+    @property
+    def bases(self) -> int:
+        """Return the bytes for the bases of Lanczos."""
+        return max(_BASES, self._total)
 
     @property
     def _total(self) -> int:

@@ -91,14 +91,20 @@ class Recorder:
             self._paused = False
 
     def gradients(
-        self, outputs: Tensor, cotangent: Tensor, names: Iterable[str] | None = None, *, create_graph: bool = False
+        self,
+        outputs: Tensor,
+        cotangent: Tensor,
+        names: Iterable[str] | None = None,
+        *,
+        create_graph: bool = False,
+        elsewhere: Mapping[str, GradientEdge] = {},
     ) -> dict[str, list[Tensor]]:
         """Return gradients of ⟨cotangent, outputs⟩ in the output of every call of some layers, or of all.
 
-        They are zeros where there is no path.
+        They are zeros where there is no path. Of a layer that is ``elsewhere``, called once, it is the gradient there.
         """
         made = {name: self.calls[name] for name in (self.calls if names is None else names)}
-        edges = [call.edge for calls in made.values() for call in calls]
+        edges = [elsewhere.get(name, call.edge) for name, calls in made.items() for call in calls]
         found: Sequence[Tensor | None] = [None] * len(edges)
         interrupts.check()
         if outputs.requires_grad:

@@ -38,6 +38,7 @@ class Run:
         numbers: (n,) int64, of the samples, counted over all data.
         recorder: the layers' calls; empty once the run is over.
         layouts: where each layer keeps the samples.
+        users: of the nodes in the outputs' graph.
         nonlinear: layers in whose weight the model is not certified to be locally linear.
         again: the model on these samples once more, unrecorded, with a graph of what requires gradients.
     """
@@ -50,6 +51,7 @@ class Run:
     numbers: Tensor
     recorder: Recorder
     layouts: dict[str, Layout]
+    users: linearity.Users
     nonlinear: frozenset[str]
     again: Callable[[], tuple[Tensor, Any]]
 
@@ -259,6 +261,7 @@ class Runner:
             numbers.to(outputs.device),
             recorder,
             known.layouts(),
+            users,
             frozenset(self._certificate.reasons).intersection(recorder.calls),
             partial(self._again, batch),
         )

@@ -78,7 +78,7 @@ class Estimate(float):
         """Return the interval that holds the value of the definition with probability ``level``, given the data.
 
         value ± t ``stderr``, t the quantile of Student's t distribution with ``dof`` degrees of freedom: of many
-        intervals from other random draws, so many hold the value that exact computation gives. Samples are not redrawn.
+        intervals from other probes, so many hold the value that exact computation gives. Samples are not redrawn.
 
         Args:
             level: in (0, 1).

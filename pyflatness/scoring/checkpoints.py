@@ -133,6 +133,8 @@ def _missing(path: Path) -> str:
         size, header = path.stat().st_size, _header(path)
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
+        if length > _LONGEST_HEADER:
+            return ""
         whole = 8 + length + max((header[name]["data_offsets"][1] for name in _in_order(header)), default=0)
     except (OSError, ValueError, TypeError, KeyError, IndexError):
         return ""

@@ -39,10 +39,10 @@ def is_checkpoint(path: Path) -> bool:
     return path.name.endswith((*ENDINGS, *(ending + INDEX for ending in ENDINGS)))
 
 
-def natural(path: Path) -> list[tuple[int, str]]:
+def natural(path: Path) -> list[tuple[float, str]]:
     """Return a key that sorts paths by their names, with the numbers in them as numbers."""
-    parts = re.split(r"(\d+)", str(path))
-    return [(int(part) if number % 2 else 0, part) for number, part in enumerate(parts)]
+    parts = re.split(r"(\d+(?:\.\d+)?)", str(path))
+    return [(float(part) if number % 2 else 0.0, part) for number, part in enumerate(parts)]
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..errors import InputError
 
 MEMORY, FOLD = 2**30, 4  # bytes that reading a file may take, and so many times its size beside them
-SECONDS, RATE = 60, 20 * 2**20  # time of a processor that it may take, and a second for so many bytes beside it
+SECONDS, RATE = 20, 20 * 2**20  # time of a processor that it may take, and a second for so many bytes beside it
 _WAITING = 10  # how much longer the file system may take
 
 _PROGRAM = Path(__file__).with_name("unpickle.py")

@@ -149,7 +149,7 @@ def explained(error: BaseException, memory: int) -> str:
         named = re.search(r"GLOBAL (\S+)", message)
         if named is not None:
             return f"refused, or damaged: not only tensors and plain containers but {named[1]}"
-        found = re.search(r"WeightsUnpickler error: (.+?)(?:\. |$)", message)
+        found = re.search(r"WeightsUnpickler error: (.+?)(?:\. | Check the documentation|$)", message)
         message = found[1] if found is not None else ""
     return f"no torch checkpoint, or a damaged one: {type(error).__name__}: {message}"
 
@@ -164,7 +164,10 @@ def _check_bytes(path: str) -> None:
     with open(path, "rb") as file:  # noqa: PTH123
         if not size:
             raise RefusedError("no torch checkpoint, or a damaged one: the file is empty")
-        if file.read(4) != b"PK\x03\x04":
+        start = file.read(4)
+        if not any(start) and _zeros_at_end(file, size) == size:  # which torch takes for an empty tar archive
+            raise RefusedError("no torch checkpoint, or a damaged one: there are only zeros in it")
+        if start != b"PK\x03\x04":
             return
         if not zipfile.is_zipfile(file):
             zeros = _zeros_at_end(file, size)

@@ -116,7 +116,7 @@ def begin(run: Run, sent: Cotangents, shape: tuple[int, int], tolerance: Toleran
     if len(probes.samples) > cotangents.PASSES * run.samples:
         raise InputError(
             f"probes='adaptive' takes {len(probes.samples) / run.samples:.0f} cotangents a sample for this rtol, more "
-            f"than {cotangents.PASSES}; pass a larger one, or probes=k, a number of draws"
+            f"than {cotangents.PASSES}; pass a larger one, or probes=k, a number of probes"
         )
     signs = Signs(seed, [0, 1])(cotangents.STREAM, run.numbers, sent.places)
     sums = weights.new_zeros(*shape, run.samples)

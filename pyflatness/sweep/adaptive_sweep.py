@@ -19,7 +19,8 @@ from ..hessian.block_traces import BlockTraces
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from ..passes.independence import agree, rounding
-from ..passes.runner import Repeatable, Run
+from ..passes.layer_form import LayerForm
+from ..passes.runner import Run
 from . import adaptive, groups, residuals
 from .contracted import Contracted
 from .layer_sweep import Sweep, Values
@@ -35,13 +36,15 @@ class _Begun:
 
     Attributes:
         part: the GGN's probes.
+        forms: of the layers that take them.
         rest: the residuals' of layers in whose weight the model is not linear; None without such a layer.
-        prints: each layer's fingerprints of its rows.
+        prints: these layers' fingerprints of their rows.
         left_out: (n,), see :meth:`Sweep._left_out`.
-        nonlinear: these layers.
+        nonlinear: the layers with residuals.
     """
 
     part: adaptive.Grouped
+    forms: Mapping[str, LayerForm]
     rest: Residuals | None
     prints: Mapping[str, Tensor]
     left_out: Tensor
@@ -65,11 +68,12 @@ class AdaptiveSweep(Sweep):
 
         def finish(begun: _Begun) -> None:
             part, rest = begun.part, begun.rest
-            self._finish(part, begun.prints)
+            if begun.forms:
+                self._finish(begun)
             values, variances = part.sums, [part.variances()]
             if rest is not None:
                 rest.want(predictor.wanted(rest, part.sums, ggn_is_exact=variances[0] is None))
-                self._finish_residuals(rest, part.left, begun.prints)
+                self._finish_residuals(rest, begun)
                 predictor.add(rest, part.sums)
                 values, variances = values + rest.means, [*variances, rest.variances()]
             tolerance.add(part.weights)
@@ -93,12 +97,16 @@ class AdaptiveSweep(Sweep):
         """Plan a micro-batch's probes, and send the rounds for all samples backward."""
         linear, nonlinear = self._ran(run)
         sent = cotangents.of_run(run, self._loss)
+        heads, forms = self._heads.apart(run, sent, linear)
+        forms |= {name: self._forms[name] for name in nonlinear}
         self.exact_passes = max(self.exact_passes, sent.passes)
-        shape = len(self._runner.selected), len(self._quantities)
+        shape = len(self._runner.selected), len(self.quantities)
         share = residuals.GGN_SHARE if nonlinear else 1.0
         part = adaptive.begin(run, sent, shape, tolerance, self._options.seed, share)
-        rounds = part.probes.common_rounds(run.samples / 2 if self._runner.cuttable else 1) if sent.passes else 0
-        contracted = Contracted(run, self._forms, [*linear, *nonlinear], rounds)
+        rounds = 0
+        if sent.passes and forms:
+            rounds = part.probes.common_rounds(run.samples / 2 if self._runner.cuttable else 1)
+        contracted = Contracted(run, forms, forms, rounds)
         for number in range(rounds):
             chosen, cotangent = part.of_round(number)
             values = self._stacked(contracted.of(cotangent), part.sums)
@@ -108,27 +116,33 @@ class AdaptiveSweep(Sweep):
                     raise _disordered(name)
             part.add_round(chosen, values)
         part.rounds = rounds
+        for name, value in heads.items():
+            part.sums[[*self._runner.selected].index(name), self._heads.columns] = value
         rest = self._pilot(run, nonlinear, tolerance.expected(run.samples)) if nonlinear else None
-        prints = {name: self._forms[name].fingerprints(run) for name in (*linear, *nonlinear)}
-        return _Begun(part, rest, prints, self._left_out(run, sent), nonlinear)
+        prints = {name: form.fingerprints(run) for name, form in forms.items()}
+        return _Begun(part, forms, rest, prints, self._left_out(run, sent), nonlinear)
 
-    def _finish(self, part: adaptive.Grouped, prints: Mapping[str, Tensor]) -> None:
+    def _finish(self, begun: "_Begun") -> None:
         """Send the remaining probes, packed into full batches of repeated samples."""
+        part, forms = begun.part, begun.forms
         left = (part.probes.rounds >= part.rounds).nonzero().flatten()
         places = part.probes.samples[left]
 
         def send(run: Run, which: slice) -> tuple[Tensor, Tensor]:
-            names = self._checked(run, prints, places[which])
-            values = Contracted(run, self._forms, names, 1).of(part.packed(left[which]))
+            names = self._checked(run, begun, places[which])
+            values = Contracted(run, forms, names, 1).of(part.packed(left[which]))
             return left[which], self._stacked(values, part.sums.new_empty(*part.sums.shape[:2], run.samples))
 
         self._runner.repeat(part.left, places, send, lambda found: part.add(*found))
 
-    def _checked(self, run: Run, prints: Mapping[str, Tensor], places: Tensor) -> list[str]:
+    def _checked(self, run: Run, begun: "_Begun", places: Tensor) -> list[str]:
         """Return the layers of a run of samples from other places, after a check that their rows are of these."""
-        names = [name for found in self._ran(run) for name in found]
+        linear, nonlinear = self._ran(run)
+        names = [name for name in (*linear, *nonlinear) if name in begun.forms]
         for name in names:
-            _check_order(name, prints[name][places], self._forms[name].fingerprints(run), run.outputs.dtype)
+            before, now = begun.prints[name][places], begun.forms[name].fingerprints(run)
+            if not agree(before, now, rounding(run.outputs.dtype)):
+                raise _disordered(name)
         return names
 
     def _pilot(self, run: Run, names: Sequence[str], expected: int) -> Residuals:
@@ -136,19 +150,19 @@ class AdaptiveSweep(Sweep):
         every = torch.arange(run.samples, device=run.outputs.device)
         with block_traces.differentiable(names), contractions.full_precision(run.outputs):
             sizes, traces = self._residuals(run, names)
-            rest = Residuals((len(self._runner.selected), len(self._quantities)), sizes, residuals.pilot(expected))
+            rest = Residuals((len(self._runner.selected), len(self.quantities)), sizes, residuals.pilot(expected))
             for layer, each in traces.items():
                 numbers = rest.begin(layer, each.products)
                 rest.add(layer, every, self._probed(each, layer, numbers), numbers)
         return rest
 
-    def _finish_residuals(self, rest: Residuals, left: Repeatable, prints: Mapping[str, Tensor]) -> None:
+    def _finish_residuals(self, rest: Residuals, begun: "_Begun") -> None:
         """Send the further probes of residuals that are wanted."""
         names = [*self._runner.selected]
         for places, rounds in rest.steps(whole=not self._runner.cuttable):
 
             def send(run: Run, which: slice, places: Tensor = places, rounds: Rounds = rounds) -> Found:
-                ran = self._checked(run, prints, places[which])
+                ran = self._checked(run, begun, places[which])
                 chosen = [names[layer] for layer in rounds if names[layer] in ran]
                 with block_traces.differentiable(chosen), contractions.full_precision(run.outputs):
                     _, traces = self._residuals(run, chosen)
@@ -159,7 +173,7 @@ class AdaptiveSweep(Sweep):
                 for layer, values in found[1].items():
                     rest.add(layer, found[0], values, rounds[layer])
 
-            self._runner.repeat(left, places, send, take)
+            self._runner.repeat(begun.part.left, places, send, take)
 
     def _probed(self, traces: BlockTraces, layer: int, numbers: range | None) -> Tensor:
         """Return values of some probes of a layer, (k, quantities, n) float64; None: exact ones, as of one probe."""
@@ -175,25 +189,19 @@ class AdaptiveSweep(Sweep):
         value, sizes = residuals.of_run(run, self._loss)
         gradients, places = block_traces.gradients(run, value, names), [*self._runner.selected]
         return sizes, {
-            places.index(name): self._traces(run, name, value, gradients[name], self._quantities) for name in names
+            places.index(name): self._traces(run, name, value, gradients[name], self.quantities) for name in names
         }
 
     def _stacked(self, contributions: Iterable[tuple[str, Contribution]], like: Tensor) -> Tensor:
         """Return contributions (layers, quantities, n) of all selected layers; 0 for one that did not run."""
         stacked, places = torch.zeros_like(like), [*self._runner.selected]
         for name, contribution in contributions:
-            stacked[places.index(name)] = contribution.values
+            stacked[places.index(name), : len(contribution.values)] = contribution.values
         return stacked
-
-
-def _check_order(name: str, before: Tensor, now: Tensor, dtype: torch.dtype) -> None:
-    """Raise if a layer's rows are of other samples in a batch of repeated rows."""
-    if not agree(before, now, rounding(dtype)):
-        raise _disordered(name)
 
 
 def _disordered(name: str) -> InputError:
     return InputError(
         f"layer {name!r}: its inputs for the same samples change with the batch they are in, or come in another order "
-        "than the model's outputs; pass probes=k, a number of draws"
+        "than the model's outputs; pass probes=k, a number of probes"
     )

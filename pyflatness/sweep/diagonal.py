@@ -172,7 +172,7 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
     if options.probes == "adaptive":
         raise InputError(
             "probes='adaptive' is for sums over layers; a value over all trainable parameters takes probes=k, a "
-            "number of draws, or target_stderr="
+            "number of probes, or target_stderr="
         )
     diagonal = Diagonal(task, adaptive=adaptive, certify=certify)
     if options.target_stderr is None:

@@ -1,7 +1,9 @@
-"""Keep what is asked for of the rows of a Jacobian as they arrive at one place, for the samples of a run."""
+"""Collect the rows of a Jacobian at one place, for the samples of a run, and what is made of them."""
 
-from collections.abc import Callable, Collection, Sequence
-from types import ModuleType
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +15,97 @@ from ..numerics import spectra
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 
-QUANTITIES = ("size", "largest", "trace", "square", "scaled", "log_volume", "weights", "past", "rescaled")
-"""Of each sample: |x|², s_max, Tr G, Tr G²; on request |J diag(x)|_F², Σ log s; |∂f/∂w|_F² of a layer's weight w and
-with it s_max of J - (∂f/∂z) w, the derivative in x by other ways than the layer's output z; and
-|J diag(b)^-½|_F² |diag(b)^½ x|² over the features with b > 0, where there is a b for them."""
+
+@dataclass(frozen=True)
+class Jacobian:
+    """Hold J = ∂f/∂x of every sample at a place, when all its rows are there.
+
+    Attributes:
+        x: (n, M).
+        rows: of each output, (n, M).
+        eigenvalues: of symmetric matrices (n, C, C), ascending, (n, C).
+        top: see :func:`.spectra.log_volumes`.
+        weights: |∂f/∂w|_F² for the weight w of the layer that takes x, (n,); None if that was not wanted.
+        past: the rows of J - (∂f/∂z) w, of the ways from x past the layer's output z; None where that is rounding.
+        scales: b, (M,), where there is a b for the features.
+    """
+
+    x: Tensor
+    rows: Sequence[Tensor]
+    eigenvalues: Callable[[Tensor], Tensor]
+    top: int | None
+    weights: Tensor | None
+    past: Sequence[Tensor | None]
+    scales: Tensor | None
+
+    @functools.cached_property
+    def gram(self) -> Tensor:
+        """Return G = J Jᵀ, (n, C, C) float64."""
+        return spectra.gram(self.rows)
+
+    @functools.cached_property
+    def squares(self) -> Tensor:
+        """Return the squares of the singular values, ascending, (n, C)."""
+        return self.eigenvalues(self.gram)
+
+    def total(self, of_row: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the sum over rows (n, M) in float64 of what is made of each, (n,)."""
+        zero = torch.zeros(len(self.x), dtype=torch.float64, device=self.x.device)
+        return sum((of_row(row.double()) for row in self.rows), start=zero)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Describe a quantity of J, as a row of the table.
+
+    Attributes:
+        of: every sample's, (n,) float64; None at a place that has none.
+        always: it is there without being asked for.
+        of_weight: it needs the gradient in the layer's weight.
+        of_zero: its value for J = 0. Where that is infinite, values are not looked at for NaN and infinity.
+    """
+
+    of: Callable[[Jacobian], Tensor | None]
+    always: bool = False
+    of_weight: bool = False
+    of_zero: float = 0.0
+
+
+def _scaled(at: Jacobian) -> Tensor:
+    return at.total(lambda row: (row * at.x).square().sum(dim=1))
+
+
+def _rescaled(at: Jacobian) -> Tensor | None:
+    scales = at.scales
+    if scales is None:
+        return None
+    found = at.total(lambda row: (row.square() / scales)[:, scales > 0].sum(dim=1))
+    return found * (at.x.double().square() @ scales)
+
+
+def _past(at: Jacobian) -> Tensor | None:
+    if at.weights is None:
+        return None
+    if all(row is None for row in at.past):
+        return torch.zeros_like(at.weights)
+    rows = [torch.zeros_like(at.rows[0]) if row is None else row for row in at.past]
+    return at.eigenvalues(spectra.gram(rows))[:, -1].sqrt()
+
+
+QUANTITIES = {
+    "size": Quantity(lambda at: at.x.double().square().sum(dim=1), always=True),
+    "largest": Quantity(lambda at: at.squares[:, -1].sqrt(), always=True),
+    "trace": Quantity(lambda at: at.gram.diagonal(dim1=1, dim2=2).sum(dim=1), always=True),
+    "square": Quantity(lambda at: at.gram.square().sum(dim=(1, 2)), always=True),
+    "scaled": Quantity(_scaled),
+    "log_volume": Quantity(lambda at: spectra.log_volumes(at.rows, at.squares, at.top), of_zero=-math.inf),
+    "weights": Quantity(lambda at: at.weights, of_weight=True),
+    "past": Quantity(_past, of_weight=True),
+    "rescaled": Quantity(_rescaled),
+}
+"""Of each sample: |x|², s_max, Tr G, Tr G²; on request |J diag(x)|_F², Σ log s, |∂f/∂w|_F² of a layer's weight w, s_max
+of J - (∂f/∂z) w, which is the derivative in x by other ways than the layer's output z, and
+|J diag(b)^-½|_F² |diag(b)^½ x|² over the features with b > 0."""
 
 
 class WeightGradient:
@@ -55,14 +144,13 @@ class WeightGradient:
 
 
 class Place:
-    """Hold the rows of J at one place, of all samples of a run, and quantities of theirs.
+    """Collect the rows of J at one place, of all samples of a run.
 
     Args:
         name: of the place.
         edges: where the gradients are taken: at one tensor, or one for each call of a layer.
         tensors: the tensors, x.
         samples_first: lays one of them out as (n, …).
-        needs: those of :data:`QUANTITIES` on request.
         weight: if the layer's weight is looked at.
         scales: (m,) b of ``"rescaled"``, for an x of m features.
 
@@ -77,22 +165,18 @@ class Place:
         edges: Sequence[GradientEdge],
         tensors: Sequence[Tensor],
         samples_first: Callable[[Tensor], Tensor],
-        needs: Collection[str],
         weight: WeightGradient | None = None,
         scales: Tensor | None = None,
     ) -> None:
         self.name, self.weight = name, weight
         self.edges = [*edges, *(call.edge for call in weight.calls)] if weight else [*edges]
-        self._tensors, self._samples_first, self._needs = tensors, samples_first, needs
+        self._tensors, self._samples_first = tensors, samples_first
         self._x = self._flat([tensor.detach() for tensor in tensors])
-        self._scaled = torch.zeros(len(self._x), dtype=torch.float64, device=self._x.device)
+        fit = scales is not None and len(scales) == self._x.shape[1]
+        self._scales = scales.to(self._x.device) if scales is not None and fit else None
         self._rows: list[Tensor] = []
         self._past: list[Tensor | None] = []
         self.passed = False
-        self._scales: Tensor | None = None
-        if scales is not None and len(scales) == self._x.shape[1]:
-            self._scales = scales.to(self._x.device)
-            self._rescaled = torch.zeros_like(self._scaled)
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Take in the gradients of one output at all edges; None where there is no way."""
@@ -103,50 +187,30 @@ class Place:
         ]
         row = self._flat(found[: len(self._tensors)])
         self._rows.append(row)
-        if "scaled" in self._needs:
-            self._scaled += (row.double() * self._x).square().sum(dim=1)
-        if self._scales is not None:
-            self._rescaled += (row.double().square() / self._scales)[:, self._scales > 0].sum(dim=1)
         if self.weight is not None:
             deltas = found[len(self._tensors) :]
             self.weight.add(deltas)
             self._past.append(self._clear(row - self._flat(self.weight.carried(deltas)), row))
 
-    def values(self, backend: ModuleType, device: torch.device, top: int | None) -> dict[str, Tensor]:
-        """Return quantities of the rows, (n,) float64 on the CPU each, and let the rows go.
+    def values(
+        self, wanted: Mapping[str, Quantity], eigenvalues: Callable[[Tensor], Tensor], top: int | None
+    ) -> dict[str, Tensor]:
+        """Return those of the wanted quantities that the place has, (n,) float64 on the CPU each, and let the rows go.
 
         Args:
-            backend: of the eigenvalues of G.
-            device: where it has them.
+            wanted: rows of the table, by name.
+            eigenvalues: of symmetric matrices, see :class:`Jacobian`.
             top: see :func:`.spectra.log_volumes`.
         """
-        rows, past = self._rows, self._past
+        weights = None if self.weight is None else self.weight.total
+        at = Jacobian(self._x, self._rows, eigenvalues, top, weights, self._past, self._scales)
         self._rows, self._past = [], []
-        gram = spectra.gram(rows)
-        squares = spectra.eigenvalues(gram.to(device), backend)
-        found = {
-            "size": self._x.double().square().sum(dim=1),
-            "largest": squares[:, -1].sqrt(),
-            "trace": gram.diagonal(dim1=1, dim2=2).sum(dim=1),
-            "square": gram.square().sum(dim=(1, 2)),
-        }
-        if "scaled" in self._needs:
-            found["scaled"] = self._scaled
-        if "log_volume" in self._needs:
-            found["log_volume"] = spectra.log_volumes(rows, squares, top)
-        if self._scales is not None:
-            found["rescaled"] = self._rescaled * (self._x.double().square() @ self._scales)
-        if self.weight is not None:
-            found["weights"] = self.weight.total
-            found["past"] = torch.zeros_like(self.weight.total)
-        if self.passed:
-            whole = [torch.zeros_like(rows[0]) if row is None else row for row in past]
-            found["past"] = spectra.eigenvalues(spectra.gram(whole).to(device), backend)[:, -1].sqrt()
-        return {quantity: values.cpu() for quantity, values in found.items()}
+        found = {name: row.of(at) for name, row in wanted.items()}
+        return {name: values.cpu() for name, values in found.items() if values is not None}
 
     def _clear(self, rest: Tensor, row: Tensor) -> Tensor | None:
         """Return what is left of a row without the way through the layer; None where that is rounding."""
-        left, size = (part.nan_to_num(0.0, 0.0, 0.0).norm() for part in (rest, row))
+        left, size = (each.nan_to_num(0.0, 0.0, 0.0).norm() for each in (rest, row))
         if not bool(left > torch.finfo(row.dtype).eps ** 0.5 * size):
             return None
         self.passed = True
@@ -154,8 +218,8 @@ class Place:
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return (n, M), what belongs to each sample in all calls side by side."""
-        parts = [self._samples_first(tensor) for tensor in tensors]
-        rows = [part.reshape(len(part), -1) for part in parts]
+        arranged = [self._samples_first(tensor) for tensor in tensors]
+        rows = [tensor.reshape(len(tensor), -1) for tensor in arranged]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
 

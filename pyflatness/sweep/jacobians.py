@@ -5,6 +5,7 @@ a way. One sweep: every output of all samples at once is sent backward, C passes
 rows of J that arrive come G = J Jᵀ and a few sums. J is held for a micro-batch, cut to the memory budget.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .. import contractions, interrupts
 from ..errors import InputError, NonFiniteError
 from ..model import inputs
+from ..numerics import spectra
 from ..numerics.accumulate import Accumulator, non_finite
 from ..passes import cotangents
 from ..passes.dry_run import Findings
@@ -24,7 +26,7 @@ from ..passes.memory import Budget
 from ..passes.recorder import Call
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
-from .jacobian_rows import Place, WeightGradient
+from .jacobian_rows import QUANTITIES, Place, WeightGradient
 
 INPUT = ""
 """The place of the model's input; a layer's input has the layer's name."""
@@ -53,33 +55,33 @@ class Samples:
     apart: dict[str, str]
     passed: frozenset[str]
     backend: str
-    _found: dict[tuple[str, str], Tensor]
+    _found: dict[str, dict[str, Tensor]]
 
     @property
     def has_input(self) -> bool:
         """Return whether the model's input has a derivative."""
-        return self.has(INPUT, "largest")
+        return INPUT in self._found
 
     def has(self, place: str, quantity: str) -> bool:
         """Return whether a place has a quantity."""
-        return (place, quantity) in self._found
+        return quantity in self._found[place]
 
     def each(self, place: str, quantity: str) -> Tensor:
         """Return a quantity of each sample, (n,) float64; NaN for a sample that was left out."""
-        return self._found[place, quantity]
+        return self._found[place][quantity]
 
     def counted(self, place: str, quantity: str) -> Tensor:
         """Return a quantity of the samples that count."""
-        return self._found[place, quantity][self.kept]
+        return self._found[place][quantity][self.kept]
 
 
 @dataclass
 class _MicroBatch:
-    """Hold the quantities of a micro-batch, and its samples' numbers."""
+    """Hold the quantities of a micro-batch at every place, and its samples' numbers."""
 
     number: int
     numbers: Tensor
-    values: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    values: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def fine(self) -> Tensor:
         """Return which samples have finite values at all places, (n,)."""
@@ -93,11 +95,11 @@ class _MicroBatch:
 
     def _fine(self) -> dict[str, Tensor]:
         """Return which samples have finite values, by place; a volume of zero has a logarithm of minus infinity."""
-        found: dict[str, Tensor] = {}
-        for (place, quantity), values in self.values.items():
-            if quantity != "log_volume":
-                found[place] = found.get(place, True) & values.isfinite()
-        return found
+        looked_at = {name for name, row in QUANTITIES.items() if math.isfinite(row.of_zero)}
+        return {
+            place: torch.stack([values.isfinite() for name, values in found.items() if name in looked_at]).all(dim=0)
+            for place, found in self.values.items()
+        }
 
 
 def measured(
@@ -110,7 +112,7 @@ def measured(
 
     Args:
         task: of the user.
-        needs: those of :data:`QUANTITIES` on request.
+        needs: names of :data:`.jacobian_rows.QUANTITIES` that are not there always.
         top: singular values that ``log_volume`` is over, the largest; None: all.
         scales: by layer, those of its features for ``rescaled``.
 
@@ -118,12 +120,14 @@ def measured(
         InputError: see :meth:`.Runner.each`; more outputs than backward passes are allowed.
         NonFiniteError: NaN or infinity, under ``nan_policy="raise"``, or in all samples.
     """
-    return _Sweep(task, frozenset(needs), top, scales or {}).samples()
+    return _Sweep(task, needs, top, scales or {}).samples()
 
 
 class _Sweep:
-    def __init__(self, task: Task, needs: frozenset[str], top: int | None, scales: Mapping[str, Tensor]) -> None:
-        self._task, self._needs, self._top, self._scales = task, needs, top, scales
+    def __init__(self, task: Task, needs: Collection[str], top: int | None, scales: Mapping[str, Tensor]) -> None:
+        self._task, self._top, self._scales = task, top, scales
+        self._wanted = {name: row for name, row in QUANTITIES.items() if row.always or name in needs}
+        self._of_weights = any(row.of_weight for row in self._wanted.values())
         self._inputs = inputs.Inputs(task.forward)
         options = task.options
         self._runner = Runner(
@@ -140,28 +144,29 @@ class _Sweep:
         self._width = 0
 
     def samples(self) -> Samples:
-        parts: list[_MicroBatch] = []
+        taken: list[_MicroBatch] = []
         over = Accumulator(self._task.options.nan_policy)
 
-        def take(part: _MicroBatch) -> None:
-            over.kept(part.fine(), part.error)
-            over.add(len(part.numbers))
-            parts.append(part)
+        def take(micro_batch: _MicroBatch) -> None:
+            over.kept(micro_batch.fine(), micro_batch.error)
+            over.add(len(micro_batch.numbers))
+            taken.append(micro_batch)
 
         self._runner.each(self._measure, take)
         over.check()
-        fine = torch.cat([part.fine() for part in parts])
+        fine = torch.cat([micro_batch.fine() for micro_batch in taken])
         kept = fine if over.omitted else torch.ones_like(fine)
-        found: dict[tuple[str, str], Tensor] = {}
-        for part in parts:
-            for key, values in part.values.items():
-                # A layer that did not run for a sample has no part in its outputs: its J is 0.
-                empty = -torch.inf if key[1] == "log_volume" else 0.0
-                whole = found.setdefault(key, torch.full((len(kept),), empty, dtype=torch.float64, device="cpu"))
-                whole[part.numbers] = values
-        for whole in found.values():
-            whole[~fine] = torch.nan
-        names = tuple(name for name in self._task.selection.modules if (name, "largest") in found)
+        found: dict[str, dict[str, Tensor]] = {}
+        for micro_batch in taken:
+            for place, quantities in micro_batch.values.items():
+                for name, values in quantities.items():
+                    # A layer that did not run for a sample has no effect on its outputs: its J is 0.
+                    empty = torch.full((len(kept),), QUANTITIES[name].of_zero, dtype=torch.float64, device="cpu")
+                    found.setdefault(place, {}).setdefault(name, empty)[micro_batch.numbers] = values
+        for quantities in found.values():
+            for whole in quantities.values():
+                whole[~fine] = torch.nan
+        names = tuple(name for name in self._task.selection.modules if name in found)
         backend = contractions.describe(self._backend)
         passed = frozenset(self._passed)
         return Samples(self._task, names, self._width, kept, self._calls, self._apart, passed, backend, found)
@@ -170,12 +175,12 @@ class _Sweep:
         """Return how many bytes J takes a sample."""
         width = found.outputs.numel() // max(1, min(len(found.outputs), found.samples))
         own = 0 if self._inputs.tensor is None else self._inputs.tensor[0].numel() * self._inputs.tensor.element_size()
-        copies = 2 if "weights" in self._needs else 1  # and of J what is past the layers
+        copies = 2 if self._of_weights else 1  # and of J what is past the layers
         return width * (copies * found.inputs + own)
 
     def _measure(self, run: Run) -> _MicroBatch:
         before, self._width = self._width, run.outputs.numel() // run.samples
-        if "weights" in self._needs and before not in (0, self._width):
+        if self._of_weights and before not in (0, self._width):
             raise InputError(
                 f"bounds: samples of {before} and of {self._width} outputs; they are for one number of them"
             )
@@ -188,34 +193,36 @@ class _Sweep:
         edges = [edge for place in places for edge in place.edges]
         for cotangent in _identity(run.outputs, run.samples):
             interrupts.check()
-            found: tuple[Tensor | None, ...] = (None,) * len(edges)
+            arrived: tuple[Tensor | None, ...] = (None,) * len(edges)
             if run.outputs.requires_grad:
-                found = torch.autograd.grad(run.outputs, edges, cotangent, retain_graph=True, allow_unused=True)
-            gradients = iter(found)
+                arrived = torch.autograd.grad(run.outputs, edges, cotangent, retain_graph=True, allow_unused=True)
+            gradients = iter(arrived)
             for place in places:
                 place.add([next(gradients) for _ in place.edges])
         device = run.outputs.device
-        self._backend, where = contractions.choose_for_few(self._task.options.backend, device, torch.float64)
-        part = _MicroBatch(run.number, run.numbers.cpu())
+        backend, where = contractions.choose_for_few(self._task.options.backend, device, torch.float64)
+        self._backend = backend
+        found = _MicroBatch(run.number, run.numbers.cpu())
         for place in places:
-            values = place.values(self._backend, where, self._top)
-            part.values.update(((place.name, quantity), numbers) for quantity, numbers in values.items())
+            found.values[place.name] = place.values(
+                self._wanted, lambda matrices: spectra.eigenvalues(matrices.to(where), backend), self._top
+            )
             if place.weight is not None:
                 self._apart[place.name] = self._apart.get(place.name) or place.weight.apart
                 self._passed |= {place.name} if place.passed else set()
-        return part
+        return found
 
     def _places(self, run: Run) -> list[Place]:
         places = []
         tensor = self._inputs.tensor
         if tensor is not None and INPUT not in run.recorder.calls:  # a model that is a layer itself has no other name
-            places.append(Place(INPUT, [get_gradient_edge(tensor)], [tensor], lambda x: x, self._needs))
+            places.append(Place(INPUT, [get_gradient_edge(tensor)], [tensor], lambda x: x))
         for name, calls in run.recorder.calls.items():
             self._calls[name] = max(self._calls.get(name, 0), len(calls))
             edges, tensors = [_input_edge(name, call) for call in calls], [call.inputs for call in calls]
-            weight = self._weight(run, name) if "weights" in self._needs else None
+            weight = self._weight(run, name) if self._of_weights else None
             arrange = partial(run.samples_first, name)
-            places.append(Place(name, edges, tensors, arrange, self._needs, weight, self._scales.get(name)))
+            places.append(Place(name, edges, tensors, arrange, weight, self._scales.get(name)))
         return places
 
     def _weight(self, run: Run, name: str) -> WeightGradient:

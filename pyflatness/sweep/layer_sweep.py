@@ -31,6 +31,7 @@ from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from .contracted import Contracted
+from .heads import Heads
 
 Parts = dict[tuple[str, str], Tensor]
 
@@ -70,13 +71,16 @@ class Sweep:
         quantities: of :data:`.contractions.quantities.QUANTITIES`.
 
     Attributes:
+        quantities: in the order of their values.
         backend: of the contractions.
         by_hessian: layers for which second derivatives were taken.
         exact_passes: backward passes or Hessian products of a layer that exact values take, or would take.
     """
 
     def __init__(self, runner: Runner, loss: Loss, options: Options, quantities: Sequence[str]) -> None:
-        self._runner, self._loss, self._options, self._quantities = runner, loss, options, quantities
+        self._runner, self._loss, self._options = runner, loss, options
+        self._heads = Heads(runner, loss, options.memory, quantities)
+        self.quantities = self._heads.quantities
         self._forms: dict[str, LayerForm] = {}
         self._scales: Mapping[str, Tensor] = {}
         self._budget = Budget(options.memory)
@@ -103,6 +107,12 @@ class Sweep:
         """
         self._runner.each(partial(self._block_traces, limit=limit), take)
 
+    def method(self, names: Iterable[str], quantity: str) -> str:
+        """Return how exact values of some layers came about: "head", "ggn" or "hessian"; of several ways the last."""
+        if self.by_hessian.intersection(names):
+            return "hessian"
+        return "head" if self._heads.always(names, quantity) else "ggn"
+
     def notes(self, name: str) -> tuple[str, ...]:
         """Return what a reader of a layer's value should know."""
         dropped = int((self._scales[name] == 0).sum()) if name in self._scales else 0
@@ -115,24 +125,27 @@ class Sweep:
     def _values(self, run: Run, signs: Signs | None = None) -> Values:
         linear, nonlinear = self._ran(run)
         sent = cotangents.of_run(run, self._loss)
+        heads, forms = self._heads.apart(run, sent, linear)
         draws = 1 if signs is None else len(signs.draws)
         places = {name: place for place, name in enumerate(self._runner.selected)}
-        values = torch.zeros(draws, len(places), len(self._quantities), run.samples, dtype=torch.float64, device="cpu")
+        values = torch.zeros(draws, len(places), len(self.quantities), run.samples, dtype=torch.float64, device="cpu")
         values = values.to(run.outputs.device)
         parts: Parts = {}
-        if linear:
+        if forms:
             self.exact_passes = max(self.exact_passes, sent.passes)
             count = sent.passes if signs is None else len(signs.draws)
             held_back = self._budget.held_back if signs is None else 0
-            contracted = Contracted(run, self._forms, linear, count, hold=held_back)
-            for name in linear if sent.passes == 0 else ():
-                _add(parts, name, self._forms[name].contraction(run).nothing(run.samples))
+            contracted = Contracted(run, forms, forms, count, hold=held_back)
+            for name in forms if sent.passes == 0 else ():
+                _add(parts, name, forms[name].contraction(run).nothing(run.samples))
             for draw, cotangent, sign in sent.sent(signs, run.numbers):
                 for name, contribution in contracted.of(cotangent, sign):
-                    values[draw, places[name]] += contribution.values
+                    values[draw, places[name], : len(contribution.values)] += contribution.values
                     _add(parts, name, contribution)
             for name, contribution in contracted.rest():
-                values[0, places[name]] += contribution.values
+                values[0, places[name], : len(contribution.values)] += contribution.values
+        for name, value in heads.items():
+            values[:, places[name], self._heads.columns] = value
         self._add_hessian(run, signs, {name: values[:, places[name]] for name in nonlinear}, parts)
         self.by_hessian.update(nonlinear)
         values = self._marked(values, sent, self._left_out(run, sent), run.number)
@@ -153,7 +166,7 @@ class Sweep:
         with block_traces.differentiable(found), contractions.full_precision(run.outputs):
             gradients = self._gradients(run, found)
             for name, values in found.items():
-                traces = self._traces(run, name, self._loss.value, gradients[name], self._quantities)
+                traces = self._traces(run, name, self._loss.value, gradients[name], self.quantities)
                 self.exact_passes = max(self.exact_passes, traces.products)
                 if signs is None:
                     contribution = traces.exact()
@@ -243,18 +256,18 @@ class Sweep:
             normalize.check_in_time(self._options.nan_policy, late, number, "samples", check_weights)
         return values.masked_fill(left_out, torch.nan)
 
-    def _ran(self, run: Run) -> tuple[list[str], list[str]]:
-        """Return the layers that ran: those whose values come by square-root factors, and the others."""
+    def _ran(self, run: Run) -> tuple[dict[str, LayerForm], list[str]]:
+        """Return the layers that ran: the forms of those whose values take no second derivatives, and the others."""
         self._make_forms()
         names = [name for name in self._runner.selected if run.calls(name)]
         nonlinear = [] if self._options.by_ggn else [name for name in names if name in run.nonlinear]
-        return [name for name in names if name not in nonlinear], nonlinear
+        return {name: self._forms[name] for name in names if name not in nonlinear}, nonlinear
 
     def _make_forms(self) -> None:
         """Make the form of each layer that came with this run."""
         for name, module in self._runner.modules.items():
             if name not in self._forms:
-                form = LayerForm(name, module, self._quantities, self._options, self._scales.get(name))
+                form = LayerForm(name, module, self.quantities, self._options, self._scales.get(name))
                 self._forms[name], self.backend = form, contractions.describe(form.backend)
 
 

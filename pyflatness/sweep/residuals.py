@@ -102,7 +102,9 @@ class Residuals:
             return
         begins = self._counts[layer, places] == 0
         self._origins[layer][:, places[begins]] = values[0][:, begins]
-        counted = torch.arange(numbers.start, numbers.stop, device=places.device).unsqueeze(1) < self._wanted[layer, places]
+        counted = (
+            torch.arange(numbers.start, numbers.stop, device=places.device).unsqueeze(1) < self._wanted[layer, places]
+        )
         shifted = torch.where(counted.unsqueeze(1), values - self._origins[layer][:, places], 0.0)
         self._sums[layer].index_add_(1, places, shifted.sum(dim=0))
         self._squares[layer].index_add_(1, places, shifted.square().sum(dim=0))
@@ -146,7 +148,7 @@ class Residuals:
         if most > cotangents.PASSES:
             raise InputError(
                 f"probes='adaptive' takes {most:.0f} Hessian products a sample for this rtol, more than "
-                f"{cotangents.PASSES}; pass a larger one, or probes=k, a number of draws"
+                f"{cotangents.PASSES}; pass a larger one, or probes=k, a number of probes"
             )
 
     def steps(self, *, whole: bool) -> Iterator[tuple[Tensor, Rounds]]:

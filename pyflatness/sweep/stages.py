@@ -1,4 +1,4 @@
-"""Take as many random draws as a wanted standard error needs."""
+"""Take as many probes as a wanted standard error needs."""
 
 import math
 from collections.abc import Callable
@@ -7,39 +7,39 @@ from ..errors import InputError
 from ..passes import cotangents
 from .totals import Sums
 
-_FIRST_STAGE, _LATER_STAGES = 4, 3  # draws from which their number is found; how often it is corrected
-_FEWEST = 2  # draws of a stage: one has no variance of its own
+_FIRST_STAGE, _LATER_STAGES = 4, 3  # probes from which their number is found; how often it is corrected
+_FEWEST = 2  # probes of a stage: one has no variance of its own
 _CLOSE = 1.05  # a standard error within this of the one that was asked for is that
 
 
 def until(target: float, summed: Callable[[range | None], Sums], exact_passes: Callable[[], int]) -> Sums:
     """Return values whose standard errors are about ``target`` at most, or exact ones where these take no more.
 
-    A first stage of a few draws says how many there have to be in all, and a later one is added where that was too few.
-    No stage looks at the values, and all count by their draws (after Stein 1945), which keeps the coverage of the
+    A first stage of a few probes says how many there have to be in all, and a later one is added where that was too
+    few. No stage looks at the values, and all count by their probes (after Stein 1945), which keeps the coverage of the
     interval.
 
     Args:
         target: the standard error.
-        summed: the values in the draws of these numbers, None: exact.
-        exact_passes: backward passes or Hessian products that exact values take; known once there were draws.
+        summed: the values in the probes of these numbers, None: exact.
+        exact_passes: backward passes or Hessian products that exact values take; known once there were probes.
 
     Raises:
-        InputError: it would take more than :data:`.cotangents.PASSES` draws.
+        InputError: it would take more than :data:`.cotangents.PASSES` probes.
     """
-    sums, draws = summed(range(_FIRST_STAGE)), _FIRST_STAGE
+    sums, probes = summed(range(_FIRST_STAGE)), _FIRST_STAGE
     for _ in range(_LATER_STAGES):
         assert sums.errors is not None
-        excess = float(sums.errors.nan_to_num(0.0).max()) / target  # more draws do not help where it is NaN
+        excess = float(sums.errors.nan_to_num(0.0).max()) / target  # more probes do not help where it is NaN
         if excess <= _CLOSE:
             break
-        needed = max(math.ceil(draws * excess**2), draws + _FEWEST)
+        needed = max(math.ceil(probes * excess**2), probes + _FEWEST)
         if exact_passes() <= min(needed, cotangents.PASSES):
             return summed(None)
         if needed > cotangents.PASSES:
             raise InputError(
-                f"target_stderr={target:g} takes about {needed} draws (the standard error of {draws} is "
+                f"target_stderr={target:g} takes about {needed} probes (the standard error of {probes} is "
                 f"{excess * target:.3g}), more than {cotangents.PASSES}; pass a larger one, or probes="
             )
-        sums, draws = sums.pooled(summed(range(draws, needed)), draws / needed), needed
+        sums, probes = sums.pooled(summed(range(probes, needed)), probes / needed), needed
     return sums

@@ -14,7 +14,7 @@ from ..numerics.variances import Variances
 from ..options import Options
 from .layer_sweep import Values
 
-_AGREEING = 1e-6  # of a value: by less than so much draws differ by chance or by rounding, which tells of no error
+_AGREEING = 1e-6  # of a value: by less than so much probes differ by chance or by rounding, which tells of no error
 
 OR_OVERFLOW = "(or squares beyond the dtype's range)"
 
@@ -51,7 +51,7 @@ class Sums:
     def pooled(self, other: "Sums", weight: float) -> "Sums":
         """Return the mean with independent values of the same data; ``weight`` is this one's.
 
-        The degrees of freedom stay those of this one, whose errors said how many draws the other takes (Stein 1945).
+        The degrees of freedom stay those of this one, whose errors said how many probes the other takes (Stein 1945).
         """
         assert self.errors is not None
         assert other.errors is not None
@@ -73,7 +73,7 @@ class Totals:
         reduction: the loss's, ``"mean"`` or ``"sum"``.
         options: of the user; whether each sample's values are kept, and the policy for NaN.
         error: makes that of values and which samples (n,) are fine; see :data:`.accumulate.Error`.
-        sampled: whether values are means over random draws; for those sampled in groups their variances say so.
+        sampled: whether values are means over probes; for those sampled in groups their variances say so.
 
     Attributes:
         over: the samples so far.
@@ -94,26 +94,26 @@ class Totals:
         self._contributions: list[Tensor] = []
         self._parts: dict[tuple[str, str], Tensor] = {}
 
-    def add(self, part: Values) -> None:
+    def add(self, micro_batch: Values) -> None:
         """Take in the values of some samples.
 
         Raises:
             NonFiniteError: NaN or infinity, by the policy.
         """
-        fine = finite_samples(part.values)
-        kept = self.over.kept(fine, lambda: self._error(part, fine))
-        self.over.add(len(fine), float(masked(part.sample_weights, kept).sum()))
-        values = part.values
+        fine = finite_samples(micro_batch.values)
+        kept = self.over.kept(fine, lambda: self._error(micro_batch, fine))
+        self.over.add(len(fine), float(masked(micro_batch.sample_weights, kept).sum()))
+        values = micro_batch.values
         if not bool(fine.all()):
             values = masked(values.where(values.isfinite(), torch.nan), kept)  # a layer that is fine stays so
-        draws = torch.cat([values, values.sum(dim=1, keepdim=True)], dim=1)
-        means = draws.mean(dim=0)
+        probes = torch.cat([values, values.sum(dim=1, keepdim=True)], dim=1)
+        means = probes.mean(dim=0)
         self._sums = self._sums.to(means.device) + means.sum(dim=2)
-        if part.variances is not None:
-            self._variances.add(masked(part.variances, kept))
+        if micro_batch.variances is not None:
+            self._variances.add(masked(micro_batch.variances, kept))
         elif self._sampled:
-            self._variances.add_draws(draws, torch.ones_like(fine) if kept is None else kept)
-        for key, summed in part.parts.items():
+            self._variances.add_probes(probes, torch.ones_like(fine) if kept is None else kept)
+        for key, summed in micro_batch.parts.items():
             self._parts[key] = summed + self._parts[key] if key in self._parts else summed
         if self._per_sample:
             self._contributions.append(masked(means, kept, torch.nan))
@@ -130,7 +130,7 @@ class Totals:
         errors = dof = None
         found = self._variances.result()
         if found is not None:
-            variance, dof = (part.cpu() for part in found)
+            variance, dof = (each.cpu() for each in found)
             errors = (variance.sqrt() / normaliser).masked_fill(~values.isfinite(), torch.nan)
             dof = dof.masked_fill(errors <= _AGREEING * values.abs(), torch.nan)
         return Sums(
@@ -140,27 +140,31 @@ class Totals:
             per_sample=self.over.per_sample(self._contributions) if self._per_sample else None,
             samples=self.over.samples,
             omitted=self.over.omitted,
-            parts={key: (part / normaliser).cpu() for key, part in self._parts.items()},
+            parts={key: (summed / normaliser).cpu() for key, summed in self._parts.items()},
         )
 
 
-def layer_error(modules: Mapping[str, nn.Module], part: Values, fine: Tensor) -> NonFiniteError:
+def layer_error(modules: Mapping[str, nn.Module], micro_batch: Values, fine: Tensor) -> NonFiniteError:
     """Return the error of values of layers.
 
     Args:
         modules: all selected layers.
-        part: the values.
+        micro_batch: the values.
         fine: (n,), the samples whose values are all finite.
 
     Raises:
         NonFiniteError: a layer's weights have NaN or infinity in them.
     """
     layers.check_finite(modules)
-    finite = part.values.isfinite().all(dim=0).flatten(1).all(dim=1)
+    finite = micro_batch.values.isfinite().all(dim=0).flatten(1).all(dim=1)
     where = [name for name, whole in zip(modules, finite, strict=True) if not bool(whole)]
     listed = ", ".join(map(repr, where[:4])) + (", …" if len(where) > 4 else "")
-    what = "inputs, gradients or second derivatives" if part.by_hessian.intersection(where) else "inputs or gradients"
+    what = (
+        "inputs, gradients or second derivatives"
+        if micro_batch.by_hessian.intersection(where)
+        else "inputs or gradients"
+    )
     what = f"in the {what} of layer {listed}"
-    if part.lost is not None and bool(part.lost.any()):
+    if micro_batch.lost is not None and bool(micro_batch.lost.any()):
         what = f"in their targets, outputs or loss, or {what}"
-    return non_finite(part.number, fine, f"{OR_OVERFLOW} {what}")
+    return non_finite(micro_batch.number, fine, f"{OR_OVERFLOW} {what}")

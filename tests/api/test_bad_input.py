@@ -104,9 +104,9 @@ def test_second_derivatives_that_do_not_exist():
 
 
 def test_numbers_of_draws():
-    refused(pf.InputError, r"probes=0: a number of random draws", Encoder(), layer="fc1", probes=0)
-    refused(pf.InputError, r"probes=True: a number of random draws", Encoder(), layer="fc1", probes=True)
-    refused(pf.InputError, r"probes=2.5: a number of random draws", Encoder(), layer="fc1", probes=2.5)
+    refused(pf.InputError, r"probes=0: a number of random probes", Encoder(), layer="fc1", probes=0)
+    refused(pf.InputError, r"probes=True: a number of random probes", Encoder(), layer="fc1", probes=True)
+    refused(pf.InputError, r"probes=2.5: a number of random probes", Encoder(), layer="fc1", probes=2.5)
     refused(pf.InputError, r"target_stderr=0: a standard error above", Encoder(), layer="fc1", target_stderr=0)
     refused(pf.InputError, r"pass one of them", Encoder(), layer="fc1", target_stderr=0.1, probes=2)
     for seed in (2**63, 0.5, None):

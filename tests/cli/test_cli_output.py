@@ -14,8 +14,8 @@ import pytest
 
 import pyflatness as pf
 from pyflatness import cli
-from pyflatness.cli import demo, demo_networks, doctor, paths, score
-from pyflatness.cli.scoring import Row
+from pyflatness.cli import demo, demo_networks, doctor, paths, score_csv
+from pyflatness.scoring.rows import Row
 from support.score_runs import status
 
 NETWORK = demo_networks.Row(
@@ -43,7 +43,7 @@ def _printed(command: Callable[[], object], width: int, monkeypatch, capsys) -> 
         lambda: doctor.show(doctor._table([doctor.Check("avx512", doctor.torch.float64, 1.5e-13, "fused", 1e-12)])),
         lambda: doctor.show(doctor._environment()),
         lambda: demo._print([NETWORK], []),
-        lambda: score._print([SCORED]),
+        lambda: score_csv.print_rows([SCORED]),
     ],
     ids=["layers", "measures", "doctor", "environment", "demo", "score"],
 )
@@ -60,7 +60,7 @@ def test_a_file_or_pipe_has_lines_of_one_width(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "20")
-    score._print([SCORED])
+    score_csv.print_rows([SCORED])
     out = capsys.readouterr().out
     assert "stage1.0.conv1  relative_flatness  0.3678" in " ".join(out.split(" "))
     assert "\x1b" not in out

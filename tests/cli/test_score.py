@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.cli import paths, scoring
-from pyflatness.scoring import loading, specs
+from pyflatness.cli import paths
+from pyflatness.scoring import fit, loading, specs
 from support import ROOT
 from support.score_runs import arguments_of, built_mark, rows_of, saved, status, tiny_net
 
@@ -176,9 +176,9 @@ def test_the_models_are_run_once_per_pass(tiny: str, monkeypatch: pytest.MonkeyP
 
 
 def test_outputs_without_values_have_no_loss() -> None:
-    recorder = scoring.FitRecorder("cross_entropy", lambda: None, active=True)
+    recorder = fit.FitRecorder("cross_entropy", lambda: None, active=True)
     recorder(lambda inputs: inputs.to("meta"), (torch.ones(2, 3), torch.tensor([0, 1])))
-    assert recorder.fit() == scoring.Fit(None, None)
+    assert recorder.fit() == fit.Fit(None, None)
 
 
 @pytest.mark.parametrize("existing", [False, True])
@@ -258,7 +258,7 @@ def test_hidden_layers_are_rows_too(tiny: str) -> None:
     assert status(*arguments_of(tiny, checkpoint, "--layers", "body", "--layers", "head")) == 0
     hidden, head, network = rows_of(tiny)
     assert (hidden["layer"], hidden["method"], hidden["exact"]) == ("body", "ggn", "True")
-    assert (head["layer"], head["method"], head["exact"]) == ("head", "ggn", "True")
+    assert (head["layer"], head["method"], head["exact"]) == ("head", "head", "True")
     assert network["layer"] == ""
     assert float(network["value"]) == pytest.approx(float(hidden["value"]) + float(head["value"]), rel=1e-12)
     assert (hidden["loss"], hidden["accuracy"]) == (head["loss"], head["accuracy"])

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 import pyflatness as pf
-from pyflatness.cli import paths, score
+from pyflatness.cli import paths
 from pyflatness.generalization import tables
 from pyflatness.scoring import checkpoints, loading
+from pyflatness.scoring.rows import csv_line
 from support.score_runs import arguments_of, built_mark, rows_of, saved, status, tiny_net
 
 HOSTILE = ("=cmd|' &C calc'!A1.safetensors", "@sum.safetensors", "\x1b[31mred\n.safetensors", "'quoted'.safetensors")
@@ -118,7 +119,7 @@ def test_names_reach_terminal_and_table_as_text(
 
 def test_numbers_are_written_as_they_are() -> None:
     numbers = [-1.5, -3, 1e-300, True, None, 0.1 + 0.2]
-    assert score._line(numbers) == b"-1.5,-3,1e-300,True,,0.30000000000000004\n"
+    assert csv_line(numbers) == b"-1.5,-3,1e-300,True,,0.30000000000000004\n"
 
 
 def _run(tiny: str, *rest: object, limit: int) -> subprocess.CompletedProcess[str]:

@@ -23,6 +23,7 @@ def arguments(name, dtype):
         torch.ones(4, dtype=torch.float64),
         torch.ones(4, dtype=torch.int64),
     )
+    sources = torch.arange(9, dtype=torch.int32).repeat(4, 4, 1)
     # a layer of 4 samples, 2 groups of 3 channels and 2 rows, 5 x 4 pixels under a kernel of 3 x 2: 3 x 3 places
     layer = ((4, 2, 3, 2), (1, 5, 4), (1, 3, 3), (1, 3, 2), (1, 1, 1), (1, 1, 1))
     inputs, signal, root, weight, places, totals, channels, rows = (
@@ -45,7 +46,7 @@ def arguments(name, dtype):
             ("direct", (layer, 7, True, 1)),
             ("patch_gram", (layer, 1)),
             ("gram", (9, 2, 1)),
-            ("direct_gathered", (layer, 7, 2, 1)),
+            ("direct_gathered", (layer, 9, 7, 2, 1)),
         )
     ]
     return {
@@ -59,7 +60,7 @@ def arguments(name, dtype):
             works[0], 1,
         ],
         "direct_gathered": [
-            layer, inputs, inputs.stride(), [signal, signal.clone()], [signal.stride()] * 2, root, 7,
+            layer, inputs, inputs.stride(), [signal, signal.clone()], [signal.stride()] * 2, sources, 9, root, 7,
             totals.flatten()[:32].clone(), works[3], 1,
         ],
         "patch_gram": [layer, inputs, inputs.stride(), places, works[1], 1],
@@ -180,14 +181,16 @@ def test_sizes_of_the_layer_kernels_are_checked():
         with pytest.raises(ValueError, match=message):
             call("direct", torch.float32, changed(direct, *path))
     gathered = arguments("direct_gathered", torch.float32)
-    for wrong, message in ((3, "1 signals, strides of 2"), (8, "`workspace` has")):
+    for wrong, message in ((3, "1 signals, strides of 2"), (10, "`workspace` has")):
         with pytest.raises(ValueError, match=message):
             call("direct_gathered", torch.float32, changed(gathered, wrong, gathered[wrong][:1]))
     for path, message in {
         (4, 1, (36, 9, 9, 3, 100)): "`signal` has 144 elements",
-        (6, 6): "`root` has 28 elements",
-        (6, 2**60): "multiply-adds|not those of an array",
-        (9, 2): "`workspace` has",
+        (6, 8): "`signal` has 144 elements",
+        (6, 0): "rows of 0 elements",
+        (8, 6): "`root` has 28 elements",
+        (8, 2**60): "multiply-adds|not those of an array",
+        (11, 2): "`workspace` has",
     }.items():
         with pytest.raises(ValueError, match=message):
             call("direct_gathered", torch.float32, changed(gathered, *path))

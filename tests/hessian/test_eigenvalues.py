@@ -80,7 +80,7 @@ def test_rows_by_products_and_written_out(name, layer, usual, monkeypatch):
 @curvatures()
 def test_rows_whose_blocks_do_not_fit(name, curvature, monkeypatch):
     """A sweep for each product; second derivatives in the weights where the GGN is another matrix."""
-    monkeypatch.setattr("pyflatness.hessian.row_blocks._LARGEST_BLOCKS", 0)
+    monkeypatch.setattr("pyflatness.passes.memory.Budget.blocks", 0)
     case = CASES[name]
     options = {"layers": list(case.layers), "measures": "relative_flatness_max", "curvature": curvature, "memory": 1}
     report = pf.measure(case.build(), case.loss, batches(case), **options)
@@ -108,7 +108,7 @@ NORMALISED = ("mlp ReLU", "mlp Tanh", "tokens, binary", "siamese, conv", "cnn", 
 @pytest.mark.parametrize("room", [2**29, 0])
 @pytest.mark.parametrize(("name", "layer"), [(n, la) for n, la in LAYERS if n.startswith(NORMALISED)])
 def test_normalised(name, layer, room, monkeypatch):
-    monkeypatch.setattr("pyflatness.hessian.row_blocks._LARGEST_BLOCKS", room)
+    monkeypatch.setattr("pyflatness.passes.memory.Budget.blocks", room)
     case = CASES[name]
     deviation = truth.layer_deviations(case.build(), layer, case.inputs)
     module = case.build().get_submodule(layer)

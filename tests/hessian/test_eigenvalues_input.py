@@ -127,7 +127,7 @@ def test_more_products_than_are_reckoned_with_are_refused():
 
 
 def test_curved_layers_that_fit_nowhere_are_refused(monkeypatch):
-    monkeypatch.setattr("pyflatness.hessian.row_blocks._LARGEST_BLOCKS", 0)
+    monkeypatch.setattr("pyflatness.passes.memory.Budget.blocks", 0)
     net = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 3)).eval()
     data = torch.randn(4, 60), torch.arange(4) % 3
     with pytest.raises(pf.NotYetError, match=r"layer '0': .* need 2400 products"):

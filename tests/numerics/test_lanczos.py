@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from pyflatness.hessian.row_blocks import RowBlocks, add_gradients
 from pyflatness.numerics import lanczos
+from pyflatness.passes.memory import Budget
 
 
 def symmetric(*spectra, seed=0):
@@ -113,7 +114,8 @@ ROWS, COLUMNS, SAMPLES = 3, 4, 10
 
 
 def blocks(columns=None, memory=2**20):
-    return RowBlocks(torch.ones(ROWS, COLUMNS, dtype=torch.bool) if columns is None else columns, memory)
+    columns = torch.ones(ROWS, COLUMNS, dtype=torch.bool) if columns is None else columns
+    return RowBlocks(columns, memory, Budget(None))
 
 
 def randn(*shape):

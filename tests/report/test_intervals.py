@@ -99,7 +99,7 @@ def test_degrees_of_freedom_are_those_of_the_variance(draws, weights):
         variances = Variances()
         values = normal(seed, draws, 40) * squares.sqrt()
         for part in values.split(16, dim=1):  # the cut does not count
-            variances.add_draws(part, torch.ones(part.shape[1], dtype=torch.bool))
+            variances.add_probes(part, torch.ones(part.shape[1], dtype=torch.bool))
         variance, dof = variances.result()
         assert float(variance) == pytest.approx(float(values.var(dim=0).sum()) / draws)
         assert 0.999 * (draws - 1) <= dof <= 40 * (draws - 1)
@@ -111,7 +111,7 @@ def test_one_draw_has_the_variance_between_samples_and_no_degrees_of_freedom():
     values = 1e6 + normal(3, 1, 500)
     variances = Variances()
     for part in values.split(120, dim=1):
-        variances.add_draws(part, torch.ones(part.shape[1], dtype=torch.bool))
+        variances.add_probes(part, torch.ones(part.shape[1], dtype=torch.bool))
     variance, dof = variances.result()
     assert float(variance) == pytest.approx(500 * float(values.var()), rel=1e-6)
     assert math.isnan(dof)
@@ -120,7 +120,7 @@ def test_one_draw_has_the_variance_between_samples_and_no_degrees_of_freedom():
 def test_variances_of_one_draw_and_of_none():
     assert Variances().result() is None
     alone = Variances()
-    alone.add_draws(torch.ones(1, 1), torch.ones(1, dtype=torch.bool))
+    alone.add_probes(torch.ones(1, 1), torch.ones(1, dtype=torch.bool))
     variance, dof = alone.result()
     assert float(variance) == math.inf
     assert math.isnan(dof)

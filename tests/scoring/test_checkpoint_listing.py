@@ -28,6 +28,12 @@ def test_folders_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     assert found(tmp_path, "run10/epoch_9.safetensors", "run10") == every[3:]  # each once
 
 
+def test_fractions_in_names(tmp_path: Path) -> None:
+    names = ["lr0.005_batch16.pt", "lr0.005_batch128.pt", "lr0.02.pt", "lr0.1.pt", "lr1.pt", "lr10.pt"]
+    made(tmp_path, *reversed(names))
+    assert found(tmp_path, ".") == names
+
+
 def test_what_trainers_save_beside_the_weights(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     made(tmp_path, *(f"checkpoint-{n}/{name}" for n in (500, 1000) for name in {*index["weight_map"].values()}))

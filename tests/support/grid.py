@@ -48,6 +48,30 @@ def ggn(case: Case, layer: str) -> Tensor:
     return truth.layer_ggn(case.build(), case.loss, case.inputs, case.targets, layer)
 
 
+@functools.cache
+def head(case: Case) -> str:
+    """Return the layer whose only call gives the model's outputs, the very tensor, rows as the loss reads them.
+
+    It is empty if none does. Squared errors of images are read along their last dimension, and a convolution's rows are
+    in the second.
+    """
+    if isinstance(case.loss, nn.MSELoss) and case.name.startswith("segmentation"):
+        return ""
+    model, outputs = case.build(), {}
+    for name in case.layers:
+        found = outputs.setdefault(name, [])
+        model.get_submodule(name).register_forward_hook(lambda _, args, output, found=found: found.append(output))
+    result = model(case.inputs)
+    return next((name for name, made in outputs.items() if len(made) == 1 and made[0] is result), "")
+
+
+def method(case: Case, layer: str, measure: str, curvature: str = "auto") -> str:
+    """Return by which method a sweep measures a case's layer."""
+    if measure == "relative_flatness" and layer == head(case):
+        return "head"
+    return "ggn" if layer in case.linear or curvature == "ggn" else "hessian"
+
+
 def groups(case: Case, layer: str) -> int:
     return getattr(case.build().get_submodule(layer), "groups", 1)
 

@@ -1,0 +1,143 @@
+"""Score checkpoints into a store: what is there stays, what is new is computed, and an interruption loses nothing."""
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from ..messages import printable
+from ..scoring import executors
+from ..scoring.measuring import Outcome
+from ..scoring.run import Kept, Run, keep
+from ..scoring.store import Store
+from ..scoring.worker import Job
+from .bars import bar
+
+_SHOWN = 5  # errors that are printed
+_SHORT = 10  # seconds
+
+
+@dataclass(frozen=True)
+class How:
+    """Hold how a run goes: the executor's name and workers, ``retry`` and ``ends`` as :func:`.keep` has them, a bar."""
+
+    executor: str
+    workers: int
+    retry: bool = False
+    ends: bool = False
+    shown: bool | None = None
+
+
+def write(run: Run, path: Path, columns: Mapping[str, Mapping[str, Any]], how: How, *, dry_run: bool = False) -> None:
+    """Measure what the store does not have yet.
+
+    Args:
+        run: what is asked.
+        path: of the store.
+        columns: metadata of the checkpoints, by their names.
+        how: to go about it.
+        dry_run: to say what there is to do, and leave the store as it is.
+
+    Raises:
+        StoreError: the store cannot be written; what was committed is kept.
+        SystemExit: 1 if something failed, 130 after Ctrl-C or SIGTERM.
+    """
+    if how.ends:
+        click.echo("the data are known by their first and last batch: a change between these goes unnoticed", err=True)
+    with Store.copied(path) if dry_run else Store(path, write=True) as store:
+        kept = keep(run, store, retry=how.retry, ends=how.ends)
+        store.describe(columns)
+        click.echo(printable(_summary(run, kept, path)))
+        if dry_run:
+            _estimate(run, kept.jobs)
+            return
+        done, interrupted = _go(run, store, kept, how)
+        counts = store.counts(kept.setting, kept.contents.values())
+        errors = store.errors(kept.setting, kept.contents.values())
+    left = len(kept.jobs) - done
+    click.echo(printable(f"{path}: {done} units done, {left} to do; {counts['failed']} values failed"))
+    for name, error in errors[:_SHOWN]:
+        click.echo(printable(f"{name}: {error}"))
+    if counts["failed"]:
+        click.echo(f"pyflatness show {path} CHECKPOINT has all errors of one; --retry computes again what failed")
+    if interrupted:
+        click.echo("interrupted: what was done is kept, and the same command goes on from there")
+    if interrupted or counts["failed"]:
+        raise SystemExit(130 if interrupted else 1)
+
+
+def _summary(run: Run, kept: Kept, path: Path) -> str:
+    checkpoints, units = len(kept.contents), len(kept.jobs)
+    values = sum(len(job.unit.pairs) for job in kept.jobs)
+    reads = run.reads(kept.jobs)
+    return f"{path}: {checkpoints} checkpoints, {units} units to do ({values} values, {reads} reads of the data)"
+
+
+def _estimate(run: Run, jobs: list[Job]) -> None:
+    """Measure the first unit, keep nothing of it, and print how long all of them will take."""
+    if jobs:
+        seconds = math.inf
+        for _ in range(2):  # what is done once for a process counts once, if the unit is short
+            start = time.perf_counter()
+            outcome = run.bench.outcome(jobs[0])
+            seconds = min(seconds, time.perf_counter() - start)
+            if seconds > _SHORT:
+                break
+        note = f" (it failed: {outcome.errors[0]})" if outcome.errors else ""
+        total = seconds * run.reads(jobs) / max(1, run.reads(jobs[:1]))
+        click.echo(printable(f"the first took {seconds:.3g} s{note}; all of them one after the other: {_time(total)}"))
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {rest:02} s"
+
+
+def _go(run: Run, store: Store, kept: Kept, how: How) -> tuple[int, bool]:
+    """Measure the units; return how many were committed, and whether this was interrupted."""
+    done = 0
+
+    def take(job: Job, outcome: Outcome) -> None:
+        nonlocal done
+        store.commit(kept.setting, job.content, outcome)
+        done += 1
+        progress.advance(task)
+
+    with bar("units", how.shown) as progress, _terminable(), _executor(how, len(kept.jobs)) as executor:
+        task = progress.add_task("scoring", total=len(kept.jobs))
+        try:
+            run.go(kept.jobs, executor, take)
+        except KeyboardInterrupt:
+            return done, True
+    return done, False
+
+
+@contextlib.contextmanager
+def _executor(how: How, units: int) -> Iterator[Executor]:
+    executor = executors.named(how.executor, min(how.workers, units)) if units else executors.Serial()
+    try:
+        yield executor
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Take SIGTERM, which job schedulers send, as Ctrl-C."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

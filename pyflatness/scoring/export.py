@@ -1,0 +1,137 @@
+"""Write a store's values as a table: one row for each value, with everything that is needed to read it.
+
+The columns of :data:`COLUMNS` come first, then those of the checkpoints' metadata. ``SCHEMA`` is raised when a column
+changes its meaning or goes; new ones may come behind the others without that.
+"""
+
+import importlib.util
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, MissingExtraError
+from ..options import Options
+from .fit import NO_FIT
+from .rows import csv_line, is_there, row
+from .store import Store
+
+SCHEMA = 1
+COLUMNS = (
+    *("schema", "checkpoint", "layer", "measure", "arguments", "value", "stderr", "low", "high", "exact", "method"),
+    *("samples", "loss", "accuracy", "seconds", "model", "data", "versions", "error"),
+)
+
+Record = dict[str, Any]
+
+_DEFAULTS = asdict(Options())
+_REAL = ("value", "stderr", "low", "high", "loss", "accuracy", "seconds")
+
+
+def records(store: Store, more: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[Record]:
+    """Yield a store's values, and what failed, in the order in which they were asked for; not what is to do.
+
+    Args:
+        store: to be read.
+        more: columns of checkpoints, by their names, beside those that the store has.
+
+    Raises:
+        InputError: metadata with a name that a column of the values has.
+    """
+    checkpoints = store.select("SELECT name, content, columns FROM checkpoints ORDER BY id")
+    metadata = {row["name"]: {**json.loads(row["columns"]), **(more or {}).get(row["name"], {})} for row in checkpoints}
+    names = _columns(metadata.values())
+    for setting, facts in store.settings().items():
+        key, shown = facts["key"], facts.get("shown", {})
+        given = {name: value for name, value in key["options"].items() if value != _DEFAULTS[name]}
+        same = {
+            "schema": SCHEMA,
+            "arguments": json.dumps({"loss": key["loss"], **given}, sort_keys=True),
+            "model": shown.get("model") or "",
+            "data": shown.get("data") or "",
+        }
+        for checkpoint in checkpoints:
+            held = store.values(setting, checkpoint["content"])
+            fit = next((one.fit for one in held if one.fit != NO_FIT), NO_FIT)
+            columns = dict.fromkeys(names) | metadata[checkpoint["name"]]
+            for one in filter(lambda one: is_there(one.value), held):
+                found = {**same, **asdict(row(checkpoint["name"], one.value, fit)), "versions": one.versions}
+                yield {name: found[name] for name in COLUMNS} | columns
+
+
+def _columns(metadata: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of all columns of the metadata.
+
+    Raises:
+        InputError: one is a column of the values.
+    """
+    names = [*dict.fromkeys(name for columns in metadata for name in columns)]
+    taken = [name for name in names if name in COLUMNS]
+    if taken:
+        raise InputError(f"metadata: {taken[0]!r} is a column of the values; give it another name")
+    return names
+
+
+def check_format(path: Path) -> None:
+    """Raise if the file's ending is that of no format, or what writes it is not installed.
+
+    Raises:
+        InputError: another ending.
+        MissingExtraError: pyarrow.
+    """
+    if path.suffix not in _FORMATS:
+        raise InputError(f"{path.suffix or 'no'!r} is no known ending; choose {', '.join(_FORMATS)}")
+    if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise MissingExtraError("Parquet files need pyarrow: pip install 'pyflatness[parquet]'")
+
+
+def content(found: list[Record], path: Path) -> bytes:
+    """Return what a file of this name is to hold; see :func:`check_format`."""
+    return _FORMATS[path.suffix](found)
+
+
+def _csv(found: list[Record]) -> bytes:
+    header = [*found[0]] if found else COLUMNS
+    return b"".join([csv_line(header), *(csv_line(record.values()) for record in found)])
+
+
+def _json(found: list[Record]) -> bytes:
+    return json.dumps({"schema": SCHEMA, "rows": found}, indent=1, ensure_ascii=False).encode()
+
+
+def _jsonl(found: list[Record]) -> bytes:
+    return b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in found)
+
+
+def _parquet(found: list[Record]) -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    kinds = {"schema": "int32", "samples": "int64", "exact": "bool"} | dict.fromkeys(_REAL, "double")
+    named = [(name, pyarrow.type_for_alias(kinds.get(name, "string"))) for name in COLUMNS]
+    others = [*found[0]][len(COLUMNS) :] if found else []
+    arrays = [pyarrow.array([record[name] for record in found], kind) for name, kind in named]
+    arrays += [_array(pyarrow, [record[name] for record in found]) for name in others]
+    table = pyarrow.table(dict(zip([*COLUMNS, *others], arrays, strict=True)))
+    table = table.replace_schema_metadata({"pyflatness schema": str(SCHEMA)})
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(table, buffer)
+    return buffer.getvalue()
+
+
+def _array(pyarrow: Any, cells: list[Any]) -> Any:
+    """Return a column of metadata: of one kind if its cells are, else as text."""
+    try:
+        return pyarrow.array(cells)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
+        return pyarrow.array([None if cell is None else str(cell) for cell in cells])
+
+
+_FORMATS: dict[str, Callable[[list[Record]], bytes]] = {
+    ".csv": _csv,
+    ".json": _json,
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
+}

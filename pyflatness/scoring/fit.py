@@ -1,0 +1,74 @@
+"""Take the loss and accuracy of a network from the passes that measure it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import losses
+from ..losses import risk
+from ..model import calling
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Hold how well a network does on its data; None where that is not known."""
+
+    loss: float | None = None
+    accuracy: float | None = None
+
+
+NO_FIT = Fit()
+
+
+class FitRecorder:
+    """Record sums of the losses and of the correct predictions: a ``forward`` that calls the model.
+
+    A batch is counted when the next one begins: by then the measure has checked it, and says better than the loss
+    function would what is wrong with its targets. A measure that reads the data twice has every batch counted twice,
+    which changes no mean.
+
+    Args:
+        loss: see :func:`.losses.resolve`.
+        step: called after each batch.
+        active: False to call the model and nothing else.
+    """
+
+    def __init__(self, loss: Any, step: Callable[[], None], *, active: bool) -> None:
+        self._step, self._active, self._loss = step, active, losses.resolve(loss)
+        self._pending: tuple[Tensor, Tensor] | None = None
+        self._sums: list[Tensor] = []  # per batch: losses, loss terms, correct predictions, predictions
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """See :data:`.calling.Forward`."""
+        if calling.is_dry_run():
+            return calling.run(model, batch, None)
+        self._count()
+        outputs, targets = calling.run(model, batch, None)
+        if self._active and not outputs.is_meta:  # outputs without values have no loss
+            self._pending = outputs.detach(), targets
+        self._step()
+        return outputs, targets
+
+    def fit(self) -> Fit:
+        """Return means over all samples, however they were cut into batches."""
+        self._count()
+        if not self._sums:
+            return Fit(None, None)
+        loss, terms, correct, predictions = torch.stack(self._sums).sum(dim=0).tolist()
+        return Fit(loss / terms if terms else None, correct / predictions if predictions else None)
+
+    def _count(self) -> None:
+        if self._pending is None:
+            return
+        (outputs, targets), self._pending = self._pending, None
+        loss, number = self._loss, len(self._sums)
+        right = counting = torch.zeros(0, dtype=torch.bool, device="cpu")
+        if not targets.is_floating_point():  # class indices; the column is empty for probabilities and values
+            right, counting = risk.judged(outputs, targets, loss, number)
+        sums = (loss.value(outputs, targets), risk.weight(outputs, targets, loss, number), right & counting, counting)
+        self._sums.append(
+            torch.tensor([float(torch.as_tensor(part).sum()) for part in sums], dtype=torch.float64, device="cpu")
+        )

@@ -1,0 +1,162 @@
+"""Measure a unit: some values of one network, which share their reads of the data."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from .. import api, head, plan
+from ..measures import named
+from ..measures.base import Values
+from ..messages import reason
+from ..report import Estimate
+from ..session import session
+from .fit import NO_FIT, Fit, FitRecorder
+from .units import Pair, Request, Unit
+
+Step = Callable[[float], None]
+"""Called after each batch, with the part of the unit that a whole read of the data is."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """Hold what came of a pair: the numbers; or ``error``; or neither, of a pattern's layer that did not run."""
+
+    pair: Pair
+    layer: str = ""
+    value: float | None = None
+    stderr: float | None = None
+    method: str | None = None
+    exact: bool | None = None
+    samples: int | None = None
+    low: float | None = None  # of the 95 % interval
+    high: float | None = None
+    seconds: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Hold what came of a unit: a value for each of its pairs, and the network's loss and accuracy if data were read.
+
+    ``batch_size`` is what the batches had to be cut to for the memory, None where they stayed as they are.
+    """
+
+    values: tuple[Value, ...]
+    fit: Fit = NO_FIT
+    seconds: float = 0.0
+    batch_size: int | None = None
+
+    @classmethod
+    def failed(cls, unit: Unit, error: str) -> "Outcome":
+        """Return the outcome of a unit of which nothing could be measured."""
+        places = ((pair, pair.place if isinstance(pair.place, str) else "") for pair in unit.pairs)
+        return cls(tuple(Value(pair, layer, error=error) for pair, layer in places))
+
+    @property
+    def errors(self) -> list[str]:
+        """Return the errors of values, each once."""
+        return [*dict.fromkeys(value.error for value in self.values if value.error)]
+
+
+def measured(model: nn.Module, data: Any, request: Request, unit: Unit, step: Step, *, fit: bool) -> Outcome:
+    """Measure a unit; nothing of the measuring is raised. If measures fail together, each is taken by itself.
+
+    Args:
+        model: the network, with its weights.
+        data: batches, which can be read again.
+        request: what is asked of all networks.
+        unit: what is asked now.
+        step: called after each batch.
+        fit: whether to take loss and accuracy too.
+    """
+    start = time.perf_counter()
+    found: dict[str, _Held | str] = {}
+    known: Fit | None = None
+    waiting = deque([unit.measures])
+    while waiting:
+        names = waiting.popleft()
+        rows = named(names)
+        part = len(names) / len(unit.measures) / max(1, *(row.reads for row in rows))
+        recorder = FitRecorder(request.loss, lambda part=part: step(part), active=fit and known is None)  # type: ignore[misc]
+        begin = time.perf_counter()
+        try:
+            values, missing = _values(model, data, request, unit, names, recorder)
+            seconds = time.perf_counter() - begin
+            if fit and known is None and any(row.reads for row in rows):
+                known = recorder.fit()
+        except Exception as error:  # the user's model and data run here: whatever it is, the next unit goes on
+            if len(names) > 1:
+                waiting.extendleft([name] for name in reversed(names))
+            else:
+                found[names[0]] = reason(error)
+            continue
+        found.update((name, _Held(values.get(name, {}), missing.get(name, ""), seconds)) for name in names)
+    values_ = tuple(_value(pair, found[pair.measure]) for pair in unit.pairs)
+    return Outcome(values_, known or NO_FIT, time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Hold a measure's values by layer (``""`` the network), why the network's is missing, and the time taken."""
+
+    values: Values
+    missing: str
+    seconds: float
+
+    def of(self, pair: Pair) -> Estimate | None:
+        if pair.place is None:  # the only layer
+            return next((value for layer, value in self.values.items() if layer), None) or self.values.get("")
+        return self.values.get("" if isinstance(pair.place, tuple) else pair.place)
+
+
+def _value(pair: Pair, held: _Held | str) -> Value:
+    layer = pair.place if isinstance(pair.place, str) else ""
+    if isinstance(held, str):
+        return Value(pair, layer, error=held)
+    estimate = held.of(pair)
+    if estimate is None:
+        error = held.missing or "the network has no value of it" if isinstance(pair.place, tuple) else ""
+        return Value(pair, layer, error=error)
+    low, high = estimate.interval() or (None, None)
+    return Value(
+        *(pair, estimate.layer, estimate.value, estimate.stderr, estimate.method, estimate.exact, estimate.samples),
+        *(low, high, held.seconds),
+    )
+
+
+def _values(
+    model: nn.Module, data: Any, request: Request, unit: Unit, names: Sequence[str], forward: FitRecorder
+) -> tuple[Mapping[str, Values], Mapping[str, str]]:
+    """Return values by measure, and why there is none of the network."""
+    if unit.selectors is not None and len(unit.selectors) <= 1 and len(names) == 1:  # by the head if it is that
+        (row,), options = named(names), request.options
+        reads = plan.plan([row], options).reads
+        with session(
+            *(model, request.loss, data, options),
+            forward=forward,
+            reads=reads,
+            ordered=options.by_sample,
+            progress=False,
+        ) as task:
+            measurement, layer = plan.of_layer(row, task, unit.selectors[0] if unit.selectors else None)
+            estimate = measurement.estimates()[layer, row.name]
+        return {row.name: {estimate.layer: estimate}}, {}
+    report = api.measure(
+        *(model, request.loss, data),
+        layers=unit.selectors if unit.selectors != () else _last(model, request.loss, data),
+        measures=names,
+        forward=forward,
+        progress=False,
+        **asdict(request.options),
+    )
+    return report.by_measure(), report.skipped
+
+
+def _last(model: nn.Module, loss: Any, data: Any) -> str:
+    """Return the last Linear that ran."""
+    with session(model, loss, data) as task:
+        return head.find(task, None)[0]

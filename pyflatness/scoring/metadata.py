@@ -1,0 +1,88 @@
+"""Read what is known of checkpoints besides their weights: hyperparameters, test losses, as columns by name."""
+
+import csv
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..messages import reason
+
+Cells = dict[str, Any]
+
+_NAMES = ("checkpoint", "name")
+
+
+def read(path: Path, checkpoints: Iterable[str]) -> dict[str, Cells]:
+    """Return the columns of checkpoints from a file.
+
+    Args:
+        path: a CSV file with a column ``checkpoint`` or ``name``; or a JSON file of such rows, or of columns by the
+            checkpoint's name.
+        checkpoints: their names. The file may have these, the names of their files, or these without their ending.
+
+    Raises:
+        InputError: no such file, or one with no row of a checkpoint.
+    """
+    try:
+        content = path.read_text(encoding="utf-8")
+        rows = (
+            _of_json(json.loads(content)) if path.suffix == ".json" else _of_rows(csv.DictReader(content.splitlines()))
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"metadata: {path} is no CSV or JSON file of columns by checkpoint, with a column 'checkpoint' or 'name' "
+            f"({reason(error)})"
+        ) from None
+    found = {}
+    for name in checkpoints:
+        aliases = (name, Path(name).name, Path(name).stem)
+        cells = next((rows[alias] for alias in aliases if alias in rows), None)
+        if cells is not None:
+            found[name] = cells
+    if not found:
+        raise InputError(f"metadata: {path} has {len(rows)} rows, and none of them is of one of these checkpoints")
+    return found
+
+
+def of_files(paths: Mapping[str, Path]) -> dict[str, Cells]:
+    """Return the settings that ``.safetensors`` files hold, by the names of the checkpoints; of others nothing."""
+    return {name: cells for name, path in paths.items() if (cells := _settings(path))}
+
+
+def _settings(path: Path) -> Cells:
+    if path.suffix != ".safetensors":
+        return {}
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: _number(text) for name, text in (file.metadata() or {}).items()}
+    except (SafetensorError, OSError, UnicodeError):
+        return {}  # it is a row with an error
+
+
+def _of_json(content: Any) -> dict[str, Cells]:
+    return _of_rows(content) if isinstance(content, list) else {name: dict(cells) for name, cells in content.items()}
+
+
+def _of_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Cells]:
+    found = {}
+    for row in rows:
+        label = _NAMES[1] if _NAMES[0] not in row else _NAMES[0]
+        cells = {str(name): _number(cell) for name, cell in row.items() if name != label}
+        found[str(row[label])] = cells
+    return found
+
+
+def _number(cell: Any) -> Any:
+    """Return a text that is a number as one."""
+    if not isinstance(cell, str):
+        return cell
+    for kind in (int, float):
+        try:
+            return kind(cell)
+        except ValueError:
+            continue
+    return cell or None

@@ -1,0 +1,165 @@
+"""Score many models: what is asked of them, what of it a store has already, and the rest on an executor."""
+
+import functools
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from .. import plan
+from ..errors import InputError
+from ..measures import named
+from . import driver, keys, worker
+from .executors import Serial
+from .measuring import Outcome
+from .store import Store
+from .units import Pair, Request, Unit
+from .worker import Bench, Job, Setup, Source
+
+Models = Mapping[str, Path | nn.Module]
+"""By name, which rows have: the path of a checkpoint, or the network itself."""
+
+
+class Run:
+    """Hold some models and what is asked of them.
+
+    Args:
+        models: what to score.
+        model: of the network that paths are checkpoints of.
+        data: the batches.
+        request: what is asked of each model.
+        batch_size: see :class:`.worker.Setup`, as for the next.
+        limit: of samples.
+
+    Raises:
+        InputError: the model or the data cannot be made, or no layer is as selected.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        model: Source | None,
+        data: Source,
+        request: Request,
+        *,
+        batch_size: int | str | None = None,
+        limit: float | None = None,
+    ) -> None:
+        self.models, self.request = models, request
+        self.setup = Setup(uuid.uuid4().hex, model, data, request, batch_size, limit)
+        self.bench = Bench(self.setup)
+        self._units: dict[tuple[int, tuple[Pair, ...]], list[Unit]] = {}
+
+    @functools.cached_property
+    def _pairs(self) -> list[Pair]:
+        assert self.bench.network is not None
+        return self.request.pairs(self.bench.network)
+
+    def network(self, name: str) -> nn.Module:
+        """Return the network that a model is, or whose weights a checkpoint has."""
+        held = self.models[name]
+        if isinstance(held, nn.Module):
+            return held
+        if self.bench.network is None:
+            raise InputError(f"model=: {name!r} is a path; pass what makes the network of such checkpoints")
+        return self.bench.network
+
+    def pairs(self, name: str) -> list[Pair]:
+        """Return the values that are asked of a model."""
+        network = self.network(name)
+        return self._pairs if network is self.bench.network else self.request.pairs(network)
+
+    def jobs(self, name: str, pairs: Iterable[Pair], content: str = "") -> list[Job]:
+        """Return some of a model's pairs as units of work."""
+        network, wanted = self.network(name), tuple(pairs)
+        key = id(network), wanted  # most models have the same to do, and the same network
+        if key not in self._units:
+            self._units[key] = self.request.units(network, wanted)
+        return [Job(unit, self.models[name], content) for unit in self._units[key]]
+
+    def reads(self, jobs: Iterable[Job]) -> int:
+        """Return how often units read the data."""
+        units = Counter(job.unit for job in jobs)
+        options = self.request.options
+        return sum(count * plan.plan(named(unit.measures), options).reads for unit, count in units.items())
+
+    def go(self, jobs: Iterable[Job], executor: Executor, take: Callable[[Job, Outcome], None]) -> None:
+        """Measure units, see :func:`.driver.run`.
+
+        Raises:
+            InputError: networks or data in memory, and workers elsewhere.
+        """
+        if isinstance(executor, Serial):
+            worker.adopt(self.bench)
+        elif not self.setup.data.is_made:
+            raise InputError(
+                "data: the workers of an executor load them by themselves; pass a function that returns them"
+            )
+        elif any(isinstance(held, nn.Module) for held in self.models.values()):
+            raise InputError("models: the workers of an executor read weights by themselves; save them, and pass paths")
+        try:
+            driver.run(executor, self.setup, jobs, take)
+        finally:
+            worker.adopt(None)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Hold what a store has of a run.
+
+    Attributes:
+        setting: the store's number of what is the same for all values.
+        contents: of the checkpoints, by name.
+        jobs: what is to be computed.
+    """
+
+    setting: int
+    contents: dict[str, str]
+    jobs: list[Job]
+
+
+def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False) -> Kept:
+    """Ask a store for the values of a run, and return what is to be computed.
+
+    Args:
+        run: which afterwards has its workers' data held against the fingerprint.
+        store: to be written.
+        retry: whether values that failed are computed again.
+        ends: whether the first and last batch of the data are enough to know them by.
+    """
+    setup, bench = run.setup, run.bench
+    ordered = run.request.options.sampled or run.request.options.by_sample
+    fingerprint = keys.of_data(bench.data, ordered=ordered, ends=ends)
+    run.setup = bench.setup = replace(setup, fingerprint=fingerprint)
+    model = None
+    if setup.model is not None and bench.network is not None:
+        model = keys.of_callable(setup.model.function(), setup.model.arguments) | keys.of_network(bench.network)
+    key = {
+        "model": model,
+        "data": fingerprint,
+        "loss": keys.of_loss(run.request.loss),
+        "options": keys.of_options(run.request.options),
+        "values version": keys.VALUES_VERSION,
+    }
+    shown = {"model": setup.model and setup.model.text(), "data": setup.data.text()}
+    setting = store.setting({"key": key, "shown": shown})
+    contents = {name: _content(held) for name, held in run.models.items()}
+    store.name({name: (_path(run.models[name]), content) for name, content in contents.items()})
+    first = {content: name for name, content in reversed(contents.items())}
+    missing = store.ask(setting, {content: run.pairs(name) for content, name in first.items()}, retry=retry)
+    jobs = [job for content, pairs in missing.items() for job in run.jobs(first[content], pairs, content)]
+    return Kept(setting, contents, jobs)
+
+
+def _content(held: Path | nn.Module) -> str:
+    if isinstance(held, nn.Module):
+        return keys.of_json([keys.of_state(held), keys.of_network(held)])
+    return keys.of_file(held)
+
+
+def _path(held: Path | nn.Module) -> str | None:
+    return None if isinstance(held, nn.Module) else str(held.absolute())

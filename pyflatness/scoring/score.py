@@ -1,0 +1,169 @@
+"""Define the public call that scores many models."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..errors import InputError
+from ..measures import named
+from ..messages import shown
+from ..options import Options, check_count, check_names
+from ..session import public
+from . import executors, listing
+from .fit import Fit
+from .measuring import Outcome, Value
+from .rows import rows
+from .run import Models, Run, keep
+from .scores import Scores
+from .store import Store
+from .units import Request
+from .worker import Job, Source
+
+Model = nn.Module | str | Path
+
+
+@public
+def score(
+    models: Mapping[str, Model] | Iterable[str | Path],
+    data: Any,
+    loss: Any,
+    *,
+    model: str | Callable[..., nn.Module] | None = None,
+    layers: str | Sequence[str] | None = None,
+    measures: str | Sequence[str] | None = "relative_flatness",
+    store: str | Path | None = None,
+    executor: str | Executor | None = None,
+    workers: int = 1,
+    retry: bool = False,
+    curvature: str = "auto",
+    probes: int | str | None = None,
+    target_stderr: float | None = None,
+    rtol: float | None = None,
+    conv: str = "filter",
+    normalize: str | None = None,
+    backend: str = "auto",
+    nan_policy: str = "raise",
+    memory: int | None = None,
+    seed: int = 0,
+) -> Scores:
+    """Return measures of many models on one data set, with each one's loss and accuracy from the same pass.
+
+    A model that cannot be read or measured is a row with its error, and the others go on. With a store nothing is
+    computed twice: values are found again by the content of what they depend on, not by names or times, so that a call
+    that was interrupted goes on where it stopped, and one that asks for more computes what is new.
+
+    Args:
+        models: networks or paths of checkpoints by name; or paths alone, which are then the names: files, folders and
+            patterns such as ``"runs/*/epoch_*.pt"``.
+        data: as for :func:`pyflatness.measure`; or a function that returns it, or its name ``"file.py:function"``,
+            which every worker calls once.
+        loss: as for :func:`pyflatness.measure`.
+        model: what makes the network that paths are checkpoints of: a class or function that is called without
+            arguments, or its name, ``"file.py:callable"``.
+        layers: names, globs, ``re:…`` or ``type:…``; None: the last Linear that ran. With several layers a measure has
+            a row for the network too.
+        measures: names (``pyflatness measures`` lists them), None or ``"all"``, as for :func:`pyflatness.measure`.
+        store: path of an SQLite file in which values are kept; made if it is not there.
+        executor: where to measure. None: here, one model after the other. ``"processes"``: in ``workers`` new processes
+            of this machine, which read the data and the weights by themselves; a script needs the guard
+            ``if __name__ == "__main__":``. Or any executor as ``concurrent.futures`` has them.
+        workers: how many processes.
+        retry: compute again what failed before.
+        curvature: as for :func:`pyflatness.measure`, like all that follow.
+        probes: a number of random draws for each sample, or ``"adaptive"``.
+        target_stderr: an absolute standard error for every value.
+        rtol: of ``probes="adaptive"``, a relative standard error aimed at.
+        conv: ``"filter"`` or ``"affine"``.
+        normalize: ``"std"`` for all measures.
+        backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
+        nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``.
+        memory: bytes to hold at a time.
+        seed: of the random signs.
+
+    Returns:
+        A row for each model, layer and measure: ``scores[checkpoint, measure].value``, ``scores.to_frame()``.
+
+    Raises:
+        InputError: models, data, loss or options that do not fit; what concerns one model alone is in its rows.
+        StoreError: a store that cannot be read or written.
+        MissingExtraError: an executor that is not installed.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> _ = torch.manual_seed(0)
+        >>> networks = {f"seed {seed}": torch.nn.Linear(4, 3).eval() for seed in range(2)}
+        >>> scores = pf.score(networks, (torch.randn(100, 4), torch.randint(3, (100,))), "cross_entropy")
+        >>> [row.checkpoint for row in scores], scores["seed 0", "relative_flatness"].exact
+        (['seed 0', 'seed 1'], True)
+    """
+    options = Options(curvature, probes, target_stderr, conv, normalize, False, backend, nan_policy, memory, seed, rtol)
+    selectors = () if layers is None else tuple(check_names("layers", layers))
+    request = Request(loss, selectors, tuple(row.name for row in named(measures)), options)
+    made = None if model is None else Source(model, name="model=")
+    run = Run(_by_name(models), made, Source(data, name="data="), request)
+    with contextlib.ExitStack() as stack:
+        where = _executor(executor, check_count("workers", workers, 1), stack)
+        if store is None:
+            return _scored(run, where)
+        return _kept(run, where, stack.enter_context(Store(Path(store), write=True)), retry=retry)
+
+
+def _by_name(models: Any) -> Models:
+    if not isinstance(models, Iterable) or isinstance(models, (str, bytes, nn.Module)):
+        raise InputError(
+            f"models: networks or paths by name, or several paths, are wanted, got {type(models).__name__} "
+            f"{shown(models)}"
+        )
+    pairs = [*models.items()] if isinstance(models, Mapping) else [(path, path) for path in models]
+    for name, held in pairs:
+        if not isinstance(held, (str, Path, nn.Module)) or isinstance(name, nn.Module):
+            raise InputError(f"models: {shown(held)}: a path is wanted, or a network by its name, {{name: network}}")
+    if isinstance(models, Mapping):
+        return {str(name): Path(held) if isinstance(held, str) else held for name, held in pairs}
+    return {str(path): path for path in listing.find(path for path, _ in pairs)}
+
+
+def _executor(given: str | Executor | None, workers: int, stack: contextlib.ExitStack) -> Executor:
+    """Return the executor that is meant; one that is made here ends with the call."""
+    if given is not None and not isinstance(given, str):
+        if not callable(getattr(given, "submit", None)):
+            raise InputError(f"executor={shown(given)}: a name, or an object with a method submit() is wanted")
+        return given
+    made = executors.named(given or "serial", workers)
+    stack.callback(made.shutdown, cancel_futures=True)
+    return made
+
+
+def _scored(run: Run, executor: Executor) -> Scores:
+    """Measure everything, and keep nothing."""
+    pairs = {name: run.pairs(name) for name in run.models}
+    jobs = {id(job): (name, job) for name, own in pairs.items() for job in run.jobs(name, own)}
+    found: dict[str, dict[int, Outcome]] = {name: {} for name in pairs}
+
+    def take(job: Job, outcome: Outcome) -> None:
+        found[jobs[id(job)][0]][id(job)] = outcome
+
+    run.go([job for _, job in jobs.values()], executor, take)
+    ordered = {name: [own[key] for key in jobs if key in own] for name, own in found.items()}
+    every = (row for name, own in pairs.items() for row in rows(name, own, _values(ordered[name])))
+    return Scores(tuple(every), len(jobs))
+
+
+def _kept(run: Run, executor: Executor, store: Store, *, retry: bool) -> Scores:
+    """Measure what a store does not have yet, and return what it has then."""
+    kept = keep(run, store, retry=retry)
+    run.go(kept.jobs, executor, lambda job, outcome: store.commit(kept.setting, job.content, outcome))
+    every = (
+        row
+        for name, content in kept.contents.items()
+        for row in rows(name, run.pairs(name), ((held.value, held.fit) for held in store.values(kept.setting, content)))
+    )
+    return Scores(tuple(every), len(kept.jobs))
+
+
+def _values(outcomes: Iterable[Outcome]) -> Iterator[tuple[Value, Fit]]:
+    return ((value, outcome.fit) for outcome in outcomes for value in outcome.values)

@@ -1,0 +1,339 @@
+"""Keep scores in one SQLite file, so that nothing that was computed is lost or computed twice.
+
+There is one writer, the process that hands out the units; others may read meanwhile. A unit's values are committed
+together and reach the disk before the next commit (``synchronous=FULL``), so that a process that is killed, or a
+machine that loses power, loses the units in work and no others. While it is written the store has a log beside it
+(``…-wal``), into which a commit is one write; a store that is closed is one file again.
+
+Every value has a row from the moment it is asked for: its state is first ``to do``, then ``done``, ``failed``, or
+``none`` for a layer of a pattern that does not run. A row is found by what the value depends on (:mod:`.keys`): the
+setting (data, model, loss, options), the content of the checkpoint, the place and the measure.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import platform
+import sqlite3
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import StoreError
+from . import keys
+from .files import check_local, only_writer
+from .fit import Fit
+from .measuring import Outcome, Value
+from .units import Pair
+
+SCHEMA = 1
+_APPLICATION = 0x666C6174  # "flat", in the header of the file
+
+_TABLES = """
+CREATE TABLE settings (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, facts TEXT NOT NULL);
+CREATE TABLE checkpoints (
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, path TEXT, content TEXT NOT NULL,
+    columns TEXT NOT NULL DEFAULT '{}'
+);
+CREATE INDEX checkpoints_by_content ON checkpoints (content);
+CREATE TABLE units (
+    id INTEGER PRIMARY KEY, setting INTEGER NOT NULL REFERENCES settings, content TEXT NOT NULL,
+    loss REAL, accuracy REAL, seconds REAL NOT NULL, batch_size INTEGER, versions TEXT NOT NULL, finished REAL NOT NULL
+);
+CREATE TABLE results (
+    id INTEGER PRIMARY KEY, setting INTEGER NOT NULL REFERENCES settings, content TEXT NOT NULL,
+    place TEXT NOT NULL, measure TEXT NOT NULL,
+    state TEXT NOT NULL DEFAULT 'to do' CHECK (state IN ('to do', 'done', 'failed', 'none')),
+    unit INTEGER REFERENCES units, layer TEXT, value REAL, stderr REAL, method TEXT, exact INTEGER, samples INTEGER,
+    low REAL, high REAL, seconds REAL, error TEXT,
+    UNIQUE (setting, content, place, measure), CHECK ((state = 'to do') = (unit IS NULL))
+);
+CREATE INDEX results_by_unit ON results (unit);
+"""
+
+_NUMBERS = tuple(field.name for field in fields(Value) if field.name != "pair")
+
+
+class Held(NamedTuple):
+    """Hold a value with the loss and accuracy that came with it, and what it was computed with, as JSON."""
+
+    value: Value
+    fit: Fit
+    versions: str
+
+
+class Store:
+    """Hold a store open; a context manager.
+
+    Args:
+        path: of the file. To be written it is made if it is not there.
+        write: whether to write it; there is one writer at a time.
+
+    Raises:
+        StoreError: no store, one of another version, one that another process is writing, one on a network file
+            system, or a file that cannot be read or written.
+    """
+
+    def __init__(self, path: Path, *, write: bool = False) -> None:
+        self.path = path
+        self._write = write
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack, self._explained():
+            if write:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                check_local(path)
+                stack.enter_context(only_writer(path))
+            elif not path.is_file():
+                raise StoreError(f"store: there is no file {path}")
+            self._connection = self._connected()
+            stack.callback(self._connection.close)
+            self._check()
+            if write:
+                self._connection.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;")
+                stack.callback(self._into_one_file)
+            self._stack = stack.pop_all()
+
+    @classmethod
+    @contextlib.contextmanager
+    def copied(cls, path: Path) -> Iterator["Store"]:
+        """Hold a copy of a store to be written, or a new one, which is gone afterwards.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder, "copy.sqlite")
+            if path.exists():
+                with cls(path) as store, contextlib.closing(sqlite3.connect(copy)) as connection:
+                    store._connection.backup(connection)
+            with cls(copy, write=True) as store:
+                yield store
+
+    def _connected(self) -> sqlite3.Connection:
+        mode = "rwc" if self._write else "ro"
+        uri = f"{self.path.absolute().as_uri()}?mode={mode}"
+        connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=30)
+        connection.row_factory = sqlite3.Row
+        connection.execute("PRAGMA foreign_keys = ON")
+        return connection
+
+    def _check(self) -> None:
+        """Raise if the file is no store of this version; make the tables of a new one."""
+        application, version = self._number("application_id"), self._number("user_version")
+        if application == version == 0 and self._write and not self._tables():
+            with self.changes():
+                for statement in _TABLES.split(";"):
+                    self._connection.execute(statement)
+                self._connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+                self._connection.execute(f"PRAGMA user_version = {SCHEMA}")
+        elif application != _APPLICATION:
+            raise StoreError(f"store: {self.path} is a database of another program")
+        elif version != SCHEMA:
+            what = "a later" if version > SCHEMA else "an earlier"
+            raise StoreError(f"store: {self.path} is of {what} release of pyflatness (schema {version}, here {SCHEMA})")
+
+    def _number(self, pragma: str) -> int:
+        return int(self._connection.execute(f"PRAGMA {pragma}").fetchone()[0])
+
+    def _tables(self) -> int:
+        return int(self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
+
+    def _into_one_file(self) -> None:
+        with contextlib.suppress(sqlite3.Error):  # someone reads: the log stays until the next writer
+            self._connection.execute("PRAGMA journal_mode = DELETE")
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; what was committed is in it."""
+        self._stack.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise what SQLite says of the file as an error that names it."""
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            what = "written" if self._write else "read"
+            text = getattr(error, "strerror", None) or error
+            raise StoreError(f"store: {self.path} cannot be {what} ({text}); what was committed is kept") from error
+
+    @contextlib.contextmanager
+    def changes(self) -> Iterator[sqlite3.Connection]:
+        """Commit what is changed inside as a whole, or nothing of it.
+
+        Raises:
+            StoreError: a full disk, say.
+        """
+        with self._explained():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):  # it rolls back by itself after some errors
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def select(self, query: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
+        """Return the rows of a query.
+
+        Raises:
+            StoreError: a file that cannot be read, or is damaged.
+        """
+        with self._explained():
+            return self._connection.execute(query, values).fetchall()
+
+    def setting(self, facts: keys.Facts) -> int:
+        """Return the number of a setting, which is noted if it is new."""
+        key, text = keys.of_json(facts["key"]), json.dumps(facts, sort_keys=True)
+        with self.changes() as connection:
+            connection.execute("INSERT OR IGNORE INTO settings (key, facts) VALUES (?, ?)", (key, text))
+        return int(self.select("SELECT id FROM settings WHERE key = ?", (key,))[0]["id"])
+
+    def name(self, contents: Mapping[str, tuple[str | None, str]]) -> None:
+        """Note what checkpoints hold now, by their names: path, None if they have none, and content.
+
+        A checkpoint of which the file has moved gives its row to the new name.
+        """
+        with self.changes() as connection:
+            for name, (path, content) in contents.items():
+                for row in connection.execute("SELECT * FROM checkpoints WHERE content = ?", (content,)).fetchall():
+                    moved = row["name"] not in contents and row["path"] is not None and not Path(row["path"]).exists()
+                    if moved and not connection.execute("SELECT 1 FROM checkpoints WHERE name = ?", (name,)).fetchone():
+                        connection.execute("UPDATE checkpoints SET name = ? WHERE id = ?", (name, row["id"]))
+                connection.execute(
+                    "INSERT INTO checkpoints (name, path, content) VALUES (?, ?, ?) "
+                    "ON CONFLICT (name) DO UPDATE SET path = excluded.path, content = excluded.content",
+                    (name, path, content),
+                )
+
+    def describe(self, columns: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add columns of metadata to checkpoints, by their names; those of other names stay."""
+        with self.changes() as connection:
+            for name, cells in columns.items():
+                row = connection.execute("SELECT columns FROM checkpoints WHERE name = ?", (name,)).fetchone()
+                if row is not None:
+                    text = json.dumps({**json.loads(row["columns"]), **cells})
+                    connection.execute("UPDATE checkpoints SET columns = ? WHERE name = ?", (text, name))
+
+    def ask(self, setting: int, pairs: Mapping[str, Iterable[Pair]], *, retry: bool = False) -> dict[str, list[Pair]]:
+        """Ask for values of checkpoints; return those that are to be computed.
+
+        Args:
+            setting: its number.
+            pairs: by the content of the checkpoint.
+            retry: whether to compute those again that failed.
+        """
+        states = ("to do", "failed") if retry else ("to do",)
+        missing: dict[str, list[Pair]] = {}
+        with self.changes() as connection:
+            for content, own in pairs.items():
+                for pair in own:
+                    key = (setting, content, _text(pair), pair.measure)
+                    connection.execute(
+                        "INSERT OR IGNORE INTO results (setting, content, place, measure) VALUES (?, ?, ?, ?)", key
+                    )
+                    (state,) = connection.execute(
+                        "SELECT state FROM results WHERE setting = ? AND content = ? AND place = ? AND measure = ?", key
+                    ).fetchone()
+                    if state in states:
+                        missing.setdefault(content, []).append(pair)
+        return missing
+
+    def commit(self, setting: int, content: str, outcome: Outcome) -> None:
+        """Write what came of a unit: all of it or nothing; values that are done stay as they are."""
+        unit = (setting, content, outcome.fit.loss, outcome.fit.accuracy, outcome.seconds, outcome.batch_size)
+        places = ", ".join(f"{name} = ?" for name in _NUMBERS)
+        with self.changes() as connection:
+            number = connection.execute(
+                "INSERT INTO units (setting, content, loss, accuracy, seconds, batch_size, versions, finished) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (*unit, _versions(), time.time()),
+            ).lastrowid
+            connection.executemany(
+                f"UPDATE results SET state = ?, unit = ?, {places} "
+                "WHERE setting = ? AND content = ? AND place = ? AND measure = ? AND state != 'done'",
+                (
+                    (_state(value), number, *_numbers(value), setting, content, _text(value.pair), value.pair.measure)
+                    for value in outcome.values
+                ),
+            )
+
+    def values(self, setting: int, content: str) -> list["Held"]:
+        """Return what came of a checkpoint so far, in the order in which it was asked for."""
+        rows = self.select(
+            "SELECT results.*, units.loss, units.accuracy, units.versions FROM results "
+            "JOIN units ON units.id = results.unit "
+            "WHERE results.setting = ? AND results.content = ? ORDER BY results.id",
+            (setting, content),
+        )
+        return [Held(_value(row), Fit(row["loss"], row["accuracy"]), row["versions"]) for row in rows]
+
+    def settings(self) -> dict[int, keys.Facts]:
+        """Return what is the same for the values of a setting, by its number."""
+        return {
+            row["id"]: json.loads(row["facts"]) for row in self.select("SELECT id, facts FROM settings ORDER BY id")
+        }
+
+    def counts(self, setting: int, contents: Iterable[str]) -> dict[str, int]:
+        """Return how many values of checkpoints there are, by their state."""
+        found = {"to do": 0, "done": 0, "failed": 0, "none": 0}
+        for content in {*contents}:
+            query = "SELECT state, count(*) AS number FROM results WHERE setting = ? AND content = ? GROUP BY state"
+            for row in self.select(query, (setting, content)):
+                found[row["state"]] += row["number"]
+        return found
+
+    def errors(self, setting: int, contents: Iterable[str]) -> list[tuple[str, str]]:
+        """Return checkpoints of which a value failed, each with its first error."""
+        rows = self.select(
+            "SELECT name, error, results.content FROM results JOIN checkpoints USING (content) "
+            "WHERE setting = ? AND state = 'failed' GROUP BY name ORDER BY checkpoints.id, results.id",
+            (setting,),
+        )
+        chosen = {*contents}
+        return [(row["name"], row["error"]) for row in rows if row["content"] in chosen]
+
+
+def _text(pair: Pair) -> str:
+    return json.dumps(pair.place)
+
+
+def _value(row: sqlite3.Row) -> Value:
+    place = json.loads(row["place"])
+    pair = Pair(tuple(place) if isinstance(place, list) else place, row["measure"])
+    numbers = {name: row[name] for name in _NUMBERS}
+    numbers["exact"] = None if row["exact"] is None else bool(row["exact"])
+    if row["state"] == "done" and row["value"] is None:  # SQLite has no NaN
+        numbers["value"] = math.nan
+    return Value(pair, **numbers)
+
+
+def _numbers(value: Value) -> list[Any]:
+    return [getattr(value, name) for name in _NUMBERS]
+
+
+def _state(value: Value) -> str:
+    if value.error:
+        return "failed"
+    return "none" if value.value is None else "done"
+
+
+@functools.cache
+def _versions() -> str:
+    """Return what computed a unit, as JSON."""
+    return json.dumps(
+        {"pyflatness": version("pyflatness"), "torch": torch.__version__, "python": platform.python_version()}
+    )

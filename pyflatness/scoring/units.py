@@ -1,0 +1,118 @@
+"""Say what is asked of each checkpoint, and cut it into units: what shares its reads of the data is done at once."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .. import plan
+from ..measures import Measure, named
+from ..model import layers, selectors
+from ..options import Options
+
+Place = str | None | tuple[str, ...]
+"""Of what a value is asked: a layer by name; None, the last Linear that ran; several names, the network's value over
+these layers; no name, ``()``, the network's value over all layers."""
+
+
+class Pair(NamedTuple):
+    """A place and the name of a measure: what one value is asked of."""
+
+    place: Place
+    measure: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """Hold what is asked of every checkpoint.
+
+    Attributes:
+        loss: see :func:`.losses.resolve`.
+        selectors: of layers; without one the layer is the last Linear that ran.
+        measures: their names.
+        options: of the user.
+    """
+
+    loss: Any
+    selectors: tuple[str, ...]
+    measures: tuple[str, ...]
+    options: Options
+
+    def pairs(self, model: nn.Module) -> list[Pair]:
+        """Return the values that are asked of a model, in the order of their rows.
+
+        With several layers a measure has a value of the network too. Measures of the network alone have only that one,
+        over all layers whatever was chosen.
+
+        Raises:
+            InputError: a selector that matches nothing.
+        """
+        chosen: Sequence[str | None] = [None]
+        if self.selectors:
+            chosen = [*selectors.select(layers.unwrap(model), self.selectors).modules]
+        rows = named(self.measures)
+        of_layers = [Pair(layer, row.name) for layer in chosen for row in rows if not row.of_network_alone]
+        together = tuple(layer for layer in chosen if layer is not None) if len(chosen) > 1 else None
+        of_network = (Pair(place, row.name) for row in rows if (place := _of_network(row, together)) is not None)
+        return [*of_layers, *of_network]
+
+    def units(self, model: nn.Module, pairs: Iterable[Pair]) -> list["Unit"]:
+        """Return some of the pairs of a model in groups that share their reads of the data."""
+        rows = {row.name: row for row in named(self.measures)}
+        every = tuple(selectors.select(layers.unwrap(model), None).modules)
+        by_measure: dict[str, list[Pair]] = {name: [] for name in rows}
+        for pair in pairs:
+            by_measure[pair.measure].append(pair)
+        by_layers: dict[tuple[str | None, ...], list[Measure]] = {}
+        for name, own in by_measure.items():
+            if own:
+                needed = every if rows[name].of_network_alone else _needed(own)
+                by_layers.setdefault(needed, []).append(rows[name])
+        units = [
+            Unit(tuple(pair for row in group for pair in by_measure[row.name]), self._selectors(needed, group))
+            for needed, wanted in by_layers.items()
+            for group in plan.shared(wanted, self.options, layers=len(needed))
+        ]
+        return sorted(units, key=lambda unit: self.measures.index(unit.measures[0]))
+
+    def _selectors(self, needed: tuple[str | None, ...], group: Sequence[Measure]) -> tuple[str, ...] | None:
+        """Return what selects these layers: those of a pattern need not run, as in the user's own."""
+        if all(row.of_network_alone for row in group):
+            return None
+        names = [name for name in needed if name is not None]
+        one = len(names) == 1
+        return tuple(name if one or not name or name in self.selectors else f"re:{re.escape(name)}" for name in names)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Hold the values of one checkpoint that share their reads of the data.
+
+    Attributes:
+        pairs: what is asked.
+        selectors: of the layers that these need; none for the last Linear that ran, None for all layers.
+    """
+
+    pairs: tuple[Pair, ...]
+    selectors: tuple[str, ...] | None
+
+    @property
+    def measures(self) -> list[str]:
+        """Return the names of the unit's measures."""
+        return [*dict.fromkeys(pair.measure for pair in self.pairs)]
+
+
+def _of_network(row: Measure, together: tuple[str, ...] | None) -> Place:
+    if row.of_network_alone:
+        return ()
+    return together if "network" in row.granularity else None
+
+
+def _needed(pairs: Iterable[Pair]) -> tuple[str | None, ...]:
+    """Return the layers that values of one measure take; the network's takes all of its layers."""
+    found: dict[str | None, None] = {}
+    for place, _ in pairs:
+        found.update(dict.fromkeys(place if isinstance(place, tuple) else [place]))
+    return tuple(found)

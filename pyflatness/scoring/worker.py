@@ -1,0 +1,196 @@
+"""Measure units where an executor sends them: the model and the data are loaded once, the weights for each checkpoint.
+
+What is sent to a worker is where the model, data and weights are, and what comes back are numbers.
+"""
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from ..messages import is_out_of_memory, reason
+from ..model import state
+from ..model.data import Batches, size
+from . import checkpoints, data_specs, keys, loading, measuring, specs
+from .cutting import Cut
+from .measuring import Outcome, Step
+from .units import Request, Unit
+
+
+@dataclass(frozen=True)
+class Source:
+    """Name what makes the model or the data, so that each worker can make it.
+
+    Attributes:
+        maker: a SPEC (see :func:`.data_specs.resolve`), a callable, or, for data, what it would return.
+        arguments: of the callable, by name.
+        name: what messages call it.
+    """
+
+    maker: Any
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+    def made(self) -> Any:
+        """Return what the callable returns.
+
+        Raises:
+            InputError: it cannot be imported, or fails.
+        """
+        maker = self.function()
+        return specs.bind(maker, dict(self.arguments), self.name)() if callable(maker) else maker
+
+    def function(self) -> Any:
+        """Return the callable, or the data themselves."""
+        return data_specs.resolve(self.maker) if isinstance(self.maker, str) else self.maker
+
+    def text(self) -> str:
+        """Return what a reader knows it by."""
+        maker = self.maker if isinstance(self.maker, str) else getattr(self.maker, "__qualname__", None)
+        arguments = json.dumps(self.arguments, default=repr) if self.arguments else ""
+        return f"{maker or type(self.maker).__name__} {arguments}".strip()
+
+    @property
+    def is_made(self) -> bool:
+        """Return whether workers can make it, without being sent it."""
+        return isinstance(self.maker, str) or callable(self.maker)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Hold what is the same for all units of a run.
+
+    Attributes:
+        token: a name that no other run has.
+        model: of the network that the checkpoints are of; None where each brings its own.
+        data: the batches.
+        batch_size: the most samples that go through the network together; None: as the batches are; ``"auto"``: as
+            they are, and half as many whenever the memory does not suffice.
+        limit: the first so many samples of the data, or this part of them; None: all.
+        fingerprint: of the data, which every worker's are held against; None where values are not kept.
+        request: what is asked of each checkpoint.
+    """
+
+    token: str
+    model: Source | None
+    data: Source
+    request: Request
+    batch_size: int | str | None = None
+    limit: float | None = None
+    fingerprint: keys.Facts | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """Hold a unit and where its weights are: a file, or a network itself; ``content`` is the key of the file's bytes.
+
+    ``fit`` says whether loss and accuracy are wanted too.
+    """
+
+    unit: Unit
+    weights: Path | nn.Module
+    content: str = ""
+    fit: bool = True
+
+
+class Bench:
+    """Hold the network and the data, made once, and know whose weights the network has.
+
+    Args:
+        setup: of the run.
+
+    Raises:
+        InputError: the model or the data cannot be made.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.network = None if setup.model is None else specs.build_model(setup.model.made)
+        self.data = setup.data.made()
+        if hasattr(self.data, "__next__"):
+            raise InputError("--data: an iterator can be read once; have the callable return a list or a DataLoader")
+        if setup.batch_size is not None or setup.limit is not None:
+            device = torch.device("cpu") if self.network is None else state.device(self.network)
+            most = setup.batch_size if isinstance(setup.batch_size, int) else None
+            self.data = Cut(self.data, device, most=most, limit=setup.limit)
+        self._held: tuple[Path, str] | None = None
+
+    def batches(self) -> int:
+        """Return the number of batches; 0 if the data cannot tell."""
+        return len(Batches(self.data, torch.device("cpu")))
+
+    def check(self, fingerprint: keys.Facts) -> None:
+        """Raise if the data are not those of a fingerprint.
+
+        Raises:
+            InputError: they differ, as data with an unseeded split or noise do in each process.
+        """
+        if keys.of_data(self.data, ordered="order" in fingerprint, ends="ends" in fingerprint) != fingerprint:
+            raise InputError(
+                "data: a worker that loaded them got other samples than the process that hands out the work; have the "
+                "callable return the same data whenever it is called (seed what is drawn)"
+            )
+
+    def outcome(self, job: Job, step: Step = lambda part: None) -> Outcome:
+        """Measure a unit; what goes wrong with its checkpoint or its measures is in its values."""
+        try:
+            model = self._with_weights(job)
+        except Exception as error:  # a damaged file can raise anything
+            return Outcome.failed(job.unit, reason(error))
+        while True:
+            found = measuring.measured(model, self.data, self.setup.request, job.unit, step, fit=job.fit)
+            if self.setup.batch_size != "auto" or not self._halved(found):
+                return replace(found, batch_size=self.data.most if isinstance(self.data, Cut) else None)
+
+    def _halved(self, found: Outcome) -> bool:
+        """Halve the batches if memory did not suffice, for this unit and those that follow; return whether."""
+        if not any(map(is_out_of_memory, found.errors)):
+            return False
+        most = self.data.most or max(map(size, self.data))
+        self.data.most = most // 2
+        return bool(most > 1)
+
+    def _with_weights(self, job: Job) -> nn.Module:
+        if isinstance(job.weights, nn.Module):
+            return job.weights
+        assert self.network is not None
+        if self._held != (job.weights, job.content):
+            self._held = None  # a file that does not fit leaves a part of itself behind
+            loading.load(self.network, checkpoints.read(job.weights).state)
+            if job.content and keys.of_file(job.weights) != job.content:
+                raise InputError("the file changed after the run had begun")
+            self._held = job.weights, job.content
+        return self.network
+
+
+class _Here(threading.local):
+    bench: Bench | None = None
+
+
+_here = _Here()
+
+
+def adopt(bench: Bench | None) -> None:
+    """Let units that are measured in this thread use a bench that is there already."""
+    _here.bench = bench
+
+
+def measure(setup: Setup, job: Job) -> Outcome:
+    """Measure a unit in the thread or process that this is called in: the function that executors are given.
+
+    Raises:
+        InputError: the model or the data cannot be made, or the data are others than they were.
+    """
+    bench = _here.bench
+    if bench is None or bench.setup.token != setup.token:
+        bench = Bench(setup)
+        if setup.fingerprint is not None:
+            bench.check(setup.fingerprint)
+        _here.bench = bench
+    return bench.outcome(job)

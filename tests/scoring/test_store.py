@@ -1,0 +1,184 @@
+"""The store's file: whole or not at all, one writer, and no database of anybody else's is touched."""
+
+import shutil
+import sqlite3
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pyflatness as pf
+from pyflatness.scoring import files, keys
+from pyflatness.scoring.fit import Fit
+from pyflatness.scoring.measuring import Outcome, Value
+from pyflatness.scoring.store import SCHEMA, Store
+from pyflatness.scoring.units import Pair
+
+PAIRS = [Pair("body", "trace"), Pair(("body", "head"), "trace"), Pair(None, "relative_flatness"), Pair((), "pac_bayes")]
+OUTCOME = Outcome(tuple(Value(pair, "x", 0.1, exact=True, samples=3) for pair in PAIRS), Fit(0.5, 0.25), 1.5)
+
+
+def filled(path: Path) -> tuple[int, str]:
+    """A store with one checkpoint, of which all is done."""
+    with Store(path, write=True) as store:
+        setting = store.setting({"key": {"loss": "x"}})
+        store.name({"a": (None, "content")})
+        store.ask(setting, {"content": PAIRS})
+        store.commit(setting, "content", OUTCOME)
+    return setting, "content"
+
+
+def of(key: tuple[int, str]) -> tuple[int, list[str]]:
+    return key[0], [key[1]]
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    key = filled(path := tmp_path / "folder" / "runs.sqlite")
+    assert sorted(child.name for child in path.parent.iterdir()) == ["runs.sqlite", "runs.sqlite-lock"]  # no log left
+    with Store(path) as store:
+        held = store.values(*key)
+        assert tuple(one.value for one in held) == OUTCOME.values
+        assert {one.fit for one in held} == {OUTCOME.fit}
+        assert store.counts(*of(key)) == {"to do": 0, "done": 4, "failed": 0, "none": 0}
+
+
+def test_a_value_that_is_done_stays(tmp_path: Path) -> None:
+    setting, content = filled(path := tmp_path / "runs.sqlite")
+    with Store(path, write=True) as store:
+        assert store.ask(setting, {content: [*PAIRS, Pair("head", "trace")]}) == {content: [Pair("head", "trace")]}
+        store.commit(
+            setting, content, Outcome((Value(PAIRS[0], error="late"), Value(Pair("head", "trace"), "head", 2.0)))
+        )
+        *first, last = [one.value for one in store.values(setting, content)]
+        assert tuple(first) == OUTCOME.values
+        assert last.value == 2.0
+
+
+def test_half_a_commit_is_none(tmp_path: Path) -> None:
+    with Store(tmp_path / "runs.sqlite", write=True) as store:
+        setting = store.setting({"key": 1})
+        store.ask(setting, {"content": PAIRS})
+        broken = Outcome((OUTCOME.values[0], Value(PAIRS[1], value=object())))  # SQLite takes no objects
+        with pytest.raises(pf.StoreError):
+            store.commit(setting, "content", broken)
+        assert store.counts(setting, ["content"])["to do"] == 4
+        assert store.select("SELECT * FROM units") == []
+
+
+def test_there_is_one_writer(tmp_path: Path) -> None:
+    path = tmp_path / "runs.sqlite"
+    with Store(path, write=True) as store:
+        assert store.setting({"key": 1}) == 1
+        with Store(path) as reader:  # others read meanwhile
+            assert reader.counts(1, [])["done"] == 0
+        with pytest.raises(pf.StoreError, match="another process is writing"):
+            Store(path, write=True)
+    filled(path)
+
+
+def test_a_writer_that_is_killed_leaves_the_store_free_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "runs.sqlite"
+    script = f"""
+import os, signal
+from pathlib import Path
+from test_store import PAIRS, OUTCOME
+from pyflatness.scoring.store import Store
+store = Store(Path({str(path)!r}), write=True)
+setting = store.setting({{"key": 1}})
+store.ask(setting, {{"content": PAIRS, "other": PAIRS}})
+store.commit(setting, "content", OUTCOME)
+with store.changes() as connection:
+    connection.execute("DELETE FROM results")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    folders = f"{Path(__file__).parent}:{Path(__file__).parents[1]}"
+    done = subprocess.run([sys.executable, "-c", script], env={"PYTHONPATH": folders}, check=False)
+    assert done.returncode == -9
+    assert path.with_name("runs.sqlite-wal").exists()
+    with Store(path) as store:
+        assert store.counts(1, ["content", "other"]) == {"to do": 4, "done": 4, "failed": 0, "none": 0}
+    with Store(path, write=True) as store:
+        assert store.counts(1, ["content", "other"]) == {"to do": 4, "done": 4, "failed": 0, "none": 0}
+    assert not path.with_name("runs.sqlite-wal").exists()
+
+
+def _other_program(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE results (a)")
+    connection.close()
+
+
+def _other_version(path: Path) -> None:
+    filled(path)
+    connection = sqlite3.connect(path)
+    connection.execute(f"PRAGMA user_version = {SCHEMA + 1}")
+    connection.close()
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: path.write_bytes(b"weights" * 1000), "file is not a database"),
+        (_other_program, "a database of another program"),
+        (_other_version, "a later release of pyflatness"),
+        (Path.mkdir, "unable to open|there is no file"),
+    ],
+)
+def test_other_files_are_left_as_they_are(make, words: str, write: bool, tmp_path: Path) -> None:
+    make(path := tmp_path / "runs.sqlite")
+    before = path.read_bytes() if path.is_file() else None
+    with pytest.raises(pf.StoreError, match=words):
+        Store(path, write=write)
+    assert (path.read_bytes() if path.is_file() else None) == before
+
+
+def test_a_store_that_may_not_be_written_is_read(tmp_path: Path) -> None:
+    key = filled(path := tmp_path / "runs.sqlite")
+    path.chmod(stat.S_IRUSR)
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        with Store(path) as store:
+            assert len(store.values(*key)) == 4
+    finally:
+        tmp_path.chmod(stat.S_IRWXU)
+
+
+MOUNTS = """\
+22 28 0:21 / / rw,relatime shared:1 - ext4 /dev/sda rw
+36 22 0:30 / /home rw - nfs4 server:/home rw
+37 36 0:31 / /home/me/local\\040disk rw shared:2 - xfs /dev/sdb rw
+38 22 0:32 / /mnt/far rw - fuse.sshfs me@there: rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/tmp/runs.sqlite", ""),
+        ("/home/me/runs.sqlite", "nfs4"),
+        ("/home/me/local disk/runs.sqlite", ""),
+        ("/homes/runs.sqlite", ""),
+        ("/mnt/far/runs.sqlite", "fuse.sshfs"),
+    ],
+)
+def test_network_file_systems_are_refused(path: str, kind: str, tmp_path: Path) -> None:
+    (mounts := tmp_path / "mountinfo").write_text(MOUNTS)
+    if not kind:
+        files.check_local(Path(path), mounts)
+        return
+    with pytest.raises(pf.StoreError, match=rf"network file system \({kind}\).*--shard i/N.*merge"):
+        files.check_local(Path(path), mounts)
+
+
+def test_a_moved_checkpoint_takes_its_row_along(tmp_path: Path) -> None:
+    (first := tmp_path / "a").write_bytes(b"a")
+    (second := tmp_path / "b").write_bytes(b"a")
+    with Store(tmp_path / "runs.sqlite", write=True) as store:
+        for name, path in (("a", first), ("b", second)):
+            store.name({name: (str(path), keys.of_file(path))})
+        shutil.move(second, third := tmp_path / "c")
+        store.name({"c": (str(third), keys.of_file(third))})
+        assert [row["name"] for row in store.select("SELECT name FROM checkpoints ORDER BY id")] == ["a", "c"]
