@@ -165,9 +165,11 @@ class AdaptiveSweep(Sweep):
                 ran = self._checked(run, begun, places[which])
                 chosen = [names[layer] for layer in rounds if names[layer] in ran]
                 with block_traces.differentiable(chosen), contractions.full_precision(run.outputs):
-                    _, traces = self._residuals(run, chosen)
+                    traces = self._residuals(run, chosen)[1] if chosen else {}
                     values = {layer: self._probed(each, layer, rounds[layer]) for layer, each in traces.items()}
-                return places[which], values
+                shape = 1, len(self.quantities), run.samples
+                nothing = torch.zeros(shape, dtype=torch.float64, device=run.outputs.device)  # of one that did not run
+                return places[which], {layer: values.get(layer, nothing) for layer in rounds}
 
             def take(found: Found, rounds: Rounds = rounds) -> None:
                 for layer, values in found[1].items():

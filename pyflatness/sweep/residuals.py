@@ -94,7 +94,7 @@ class Residuals:
         Args:
             layer: its number.
             places: of the samples, (s,).
-            values: (k, quantities, s) float64.
+            values: (k, quantities, s) float64; k = 1: the same for all probes.
             numbers: of the k probes; None: exact values, as of one probe.
         """
         if numbers is None:

@@ -213,6 +213,33 @@ def test_batches_that_cannot_be_cut_and_parts_halved_out_of_memory(options):
     assert (alone.value, alone.stderr) == (pytest.approx(exact, rel=1e-9), None)
 
 
+class Gated(nn.Module):
+    """Calls a layer in batches alone in which some sample needs it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.extra, self.last = nn.Linear(6, 60), nn.Linear(60, 60), nn.Linear(60, 4)
+        self.double()
+
+    def forward(self, x):
+        h, open_ = torch.tanh(self.first(x)), x[:, :1] > 0
+        if bool(open_.any()):
+            h = h + open_ * torch.tanh(self.extra(h))
+        return self.last(10 * torch.tanh(h))
+
+
+def test_a_layer_that_runs_in_some_batches():
+    """Samples that are wanted once more come without those for which it ran; their part is zero."""
+    model, (x, _) = Gated(), smooth(1.0, samples=100)[1]
+    x[:, 0] = torch.where(torch.arange(100) < 10, x[:, 0].abs() + 0.01, -x[:, 0].abs())
+    y = model(x).argmax(dim=1)
+    y[40:50] = (y[40:50] + 1) % 4  # these have the large gradients
+    exact = pf.measure(model, LOSS, (x, y), layers="extra", measures="trace")["extra", "trace"].value
+    found = adaptive(model, (x, y), "extra", rtol=0.01)["extra", "trace"]
+    assert abs(found.value - exact) <= 4 * found.stderr + 1e-9 * exact
+
+
 class Sorting(nn.Module):
     """Its layers see the samples of larger batches in another order."""
 
