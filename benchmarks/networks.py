@@ -1,10 +1,13 @@
-"""Networks of the benchmarks, written out: nothing is downloaded, weights are random."""
+"""Networks of the benchmarks, written out: nothing is downloaded. Weights are random, but for ResNet-20."""
 
 from collections import OrderedDict
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+PUBLISHED = Path(__file__).resolve().parents[2] / "shared" / "models"
 
 
 def lenet5(classes: int = 10) -> nn.Sequential:
@@ -89,3 +92,52 @@ def settled(model: nn.Module) -> nn.Module:
 def measurable(model: nn.Module) -> list[str]:
     """Return names of all linear and convolutional layers."""
     return [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
+
+
+class BasicBlock(nn.Module):
+    """Two 3 × 3 convolutions beside a shortcut without weights, which halves the image and fills up the channels."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 3, stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self._missing = (width - channels) // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (n, channels, h, w) to (n, width, h / stride, w / stride)."""
+        out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        if self._missing:
+            x = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self._missing, self._missing))
+        return F.relu(out + x)
+
+
+class CifarResNet(nn.Module):
+    """The ResNet for CIFAR-10 of He et al. 2016, with the parameters' names of published weights."""
+
+    def __init__(self, blocks: int, classes: int = 10) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        channels = 16
+        for number, width in enumerate((16, 32, 64), start=1):
+            stage = [BasicBlock(channels, width, 1 if number == 1 else 2)]
+            stage += [BasicBlock(width, width, 1) for _ in range(blocks - 1)]
+            self.add_module(f"layer{number}", nn.Sequential(*stage))
+            channels = width
+        self.linear = nn.Linear(channels, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (n, 3, 32, 32) to logits."""
+        out = F.relu(self.bn1(self.conv1(x)))
+        for number in (1, 2, 3):
+            out = self.get_submodule(f"layer{number}")(out)
+        return self.linear(out.mean(dim=(2, 3)))
+
+
+def resnet20() -> nn.Module:
+    """Return ResNet-20 with the published weights in ``../shared/models``, in eval mode: 19 convolutions and a head."""
+    from safetensors.torch import load_file
+
+    network = CifarResNet(3)
+    network.load_state_dict(load_file(PUBLISHED / "resnet20_cifar10.safetensors"), strict=False)
+    return network.eval()

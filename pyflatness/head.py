@@ -7,7 +7,8 @@ At a head the layer's output z = W φ + b *is* the model's output, one loss term
 """
 
 import contextlib
-from collections.abc import Generator
+import functools
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from .messages import check_tensor
 from .model import calling, layers, selectors, state
 from .model.data import first, rows_of, same, size, take
 from .model.generators import Generators
+from .model.row_order import order_in_memory
 from .passes.independence import Spacing, check_unchanged, two_alone
 from .passes.task import Task
 
@@ -33,23 +35,39 @@ class _NotTheHeadError(InputError):
     """Report that a layer's output is not the model's."""
 
 
+Made = Callable[[], losses.Terms]
+"""Make the terms of a batch."""
+
+
 @dataclass
 class HeadBatch:
     """Hold the rows of one batch at a head.
 
     Attributes:
         features: (rows, m), the layer's inputs, one row per loss term; (rows, …, m) for a term of several positions.
-        terms: what the loss says of the rows.
         samples: entries of dimension 0 of the batch.
         per_sample: consecutive rows that belong to one sample; 0 where rows cannot be told apart by sample.
         number: place of the batch in the data.
+        make_terms: gives :attr:`terms`.
+        labels: class indices of rows that all count the same, not yet checked: the terms are made of them only where
+            they are asked for. None where that does not say all.
     """
 
     features: Tensor
-    terms: losses.Terms
     samples: int
     per_sample: int
     number: int
+    make_terms: Made
+    labels: losses.Labels | None
+
+    @functools.cached_property
+    def terms(self) -> losses.Terms:
+        """Return what the loss says of the rows.
+
+        Raises:
+            InputError: class indices that do not fit; all else was checked before.
+        """
+        return self.make_terms()
 
 
 class Head:
@@ -85,7 +103,7 @@ class Head:
 
     def expected_rows(self, first: HeadBatch) -> int:
         """Return how many rows the whole data have, estimated from their first batch."""
-        return len(first.features) * max(1, len(self._data))
+        return first.features.shape[0] * max(1, len(self._data))
 
     def notes(self) -> tuple[str, ...]:
         """Return a note that the weight is used elsewhere too, where it is."""
@@ -119,14 +137,18 @@ class Head:
             for number, batch in enumerate(self._data):
                 if number == 0 and self.name and self._may_be_wide():
                     self._skip_product(batch, calls, product)
-                outputs, targets = calling.run(self._model, batch, self._forward)
-                rows = self._rows(self._head_call(calls, outputs), outputs, targets, size(batch), number)
-                del outputs
-                calls.clear()
-                if number == 0 or spacing.due(number, done):
-                    self._check_independent(batch, rows, calls)
-                done += rows.samples
-                yield rows
+                checked = number == 0 or spacing.due(number, done)
+                done += size(batch)
+                yield self._measured(batch, number, calls, checked)  # nothing of it is kept while the next one is run
+
+    def _measured(self, batch: Any, number: int, calls: calling.Calls, checked: bool) -> HeadBatch:
+        outputs, targets = calling.run(self._model, batch, self._forward)
+        rows = self._rows(self._head_call(calls, outputs), outputs, targets, size(batch), number)
+        del outputs
+        calls.clear()
+        if checked:
+            self._check_independent(batch, rows, calls)
+        return rows
 
     def _check_independent(self, batch: Any, rows: HeadBatch, calls: calling.Calls) -> None:
         """Raise an InputError if features of some samples change with the others in their batch."""
@@ -207,10 +229,15 @@ class Head:
         targets = losses.tensor_targets(targets, number)
         outputs, targets, dim, order = self._places(call, outputs, targets)
         features = self._ordered(call, order)
-        with losses.of_batch(number):
-            terms = self._loss.terms(outputs, targets, dim)
         told_apart = len(outputs) == samples and dim != 0
-        return HeadBatch(features, terms, samples, len(features) // samples if told_apart else 0, number)
+        per_sample = len(features) // samples if told_apart else 0
+
+        def made() -> losses.Terms:
+            with losses.of_batch(number):
+                return self._loss.terms(outputs, targets, dim)
+
+        terms, labels = _terms(self._loss, outputs.shape, outputs.device, targets, dim, made)
+        return HeadBatch(features, samples, per_sample, number, terms, labels)
 
     def _features(self, call: calling.Call, outputs: Tensor, targets: Any) -> Tensor:
         """Return the layer's inputs (rows, m) in the order of the model's outputs; raise if it is not the head."""
@@ -228,13 +255,25 @@ class Head:
         if outputs.ndim and output.shape[-1] == 1 and same_shape and 1 not in outputs.shape[1:]:
             outputs, targets = outputs.unsqueeze(-1), targets.unsqueeze(-1)  # z.squeeze(-1), one output
         dim = _class_dim(outputs, output, self._loss)
-        order = None if dim is None else _order(outputs.movedim(dim, -1), output)
+        order = None if dim is None else order_in_memory(outputs.movedim(dim, -1), output)
         if dim is None or order is None or not (self._loss.positions or (outputs.ndim == 2 and dim == 1)):
             raise _NotTheHeadError(
                 f"layer {self.name!r} is not the model's head as in the batches before: the model's output "
                 f"{tuple(outputs.shape)} is not a set of whole rows of the layer's {tuple(call.output.shape)}"
             )
         return outputs, targets, dim, order
+
+
+def _terms(
+    loss: losses.Loss, shape: Sequence[int], device: torch.device, targets: Tensor | None, class_dim: int, made: Made
+) -> tuple[Made, losses.Labels | None]:
+    """Return what gives the terms of outputs, and the labels that say all of them; without these it is called here."""
+    if isinstance(loss, losses.CrossEntropy) and (targets is None or targets.device == device):
+        labels = loss.labels(shape, targets, class_dim)
+        if labels is not None:
+            return made, labels
+    terms = made()
+    return lambda: terms, None
 
 
 def find(task: Task, layer: str | nn.Module | None) -> tuple[str, Head | None]:
@@ -263,36 +302,6 @@ def _class_dim(outputs: Tensor, output: Tensor, loss: losses.Loss) -> int | None
     return same[-1] if same else None
 
 
-def _layout(rows: Tensor) -> tuple[Any, ...]:
-    return rows.storage_offset(), rows.shape[:-1], rows.stride()[:-1]
-
-
-def _places(rows: Tensor) -> Tensor:
-    """Return where in memory the rows (all dimensions but the last) begin, in row-major order."""
-    places = torch.tensor([rows.storage_offset()], dtype=torch.int64, device="cpu")
-    for count, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
-        places = (places.unsqueeze(1) + torch.arange(count, device="cpu") * stride).flatten()
-    return places
-
-
-def _order(outputs: Tensor, output: Tensor) -> Tensor | None:
-    """Return the indices of the outputs' rows among a layer's rows; None unless each is there once.
-
-    An empty tensor says that the rows are the same, in the same order.
-    """
-    same = torch.empty(0, dtype=torch.int64, device="cpu")
-    if _layout(outputs) == _layout(output):
-        return same
-    wanted, present = _places(outputs), _places(output)
-    if wanted.equal(present):
-        return same
-    sorted_places, index = present.sort()
-    found = torch.searchsorted(sorted_places, wanted).clamp_max(len(present) - 1)
-    if not sorted_places[found].equal(wanted) or len(wanted.unique()) < len(wanted):
-        return None
-    return index[found]
-
-
 @dataclass
 class TensorHead:
     """Hold a head given as tensors: one batch of rows."""
@@ -308,7 +317,7 @@ class TensorHead:
 
     def expected_rows(self, first: HeadBatch) -> int:
         """Return how many rows there are."""
-        return len(first.features)
+        return first.features.shape[0]
 
     def notes(self) -> tuple[str, ...]:
         """Return no notes: nothing is known of a model around these tensors."""
@@ -330,7 +339,8 @@ def from_tensors(
         layers.check_dtype(what, tensor.dtype)
         if tensor.ndim < ndim or (tensor.ndim > ndim and what != "features"):
             raise InputError(f"{what}: {ndim} dimensions are wanted, got shape {tuple(tensor.shape)}")
-        if (promoted_dtype(tensor.dtype), tensor.device) != (promoted_dtype(features.dtype), features.device):
+        same = tensor.dtype == features.dtype or promoted_dtype(tensor.dtype) == promoted_dtype(features.dtype)
+        if not same or tensor.device != features.device:
             raise InputError(
                 f"{what} is {tensor.dtype} on {tensor.device}, features are {features.dtype} on {features.device}; "
                 "they must be of one kind"
@@ -338,23 +348,40 @@ def from_tensors(
     d, m = weight.shape
     if features.shape[-1] != m or d == 0:
         raise InputError(f"features {tuple(features.shape)} do not fit weight {tuple(weight.shape)}: (n, m) and (d, m)")
-    if bias is not None and len(bias) != d:
+    if bias is not None and bias.shape[0] != d:
         raise InputError(f"bias has {len(bias)} entries for {d} rows of weight")
     if features.numel() == 0:
         raise InputError(f"features: there are no samples in {tuple(features.shape)}")
-    shape = (*features.shape[:-1], d)
-    rows = features.detach()
-    if isinstance(loss, losses.CustomLoss):  # the only one that looks at the outputs' values
-        outputs = promoted(rows) @ promoted(weight).t() + (0 if bias is None else bias)
-    else:
-        rows = rows.reshape(-1, m)
-        outputs = features.new_zeros(()).expand(shape)
+    rows, shape, custom = _detached(features), (*features.shape[:-1], d), isinstance(loss, losses.CustomLoss)
     if targets is not None:
-        check_tensor("targets", targets)
-    terms = loss.terms(outputs, None if targets is None else targets.detach().to(features.device), len(shape) - 1)
+        targets = _detached(check_tensor("targets", targets)).to(features.device)
+    if not custom and rows.ndim > 2:
+        rows = rows.reshape(-1, m)
+
+    def outputs(count: int) -> Tensor:
+        if not custom:  # it does not look at their values
+            return features.new_zeros(()).expand(shape)
+        return promoted(rows[:count]) @ promoted(weight).t() + (0 if bias is None else bias)
+
+    def made() -> losses.Terms:
+        return loss.terms(outputs(len(features)), targets, len(shape) - 1)
+
+    terms, labels = _terms(loss, shape, features.device, targets, len(shape) - 1, made)
     if isinstance(loss, losses.CustomLoss) and targets is not None:
         head = (weight,) if bias is None else (weight, bias)
-        if depends_on_more(loss, outputs[:1], targets[:1].to(outputs.device), head):
+        if depends_on_more(loss, outputs(1), targets[:1], head):
             raise InputError(REFUSAL)
-    batch = HeadBatch(rows, terms, len(features), len(rows) // len(features), 0)
-    return TensorHead(weight.detach(), None if bias is None else bias.detach(), batch)
+    samples = features.shape[0]
+    batch = HeadBatch(rows, samples, rows.shape[0] // samples, 0, terms, labels)
+    return TensorHead(_detached(weight), None if bias is None else _detached(bias), batch)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor  # a call for nothing takes as long as a check
+
+
+def check_tensors(
+    features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None, loss: losses.Loss
+) -> None:
+    """Raise if the tensors of a head, or its targets, do not fit; see :func:`from_tensors`."""
+    from_tensors(features, weight, bias, targets, loss).batch.make_terms()

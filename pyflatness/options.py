@@ -202,6 +202,8 @@ def check_names(option: str, given: Any) -> list[str]:
 
 def _plain(value: Any) -> Any:
     """Return a NumPy scalar or a tensor without dimensions as the Python number that it holds, None if it has none."""
+    if type(value) in (bool, int, float):  # as nearly all are, and a call of a few microseconds asks for four
+        return value
     if getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
         return value
     return None if isinstance(value, Tensor) and value.is_meta else value.item()

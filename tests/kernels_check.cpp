@@ -45,6 +45,36 @@ double variance(const std::vector<T>& z, const std::vector<T>& distances, int64_
   return pairs / (total * total);
 }
 
+// Against softmax_variance with the raw weight: shifting weight and bias changes nothing but the rounding.
+template <typename T>
+void check_sum(const pyflatness::Kernels& kernels, const std::vector<T>& features, int64_t stride,
+               const std::vector<T>& weight, const std::vector<T>& bias, int64_t n, int64_t d, int64_t m, int threads) {
+  const auto& k = pyflatness::of<T>(kernels.head);
+  std::vector<T> prepared(size_t(d * (pyflatness::packed_columns(m) + 1 + d))), distances(size_t(d * d));
+  std::vector<int64_t> labels(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n; ++i) labels[size_t(i)] = i % 3 == 1 ? -100 : i % d;
+  std::vector<double> values(static_cast<size_t>(n)), truth(static_cast<size_t>(n));
+  k.prepare_softmax_variance(weight.data(), bias.data(), d, m, prepared.data(), threads);
+  k.pair_distances(weight.data(), d, m, distances.data(), threads);
+  k.softmax_variance(features.data(), stride, weight.data(), bias.data(), distances.data(), n, m, d, truth.data(),
+                     threads);
+  double total, kept = 0;
+  int64_t counted;
+  k.softmax_variance_sum(features.data(), stride, prepared.data(), labels.data(), -100, n, m, d, values.data(), &total,
+                         &counted, threads);
+  for (int64_t i = 0; i < n; ++i) {
+    const double value = i % 3 == 1 ? 0 : truth[size_t(i)];
+    expect<T>(values[size_t(i)], value, "softmax_variance_sum: values", kernels.name);
+    kept += value;
+  }
+  expect<T>(total, kept, "softmax_variance_sum", kernels.name);
+  expect<T>(double(counted), double(n - (n + 1) / 3), "softmax_variance_sum: rows that count", kernels.name);
+  labels[size_t(n - 1)] = d;
+  k.softmax_variance_sum(features.data(), stride, prepared.data(), labels.data(), -100, n, m, d, nullptr, &total,
+                         &counted, threads);
+  expect<T>(double(counted), -1, "softmax_variance_sum: a label that is no class", kernels.name);
+}
+
 template <typename T>
 void check(const pyflatness::Kernels& kernels, int64_t n, int64_t d, int64_t m, int threads) {
   const auto& k = pyflatness::of<T>(kernels.head);
@@ -82,6 +112,9 @@ void check(const pyflatness::Kernels& kernels, int64_t n, int64_t d, int64_t m, 
         expect<T>(values[size_t(i)], norms[size_t(i)] * variance(logits[size_t(i)], distances, d), "softmax_variance",
                   kernels.name);
   }
+
+  if (d <= pyflatness::kMaxFusedOutputs && m <= 40)
+    check_sum(kernels, features, stride, weight, bias, n, d, m, threads);
 
   std::vector<T> flat, coefficients = normal<T>(n * d);
   for (const auto& row : logits) flat.insert(flat.end(), row.begin(), row.end());

@@ -66,12 +66,16 @@ void pair_distances(Array weight, int64_t d, int64_t m, Array out, int threads) 
   kernels.pair_distances(w, d, m, o, threads);
 }
 
-template <typename T>
-void softmax_variance(Array features, int64_t stride, Array weight, Array bias, Array distances, int64_t n, int64_t m,
-                      int64_t d, Array out, int threads) {
+void limit_fused(int64_t d) {
   if (d < 1 || d > kMaxFusedOutputs)
     throw std::invalid_argument("softmax_variance: takes 1 to " + std::to_string(kMaxFusedOutputs) + " outputs, got " +
                                 std::to_string(d));
+}
+
+template <typename T>
+void softmax_variance(Array features, int64_t stride, Array weight, Array bias, Array distances, int64_t n, int64_t m,
+                      int64_t d, Array out, int threads) {
+  limit_fused(d);
   const T* x = pointer<const T>("features", features, strided(n, m, stride));
   const T* w = pointer<const T>("weight", weight, product(d, m));
   const T* b = pointer<const T>("bias", bias, d);
@@ -80,6 +84,27 @@ void softmax_variance(Array features, int64_t stride, Array weight, Array bias, 
   const auto& kernels = of<T>(selected->head);  // while the GIL is held
   py::gil_scoped_release release;
   kernels.softmax_variance(x, stride, w, b, g, n, m, d, o, threads);
+}
+
+template <typename T>
+std::pair<double, int64_t> softmax_variance_sum(Array features, int64_t stride, Array weight, Array bias,
+                                                Array prepared, bool fresh, Array labels, int64_t ignored, int64_t n,
+                                                int64_t m, int64_t d, Array values, int threads) {
+  limit_fused(d);
+  const T* x = pointer<const T>("features", features, strided(n, m, stride));
+  const T* w = pointer<const T>("weight", weight, product(d, m));
+  const T* b = pointer<const T>("bias", bias, bias.second ? d : 0);
+  T* p = pointer<T>("prepared", prepared, product(d, packed_columns(m) + 1 + d));
+  const int64_t* l = pointer<const int64_t>("labels", labels, labels.second ? n : 0);
+  double* v = pointer<double>("values", values, values.second ? n : 0);
+  double total;
+  int64_t counted;
+  const auto& kernels = of<T>(selected->head);  // while the GIL is held
+  py::gil_scoped_release release;
+  if (fresh) kernels.prepare_softmax_variance(w, bias.second ? b : nullptr, d, m, p, threads);
+  kernels.softmax_variance_sum(x, stride, p, labels.second ? l : nullptr, ignored, n, m, d, values.second ? v : nullptr,
+                               &total, &counted, threads);
+  return {total, counted};
 }
 
 template <typename T>
@@ -254,6 +279,7 @@ template <typename T>
 void define(py::module_& module, const std::string& suffix) {
   module.def(("pair_distances" + suffix).c_str(), &pair_distances<T>);
   module.def(("softmax_variance" + suffix).c_str(), &softmax_variance<T>);
+  module.def(("softmax_variance_sum" + suffix).c_str(), &softmax_variance_sum<T>);
   module.def(("exponentiate" + suffix).c_str(), &exponentiate<T>);
   module.def(("row_dots" + suffix).c_str(), &row_dots<T>);
   module.def(("sigmoid_curvature" + suffix).c_str(), &sigmoid_curvature<T>);
@@ -272,6 +298,7 @@ void define(py::module_& module, const std::string& suffix) {
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "CPU kernels of pyflatness; see csrc/cpu/kernels.h for what each computes.";
+  module.def("packed_columns", &packed_columns);
   module.attr("MAX_FUSED_OUTPUTS") = kMaxFusedOutputs;
   module.attr("MAX_EIGEN_SIZE") = kMaxEigenSize;
   module.def("small_eigenvalues_f64", &small_eigenvalues);

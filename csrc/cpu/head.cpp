@@ -101,14 +101,14 @@ PYFLATNESS_INLINE void prefetch(const T* place, int64_t ahead) {
 // sums[s, 0] = sum_j weight[s, j] rows[0, kTileStep, ...][j], folded as far as a tile's rows go. The first tile adds
 // rows[r][j]^2 behind them, and brings the rows of a block to come (`ahead` elements on) into the second cache: the
 // first is full of this block.
-template <typename T, int Outputs, bool First>
+template <typename T, int Outputs, bool First, bool Packed>
 PYFLATNESS_INLINE void product_tile(const T* const* rows, int64_t ahead, const T* weight, int64_t m,
                                     typename Simd<T>::Vec* sums) {  // [Outputs + First, 2 kTileStep]
   using S = Simd<T>;
   typename S::Vec tile[Outputs + First][kTileRows] = {}, x[kTileRows];
   const auto add = [&](const auto& weight_at) __attribute__((always_inline)) {
     for (int s = 0; s < Outputs; ++s) {
-      const typename S::Vec w = weight_at(weight + s * m);
+      const typename S::Vec w = weight_at(weight + s * (Packed ? pyflatness::packed_columns(m) : m));
       for (int64_t r = 0; r < kTileRows; ++r) tile[s][r] += w * x[r];
     }
     if (First)
@@ -124,43 +124,47 @@ PYFLATNESS_INLINE void product_tile(const T* const* rows, int64_t ahead, const T
   }
   if (j < m) {  // x holds the last features where the weight has them, and zeros in the lanes that were added already
     for (int64_t r = 0; r < kTileRows; ++r) x[r] = S::load_tail(rows[r * kTileStep<T>] + m, m - j, m);
-    add([m](const T* w) { return m < S::kLanes ? S::load_partial(w, m, 0) : S::load(w + m - S::kLanes); });
+    if constexpr (Packed)
+      add([j](const T* w) { return S::load(w + j); });
+    else
+      add([m](const T* w) { return m < S::kLanes ? S::load_partial(w, m, 0) : S::load(w + m - S::kLanes); });
   }
   for (int s = 0; s < Outputs + First; ++s) {
     sums[s * 2 * kTileStep<T>] = S::fold(tile[s]);
   }
 }
 
-template <typename T, bool First, int Outputs = kTileOutputs>
+template <typename T, bool First, bool Packed, int Outputs = kTileOutputs>
 PYFLATNESS_INLINE void product_tile(const T* const* rows, int64_t ahead, const T* weight, int64_t m, int64_t outputs,
                                     typename Simd<T>::Vec* sums) {
   if constexpr (Outputs > 1) {
-    if (outputs < Outputs) return product_tile<T, First, Outputs - 1>(rows, ahead, weight, m, outputs, sums);
+    if (outputs < Outputs) return product_tile<T, First, Packed, Outputs - 1>(rows, ahead, weight, m, outputs, sums);
   }
-  product_tile<T, Outputs, First>(rows, ahead, weight, m, sums);
+  product_tile<T, Outputs, First, Packed>(rows, ahead, weight, m, sums);
 }
 
 // logits[s, r] for a tile of outputs and the block's rows; the first tile writes the squared norms too.
-template <typename T, bool First>
+template <typename T, bool First, bool Packed>
 PYFLATNESS_INLINE void block_tile(const T* const* rows, int64_t ahead, const T* weight, int64_t m, int64_t outputs,
                                   T* logits, T* norms) {
   using S = Simd<T>;
   typename S::Vec sums[kTileOutputs + 1][2][kTileStep<T>];
   for (int64_t vector = 0; vector < 2; ++vector)
     for (int64_t r = 0; r < kTileStep<T>; ++r)
-      product_tile<T, First>(rows + vector * S::kLanes + r, ahead, weight, m, outputs, &sums[0][vector][r]);
+      product_tile<T, First, Packed>(rows + vector * S::kLanes + r, ahead, weight, m, outputs, &sums[0][vector][r]);
   for (int64_t s = 0; s < outputs + First; ++s)
     for (int64_t vector = 0; vector < 2; ++vector)
       S::store((s < outputs ? logits + s * kBlockRows<T> : norms) + vector * S::kLanes, S::fold(sums[s][vector]));
 }
 
 // Logits (by outputs: one vector holds one output of many rows) and squared norms of a block of rows.
-template <typename T>
+template <typename T, bool Packed>
 void block_products(const T* const* rows, int64_t ahead, const T* weight, int64_t m, int64_t d, T* logits, T* norms) {
-  block_tile<T, true>(rows, ahead, weight, m, minimum(d, kTileOutputs), logits, norms);
+  const int64_t columns = Packed ? pyflatness::packed_columns(m) : m;
+  block_tile<T, true, Packed>(rows, ahead, weight, m, minimum(d, kTileOutputs), logits, norms);
   for (int64_t s = kTileOutputs; s < d; s += kTileOutputs)
-    block_tile<T, false>(rows, ahead, weight + s * m, m, minimum(d - s, kTileOutputs), logits + s * kBlockRows<T>,
-                         norms);
+    block_tile<T, false, Packed>(rows, ahead, weight + s * columns, m, minimum(d - s, kTileOutputs),
+                                 logits + s * kBlockRows<T>, norms);
 }
 
 // variance[r] = sum_{s<t} p_s p_t D_st for a block of rows. Every term is >= 0, so nothing cancels, however close to
@@ -194,23 +198,152 @@ PYFLATNESS_INLINE void pair_variance(T* logits,  // [d, kBlockRows]
   for (int v = 0; v < 2; ++v) S::store(variance + v * S::kLanes, pairs[v] / (normaliser[v] * normaliser[v]));
 }
 
+// values[r] = |phi_r|^2 variance_r for the rows of one block.
+template <typename T, bool Packed>
+PYFLATNESS_INLINE void block_values(const T* features, int64_t stride, const T* weight, const T* bias,
+                                    const T* distances, int64_t n, int64_t m, int64_t d, int64_t first,
+                                    double* values) {
+  constexpr int64_t kRows = kBlockRows<T>;
+  const int64_t count = minimum(kRows, n - first);
+  const T* rows[kRows];  // beyond the last row: that row again, not written
+  for (int64_t r = 0; r < kRows; ++r) rows[r] = features + (first + minimum(r, count - 1)) * stride;
+  alignas(64) T logits[pyflatness::kMaxFusedOutputs * kRows];
+  alignas(64) T norms[kRows], variance[kRows];
+  block_products<T, Packed>(rows, count == kRows ? 2 * kRows * stride : 0, weight, m, d, logits, norms);
+  pair_variance(logits, bias, distances, d, variance);
+  for (int64_t r = 0; r < count; ++r) values[r] = static_cast<double>(norms[r]) * static_cast<double>(variance[r]);
+}
+
 template <typename T>
 void softmax_variance(const T* features, int64_t stride, const T* weight, const T* bias, const T* distances, int64_t n,
                       int64_t m, int64_t d, double* out, int threads) {
-  constexpr int64_t kRows = kBlockRows<T>;
-  const int64_t blocks = (n + kRows - 1) / kRows;
+  const int64_t blocks = blocks_of(n, kBlockRows<T>);
 #pragma omp parallel for num_threads(team(threads, n * m * d)) schedule(static)
   for (int64_t block = 0; block < blocks; ++block) {
-    const int64_t first = block * kRows, count = minimum(kRows, n - first);
-    const T* rows[kRows];  // beyond the last row: that row again, not written
-    for (int64_t r = 0; r < kRows; ++r) rows[r] = features + (first + minimum(r, count - 1)) * stride;
-    alignas(64) T logits[pyflatness::kMaxFusedOutputs * kRows];
-    alignas(64) T norms[kRows], variance[kRows];
-    block_products(rows, count == kRows ? 2 * kRows * stride : 0, weight, m, d, logits, norms);
-    pair_variance(logits, bias, distances, d, variance);
-    for (int64_t r = 0; r < count; ++r)
-      out[first + r] = static_cast<double>(norms[r]) * static_cast<double>(variance[r]);
+    const int64_t first = block * kBlockRows<T>;
+    block_values<T, false>(features, stride, weight, bias, distances, n, m, d, first, out + first);
   }
+}
+
+// The lower median of each column of up to kCentreRows rows, `stride` apart: lanes are columns, which an odd-even
+// transposition sorts. NaN for a column with NaN in it.
+template <typename T>
+PYFLATNESS_INLINE typename Simd<T>::Vec column_medians(const T* rows, int64_t stride, int64_t count, int64_t columns) {
+  using S = Simd<T>;
+  using Vec = typename S::Vec;
+  Vec sorted[pyflatness::kCentreRows], poison = {};
+  for (int64_t k = 0; k < count; ++k) {
+    sorted[k] = columns < S::kLanes ? S::load_partial(rows + k * stride, columns, 0) : S::load(rows + k * stride);
+    poison = sorted[k] != sorted[k] ? sorted[k] : poison;
+  }
+  for (int64_t round = 0; round < count; ++round)
+    for (int64_t k = round % 2; k + 1 < count; k += 2) {
+      const Vec a = sorted[k], b = sorted[k + 1];
+      sorted[k] = b < a ? b : a;
+      sorted[k + 1] = b < a ? a : b;
+    }
+  return poison != poison ? poison : sorted[(count - 1) / 2];
+}
+
+// The lower median of up to kMaxFusedOutputs numbers; NaN if one is.
+template <typename T>
+T median(const T* numbers, int64_t count) {
+  T sorted[pyflatness::kMaxFusedOutputs];
+  for (int64_t k = 0; k < count; ++k) {
+    if (numbers[k] != numbers[k]) return numbers[k];
+    int64_t place = k;
+    for (; place > 0 && numbers[k] < sorted[place - 1]; --place) sorted[place] = sorted[place - 1];
+    sorted[place] = numbers[k];
+  }
+  return sorted[(count - 1) / 2];
+}
+
+template <typename T>
+void prepare_softmax_variance(const T* weight, const T* bias, int64_t d, int64_t m, T* prepared, int threads) {
+  using S = Simd<T>;
+  const int64_t step = blocks_of(d, pyflatness::kCentreRows), chosen = blocks_of(d, step);
+#pragma omp parallel for num_threads(team(threads, d* m)) schedule(static)
+  for (int64_t j = 0; j < m; j += S::kLanes) {
+    const int64_t columns = minimum(S::kLanes, m - j), ahead = maximum(0, minimum(j, j + columns - S::kLanes));
+    const int64_t read = minimum(S::kLanes, m);  // the last vector ends with the row, as the features' does
+    const typename S::Vec centre = column_medians(weight + ahead, step * m, chosen, read);
+    for (int64_t s = 0; s < d; ++s) {
+      const T* from = weight + s * m + ahead;
+      const typename S::Vec w = read == S::kLanes ? S::load(from) : S::load_partial(from, read, 0);
+      S::store(prepared + s * pyflatness::packed_columns(m) + j, w - centre);
+    }
+  }
+  T* shifted = prepared + d * pyflatness::packed_columns(m);
+  const T middle = bias ? median(bias, d) : 0, shift = middle - middle == 0 ? middle : 0;
+  for (int64_t s = 0; s < d; ++s) shifted[s] = bias ? bias[s] - shift : 0;
+  pair_distances(weight, d, m, shifted + d, threads);
+}
+
+// What a part of the rows adds up to.
+struct Part {
+  double total = 0;
+  int64_t counted = 0;
+  bool wrong = false;
+};
+
+// Adds a block's values; those of rows that are ignored become 0.
+template <typename T>
+PYFLATNESS_INLINE void add_block(double* values, int64_t count, const int64_t* labels, int64_t ignored, int64_t d,
+                                 Part* part) {
+  using D = Simd<double>;
+  constexpr int64_t kRows = kBlockRows<T>;
+  for (int64_t r = count; r < kRows; ++r) values[r] = 0;
+  part->counted += count;
+  if (labels) {
+    alignas(64) int64_t classes[kRows];
+    for (int64_t r = 0; r < kRows; ++r) classes[r] = r < count ? labels[r] : ignored;
+    part->counted += kRows - count;  // beyond the last row all are ignored
+    typename D::Ints skipped = {}, wrong = {};
+    for (int64_t r = 0; r < kRows; r += D::kLanes) {
+      typename D::Ints c;
+      std::memcpy(&c, classes + r, sizeof c);
+      const typename D::Ints skip = c == ignored;
+      D::store(values + r, skip ? typename D::Vec{} : D::load(values + r));
+      wrong |= ~skip & ((c < 0) | (c >= d));
+      skipped += skip;  // -1 each
+    }
+    for (int64_t l = 0; l < D::kLanes; ++l) part->counted += skipped[l], part->wrong |= wrong[l] != 0;
+  }
+  typename D::Vec sum = {};
+  for (int64_t r = 0; r < kRows; r += D::kLanes) sum += D::load(values + r);
+  part->total += D::sum(sum);
+}
+
+// The rows are added up in parts, whose number the threads do not change: nor do they the sum.
+constexpr int64_t kParts = 256;
+
+template <typename T>
+void softmax_variance_sum(const T* features, int64_t stride, const T* prepared, const int64_t* labels, int64_t ignored,
+                          int64_t n, int64_t m, int64_t d, double* values, double* total, int64_t* counted,
+                          int threads) {
+  constexpr int64_t kRows = kBlockRows<T>;
+  const T *bias = prepared + d * pyflatness::packed_columns(m), *distances = bias + d;
+  const int64_t blocks = blocks_of(n, kRows), parts = minimum(blocks, kParts);
+  Part found[kParts];
+#pragma omp parallel for num_threads(team(threads, n * m * d)) schedule(static)
+  for (int64_t p = 0; p < parts; ++p) {
+    Part part;
+    for (int64_t block = p * blocks / parts; block < (p + 1) * blocks / parts; ++block) {
+      const int64_t first = block * kRows, count = minimum(kRows, n - first);
+      alignas(64) double of_rows[kRows];
+      block_values<T, true>(features, stride, prepared, bias, distances, n, m, d, first, of_rows);
+      add_block<T>(of_rows, count, labels ? labels + first : nullptr, ignored, d, &part);
+      if (values) std::memcpy(values + first, of_rows, static_cast<size_t>(count) * sizeof(double));
+    }
+    found[p] = part;
+  }
+  Part whole;
+  for (int64_t p = 0; p < parts; ++p) {
+    whole.total += found[p].total, whole.counted += found[p].counted;
+    whole.wrong |= found[p].wrong;
+  }
+  *total = whole.total;
+  *counted = whole.wrong ? -1 : whole.counted;
 }
 
 // The maximum of a row and its first place. A NaN is never the maximum; it shows in the sums instead.
@@ -308,8 +441,9 @@ void sigmoid_curvature(const T* logits, const T* coefficients, const T* row_norm
 }
 
 template <typename T>
-constexpr pyflatness::HeadKernels<T> kTable = {pair_distances<T>, softmax_variance<T>, exponentiate<T>, row_dots<T>,
-                                               sigmoid_curvature<T>};
+constexpr pyflatness::HeadKernels<T> kTable = {
+    pair_distances<T>, softmax_variance<T>, prepare_softmax_variance<T>, softmax_variance_sum<T>,
+    exponentiate<T>,   row_dots<T>,         sigmoid_curvature<T>};
 
 }  // namespace
 

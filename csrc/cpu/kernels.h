@@ -11,6 +11,10 @@ namespace pyflatness {
 // Most outputs for which softmax_variance keeps a row's logits in registers and cache; a wider head takes products
 // from a matrix library and the kernels behind them.
 constexpr int64_t kMaxFusedOutputs = 64;
+// Most rows of a weight whose median is its centre.
+constexpr int64_t kCentreRows = 31;
+// Columns that the rows of m are padded to in a packed weight, so that each begins at a vector.
+constexpr int64_t packed_columns(int64_t m) { return (m + 15) / 16 * 16; }
 
 template <typename T>
 struct HeadKernels {
@@ -29,6 +33,24 @@ struct HeadKernels {
                            int64_t n, int64_t m, int64_t d,
                            double* out,  // [n]
                            int threads);
+
+  // What softmax_variance_sum wants to know of a weight: weight - centre, packed; bias - its median; the distances of
+  // pair_distances. The centre is the median of up to kCentreRows rows, evenly spaced.
+  void (*prepare_softmax_variance)(const T* weight,  // [d, m]
+                                   const T* bias,    // [d] or null
+                                   int64_t d, int64_t m,
+                                   T* prepared,  // [d * (packed_columns(m) + 1 + d)]
+                                   int threads);
+
+  // The values of softmax_variance and their sum, which is the same for any number of threads. Rows whose label is
+  // `ignored` add 0. counted: the others; -1 if one of them has a label that is no class.
+  void (*softmax_variance_sum)(const T* features,  // [n, m], row i at features + i * stride
+                               int64_t stride,
+                               const T* prepared,      // [d * (packed_columns(m) + 1 + d)]
+                               const int64_t* labels,  // [n] or null
+                               int64_t ignored, int64_t n, int64_t m, int64_t d,
+                               double* values,  // [n] or null
+                               double* total, int64_t* counted, int threads);
 
   // A block of each row's logits, in place: z_s -> exp(z_s - maximum), where `maximum` (that of the blocks before,
   // -infinity for the first) is raised to this block's own largest logit first. If that raises it, the place t of that

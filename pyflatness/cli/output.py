@@ -4,12 +4,14 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import click
 from rich.console import Console
 from rich.table import Table
 
 from ..errors import InputError
+from ..messages import printable
 
 _NARROWEST = 80  # with less room whole columns would vanish; a terminal that has less breaks the lines by itself
 _WIDTH_OF_FILES = 200  # a file or pipe has no width that lines would have to be folded at
@@ -22,6 +24,24 @@ def show(table: Table) -> None:
     for column in table.columns:
         column.overflow, column.no_wrap = "fold", False
     console.print(table)
+
+
+class Notes:
+    """Collect notes on checkpoints, to be printed once each."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, set[str]] = {}
+
+    def add(self, name: str, notes: Iterable[str]) -> None:
+        """Take the notes on a checkpoint."""
+        for note in notes:
+            self._names.setdefault(note, set()).add(name)
+
+    def show(self) -> None:
+        """Print each note with the first checkpoint that it is on."""
+        for note, names in self._names.items():
+            first, *more = sorted(names)  # workers have them in no order
+            click.echo(printable(f"{first}{f' and {len(more)} more' if more else ''}: {note}"))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from ..scoring.rows import Row, csv_line, rows
 from ..scoring.run import Run
 from ..scoring.scores import table
 from .bars import bar
-from .output import show
+from .output import Notes, show
 from .paths import append_whole
 
 
@@ -26,22 +26,23 @@ def write(run: Run, out: Path, *, shown: bool | None = None) -> None:
         SystemExit: 1 if there is an error in a row, 130 after Ctrl-C; the rows so far are written.
     """
     found: list[Row] = []
-    interrupted = False
+    notes, interrupted = Notes(), False
     try:
-        _append(run, out, found, shown)
+        _append(run, out, found, notes, shown)
     except KeyboardInterrupt:
         interrupted = True
     except OSError as error:  # all others end up in rows
         raise InputError(f"--out {out}: cannot be written ({error.strerror}); it has {len(found)} rows") from None
     print_rows(found)
+    notes.show()
     errors = sum(bool(row.error) for row in found)
     click.echo(printable(f"{'interrupted; ' if interrupted else ''}wrote {out}: {len(found)} rows, {errors} errors"))
     if interrupted or errors:
         raise SystemExit(130 if interrupted else 1)
 
 
-def _append(run: Run, out: Path, found: list[Row], shown: bool | None) -> None:
-    """Append each checkpoint's rows to the file and, as far as they are in it, to the list."""
+def _append(run: Run, out: Path, found: list[Row], notes: Notes, shown: bool | None) -> None:
+    """Append each checkpoint's rows to the file and, as far as they are in it, to the list; take the notes."""
     batches = run.bench.batches()
 
     def step(part: float) -> None:
@@ -58,6 +59,7 @@ def _append(run: Run, out: Path, found: list[Row], shown: bool | None) -> None:
             for job in run.jobs(name, pairs):
                 known = any(outcome.fit != NO_FIT for outcome in outcomes)
                 outcomes.append(run.bench.outcome(replace(job, fit=not known), step))
+                notes.add(name, outcomes[-1].notes)
             held = [(value, outcome.fit) for outcome in outcomes for value in outcome.values]
             for row in rows(name, pairs, held):
                 append_whole(file, csv_line(asdict(row).values()))

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +20,7 @@ from ..scoring.run import Kept, Run, keep
 from ..scoring.store import Store
 from ..scoring.worker import Job
 from .bars import bar
+from .output import Notes
 
 _SHOWN = 5  # errors that are printed
 _SHORT = 10  # seconds
@@ -27,10 +28,11 @@ _SHORT = 10  # seconds
 
 @dataclass(frozen=True)
 class How:
-    """Hold how a run goes: the executor's name and workers, ``retry`` and ``ends`` as :func:`.keep` has them, a bar."""
+    """Hold how a run goes: the executor as :func:`.executors.named` takes it, what :func:`.keep` takes, and a bar."""
 
     executor: str
     workers: int
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     retry: bool = False
     ends: bool = False
     shown: bool | None = None
@@ -59,11 +61,12 @@ def write(run: Run, path: Path, columns: Mapping[str, Mapping[str, Any]], how: H
         if dry_run:
             _estimate(run, kept.jobs)
             return
-        done, interrupted = _go(run, store, kept, how)
+        done, interrupted = _go(run, store, kept, how, notes := Notes())
         counts = store.counts(kept.setting, kept.contents.values())
         errors = store.errors(kept.setting, kept.contents.values())
     left = len(kept.jobs) - done
     click.echo(printable(f"{path}: {done} units done, {left} to do; {counts['failed']} values failed"))
+    notes.show()
     for name, error in errors[:_SHOWN]:
         click.echo(printable(f"{name}: {error}"))
     if counts["failed"]:
@@ -101,13 +104,14 @@ def _time(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {rest:02} s"
 
 
-def _go(run: Run, store: Store, kept: Kept, how: How) -> tuple[int, bool]:
-    """Measure the units; return how many were committed, and whether this was interrupted."""
+def _go(run: Run, store: Store, kept: Kept, how: How, notes: Notes) -> tuple[int, bool]:
+    """Measure the units and take the notes; return how many were committed, and whether this was interrupted."""
     done = 0
 
     def take(job: Job, outcome: Outcome) -> None:
         nonlocal done
         store.commit(kept.setting, job.content, outcome)
+        notes.add(str(job.weights), outcome.notes)
         done += 1
         progress.advance(task)
 
@@ -122,7 +126,7 @@ def _go(run: Run, store: Store, kept: Kept, how: How) -> tuple[int, bool]:
 
 @contextlib.contextmanager
 def _executor(how: How, units: int) -> Iterator[Executor]:
-    executor = executors.named(how.executor, min(how.workers, units)) if units else executors.Serial()
+    executor = executors.named(how.executor, min(how.workers, units), how.arguments) if units else executors.Serial()
     try:
         yield executor
     finally:

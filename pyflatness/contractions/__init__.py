@@ -8,16 +8,22 @@ from .dense import DenseContraction
 from .geometry import Geometry
 from .layer import LayerContraction
 from .precision import full_precision, promoted, promoted_dtype, squared_norms
-from .softmax import DEFAULT_MEMORY, SoftmaxVariance, default_memory
+from .reference import RowSum
+from .routes import Workspace
+from .softmax import DEFAULT_MEMORY, FUSED_OUTPUTS, Labels, SoftmaxVariance, default_memory
 from .wide import Bounded
 
 __all__ = [
     "DEFAULT_MEMORY",
+    "FUSED_OUTPUTS",
     "Bounded",
     "DenseContraction",
     "Geometry",
+    "Labels",
     "LayerContraction",
+    "RowSum",
     "SoftmaxVariance",
+    "Workspace",
     "check",
     "choose",
     "choose_for_few",

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from ..errors import BackendError
 from . import head_arguments
-from .arrays import array, dense, layer_sizes, plain, span
+from .arrays import array, dense, dense_rows, layer_sizes, plain, span, strided
 from .geometry import Geometry
 from .precision import promoted_dtype
-from .reference import Products, exponentiate_rounded, norms_about, products, rejoin, spread
+from .reference import Products, RowSum, exponentiate_rounded, norms_about, products, rejoin, spread
 
 __all__ = [
     "Products",
+    "RowSum",
     "direct",
     "direct_gathered",
     "exponentiate",
@@ -42,10 +43,12 @@ __all__ = [
     "sigmoid_curvature",
     "small_eigenvalues",
     "softmax_variance",
+    "softmax_variance_sum",
     "spread",
     "unavailable",
 ]
 
+_NONE = 0, 0  # the array that is not given
 _SUFFIX = {torch.float32: "_f32", torch.float64: "_f64"}
 
 _C: Any
@@ -123,6 +126,29 @@ def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor, distances: 
     given = head_arguments.softmax_variance(features, weight, bias, distances)
     _kernel("softmax_variance", *given.tensors)(*given.arguments, torch.get_num_threads())
     return given.results
+
+
+def softmax_variance_sum(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    prepared: Tensor | None,
+    labels: Tensor | None,
+    ignored: int,
+    values: Tensor | None,
+) -> RowSum | None:
+    """See :func:`.reference.softmax_variance_sum`; at most ``_C.MAX_FUSED_OUTPUTS`` outputs."""
+    features, weight = dense_rows(features), dense(weight)
+    bias, labels = None if bias is None else dense(bias), None if labels is None else dense(labels)
+    (n, m), d, fresh = features.shape, weight.shape[0], prepared is None
+    constants = weight.new_empty(d * (_C.packed_columns(m) + 1 + d)) if prepared is None else prepared
+    kernel = _kernel("softmax_variance_sum", features, weight, constants, weight if bias is None else bias)
+    total, counted = kernel(
+        strided(features), features.stride(0), array(weight), _NONE if bias is None else array(bias),
+        array(constants), fresh, _NONE if labels is None else array(labels), ignored, n, m, d,
+        _NONE if values is None else array(values), torch.get_num_threads(),
+    )  # fmt: skip
+    return None if counted < 0 else RowSum(total, counted, constants)
 
 
 def exponentiate(
@@ -264,7 +290,8 @@ def _require() -> None:
 def _kernel(name: str, *tensors: Tensor) -> Any:
     _require()
     dtype = tensors[0].dtype
-    if dtype not in _SUFFIX or any(t.dtype != dtype or t.device.type != "cpu" for t in tensors):
-        kinds = sorted({f"{t.dtype} on {t.device}" for t in tensors})
-        raise BackendError(f"{name}: wants float32 or float64 tensors of one dtype on the CPU, got {', '.join(kinds)}")
+    for tensor in tensors:
+        if tensor.dtype is not dtype or not tensor.is_cpu or dtype not in _SUFFIX:
+            kinds = ", ".join(sorted({f"{t.dtype} on {t.device}" for t in tensors}))
+            raise BackendError(f"{name}: wants float32 or float64 tensors of one dtype on the CPU, got {kinds}")
     return getattr(_C, name + _SUFFIX[dtype])

@@ -23,7 +23,7 @@ from .geometry import Geometry
 from .precision import promoted, promoted_dtype
 from .quantities import Contribution, Wanted
 from .reference import Products
-from .routes import Both, Calls, Direct, Gathered, Gram, OnePosition, Prepared, Summed
+from .routes import Both, Calls, Direct, Gathered, Gram, OnePosition, Prepared, Summed, Workspace
 
 ROUTES = ("direct", "gram")
 
@@ -84,23 +84,24 @@ class Contraction:
         self._signs.append(sign)
         if len(self._signs) < self.stack_size:
             return None
-        held, sign = self._released()
-        return _over_cotangents(self._wanted.contribution(self._products([held.flatten(0, 1)]), sign), len(held))
+        return self._released()
 
     def rest(self) -> Contribution | None:
         """Return the contribution of the cotangents that are still held back; None if there are none."""
-        if not self._signs:
-            return None
-        held, sign = self._released()
-        return _over_cotangents(self._wanted.contribution(self._products([held.flatten(0, 1)]), sign), len(held))
+        return self._released() if self._signs else None
 
-    def _released(self) -> tuple[Tensor, Sign]:
-        """Return what is held back, (k, n, …), and the signs of all its samples, (k n,); None if all are +1."""
+    def of_several(self, cotangents: Tensor, signs: Sequence[Sign]) -> Contribution:
+        """Return the contribution of cotangents one behind the other, (k n, …); ``stack_size`` of them at most."""
+        count, sign = len(signs), None
+        if any(one is not None for one in signs):
+            each = cotangents.new_ones(len(cotangents) // count, dtype=torch.float64)
+            sign = torch.cat([each if one is None else each * one for one in signs])
+        return _over_cotangents(self._wanted.contribution(self._products([cotangents]), sign), count)
+
+    def _released(self) -> Contribution:
+        """Return the contribution of what is held back, and hold nothing from then on."""
         held, signs, self._signs = self._buffer[: len(self._signs)], self._signs, []
-        if all(one is None for one in signs):
-            return held, None
-        each = held.new_ones(held.shape[1], dtype=torch.float64)
-        return held, torch.cat([each if one is None else each * one for one in signs])
+        return self.of_several(held.flatten(0, 1), signs)
 
 
 class LayerContraction:
@@ -113,6 +114,7 @@ class LayerContraction:
         quantities: names of :data:`.quantities.QUANTITIES`.
         memory: bytes for working buffers.
         route: of :data:`ROUTES`; None takes the cheaper.
+        workspace: shared with other layers, which are contracted in turn; None: of its own.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class LayerContraction:
         *,
         memory: int,
         route: str | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
         self._wanted, self._route, self._device = Wanted(quantities), route, weight.device
         factor = gram_factor(promoted(weight)) if self._wanted.gram_factor else None
@@ -136,6 +139,7 @@ class LayerContraction:
             _as_bfloat16(factor, weight, backend),
             promoted(weight) if self._wanted.weighted else None,
             memory,
+            workspace or Workspace(memory),
         )
         self._buffer: Tensor | None = None
 

@@ -3,7 +3,9 @@
 Logits in bf16 step by 0.125 at 20.
 """
 
+import contextlib
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +21,10 @@ def promoted_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def full_precision(tensor: Tensor) -> torch.autocast:
+def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context without autocast on the tensor's device: the user's is for the model alone."""
-    return torch.autocast(tensor.device.type, enabled=False)
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
 def squared_norms(matrix: Tensor, backend: ModuleType, memory: int) -> Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .centre import centre, shifted
 from .geometry import Geometry, Triple
 from .precision import promoted
 
@@ -34,6 +35,58 @@ def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor, distances: 
     rest, _, _ = exponentiate(logits, None, 1.0, maximum)
     pairs = row_dots(logits, logits @ distances) / 2
     return row_dots(features, features) * pairs / (1 + rest).square()
+
+
+class RowSum(NamedTuple):
+    """Hold a sum over the rows of a head.
+
+    Attributes:
+        total: the sum of the values of the rows that count.
+        counted: how many they are.
+        prepared: what depends on the weight alone, in the backend's own layout, for further calls.
+    """
+
+    total: float
+    counted: int
+    prepared: Tensor
+
+
+def softmax_variance_sum(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    prepared: Tensor | None,
+    labels: Tensor | None,
+    ignored: int,
+    values: Tensor | None,
+) -> RowSum | None:
+    """Return the sum over rows of :func:`softmax_variance` with the weight and bias centred, distances made here.
+
+    Args:
+        features: (n, m).
+        weight: (d, m).
+        bias: (d,); None: 0.
+        prepared: of an earlier call with this weight and bias; None in the first one.
+        labels: (n,) int64, class indices; None: all rows count.
+        ignored: the label of rows that do not count: they add 0.
+        values: (n,) float64, takes the values; None: they are not kept.
+
+    Returns:
+        None if a row that counts has a label that is no class.
+    """
+    d, m = weight.shape
+    if prepared is None:
+        parts = weight - centre(weight), shifted(bias, weight), pair_distances(weight)
+        prepared = torch.cat([part.flatten() for part in parts])
+    centred, offsets, distances = prepared.split([d * m, d, d * d])
+    found = softmax_variance(features, centred.view(d, m), offsets, distances.view(d, d))
+    kept = torch.ones_like(found, dtype=torch.bool) if labels is None else labels != ignored
+    if labels is not None and bool((kept & ((labels < 0) | (labels >= d))).any()):
+        return None
+    found = torch.where(kept, found, 0.0)
+    if values is not None:
+        values.copy_(found)
+    return RowSum(float(found.sum()), int(kept.sum()), prepared)
 
 
 def exponentiate(

@@ -14,27 +14,43 @@ The difference cancels where one probability is close to 1, as it is at every tr
   >= 0. The first is E - |E|² again, so rows in which that cancels too (the others pile up far from the centre) are
   found by their condition number and take Σ_s p_s |w_s - μ|² from the differences.
 
-The weight is centred first: a row common to all classes moves no probability, but its size would drown the logits'
-last digits. The centre is the median of some rows: a mean would follow an outlier row.
+The weight is centred first (:mod:`.centre`).
 """
 
+import functools
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .precision import promoted
+from . import compiled
+from .centre import centre, shifted
+from .precision import promoted, promoted_dtype
+from .reference import RowSum
 from .wide import Bounded, WideHead
 
 DEFAULT_MEMORY = 24 * 2**20  # bytes that working buffers may take: near to what a processor's caches hold
 CUDA_MEMORY = 416 * 2**20  # the same on a GPU, which wants much at once
-_FUSED_OUTPUTS = 64
-_CENTRE_ROWS = 31
+FUSED_OUTPUTS = 64
+_OF_KERNELS = torch.float32, torch.float64
 
 
 def default_memory(device: torch.device) -> int:
     """Return how many bytes working buffers may take, unless a user says otherwise."""
     return CUDA_MEMORY if device.type == "cuda" else DEFAULT_MEMORY
+
+
+class Labels(NamedTuple):
+    """Hold the class indices of rows that all count the same, but for ignored ones; nothing of them is checked.
+
+    Attributes:
+        classes: (rows,) int64; None: there are none, and all rows count.
+        ignored: the index of rows that add nothing.
+    """
+
+    classes: Tensor | None
+    ignored: int
 
 
 class SoftmaxVariance:
@@ -61,20 +77,14 @@ class SoftmaxVariance:
         route: str | None = None,
         rtol: float = 0.0,
     ) -> None:
-        weight = weight.contiguous()  # torch's median of an expanded tensor is uninitialised memory (2.13)
         d, m = weight.shape
-        self._backend = backend
-        self._centre = promoted(weight[:: -(-d // _CENTRE_ROWS)]).median(dim=0).values
-        bias = self._centre.new_zeros(d) if bias is None else promoted(bias)
-        self._bias = bias - bias.median().nan_to_num(0.0, 0.0, 0.0)  # -inf where most classes are masked
-        entries = memory // self._centre.element_size()
+        self._weight, self._bias, self._backend = weight, bias, backend
+        entries = memory // promoted_dtype(weight.dtype).itemsize
         self.route = route or _cheapest_route(rows, d, m, entries)
+        self._chunk = max(1, entries // (2 * d))
+        self._prepared: Tensor | None = None  # by the first call of `total`
         if self.route == "rows":
-            self._wide = WideHead(weight, self._centre, self._bias, backend, memory, rtol)
-        else:
-            self._centred = promoted(weight) - self._centre
-            self._distances = backend.pair_distances(promoted(weight))
-            self._chunk = max(1, entries // (2 * d))
+            self._wide = WideHead(weight.contiguous(), centre(weight), shifted(bias, weight), backend, memory, rtol)
 
     def __call__(self, features: Tensor) -> Tensor:
         """Return values (n,) float64 of features (n, m); a row with NaN or infinity in it gives a non-finite value."""
@@ -90,25 +100,39 @@ class SoftmaxVariance:
         """
         if self.route == "rows":
             return self._wide(features, None if scale is None else scale.nan_to_num(0.0))
-        chunks: list[Tensor] = []
-        for chunk in map(promoted, features.split(self._chunk)):
-            if self.route == "fused":
-                chunks.append(self._backend.softmax_variance(chunk, self._centred, self._bias, self._distances))
-            else:
-                chunks.append(self._pairs(chunk))
+        values = self._backend.softmax_variance if self.route == "fused" else self._pairs
+        chunks = [values(promoted(chunk), *self._constants) for chunk in features.split(self._chunk)]
         return Bounded(chunks[0] if len(chunks) == 1 else torch.cat(chunks), None)
 
-    def _pairs(self, features: Tensor) -> Tensor:
+    def total(self, features: Tensor, labels: Labels, values: Tensor | None) -> RowSum | None:
+        """Return the sum of the values by one call of a kernel, see :func:`.reference.softmax_variance_sum`.
+
+        None also where there is no such kernel: for other routes, backends and half precision.
+        """
+        weight = self._weight
+        if self.route != "fused" or self._backend is not compiled or not features.dtype == weight.dtype in _OF_KERNELS:
+            return None
+        found = compiled.softmax_variance_sum(features, weight, self._bias, self._prepared, *labels, values)
+        self._prepared = self._prepared if found is None else found.prepared
+        return found
+
+    @functools.cached_property
+    def _constants(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the centred weight (d, m), the shifted bias (d,) and the distances (d, d)."""
+        weight = promoted(self._weight.contiguous())
+        return weight - centre(weight), shifted(self._bias, weight), self._backend.pair_distances(weight)
+
+    def _pairs(self, features: Tensor, weight: Tensor, bias: Tensor, distances: Tensor) -> Tensor:
         backend = self._backend
-        scores = torch.addmm(self._bias, features, self._centred.t())
+        scores = torch.addmm(bias, features, weight.t())
         maximum = scores.new_full((len(scores),), -torch.inf)
         rest, _, _ = backend.exponentiate(scores, None, 1.0, maximum)
-        pairs = backend.row_dots(scores, scores @ self._distances) / 2
+        pairs = backend.row_dots(scores, scores @ distances) / 2
         values: Tensor = backend.row_dots(features, features) * pairs / (1 + rest).square()
         return values.masked_fill_(maximum.isinf(), torch.nan)
 
 
 def _cheapest_route(n: int, d: int, m: int, entries: int) -> str:
-    if d <= _FUSED_OUTPUTS:
+    if d <= FUSED_OUTPUTS:
         return "fused"
     return "pairs" if d * (n + m) < n * m and d * (d + m) <= entries else "rows"

@@ -76,7 +76,7 @@ def authors_representativeness(
         values = []
         for k in range(folds):
             w, b = (weight, bias) if fit is None else refit(fit, features[places != k], targets[places != k])
-            head.from_tensors(features, w, b, targets, resolved)  # checks
+            head.check_tensors(features, w, b, targets, resolved)
             outputs = promoted(features) @ promoted(w).t() + (0 if b is None else promoted(b))
             values.append(_fold(promoted(features).double(), outputs, targets, places == k, resolved))
     return sum(values) / folds

@@ -329,7 +329,7 @@ class _Head:
 
     def __init__(self, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Any, loss: Loss) -> None:
         targets = check_tensor("targets", targets)
-        head.from_tensors(features, weight, bias, targets, loss)  # checks
+        head.check_tensors(features, weight, bias, targets, loss)
         if features.ndim != 2:
             raise InputError(f"features: one vector a sample, (n, m), is wanted, got shape {tuple(features.shape)}")
         self.loss, self.features, self.targets = loss, promoted(features.detach()), targets.detach().to(features.device)

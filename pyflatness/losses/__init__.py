@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 from torch.nn import functional as F
 
+from ..contractions import Labels
 from ..errors import InputError
 from ..messages import shown
 from .base import Curvature, Factors, Loss, Reduction, Terms, head_contributions, marked
@@ -31,6 +32,7 @@ __all__ = [
     "Curvature",
     "CustomLoss",
     "Factors",
+    "Labels",
     "Loss",
     "Rows",
     "SquaredError",

@@ -1,7 +1,7 @@
 """Define what every loss says of its rows, and the helpers that losses share."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import ClassVar, Protocol
@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ..contractions import Bounded
+from ..contractions import Bounded, Labels, RowSum
 from ..errors import InputError
 
 Reduction = str
@@ -61,12 +61,20 @@ class Factors:
     take: Callable[[Tensor], "Factors"]
 
 
-Curvature = Callable[..., Bounded]
-"""(features (rows, m), scale, *extra of the terms) -> (rows,) float64: |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, and their bounds.
+@dataclass(frozen=True)
+class Curvature:
+    """Hold the curvature at a head for one weight matrix.
 
-A loss of which a sample is one term takes features (rows, P, m) of P positions too: Σ_pp' ⟨φ_ip, φ_ip'⟩
-⟨w wᵀ, ∂²ℓ_i/∂z_ip∂z_ip'⟩.
-"""
+    Attributes:
+        by_row: (features (rows, m), scale, *extra of the terms) -> (rows,) float64: |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, and
+            their bounds. A loss of which a sample is one term takes features (rows, P, m) of P positions too:
+            Σ_pp' ⟨φ_ip, φ_ip'⟩ ⟨w wᵀ, ∂²ℓ_i/∂z_ip∂z_ip'⟩.
+        total: (features, labels, values (rows,) float64 to be written, or None) -> the sum of the same over rows whose
+            labels count, at once; None where it cannot be had so, or a label is no class.
+    """
+
+    by_row: Callable[..., Bounded]
+    total: Callable[[Tensor, Labels, Tensor | None], RowSum | None] | None = None
 
 
 class Loss(Protocol):
@@ -114,7 +122,7 @@ class Loss(Protocol):
 
 def head_contributions(curvature: Curvature, features: Tensor, terms: Terms) -> Bounded:
     """Return what rows at a head add to relative flatness, scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, and bounds on errors."""
-    values, bounds = curvature(features, terms.scale, *terms.extra)
+    values, bounds = curvature.by_row(features, terms.scale, *terms.extra)
     return Bounded(values.mul_(terms.scale), None if bounds is None else bounds * terms.scale.abs())
 
 
@@ -141,7 +149,7 @@ def uniform(rows: int, scale: float, weight: float, device: torch.device) -> Ter
     return Terms(numbers[:1].expand(rows), numbers[1:].expand(rows))
 
 
-def without(shape: torch.Size, dim: int) -> tuple[int, ...]:
+def without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     """Return ``shape`` less one dimension."""
     sizes = list(shape)
     del sizes[dim]

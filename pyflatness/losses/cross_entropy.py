@@ -1,6 +1,7 @@
 """Define cross-entropy on logits: class weights, label smoothing, probability targets and ignored targets."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..contractions import SoftmaxVariance, promoted
+from ..contractions import FUSED_OUTPUTS, Labels, SoftmaxVariance, promoted
 from ..errors import InputError
 from .base import Curvature, Factors, Reduction, Terms, marked, rows_like, uniform, without
 
@@ -71,6 +72,20 @@ class CrossEntropy:
         smooth = torch.where(kept, self.label_smoothing * weight.mean(), 0.0)
         return Terms((1 - self.label_smoothing) * weights + smooth, weights, used=kept)
 
+    def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> Labels | None:
+        """Return the class indices of outputs of a shape if all that count do so the same; None if that is not so.
+
+        :meth:`terms` follow from them, and raise where they, or the targets that give None, do not fit. They give None
+        also where classes are so many that no kernel takes them so.
+        """
+        if self.weight is not None or shape[class_dim] > FUSED_OUTPUTS:
+            return None
+        if targets is None:
+            return Labels(None, self.ignore_index)
+        if targets.dtype != torch.int64 or targets.shape != without(shape, class_dim):
+            return None
+        return Labels(targets if targets.ndim == 1 else targets.reshape(-1), self.ignore_index)
+
     def _probability_terms(self, outputs: Tensor, targets: Tensor, class_dim: int) -> Terms:
         rows = rows_like("target probabilities", targets, outputs, class_dim).double()
         smoothed = (1 - self.label_smoothing) * rows + self.label_smoothing / rows.shape[1]
@@ -88,7 +103,8 @@ class CrossEntropy:
         self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int, rtol: float
     ) -> Curvature:
         """See :class:`.base.Loss`."""
-        return SoftmaxVariance(weight, bias, backend, rows=rows, memory=memory, rtol=rtol).bounded
+        variance = SoftmaxVariance(weight, bias, backend, rows=rows, memory=memory, rtol=rtol)
+        return Curvature(variance.bounded, variance.total)
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""

@@ -120,7 +120,7 @@ class CustomLoss:
                         total = total + (product * direction).sum(dim=(1, 2))
             return Bounded(total.detach() if norms is None else total.detach() * norms, None)
 
-        return values
+        return Curvature(values)
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""

@@ -46,7 +46,7 @@ class SquaredError(_Elementwise):
     ) -> Curvature:
         """See :class:`.base.Loss`."""
         norm = squared_norms(weight, backend, memory).sum()
-        return lambda features, scale: Bounded(norm * squared_norms(features, backend, memory), None)
+        return Curvature(lambda features, scale: Bounded(norm * squared_norms(features, backend, memory), None))
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""
@@ -119,7 +119,7 @@ class BinaryCrossEntropy(_Elementwise):
                 parts.append(backend.sigmoid_curvature(logits, weights, norms))
             return Bounded(torch.cat(parts) * squared_norms(features, backend, memory), None)
 
-        return values
+        return Curvature(values)
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""

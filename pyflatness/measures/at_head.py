@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from .. import contractions, losses
-from ..contractions import Bounded
 from ..errors import InputError, NonFiniteError
 from ..head import HeadBatch
 from ..model import layers
@@ -63,8 +62,8 @@ def relative_flatness(source: Source, loss: losses.Loss, options: Options) -> Es
                     memory = options.memory or contractions.default_memory(weight.device)
                     rows = source.expected_rows(batch)
                     curvature = loss.curvature(weight, bias, backend, rows, memory, options.tolerance)
-                features = batch.features if scale is None else normalize.apply(scale, batch.features, inverse=True)
-                total.add(batch, losses.head_contributions(curvature, features, batch.terms))
+                total.add(batch, curvature)
+            del batch  # or its memory stands in the way of the next one's
     return total.estimate()
 
 
@@ -86,8 +85,22 @@ class _Sum:
         self._backend = contractions.describe(backend)
         return weight, bias, backend
 
-    def add(self, batch: HeadBatch, found: Bounded) -> None:
-        rows, bounds = found
+    def add(self, batch: HeadBatch, curvature: losses.Curvature) -> None:
+        found, rows = None, None
+        if batch.labels is not None and curvature.total is not None and self._scale is None:
+            rows = torch.empty(len(batch.features), dtype=torch.float64) if self._options.per_sample else None
+            found = curvature.total(batch.features, batch.labels, rows)
+        if found is None or not math.isfinite(found.total):  # row by row it shows what is wrong, or is left out
+            self._add_rows(batch, curvature)
+            return
+        self._over.add(batch.samples, float(found.counted))
+        self._value += found.total
+        if rows is not None:
+            self._contributions.append(_by_sample(batch, rows).sum(dim=1))
+
+    def _add_rows(self, batch: HeadBatch, curvature: losses.Curvature) -> None:
+        features = batch.features if self._scale is None else normalize.apply(self._scale, batch.features, inverse=True)
+        rows, bounds = losses.head_contributions(curvature, features, batch.terms)
         if self._scale is not None:
             rows = self._as_in_the_first_read(batch, rows)
         total, weights, kept = float(rows.sum()), batch.terms.weights, None

@@ -177,21 +177,48 @@ def carried(module: nn.Module, delta: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def computes(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
-    """Return whether an output is W φ + b of its input, looked at in its first and last row (or image)."""
+    """Return whether an output is W φ + b of its input, looked at in its first and last row.
+
+    Of a convolution these are the positions along the edges of the first and the last image.
+    """
     if output.is_meta or output.numel() == 0:
         return True
-    if not isinstance(module, _CONVOLUTIONS):
-        inputs, output = inputs.reshape(-1, inputs.shape[-1]), output.reshape(-1, output.shape[-1])
     weight, bias = matrix(module)
-    inputs, output = inputs.detach()[[0, -1]].to(weight.dtype), output.detach()[[0, -1]]
+    if isinstance(module, _CONVOLUTIONS):
+        inputs, output = _edges(module, inputs.detach(), output.detach())
+    else:
+        inputs, output = (part.detach().reshape(-1, part.shape[-1])[[0, -1]] for part in (inputs, output))
+    inputs = inputs.to(weight.dtype)
     with full_precision(inputs):
-        expected = apply(module, inputs).movedim(class_dim(module), -1)
+        expected = _apply_inside(module, inputs).movedim(class_dim(module), -1)
         expected = promoted(expected) + (0 if bias is None else promoted(bias))
     tolerance = max(1e-3, 8 * torch.finfo(output.dtype).eps)
-    size = float(expected.abs().amax().nan_to_num(0, 0, 0))
+    size = float(expected.nan_to_num(0, 0, 0).abs().amax())
     output = output.movedim(class_dim(module), -1).to(expected.dtype)
     off = (output - expected).abs()
     return bool(((off <= tolerance * (expected.abs() + size)) | ~expected.isfinite()).all())
+
+
+def _edges(module: nn.Module, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Return, of a convolution, the first positions of the first image and the last ones of the last, and their inputs.
+
+    They are first and last along the first dimension of space; the inputs are padded.
+    """
+    assert isinstance(module, _CONVOLUTIONS)
+    seen = module.dilation[0] * (module.kernel_size[0] - 1) + 1
+    start = module.stride[0] * (output.shape[2] - 1)
+    first, last = (pad(module, inputs[[place]]) for place in (0, -1))
+    edges = torch.cat([first[:, :, :seen], last[:, :, start : start + seen]])
+    return edges, torch.cat([output[:1, :, :1], output[-1:, :, -1:]])
+
+
+def _apply_inside(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Return W φ like :func:`apply`, of inputs that are padded already."""
+    if not isinstance(module, _CONVOLUTIONS):
+        return apply(module, inputs)
+    function = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(module.kernel_size)]
+    outputs: Tensor = function(inputs, module.weight.detach(), None, module.stride, 0, module.dilation, module.groups)
+    return outputs
 
 
 def in_common_form(module: nn.Module, tensor: Tensor) -> list[Tensor]:

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import contractions
-from ..contractions import DenseContraction, LayerContraction, promoted
+from ..contractions import DenseContraction, LayerContraction, Workspace, promoted
 from ..errors import InputError
 from ..model import layers
 from ..options import Options
 from . import normalize, pooled
+from .batch_layout import Layout
 from .memory import Budget
 from .pooled import Pooled
 from .runner import Run
@@ -30,6 +31,7 @@ class LayerForm:
         quantities: what is wanted.
         options: of the user.
         scale: of the layer's input channels, or None; see :mod:`.normalize`.
+        workspace: shared with other layers, or None.
 
     Attributes:
         backend: of the contractions.
@@ -42,8 +44,10 @@ class LayerForm:
         quantities: Sequence[str],
         options: Options,
         scale: Tensor | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
         self.name, self._module, self._scale, self._quantities = name, module, scale, quantities
+        self._workspace = workspace
         self._options = options
         weight = layers.matrix(module)[0]
         self.backend = contractions.choose(options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
@@ -64,7 +68,12 @@ class LayerForm:
         if self._contraction is None:
             geometry = layers.geometry(self._module)
             self._contraction = LayerContraction(
-                self.weight(run), geometry, self.backend, self._quantities, memory=self._memory
+                self.weight(run),
+                geometry,
+                self.backend,
+                self._quantities,
+                memory=self._memory,
+                workspace=self._workspace,
             )
         return self._contraction
 
@@ -116,6 +125,17 @@ class LayerForm:
         for gradient in gradients:
             parts += self._in_form(run.samples_first(self.name, gradient))
         return parts if self._dense else layers.joined(self._module, parts)
+
+    def cotangents(self, run: Run, gradients: Tensor) -> Tensor | None:
+        """Return several gradients (k, …) in the output of the only call as δ, one's samples behind another's.
+
+        The result is None where they have to be taken one by one.
+        """
+        layout, count = run.layouts[self.name], len(gradients) * run.samples
+        if layout != Layout() or len(run.calls(self.name)) != 1 or not layout.fits(gradients[0], run.samples):
+            return None
+        parts = self._in_form(layout.samples_first(gradients.flatten(0, 1), count))
+        return parts[0] if len(parts) == 1 else None
 
     def pooled(self, run: Run) -> Pooled | None:
         """Return the max-pooling behind the layer, if its cotangents may be taken as they come out of that."""

@@ -45,21 +45,19 @@ def check_readers(paths: Iterable[Path]) -> None:
         raise MissingExtraError("safetensors files need safetensors: pip install 'pyflatness[cli]'")
 
 
-def read(path: Path, *, prefix: str = "") -> Checkpoint:
+def read(path: Path) -> Checkpoint:
     """Return the weights of a checkpoint, with the settings that are kept in its file.
 
     Args:
         path: a ``.safetensors`` file; a ``.pt``, ``.pth``, ``.pth.tar``, ``.ckpt`` or ``.bin`` file with a state dict
             alone or under the key of a training script, which is unpickled as data only, in a process with limits on
             memory and time; or an index of shards of either kind, such as ``model.safetensors.index.json``.
-        prefix: take only the weights whose names begin with it, and take it off.
 
     Raises:
-        InputError: missing, damaged, of another kind, with more than data in it, or nothing under the prefix.
+        InputError: missing, damaged, of another kind, or with more than data in it.
     """
     check_readers([path])
-    found = _read_index(path) if path.name.endswith(INDEX) else _read_file(path)
-    return _under(prefix, found) if prefix else found
+    return _read_index(path) if path.name.endswith(INDEX) else _read_file(path)
 
 
 def _read_file(path: Path) -> Checkpoint:
@@ -68,16 +66,6 @@ def _read_file(path: Path) -> Checkpoint:
         raise InputError(f"{path.suffix or 'no'!r} is no known ending; {', '.join(ENDINGS)} files are read")
     _check_file(path)
     return _read_safetensors(path) if path.name.endswith(_SAFE) else Checkpoint(*pickles.read(path))
-
-
-def _under(prefix: str, found: Checkpoint) -> Checkpoint:
-    state = {name.removeprefix(prefix): tensor for name, tensor in found.state.items() if name.startswith(prefix)}
-    if not state:
-        fronts = dict.fromkeys(name.split(".")[0] + "." for name in found.state)
-        raise InputError(f"no name begins with {prefix!r}; names begin with {', '.join(map(repr, [*fronts][:8]))}")
-    left = len(found.state) - len(state)
-    note = (f"{left} tensors whose names do not begin with {prefix!r} were left out",) if left else ()
-    return Checkpoint(state, found.metadata, found.notes + note)
 
 
 def _check_file(path: Path) -> None:

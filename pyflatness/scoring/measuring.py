@@ -42,13 +42,15 @@ class Value:
 class Outcome:
     """Hold what came of a unit: a value for each of its pairs, and the network's loss and accuracy if data were read.
 
-    ``batch_size`` is what the batches had to be cut to for the memory, None where they stayed as they are.
+    ``batch_size`` is what the batches had to be cut to for the memory, None where they stayed as they are. ``notes``
+    say what was done in reading the checkpoint.
     """
 
     values: tuple[Value, ...]
     fit: Fit = NO_FIT
     seconds: float = 0.0
     batch_size: int | None = None
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def failed(cls, unit: Unit, error: str) -> "Outcome":

@@ -117,11 +117,11 @@ class Store:
                 yield store
 
     def _connected(self) -> sqlite3.Connection:
-        mode = "rwc" if self._write else "ro"
+        mode = "rwc" if self._write else "rw"  # a reader takes back what a writer that died had half written
         uri = f"{self.path.absolute().as_uri()}?mode={mode}"
         connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=30)
         connection.row_factory = sqlite3.Row
-        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute(f"PRAGMA {'foreign_keys' if self._write else 'query_only'} = ON")
         return connection
 
     def _check(self) -> None:
@@ -157,7 +157,8 @@ class Store:
 
     def close(self) -> None:
         """Close the file; what was committed is in it."""
-        self._stack.close()
+        with self._explained():
+            self._stack.close()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

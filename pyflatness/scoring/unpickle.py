@@ -8,6 +8,7 @@ process is there for what is left: files that claim sizes, nest deeply or hit a 
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -140,6 +141,8 @@ def explained(error: BaseException, memory: int) -> str:
         return message
     if isinstance(error, MemoryError) or "can't allocate memory" in message or "not enough memory" in message:
         return f"it takes more than {memory / 2**20:.0f} MiB to read, which no file of its size should"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return "no space to unpack its numbers in the folder for temporary files; TMPDIR says which that is"
     if "TorchScript" in message:
         return "a TorchScript archive, which is a program; save the model's state_dict()"
     if "legacy .tar" in message:

@@ -120,6 +120,7 @@ class Bench:
             most = setup.batch_size if isinstance(setup.batch_size, int) else None
             self.data = Cut(self.data, device, most=most, limit=setup.limit)
         self._held: tuple[Path, str] | None = None
+        self._notes: tuple[str, ...] = ()  # on reading what is held
 
     def batches(self) -> int:
         """Return the number of batches; 0 if the data cannot tell."""
@@ -140,13 +141,13 @@ class Bench:
     def outcome(self, job: Job, step: Step = lambda part: None) -> Outcome:
         """Measure a unit; what goes wrong with its checkpoint or its measures is in its values."""
         try:
-            model = self._with_weights(job)
+            model, notes = self._with_weights(job)
         except Exception as error:  # a damaged file can raise anything
             return Outcome.failed(job.unit, reason(error))
         while True:
             found = measuring.measured(model, self.data, self.setup.request, job.unit, step, fit=job.fit)
             if self.setup.batch_size != "auto" or not self._halved(found):
-                return replace(found, batch_size=self.data.most if isinstance(self.data, Cut) else None)
+                return replace(found, batch_size=self.data.most if isinstance(self.data, Cut) else None, notes=notes)
 
     def _halved(self, found: Outcome) -> bool:
         """Halve the batches if memory did not suffice, for this unit and those that follow; return whether."""
@@ -156,17 +157,19 @@ class Bench:
         self.data.most = most // 2
         return bool(most > 1)
 
-    def _with_weights(self, job: Job) -> nn.Module:
+    def _with_weights(self, job: Job) -> tuple[nn.Module, tuple[str, ...]]:
+        """Return the network with its weights, and the notes on reading them."""
         if isinstance(job.weights, nn.Module):
-            return job.weights
+            return job.weights, ()
         assert self.network is not None
         if self._held != (job.weights, job.content):
             self._held = None  # a file that does not fit leaves a part of itself behind
-            loading.load(self.network, checkpoints.read(job.weights).state)
+            checkpoint = checkpoints.read(job.weights)
+            self._notes = checkpoint.notes + loading.load(self.network, checkpoint.state)
             if job.content and keys.of_file(job.weights) != job.content:
                 raise InputError("the file changed after the run had begun")
             self._held = job.weights, job.content
-        return self.network
+        return self.network, self._notes
 
 
 class _Here(threading.local):

@@ -52,6 +52,10 @@ def arguments(name, dtype):
     return {
         "pair_distances": [w, 3, 5, square, 1],
         "softmax_variance": [x, 5, w, b, square, 4, 5, 3, out, 1],
+        "softmax_variance_sum": [
+            x, 5, w, b, torch.ones(3 * (_C.packed_columns(5) + 1 + 3), dtype=dtype), True, place % 3, -100, 4, 5, 3,
+            out.clone(), 1,
+        ],
         "exponentiate": [z, b, 1.0, 4, 3, torch.zeros(4, dtype=dtype), out, out.clone(), place, 1],
         "row_dots": [x, 5, x, 5, 4, 5, out, 1],
         "sigmoid_curvature": [z, z, b, 4, 3, out, 1],
@@ -72,6 +76,7 @@ def arguments(name, dtype):
 KERNELS = [
     "pair_distances",
     "softmax_variance",
+    "softmax_variance_sum",
     "exponentiate",
     "row_dots",
     "sigmoid_curvature",
@@ -217,7 +222,7 @@ def test_tensors_of_the_wrong_kind_are_refused():
 
 
 def test_the_widest_fused_head_fits_the_kernel():
-    assert softmax._FUSED_OUTPUTS <= _C.MAX_FUSED_OUTPUTS
+    assert softmax.FUSED_OUTPUTS <= _C.MAX_FUSED_OUTPUTS
 
 
 def test_instruction_sets():

@@ -112,16 +112,6 @@ def test_hyperparameters_of_safetensors(tmp_path: Path) -> None:
     assert checkpoints.read(tmp_path / "x.safetensors").metadata == {"lr": "0.1"}
 
 
-def test_a_part_of_the_names(tmp_path: Path) -> None:
-    teacher = {f"teacher.{name}": tensor + 1 for name, tensor in STATE.items()}
-    save_file({**teacher, **{f"student.{name}": t for name, t in STATE.items()}}, path := tmp_path / "x.safetensors")
-    found = checkpoints.read(path, prefix="student.")
-    assert same(found.state, STATE)
-    assert found.notes == ("2 tensors whose names do not begin with 'student.' were left out",)
-    with pytest.raises(pf.InputError, match=r"no name begins with 'net\.'; names begin with 'student\.', 'teacher\.'"):
-        checkpoints.read(path, prefix="net.")
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

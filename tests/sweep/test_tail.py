@@ -1,0 +1,171 @@
+"""Several cotangents that go through a model's last operations at once: values are the Hessian's, whatever is there."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pyflatness as pf
+from pyflatness.passes import tail
+from support import truth
+
+QUANTITIES = ["relative_flatness", "trace"]
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """How many cotangents were sent at once, and the layers that they reached, for every time."""
+    found = []
+    send = tail.Tail.send
+
+    def seen(self, cotangents):
+        found.append((len(cotangents), [*self.names]))
+        return send(self, cotangents)
+
+    monkeypatch.setattr(tail.Tail, "send", seen)
+    return found
+
+
+def check(model, x, y, loss=F.cross_entropy, **options):
+    data = [(x[:5], y[:5]), (x[5:], y[5:])]
+    report = pf.measure(model, loss, data, measures=QUANTITIES, progress=False, **options)
+    for name in report.layers:
+        weight, hessian = truth.weight_of(model, name), truth.layer_hessian(model, loss, x, y, name)
+        expected = truth.relative_flatness_of(hessian, weight), truth.trace_of(hessian)
+        for measure, value in zip(QUANTITIES, expected, strict=True):
+            assert report[name, measure].value == pytest.approx(value, rel=1e-9), (name, measure)
+    return report
+
+
+def mlp(*widths):
+    parts = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*parts[:-1]).double().eval()
+
+
+X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).double(), torch.arange(8) % 3
+
+
+@pytest.mark.parametrize("backend", ["compiled", "reference"])
+def test_all_of_a_small_network(backend, sent):
+    check(mlp(4, 6, 5, 3), X, Y, backend=backend)
+    assert sent == [(2, ["0", "2", "4"])] * 2 or sent == [(2, ["0", "2"])] * 2
+
+
+def test_more_cotangents_than_go_at_once(sent):
+    """And a last group that is smaller, in stacks that are held back or not."""
+    model = mlp(4, 3, 40)
+    check(model, X, torch.arange(8) * 4)
+    assert [count for count, _ in sent] == [13, 13, 13] * 2
+    sent.clear()
+    x, y = torch.randn(8, 3, 4).double(), torch.arange(24).view(8, 3)
+    check(model, x.flatten(0, 1), y.flatten())
+    assert sent
+
+
+class Front(nn.Module):
+    """Convolutions, through which gradients go one by one, in front of linear layers, and a path around these."""
+
+    def __init__(self, around):
+        super().__init__()
+        self.early, self.conv = nn.Conv2d(1, 1, 2), nn.Conv2d(1, 2, 2)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.around = around
+
+    def forward(self, x):
+        h = self.conv(self.early(x).relu()).flatten(1)
+        behind = F.relu(self.first(F.relu(h)))
+        return self.last(behind + h if self.around else behind)
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_what_is_in_front_goes_one_by_one(around, sent):
+    check(Front(around).double().eval(), torch.randn(8, 1, 4, 4).double(), Y)
+    assert sent
+    assert all(("conv" in names) is not around and "early" not in names for _, names in sent)
+
+
+@pytest.mark.parametrize("size", [2**20, 71])
+def test_large_gradients_go_one_by_one(size, sent, monkeypatch):
+    monkeypatch.setattr(tail, "_SMALL", size)
+    check(mlp(4, 6, 5, 3), X, Y)
+    assert bool(sent) is (size == 2**20)
+
+
+def test_positions_signs_and_layers_that_run_twice(sent):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.last(F.relu(self.first(x)) + F.relu(self.first(-x)))
+
+    check(Twice().double().eval(), X, Y)
+    assert sent == []
+    positions = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Flatten(), nn.Linear(15, 3)).double().eval()
+    check(positions, torch.randn(8, 3, 4).double(), Y)
+    assert sent
+    sent.clear()
+
+    def loss(outputs, targets):
+        return (outputs.sin() * (targets.unsqueeze(1) + 1)).sum(dim=1).mean()
+
+    check(mlp(4, 6, 3), X, Y, loss)
+    assert sent
+
+
+def test_a_layer_that_the_outputs_do_not_depend_on(sent):
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.idle, self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            self.idle(x)
+            return self.last(F.relu(self.first(x)))
+
+    report = check(Idle().double().eval(), X, Y)
+    assert report["idle", "trace"].value == 0
+    assert sent == []
+
+
+def test_a_hook_that_takes_one_gradient_at_a_time(sent):
+    """A number of a gradient, which several at once do not have."""
+    seen = []
+
+    class Hooked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            h = self.first(x).relu()
+            if h.requires_grad:
+                h.register_hook(lambda gradient: seen.append(float(gradient.detach().sum())))
+            return self.last(h)
+
+    check(Hooked().double().eval(), X, Y)
+    assert sent
+    assert seen
+
+
+def test_samples_alone_and_those_that_are_not_finite(sent):
+    model, x = mlp(4, 6, 5, 3), X.clone()
+    options = {"nan_policy": "propagate", "per_sample": True, "progress": False}
+    clean = pf.relative_flatness(model, nn.CrossEntropyLoss(), (x, Y), "0", **options).per_sample
+    x[3, 0] = torch.inf
+    spoiled = pf.relative_flatness(model, nn.CrossEntropyLoss(), (x, Y), "0", **options).per_sample
+    keep = torch.arange(8) != 3
+    torch.testing.assert_close(spoiled[keep], clean[keep], rtol=1e-12, atol=0)
+    assert spoiled[3].isnan()
+    assert len(sent) == 2
+
+
+def test_the_model_is_left_as_it_was(sent):
+    model = mlp(4, 6, 5, 3)
+    check(model, X, Y)
+    assert sent
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    model(X).sum().backward()
