@@ -60,6 +60,7 @@ kernels-check: setup
 bench: setup
 	$(BIN)/python benchmarks/head.py
 	$(BIN)/python benchmarks/layers.py
+	$(BIN)/python benchmarks/growth.py
 
 # On a machine with a GPU, with PYTHON a Python whose torch has CUDA: builds the kernels for it, runs their tests, then
 # the same under compute-sanitizer's memcheck and racecheck.
