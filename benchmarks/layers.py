@@ -1,8 +1,8 @@
 """Measures of any layer: pyflatness against the bare sweep, composed torch, and other libraries.
 
 Run from the project's root: ``python benchmarks/layers.py [resnet] [resnet128] [resnet20] [lenet] [alone] [peers]
-[growth]``; all of them unless some are named. Every figure is a ratio within one run, alternatives in turn; nothing is asserted but
-that all ways give the same value. Needs rich; rows of libraries that are not installed say so.
+[growth]``; all of them unless some are named. Every figure is a ratio within one run, alternatives in turn; nothing is
+asserted but that all ways give the same value. Needs rich; rows of libraries that are not installed say so.
 
 ``pyflatness`` is the whole call of ``pf.measure`` for relative flatness, its certificate of linearity included;
 ``sweep`` the bare sweep over parts of the same sizes, ``composed`` the same with contractions in torch (:mod:`bare`),
