@@ -1,7 +1,7 @@
 """Relative flatness of a head: pyflatness against its floors and against what a user would compose in torch.
 
 Run from the project's root: ``python benchmarks/head.py``, with parts of rows' names for some of them (``50000``,
-``n = 1``, ``LeNet5``). Every figure is a ratio within one run, alternatives in turn; nothing is asserted. Needs rich.
+``"(1,"``, ``LeNet5``). Every figure is a ratio within one run, alternatives in turn; nothing is asserted. Needs rich.
 Rows named AVX2 are timed in a process of their own that is held to AVX2, torch and MKL too.
 
 Floors: ``read`` is one pass over the features, ``product`` one bare product φ wᵀ, ``products`` all matrix products of

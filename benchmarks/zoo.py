@@ -8,7 +8,9 @@ Every timing is a ratio within one run; all checkpoints count, whatever the corr
 """
 
 import csv
+import tempfile
 from pathlib import Path
+from time import perf_counter, process_time
 from typing import Any
 
 import click
@@ -24,7 +26,9 @@ from pyflatness.measures import MEASURES
 from pyflatness.model import selectors
 from pyflatness.options import Options
 from pyflatness.scoring import checkpoints, loading, specs
-from pyflatness.scoring.run import Run
+from pyflatness.scoring.executors import Serial
+from pyflatness.scoring.run import Run, keep
+from pyflatness.scoring.store import Store
 from pyflatness.scoring.units import Request
 from pyflatness.scoring.worker import Source
 
@@ -45,8 +49,9 @@ def main() -> None:
 @click.argument("model", type=click.Path(exists=True))
 @click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--rounds", default=9)
-def time(model: str, paths: tuple[Path, ...], rounds: int) -> None:
-    """Scoring one checkpoint after the other (reading, κ, loss, accuracy), against forward passes alone."""
+@click.option("--processor", is_flag=True, help="Processor time, for a machine that others use.")
+def time(model: str, paths: tuple[Path, ...], rounds: int, processor: bool) -> None:
+    """Scoring checkpoints into a store (hash, reading, κ, loss, accuracy, commit), against forward passes alone."""
     request = Request("cross_entropy", (), (MEASURES[0].name,), Options())
     run = Run({str(p): p for p in paths}, Source(f"{model}:LeNet5"), Source(f"{model}:train_data"), request)
     network, data = run.bench.network, run.bench.data
@@ -58,16 +63,17 @@ def time(model: str, paths: tuple[Path, ...], rounds: int) -> None:
                     network(x)
 
     def score() -> None:
-        for name in run.models:
-            for job in run.jobs(name, run.pairs(name)):
-                for error in run.bench.outcome(job).errors:
-                    raise click.ClickException(error)
+        with tempfile.TemporaryDirectory() as folder, Store(Path(folder, "runs.sqlite"), write=True) as store:
+            kept = keep(run, store)
+            run.go(kept.jobs, Serial(), lambda job, outcome: store.commit(kept.setting, job.content, outcome))
+            for name, error in store.errors(kept.setting, kept.contents.values()):
+                raise click.ClickException(f"{name}: {error}")
 
-    timings = in_turn({"score": score, "forward": forward}, rounds, repeats=1)
+    timings = in_turn({"score": score, "forward": forward}, rounds, 1, process_time if processor else perf_counter)
     ours, floor = timings["score"], timings["forward"]
     each = [1e3 * timing.median / len(paths) for timing in (ours, floor)]
     print(f"{len(paths)} checkpoints: {each[0]:.0f} ms each to score, {each[1]:.0f} ms the forward passes alone")
-    print(f"ratio {ours.ratio(floor):.3f} (to reach: ≤ 1.15)")
+    print(f"ratio {ours.ratio(floor):.3f} (to reach: ≤ 1.05)")
 
 
 @main.command()

@@ -125,13 +125,16 @@ def relative_flatness(
             functions that torch did not write too, where ``"auto"`` is an error.
         probes: a sampled value with a standard error, for fewer passes: k random probes for each sample: directions for
             Hessian products, or signs over the columns of its square-root factor. ``"adaptive"``: the columns in groups
-            with random signs, heavy ones alone, as many groups a sample as ``rtol`` takes; where the model is locally
-            linear in the weight, or for the GGN. How data is cut into batches may then change the value, within its
-            standard error; exact, without one, where each column is alone. A head needs no passes and stays exact.
+            with random signs, heavy ones alone, as many groups a sample as ``rtol`` takes; and where the model is not
+            locally linear in the weight, what that lacks of the Hessian by Hessian probes, most of them for samples on
+            which the loss has a large gradient. How data is cut into batches may then change the value, within its
+            standard error; exact, without one, where each column is alone, and where exact Hessian products are fewer
+            than probes. A head needs no passes and stays exact.
         target_stderr: an absolute standard error for every value asked for, by as many probes as that takes: a first
             few say how many, so the data are read more than once. Exact values where these take fewer passes.
         rtol: of ``probes="adaptive"``: a standard error aimed at, relative to the value; 0.01 unless given. It is found
-            from the outputs alone, so what is reached differs by layer; ``stderr`` says what was. Without ``probes`` it
+            from the outputs and a few probes, so what is reached differs by layer; ``stderr`` says what was. Without
+            ``probes`` it
             is for heads: the error that is guaranteed, see :func:`head_flatness`; other layers refuse it.
         conv: ``"filter"``: rows of a convolution are its filters. ``"affine"``: the convolution as one dense matrix of
             all inputs and outputs, a row for every output pixel.

@@ -23,6 +23,7 @@ from .messages import check_tensor
 from .model import calling, layers, selectors, state
 from .model.data import first, rows_of, same, size, take
 from .model.generators import Generators
+from .model.row_order import order_in_memory
 from .passes.independence import Spacing, check_unchanged, two_alone
 from .passes.task import Task
 
@@ -254,7 +255,7 @@ class Head:
         if outputs.ndim and output.shape[-1] == 1 and same_shape and 1 not in outputs.shape[1:]:
             outputs, targets = outputs.unsqueeze(-1), targets.unsqueeze(-1)  # z.squeeze(-1), one output
         dim = _class_dim(outputs, output, self._loss)
-        order = None if dim is None else _order(outputs.movedim(dim, -1), output)
+        order = None if dim is None else order_in_memory(outputs.movedim(dim, -1), output)
         if dim is None or order is None or not (self._loss.positions or (outputs.ndim == 2 and dim == 1)):
             raise _NotTheHeadError(
                 f"layer {self.name!r} is not the model's head as in the batches before: the model's output "
@@ -299,36 +300,6 @@ def _class_dim(outputs: Tensor, output: Tensor, loss: losses.Loss) -> int | None
     if isinstance(loss, losses.CrossEntropy):
         return 1 if 1 in same else None
     return same[-1] if same else None
-
-
-def _layout(rows: Tensor) -> tuple[Any, ...]:
-    return rows.storage_offset(), rows.shape[:-1], rows.stride()[:-1]
-
-
-def _places(rows: Tensor) -> Tensor:
-    """Return where in memory the rows (all dimensions but the last) begin, in row-major order."""
-    places = torch.tensor([rows.storage_offset()], dtype=torch.int64, device="cpu")
-    for count, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
-        places = (places.unsqueeze(1) + torch.arange(count, device="cpu") * stride).flatten()
-    return places
-
-
-def _order(outputs: Tensor, output: Tensor) -> Tensor | None:
-    """Return the indices of the outputs' rows among a layer's rows; None unless each is there once.
-
-    An empty tensor says that the rows are the same, in the same order.
-    """
-    same = torch.empty(0, dtype=torch.int64, device="cpu")
-    if _layout(outputs) == _layout(output):
-        return same
-    wanted, present = _places(outputs), _places(output)
-    if wanted.equal(present):
-        return same
-    sorted_places, index = present.sort()
-    found = torch.searchsorted(sorted_places, wanted).clamp_max(len(present) - 1)
-    if not sorted_places[found].equal(wanted) or len(wanted.unique()) < len(wanted):
-        return None
-    return index[found]
 
 
 @dataclass

@@ -119,6 +119,14 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
 @click.option(
     "--executor", type=click.Choice(executors.NAMES), default="processes", show_default=True, help="(--store)"
 )
+@click.option(
+    "--executor-args",
+    metavar="JSON",
+    default="{}",
+    callback=spec_options.json_value,
+    help="Options of ray or slurm, such as partition, time in minutes, cpus_per_task. (--store)",
+)
+@click.option("--ray-address", metavar="ADDRESS", help="Of a cluster that is there, or 'auto'.  [a new, local one]")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="At a time. (--store)")
 @click.option("--metadata", "table", type=_PATH, help="CSV or JSON file: columns by checkpoint. (--store)")
 @click.option("--settings", is_flag=True, help="Columns from what .safetensors files hold. (--store)")
@@ -148,6 +156,8 @@ def score(
     retry: bool,
     shard: tuple[int, int] | None,
     executor: str,
+    executor_args: dict[str, Any],
+    ray_address: str | None,
     workers: int,
     table: Path | None,
     settings: bool,
@@ -197,7 +207,8 @@ def score(
             of_files = metadata.of_files({str(path): path for path in found})
             columns = {name: of_files.get(name, {}) | columns.get(name, {}) for name in run.models}
         path = store if shard is None else store.with_stem(f"{store.stem}-{shard[0]}-of-{shard[1]}")
-        how = score_store.How(executor, workers, retry=retry, ends=fingerprint == "ends", shown=progress)
+        where = executor_args | ({"address": ray_address} if ray_address else {})
+        how = score_store.How(executor, workers, where, retry=retry, ends=fingerprint == "ends", shown=progress)
         score_store.write(run, path, columns, how, dry_run=dry_run)
 
 

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,10 +28,11 @@ _SHORT = 10  # seconds
 
 @dataclass(frozen=True)
 class How:
-    """Hold how a run goes: the executor's name and workers, ``retry`` and ``ends`` as :func:`.keep` has them, a bar."""
+    """Hold how a run goes: the executor as :func:`.executors.named` takes it, what :func:`.keep` takes, and a bar."""
 
     executor: str
     workers: int
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     retry: bool = False
     ends: bool = False
     shown: bool | None = None
@@ -125,7 +126,7 @@ def _go(run: Run, store: Store, kept: Kept, how: How, notes: Notes) -> tuple[int
 
 @contextlib.contextmanager
 def _executor(how: How, units: int) -> Iterator[Executor]:
-    executor = executors.named(how.executor, min(how.workers, units)) if units else executors.Serial()
+    executor = executors.named(how.executor, min(how.workers, units), how.arguments) if units else executors.Serial()
     try:
         yield executor
     finally:

@@ -19,7 +19,7 @@ def option(name: str, what: str, resolve: Callable[[str], Function] = specs.reso
             f"--{name}-args",
             metavar="JSON",
             default="{}",
-            callback=lambda context, parameter, text: _usage(json_object, text),
+            callback=json_value,
             help="Keyword arguments of that callable.",
         )
         spec = click.option(
@@ -62,6 +62,12 @@ def _usage(convert: Callable[[str], Any], text: str) -> Any:
         return convert(text)
     except InputError as error:
         raise click.BadParameter(str(error)) from None
+
+
+def json_value(context: click.Context, parameter: click.Parameter, text: str) -> dict[str, Any]:
+    """Return the value of an option that takes keyword arguments as JSON."""
+    found: dict[str, Any] = _usage(json_object, text)
+    return found
 
 
 def json_object(text: str) -> dict[str, Any]:

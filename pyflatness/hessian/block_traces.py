@@ -20,7 +20,7 @@ Quantities that are not of T are in :mod:`.entries`, and those of T beside them,
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +32,15 @@ from ..contractions import promoted
 from ..contractions.factor import gram_factor
 from ..contractions.quantities import QUANTITIES, Contribution
 from ..errors import InputError
-from ..losses import Loss
 from ..messages import is_out_of_memory, second_derivatives
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 from .entries import Directions, Entries, tells_all
+
+Value = Callable[[Tensor, Any], Tensor]
+"""A number of a run's (outputs, targets), with a graph, which is a sum over samples: :meth:`.Loss.value`."""
 
 _MOST_POSITIONS = 256  # for which a sampled value takes an eigendecomposition for every sample
 _RANK = 1e-13  # an eigenvalue below so much of the largest is rounding
@@ -70,8 +72,8 @@ class BlockTraces:
         run: recorded.
         form: the layer.
         module: the same.
-        loss: the user's.
-        gradients: from :func:`gradients`, of this layer's calls.
+        value: of the outputs and targets, whose second derivatives are taken: the loss's.
+        gradients: of it, from :func:`gradients`, of this layer's calls.
         quantities: names of :data:`.contractions.quantities.QUANTITIES`; none: for T itself.
     """
 
@@ -80,11 +82,11 @@ class BlockTraces:
         run: Run,
         form: LayerForm,
         module: nn.Module,
-        loss: Loss,
+        value: Value,
         gradients: Sequence[Tensor],
         quantities: Sequence[str] = (),
     ) -> None:
-        self._run, self._form, self._module, self._loss, self._gradients = run, form, module, loss, gradients
+        self._run, self._form, self._module, self._value, self._gradients = run, form, module, value, gradients
         self._weight = promoted(form.weight(run))
         self._quantities = quantities
         self._traced = [name for name in quantities if QUANTITIES[name].of_block_trace]
@@ -249,7 +251,7 @@ class BlockTraces:
         try:  # until all products are done: activation checkpointing calls the layer again in them
             outputs, targets = run.again()
             with torch.enable_grad():
-                value = self._loss.value(outputs, targets)
+                value = self._value(outputs, targets)
                 (gradient,) = torch.autograd.grad(value, added, create_graph=True)
             size = added.numel() * added.element_size()
             units = torch.eye(columns, dtype=added.dtype, device=added.device).expand(1, groups, -1, -1)
@@ -258,11 +260,11 @@ class BlockTraces:
             handle.remove()
 
 
-def gradients(run: Run, loss: Loss, names: Iterable[str]) -> dict[str, list[Tensor]]:
-    """Return gradients of the run's summed loss in the output of every call of some layers, with their graph."""
+def gradients(run: Run, value: Value, names: Iterable[str]) -> dict[str, list[Tensor]]:
+    """Return gradients of a value of the run in the output of every call of some layers, with their graph."""
     with torch.enable_grad():
-        value = loss.value(run.outputs, run.targets)
-    return run.recorder.gradients(value, torch.ones_like(value), names, create_graph=True)
+        found = value(run.outputs, run.targets)
+    return run.recorder.gradients(found, torch.ones_like(found), names, create_graph=True)
 
 
 def differentiable(

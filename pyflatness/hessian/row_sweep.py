@@ -255,7 +255,7 @@ class RowSweep:
         if not names:
             return found
         with block_traces.differentiable(names):
-            gradients = block_traces.gradients(run, self._task.loss, names)
+            gradients = block_traces.gradients(run, self._task.loss.value, names)
             for name in names:
                 found[name] = self._diagonal(run, name, gradients[name][0])
         return found

@@ -18,6 +18,7 @@ from ..passes.runner import Runner
 from ..passes.task import Task
 from ..report import Estimate
 from ..sweep import stages
+from ..sweep.adaptive_sweep import AdaptiveSweep
 from ..sweep.layer_sweep import Sweep, Values
 from ..sweep.totals import Sums, Totals, layer_error
 from . import Measure
@@ -60,7 +61,8 @@ class LayerValues:
             InputError: what concerns all measures.
         """
         wanted = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
-        sweep = Sweep(self._runner, self._loss, self._options, wanted)
+        kind = AdaptiveSweep if self._options.probes == "adaptive" else Sweep
+        sweep = kind(self._runner, self._loss, self._options, wanted)
         target = self._options.target_stderr
         if target is None:
             sums = self._sums(sweep, self._options.draws)
@@ -153,7 +155,7 @@ class LayerValues:
     def _sums(self, sweep: Sweep, draws: range | None) -> Sums:
         """Return the sums: exact, by probe groups, or by the probes of these numbers."""
         totals = self._totals(sampled=draws is not None)
-        if self._options.probes == "adaptive":
+        if isinstance(sweep, AdaptiveSweep):
             sweep.by_groups(totals.add)
         else:
             self._runner.each(sweep.work(draws), totals.add)

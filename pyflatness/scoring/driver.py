@@ -3,16 +3,15 @@
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from concurrent.futures.process import BrokenProcessPool
 
 from ..errors import InputError
+from ..messages import printable
 from .measuring import Outcome
 from .worker import Job, Setup, measure
 
 _TRIES = 3  # of a unit whose worker dies
-_DIED = (
-    f"the worker died {_TRIES} times in this unit: it was killed, as by a system without memory left, or crashed in "
-    "compiled code"
-)
+_KILLED = "it was killed, as by a system without memory left, or crashed in compiled code"
 
 
 def run(executor: Executor, setup: Setup, jobs: Iterable[Job], take: Callable[[Job, Outcome], None]) -> None:
@@ -47,12 +46,17 @@ def run(executor: Executor, setup: Setup, jobs: Iterable[Job], take: Callable[[J
                 if deaths[id(job)] < _TRIES:
                     waiting.append(job)
                 else:
-                    take(job, Outcome.failed(job.unit, _DIED))
+                    take(job, Outcome.failed(job.unit, _died(future.exception())))
     except KeyboardInterrupt:
         for future, job in pending.items():
             if future.done() and future.exception() is None:
                 take(job, future.result())
         raise
+
+
+def _died(error: BaseException | None) -> str:
+    why = _KILLED if isinstance(error, BrokenProcessPool) else printable(str(error))
+    return f"the worker died {_TRIES} times in this unit: {why}"
 
 
 def _submitted(executor: Executor, setup: Setup, job: Job) -> "Future[Outcome]":

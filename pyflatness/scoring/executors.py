@@ -10,12 +10,13 @@ Its attribute ``workers``, if it has one, says how many units are to be with it 
 """
 
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import queue
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -31,26 +32,43 @@ NAMES = ("serial", "processes", "ray", "slurm")
 _EXTRAS = {"ray": "ray", "slurm": "submitit"}  # of a name, what has to be installed
 
 
-def named(name: str, workers: int) -> Executor:
+def named(name: str, workers: int, options: Mapping[str, Any] | None = None) -> Executor:
     """Return an executor by its name.
 
     Args:
         name: ``"serial"`` (in this process, one unit after the other), ``"processes"``, ``"ray"`` or ``"slurm"``.
         workers: how many units are measured at a time.
+        options: further arguments of :class:`.ray_executor.Ray` or :class:`.slurm_executor.Slurm`; others have none.
 
     Raises:
-        InputError: no such name.
+        InputError: no such name or option, or no cluster.
         MissingExtraError: what it is made of is not installed.
     """
+    made = _class(name)
+    arguments = {**({} if name == "serial" else {"workers": workers}), **(options or {})}
+    try:
+        inspect.signature(made).bind(**arguments)
+    except TypeError as error:
+        raise InputError(f"executor={name!r}: {error}; it takes {inspect.signature(made)}") from None
+    return made(**arguments)
+
+
+def _class(name: str) -> Callable[..., Executor]:
     if name == "serial":
-        return Serial()
+        return Serial
     if name == "processes":
-        return Processes(workers)
+        return Processes
     if name not in NAMES:
         raise InputError(f"executor={shown(name)} does not exist; choose one of {', '.join(map(repr, NAMES))}")
     if importlib.util.find_spec(_EXTRAS[name]) is None:
         raise MissingExtraError(f"executor {name!r} needs {_EXTRAS[name]}: pip install 'pyflatness[{name}]'")
-    raise InputError(f"executor={name!r} is not served by this version; pass a concurrent.futures executor of your own")
+    if name == "ray":
+        from .ray_executor import Ray
+
+        return Ray
+    from .slurm_executor import Slurm
+
+    return Slurm
 
 
 class Serial(Executor):

@@ -58,7 +58,7 @@ def _settings(path: Path) -> Cells:
 
     try:
         with safe_open(path, "pt") as file:
-            return {name: _number(text) for name, text in (file.metadata() or {}).items()}
+            return {name: _number(text) for name, text in sorted((file.metadata() or {}).items())}
     except (SafetensorError, OSError, UnicodeError):
         return {}  # it is a row with an error
 

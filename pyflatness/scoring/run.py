@@ -149,7 +149,9 @@ def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False) -> 
     setting = store.setting({"key": key, "shown": shown})
     contents = {name: _content(held) for name, held in run.models.items()}
     store.name({name: (_path(run.models[name]), content) for name, content in contents.items()})
-    first = {content: name for name, content in reversed(contents.items())}
+    first: dict[str, str] = {}  # the first name of each content
+    for name, content in contents.items():
+        first.setdefault(content, name)
     missing = store.ask(setting, {content: run.pairs(name) for content, name in first.items()}, retry=retry)
     jobs = [job for content, pairs in missing.items() for job in run.jobs(first[content], pairs, content)]
     return Kept(setting, contents, jobs)

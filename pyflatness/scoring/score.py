@@ -70,8 +70,10 @@ def score(
         store: path of an SQLite file in which values are kept; made if it is not there.
         executor: where to measure. None: here, one model after the other. ``"processes"``: in ``workers`` new processes
             of this machine, which read the data and the weights by themselves; a script needs the guard
-            ``if __name__ == "__main__":``. Or any executor as ``concurrent.futures`` has them.
-        workers: how many processes.
+            ``if __name__ == "__main__":``. ``"ray"`` or ``"slurm"``: as tasks of a cluster, ``workers`` at a time, see
+            :class:`.ray_executor.Ray` and :class:`.slurm_executor.Slurm`, of which one with options can be passed. Or
+            any executor as ``concurrent.futures`` has them.
+        workers: how many processes, or tasks at a time.
         retry: compute again what failed before.
         curvature: as for :func:`pyflatness.measure`, like all that follow.
         probes: a number of random draws for each sample, or ``"adaptive"``.

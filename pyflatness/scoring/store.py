@@ -18,7 +18,7 @@ import platform
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -117,11 +117,11 @@ class Store:
                 yield store
 
     def _connected(self) -> sqlite3.Connection:
-        mode = "rwc" if self._write else "ro"
+        mode = "rwc" if self._write else "rw"  # a reader takes back what a writer that died had half written
         uri = f"{self.path.absolute().as_uri()}?mode={mode}"
         connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=30)
         connection.row_factory = sqlite3.Row
-        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute(f"PRAGMA {'foreign_keys' if self._write else 'query_only'} = ON")
         return connection
 
     def _check(self) -> None:
@@ -157,7 +157,8 @@ class Store:
 
     def close(self) -> None:
         """Close the file; what was committed is in it."""
-        self._stack.close()
+        with self._explained():
+            self._stack.close()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -209,10 +210,7 @@ class Store:
         """
         with self.changes() as connection:
             for name, (path, content) in contents.items():
-                for row in connection.execute("SELECT * FROM checkpoints WHERE content = ?", (content,)).fetchall():
-                    moved = row["name"] not in contents and row["path"] is not None and not Path(row["path"]).exists()
-                    if moved and not connection.execute("SELECT 1 FROM checkpoints WHERE name = ?", (name,)).fetchone():
-                        connection.execute("UPDATE checkpoints SET name = ? WHERE id = ?", (name, row["id"]))
+                _take_along(connection, name, content, contents)
                 connection.execute(
                     "INSERT INTO checkpoints (name, path, content) VALUES (?, ?, ?) "
                     "ON CONFLICT (name) DO UPDATE SET path = excluded.path, content = excluded.content",
@@ -305,6 +303,18 @@ class Store:
         )
         chosen = {*contents}
         return [(row["name"], row["error"]) for row in rows if row["content"] in chosen]
+
+
+def _take_along(connection: sqlite3.Connection, name: str, content: str, names: Container[str]) -> None:
+    """Give a new name the row of a checkpoint with the same content whose file is gone, and that is not named."""
+    if content.startswith(keys.UNREADABLE):  # nothing is known of what is in it
+        return
+    if connection.execute("SELECT 1 FROM checkpoints WHERE name = ?", (name,)).fetchone():
+        return
+    for row in connection.execute("SELECT id, name, path FROM checkpoints WHERE content = ?", (content,)).fetchall():
+        if row["name"] not in names and row["path"] is not None and not Path(row["path"]).exists():
+            connection.execute("UPDATE checkpoints SET name = ? WHERE id = ?", (name, row["id"]))
+            return
 
 
 def _text(pair: Pair) -> str:

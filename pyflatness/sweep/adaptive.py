@@ -100,8 +100,8 @@ class Grouped:
         return both.new_zeros(*found.shape[:-1], self.sums.shape[2]).index_add_(3, again, found)
 
 
-def begin(run: Run, sent: Cotangents, shape: tuple[int, int], tolerance: Tolerance, seed: int) -> Grouped:
-    """Plan a run's probes; ``shape`` counts layers and quantities.
+def begin(run: Run, sent: Cotangents, shape: tuple[int, int], tolerance: Tolerance, seed: int, share: float) -> Grouped:
+    """Plan a run's probes; ``shape`` counts layers and quantities, ``share`` is of the variance that is allowed.
 
     Raises:
         InputError: a loss that is not convex; more probes than an exact value may take.
@@ -109,7 +109,7 @@ def begin(run: Run, sent: Cotangents, shape: tuple[int, int], tolerance: Toleran
     weights = sent.weights()
     finite = weights.isfinite().all(dim=1)
     weights = torch.where(finite.unsqueeze(1), weights, 0.0)
-    found = groups.group(weights, tolerance.allowed(weights))
+    found = groups.group(weights, share * tolerance.allowed(weights))
     chances = groups.chances(found.variances, tolerance.expected(run.samples))
     uniform = Signs(seed, [0]).uniform(_CHOICE, run.numbers, chances.shape[1])[0]
     probes = groups.probes(found, chances, uniform)

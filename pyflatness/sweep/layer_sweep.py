@@ -20,24 +20,20 @@ from .. import contractions
 from ..contractions.quantities import QUANTITIES, Contribution
 from ..errors import InputError
 from ..hessian import block_traces
-from ..hessian.block_traces import BlockTraces
+from ..hessian.block_traces import BlockTraces, Value
 from ..losses import Loss
 from ..model import layers
 from ..numerics.accumulate import counting, finite_samples
 from ..numerics.signs import Signs
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
-from ..passes.independence import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
-from . import adaptive, groups
 from .contracted import Contracted
 from .heads import Heads
 
 Parts = dict[tuple[str, str], Tensor]
-Take = Callable[["Values"], None]
-Begun = tuple[adaptive.Grouped, dict[str, LayerForm], dict[str, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -104,24 +100,6 @@ class Sweep:
         signs = None if draws is None else Signs(self._options.seed, draws)
         return partial(self._values, signs=signs)
 
-    def by_groups(self, take: Take) -> None:
-        """Hand every sample's quantities to ``take``, columns sent in groups as large as the user's ``rtol`` allows.
-
-        Raises:
-            InputError: as :meth:`work`; layers or losses for which there are no such columns, or negative weights.
-        """
-        tolerance = groups.Tolerance(self._options.rtol or groups.RTOL, self._runner.batches.samples)
-
-        def finish(begun: Begun) -> None:
-            part, forms, prints, left_out = begun
-            if forms:
-                self._finish(part, forms, prints)
-            tolerance.add(part.weights)
-            values = self._marked(part.sums.unsqueeze(0), part.sent, left_out, part.left.number)
-            take(Values(values, part.sent.sample_weights, part.left.number, part.variances(), lost=part.sent.bad))
-
-        self._runner.each(partial(self._begun, tolerance=tolerance), finish)
-
     def block_traces(self, limit: int, take: Callable[[tuple[Tensor, Values]], None]) -> None:
         """Hand one layer's block traces, summed over samples, (G, d, d) float64, and the samples' values to ``take``.
 
@@ -182,67 +160,6 @@ class Sweep:
             values, sent.sample_weights, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(nonlinear)
         )
 
-    def _begun(self, run: Run, tolerance: groups.Tolerance) -> Begun:
-        """Plan a micro-batch's probes, and send the rounds for all samples backward.
-
-        Returned are the probes, the forms of layers that take them, the fingerprints of these layers' rows, and what
-        :meth:`_left_out` returns.
-        """
-        sent = cotangents.of_run(run, self._loss)
-        heads, forms = self._heads.apart(run, sent, self._linear(run))
-        self.exact_passes = max(self.exact_passes, sent.passes)
-        shape = len(self._runner.selected), len(self.quantities)
-        part = adaptive.begin(run, sent, shape, tolerance, self._options.seed)
-        rounds = 0
-        if sent.passes and forms:
-            rounds = part.probes.common_rounds(run.samples / 2 if self._runner.cuttable else 1)
-        contracted = Contracted(run, forms, forms, rounds)
-        for number in range(rounds):
-            chosen, cotangent = part.of_round(number)
-            values = self._stacked(contracted.of(cotangent), part.sums)
-            silent = part.silent(chosen)
-            for name, heard in zip(self._runner.selected, values.nan_to_num(0.0).any(dim=1), strict=True):
-                if bool((heard & silent).any()):
-                    raise _disordered(name)
-            part.add_round(chosen, values)
-        part.rounds = rounds
-        for name, value in heads.items():
-            part.sums[[*self._runner.selected].index(name), self._heads.columns] = value
-        prints = {name: form.fingerprints(run) for name, form in forms.items()}
-        return part, forms, prints, self._left_out(run, sent)
-
-    def _finish(self, part: adaptive.Grouped, forms: dict[str, LayerForm], prints: dict[str, Tensor]) -> None:
-        """Send the remaining probes, packed into full batches of repeated samples."""
-        left = (part.probes.rounds >= part.rounds).nonzero().flatten()
-        places = part.probes.samples[left]
-
-        def send(run: Run, which: slice) -> tuple[Tensor, Tensor]:
-            names = [name for name in self._linear(run) if name in forms]
-            for name in names:
-                _check_order(name, prints[name][places[which]], forms[name].fingerprints(run), run.outputs.dtype)
-            values = Contracted(run, forms, names, 1).of(part.packed(left[which]))
-            return left[which], self._stacked(values, part.sums.new_empty(*part.sums.shape[:2], run.samples))
-
-        self._runner.repeat(part.left, places, send, lambda found: part.add(*found))
-
-    def _linear(self, run: Run) -> dict[str, LayerForm]:
-        """Return the forms of the layers that ran, none of which takes second derivatives."""
-        forms, nonlinear = self._ran(run)
-        if nonlinear:
-            raise InputError(
-                f"layer {', '.join(map(repr, nonlinear))}: probes='adaptive' is for layers in whose weight the model "
-                "is locally linear (ReLU, pooling, sums behind them); pass probes=k, a number of probes, or "
-                "curvature='ggn' for the GGN value, another number"
-            )
-        return forms
-
-    def _stacked(self, contributions: Iterable[tuple[str, Contribution]], like: Tensor) -> Tensor:
-        """Return contributions (layers, quantities, n) of all selected layers; 0 for one that did not run."""
-        stacked, places = torch.zeros_like(like), [*self._runner.selected]
-        for name, contribution in contributions:
-            stacked[places.index(name), : len(contribution.values)] = contribution.values
-        return stacked
-
     def _add_hessian(self, run: Run, signs: Signs | None, found: dict[str, Tensor], parts: Parts) -> None:
         """Add the values (draws, quantities, n) of layers by second derivatives of the loss, and their summands."""
         if not found:
@@ -250,7 +167,7 @@ class Sweep:
         with block_traces.differentiable(found), contractions.full_precision(run.outputs):
             gradients = self._gradients(run, found)
             for name, values in found.items():
-                traces = self._traces(run, name, gradients[name], self.quantities)
+                traces = self._traces(run, name, self._loss.value, gradients[name], self.quantities)
                 self.exact_passes = max(self.exact_passes, traces.products)
                 if signs is None:
                     contribution = traces.exact()
@@ -261,14 +178,16 @@ class Sweep:
                     values += traces.sampled(signs, stream)
 
     def _gradients(self, run: Run, names: Iterable[str]) -> dict[str, list[Tensor]]:
-        gradients = block_traces.gradients(run, self._loss, names)
+        gradients = block_traces.gradients(run, self._loss.value, names)
         for name, gradient in gradients.items():
             if self._runner.why_not_linear(name) == linearity.CUSTOM:
                 linearity.check_complete(f"layer {name!r}", gradient)
         return gradients
 
-    def _traces(self, run: Run, name: str, gradient: Sequence[Tensor], quantities: Sequence[str]) -> BlockTraces:
-        return BlockTraces(run, self._forms[name], self._runner.selected[name], self._loss, gradient, quantities)
+    def _traces(
+        self, run: Run, name: str, value: Value, gradient: Sequence[Tensor], quantities: Sequence[str]
+    ) -> BlockTraces:
+        return BlockTraces(run, self._forms[name], self._runner.selected[name], value, gradient, quantities)
 
     def _block_traces(self, run: Run, limit: int) -> tuple[Tensor, Values]:
         ((name, module),) = self._runner.selected.items()
@@ -323,7 +242,7 @@ class Sweep:
         """Return what :meth:`_traced_by_factors` does, by second derivatives."""
         with block_traces.differentiable([name]), contractions.full_precision(run.outputs):
             gradients = self._gradients(run, [name])
-            return self._traces(run, name, gradients[name], ()).matrix(kept)
+            return self._traces(run, name, self._loss.value, gradients[name], ()).matrix(kept)
 
     def _left_out(self, run: Run, sent: cotangents.Cotangents) -> Tensor:
         """Return which samples (n,) are left out whatever their values are: without a loss, or without deviations."""
@@ -358,19 +277,6 @@ def _add(parts: Parts, name: str, contribution: Contribution) -> None:
     for quantity, part in contribution.parts.items():
         held = parts.get((name, quantity))
         parts[name, quantity] = part if held is None else held + part
-
-
-def _check_order(name: str, before: Tensor, now: Tensor, dtype: torch.dtype) -> None:
-    """Raise if a layer's rows are of other samples in a batch of repeated rows."""
-    if not agree(before, now, rounding(dtype)):
-        raise _disordered(name)
-
-
-def _disordered(name: str) -> InputError:
-    return InputError(
-        f"layer {name!r}: its inputs for the same samples change with the batch they are in, or come in another order "
-        "than the model's outputs; pass probes=k, a number of probes"
-    )
 
 
 def _masked(part: Tensor, kept: Tensor) -> Tensor:

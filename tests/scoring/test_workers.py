@@ -100,6 +100,8 @@ def test_a_unit_is_submitted_again_when_its_worker_dies(tiny: str) -> None:
     executor = _Dying({1, 3})
     scores = pf.score(files, f"{tiny}:data", "cross_entropy", executor=executor, **options)
     assert (executor.calls, scores.errors) == (6, {})
+    lost = pf.score(files[:1], f"{tiny}:data", "cross_entropy", executor=_Dying({1, 2, 3}), model=f"{tiny}:Tiny")
+    assert [row.error for row in lost] == ["the worker died 3 times in this unit: gone"]
     broken = _Dying(set(), closed=True)
     with pytest.raises(pf.InputError, match="executor: it is broken"):
         pf.score(files, f"{tiny}:data", "cross_entropy", executor=broken, **options, layers="*")

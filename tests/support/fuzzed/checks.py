@@ -35,7 +35,10 @@ def _flatness(verdict: Verdict, what: str, layer: str | None, data=None, **optio
 
 
 def _compare_report(verdict: Verdict, truth: Truth, report, curvature: str, *, per_sample: str = "") -> None:
-    expected = tuple(name for name in verdict.case.names if f"{name}.weight" not in report.uncovered)
+    weights = tuple(name.replace(".parametrizations.weight.", ".weight.") for name in report.uncovered)
+    expected = tuple(
+        name for name in verdict.case.names if not any(f"{left}.".startswith(f"{name}.weight.") for left in weights)
+    )
     verdict.hold("layers", report.layers == expected, f"measured {report.layers}, left out {report.uncovered}")
     for measure in OF_LAYERS:
         for name in report.layers:

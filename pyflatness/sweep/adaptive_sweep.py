@@ -1,0 +1,209 @@
+"""Sweep once over the data with as many probes as a relative standard error takes: ``probes="adaptive"``.
+
+Columns of square-root factors go backward in groups, see :mod:`.groups`. What they leave out of the Hessian of layers
+in whose weight the model is not linear is sampled by Hessian probes, see :mod:`.residuals`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .. import contractions
+from ..contractions.quantities import Contribution
+from ..errors import InputError
+from ..hessian import block_traces
+from ..hessian.block_traces import BlockTraces
+from ..numerics.signs import Signs
+from ..passes import cotangents, linearity
+from ..passes.independence import agree, rounding
+from ..passes.layer_form import LayerForm
+from ..passes.runner import Run
+from . import adaptive, groups, residuals
+from .contracted import Contracted
+from .layer_sweep import Sweep, Values
+from .residuals import Residuals, Rounds
+
+Found = tuple[Tensor, Mapping[int, Tensor]]
+"""Places of samples, and by number of a layer values (k, quantities, s)."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """Hold what a micro-batch's graph gave for sampled values.
+
+    Attributes:
+        part: the GGN's probes.
+        forms: of the layers that take them.
+        rest: the residuals' of layers in whose weight the model is not linear; None without such a layer.
+        prints: these layers' fingerprints of their rows.
+        left_out: (n,), see :meth:`Sweep._left_out`.
+        nonlinear: the layers with residuals.
+    """
+
+    part: adaptive.Grouped
+    forms: Mapping[str, LayerForm]
+    rest: Residuals | None
+    prints: Mapping[str, Tensor]
+    left_out: Tensor
+    nonlinear: Sequence[str]
+
+
+class AdaptiveSweep(Sweep):
+    """Sweep as its base class does; and sample by ``rtol``."""
+
+    def by_groups(self, take: Callable[[Values], None]) -> None:
+        """Hand every sample's quantities to ``take``, sampled as far as the user's ``rtol`` allows.
+
+        Columns of square-root factors are sent in groups, and residuals, see :mod:`.residuals`, are sampled.
+
+        Raises:
+            InputError: as :meth:`work`; losses for which there are no such columns, or negative weights.
+        """
+        rtol = self._options.rtol or groups.RTOL
+        tolerance = groups.Tolerance(rtol, self._runner.batches.samples)
+        predictor = residuals.Predictor(rtol, tolerance)
+
+        def finish(begun: _Begun) -> None:
+            part, rest = begun.part, begun.rest
+            if begun.forms:
+                self._finish(begun)
+            values, variances = part.sums, [part.variances()]
+            if rest is not None:
+                rest.want(predictor.wanted(rest, part.sums, ggn_is_exact=variances[0] is None))
+                self._finish_residuals(rest, begun)
+                predictor.add(rest, part.sums)
+                values, variances = values + rest.means, [*variances, rest.variances()]
+            tolerance.add(part.weights)
+            sampled = [each for each in variances if each is not None]
+            by_hessian = frozenset() if rest is None else frozenset(begun.nonlinear)
+            self.by_hessian.update(by_hessian)
+            take(
+                Values(
+                    self._marked(values.unsqueeze(0), part.sent, begun.left_out, part.left.number),
+                    part.sent.sample_weights,
+                    part.left.number,
+                    torch.stack(sampled).sum(dim=0) if sampled else None,
+                    lost=part.sent.bad,
+                    by_hessian=by_hessian,
+                )
+            )
+
+        self._runner.each(partial(self._begun, tolerance=tolerance), finish)
+
+    def _begun(self, run: Run, tolerance: groups.Tolerance) -> "_Begun":
+        """Plan a micro-batch's probes, and send the rounds for all samples backward."""
+        linear, nonlinear = self._ran(run)
+        sent = cotangents.of_run(run, self._loss)
+        heads, forms = self._heads.apart(run, sent, linear)
+        forms |= {name: self._forms[name] for name in nonlinear}
+        self.exact_passes = max(self.exact_passes, sent.passes)
+        shape = len(self._runner.selected), len(self.quantities)
+        share = residuals.GGN_SHARE if nonlinear else 1.0
+        part = adaptive.begin(run, sent, shape, tolerance, self._options.seed, share)
+        rounds = 0
+        if sent.passes and forms:
+            rounds = part.probes.common_rounds(run.samples / 2 if self._runner.cuttable else 1)
+        contracted = Contracted(run, forms, forms, rounds)
+        for number in range(rounds):
+            chosen, cotangent = part.of_round(number)
+            values = self._stacked(contracted.of(cotangent), part.sums)
+            silent = part.silent(chosen)
+            for name, heard in zip(self._runner.selected, values.nan_to_num(0.0).any(dim=1), strict=True):
+                if bool((heard & silent).any()):
+                    raise _disordered(name)
+            part.add_round(chosen, values)
+        part.rounds = rounds
+        for name, value in heads.items():
+            part.sums[[*self._runner.selected].index(name), self._heads.columns] = value
+        rest = self._pilot(run, nonlinear, tolerance.expected(run.samples)) if nonlinear else None
+        prints = {name: form.fingerprints(run) for name, form in forms.items()}
+        return _Begun(part, forms, rest, prints, self._left_out(run, sent), nonlinear)
+
+    def _finish(self, begun: "_Begun") -> None:
+        """Send the remaining probes, packed into full batches of repeated samples."""
+        part, forms = begun.part, begun.forms
+        left = (part.probes.rounds >= part.rounds).nonzero().flatten()
+        places = part.probes.samples[left]
+
+        def send(run: Run, which: slice) -> tuple[Tensor, Tensor]:
+            names = self._checked(run, begun, places[which])
+            values = Contracted(run, forms, names, 1).of(part.packed(left[which]))
+            return left[which], self._stacked(values, part.sums.new_empty(*part.sums.shape[:2], run.samples))
+
+        self._runner.repeat(part.left, places, send, lambda found: part.add(*found))
+
+    def _checked(self, run: Run, begun: "_Begun", places: Tensor) -> list[str]:
+        """Return the layers of a run of samples from other places, after a check that their rows are of these."""
+        linear, nonlinear = self._ran(run)
+        names = [name for name in (*linear, *nonlinear) if name in begun.forms]
+        for name in names:
+            before, now = begun.prints[name][places], begun.forms[name].fingerprints(run)
+            if not agree(before, now, rounding(run.outputs.dtype)):
+                raise _disordered(name)
+        return names
+
+    def _pilot(self, run: Run, names: Sequence[str], expected: int) -> Residuals:
+        """Send the first probes of some layers' residuals, for all samples."""
+        every = torch.arange(run.samples, device=run.outputs.device)
+        with block_traces.differentiable(names), contractions.full_precision(run.outputs):
+            sizes, traces = self._residuals(run, names)
+            rest = Residuals((len(self._runner.selected), len(self.quantities)), sizes, residuals.pilot(expected))
+            for layer, each in traces.items():
+                numbers = rest.begin(layer, each.products)
+                rest.add(layer, every, self._probed(each, layer, numbers), numbers)
+        return rest
+
+    def _finish_residuals(self, rest: Residuals, begun: "_Begun") -> None:
+        """Send the further probes of residuals that are wanted."""
+        names = [*self._runner.selected]
+        for places, rounds in rest.steps(whole=not self._runner.cuttable):
+
+            def send(run: Run, which: slice, places: Tensor = places, rounds: Rounds = rounds) -> Found:
+                ran = self._checked(run, begun, places[which])
+                chosen = [names[layer] for layer in rounds if names[layer] in ran]
+                with block_traces.differentiable(chosen), contractions.full_precision(run.outputs):
+                    traces = self._residuals(run, chosen)[1] if chosen else {}
+                    values = {layer: self._probed(each, layer, rounds[layer]) for layer, each in traces.items()}
+                shape = 1, len(self.quantities), run.samples
+                nothing = torch.zeros(shape, dtype=torch.float64, device=run.outputs.device)  # of one that did not run
+                return places[which], {layer: values.get(layer, nothing) for layer in rounds}
+
+            def take(found: Found, rounds: Rounds = rounds) -> None:
+                for layer, values in found[1].items():
+                    rest.add(layer, found[0], values, rounds[layer])
+
+            self._runner.repeat(begun.part.left, places, send, take)
+
+    def _probed(self, traces: BlockTraces, layer: int, numbers: range | None) -> Tensor:
+        """Return values of some probes of a layer, (k, quantities, n) float64; None: exact ones, as of one probe."""
+        if numbers is None:
+            return traces.exact().values.unsqueeze(0)
+        return traces.sampled(Signs(self._options.seed, numbers), cotangents.STREAM + 1 + layer)
+
+    def _residuals(self, run: Run, names: Sequence[str]) -> tuple[Tensor, dict[int, BlockTraces]]:
+        """Return |r_i|, (n,), and by number of a layer the block traces of its residuals."""
+        custom = [name for name in names if self._runner.why_not_linear(name) == linearity.CUSTOM]
+        if custom:
+            self._gradients(run, custom)  # which are checked
+        value, sizes = residuals.of_run(run, self._loss)
+        gradients, places = block_traces.gradients(run, value, names), [*self._runner.selected]
+        return sizes, {
+            places.index(name): self._traces(run, name, value, gradients[name], self.quantities) for name in names
+        }
+
+    def _stacked(self, contributions: Iterable[tuple[str, Contribution]], like: Tensor) -> Tensor:
+        """Return contributions (layers, quantities, n) of all selected layers; 0 for one that did not run."""
+        stacked, places = torch.zeros_like(like), [*self._runner.selected]
+        for name, contribution in contributions:
+            stacked[places.index(name), : len(contribution.values)] = contribution.values
+        return stacked
+
+
+def _disordered(name: str) -> InputError:
+    return InputError(
+        f"layer {name!r}: its inputs for the same samples change with the batch they are in, or come in another order "
+        "than the model's outputs; pass probes=k, a number of probes"
+    )

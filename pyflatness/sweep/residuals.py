@@ -1,0 +1,245 @@
+"""Sample what a layer's GGN lacks of its Hessian, with most probes where that can be large.
+
+    ∂²ℓ_i/∂w² = Jᵀ (∂²ℓ_i/∂f²) J + Σ_c r_ic ∂²f_c/∂w²,    r_i = ∂ℓ_i/∂f_i
+
+The first term is the GGN, of so low a rank that random probes of it vary a lot; cotangents give it. The second one, the
+residual, is the Hessian of ⟨r_i, f⟩ with r_i held fixed, and small where a sample is fitted.
+
+For m_i probes of sample i with variances v_i the sum over samples has the variance Σ v_i / m_i. At a given number of
+probes it is least for m_i ~ √v_i, which is about proportional to |r_i|. Every sample gets a few, the pilot, and then
+
+    m_i = max(pilot, ⌈s |r_i|⌉),    the smallest s with c Σ_i |r_i|² / max(pilot, s |r_i|) ≤ what is allowed
+
+where c, for v_i ≈ c |r_i|², and the value that an allowed error is relative to are taken from the probes of all other
+samples so far: if a sample's own probes said how many there are, their mean would be biased. A sample that would get
+more of them than an exact value takes is taken exactly.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..hessian.block_traces import Value
+from ..losses import Loss
+from ..numerics.variances import with_squares
+from ..passes import cotangents
+from ..passes.runner import Run
+from .groups import Tolerance
+
+GGN_SHARE = 0.25  # of the variance that is allowed, where the GGN is sampled as well
+_PILOT = 2  # probes of every sample: one has no variance of its own
+_AT_LEAST = 64  # probes of the pilot over all data
+_MOST = 2**31  # so that they are integers
+
+Rounds = Mapping[int, range | None]
+"""By number of a layer which probes to send; None: exact values."""
+
+
+def of_run(run: Run, loss: Loss) -> tuple[Value, Tensor]:
+    """Return the function (outputs, targets) -> Σ_i ⟨r_i, f_i⟩, and |r_i|, (n,) float64; 0 for one not finite."""
+    outputs = run.outputs.detach().requires_grad_()
+    with torch.enable_grad():
+        (gradient,) = torch.autograd.grad(loss.value(outputs, run.targets), outputs)
+    sizes = torch.linalg.vector_norm(gradient.reshape(run.samples, -1), dim=1, dtype=torch.float64)
+    return partial(_along, gradient), sizes.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _along(gradient: Tensor, outputs: Tensor, targets: Any) -> Tensor:
+    return (gradient * outputs).sum(dtype=torch.float64)
+
+
+def pilot(expected: int) -> int:
+    """Return how many probes every one of so many samples gets."""
+    return max(_PILOT, -(-_AT_LEAST // expected))
+
+
+class Residuals:
+    """Hold the residuals of a micro-batch: the probes that were sent, and those that are wanted.
+
+    Args:
+        shape: layers, quantities.
+        sizes: |r_i|, (n,) float64.
+
+    Attributes:
+        sizes: these.
+        pilot: probes that every sample has.
+        products: by number of a layer with probes, the Hessian products that an exact value takes.
+    """
+
+    def __init__(self, shape: tuple[int, int], sizes: Tensor, pilot: int) -> None:
+        self.sizes, self.pilot = sizes, pilot
+        self.products: dict[int, int] = {}
+        self._counts = torch.zeros(shape[0], len(sizes), dtype=torch.int64, device=sizes.device)
+        self._wanted, self._exact = torch.zeros_like(self._counts), torch.ones_like(self._counts, dtype=torch.bool)
+        self._origins = sizes.new_zeros(*shape, len(sizes))  # near the means, so that the squares do not cancel
+        self._sums, self._squares = torch.zeros_like(self._origins), torch.zeros_like(self._origins)
+        self._values = torch.zeros_like(self._origins)  # exact ones
+
+    def begin(self, layer: int, products: int) -> range | None:
+        """Return which probes are the pilot of a layer; None: exact values, by so many products, take no more."""
+        if products <= self.pilot:
+            return None
+        self.products[layer] = products
+        self._exact[layer], self._wanted[layer] = False, self.pilot
+        return range(self.pilot)
+
+    def add(self, layer: int, places: Tensor, values: Tensor, numbers: range | None) -> None:
+        """Take in values of samples that want them.
+
+        Args:
+            layer: its number.
+            places: of the samples, (s,).
+            values: (k, quantities, s) float64; k = 1: the same for all probes.
+            numbers: of the k probes; None: exact values, as of one probe.
+        """
+        if numbers is None:
+            self._values[layer][:, places] = values[0]
+            return
+        begins = self._counts[layer, places] == 0
+        self._origins[layer][:, places[begins]] = values[0][:, begins]
+        counted = (
+            torch.arange(numbers.start, numbers.stop, device=places.device).unsqueeze(1) < self._wanted[layer, places]
+        )
+        shifted = torch.where(counted.unsqueeze(1), values - self._origins[layer][:, places], 0.0)
+        self._sums[layer].index_add_(1, places, shifted.sum(dim=0))
+        self._squares[layer].index_add_(1, places, shifted.square().sum(dim=0))
+        self._counts[layer].index_add_(0, places, counted.sum(dim=0))
+
+    @property
+    def means(self) -> Tensor:
+        """Return each sample's residual, (layers, quantities, n)."""
+        means = self._origins + self._sums / self._counts.clamp_min(1).unsqueeze(1)
+        return torch.where(self._exact.unsqueeze(1), self._values, means)
+
+    @property
+    def deviations(self) -> Tensor:
+        """Return the variance of one probe of each sample's residual, (layers, quantities, n); 0 without probes."""
+        counts = self._counts.unsqueeze(1)
+        return ((self._squares - self._sums.square() / counts.clamp_min(1)) / (counts - 1).clamp_min(1)).clamp_min(0)
+
+    def variances(self) -> Tensor | None:
+        """Return variances of the means, and their squares over their degrees of freedom; None if all are exact.
+
+        They are (2, layers + 1, quantities, n); the last layer is the network, whose layers have independent probes.
+        """
+        if bool(self._exact.all()):
+            return None
+        counts = self._counts.clamp_min(2).unsqueeze(1)
+        found = with_squares((self.deviations / counts).masked_fill(self._exact.unsqueeze(1), 0.0))
+        found[1] /= counts - 1
+        return torch.cat([found, found.sum(dim=1, keepdim=True)], dim=1)
+
+    def want(self, wanted: Tensor) -> None:
+        """Want so many probes in all, (layers, n), or exact values where these take fewer, or nothing is known: -1.
+
+        Raises:
+            InputError: it is more than :data:`.cotangents.PASSES` a sample.
+        """
+        for layer, products in self.products.items():
+            if products <= cotangents.PASSES:
+                self._exact[layer] = (wanted[layer] < 0) | (wanted[layer] - self.pilot > products)
+        self._wanted = wanted.clamp_min(self.pilot).masked_fill(self._exact, 0)
+        most = float(self._wanted.mean(dim=1, dtype=torch.float64).max())
+        if most > cotangents.PASSES:
+            raise InputError(
+                f"probes='adaptive' takes {most:.0f} Hessian products a sample for this rtol, more than "
+                f"{cotangents.PASSES}; pass a larger one, or probes=k, a number of probes"
+            )
+
+    def steps(self, *, whole: bool) -> Iterator[tuple[Tensor, Rounds]]:
+        """Yield places of samples (s,) and what to send for them, fewer and fewer samples.
+
+        What comes back is to be taken in before the next step is asked for. A step has as many probes of a layer as at
+        least half of its samples want.
+
+        Args:
+            whole: whether all samples have to go together.
+        """
+        every = torch.arange(len(self.sizes), device=self.sizes.device)
+        for layer in self.products:
+            if bool(self._exact[layer].any()):
+                yield every if whole else self._exact[layer].nonzero().flatten(), {layer: None}
+        sent = dict.fromkeys(self.products, self.pilot)
+        while True:
+            left = self._wanted - self._counts
+            places = (left > 0).any(dim=0).nonzero().flatten()
+            if len(places) == 0:
+                return
+            rounds: dict[int, range | None] = {}
+            for layer, first in sent.items():
+                ordered = left[layer, places].sort(descending=True).values
+                if ordered[0] > 0:
+                    sent[layer] += max(1, int(ordered[0 if whole else (len(ordered) - 1) // 2]))
+                    rounds[layer] = range(first, sent[layer])
+            yield every if whole else places, rounds
+
+
+class Predictor:
+    """Predict how many probes residuals take, from the samples so far.
+
+    Args:
+        rtol: the user's, a relative standard error.
+        tolerance: of the GGN; it knows how many samples there are.
+    """
+
+    def __init__(self, rtol: float, tolerance: Tolerance) -> None:
+        self._rtol, self._tolerance = rtol, tolerance
+        self._size, self._samples = 0.0, 0
+        self._sums = torch.zeros(3, 1, 1, dtype=torch.float64, device="cpu")  # of what _summands returns
+
+    def wanted(self, residuals: Residuals, ggn: Tensor, *, ggn_is_exact: bool) -> Tensor:
+        """Return m_i by layer, (layers, n) int64, after the pilot; ``ggn`` is (layers, quantities, n).
+
+        It is -1 where there are no other samples.
+        """
+        sizes, summands = _summands(residuals, ggn)
+        of_ggn, means, ratios = (self._sums.to(ggn.device) + summands.sum(dim=3)).unsqueeze(3)
+        size, samples = self._size + sizes.sum(), self._samples + len(sizes)
+        others = size - sizes
+        divisor = others.clamp_min(torch.finfo(sizes.dtype).tiny)
+        means, ratios = (means - summands[1]) / divisor, ((ratios - summands[2]) / divisor).clamp_min(0)
+        error = self._rtol * torch.maximum(of_ggn.abs(), (of_ggn + size * means).abs()) / samples
+        share = 1.0 if ggn_is_exact else 1 - GGN_SHARE
+        allowed = share * error.square() * self._tolerance.expected(len(sizes)) * len(sizes)
+        bound = (allowed / ratios).nan_to_num(math.inf, math.inf)  # 0 / 0: none is known to deviate
+        found = fewest(sizes, bound, residuals.pilot).amax(dim=1)
+        return torch.where((others > 0) | (sizes == 0), found, -1)
+
+    def add(self, residuals: Residuals, ggn: Tensor) -> None:
+        """Take in a micro-batch that is done."""
+        sizes, summands = _summands(residuals, ggn)
+        self._size, self._samples = self._size + float(sizes.sum()), self._samples + len(sizes)
+        self._sums = self._sums.to(ggn.device) + summands.sum(dim=3)
+
+
+def _summands(residuals: Residuals, ggn: Tensor) -> tuple[Tensor, Tensor]:
+    """Return |r_i|, and GGN, residual and v_i / |r_i| as (3, layers, quantities, n); 0 for samples not finite."""
+    summands = torch.stack([ggn, residuals.means, residuals.deviations])
+    fine = summands.isfinite().flatten(0, 2).all(dim=0)
+    summands, sizes = summands.where(fine, 0.0), residuals.sizes.where(fine, 0.0)
+    summands[2] = torch.where(sizes > 0, summands[2] / sizes, 0.0)
+    return sizes, summands
+
+
+def fewest(sizes: Tensor, bound: Tensor, least: int) -> Tensor:
+    """Return m_i = max(least, ⌈s a_i⌉) for the smallest s with Σ_j a_j² / max(least, s a_j) ≤ a bound, (…, n) int64.
+
+    Args:
+        sizes: a, (n,) float64, none negative.
+        bound: (…, n), of each m_i one of its own.
+        least: at least 1.
+    """
+    ordered = sizes.sort(descending=True).values
+    squares = ordered.square() / least
+    heads, tails = ordered.cumsum(0), squares.flip(0).cumsum(0).flip(0) - squares
+    reached = heads * ordered / least + tails  # by s = least / a_h, from where on h of them get more
+    above = torch.searchsorted(-reached, -bound.contiguous())
+    heads, tails = (torch.nn.functional.pad(part, (1, 0)) for part in (heads, tails))
+    scale = heads[above] / (bound - tails[above]).clamp_min(0)
+    more = (scale * sizes).nan_to_num(0.0).ceil().clamp(max=_MOST)
+    return torch.where(above > 0, more, 0.0).long().clamp_min(least)

@@ -1,0 +1,77 @@
+"""Batches cut to a number of samples, or in halves when the memory does not suffice."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import pyflatness as pf
+from pyflatness.options import Options
+from pyflatness.scoring import specs
+from pyflatness.scoring.cutting import Cut
+from pyflatness.scoring.run import Run
+from pyflatness.scoring.units import Request
+from pyflatness.scoring.worker import Source
+from support.score_runs import saved, tiny_net
+
+SCARCE = """
+from tiny import Tiny, data
+
+class Scarce(Tiny):
+    def forward(self, x):
+        if len(x) > 4:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return super().forward(x)
+
+class Empty(Tiny):
+    def forward(self, x):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB")
+"""
+
+
+@pytest.mark.parametrize(
+    ("most", "limit", "sizes"),
+    [
+        (None, None, [10, 10, 10, 7]),
+        (4, None, [4, 4, 2, 4, 4, 2, 4, 4, 2, 4, 3]),
+        (None, 20, [10, 10]),
+        (None, 13, [10, 3]),
+        (8, 0.5, [8, 2, 8]),
+        (100, 100, [10, 10, 10, 7]),
+    ],
+)
+def test_sizes_of_batches(most: int | None, limit: float | None, sizes: list[int]) -> None:
+    x = torch.arange(37.0)[:, None].expand(37, 3)
+    data = [(part, part[:, 0]) for part in x.split(10)]
+    batches = [*Cut(data, torch.device("cpu"), most=most, limit=limit)]
+    assert [len(inputs) for inputs, _ in batches] == sizes
+    assert torch.cat([targets for _, targets in batches]).tolist() == [*range(sum(sizes))]
+
+
+def test_a_part_of_data_of_unknown_length() -> None:
+    class Unknown:
+        def __iter__(self):
+            return iter([(torch.ones(3, 2), torch.ones(3))])
+
+    with pytest.raises(pf.InputError, match="do not say how many samples"):
+        Cut(Unknown(), torch.device("cpu"), limit=0.5)
+
+
+@pytest.mark.parametrize("kind", ["Scarce", "Empty"])
+def test_batches_are_halved_until_the_memory_suffices(kind: str, tiny: str) -> None:
+    (path := Path(tiny).with_name("scarce.py")).write_text(SCARCE)
+    models = {"a": saved(tiny, 0, "a.safetensors"), "b": saved(tiny, 1, "b.safetensors")}
+    request = Request("cross_entropy", (), ("relative_flatness",), Options())
+    sources = Source(f"{path}:{kind}"), Source(f"{path}:data")
+    run = Run(models, *sources, request, batch_size="auto")
+    found = [run.bench.outcome(job) for name in models for job in run.jobs(name, run.pairs(name))]
+    if kind == "Empty":
+        assert all("out of memory" in outcome.errors[0] for outcome in found)
+        return
+    assert [outcome.batch_size for outcome in found] == [2, 2]  # of 10, 5 and 2; the second unit begins with 2
+    for name, outcome in zip(models, found, strict=True):
+        truth = pf.relative_flatness(tiny_net(tiny, "ab".index(name)), "cross_entropy", specs.resolve(f"{tiny}:data")())
+        assert outcome.values[0].value == pytest.approx(truth.value, rel=1e-6)
+    whole = Run(models, *sources, request)
+    (job,) = whole.jobs("a", whole.pairs("a"))
+    assert "out of memory" in whole.bench.outcome(job).errors[0]
