@@ -121,8 +121,8 @@ class Measurement:
         named: the measures were asked for by name, so that what cannot be had is an error. Else such a measure is left
             out and the reason kept, but for what stands in the way of relative flatness too: errors of its sweep
             concern the model, loss and data, and NaN under ``nan_policy="raise"`` concerns them as well.
-        source: the one layer of the task, where the head's formula takes the place of its sweep if it is the head in all
-            batches.
+        source: the one layer of the task, where the head's formula takes the place of its sweep if it is the head in
+            all batches.
 
     Attributes:
         measured: layers that values are of, those of the network alone too.

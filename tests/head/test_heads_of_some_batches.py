@@ -1,4 +1,4 @@
-"""A layer that one sample shows to be the head and a batch does not, or whose batches are too large: the sweep's turn."""
+"""A layer that is the head of one sample and not of a batch, or whose batches are too large: the sweep measures it."""
 
 import pytest
 import torch
