@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test soak test-oldest test-gpu lint kernels-check bench bench-gpu clean
+.PHONY: setup demo test soak test-oldest test-gpu lint kernels-check kernels-check-aarch64 bench bench-gpu clean
 
 setup: $(READY)
 
@@ -57,9 +57,18 @@ kernels-check: setup
 	$(BIN)/cmake --build build/cuda --target _cuda
 	PYTHONPATH=build/cuda/csrc/cuda $(BIN)/python -c "import _cuda; print('imported:', _cuda.__file__)"
 
+# The CPU kernels for aarch64: by Debian's g++-aarch64-linux-gnu, their check run by qemu-user. Not a part of CI.
+AARCH64 := aarch64-linux-gnu
+kernels-check-aarch64: setup
+	$(CONFIGURE) -B build/aarch64 -DPYFLATNESS_SANITIZE=ON -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=$(AARCH64)-g++
+	$(BIN)/cmake --build build/aarch64
+	ASAN_OPTIONS=detect_leaks=0 qemu-aarch64 -L /usr/$(AARCH64) build/aarch64/kernels_check
+
 bench: setup
 	$(BIN)/python benchmarks/head.py
 	$(BIN)/python benchmarks/layers.py
+	$(BIN)/python benchmarks/growth.py
 
 # On a machine with a GPU, with PYTHON a Python whose torch has CUDA: builds the kernels for it, runs their tests, then
 # the same under compute-sanitizer's memcheck and racecheck.

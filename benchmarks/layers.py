@@ -1,8 +1,8 @@
 """Measures of any layer: pyflatness against the bare sweep, composed torch, and other libraries.
 
-Run from the project's root: ``python benchmarks/layers.py [resnet] [resnet20] [lenet] [alone] [peers] [growth]``; all
-of them unless some are named. Every figure is a ratio within one run, alternatives in turn; nothing is asserted but
-that all ways give the same value. Needs rich; rows of libraries that are not installed say so.
+Run from the project's root: ``python benchmarks/layers.py [resnet] [resnet128] [resnet20] [lenet] [alone] [peers]``;
+all of them unless some are named. Every figure is a ratio within one run, alternatives in turn; nothing is
+asserted but that all ways give the same value. Needs rich; rows of libraries that are not installed say so.
 
 ``pyflatness`` is the whole call of ``pf.measure`` for relative flatness, its certificate of linearity included;
 ``sweep`` the bare sweep over parts of the same sizes, ``composed`` the same with contractions in torch (:mod:`bare`),
@@ -35,13 +35,10 @@ Notes, experiments that lost:
 
 import argparse
 import itertools
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import bare
@@ -50,7 +47,7 @@ import torch
 from networks import images, lenet5, measurable, resnet18, resnet20, settled
 from rich.console import Console
 from rich.table import Table
-from timing import Timing, in_turn
+from timing import in_turn
 from torch import Tensor, nn
 
 import pyflatness as pf
@@ -181,9 +178,18 @@ def beside(work: Work, others: dict[str, Callable[[], Any]], rounds: int, limit:
 
 
 def resnet(rounds: int) -> Iterator[tuple[str, Iterator[Line]]]:
-    """All layers of ResNet-18."""
+    """All layers of ResNet-18, on few images."""
+    yield from _resnet18(rounds, (8, 1.35), (32, 1.3))
+
+
+def resnet128(rounds: int) -> Iterator[tuple[str, Iterator[Line]]]:
+    """All layers of ResNet-18, on more."""
+    yield from _resnet18(rounds, (128, 1.25))
+
+
+def _resnet18(rounds: int, *sizes: tuple[int, float]) -> Iterator[tuple[str, Iterator[Line]]]:
     model = settled(resnet18())
-    for n, limit in ((8, 1.35), (32, 1.3), (128, 1.25)):
+    for n, limit in sizes:
         work = Work("ResNet-18, 21 layers", model, images(n))
         yield titled(work), swept(work, min(rounds, 5), limit)
 
@@ -247,29 +253,6 @@ def backpack(work: Work, rounds: int, limit: float | None = 1 / 1.5) -> Iterator
     return beside(work, ways, rounds, limit)
 
 
-def growth(sizes: Sequence[tuple[int, int]], rounds: int) -> Iterator[list[str]]:
-    """Time a sample and peak memory of LeNet5, all layers, for pairs of n and classes."""
-    first: float | None = None
-    for n, classes in sizes:
-        ours, floor, part = _grown(n, classes, 1 if n > 20_000 else min(rounds, 3))
-        peaks = [_peak(what, n, classes, part) / 2**20 for what in ("pyflatness", "sweep")]
-        first = first or peaks[0]
-        ratio = peaks[0] / peaks[1]
-        yield [
-            *(f"{n:,}", str(classes), str(part), f"{ours.median / n * 1e6:.1f}", f"{floor.median / n * 1e6:.1f}"),
-            *(f"{ours.ratio(floor):.2f}", f"{peaks[0]:.0f}", f"{peaks[1]:.0f}", f"{ratio:.2f}"),
-            *("≤ 1.30", "yes" if ratio <= 1.3 else "NO", f"{peaks[0] / first:.2f}"),
-        ]
-
-
-def _grown(n: int, classes: int, rounds: int) -> tuple[Timing, Timing, int]:
-    """Return times of pyflatness and of the sweep, and the largest part."""
-    work = Work("", lenet5(classes).eval(), images(n), classes)
-    sweep = bare.Sweep(work.model, work.names)
-    timings = in_turn({"": work.measure, "sweep": lambda: sweep.run(work.inputs())}, rounds, repeats=1)
-    return timings[""], timings["sweep"], max(work.parts)
-
-
 def product_rate() -> float:
     """Return multiply-adds a second of a product of 1024 × 1024 matrices."""
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
@@ -282,20 +265,26 @@ def titled(work: Work) -> str:
     return f"{work.title}\nn = {len(work.x):,}\nparts {', '.join(parts)}"
 
 
-GROUPS = {"resnet": resnet, "resnet20": published, "lenet": lenet, "alone": alone, "peers": others}
-GROWTH = {"n": [(1000, 10), (4000, 10), (16_000, 10), (64_000, 10)], "classes": [(1000, 2), (1000, 10), (1000, 50)]}
+GROUPS = {
+    "resnet": resnet,
+    "resnet128": resnet128,
+    "resnet20": published,
+    "lenet": lenet,
+    "alone": alone,
+    "peers": others,
+}
 
 
 def main() -> None:
-    """Print a table of times and ratios with the targets, and one of growth."""
+    """Print a table of times and ratios with the targets."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", help=f"of {', '.join([*GROUPS, 'growth'])}")
+    parser.add_argument("rows", nargs="*", help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
-    unknown = set(arguments.rows) - {*GROUPS, "growth"}
+    unknown = set(arguments.rows) - set(GROUPS)
     if unknown:
-        parser.error(f"no rows {', '.join(sorted(unknown))}; there are {', '.join([*GROUPS, 'growth'])}")
-    wanted = arguments.rows or [*GROUPS, "growth"]
+        parser.error(f"no rows {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
+    wanted = arguments.rows or list(GROUPS)
     torch.manual_seed(0)
     console = Console(width=120)
     table = Table(
@@ -309,8 +298,6 @@ def main() -> None:
     finally:  # an interrupted run shows what it has
         if table.row_count:
             console.print(table)
-    if "growth" in wanted:
-        console.print(_growth_table(arguments.rounds))
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
 
 
@@ -319,19 +306,6 @@ def _add(table: Table, title: str, lines: Iterator[Line]) -> None:
     table.add_section()
     for part, line in zip(itertools.chain(title.splitlines(), itertools.repeat("")), lines, strict=False):
         table.add_row(part, *line.cells())
-
-
-def _growth_table(rounds: int) -> Table:
-    table = Table(
-        *("n", "classes", "part", "µs a sample", "sweep", "ratio"),
-        *("peak MiB", "sweep", "ratio", "to reach", "reached", "of the first's peak"),
-        title="LeNet5, 5 layers: growth",
-    )
-    for sizes in GROWTH.values():
-        table.add_section()
-        for row in growth(sizes, rounds):
-            table.add_row(*row)
-    return table
 
 
 @torch.no_grad()
@@ -344,12 +318,6 @@ def _check_composed(work: Work, sweep: bare.Sweep) -> None:
     for name, values in bare.composed(sweep, work.inputs()).items():
         expected = work.report[name, "relative_flatness"].value
         torch.testing.assert_close(values.double(), torch.tensor(expected).double(), rtol=1e-3, atol=0)
-
-
-def _peak(what: str, n: int, classes: int, part: int) -> int:
-    script = Path(__file__).with_name("peak.py")
-    command = [sys.executable, str(script), what, str(n), str(classes), str(part)]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ).stdout)
 
 
 def _shown(ratio: float | None) -> str:

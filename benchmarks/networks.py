@@ -75,6 +75,22 @@ def vgg11(classes: int = 2) -> nn.Sequential:
     return nn.Sequential(*parts, nn.Flatten(), *head, nn.Linear(512, classes))
 
 
+def plain(width: int, depth: int, classes: int) -> nn.Sequential:
+    """Return a network for 32 × 32 colour images: a convolution by patches of 4 × 4, more of 3 × 3, and a head.
+
+    Args:
+        width: channels of every convolution.
+        depth: layers, at least 2: ``depth - 1`` convolutions, all with 8 × 8 places, and the head.
+        classes: outputs of the head.
+    """
+    convolutions = [nn.Conv2d(3, width, 4, stride=4)]
+    convolutions += [nn.Conv2d(width, width, 3, padding=1) for _ in range(depth - 2)]
+    for layer in convolutions:  # the default would let the signals of deep networks vanish
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    parts = [part for layer in convolutions for part in (layer, nn.ReLU())]
+    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))
+
+
 def images(n: int) -> Tensor:
     """Return noise (n, 3, 32, 32)."""
     return torch.randn(n, 3, 32, 32)

@@ -1,6 +1,6 @@
-"""Peak memory of measuring LeNet5 in a process of its own.
+"""Peak memory of measuring :func:`networks.plain` in a process of its own.
 
-``python benchmarks/peak.py (pyflatness|sweep) N CLASSES PART``, PART samples at once in the bare sweep.
+``python benchmarks/peak.py (pyflatness|sweep) N CLASSES WIDTH DEPTH PART``, PART samples at once in the bare sweep.
 Prints the bytes by which the largest resident size (VmHWM, Linux only) grows beyond what the imports, the data and a
 call on two samples (which loads code) took.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import bare
 import torch
-from networks import images, lenet5, measurable
+from networks import images, measurable, plain
 from torch import nn
 
 import pyflatness as pf
@@ -22,10 +22,10 @@ def resident() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def main(what: str, n: int, classes: int, part: int) -> None:
+def main(what: str, n: int, classes: int, width: int, depth: int, part: int) -> None:
     """Do the work once and print its peak."""
     torch.manual_seed(0)
-    model = lenet5(classes).eval()
+    model = plain(width, depth, classes)
     x, y = images(n), torch.arange(n) % classes
     sweep = bare.Sweep(model, measurable(model))
 
@@ -33,7 +33,8 @@ def main(what: str, n: int, classes: int, part: int) -> None:
         if what == "sweep":
             sweep.run(x[:samples].split(part))
         else:
-            pf.measure(model, nn.CrossEntropyLoss(), (x[:samples], y[:samples]), progress=False)
+            batch = (x[:samples], y[:samples])
+            pf.measure(model, nn.CrossEntropyLoss(), batch, measures="relative_flatness", progress=False)
 
     work(2)
     before = resident()

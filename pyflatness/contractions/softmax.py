@@ -109,10 +109,12 @@ class SoftmaxVariance:
 
         None also where there is no such kernel: for other routes, backends and half precision.
         """
-        weight = self._weight
+        weight, bias = self._weight, self._bias
         if self.route != "fused" or self._backend is not compiled or not features.dtype == weight.dtype in _OF_KERNELS:
             return None
-        found = compiled.softmax_variance_sum(features, weight, self._bias, self._prepared, *labels, values)
+        if bias is not None and bias.dtype != weight.dtype:  # half precision may stand beside float32
+            return None
+        found = compiled.softmax_variance_sum(features, weight, bias, self._prepared, *labels, values)
         self._prepared = self._prepared if found is None else found.prepared
         return found
 

@@ -104,15 +104,16 @@ class Recorder:
         They are zeros where there is no path. Of a layer that is ``elsewhere``, called once, it is the gradient there.
         """
         made = {name: self.calls[name] for name in (self.calls if names is None else names)}
-        edges = [elsewhere.get(name, call.edge) for name, calls in made.items() for call in calls]
-        found: Sequence[Tensor | None] = [None] * len(edges)
+        edges = {name: [elsewhere.get(name, call.edge) for call in calls] for name, calls in made.items()}
+        flat = [edge for several in edges.values() for edge in several]
+        found: Sequence[Tensor | None] = [None] * len(flat)
         interrupts.check()
         if outputs.requires_grad:
             found = torch.autograd.grad(
-                outputs, edges, cotangent, create_graph=create_graph, retain_graph=True, allow_unused=True
+                outputs, flat, cotangent, create_graph=create_graph, retain_graph=True, allow_unused=True
             )
-        flat = iter(found)
-        return {name: [_or_zeros(next(flat), call, outputs) for call in calls] for name, calls in made.items()}
+        rest = iter(found)
+        return {name: [or_zeros(next(rest), edge) for edge in several] for name, several in edges.items()}
 
     def overwritten(self) -> set[str]:
         """Return layers whose kept input was modified in place since; from now on a copy of it is kept."""
@@ -191,10 +192,12 @@ def frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(flag)
 
 
-def _or_zeros(gradient: Tensor | None, call: Call, outputs: Tensor) -> Tensor:
+def or_zeros(gradient: Tensor | None, edge: GradientEdge) -> Tensor:
+    """Return a gradient at an edge: zeros for None, where a function behind it hands none on."""
     if gradient is not None:
         return gradient
-    return torch.zeros(call.output.shape, dtype=call.output.dtype, device=outputs.device)
+    like: Any = edge.node._input_metadata[edge.output_nr]  # torch's annotation says a list of anything
+    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _with_own_history(output: Tensor) -> Tensor:

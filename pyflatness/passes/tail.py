@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from .. import interrupts
 from .linearity import Users
+from .recorder import or_zeros
 
 _SMALL = 128 * 2**10  # bytes of a gradient
 _OPERATIONS = {"AddmmBackward0", "MmBackward0", "ReluBackward0", "ViewBackward0", "UnsafeViewBackward0"}
@@ -60,12 +61,16 @@ class Tail:
         edges: Any = self._front  # torch's annotation knows tensors alone
         for each in zip(*front, strict=True) if self._rest else ():
             interrupts.check()
-            found = torch.autograd.grad(edges, [*self._rest.values()], each, retain_graph=True)
-            yield dict(zip(self._rest, found, strict=True))
+            found = torch.autograd.grad(edges, [*self._rest.values()], each, retain_graph=True, allow_unused=True)
+            yield {name: or_zeros(one, edge) for (name, edge), one in zip(self._rest.items(), found, strict=True)}
 
 
 def _small(outputs: Tensor, users: Users) -> dict[Node, None]:
-    """Return the last operations, from the outputs on, whose gradients are small and that take several at once."""
+    """Return the last operations, from the outputs on, whose gradients are small and that take several at once.
+
+    They are a chain: an operation on two results of the graph (`torch.addmm(h, f(h), w)`) ends it, since of what is in
+    front of it one could be in front of the other, whose gradient would be counted twice.
+    """
     nodes: dict[Node, None] = {}
     stack = [outputs.grad_fn]
     while stack:
@@ -73,7 +78,7 @@ def _small(outputs: Tensor, users: Users) -> dict[Node, None]:
         if node is None or node.name() not in _OPERATIONS or not nodes.keys() >= {*users.get(node, ())}:
             continue
         sources = [(source, number) for source, number in node.next_functions if source is not None]
-        if all(_bytes(source, number) <= _SMALL for source, number in [(node, 0), *sources]):
+        if len(sources) <= 1 and all(_bytes(source, number) <= _SMALL for source, number in [(node, 0), *sources]):
             nodes[node] = None
             stack += [source for source, _ in sources]
     return nodes

@@ -26,6 +26,9 @@ from ..options import Options
 VALUES_VERSION = 1
 """Raised by a release in which a value changes by more than rounding; then all values are computed again."""
 
+UNREADABLE = "unreadable: "
+"""Begins the key of a file that cannot be read."""
+
 Facts = dict[str, Any]
 
 _NOT_IN_VALUES = ("memory", "per_sample")  # options of how a value is computed, and of what is kept beside it
@@ -45,7 +48,7 @@ def of_file(path: Path) -> str:
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            return "unreadable: no regular file"
+            return f"{UNREADABLE}no regular file"
         found = hashlib.sha256()
         with path.open("rb") as file:
             while content := file.read(_CHUNK):
@@ -53,7 +56,7 @@ def of_file(path: Path) -> str:
         shards = _shards(path)
         return of_json([found.hexdigest(), *map(of_file, shards)]) if shards else found.hexdigest()
     except OSError as error:
-        return f"unreadable: {error.strerror}"
+        return f"{UNREADABLE}{error.strerror}"
 
 
 def _shards(path: Path) -> list[Path]:

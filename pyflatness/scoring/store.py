@@ -18,7 +18,7 @@ import platform
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -210,10 +210,7 @@ class Store:
         """
         with self.changes() as connection:
             for name, (path, content) in contents.items():
-                for row in connection.execute("SELECT * FROM checkpoints WHERE content = ?", (content,)).fetchall():
-                    moved = row["name"] not in contents and row["path"] is not None and not Path(row["path"]).exists()
-                    if moved and not connection.execute("SELECT 1 FROM checkpoints WHERE name = ?", (name,)).fetchone():
-                        connection.execute("UPDATE checkpoints SET name = ? WHERE id = ?", (name, row["id"]))
+                _take_along(connection, name, content, contents)
                 connection.execute(
                     "INSERT INTO checkpoints (name, path, content) VALUES (?, ?, ?) "
                     "ON CONFLICT (name) DO UPDATE SET path = excluded.path, content = excluded.content",
@@ -306,6 +303,18 @@ class Store:
         )
         chosen = {*contents}
         return [(row["name"], row["error"]) for row in rows if row["content"] in chosen]
+
+
+def _take_along(connection: sqlite3.Connection, name: str, content: str, names: Container[str]) -> None:
+    """Give a new name the row of a checkpoint with the same content whose file is gone, and that is not named."""
+    if content.startswith(keys.UNREADABLE):  # nothing is known of what is in it
+        return
+    if connection.execute("SELECT 1 FROM checkpoints WHERE name = ?", (name,)).fetchone():
+        return
+    for row in connection.execute("SELECT id, name, path FROM checkpoints WHERE content = ?", (content,)).fetchall():
+        if row["name"] not in names and row["path"] is not None and not Path(row["path"]).exists():
+            connection.execute("UPDATE checkpoints SET name = ? WHERE id = ?", (name, row["id"]))
+            return
 
 
 def _text(pair: Pair) -> str:

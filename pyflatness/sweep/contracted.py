@@ -48,7 +48,7 @@ class Contracted:
         self._tail = self._small_tail() if hold and count > 1 else None
         sizes = [self._contractions[name].stack_size for name in self._tail.names] if self._tail else []
         most = min([size for size in sizes if size > 1] or [_TOGETHER], default=1)
-        self._together = -(-count // -(-count // min(most, _TOGETHER)))
+        self._together = -(-count // max(1, -(-count // min(most, _TOGETHER))))  # there may be none to send
 
     def of(self, cotangent: Tensor, sign: Sign = None) -> list[tuple[str, Contribution]]:
         """Return each layer's contribution for a cotangent of the run's outputs; none of one that holds it back."""

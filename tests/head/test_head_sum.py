@@ -151,6 +151,16 @@ def test_other_integers_and_positions_have_the_same_value():
     assert float(positions.per_sample.mean()) == pytest.approx(expected.value, rel=1e-14)
 
 
+@pytest.mark.parametrize("half", ["features", "weight", "bias"])
+def test_half_precision_beside_float32(half):
+    """It takes no such call, and has the value of the same numbers in float32."""
+    given = dict(zip(("features", "weight", "bias"), problem(40, 4, 6, torch.float32), strict=True))
+    rounded = {name: tensor.bfloat16() if name == half else tensor for name, tensor in given.items()}
+    targets = torch.arange(40) % 4
+    expected = pf.head_flatness(**{name: tensor.float() for name, tensor in rounded.items()}, targets=targets).value
+    assert pf.head_flatness(**rounded, targets=targets).value == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("wrong", [4, -1])
 def test_a_wrong_label_is_named(engine, wrong):
     features, weight, bias = problem(40, 4, 6)

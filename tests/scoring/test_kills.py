@@ -27,7 +27,7 @@ class Logged(Tiny):
         time.sleep(0.02)
         if len(x) == 7:  # the last batch
             with Path(__file__).with_name("passes").open("a") as file:
-                file.write(f"{os.getpid()} {float(self.head.bias[0]):.6f}\\\\n")
+                file.write(f"{os.getpid()} {float(self.head.bias[0]):.6f}\\n")
         return super().forward(x)
 """
 

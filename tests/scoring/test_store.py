@@ -182,3 +182,6 @@ def test_a_moved_checkpoint_takes_its_row_along(tmp_path: Path) -> None:
         shutil.move(second, third := tmp_path / "c")
         store.name({"c": (str(third), keys.of_file(third))})
         assert [row["name"] for row in store.select("SELECT name FROM checkpoints ORDER BY id")] == ["a", "c"]
+        for name in ("d", "e"):  # two that are not there have nothing to do with each other
+            store.name({name: (str(tmp_path / name), keys.of_file(tmp_path / name))})
+        assert [row["name"] for row in store.select("SELECT name FROM checkpoints ORDER BY id")] == ["a", "c", "d", "e"]
