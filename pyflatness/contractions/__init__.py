@@ -9,7 +9,6 @@ from .geometry import Geometry
 from .layer import LayerContraction
 from .precision import full_precision, promoted, promoted_dtype, squared_norms
 from .reference import RowSum
-from .routes import Workspace
 from .softmax import DEFAULT_MEMORY, FUSED_OUTPUTS, Labels, SoftmaxVariance, default_memory
 from .wide import Bounded
 
@@ -23,7 +22,6 @@ __all__ = [
     "LayerContraction",
     "RowSum",
     "SoftmaxVariance",
-    "Workspace",
     "check",
     "choose",
     "choose_for_few",

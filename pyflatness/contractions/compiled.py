@@ -225,7 +225,7 @@ def direct_gathered(
     (n, groups, channels, _), *extents = layer_sizes(inputs, None, geometry)
     sizes = ((n, groups, channels, rows), *extents)
     length = math.prod(sizes[2]) if positions is None else positions.shape[2]
-    given_positions = torch.empty(0, dtype=torch.int32) if positions is None else dense(positions.int())
+    given_positions = inputs.new_empty(0, dtype=torch.int32) if positions is None else dense(positions.int())
     if positions is not None:
         cotangents = [cotangent.flatten(2)[:, :, None, None] for cotangent in cotangents]
     given_factor, factor_rows = (inputs.new_empty(0), 0) if factor is None else (dense(factor), factor.shape[1])

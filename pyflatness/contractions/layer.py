@@ -23,7 +23,7 @@ from .geometry import Geometry
 from .precision import promoted, promoted_dtype
 from .quantities import Contribution, Wanted
 from .reference import Products
-from .routes import Both, Calls, Direct, Gathered, Gram, OnePosition, Prepared, Summed, Workspace
+from .routes import Both, Calls, Direct, Gathered, Gram, OnePosition, Prepared, Summed
 
 ROUTES = ("direct", "gram")
 
@@ -114,7 +114,6 @@ class LayerContraction:
         quantities: names of :data:`.quantities.QUANTITIES`.
         memory: bytes for working buffers.
         route: of :data:`ROUTES`; None takes the cheaper.
-        workspace: shared with other layers, which are contracted in turn; None: of its own.
     """
 
     def __init__(
@@ -126,7 +125,6 @@ class LayerContraction:
         *,
         memory: int,
         route: str | None = None,
-        workspace: Workspace | None = None,
     ) -> None:
         self._wanted, self._route, self._device = Wanted(quantities), route, weight.device
         factor = gram_factor(promoted(weight)) if self._wanted.gram_factor else None
@@ -139,7 +137,6 @@ class LayerContraction:
             _as_bfloat16(factor, weight, backend),
             promoted(weight) if self._wanted.weighted else None,
             memory,
-            workspace or Workspace(memory),
         )
         self._buffer: Tensor | None = None
 

@@ -10,7 +10,6 @@ are chosen by :mod:`.layer`, by their multiply-adds per sample and cotangent, K 
 There is no such form of w ∘ M: M is made for it (:class:`Both`), but for one position, where M = δ φᵀ.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -32,27 +31,6 @@ _ENTRIES = 2**20
 """Of a weight that are squared at a time."""
 
 
-class Workspace:
-    """Keep memory for what one layer after another makes and forgets: pages that come and go cost as much as products.
-
-    Args:
-        limit: bytes that are kept at most.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._kept = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, like: Tensor, *shape: int) -> Tensor:
-        """Return a tensor of a shape, of another one's dtype and device: the memory of the last one that was taken."""
-        needed = math.prod(shape) * like.element_size()
-        if needed > self._limit:
-            return like.new_empty(shape)
-        if len(self._kept) < needed or self._kept.device != like.device:
-            self._kept = torch.empty(needed, dtype=torch.uint8, device=like.device)
-        return self._kept[:needed].view(like.dtype).view(shape)
-
-
 @dataclass(frozen=True)
 class Prepared:
     """Hold what the routes need of a layer's weight w (G, d, m), prepared once.
@@ -66,7 +44,6 @@ class Prepared:
         half_factor: the same in bfloat16, where products of that serve.
         weight: w, if w ∘ M is needed.
         memory: bytes for working buffers of M.
-        workspace: kept from one call to the next.
     """
 
     shape: torch.Size
@@ -77,7 +54,6 @@ class Prepared:
     half_factor: Tensor | None
     weight: Tensor | None
     memory: int
-    workspace: Workspace
 
     def taken(self, tensor: Tensor) -> Tensor:
         """Return it as the kernels take it: half precision as it is, where they do, else as float32."""
@@ -168,21 +144,10 @@ class Gram:
         elif layer.factor is not None:
             full = promoted(rows)  # float16 would leave its range
             # of a convolution's cotangent as it lies in memory: R (r, d) times (d, P)
-            gram_weighted = layer.backend.gram(self._factored(full), gram)
+            gram_weighted = layer.backend.gram((layer.factor.to(full.dtype) @ full.mT).mT, gram)
         if self._squares:
             squares = layer.backend.gram(rows, gram)
         return Products(squares, gram_weighted, None, None, None)
-
-    def _factored(self, rows: Tensor) -> Tensor:
-        """Return R δ for δ (n, G, P, d), (n, G, P, r)."""
-        layer = self._layer
-        assert layer.factor is not None
-        n, groups, positions, d = rows.shape
-        r = layer.factor.shape[1]
-        factor = layer.factor.to(rows.dtype).expand(n, -1, -1, -1).reshape(-1, r, d)
-        made = layer.workspace.take(rows, n * groups, r, positions)
-        torch.bmm(factor, rows.mT.reshape(-1, d, positions), out=made)
-        return made.view(n, groups, r, positions).mT
 
 
 class Both:

@@ -101,7 +101,9 @@ class SoftmaxVariance:
         if self.route == "rows":
             return self._wide(features, None if scale is None else scale.nan_to_num(0.0))
         values = self._backend.softmax_variance if self.route == "fused" else self._pairs
-        chunks = [values(promoted(chunk), *self._constants) for chunk in features.split(self._chunk)]
+        constants, chunks = self._constants, []
+        for chunk in features.split(self._chunk):
+            chunks.append(values(promoted(chunk), *constants))
         return Bounded(chunks[0] if len(chunks) == 1 else torch.cat(chunks), None)
 
     def total(self, features: Tensor, labels: Labels, values: Tensor | None) -> RowSum | None:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ..contractions import Labels
 from ..errors import InputError
 from ..messages import shown
-from .base import Curvature, Factors, Loss, Reduction, Terms, head_contributions, marked
+from .base import Curvature, Factors, Loss, Reduction, Terms, marked
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
 from .elementwise import BinaryCrossEntropy, SquaredError
@@ -37,7 +37,6 @@ __all__ = [
     "Rows",
     "SquaredError",
     "Terms",
-    "head_contributions",
     "marked",
     "of_batch",
     "resolve",

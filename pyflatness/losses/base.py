@@ -120,12 +120,6 @@ class Loss(Protocol):
         """
 
 
-def head_contributions(curvature: Curvature, features: Tensor, terms: Terms) -> Bounded:
-    """Return what rows at a head add to relative flatness, scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, and bounds on errors."""
-    values, bounds = curvature.by_row(features, terms.scale, *terms.extra)
-    return Bounded(values.mul_(terms.scale), None if bounds is None else bounds * terms.scale.abs())
-
-
 def marked(terms: Terms, values: Tensor, *, masks: bool = False) -> Terms:
     """Return terms in which the scale of rows without a loss is NaN.
 

@@ -88,7 +88,9 @@ class _Sum:
     def add(self, batch: HeadBatch, curvature: losses.Curvature) -> None:
         found, rows = None, None
         if batch.labels is not None and curvature.total is not None and self._scale is None:
-            rows = torch.empty(len(batch.features), dtype=torch.float64) if self._options.per_sample else None
+            rows = (
+                batch.features.new_empty(len(batch.features), dtype=torch.float64) if self._options.per_sample else None
+            )
             found = curvature.total(batch.features, batch.labels, rows)
         if found is None or not math.isfinite(found.total):  # row by row it shows what is wrong, or is left out
             self._add_rows(batch, curvature)
@@ -100,7 +102,8 @@ class _Sum:
 
     def _add_rows(self, batch: HeadBatch, curvature: losses.Curvature) -> None:
         features = batch.features if self._scale is None else normalize.apply(self._scale, batch.features, inverse=True)
-        rows, bounds = losses.head_contributions(curvature, features, batch.terms)
+        rows, bounds = curvature.by_row(features, batch.terms.scale, *batch.terms.extra)
+        rows = rows.mul_(batch.terms.scale)
         if self._scale is not None:
             rows = self._as_in_the_first_read(batch, rows)
         total, weights, kept = float(rows.sum()), batch.terms.weights, None
@@ -112,6 +115,7 @@ class _Sum:
         self._over.add(batch.samples, float(weights.sum()))
         self._value += total
         if bounds is not None:
+            bounds = bounds * batch.terms.scale.abs()
             counted = bounds.isfinite() & (rows != 0)  # not in rows that were left out
             self._bound += float(torch.where(counted, bounds, 0.0).sum())
         if self._options.per_sample:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import contractions
-from ..contractions import DenseContraction, LayerContraction, Workspace, promoted
+from ..contractions import DenseContraction, LayerContraction, promoted
 from ..errors import InputError
 from ..model import layers
 from ..options import Options
@@ -31,7 +31,6 @@ class LayerForm:
         quantities: what is wanted.
         options: of the user.
         scale: of the layer's input channels, or None; see :mod:`.normalize`.
-        workspace: shared with other layers, or None.
 
     Attributes:
         backend: of the contractions.
@@ -44,10 +43,8 @@ class LayerForm:
         quantities: Sequence[str],
         options: Options,
         scale: Tensor | None = None,
-        workspace: Workspace | None = None,
     ) -> None:
         self.name, self._module, self._scale, self._quantities = name, module, scale, quantities
-        self._workspace = workspace
         self._options = options
         weight = layers.matrix(module)[0]
         self.backend = contractions.choose(options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
@@ -58,7 +55,7 @@ class LayerForm:
 
     def of(self, quantities: Sequence[str]) -> "LayerForm":
         """Return the layer's form for other quantities."""
-        return LayerForm(self.name, self._module, quantities, self._options, self._scale, self._workspace)
+        return LayerForm(self.name, self._module, quantities, self._options, self._scale)
 
     def contraction(self, run: Run) -> LayerContraction | DenseContraction:
         """Return the contraction for the layer's calls in this run."""
@@ -68,12 +65,7 @@ class LayerForm:
         if self._contraction is None:
             geometry = layers.geometry(self._module)
             self._contraction = LayerContraction(
-                self.weight(run),
-                geometry,
-                self.backend,
-                self._quantities,
-                memory=self._memory,
-                workspace=self._workspace,
+                self.weight(run), geometry, self.backend, self._quantities, memory=self._memory
             )
         return self._contraction
 

@@ -69,6 +69,5 @@ class FitRecorder:
         if not targets.is_floating_point():  # class indices; the column is empty for probabilities and values
             right, counting = risk.judged(outputs, targets, loss, number)
         sums = (loss.value(outputs, targets), risk.weight(outputs, targets, loss, number), right & counting, counting)
-        self._sums.append(
-            torch.tensor([float(torch.as_tensor(part).sum()) for part in sums], dtype=torch.float64, device="cpu")
-        )
+        numbers = [float(part.sum() if isinstance(part, Tensor) else part) for part in sums]
+        self._sums.append(torch.tensor(numbers, dtype=torch.float64, device="cpu"))

@@ -52,8 +52,8 @@ class Transform:
         if std is not None and not all(std):
             raise InputError(f"std: numbers other than 0 are wanted, got {shown(std)}")
         self._sides, self._mode = sides, _MODES[channels]
-        self._mean = torch.tensor(mean or [0.0] * channels)[:, None, None]
-        self._std = torch.tensor(std or [1.0] * channels)[:, None, None]
+        self._mean = torch.tensor(mean or [0.0] * channels, dtype=torch.float32, device="cpu")[:, None, None]
+        self._std = torch.tensor(std or [1.0] * channels, dtype=torch.float32, device="cpu")[:, None, None]
 
     def __call__(self, image: "Image") -> Tensor:
         """Return the image's numbers."""

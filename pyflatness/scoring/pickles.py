@@ -127,7 +127,11 @@ def _end(status: int) -> str:
 def _tensors(path: Path, places: list[tuple[str, str, list[int], int]]) -> dict[str, Tensor]:
     """Return views of the file's numbers, which is read where it is and may be removed."""
     size = path.stat().st_size
-    held = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0).byte()
+    held = (
+        torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        if size
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     found = {}
     for name, kind, shape, start in places:
         dtype = getattr(torch, kind)

@@ -1,6 +1,7 @@
 """Contract several layers in one run: a cotangent goes backward once for all of them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +14,10 @@ from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 from ..passes.tail import Tail
 
-Found = Iterator[tuple[str, Contribution]]
+Arrivals = Iterator[tuple[str, Callable[[Any, Any], Contribution | None], Any, Any]]
+"""What arrives at layers: its name, what contracts it, with one cotangent and its sign or several of them."""
 
-_TOGETHER = 16
+_AT_ONCE = 16
 """Cotangents that go through a model's last operations at once, at most."""
 
 
@@ -42,39 +44,41 @@ class Contracted:
         left = hold
         with contractions.full_precision(run.outputs):
             for name in names:
-                self._contractions[name] = found = self._at(name, count, min(left, hold // 2))
+                layer, inputs, pooled = forms[name].contraction(run), forms[name].inputs(run), forms[name].pooled(run)
+                share, positions = min(left, hold // 2), None
+                if pooled is not None and layer.gathers(inputs, count, share, pooled.elements):
+                    self._elsewhere[name], positions = pooled.edge, pooled.positions()
+                self._contractions[name] = found = layer.at(inputs, count, share, positions)
                 left -= found.held
         self._contract = {name: one.of if one.stack_size == 1 else one.hold for name, one in self._contractions.items()}
         self._tail = self._small_tail() if hold and count > 1 else None
-        sizes = [self._contractions[name].stack_size for name in self._tail.names] if self._tail else []
-        most = min([size for size in sizes if size > 1] or [_TOGETHER], default=1)
-        self._together = -(-count // max(1, -(-count // min(most, _TOGETHER))))  # there may be none to send
+        self._at_once = self._most_at_once(count)
 
     def of(self, cotangent: Tensor, sign: Sign = None) -> list[tuple[str, Contribution]]:
         """Return each layer's contribution for a cotangent of the run's outputs; none of one that holds it back."""
-        if self._tail is None:
-            return list(self._of_one(cotangent, sign))
-        self._waiting.append((cotangent, sign))
-        return list(self._of_waiting()) if len(self._waiting) == self._together else []
+        arrived = self._arrived([(cotangent, sign)])
+        if self._tail is not None:
+            self._waiting.append((cotangent, sign))
+            arrived = self._together() if len(self._waiting) == self._at_once else iter(())
+        found = []
+        with contractions.full_precision(self._run.outputs):
+            for name, contract, gradients, signs in arrived:
+                contribution = contract(gradients, signs)
+                if contribution is not None:
+                    found.append((name, contribution))
+        return found
 
-    def rest(self) -> Found:
+    def rest(self) -> Iterator[tuple[str, Contribution]]:
         """Yield the contributions that did not come yet."""
-        yield from self._of_waiting()
+        if self._waiting:  # the last one sends those that are fewer
+            self._at_once = len(self._waiting)
+            yield from self.of(*self._waiting.pop())
         self._gradients = {}
         for name, contraction in self._contractions.items():
             with contractions.full_precision(self._run.outputs):
                 contribution = contraction.rest()
             if contribution is not None:
                 yield name, contribution
-
-    def _at(self, name: str, count: int, hold: int) -> Contraction:
-        """Return a layer's contraction at its inputs, of cotangents from behind max-pooling where that serves."""
-        form, run = self._forms[name], self._run
-        layer, inputs, pooled = form.contraction(run), form.inputs(run), form.pooled(run)
-        if pooled is None or not layer.gathers(inputs, count, hold, pooled.elements):
-            return layer.at(inputs, count, hold)
-        self._elsewhere[name] = pooled.edge
-        return layer.at(inputs, count, hold, pooled.positions())
 
     def _small_tail(self) -> Tail | None:
         """Return the model's last operations if several cotangents go through them at once.
@@ -91,46 +95,47 @@ class Contracted:
         tail = Tail(outputs, users, edges)
         return tail if tail.names else None
 
-    def _of_one(self, cotangent: Tensor, sign: Sign) -> Found:
-        with contractions.full_precision(self._run.outputs):
+    def _most_at_once(self, count: int) -> int:
+        """Return how many of so many cotangents go through the tail at once: shared out evenly, as layers hold back."""
+        if self._tail is None:
+            return 1
+        sizes = [self._contractions[name].stack_size for name in self._tail.names]
+        most = min([size for size in sizes if size > 1], default=_AT_ONCE)
+        return -(-count // -(-count // min(most, _AT_ONCE)))
+
+    def _arrived(self, sent: Iterable[tuple[Tensor, Sign]]) -> Arrivals:
+        """Yield what arrives at the layers of cotangents that are sent one after the other."""
+        for cotangent, sign in sent:
             # The last cotangent's are kept meanwhile: the C library would give their pages back to the system.
             self._gradients = self._run.recorder.gradients(
                 self._run.outputs, cotangent, self._contract, elsewhere=self._elsewhere
             )
-            yield from self._contracted(self._gradients, sign)
+            yield from self._in_form(self._gradients, sign)
 
-    def _contracted(self, gradients: Mapping[str, Sequence[Tensor]], sign: Sign) -> Found:
-        for name, gradient in gradients.items():
-            contribution = self._contract[name](self._forms[name].cotangent(self._run, gradient), sign)
-            if contribution is not None:
-                yield name, contribution
-
-    def _of_waiting(self) -> Found:
-        """Yield contributions of the cotangents that wait to go through the tail together."""
+    def _together(self) -> Arrivals:
+        """Yield what arrives of the cotangents that wait, which go through the tail at once."""
         waiting, self._waiting = self._waiting, []
-        if not waiting:
-            return
         assert self._tail is not None
-        signs = [sign for _, sign in waiting]
-        with contractions.full_precision(self._run.outputs):
-            try:
-                gradients, others = self._tail.send(torch.stack([cotangent for cotangent, _ in waiting]))
-            except RuntimeError:  # a hook of the user's, say, that takes one cotangent at a time; an error comes again
-                self._tail = None
-                for cotangent, sign in waiting:
-                    yield from self._of_one(cotangent, sign)
-                return
-            for name, several in gradients.items():
-                yield from self._of_several(name, several, signs)
-            for sign, each in zip(signs, others, strict=False):
-                self._gradients = {name: [gradient] for name, gradient in each.items()}
-                yield from self._contracted(self._gradients, sign)
-
-    def _of_several(self, name: str, gradients: Tensor, signs: Sequence[Sign]) -> Found:
-        contraction, form = self._contractions[name], self._forms[name]
-        together = form.cotangents(self._run, gradients) if contraction.stack_size > 1 else None
-        if together is not None:
-            yield name, contraction.of_several(together, signs)
+        try:
+            gradients, others = self._tail.send(torch.stack([cotangent for cotangent, _ in waiting]))
+        except RuntimeError:  # a hook of the user's, say, that takes one cotangent at a time; an error comes again
+            self._tail = None
+            yield from self._arrived(waiting)
             return
-        for gradient, sign in zip(gradients, signs, strict=True):
-            yield from self._contracted({name: [gradient]}, sign)
+        signs = [sign for _, sign in waiting]
+        for name, several in gradients.items():
+            stack = (
+                self._forms[name].cotangents(self._run, several) if self._contractions[name].stack_size > 1 else None
+            )
+            if stack is not None:
+                yield name, self._contractions[name].of_several, stack, signs
+                continue
+            for gradient, sign in zip(several, signs, strict=True):
+                yield from self._in_form({name: [gradient]}, sign)
+        for sign, each in zip(signs, others, strict=False):  # there are none of others where the tail is all
+            self._gradients = {name: [gradient] for name, gradient in each.items()}
+            yield from self._in_form(self._gradients, sign)
+
+    def _in_form(self, gradients: Mapping[str, Sequence[Tensor]], sign: Sign) -> Arrivals:
+        for name, gradient in gradients.items():
+            yield name, self._contract[name], self._forms[name].cotangent(self._run, gradient), sign

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .. import contractions, losses
+from .. import contractions
 from ..contractions.quantities import QUANTITIES
 from ..losses import Curvature, Loss
 from ..model import layers
@@ -92,5 +92,5 @@ class Heads:
                 expected = len(features) * max(1, len(self._runner.batches))
                 curvature = self._loss.curvature(weight, bias, form.backend, expected, self._memory, 0.0)
                 self._curvatures[form.name] = curvature
-            rows = losses.head_contributions(self._curvatures[form.name], features, sent.terms).values
-        return torch.where(scale != 0, rows, 0.0).view(run.samples, -1).sum(dim=1)
+            rows = self._curvatures[form.name].by_row(features, scale, *sent.terms.extra).values
+        return torch.where(scale != 0, rows * scale, 0.0).view(run.samples, -1).sum(dim=1)

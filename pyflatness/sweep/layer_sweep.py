@@ -84,7 +84,6 @@ class Sweep:
         self._forms: dict[str, LayerForm] = {}
         self._scales: Mapping[str, Tensor] = {}
         self._budget = Budget(options.memory)
-        self._workspace = contractions.Workspace(self._budget.buffers)
         self.backend = ""
         self.by_hessian: set[str] = set()
         self.exact_passes = 0
@@ -268,8 +267,7 @@ class Sweep:
         """Make the form of each layer that came with this run."""
         for name, module in self._runner.modules.items():
             if name not in self._forms:
-                scale = self._scales.get(name)
-                form = LayerForm(name, module, self.quantities, self._options, scale, self._workspace)
+                form = LayerForm(name, module, self.quantities, self._options, self._scales.get(name))
                 self._forms[name], self.backend = form, contractions.describe(form.backend)
 
 
