@@ -130,7 +130,7 @@ def test_verify_finds_what_is_broken(store: Path, capsys: pytest.CaptureFixture[
     assert status("verify", str(store)) != 0
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "show"])
+@pytest.mark.parametrize("command", ["ls", "verify", "show", "gc"])
 def test_no_store_is_an_error(command: str, tmp_path: Path) -> None:
     arguments = [str(tmp_path / "none.sqlite"), *(["x"] if command == "show" else [])]
     assert "there is no file" in str(status(command, *arguments))
