@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test soak test-oldest test-gpu lint kernels-check bench bench-gpu clean
+.PHONY: setup demo test soak test-oldest test-gpu lint kernels-check kernels-check-aarch64 bench bench-gpu clean
 
 setup: $(READY)
 
@@ -56,6 +56,14 @@ kernels-check: setup
 	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir)
 	$(BIN)/cmake --build build/cuda --target _cuda
 	PYTHONPATH=build/cuda/csrc/cuda $(BIN)/python -c "import _cuda; print('imported:', _cuda.__file__)"
+
+# The CPU kernels for aarch64: by Debian's g++-aarch64-linux-gnu, their check run by qemu-user. Not a part of CI.
+AARCH64 := aarch64-linux-gnu
+kernels-check-aarch64: setup
+	$(CONFIGURE) -B build/aarch64 -DPYFLATNESS_SANITIZE=ON -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=$(AARCH64)-g++
+	$(BIN)/cmake --build build/aarch64
+	ASAN_OPTIONS=detect_leaks=0 qemu-aarch64 -L /usr/$(AARCH64) build/aarch64/kernels_check
 
 bench: setup
 	$(BIN)/python benchmarks/head.py

@@ -199,7 +199,7 @@ def transformer(rounds: int, n: int = 256, length: int = 16) -> Table:
 
 
 def _reference(model: nn.Module, x: Tensor, y: Tensor, name: str) -> float:
-    options = {"layers": name, "measures": "trace", "probes": "adaptive", "rtol": 0.001, "seed": 2**20}
+    options = {"layers": name, "measures": "trace", "probes": "adaptive", "rtol": 0.002, "seed": 2**20}
     return pf.measure(model, LOSS, (x, y), **options)[name, "trace"].value
 
 

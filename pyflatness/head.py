@@ -31,7 +31,7 @@ _SECOND = torch.tensor([1], dtype=torch.int64, device="cpu")  # the place of a s
 _WIDE_OUTPUTS = 1024  # outputs from which the model is spared its own logits
 
 
-class _NotTheHeadError(InputError):
+class NotTheHeadError(InputError):
     """Report that a layer's output is not the model's."""
 
 
@@ -123,7 +123,7 @@ class Head:
                 outputs, targets = calling.run(self._model, batch, self._forward)
             try:
                 features = self._features(self._head_call(calls, outputs), outputs, targets)
-            except _NotTheHeadError:
+            except NotTheHeadError:
                 return False
             if sample is not batch:
                 self._alone = sample, features
@@ -220,7 +220,7 @@ class Head:
         if not layers.is_pointwise(self._candidates[name]):
             reason = "it is a convolution whose kernel has several elements"
         if reason:
-            raise _NotTheHeadError(f"layer {name!r} is not the model's head as in the batches before: {reason}")
+            raise NotTheHeadError(f"layer {name!r} is not the model's head as in the batches before: {reason}")
         return call
 
     def _rows(self, call: calling.Call, outputs: Tensor, targets: Any, samples: int, number: int) -> HeadBatch:
@@ -257,7 +257,7 @@ class Head:
         dim = _class_dim(outputs, output, self._loss)
         order = None if dim is None else order_in_memory(outputs.movedim(dim, -1), output)
         if dim is None or order is None or not (self._loss.positions or (outputs.ndim == 2 and dim == 1)):
-            raise _NotTheHeadError(
+            raise NotTheHeadError(
                 f"layer {self.name!r} is not the model's head as in the batches before: the model's output "
                 f"{tuple(outputs.shape)} is not a set of whole rows of the layer's {tuple(call.output.shape)}"
             )

@@ -16,6 +16,7 @@ from .errors import InputError, NoGraphError
 from .measures import RELATIVE_FLATNESS, Measure, at_head, with_bases
 from .measures.base import Values
 from .measures.layer_values import LayerValues
+from .messages import is_out_of_memory
 from .model import layers
 from .model.selectors import Selector
 from .numerics.accumulate import check_followed
@@ -120,7 +121,8 @@ class Measurement:
         named: the measures were asked for by name, so that what cannot be had is an error. Else such a measure is left
             out and the reason kept, but for what stands in the way of relative flatness too: errors of its sweep
             concern the model, loss and data, and NaN under ``nan_policy="raise"`` concerns them as well.
-        source: the one layer of the task, where the head's formula takes the place of its sweep.
+        source: the one layer of the task, where the head's formula takes the place of its sweep if it is the head in
+            all batches.
 
     Attributes:
         measured: layers that values are of, those of the network alone too.
@@ -145,8 +147,7 @@ class Measurement:
         """
         for how, rows in self._steps.sweeps.items():
             options = replace(self._task.options, normalize=how)
-            if self._source is not None:
-                self._take_head(self._source, rows, options)
+            if self._source is not None and self._take_head(self._source, rows, options):
                 continue
             layer_values = LayerValues(replace(self._task, options=options))
             possible = [row for row in rows if self._is_possible(row, layer_values)]
@@ -170,9 +171,20 @@ class Measurement:
             for name, estimate in self._values.get(row.name, {}).items()
         }
 
-    def _take_head(self, source: head.Head, rows: Sequence[Measure], options: Options) -> None:
-        estimate = at_head.relative_flatness(source, self._task.loss, options)
+    def _take_head(self, source: head.Head, rows: Sequence[Measure], options: Options) -> bool:
+        """Take the value by the head's formula; return False if the sweep has to: no head in all batches, no memory.
+
+        The sweep cuts batches that are too large, and asks in every micro-batch whether the layer is the head.
+        """
+        try:
+            estimate = at_head.relative_flatness(source, self._task.loss, options)
+        except Exception as error:
+            by_sweep = isinstance(error, head.NotTheHeadError) or is_out_of_memory(error)
+            if not by_sweep or options.tolerance or not self._task.batches.repeatable:
+                raise
+            return False
         self._values.update((row.name, {estimate.layer: estimate}) for row in rows)
+        return True
 
     def _is_possible(self, row: Measure, layer_values: LayerValues) -> bool:
         """Return whether there is such a measure under the user's options; else the reason is kept."""

@@ -20,10 +20,11 @@ inline int product_team(int threads, int64_t items, int64_t multiply_adds) {
   return team(threads, items * (multiply_adds / 32 + 1024));
 }
 
-constexpr bool kManyRegisters = PYFLATNESS_VECTOR_BYTES == 64;
+constexpr bool kManyRegisters = PYFLATNESS_VECTOR_REGISTERS == 32;
 constexpr int kPanelVectors = 2;
 constexpr int kPanelColumns = kManyRegisters ? 12 : 6;
-constexpr int kPanelStep = kPanelColumns / 3;  // columns come in multiples of this
+// Columns come in multiples of this, at most a vector of double: rows in whole vectors have no more behind them.
+constexpr int kPanelStep = PYFLATNESS_VECTOR_BYTES == 64 ? 4 : 2;
 constexpr int kDotRows = 4, kDotColumns = 12, kDotStep = 3;
 constexpr int kDotSums = kManyRegisters ? 24 : 12;
 constexpr int64_t kColumnPad = 12;  // a multiple of both steps and of the widest tiles

@@ -86,8 +86,8 @@ void pair_distances(const T* weight, int64_t d, int64_t m, T* out, int threads) 
 // registers, lanes along the features; then the sums are folded into vectors with lanes along the rows.
 template <typename T>
 constexpr int64_t kBlockRows = 2 * Simd<T>::kLanes;
-constexpr int64_t kTileRows = PYFLATNESS_VECTOR_BYTES == 64 ? 4 : 2;  // with the outputs, 32 vector registers or 16
-constexpr int kTileOutputs = 5;
+constexpr int64_t kTileRows = PYFLATNESS_VECTOR_BYTES == 64 ? 4 : 2;  // at most the lanes of a vector of double
+constexpr int kTileOutputs = PYFLATNESS_VECTOR_REGISTERS == 32 && kTileRows == 2 ? 10 : 5;  // fills the registers
 template <typename T>
 constexpr int64_t kTileStep = Simd<T>::kLanes / kTileRows;  // a tile's rows lie so far apart, as folding wants them
 

@@ -16,6 +16,12 @@
 #define PYFLATNESS_VECTOR_BYTES 16
 #endif
 
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define PYFLATNESS_VECTOR_REGISTERS 32
+#else
+#define PYFLATNESS_VECTOR_REGISTERS 16
+#endif
+
 #define PYFLATNESS_INLINE inline __attribute__((always_inline))
 
 namespace {

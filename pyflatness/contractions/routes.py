@@ -138,7 +138,7 @@ class Gathered:
 
     def products(self, cotangents: Calls) -> Products:
         """Return the products of cotangents of which all samples of one are behind those of another."""
-        layer, each = self._layer, cotangents[0].split(len(self._phi))
+        layer, each = self._layer, self._layer.taken(cotangents[0]).split(len(self._phi))
         found = layer.backend.direct_gathered(self._phi, each, layer.geometry, layer.factor, self._positions)
         return cast(Products, found)
 

@@ -84,6 +84,11 @@ class Batches:
             return 0
 
     @property
+    def repeatable(self) -> bool:
+        """Return whether the data can be read once more."""
+        return not hasattr(self._data, "__next__")
+
+    @property
     def samples(self) -> int:
         """Return about how many samples there are; 0 if the data cannot tell."""
         if self._tensors:

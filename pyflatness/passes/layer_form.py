@@ -58,7 +58,7 @@ class LayerForm:
 
     def of(self, quantities: Sequence[str]) -> "LayerForm":
         """Return the layer's form for other quantities."""
-        return LayerForm(self.name, self._module, quantities, self._options, self._scale)
+        return LayerForm(self.name, self._module, quantities, self._options, self._scale, self._workspace)
 
     def contraction(self, run: Run) -> LayerContraction | DenseContraction:
         """Return the contraction for the layer's calls in this run."""

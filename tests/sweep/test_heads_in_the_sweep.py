@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.sweep import heads, layer_sweep
+from pyflatness.sweep import adaptive_sweep, heads, layer_sweep
 from pyflatness.sweep.contracted import Contracted
 from support import truth
 
@@ -50,7 +50,8 @@ def no_cotangents(monkeypatch):
         def of(self, *args):
             raise AssertionError("a cotangent is sent")
 
-    monkeypatch.setattr(layer_sweep, "Contracted", Refusing)
+    for module in (layer_sweep, adaptive_sweep):
+        monkeypatch.setattr(module, "Contracted", Refusing)
 
 
 @pytest.mark.parametrize("options", [{}, {"probes": 3}, {"probes": "adaptive"}, {"target_stderr": 1e-6}])

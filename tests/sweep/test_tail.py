@@ -86,6 +86,22 @@ def test_what_is_in_front_goes_one_by_one(around, sent):
     assert all(("conv" in names) is not around and "early" not in names for _, names in sent)
 
 
+@pytest.mark.parametrize("pooling", [nn.Identity(), nn.MaxPool2d(2)], ids=["whole", "pooled"])
+def test_convolutions_of_half_precision_in_front_of_it(pooling, sent):
+    """Held against the same weights and inputs in float32."""
+    torch.manual_seed(0)
+    width = 8 if isinstance(pooling, nn.MaxPool2d) else 32
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(), pooling, nn.Flatten(), nn.Linear(width, 6)).bfloat16().eval()
+    x, y = torch.randn(8, 1, 5, 5).bfloat16(), torch.arange(8) % 6
+    found, expected = (
+        pf.measure(model.to(dtype), F.cross_entropy, (x.to(dtype), y), measures=QUANTITIES, progress=False)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert [names for _, names in sent] == [["0", "4"]] * 2 or [names for _, names in sent] == [["0"]] * 2
+    for measure in QUANTITIES:
+        assert found["0", measure].value == pytest.approx(expected["0", measure].value, rel=0.05)
+
+
 @pytest.mark.parametrize("size", [2**20, 71])
 def test_large_gradients_go_one_by_one(size, sent, monkeypatch):
     monkeypatch.setattr(tail, "_SMALL", size)
