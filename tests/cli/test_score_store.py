@@ -144,6 +144,8 @@ def test_metadata_and_settings_are_columns(tiny: str, store: Path) -> None:
         {"lr": None, "opt": None, "test_loss": 0.25},
         {"lr": 0.1, "opt": "sgd", "test_loss": None},
     ]
+    table.write_text("name,lr\nz,3\n")
+    assert "none of them is of one of these checkpoints" in str(run(tiny, *files, "--metadata", table))
 
 
 def test_metadata_named_as_a_column_of_the_values_stand_beside_it(tiny: str, store: Path) -> None:
@@ -154,8 +156,6 @@ def test_metadata_named_as_a_column_of_the_values_stand_beside_it(tiny: str, sto
     assert (row["metadata_loss"], row["metadata_model"]) == (7.5, "mine")
     assert row["loss"] != 7.5
     assert row["model"] == f"{tiny}:Tiny"
-    table.write_text("name,lr\nz,3\n")
-    assert "none of them is of one of these checkpoints" in str(run(tiny, *files, "--metadata", table))
 
 
 def test_shards_are_one_run(tiny: str, store: Path) -> None:
