@@ -9,6 +9,8 @@ import hashlib
 import inspect
 import json
 import re
+import sys
+import sysconfig
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -52,10 +54,14 @@ def plain(value: Any, known: Iterable[Any] = ()) -> Any:
 def of_callable(function: Any, arguments: Mapping[str, Any] | None = None) -> Facts:
     """Return what a function does, as far as that can be told, and its arguments.
 
-    That is its name and source file, and what it holds: defaults, closure, the numbers, texts and tensors among the
-    global variables that it names, the object that a method is bound to, the attributes of an object that is called.
+    That is its name and source file, with those that this imports from, and what it holds: defaults, closure, the
+    numbers, texts and tensors among the global variables that it names, the object that a method is bound to, the
+    attributes of an object that is called.
     """
-    return _Description().of_callable(function) | {"arguments": plain(arguments or {})}
+    return _Description().of_callable(function) | {
+        "imported": imported([function]),
+        "arguments": plain(arguments or {}),
+    }
 
 
 def attributes(module: nn.Module, known: Iterable[Any] = ()) -> Facts:
@@ -79,6 +85,29 @@ def source(held: Any) -> str:
         return of_json(inspect.getsource(held))
     except (OSError, TypeError):  # written in C, or in a notebook's cell that is gone
         return ""
+
+
+def imported(held: Iterable[Any]) -> list[str]:
+    """Return the hashes of the files that those of classes or functions import from, but of installed packages."""
+    waiting: list[Any] = [getattr(one, "__module__", None) for one in held]
+    found: dict[str, str] = {}
+    while waiting:
+        name = waiting.pop()
+        module = sys.modules.get(name) if isinstance(name, str) else None
+        path = getattr(module, "__file__", None)
+        if module is None or name in found or not isinstance(path, str) or _is_installed(name, path):
+            continue
+        found[name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        for value in [*vars(module).values()]:
+            waiting.append(value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None))
+    return sorted({*found.values()})
+
+
+def _is_installed(name: str, path: str) -> bool:
+    """Return whether a module is no source file of the user's own."""
+    places = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    own = path.endswith(".py") and Path(path).is_file() and not any(Path(path).is_relative_to(one) for one in places)
+    return not own or name.partition(".")[0] == __name__.partition(".")[0]
 
 
 class _Description:

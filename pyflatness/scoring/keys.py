@@ -82,6 +82,7 @@ def of_network(network: nn.Module) -> Facts:
         "hidden buffers": hidden,
         "attributes": of_json(held),
         "sources": sorted({text for kind in kinds if (text := described.source(kind))}),
+        "imported": described.imported(kinds),
     }
 
 

@@ -138,6 +138,19 @@ def test_the_weights_that_a_network_begins_with_do_not_matter(what: str) -> None
     assert keys.of_network(NETWORKS[what]()) == keys.of_network(NETWORKS[what]())
 
 
+def test_files_that_a_source_file_imports_are_a_part_of_it(tmp_path: Path) -> None:
+    found = []
+    for folder, scale in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+        (place := tmp_path / folder).mkdir()
+        (place / "scale_of_net.py").write_text(f"SCALE = {scale}\n")
+        (place / "of_net.py").write_text("from torch import nn\nimport scale_of_net\nNet = lambda: nn.Linear(3, 2)\n")
+        show = "from pyflatness.scoring import described, specs, keys\nnet = specs.resolve('of_net.py:Net')\n"
+        show += "print(keys.of_json([described.of_callable(net), keys.of_network(net())]))"
+        command = [sys.executable, "-c", show]
+        found.append(subprocess.run(command, cwd=place, check=True, capture_output=True, text=True).stdout)
+    assert found[0] == found[1] != found[2]
+
+
 def test_heads_of_attention_are_told_apart() -> None:
     one, other = (keys.of_network(nn.MultiheadAttention(4, heads)) for heads in (1, 2))
     assert one != other
