@@ -13,6 +13,6 @@ from ..scoring.store import Store
 @click.argument("store", type=click.Path(path_type=Path))
 def gc(store: Path) -> None:
     """Take out of STORE the values of weights that no checkpoint has any more, and give the space back."""
-    with Store(store, write=True) as held:
+    with Store(store, write=True, new=False) as held:
         found = upkeep.collect(held)
     click.echo(printable(f"{store}: {', '.join(found) or 'nothing'} taken out"))

@@ -24,6 +24,7 @@ from ..scoring.run import Run
 from ..scoring.units import Request
 from ..scoring.worker import Source
 from . import config, score_csv, score_store, spec_options
+from .interruptible import interruptible
 from .paths import is_same_file, prepare_file
 
 _ALL = "all"
@@ -62,6 +63,7 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
 
 
 @click.command()
+@interruptible()
 @config.option
 @spec_options.option("model", "the model")
 @spec_options.option(

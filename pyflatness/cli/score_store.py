@@ -2,13 +2,11 @@
 
 import contextlib
 import math
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -115,7 +113,7 @@ def _go(run: Run, store: Store, kept: Kept, how: How, notes: Notes) -> tuple[int
         done += 1
         progress.advance(task)
 
-    with bar("units", how.shown) as progress, _terminable(), _executor(how, len(kept.jobs)) as executor:
+    with bar("units", how.shown) as progress, _executor(how, len(kept.jobs)) as executor:
         task = progress.add_task("scoring", total=len(kept.jobs))
         try:
             run.go(kept.jobs, executor, take)
@@ -131,17 +129,3 @@ def _executor(how: How, units: int) -> Iterator[Executor]:
         yield executor
     finally:
         executor.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Take SIGTERM, which job schedulers send, as Ctrl-C."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -7,13 +7,14 @@ changes its meaning or goes; new ones may come behind the others without that.
 import importlib.util
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, MissingExtraError
 from ..options import Options
+from .described import of_json
 from .fit import NO_FIT
 from .rows import csv_line, is_there, row
 from .store import Store
@@ -21,12 +22,13 @@ from .store import Store
 SCHEMA = 1
 COLUMNS = (
     *("schema", "checkpoint", "layer", "measure", "arguments", "value", "stderr", "low", "high", "exact", "method"),
-    *("samples", "loss", "accuracy", "seconds", "model", "data", "versions", "error"),
+    *("samples", "loss", "accuracy", "seconds", "model", "data", "versions", "error", "setting"),
 )
 
 Record = dict[str, Any]
 
 _DEFAULTS = asdict(Options())
+_DIGITS = 12  # of the hash of a setting
 _REAL = ("value", "stderr", "low", "high", "loss", "accuracy", "seconds")
 
 
@@ -36,13 +38,13 @@ def records(store: Store, more: Mapping[str, Mapping[str, Any]] | None = None) -
     Args:
         store: to be read.
         more: columns of checkpoints, by their names, beside those that the store has.
-
-    Raises:
-        InputError: metadata with a name that a column of the values has.
     """
     checkpoints = store.select("SELECT name, content, columns FROM checkpoints ORDER BY id")
-    metadata = {row["name"]: {**json.loads(row["columns"]), **(more or {}).get(row["name"], {})} for row in checkpoints}
-    names = _columns(metadata.values())
+    metadata = {
+        row["name"]: _renamed({**json.loads(row["columns"]), **(more or {}).get(row["name"], {})})
+        for row in checkpoints
+    }
+    names = [*dict.fromkeys(name for columns in metadata.values() for name in columns)]
     for setting, facts in store.settings().items():
         key, shown = facts["key"], facts.get("shown", {})
         given = {name: value for name, value in key["options"].items() if value != _DEFAULTS[name]}
@@ -51,6 +53,7 @@ def records(store: Store, more: Mapping[str, Mapping[str, Any]] | None = None) -
             "arguments": json.dumps({"loss": key["loss"], **given}, sort_keys=True),
             "model": shown.get("model") or "",
             "data": shown.get("data") or "",
+            "setting": of_json(key)[:_DIGITS],
         }
         for checkpoint in checkpoints:
             held = store.values(setting, checkpoint["content"])
@@ -61,17 +64,9 @@ def records(store: Store, more: Mapping[str, Mapping[str, Any]] | None = None) -
                 yield {name: found[name] for name in COLUMNS} | columns
 
 
-def _columns(metadata: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names of all columns of the metadata.
-
-    Raises:
-        InputError: one is a column of the values.
-    """
-    names = [*dict.fromkeys(name for columns in metadata for name in columns)]
-    taken = [name for name in names if name in COLUMNS]
-    if taken:
-        raise InputError(f"metadata: {taken[0]!r} is a column of the values; give it another name")
-    return names
+def _renamed(columns: Mapping[str, Any]) -> Record:
+    """Return columns of metadata, under another name where one is a column of the values."""
+    return {f"metadata_{name}" if name in COLUMNS else name: cell for name, cell in columns.items()}
 
 
 def check_format(path: Path) -> None:

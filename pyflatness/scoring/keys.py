@@ -4,13 +4,10 @@ Paths and times are no part of it: a file that was moved or touched is the same 
 another. Hashes are SHA-256.
 """
 
-import functools
 import hashlib
-import inspect
 import json
-import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,10 @@ from torch.utils.data import DataLoader
 
 from .. import losses
 from ..model.data import Batches, leaves, size
+from ..model.layers import unwrap
 from ..options import Options
+from . import described
+from .described import Facts, of_json, plain
 
 VALUES_VERSION = 1
 """Raised by a release in which a value changes by more than rounding; then all values are computed again."""
@@ -29,16 +29,8 @@ VALUES_VERSION = 1
 UNREADABLE = "unreadable: "
 """Begins the key of a file that cannot be read."""
 
-Facts = dict[str, Any]
-
 _NOT_IN_VALUES = ("memory", "per_sample")  # options of how a value is computed, and of what is kept beside it
 _CHUNK = 2**20  # bytes of a file that are read at a time
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-
-
-def of_json(facts: Any) -> str:
-    """Return the hash of what JSON can hold; the order of a mapping's keys does not matter."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def of_file(path: Path) -> str:
@@ -55,8 +47,8 @@ def of_file(path: Path) -> str:
                 found.update(content)
         shards = _shards(path)
         return of_json([found.hexdigest(), *map(of_file, shards)]) if shards else found.hexdigest()
-    except OSError as error:
-        return f"{UNREADABLE}{error.strerror}"
+    except (OSError, ValueError) as error:  # ValueError: no such name can be
+        return f"{UNREADABLE}{getattr(error, 'strerror', error)}"
 
 
 def _shards(path: Path) -> list[Path]:
@@ -65,41 +57,32 @@ def _shards(path: Path) -> list[Path]:
         return []
     try:
         names = json.loads(path.read_bytes())["weight_map"].values()
-        return [path.parent / Path(name).name for name in sorted({*names})]
+        shards = [path.parent / Path(name).name for name in sorted({*names})]
+        return [shard for shard in shards if not shard.name.endswith(".index.json")]
     except (AttributeError, KeyError, TypeError, ValueError):
         return []
 
 
 def of_state(module: nn.Module) -> str:
     """Return the hash of a module's weights and buffers: names, shapes, dtypes and values."""
-    return of_json([(name, _plain(value)) for name, value in module.state_dict().items()])
+    return of_json([(name, plain(value)) for name, value in module.state_dict().items()])
 
 
 def of_network(network: nn.Module) -> Facts:
-    """Return what makes a network besides its weights: its structure, dtypes, and the source of its classes."""
+    """Return what makes a network besides its weights: its structure, attributes, dtypes, and sources."""
+    network = unwrap(network)
     kinds = {type(module) for module in network.modules()}
     state = network.state_dict()
-    hidden = [(name, _plain(buffer)) for name, buffer in network.named_buffers() if name not in state]
+    weights = [*network.parameters(), *network.buffers()]  # the file's, wherever else the network holds them
+    held = [(name, described.attributes(module, weights)) for name, module in network.named_modules()]
+    hidden = [(name, plain(buffer)) for name, buffer in network.named_buffers() if name not in state]
     return {
-        "structure": _without_addresses(network),
-        "entries": [(name, _kind(value)) for name, value in state.items()],
+        "structure": described.without_addresses(network),
+        "entries": [(name, described.kind(value)) for name, value in state.items()],
         "hidden buffers": hidden,
-        "sources": sorted({source for kind in kinds if (source := _source(kind))}),
-    }
-
-
-def of_callable(function: Any, arguments: Mapping[str, Any] | None = None) -> Facts:
-    """Return what a function does, as far as that can be told: its name, source file, bound values and arguments."""
-    bound: list[Any] = []
-    while isinstance(function, functools.partial):
-        bound.append([[_plain(value) for value in function.args], _plain(function.keywords)])
-        function = function.func
-    cells = getattr(function, "__closure__", None) or ()
-    return {
-        "name": getattr(function, "__qualname__", type(function).__qualname__),
-        "source": _source(function),
-        "bound": [*bound, *(_plain(cell.cell_contents) for cell in cells)],
-        "arguments": _plain(arguments or {}),
+        "attributes": of_json(held),
+        "sources": sorted({text for kind in kinds if (text := described.source(kind))}),
+        "imported": described.imported(kinds),
     }
 
 
@@ -108,9 +91,7 @@ def of_loss(loss: Any) -> Facts:
     resolved = losses.resolve(loss)
     if not isinstance(resolved, losses.CustomLoss):
         return {"name": type(resolved).__name__, **_attributes(resolved)}
-    if isinstance(loss, nn.Module):
-        return {"name": type(loss).__qualname__, "source": _source(type(loss)), **_attributes(loss)}
-    return of_callable(loss) | {"reduction": resolved.reduction}
+    return described.of_callable(loss) | {"reduction": resolved.reduction}
 
 
 def of_options(options: Options) -> Facts:
@@ -137,7 +118,7 @@ def of_data(data: Any, *, ordered: bool, ends: bool = False) -> Facts:
         count = size(batch)
         parts = [*leaves(batch)]
         own = [tensor for tensor in parts if isinstance(tensor, Tensor) and tensor.ndim and len(tensor) == count]
-        beside.update(of_json(_plain(other)) for other in parts if not any(other is tensor for tensor in own))
+        beside.update(of_json(plain(other)) for other in parts if not any(other is tensor for tensor in own))
         for digest in _digests(own, count):
             in_order.update(digest)
             total += int.from_bytes(digest, "little")
@@ -159,7 +140,10 @@ def _ends(data: Any) -> Any:
 
 def _digests(tensors: list[Tensor], count: int) -> Iterator[bytes]:
     """Yield the hash of each sample."""
-    rows = [(f"{_kind(tensor[:1])}".encode(), _bytes(tensor).reshape(count, -1).numpy()) for tensor in tensors]
+    rows = [
+        (f"{described.kind(tensor[:1])}".encode(), described.content(tensor).reshape(count, -1).numpy())
+        for tensor in tensors
+    ]
     for place in range(count):
         digest = hashlib.sha256()
         for kind, row in rows:
@@ -168,42 +152,6 @@ def _digests(tensors: list[Tensor], count: int) -> Iterator[bytes]:
         yield digest.digest()
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().view(-1).view(torch.uint8)
-
-
-def _kind(value: Any) -> Any:
-    return [str(value.dtype), [*value.shape]] if isinstance(value, Tensor) else _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON that is the same in every process."""
-    if isinstance(value, Tensor):
-        return [*_kind(value), hashlib.sha256(_bytes(value).numpy().data).hexdigest()]
-    if isinstance(value, Mapping):
-        return {str(key): _plain(held) for key, held in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(held) for held in value]
-    return value if value is None or isinstance(value, (str, int, float)) else _without_addresses(value)
-
-
 def _attributes(held: Any) -> Facts:
-    """Return what an object holds, but for the inner matters of a module."""
-    attributes = {name: _plain(value) for name, value in vars(held).items() if not name.startswith("_")}
-    return attributes | ({"state": of_state(held)} if isinstance(held, nn.Module) else {})
-
-
-def _without_addresses(value: Any) -> str:
-    return _ADDRESS.sub("", repr(value))
-
-
-def _source(held: Any) -> str:
-    """Return the hash of the file that a class or function is written in; of torch's and built-in ones nothing."""
-    if str(getattr(held, "__module__", "")).partition(".")[0] in ("torch", "builtins"):
-        return ""
-    try:
-        path = inspect.getsourcefile(held)
-        return of_file(Path(path)) if path is not None and Path(path).is_file() else of_json(inspect.getsource(held))
-    except (OSError, TypeError):  # written in C, or in a notebook's cell that is gone
-        return ""
+    """Return the options of a loss."""
+    return {name: plain(value) for name, value in vars(held).items() if not name.startswith("_")}

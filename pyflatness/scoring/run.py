@@ -13,7 +13,7 @@ from torch import nn
 from .. import plan
 from ..errors import InputError
 from ..measures import named
-from . import driver, keys, worker
+from . import described, driver, keys, worker
 from .executors import Serial
 from .measuring import Outcome
 from .store import Store
@@ -137,7 +137,7 @@ def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False) -> 
     run.setup = bench.setup = replace(setup, fingerprint=fingerprint)
     model = None
     if setup.model is not None and bench.network is not None:
-        model = keys.of_callable(setup.model.function(), setup.model.arguments) | keys.of_network(bench.network)
+        model = described.of_callable(setup.model.function(), setup.model.arguments) | keys.of_network(bench.network)
     key = {
         "model": model,
         "data": fingerprint,
@@ -159,7 +159,7 @@ def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False) -> 
 
 def _content(held: Path | nn.Module) -> str:
     if isinstance(held, nn.Module):
-        return keys.of_json([keys.of_state(held), keys.of_network(held)])
+        return described.of_json([keys.of_state(held), keys.of_network(held)])
     return keys.of_file(held)
 
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import StoreError
-from . import keys
+from . import described, keys
 from .files import check_local, only_writer
 from .fit import Fit
 from .measuring import Outcome, Value
@@ -73,25 +73,26 @@ class Store:
     """Hold a store open; a context manager.
 
     Args:
-        path: of the file. To be written it is made if it is not there.
+        path: of the file. It need not be there to be written.
         write: whether to write it; there is one writer at a time.
+        new: whether to make one that is to be written and is not there.
 
     Raises:
         StoreError: no store, one of another version, one that another process is writing, one on a network file
             system, or a file that cannot be read or written.
     """
 
-    def __init__(self, path: Path, *, write: bool = False) -> None:
+    def __init__(self, path: Path, *, write: bool = False, new: bool = True) -> None:
         self.path = path
         self._write = write
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack, self._explained():
+            if not (write and new) and not path.is_file():
+                raise StoreError(f"store: there is no file {path}")
             if write:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 check_local(path)
                 stack.enter_context(only_writer(path))
-            elif not path.is_file():
-                raise StoreError(f"store: there is no file {path}")
             self._connection = self._connected()
             stack.callback(self._connection.close)
             self._check()
@@ -196,9 +197,9 @@ class Store:
         with self._explained():
             return self._connection.execute(query, values).fetchall()
 
-    def setting(self, facts: keys.Facts) -> int:
+    def setting(self, facts: described.Facts) -> int:
         """Return the number of a setting, which is noted if it is new."""
-        key, text = keys.of_json(facts["key"]), json.dumps(facts, sort_keys=True)
+        key, text = described.of_json(facts["key"]), json.dumps(facts, sort_keys=True)
         with self.changes() as connection:
             connection.execute("INSERT OR IGNORE INTO settings (key, facts) VALUES (?, ?)", (key, text))
         return int(self.select("SELECT id FROM settings WHERE key = ?", (key,))[0]["id"])
@@ -279,7 +280,7 @@ class Store:
         )
         return [Held(_value(row), Fit(row["loss"], row["accuracy"]), row["versions"]) for row in rows]
 
-    def settings(self) -> dict[int, keys.Facts]:
+    def settings(self) -> dict[int, described.Facts]:
         """Return what is the same for the values of a setting, by its number."""
         return {
             row["id"]: json.loads(row["facts"]) for row in self.select("SELECT id, facts FROM settings ORDER BY id")

@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..messages import is_out_of_memory, reason
 from ..model import state
 from ..model.data import Batches, size
-from . import checkpoints, data_specs, keys, loading, measuring, specs
+from . import checkpoints, data_specs, described, keys, loading, measuring, specs
 from .cutting import Cut
 from .measuring import Outcome, Step
 from .units import Request, Unit
@@ -83,7 +83,7 @@ class Setup:
     request: Request
     batch_size: int | str | None = None
     limit: float | None = None
-    fingerprint: keys.Facts | None = None
+    fingerprint: described.Facts | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Bench:
         """Return the number of batches; 0 if the data cannot tell."""
         return len(Batches(self.data, torch.device("cpu")))
 
-    def check(self, fingerprint: keys.Facts) -> None:
+    def check(self, fingerprint: described.Facts) -> None:
         """Raise if the data are not those of a fingerprint.
 
         Raises:

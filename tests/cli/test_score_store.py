@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import pyflatness as pf
-from pyflatness.scoring import specs
+from pyflatness.scoring import keys, specs
 from support.score_runs import saved, status, tiny_net
 
 
@@ -109,6 +109,18 @@ def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(
     assert not store.with_name("runs.sqlite-wal").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_before_the_first_unit_is_one_too(
+    number: signal.Signals, tiny: str, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "of_file", lambda path: signal.raise_signal(number))
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    assert run(tiny, saved(tiny, 0, "0.safetensors")) == 130
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+    with pf.scoring.store.Store(store, write=True) as held:  # it can be written again
+        assert held.counts(1, []) == {"to do": 0, "done": 0, "failed": 0, "none": 0}
+
+
 def _done(store: Path) -> int:
     if not store.exists():
         return 0
@@ -132,12 +144,18 @@ def test_metadata_and_settings_are_columns(tiny: str, store: Path) -> None:
         {"lr": None, "opt": None, "test_loss": 0.25},
         {"lr": 0.1, "opt": "sgd", "test_loss": None},
     ]
-    table.write_text("name,value\n0,3\n")
-    assert "'value' is a column of the values" in str(
-        status("export", str(store), "--out", str(store.with_suffix(".csv")), "--metadata", str(table))
-    )
     table.write_text("name,lr\nz,3\n")
     assert "none of them is of one of these checkpoints" in str(run(tiny, *files, "--metadata", table))
+
+
+def test_metadata_named_as_a_column_of_the_values_stand_beside_it(tiny: str, store: Path) -> None:
+    file = Path(tiny).with_name("0.safetensors")
+    save_file(tiny_net(tiny, 0).state_dict(), file, {"loss": "7.5", "model": "mine"})
+    assert run(tiny, file, "--settings") == 0
+    (row,) = exported(store)
+    assert (row["metadata_loss"], row["metadata_model"]) == (7.5, "mine")
+    assert row["loss"] != 7.5
+    assert row["model"] == f"{tiny}:Tiny"
 
 
 def test_shards_are_one_run(tiny: str, store: Path) -> None:

@@ -86,6 +86,18 @@ def test_without_pyarrow(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'pyflatness[parquet]'" in str(status("export", str(store), "--out", str(store) + ".parquet"))
 
 
+def test_rows_of_data_that_changed_under_one_name_are_told_apart(store: Path) -> None:
+    network, (x, y) = {"a": torch.nn.Linear(4, 3).eval()}, (torch.randn(30, 4), torch.randint(3, (30,)))
+    for data in ((x, y), (x, (y + 1) % 3)):
+        pf.score(network, data, "cross_entropy", store=store, measures=["trace", "weight_norm"])
+    out = store.with_suffix(".json")
+    assert status("export", str(store), "--out", str(out)) == 0
+    rows = [row for row in json.loads(out.read_text())["rows"] if row["checkpoint"] == "a"]
+    assert len({row["data"] for row in rows}) == 1
+    assert [row["setting"] for row in rows] == [rows[0]["setting"]] * 2 + [rows[2]["setting"]] * 2
+    assert rows[0]["setting"] != rows[2]["setting"]
+
+
 def test_correlations_take_an_export_with_its_settings(store: Path) -> None:
     (table := store.with_name("runs.json")).write_text(json.dumps({"first": {"lr": 0.1}, "second": {"lr": 0.2}}))
     out = store.with_suffix(".csv")
@@ -130,7 +142,7 @@ def test_verify_finds_what_is_broken(store: Path, capsys: pytest.CaptureFixture[
     assert status("verify", str(store)) != 0
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "show"])
+@pytest.mark.parametrize("command", ["ls", "verify", "show", "gc"])
 def test_no_store_is_an_error(command: str, tmp_path: Path) -> None:
     arguments = [str(tmp_path / "none.sqlite"), *(["x"] if command == "show" else [])]
     assert "there is no file" in str(status(command, *arguments))
