@@ -79,4 +79,4 @@ def test_strides_and_outputs_are_checked(cuda_device):
         call("row_dots", [values[0], 4, *values[2:]])
     with pytest.raises(ValueError, match="takes 1 to 64 outputs, got 65"):
         cuda.softmax_variance(*(torch.ones(shape, device=cuda_device) for shape in ((4, 5), (65, 5), (65,), (65, 65))))
-    assert softmax._FUSED_OUTPUTS <= cuda.module().MAX_FUSED_OUTPUTS
+    assert softmax.FUSED_OUTPUTS <= cuda.module().MAX_FUSED_OUTPUTS

@@ -61,7 +61,7 @@ def test_a_part_of_data_of_unknown_length() -> None:
 def test_batches_are_halved_until_the_memory_suffices(kind: str, tiny: str) -> None:
     (path := Path(tiny).with_name("scarce.py")).write_text(SCARCE)
     models = {"a": saved(tiny, 0, "a.safetensors"), "b": saved(tiny, 1, "b.safetensors")}
-    request = Request("cross_entropy", (), ("relative_flatness",), Options())
+    request = Request("cross_entropy", (), ("pac_bayes",), Options())
     sources = Source(f"{path}:{kind}"), Source(f"{path}:data")
     run = Run(models, *sources, request, batch_size="auto")
     found = [run.bench.outcome(job) for name in models for job in run.jobs(name, run.pairs(name))]
@@ -70,7 +70,8 @@ def test_batches_are_halved_until_the_memory_suffices(kind: str, tiny: str) -> N
         return
     assert [outcome.batch_size for outcome in found] == [2, 2]  # of 10, 5 and 2; the second unit begins with 2
     for name, outcome in zip(models, found, strict=True):
-        truth = pf.relative_flatness(tiny_net(tiny, "ab".index(name)), "cross_entropy", specs.resolve(f"{tiny}:data")())
+        model, data = tiny_net(tiny, "ab".index(name)), specs.resolve(f"{tiny}:data")()
+        truth = pf.measure(model, "cross_entropy", data, measures="pac_bayes", progress=False)["pac_bayes"]
         assert outcome.values[0].value == pytest.approx(truth.value, rel=1e-6)
     whole = Run(models, *sources, request)
     (job,) = whole.jobs("a", whole.pairs("a"))

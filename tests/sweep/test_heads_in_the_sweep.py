@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from pyflatness.contractions import SoftmaxVariance
 from pyflatness.sweep import adaptive_sweep, heads, layer_sweep
 from pyflatness.sweep.contracted import Contracted
 from support import truth
@@ -143,15 +144,15 @@ def test_nan_and_ignored_targets():
 
 
 def test_memory_that_does_not_suffice_halves_the_micro_batch(monkeypatch):
-    samples, take = [], heads.losses.head_contributions
+    samples, take = [], SoftmaxVariance.bounded
 
-    def short(curvature, features, terms):
+    def short(self, features, scale=None):
         if len(features) > 4:
             raise RuntimeError("CUDA out of memory")
         samples.append(len(features))
-        return take(curvature, features, terms)
+        return take(self, features, scale)
 
-    monkeypatch.setattr(heads.losses, "head_contributions", short)
+    monkeypatch.setattr(SoftmaxVariance, "bounded", short)
     found = measure(Net(), (X, Y), layers="last", measures=KAPPA)["last", KAPPA]
     assert (sum(samples), max(samples)) == (16, 4)
     assert found.value == pytest.approx(expected(Net()), rel=1e-10)
