@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: what follows the program's name; None takes the process's own.
 
     Raises:
-        SystemExit: always; with a status of 0 if all went well.
+        SystemExit: always; with a status of 0 if all went well, and of 2 for what cannot be done.
     """
     missing = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
     if missing:
@@ -46,5 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with checked():
             group.main(arguments, prog_name="pyflatness")
     except FlatnessError as error:
-        lines = map(printable, str(error).splitlines())
-        raise SystemExit("Error: " + "\n".join(lines)) from None
+        text = "Error: " + "\n".join(map(printable, str(error).splitlines()))
+        click.echo(text, err=True)
+        stop = SystemExit(text)  # for whoever calls this function
+        stop.code = 2
+        raise stop from None

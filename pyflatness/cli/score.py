@@ -41,10 +41,17 @@ def _measures(context: click.Context, parameter: click.Parameter, given: tuple[s
     return tuple(row.name for row in named(_ALL if _ALL in names else names))
 
 
-def _limit(context: click.Context, parameter: click.Parameter, given: float | None) -> float | None:
-    if given is not None and (given <= 0 or (given >= 1 and given != int(given))):
-        raise click.BadParameter(f"{given:g}: a whole number of samples is wanted, or a part of them between 0 and 1")
-    return given
+def _limit(context: click.Context, parameter: click.Parameter, given: str | None) -> float | None:
+    """Return a number of samples, or a part of them, which has a point in it: ``1`` is one sample, ``1.0`` are all."""
+    if given is None or (given.isdigit() and int(given) > 0):
+        return None if given is None else int(given)
+    try:
+        part = float(given)
+    except ValueError:
+        part = 0.0
+    if not 0 < part <= 1:
+        raise click.BadParameter(f"{given}: a whole number of samples is wanted, or a part of them between 0 and 1")
+    return part if part < 1 else None
 
 
 def _batch_size(context: click.Context, parameter: click.Parameter, given: str | None) -> int | str | None:
@@ -107,7 +114,7 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
     help="Relative standard error for --probes adaptive; of heads alone, a guaranteed relative error.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of random numbers.")
-@click.option("--limit", type=float, metavar="N|PART", callback=_limit, help="The first N samples, or a part of all.")
+@click.option("--limit", metavar="N|PART", callback=_limit, help="The first N samples, or a part of all.")
 @click.option(
     "--batch-size",
     metavar="N|auto",
@@ -173,7 +180,7 @@ def score(
     CHECKPOINTs are files, folders and quoted patterns. With --store the same command goes on after an interruption, and
     one that names more checkpoints, layers or measures computes what is new.
 
-    Exit status: 0 if all is done, 1 if something failed, 2 for a command that does not fit, 130 if interrupted.
+    Exit status: 0 if all is done, 1 if something failed, 2 for a command that cannot be done, 130 if interrupted.
     """
     if (out is None) == (store is None):
         raise click.UsageError("pass --out FILE.csv, or --store FILE.sqlite, with which the same command goes on")

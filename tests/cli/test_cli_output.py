@@ -85,7 +85,7 @@ def test_other_encodings_get_escapes() -> None:
 def test_output_without_space_is_one_line(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         done = _run(*arguments, stdout=full.fileno())
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == "Error: the output cannot be written (No space left on device)\n"
 
 

@@ -142,7 +142,7 @@ def test_a_full_disk_leaves_whole_rows(tiny: str) -> None:
     rows = rows_of(tiny)
     assert [row["checkpoint"] for row in rows] == [str(file) for file in files[:2]]
     assert all(row["value"] and row["error"] == "" for row in rows)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == f"Error: --out {path}: cannot be written (File too large); it has 2 rows\n"
 
 

@@ -8,11 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import pyflatness as pf
+from pyflatness import cli
+from pyflatness.cli.score import _limit, score
 from pyflatness.scoring import keys, specs
 from support.score_runs import saved, status, tiny_net
 
@@ -258,3 +261,18 @@ def test_the_first_and_last_batch_may_be_enough(tiny: str, store: Path, capsys: 
     assert run(tiny, file, "--fingerprint", "ends") == 0
     assert "a change between these goes unnoticed" in capsys.readouterr().err
     assert os.path.getsize(store) > 0  # noqa: PTH202
+
+
+def test_the_status_of_a_command_that_cannot_be_done(tiny: str, tmp_path: Path) -> None:
+    """It is 2, and that of failed units is 1: a script can tell that nothing was measured."""
+    file = saved(tiny, 0, "a.safetensors")
+    spec = ["--model", f"{tiny}:Tiny", "--data", f"{tiny}:data", "--loss", "cross_entropy"]
+    for rest in (["--layers", "nowhere"], ["--metadata", tmp_path / "no.csv"], ["--store", file]):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["score", *spec, str(file), "--store", str(tmp_path / "s.sqlite"), *map(str, rest)])
+        assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize(("limit", "samples"), [("1", 1), ("1.0", None), ("0.5", 0.5), ("21", 21)])
+def test_a_limit_with_a_point_is_a_part(limit: str, samples: float | None) -> None:
+    assert _limit(click.Context(score), score.params[0], limit) == samples

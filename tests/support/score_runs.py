@@ -36,7 +36,7 @@ def rows_of(tiny: str) -> list[dict[str, str]]:
 def status(*arguments: str) -> object:
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
-    return exit_.value.code or 0
+    return str(exit_.value) if str(exit_.value).startswith("Error: ") else exit_.value.code or 0
 
 
 def saved(tiny: str, seed: int, name: str) -> Path:

@@ -6,7 +6,7 @@ from torch import nn
 
 import pyflatness as pf
 from pyflatness.contractions import SoftmaxVariance
-from pyflatness.sweep import adaptive_sweep, heads, layer_sweep
+from pyflatness.sweep import adaptive_sweep, layer_sweep
 from pyflatness.sweep.contracted import Contracted
 from support import truth
 
