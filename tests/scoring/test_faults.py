@@ -125,7 +125,7 @@ def test_a_run_that_cannot_write_says_so_and_goes_on_later(faults: Path, tiny: s
         return subprocess.run(every, env={**os.environ, **more}, capture_output=True, text=True, check=False)
 
     done = run("-c", THIRD, **environment)
-    assert done.returncode == 1
+    assert done.returncode == 2
     expected = f"Error: store: {store} cannot be written (database or disk is full); what was committed is kept\n"
     assert done.stderr == expected
     again = run("-m", "pyflatness")
