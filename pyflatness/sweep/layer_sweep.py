@@ -144,6 +144,7 @@ class Sweep:
                     _add(parts, name, contribution)
             for name, contribution in contracted.rest():
                 values[0, places[name], : len(contribution.values)] += contribution.values
+                _add(parts, name, contribution)
         for name, value in heads.items():
             values[:, places[name], self._heads.columns] = value
         self._add_hessian(run, signs, {name: values[:, places[name]] for name in nonlinear}, parts)
