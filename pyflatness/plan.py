@@ -180,7 +180,8 @@ class Measurement:
             estimate = at_head.relative_flatness(source, self._task.loss, options)
         except Exception as error:
             by_sweep = isinstance(error, head.NotTheHeadError) or is_out_of_memory(error)
-            if not by_sweep or options.tolerance or not self._task.batches.repeatable:
+            again = self._task.batches.repeatable and not self._task.forward.is_users  # which may count its calls
+            if not by_sweep or options.tolerance or not again:
                 raise
             return False
         self._values.update((row.name, {estimate.layer: estimate}) for row in rows)

@@ -50,6 +50,11 @@ class Checked:
         self.detaches = False  # whether outputs depended on what derivatives take as constant, see :mod:`.detached`
         self._loss_is_open = isinstance(loss, CustomLoss)  # whether it may depend on more than the outputs
 
+    @property
+    def is_users(self) -> bool:
+        """Return whether a function of the user's calls the model."""
+        return self._forward is not None
+
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """See :data:`.calling.Forward`.
 
