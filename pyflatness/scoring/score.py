@@ -76,7 +76,7 @@ def score(
         workers: how many processes, or tasks at a time.
         retry: compute again what failed before.
         curvature: as for :func:`pyflatness.measure`, like all that follow.
-        probes: a number of random draws for each sample, or ``"adaptive"``.
+        probes: a number of random probes for each sample, or ``"adaptive"``.
         target_stderr: an absolute standard error for every value.
         rtol: of ``probes="adaptive"``, a relative standard error aimed at.
         conv: ``"filter"`` or ``"affine"``.

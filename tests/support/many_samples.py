@@ -43,3 +43,15 @@ NETWORKS = {
     "a callable": (20.0, lambda f, y: F.cross_entropy(f, y), 0.05),
     "class weights": (3.0, nn.CrossEntropyLoss(torch.linspace(0.2, 3, 10).double(), label_smoothing=0.1), 0.03),
 }
+
+
+class Sorting(nn.Module):
+    """Give the layers inside the samples of larger batches in another order."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        order = x[:, 0].argsort() if len(x) > 100 else torch.arange(len(x))
+        return self.inner(x[order])[order.argsort()]

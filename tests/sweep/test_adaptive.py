@@ -15,7 +15,7 @@ from pyflatness.passes.tail import Tail
 from support import grid, truth
 from support.combinations import in_soak
 from support.covering import share
-from support.many_samples import NETWORKS, network, seeded
+from support.many_samples import NETWORKS, Sorting, network, seeded
 from support.networks import CASES
 
 MEASURES = ("relative_flatness", "trace")
@@ -251,18 +251,6 @@ def test_too_many_signals(monkeypatch):
         data,
         rtol=1e-6,
     )
-
-
-class Sorting(nn.Module):
-    """Its hidden layers see the samples of larger batches in another order."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        order = x[:, 0].argsort() if len(x) > 100 else torch.arange(len(x))
-        return self.inner(x[order])[order.argsort()]
 
 
 @pytest.mark.parametrize(("scale", "rtol"), [(3.0, 0.02), (3.0, 0.2), (20.0, 0.02)])

@@ -15,7 +15,7 @@ from support import grid, truth
 from support.combinations import in_soak
 from support.covering import share
 from support.grid import batches
-from support.many_samples import seeded
+from support.many_samples import Sorting, seeded
 from support.networks import CASES, LAYERS
 
 CONVEX = [
@@ -238,18 +238,6 @@ def test_a_layer_that_runs_in_some_batches():
     exact = pf.measure(model, LOSS, (x, y), layers="extra", measures="trace")["extra", "trace"].value
     found = adaptive(model, (x, y), "extra", rtol=0.01)["extra", "trace"]
     assert abs(found.value - exact) <= 4 * found.stderr + 1e-9 * exact
-
-
-class Sorting(nn.Module):
-    """Its layers see the samples of larger batches in another order."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        order = x[:, 0].argsort() if len(x) > 100 else torch.arange(len(x))
-        return self.inner(x[order])[order.argsort()]
 
 
 def test_rows_in_another_order_are_noticed():
