@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
+
 from pyflatness.model import kinds, layers
 from pyflatness.model.kinds import Convolution, TransposedLinear, Use
-from torch import nn
 
 CONVOLUTIONS = {
     "plain": nn.Conv2d(4, 6, 3),
