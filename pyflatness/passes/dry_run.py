@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import FlatnessError, InputError
-from ..model import calling, data, layers
+from ..model import calling, data, layers, uses
 from ..numerics.directions import Directions
-from . import batch_layout
+from . import batch_layout, linearity
 from .batch_layout import Layout
 from .independence import alone
 from .recorder import Recorder
@@ -71,6 +71,7 @@ def run(
         start, count, cuttable = 0, samples, False
         outputs, stored = _run(model, recorder, batch, forward)
     check_samples(outputs, count)
+    check_uses(modules, recorder, linearity.users_of(outputs))
     layouts = {}
     for name in recorder.calls:
         output = recorder.calls[name][0].output
@@ -113,6 +114,20 @@ def narrow(
             if not left[name]:
                 raise batch_layout.mixed(name, gradients[name][0].shape, samples)
     return left
+
+
+def check_uses(modules: Mapping[str, nn.Module], recorder: Recorder, users: linearity.Users) -> None:
+    """Raise if the model uses the weight of a stand-in otherwise than by calls of it.
+
+    Args:
+        modules: the layers.
+        recorder: of the same, after a run.
+        users: of the nodes in the outputs' graph.
+    """
+    others = uses.otherwise(modules, recorder.calls.keys(), users.keys())
+    if others:
+        listed = ", ".join(f"{name!r}: {why}" for name, why in others.items())
+        raise InputError(f"layer {listed}, so that its calls are not all of its uses").about(others)
 
 
 def check_samples(outputs: Tensor, samples: int) -> None:
