@@ -37,7 +37,7 @@ def test_more_than_the_default_where_it_is_allowed():
     torch.manual_seed(0)
     model = nn.Linear(3, 2100).double().eval()
     x, y = torch.randn(2, 3, dtype=torch.float64), torch.tensor([0, 7])
-    trace = dict(layers="", measures="trace", progress=False)
+    trace = {"layers": "", "measures": "trace", "progress": False}
     with pytest.raises(pf.InputError, match=r"pass max_passes=2099 to take that time, or probes="):
         pf.measure(model, LOSS, (x, y), **trace)
     found = pf.measure(model, LOSS, (x, y), max_passes=2099, **trace)["trace"]
