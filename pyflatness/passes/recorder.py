@@ -156,8 +156,7 @@ class Recorder:
         return keep
 
     def _take(self, name: str, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
-        weight = module._parameters.get("weight")
-        if inputs.ndim < (weight.ndim if weight is not None and layers.is_convolution(module) else 2):
+        if inputs.ndim < layers.kind_of(module).space + 2:
             raise InputError(
                 f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
                 f"it one, {(1, *inputs.shape)}"

@@ -30,7 +30,11 @@ VALUES_VERSION = 1
 UNREADABLE = "unreadable: "
 """Begins the key of a file that cannot be read."""
 
-_NOT_IN_VALUES = ("memory", "per_sample")  # options of how a value is computed, and of what is kept beside it
+_NOT_IN_VALUES = (
+    "memory",
+    "per_sample",
+    "max_passes",
+)  # options of how a value is computed, and of what is kept beside it
 _CHUNK = 2**20  # bytes of a file that are read at a time
 
 
