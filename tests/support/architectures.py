@@ -4,12 +4,13 @@ Those of transformers have its own modules, with random weights; the others are 
 pixels wide, sequences a few tokens long, so that the Hessian of every weight can be had by nested autograd.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import peft
+import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
@@ -40,11 +41,10 @@ class Architecture:
 
     def model(self) -> nn.Module:
         """Return the network in float64, with weights under which the loss is curved in all of them."""
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of small images, and of names that peft uses
             torch.manual_seed(1)
-            model = _scattered(self.build().double())
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
+            model = _in_float64(_scattered(self.build()))
             self.forward(_keeping_statistics(model), self.batch())
         return model.eval()
 
@@ -55,13 +55,24 @@ class Architecture:
 
 def _scattered(model: nn.Module) -> nn.Module:
     """Draw weights larger than transformers' initial ones, and scales of normalisation that are not all one."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim < 2:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-            else:
-                parameter.normal_(0, 0.7 if "embed" in name else 0.8 / parameter[0].numel() ** 0.5)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        else:
+            parameter.normal_(0, 0.7 if "embed" in name else 0.8 / parameter[0].numel() ** 0.5)
     return model
+
+
+def _in_float64(model: nn.Module) -> nn.Module:
+    """Let everything be in float64, also norms that compute in float32 whatever their dtype."""
+    for module in model.double().modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = functools.partial(_rms_norm, module)
+    return model
+
+
+def _rms_norm(module: nn.Module, x: Tensor) -> Tensor:
+    return module.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon))
 
 
 def _keeping_statistics(model: nn.Module) -> nn.Module:
@@ -233,8 +244,9 @@ def mobilenet() -> nn.Module:
     return model
 
 
-def lora() -> nn.Module:
-    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj", "down_proj"])
+def lora(**options: Any) -> nn.Module:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj", "v_proj", "down_proj"], **options})
     return peft.get_peft_model(llama(), config)
 
 
