@@ -28,7 +28,7 @@ def exact(name: str) -> tuple[torch.nn.Module, pf.Report]:
 
 
 def check_layers(architecture: Architecture, model: torch.nn.Module, report: pf.Report, rel: float) -> None:
-    """Hold each layer's value against the truth, and that of the network against their sum; all that may be is exact."""
+    """Hold each layer's value against the truth, the network's against their sum; all that may be exact are."""
     for layer in report.layers:
         expected = weight_truth.relative_flatness_and_trace(model, architecture.risk, layer)
         found = [report[layer, measure] for measure in MEASURES]

@@ -60,6 +60,8 @@ def rows_of(module: nn.Module, weight: Tensor) -> Tensor:
     """Return a weight as (groups, d, m): what a row makes is an output, what a column is multiplied by an input."""
     if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return weight.flatten(1).unflatten(0, (module.groups, -1))
+    if isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):  # (inputs, outputs, …)
+        return weight.unflatten(0, (module.groups, -1)).transpose(1, 2).flatten(2)
     if type(module).__name__ == "Conv1D" or isinstance(module, nn.Embedding):  # y = x W, x one-hot rows
         return weight.t()[None]
     assert weight.ndim == 2, f"{type(module).__name__}: its rows are not said here"
