@@ -1,4 +1,4 @@
-"""What autograd's graph shows of rows: a layer that it names is one whose cotangents stay within their samples' rows."""
+"""What autograd's graph shows of rows: no cotangent of one sample reaches another's in a layer that it names."""
 
 from collections.abc import Callable
 
