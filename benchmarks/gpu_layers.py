@@ -58,7 +58,7 @@ def sequence(n: int, tokens: int, width: int, device: torch.device, backend: Mod
     phi, delta = (torch.randn(n, tokens, width, device=device).bfloat16() for _ in range(2))
     weight = layer.weight.detach()
     form = LayerContraction(weight[None], Geometry(), backend, ("gram_weighted",), memory=MEMORY)
-    inputs, signal = (layers.in_common_form(layer, t) for t in (phi, delta))
+    inputs, signal = (layers.kind_of(layer).in_common_form(t) for t in (phi, delta))
 
     def ours() -> Tensor:
         return form.at(inputs, 1).of(signal).values[0]
@@ -111,9 +111,9 @@ class Contracted:
         images = layers.is_convolution(module)  # one of each sample
 
         def common(tensor: Tensor) -> list[Tensor]:
-            return layers.in_common_form(module, tensor.unsqueeze(1) if images else tensor)
+            return layers.kind_of(module).in_common_form(tensor.unsqueeze(1) if images else tensor)
 
-        contraction = self._forms[name].at(common(layers.pad(module, phi)), 9)
+        contraction = self._forms[name].at(common(layers.kind_of(module).pad(phi, phi)), 9)
         return lambda delta: contraction.of(common(delta)).values[0].sum()
 
 

@@ -8,7 +8,8 @@ from rich.table import Table
 from torch import nn
 
 from ..messages import printable
-from ..model import layers as kinds
+from ..model import layers as model_layers
+from ..model.kinds import SUPPORTED
 from ..scoring import specs
 from . import spec_options
 from .output import show
@@ -18,13 +19,13 @@ from .output import show
 @spec_options.option("model", "the model")
 def layers(model: specs.Function, model_args: dict[str, Any]) -> None:
     """Show the model's layers that can be measured: name, type, weight matrix."""
-    network = kinds.unwrap(specs.build_model(spec_options.bind(model, model_args, "model")))
+    network = model_layers.unwrap(specs.build_model(spec_options.bind(model, model_args, "model")))
     table = Table("name", "type", "weight matrix, d × m", box=box.SIMPLE_HEAD)
     for name, module in network.named_modules():
-        if kinds.is_supported(module):
+        if model_layers.is_supported(module):
             table.add_row(printable(name) or "(the model)", type(module).__name__, _shape(module))
     if table.row_count == 0:
-        click.echo(f"{type(network).__name__} has no layer that can be measured ({kinds.SUPPORTED})")
+        click.echo(f"{type(network).__name__} has no layer that can be measured ({SUPPORTED})")
         return
     show(table)
 
@@ -32,5 +33,5 @@ def layers(model: specs.Function, model_args: dict[str, Any]) -> None:
 def _shape(module: nn.Module) -> str:
     if any(map(nn.parameter.is_lazy, module.parameters())):
         return "open until the model runs"
-    d, m = kinds.matrix(module)[0].shape
+    d, m = model_layers.matrix(module)[0].shape
     return f"{d} × {m}"

@@ -1,19 +1,14 @@
-"""Treat layers as weight matrices: which are supported, their (d, m) matrix, inputs and cotangents in one form."""
+"""Treat layers as weight matrices: their (d, m) matrix, inputs and cotangents in one form, whatever their kind is."""
 
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..contractions import Geometry, full_precision, promoted
 from ..errors import InputError, NonFiniteError
-
-SUPPORTED = "Linear, Conv1d, Conv2d, Conv3d, and the Conv1D of transformers"
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-LAYERS = (nn.Linear, *_CONVOLUTIONS)
-"""torch's classes of layers that can be measured."""
+from . import kinds
+from .kinds import SUPPORTED, Linear
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -27,20 +22,22 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def kind_of(module: nn.Module) -> Linear:
+    """Return how a layer is a weight matrix."""
+    kind = kinds.find(module)
+    assert kind is not None, f"a {type(module).__name__} is no layer that can be measured"
+    return kind
+
+
 def is_supported(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer or convolution that computes what its class says."""
-    for kind in _CONVOLUTIONS:
-        if isinstance(module, kind):
-            return type(module).forward is kind.forward and type(module)._conv_forward is kind._conv_forward
-    if isinstance(module, nn.Linear):
-        return type(module).forward is nn.Linear.forward
-    return _is_transposed(module)
+    """Return whether a module is a layer of a kind that can be measured, and computes what its class says."""
+    return kinds.is_plain(module)
 
 
 def why_not_supported(module: nn.Module) -> str:
     """Return why a module is not a layer that can be measured, with its class."""
     kind = type(module).__name__
-    base = next((base for base in LAYERS if isinstance(module, base)), None)
+    base = kinds.base(module)
     if base is None:
         return f"is a {kind}; what can be measured is {SUPPORTED}"
     return (
@@ -66,61 +63,46 @@ def did_not_run(model: nn.Module, names: Iterable[str]) -> InputError:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Return whether a layer is a Conv1d, Conv2d or Conv3d: its outputs are channels-first."""
-    return isinstance(module, _CONVOLUTIONS)
+    """Return whether a layer's inputs and outputs have channels in front of dimensions of space."""
+    kind = kinds.find(module)
+    return kind is not None and kind.space > 0
 
 
 def is_pointwise(module: nn.Module) -> bool:
     """Return whether it multiplies every position by the same matrix, once: linear, or a 1 × 1 convolution."""
-    if not isinstance(module, _CONVOLUTIONS):
-        return is_supported(module)
-    return (
-        is_supported(module)
-        and all(k == 1 for k in module.kernel_size)
-        and all(s == 1 for s in module.stride)
-        and module.groups == 1
-        and (isinstance(module.padding, str) or not any(module.padding))
-    )
+    return kinds.is_plain(module) and kind_of(module).pointwise
 
 
 def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return the effective weight (d, m), a filter to a row, and the bias (d,) of a supported layer, detached."""
-    weight, bias = module.weight, module.bias
+    weight, bias = module.weight, getattr(module, "bias", None)
     assert isinstance(weight, Tensor)
     return as_matrix(module, weight.detach()), bias.detach() if isinstance(bias, Tensor) else None
 
 
 def as_matrix(module: nn.Module, weight: Tensor) -> Tensor:
     """Return a tensor of the shape of the layer's weight as (d, m)."""
-    return weight.t() if _is_transposed(module) else weight.flatten(1)
+    return kind_of(module).as_matrix(weight)
 
 
 def as_weight(module: nn.Module, matrix: Tensor) -> Tensor:
     """Return a (d, m) matrix as a tensor of the shape of the layer's weight; undoes :func:`as_matrix`."""
-    assert isinstance(module.weight, Tensor)
-    return matrix.t() if _is_transposed(module) else matrix.reshape(module.weight.shape)
-
-
-def row_dim(module: nn.Module) -> int:
-    """Return the dimension of the layer's weight that counts its rows."""
-    return 1 if _is_transposed(module) else 0
+    return kind_of(module).as_weight(matrix)
 
 
 def groups(module: nn.Module) -> int:
     """Return how many separate weight matrices the layer is made of."""
-    return module.groups if isinstance(module, _CONVOLUTIONS) else 1
+    return kind_of(module).groups
 
 
 def geometry(module: nn.Module) -> Geometry:
     """Return which (padded) inputs a position of the layer sees."""
-    if not isinstance(module, _CONVOLUTIONS):
-        return Geometry()
-    return Geometry(module.groups, *map(_triple, (module.kernel_size, module.stride, module.dilation)))
+    return kind_of(module).geometry
 
 
 def class_dim(module: nn.Module) -> int:
     """Return the dimension of the layer's output that holds its d rows: last for linear layers, 1 for convolutions."""
-    return 1 if isinstance(module, _CONVOLUTIONS) else -1
+    return kind_of(module).class_dim
 
 
 def input_rows(module: nn.Module, inputs: Tensor) -> Tensor:
@@ -129,34 +111,24 @@ def input_rows(module: nn.Module, inputs: Tensor) -> Tensor:
     return inputs.reshape(-1, inputs.shape[-1])
 
 
-def pad(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Return a convolution's input (N, C, …), padded as the layer does it."""
-    if not isinstance(module, _CONVOLUTIONS) or not any(module._reversed_padding_repeated_twice):
-        return inputs
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    return F.pad(inputs, module._reversed_padding_repeated_twice, mode=mode)
-
-
 def repeats_inputs(module: nn.Module) -> bool:
     """Return whether a layer is a convolution whose padding repeats pixels of its input."""
-    return isinstance(module, _CONVOLUTIONS) and module.padding_mode != "zeros"
+    return kind_of(module).repeats_inputs
 
 
-def apply(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Return W φ, the layer's linear part on an input, without bias or hooks."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return affine(module, inputs, weight.detach(), None)
+def apply(module: nn.Module, inputs: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return W φ, the layer's linear part on an input, without bias or hooks; see :func:`affine`."""
+    return affine(module, inputs, _weight(module), None, like)
 
 
-def affine(module: nn.Module, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return W φ + b as the layer computes it, with a given bias and weight (of the shape of the layer's)."""
-    if isinstance(module, _CONVOLUTIONS):
-        outputs: Tensor = module._conv_forward(inputs, weight, bias)
-        return outputs
-    if _is_transposed(module):
-        return inputs @ weight if bias is None else inputs @ weight + bias
-    return F.linear(inputs, weight, bias)
+def affine(
+    module: nn.Module, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None
+) -> Tensor:
+    """Return W φ + b as the layer computes it, with a given bias and weight (of the shape of the layer's).
+
+    Where the input leaves open what size the output has, it is that of ``like``, or the layer's usual one.
+    """
+    return kind_of(module).affine(inputs, weight, bias, like)
 
 
 def carried(module: nn.Module, delta: Tensor, size: tuple[int, ...]) -> Tensor:
@@ -167,13 +139,7 @@ def carried(module: nn.Module, delta: Tensor, size: tuple[int, ...]) -> Tensor:
         delta: of the shape of the layer's output.
         size: of an input, without its dimension 0.
     """
-    weight = matrix(module)[0]
-    if not isinstance(module, _CONVOLUTIONS):
-        return delta.to(weight.dtype) @ weight
-    inputs = torch.zeros(len(delta), *size, dtype=weight.dtype, device=weight.device, requires_grad=True)
-    with torch.enable_grad():
-        (gamma,) = torch.autograd.grad(apply(module, inputs), inputs, delta.to(weight.dtype))
-    return gamma
+    return kind_of(module).carried(delta, size, _weight(module))
 
 
 def computes(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
@@ -183,73 +149,17 @@ def computes(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
     """
     if output.is_meta or output.numel() == 0:
         return True
-    weight, bias = matrix(module)
-    if isinstance(module, _CONVOLUTIONS):
-        inputs, output = _edges(module, inputs.detach(), output.detach())
-    else:
-        inputs, output = (part.detach().reshape(-1, part.shape[-1])[[0, -1]] for part in (inputs, output))
+    kind, weight, bias = kind_of(module), _weight(module), matrix(module)[1]
+    inputs, output = kind.ends(inputs.detach(), output.detach())
     inputs = inputs.to(weight.dtype)
     with full_precision(inputs):
-        expected = _apply_inside(module, inputs).movedim(class_dim(module), -1)
+        expected = kind.inside(inputs, weight).movedim(kind.class_dim, -1)
         expected = promoted(expected) + (0 if bias is None else promoted(bias))
     tolerance = max(1e-3, 8 * torch.finfo(output.dtype).eps)
     size = float(expected.nan_to_num(0, 0, 0).abs().amax())
-    output = output.movedim(class_dim(module), -1).to(expected.dtype)
+    output = output.movedim(kind.class_dim, -1).to(expected.dtype)
     off = (output - expected).abs()
     return bool(((off <= tolerance * (expected.abs() + size)) | ~expected.isfinite()).all())
-
-
-def _edges(module: nn.Module, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, of a convolution, the first positions of the first image and the last ones of the last, and their inputs.
-
-    They are first and last along the first dimension of space; the inputs are padded.
-    """
-    assert isinstance(module, _CONVOLUTIONS)
-    seen = module.dilation[0] * (module.kernel_size[0] - 1) + 1
-    start = module.stride[0] * (output.shape[2] - 1)
-    first, last = (pad(module, inputs[[place]]) for place in (0, -1))
-    edges = torch.cat([first[:, :, :seen], last[:, :, start : start + seen]])
-    return edges, torch.cat([output[:1, :, :1], output[-1:, :, -1:]])
-
-
-def _apply_inside(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Return W φ like :func:`apply`, of inputs that are padded already."""
-    if not isinstance(module, _CONVOLUTIONS):
-        return apply(module, inputs)
-    function = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(module.kernel_size)]
-    outputs: Tensor = function(inputs, module.weight.detach(), None, module.stride, 0, module.dilation, module.groups)
-    return outputs
-
-
-def in_common_form(module: nn.Module, tensor: Tensor) -> list[Tensor]:
-    """Return inputs (padded) or cotangents of one call in the five dimensions of :class:`.Geometry`, samples first.
-
-    Args:
-        module: a supported layer.
-        tensor: (n, …, features) for a linear layer, (n, q, channels, …) for a convolution on q images a sample.
-
-    Returns:
-        One tensor, or q of them where three-dimensional images leave no dimension for q.
-    """
-    if not isinstance(module, _CONVOLUTIONS):
-        return [tensor.reshape(len(tensor), -1, tensor.shape[-1]).transpose(1, 2)[..., None, None]]
-    if isinstance(module, nn.Conv3d):
-        return list(tensor.unbind(1))
-    images = tensor.transpose(
-        1, 2
-    )  # the q images lie along the first spatial dimension, where kernels have one element
-    return [images if images.ndim == 5 else images.unsqueeze(3)]
-
-
-def joined(module: nn.Module, parts: list[Tensor]) -> list[Tensor]:
-    """Return tensors of several calls as one, along a free spatial dimension, if there is one and sizes allow it."""
-    if (
-        len(parts) == 1
-        or isinstance(module, nn.Conv3d)
-        or len({(*part.shape[:2], *part.shape[3:]) for part in parts}) > 1
-    ):
-        return parts
-    return [torch.cat(parts, dim=2)]
 
 
 def check_measurable(name: str, module: nn.Module) -> None:
@@ -300,15 +210,7 @@ def tie_notes(model: nn.Module, layer: nn.Module) -> tuple[str, ...]:
     return (f"weight tied with {', '.join(others)}: derivative through this use only",) if others else ()
 
 
-def _is_transposed(module: nn.Module) -> bool:
-    """Return whether a layer is GPT-2's: a linear layer that keeps its weight as (m, d).
-
-    It is known by its name, since transformers may be absent.
-    """
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
-
-
-def _triple(sizes: tuple[int, ...]) -> tuple[int, int, int]:
-    a, b, c = (*(1,) * (3 - len(sizes)), *sizes)
-    return a, b, c
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach()

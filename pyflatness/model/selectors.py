@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..messages import shown
-from .layers import LAYERS, SUPPORTED, is_supported, why_not_supported
+from .kinds import CLASSES, SUPPORTED
+from .layers import is_supported, why_not_supported
 
 Selector = str | nn.Module
 
@@ -41,7 +42,7 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
     supported = {name: module for name, module in model.named_modules() if is_supported(module)}
     if selectors is None:
         if not supported:
-            own = next((name for name, module in every.items() if isinstance(module, LAYERS)), None)
+            own = next((name for name, module in every.items() if isinstance(module, CLASSES)), None)
             why = "" if own is None else f"; {own!r} {why_not_supported(every[own])}"
             raise InputError(f"layers: the model has none that can be measured ({SUPPORTED}){why}")
         return Selection(supported, frozenset())

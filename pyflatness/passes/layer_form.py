@@ -45,10 +45,11 @@ class LayerForm:
         scale: Tensor | None = None,
     ) -> None:
         self.name, self._module, self._scale, self._quantities = name, module, scale, quantities
+        self._kind = kind = layers.kind_of(module)
         self._options = options
         weight = layers.matrix(module)[0]
         self.backend = contractions.choose(options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
-        self._dense = options.conv == "affine" and layers.is_convolution(module)
+        self._dense = options.conv == "affine" and kind.space > 0
         self._memory = Budget(options.memory).buffers
         self._sizes: set[tuple[int, ...]] = set()
         self._contraction: LayerContraction | None = None
@@ -63,9 +64,8 @@ class LayerForm:
             dense = Dense(self._module, self._scale, self._size(run), run.calls(self.name)[0].output)
             return DenseContraction(dense, self.backend, self._quantities)
         if self._contraction is None:
-            geometry = layers.geometry(self._module)
             self._contraction = LayerContraction(
-                self.weight(run), geometry, self.backend, self._quantities, memory=self._memory
+                self.weight(run), self._kind.geometry, self.backend, self._quantities, memory=self._memory
             )
         return self._contraction
 
@@ -77,14 +77,16 @@ class LayerForm:
             pixels = torch.eye(torch.Size(size).numel(), dtype=dtype, device=device).unflatten(1, size)
             if self._scale is not None:
                 pixels = normalize.multiplied(pixels, self._scale, 1).to(dtype)
-            dense: Tensor = layers.apply(self._module, pixels).flatten(1).t().unsqueeze(0)
+            dense: Tensor = (
+                layers.apply(self._module, pixels, run.calls(self.name)[0].output).flatten(1).t().unsqueeze(0)
+            )
             return dense
         return self.matrix
 
     @property
     def matrix(self) -> Tensor:
         """Return the weight (G, d, m), of a convolution its filters."""
-        weight: Tensor = layers.matrix(self._module)[0].unflatten(0, (layers.groups(self._module), -1))
+        weight: Tensor = layers.matrix(self._module)[0].unflatten(0, (self._kind.groups, -1))
         if self._scale is None:
             return weight
         columns = normalize.of_columns(self._module, self._scale)
@@ -94,7 +96,7 @@ class LayerForm:
     @property
     def kernel_elements(self) -> int:
         """Return how many columns of the weight belong to one input channel."""
-        return 1 if self._dense else layers.geometry(self._module).kernel_elements
+        return 1 if self._dense else self._kind.geometry.kernel_elements
 
     @property
     def pointwise(self) -> bool:
@@ -103,8 +105,10 @@ class LayerForm:
 
     def inputs(self, run: Run) -> Parts:
         """Return φ of all calls, as the contractions want them."""
-        parts = [part for call in run.calls(self.name) for part in self._input_parts(run, call.inputs.detach())]
-        return parts if self._dense else layers.joined(self._module, parts)
+        parts = [
+            part for call in run.calls(self.name) for part in self._input_parts(run, call.inputs.detach(), call.output)
+        ]
+        return parts if self._dense else self._kind.joined(parts)
 
     def input_rows(self, run: Run) -> Tensor:
         """Return φ of a pointwise layer's only call, (positions of all samples, m)."""
@@ -116,7 +120,7 @@ class LayerForm:
         parts: Parts = []
         for gradient in gradients:
             parts += self._in_form(run.samples_first(self.name, gradient))
-        return parts if self._dense else layers.joined(self._module, parts)
+        return parts if self._dense else self._kind.joined(parts)
 
     def cotangents(self, run: Run, gradients: Tensor) -> Tensor | None:
         """Return several gradients (k, …) in the output of the only call as δ, one's samples behind another's.
@@ -131,14 +135,14 @@ class LayerForm:
 
     def pooled(self, run: Run) -> Pooled | None:
         """Return the max-pooling behind the layer, if its cotangents may be taken as they come out of that."""
-        return pooled.behind(run, self.name) if isinstance(self._module, nn.Conv2d) and not self._dense else None
+        return pooled.behind(run, self.name) if self._kind.space == 2 and not self._dense else None
 
     def rows(self, run: Run, gradients: Sequence[Tensor]) -> Tensor:
         """Return δ of all calls by position, (n, G, P, d): the gradients' entries in another order."""
         parts = self.cotangent(run, gradients)
         if self._dense:
             return torch.stack([promoted(part).flatten(1) for part in parts], dim=1).unsqueeze(1)
-        return _joined([layers.geometry(self._module).rows(promoted(part)) for part in parts])
+        return _joined([self._kind.geometry.rows(promoted(part)) for part in parts])
 
     def placed(self, run: Run, rows: Tensor, output: Tensor) -> Tensor:
         """Return rows (n, G, P, d) as an output of one call, with their graph: the transpose of :meth:`rows`."""
@@ -154,27 +158,29 @@ class LayerForm:
             total += rows @ (torch.arange(rows.shape[1], device=rows.device) + number).cos().to(rows.dtype)
         return total
 
-    def patches(self, run: Run, inputs: Sequence[Tensor]) -> Tensor:
-        """Return φ of some calls by position, (n, G, P, m), with the inputs' graph; for all of its calls in a run.
+    def patches(self, run: Run, call: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Return φ of all calls in a run by position, (n, G, P, m), written out.
 
-        Written out: a convolution's patches are as many times its input as it has kernel elements.
+        Of a convolution that is as many times its input as it has kernel elements. With a ``call``, its input and
+        output, it is φ of that one, with the input's graph.
         """
-        parts = [promoted(part) for tensor in inputs for part in self._input_parts(run, tensor)]
+        calls = [(made.inputs.detach(), made.output) for made in run.calls(self.name)] if call is None else [call]
+        parts = [promoted(part) for inputs, output in calls for part in self._input_parts(run, inputs, output)]
         if self._dense:
             return torch.stack([part.flatten(1) for part in parts], dim=1).unsqueeze(1)
-        return _joined([layers.geometry(self._module).patches(part) for part in parts])
+        return _joined([self._kind.geometry.patches(part) for part in parts])
 
-    def _input_parts(self, run: Run, inputs: Tensor) -> Parts:
+    def _input_parts(self, run: Run, inputs: Tensor, output: Tensor) -> Parts:
         inputs = self._rescaled(inputs)
         if not self._dense:
-            inputs = layers.pad(self._module, inputs)
+            inputs = self._kind.pad(inputs, output)
         return self._in_form(run.samples_first(self.name, inputs))
 
     def _rescaled(self, inputs: Tensor) -> Tensor:
-        return inputs if self._scale is None else normalize.divided(inputs, self._scale, layers.class_dim(self._module))
+        return inputs if self._scale is None else normalize.divided(inputs, self._scale, self._kind.class_dim)
 
     def _in_form(self, tensor: Tensor) -> Parts:
-        return list(tensor.unbind(1)) if self._dense else layers.in_common_form(self._module, tensor)
+        return list(tensor.unbind(1)) if self._dense else self._kind.in_common_form(tensor)
 
     def _size(self, run: Run) -> tuple[int, ...]:
         """Return the size of a sample's unpadded input."""
@@ -201,7 +207,7 @@ class Dense:
     """
 
     def __init__(self, module: nn.Module, scale: Tensor | None, size: tuple[int, ...], output: Tensor) -> None:
-        self._module, self._scale, self._size = module, scale, size
+        self._module, self._scale, self._size, self._output = module, scale, size, output
         self.d, self.m = output[0].numel(), torch.Size(size).numel()
         self.device = layers.matrix(module)[0].device
 
@@ -216,7 +222,7 @@ class Dense:
         assert isinstance(weight, Tensor)
         if self._scale is not None:
             inputs = normalize.multiplied(inputs, self._scale**power, 1)
-        return layers.affine(self._module, promoted(inputs), promoted(weight.detach()) ** power, None)
+        return layers.affine(self._module, promoted(inputs), promoted(weight.detach()) ** power, None, self._output)
 
 
 def _joined(calls: Parts) -> Tensor:

@@ -145,8 +145,8 @@ class Recorder:
 
     def _keep(self, name: str) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
-            inputs = args[0] if args else next(iter(kwargs.values()), None)
-            if self._paused or is_aside() or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
+            inputs = layers.kind_of(module).inputs_of(args, kwargs)
+            if self._paused or is_aside() or inputs is None or not isinstance(output, Tensor):
                 return None
             own = _with_own_history(output)  # also in a backward pass, see above
             if self._active:
@@ -156,8 +156,7 @@ class Recorder:
         return keep
 
     def _take(self, name: str, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
-        weight = module._parameters.get("weight")
-        if inputs.ndim < (weight.ndim if weight is not None and layers.is_convolution(module) else 2):
+        if inputs.ndim < layers.kind_of(module).space + 2:
             raise InputError(
                 f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
                 f"it one, {(1, *inputs.shape)}"

@@ -1,0 +1,118 @@
+"""Treat a convolution as a matrix of its filters, one to a row, that multiplies patches of its input."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...contractions import Geometry
+from .linear import Linear
+
+_FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+class Convolution(Linear):
+    """Say how a convolution is a matrix; see :class:`.Linear`.
+
+    Args:
+        kernel: pixels of a filter along each dimension of space.
+        stride: along each.
+        padding: along each, or ``"same"`` or ``"valid"``.
+        dilation: along each.
+        groups: of its channels.
+        padding_mode: of torch's layers.
+    """
+
+    class_dim = 1
+
+    def __init__(
+        self,
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int] | str,
+        dilation: Sequence[int],
+        groups: int,
+        padding_mode: str,
+    ) -> None:
+        self.space, self.groups = len(kernel), groups
+        self.geometry = Geometry(groups, *map(_triple, (kernel, stride, dilation)))
+        self.repeats_inputs = padding_mode != "zeros"
+        self.pointwise = (
+            self.geometry.kernel == self.geometry.stride == (1, 1, 1)
+            and groups == 1
+            and (isinstance(padding, str) or not any(padding))
+        )
+        self._stride, self._padding, self._dilation = stride, padding, dilation
+        self._kernel, self._mode = kernel, "constant" if padding_mode == "zeros" else padding_mode
+        self._function = _FUNCTIONS[self.space]
+        self._margins = _margins(kernel, padding, dilation)
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        """Return a tensor of the shape of the weight as (d, m)."""
+        return weight.flatten(1)
+
+    def as_weight(self, matrix: Tensor) -> Tensor:
+        """Return a (d, m) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
+        weight: Tensor = matrix.unflatten(1, (-1, *self._kernel))
+        return weight
+
+    def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
+        """Return W φ + b as torch computes it."""
+        padding: Sequence[int] | str | int = self._padding
+        if self.repeats_inputs:
+            inputs, padding = self._padded(inputs), 0
+        outputs: Tensor = self._function(inputs, weight, bias, self._stride, padding, self._dilation, self.groups)
+        return outputs
+
+    def pad(self, inputs: Tensor, output: Tensor) -> Tensor:
+        """Return the input (N, C, …), padded as the layer does it."""
+        return self._padded(inputs)
+
+    def carried(self, delta: Tensor, size: tuple[int, ...], weight: Tensor) -> Tensor:
+        """Return Wᵀ δ for δ of the shape of an output and inputs of this size, without dimension 0."""
+        inputs = torch.zeros(len(delta), *size, dtype=weight.dtype, device=weight.device, requires_grad=True)
+        with torch.enable_grad():
+            (gamma,) = torch.autograd.grad(self.affine(inputs, weight, None, delta), inputs, delta.to(weight.dtype))
+        return gamma
+
+    def ends(self, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the first positions of the first image and the last ones of the last, and their padded inputs.
+
+        They are first and last along the first dimension of space.
+        """
+        seen = self._dilation[0] * (self._kernel[0] - 1) + 1
+        start = self._stride[0] * (output.shape[2] - 1)
+        first, last = (self._padded(inputs[[place]]) for place in (0, -1))
+        edges = torch.cat([first[:, :, :seen], last[:, :, start : start + seen]])
+        return edges, torch.cat([output[:1, :, :1], output[-1:, :, -1:]])
+
+    def inside(self, inputs: Tensor, weight: Tensor) -> Tensor:
+        """Return W φ of inputs that are padded already."""
+        outputs: Tensor = self._function(inputs, weight, None, self._stride, 0, self._dilation, self.groups)
+        return outputs
+
+    def in_common_form(self, tensor: Tensor) -> list[Tensor]:
+        """Return inputs (padded) or cotangents of one call, (n, q, channels, …), in the dimensions of a geometry."""
+        if self.space == 3:
+            return list(tensor.unbind(1))
+        images = tensor.transpose(1, 2)  # the q images lie along the first dimension of space, where kernels have 1
+        return [images if images.ndim == 5 else images.unsqueeze(3)]
+
+    def _padded(self, inputs: Tensor) -> Tensor:
+        return F.pad(inputs, self._margins, mode=self._mode) if any(self._margins) else inputs
+
+
+def _margins(kernel: Sequence[int], padding: Sequence[int] | str, dilation: Sequence[int]) -> list[int]:
+    """Return the pixels that are put before and behind each dimension of space, the last one first, as F.pad wants."""
+    if not isinstance(padding, str):
+        return [pixels for pixels in reversed(padding) for _ in range(2)]
+    if padding == "valid":
+        return [0, 0] * len(kernel)
+    missing = [(k - 1) * step for k, step in zip(kernel, dilation, strict=True)]
+    return [pixels for total in reversed(missing) for pixels in (total // 2, total - total // 2)]
+
+
+def _triple(sizes: Sequence[int]) -> tuple[int, int, int]:
+    a, b, c = (*(1,) * (3 - len(sizes)), *sizes)
+    return a, b, c

@@ -1,0 +1,102 @@
+"""Treat a linear layer as a weight matrix; what it says is what other kinds of layers say otherwise."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...contractions import Geometry
+
+
+class Linear:
+    """Say how a layer is a matrix w (d, m) that multiplies inputs φ (m,): a linear layer, which keeps its weight so.
+
+    It is the same for all layers of the kind, or of the same sizes; the weight comes with each question.
+
+    Attributes:
+        space: dimensions of space that inputs and outputs have, behind their channels; 0: channels are last.
+        groups: separate matrices that the weight is made of.
+        class_dim: the dimension of the output that holds rows.
+        pointwise: whether every position is multiplied by the same matrix, once.
+        repeats_inputs: whether padding repeats pixels of the input.
+        geometry: which (padded) inputs a position sees.
+    """
+
+    space = 0
+    groups = 1
+    class_dim = -1
+    pointwise = True
+    repeats_inputs = False
+    geometry = Geometry()
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        """Return a tensor of the shape of the weight as (d, m)."""
+        return weight
+
+    def as_weight(self, matrix: Tensor) -> Tensor:
+        """Return a (d, m) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
+        return matrix
+
+    def inputs_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Return what φ is made of among the arguments of a call; None for a call that is none of a layer."""
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        return first if isinstance(first, Tensor) else None
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the layer's output for the arguments of a call, with a given weight and bias."""
+        inputs = self.inputs_of(args, kwargs)
+        assert inputs is not None
+        return self.affine(inputs, weight, bias)
+
+    def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
+        """Return W φ + b as torch computes it, of the shape of ``like`` where the input leaves that open."""
+        return F.linear(inputs, weight, bias)
+
+    def pad(self, inputs: Tensor, output: Tensor) -> Tensor:
+        """Return the input, padded as the layer does it for an output of this shape."""
+        return inputs
+
+    def carried(self, delta: Tensor, size: tuple[int, ...], weight: Tensor) -> Tensor:
+        """Return Wᵀ δ for δ of the shape of an output and inputs of this size, without dimension 0."""
+        return delta.to(weight.dtype) @ self.as_matrix(weight)
+
+    def ends(self, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a few first and last rows of the output, and the (padded) inputs that :meth:`inside` makes them of."""
+        first, last = (part.reshape(-1, part.shape[-1])[[0, -1]] for part in (inputs, output))
+        return first, last
+
+    def inside(self, inputs: Tensor, weight: Tensor) -> Tensor:
+        """Return W φ of inputs that are padded already."""
+        return self.affine(inputs, weight, None)
+
+    def in_common_form(self, tensor: Tensor) -> list[Tensor]:
+        """Return inputs (padded) or cotangents of one call, (n, …, features), in the dimensions of a geometry.
+
+        Where channels are in front of space they come as (n, q, channels, …), of q images a sample; they are one
+        tensor, or q of them where three dimensions of space leave none for q.
+        """
+        return [tensor.reshape(len(tensor), -1, tensor.shape[-1]).transpose(1, 2)[..., None, None]]
+
+    def joined(self, parts: list[Tensor]) -> list[Tensor]:
+        """Return tensors of several calls as one, along a free dimension of space, if there is one and sizes allow."""
+        if len(parts) == 1 or self.space == 3 or len({(*part.shape[:2], *part.shape[3:]) for part in parts}) > 1:
+            return parts
+        return [torch.cat(parts, dim=2)]
+
+
+class TransposedLinear(Linear):
+    """A linear layer that keeps its weight as (m, d), as that of GPT-2 does."""
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        """Return a tensor of the shape of the weight as (d, m)."""
+        return weight.t()
+
+    def as_weight(self, matrix: Tensor) -> Tensor:
+        """Return a (d, m) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
+        return matrix.t()
+
+    def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
+        """Return W φ + b as transformers' layer computes it, but in one dtype."""
+        return inputs @ weight if bias is None else inputs @ weight + bias

@@ -1,0 +1,54 @@
+"""Kinds of layers: found by class, by their own word, and cheaply; what they say against torch."""
+
+import pytest
+import torch
+from torch import nn
+
+from pyflatness.model import kinds, layers
+from pyflatness.model.kinds import Convolution, TransposedLinear, Use
+
+CONVOLUTIONS = {
+    "plain": nn.Conv2d(4, 6, 3),
+    "strided, dilated, padded, in groups": nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(2, 1), dilation=2, groups=2),
+    "same": nn.Conv2d(4, 6, (4, 3), padding="same", dilation=(1, 2)),
+    "valid": nn.Conv1d(4, 6, 3, padding="valid"),
+    "circular": nn.Conv1d(4, 6, 3, padding=2, padding_mode="circular"),
+    "reflect": nn.Conv3d(4, 6, 3, padding=(1, 2, 1), padding_mode="reflect"),
+    "same, circular": nn.Conv2d(4, 6, (4, 3), padding="same", padding_mode="circular"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding=.same.")
+@pytest.mark.parametrize("convolution", CONVOLUTIONS.values(), ids=[*CONVOLUTIONS])
+def test_a_convolution_is_its_matrix_times_patches_of_the_padded_input(convolution: nn.Module) -> None:
+    layer = convolution.double()
+    kind = layers.kind_of(layer)
+    inputs = torch.randn(2, 4, *(9, 8, 7)[: kind.space], dtype=torch.float64)
+    patches = kind.geometry.patches(kind.in_common_form(kind.pad(inputs, layer(inputs)).unsqueeze(1))[0])
+    weight, bias = layers.matrix(layer)
+    outputs = patches @ weight.unflatten(0, (kind.groups, -1)).mT
+    (expected,) = kind.in_common_form((layer(inputs) - bias.view(-1, *(1,) * kind.space)).unsqueeze(1))
+    torch.testing.assert_close(outputs, kind.geometry.rows(expected))
+    torch.testing.assert_close(kind.affine(inputs, layer.weight, layer.bias), layer(inputs), rtol=0, atol=0)
+    torch.testing.assert_close(kind.as_weight(weight), layer.weight.detach(), rtol=0, atol=0)
+
+
+def test_layers_of_the_same_sizes_share_a_kind_which_follows_their_attributes() -> None:
+    layer, other = nn.Conv2d(2, 3, 3, stride=2), nn.Conv2d(2, 5, 3, stride=2)
+    assert layers.kind_of(layer) is layers.kind_of(other)
+    layer.stride = [1, 1]
+    assert layers.kind_of(layer).geometry.stride == (1, 1, 1)
+
+
+def test_a_module_that_stands_for_the_use_of_a_weight_says_its_own_kind() -> None:
+    use = Use()
+    assert kinds.find(use) is None
+    use.weight = nn.Parameter(torch.randn(3, 2))
+    use.kind = TransposedLinear()
+    assert layers.is_supported(use)
+    assert layers.matrix(use)[0].shape == (2, 3)
+    use.weight = nn.Parameter(torch.randn(4, 2, 3))
+    use.kind = Convolution((3,), (1,), (1,), (1,), 1, "zeros")
+    assert layers.is_convolution(use)
+    inputs = torch.randn(5, 2, 7)
+    torch.testing.assert_close(layers.apply(use, inputs), nn.functional.conv1d(inputs, use.weight, padding=1))
