@@ -12,7 +12,7 @@ from .measures import RELATIVE_FLATNESS, at_head, named
 from .measures.layer_values import LayerValues
 from .model import calling, uses
 from .model.selectors import Selector
-from .options import Options, check_relative_error
+from .options import MAX_PASSES, Options, check_relative_error
 from .passes.detached import TAKEN_AS_CONSTANT
 from .report import Estimate, Report, coverage
 from .session import public, session
@@ -83,8 +83,8 @@ def head_flatness(
 @public
 def relative_flatness(
     model: nn.Module,
-    loss: Any,
-    data: Any,
+    loss: Any = "auto",
+    data: Any = ...,
     layer: Selector | None = None,
     *,
     curvature: str = "auto",
@@ -100,6 +100,7 @@ def relative_flatness(
     forward: calling.Forward | None = None,
     memory: int | None = None,
     seed: int = 0,
+    max_passes: int = MAX_PASSES,
     progress: bool | None = None,
 ) -> Estimate:
     """Return the relative flatness κ of one layer of a model, with the loss over all of ``data`` as one batch.
@@ -115,9 +116,13 @@ def relative_flatness(
             Ctrl-C. Calls of several threads take turns.
         loss: the loss the model was trained with: an ``nn`` module, ``F`` function, name or callable
             (outputs, targets) -> scalar. Options (class weights, smoothing, ``ignore_index``, …) and reduction count.
+            ``"auto"``: that of a model of Hugging Face's transformers, as it computes it itself: cross-entropy over all
+            tokens of the data that are not ignored, or over samples; squared error or binary cross-entropy by
+            ``config.problem_type``.
         data: a tuple of tensors (inputs, targets), or an iterable of batches such as a DataLoader; a batch is a pair,
             or a mapping with ``labels`` of which the rest are the model's keyword arguments. How data is cut into
-            batches does not change the value. Moved to the model's device.
+            batches does not change the value. Moved to the model's device. Models of transformers have their labels
+            shifted, or given to their decoder, as they do it themselves.
         layer: qualified name, glob, ``re:…``, ``type:…`` or module; None takes the last Linear that ran.
         curvature: ``"auto"``: the Hessian value, by the head, by the GGN where the model is certified to be locally
             linear in the layer's weight (ReLU, pooling, eval BatchNorm, sums), else by Hessian products. ``"ggn"``: the
@@ -151,6 +156,8 @@ def relative_flatness(
             ``estimate.notes`` says so where one sample takes more.
         seed: of the random signs, which belong to samples by their place in the data: with a number of probes one seed
             is one value, however data is cut into batches.
+        max_passes: backward passes of a micro-batch, or Hessian products of a layer, that an exact value may take, and
+            probes that a standard error may; more are an error that says how long they would take.
         progress: show a bar; None: on a terminal.
 
     Returns:
@@ -172,7 +179,18 @@ def relative_flatness(
         Estimate(...: exact, method ggn, layer '0', 100 samples, ... backend)
     """
     options = Options(
-        curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy, memory, seed, rtol
+        curvature,
+        probes,
+        target_stderr,
+        conv,
+        normalize,
+        per_sample,
+        backend,
+        nan_policy,
+        memory,
+        seed,
+        rtol,
+        max_passes,
     )
     reads = plan.plan([RELATIVE_FLATNESS], options).reads
     with session(
@@ -190,8 +208,8 @@ def relative_flatness(
 @public
 def block_traces(
     model: nn.Module,
-    loss: Any,
-    data: Any,
+    loss: Any = "auto",
+    data: Any = ...,
     layer: Selector | None = None,
     *,
     curvature: str = "auto",
@@ -202,6 +220,7 @@ def block_traces(
     reduction: str | None = None,
     forward: calling.Forward | None = None,
     memory: int | None = None,
+    max_passes: int = MAX_PASSES,
     progress: bool | None = None,
 ) -> Tensor:
     """Return the matrix T of block Hessian traces of one layer, of which relative flatness is ⟨w wᵀ, T⟩.
@@ -222,6 +241,7 @@ def block_traces(
         reduction: ``"mean"`` or ``"sum"``.
         forward: ``(model, batch) -> (outputs, targets)``.
         memory: bytes to hold at a time, as in :func:`relative_flatness`.
+        max_passes: backward passes, or Hessian products, that it may take.
         progress: show a bar.
 
     Returns:
@@ -239,7 +259,15 @@ def block_traces(
         array([[ 0.294918, -0.294918],
                [-0.294918,  0.294918]])
     """
-    options = Options(curvature, conv=conv, normalize=normalize, backend=backend, nan_policy=nan_policy, memory=memory)
+    options = Options(
+        curvature,
+        conv=conv,
+        normalize=normalize,
+        backend=backend,
+        nan_policy=nan_policy,
+        memory=memory,
+        max_passes=max_passes,
+    )
     with session(
         *(model, loss, data, options),
         reduction=reduction,
@@ -258,8 +286,8 @@ def block_traces(
 @public
 def measure(
     model: nn.Module,
-    loss: Any,
-    data: Any,
+    loss: Any = "auto",
+    data: Any = ...,
     *,
     layers: Selector | Sequence[Selector] | None = None,
     measures: str | Sequence[str] | None = None,
@@ -276,6 +304,7 @@ def measure(
     forward: calling.Forward | None = None,
     memory: int | None = None,
     seed: int = 0,
+    max_passes: int = MAX_PASSES,
     progress: bool | None = None,
 ) -> Report:
     """Return measures of many layers of a model, computed in one sweep over the data.
@@ -320,6 +349,7 @@ def measure(
             (``relative_flatness_max``), and 1 GiB of vectors for Lanczos (that and ``lambda_max``), or ``memory`` where
             that is more.
         seed: of the random signs.
+        max_passes: backward passes of a micro-batch, or Hessian products of a layer, that exact values may take.
         progress: show a bar.
 
     Returns:
@@ -340,7 +370,18 @@ def measure(
         True
     """
     options = Options(
-        curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy, memory, seed, rtol
+        curvature,
+        probes,
+        target_stderr,
+        conv,
+        normalize,
+        per_sample,
+        backend,
+        nan_policy,
+        memory,
+        seed,
+        rtol,
+        max_passes,
     )
     options.refuse_tolerance()
     wanted, by_name = named(measures), measures is not None and measures != "all"

@@ -35,6 +35,12 @@ def reason(error: BaseException) -> str:
     return line if len(line) <= 500 else line[:499] + "…"
 
 
+def duration(seconds: float) -> str:
+    """Return a time in hours and minutes, or in minutes and seconds where it is less than an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {rest:02} s"
+
+
 def check_tensor(what: str, tensor: object) -> Tensor:
     """Return a dense tensor with values in it.
 

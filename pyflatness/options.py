@@ -15,6 +15,7 @@ from .errors import InputError
 from .messages import shown
 from .numerics.accumulate import NAN_POLICIES, omits
 
+MAX_PASSES = 2048  # backward passes of a micro-batch, or Hessian products of a layer, unless the user says otherwise
 _MOST_DRAWS = 2**20  # random ones: their standard error is a thousandth of one's, and each has numbers to keep
 _CHOICES = {
     "curvature": ("auto", "ggn", "hessian"),
@@ -43,6 +44,7 @@ class Options:
     memory: int | None = None
     seed: int = 0
     rtol: float | None = None
+    max_passes: int = MAX_PASSES
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -53,6 +55,7 @@ class Options:
         contractions.check(self.backend)
         self._set("per_sample", check_flag("per_sample", self.per_sample))
         self._set("seed", check_seed("seed", self.seed))
+        self._set("max_passes", check_count("max_passes", self.max_passes, 1, "a number of passes"))
         if self.memory is not None:
             self._set("memory", check_count("memory", self.memory, 1, "a number of bytes"))
         if self.probes is not None and not (isinstance(self.probes, str) and self.probes == "adaptive"):

@@ -20,11 +20,13 @@ from . import progress as progress_bar
 from .api import relative_flatness
 from .contractions import compiled, promoted_dtype
 from .errors import InputError
+from .losses import auto, risk
 from .messages import check_tensor
 from .model import calling, layers, state, uses
 from .model.data import first, leaves, map_tensors
 from .model.outputs import single
 from .options import check_count, check_number
+from .passes.linearity import users_of
 from .reparameterization.reparameterize import duplicate
 from .report import Estimate
 from .session import public, session
@@ -94,8 +96,8 @@ class Verification:
 @public
 def verify(
     model: nn.Module,
-    loss: Any,
-    data: Any,
+    loss: Any = "auto",
+    data: Any = ...,
     layer: str | nn.Module | None = None,
     *,
     samples: int = 32,
@@ -108,7 +110,8 @@ def verify(
 
     Truth is the definition Σ ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s') in float64, a copy of the model and the user's own loss
     differentiated once per weight; for layers of more than 4,096 weights the Laplacian in the layer's input,
-    Σ_i |φ_i|² Δ_φ ℓ_i, the same number at a head and for layers of one position.
+    Σ_i |φ_i|² Δ_φ ℓ_i, the same number at a head and for layers of one position. A model that computes a part in
+    float32 whatever its dtype, as many normalisations do, is held to what that rounds.
 
     Args:
         model: as for :func:`pyflatness.relative_flatness`, like all that follow but one.
@@ -146,8 +149,9 @@ def verify(
         batch = first(batch, samples)
         calling.run(module, batch, task.forward)  # with its checks, which the copy in float64 cannot have
         double = _in_double(module)
+        truth_loss = _double_loss(_of_resolved(task.loss) if auto.is_auto(loss) else loss, reduction)
     batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
-    measured = [(model, loss, batch), (double, _double_loss(loss, None), batch64)]
+    measured = [(model, loss, batch), (double, loss if auto.is_auto(loss) else _double_loss(loss, None), batch64)]
     found = []
     if all(not parameter.is_floating_point() or parameter.dtype == torch.float64 for parameter in module.parameters()):
         del measured[0]
@@ -164,18 +168,26 @@ def verify(
     with state.observing(double) as (module, _):
         target = uses.layer(module, estimate.layer)
         _untie(target)
-        risk = functools.partial(_risk, module, _double_loss(loss, reduction), batch64, forward)
+        risk = functools.partial(_risk, module, truth_loss, batch64, forward)
         if isinstance(target, uses.Use):
             with uses.attached({estimate.layer: target}):
                 risk()  # after which it knows what it stands for
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+            coarsest = _coarsest(risk())
             method, truth = _truth(estimate, target, risk, _Passes(estimate, target, seconds, progress))
     checks = []
     for dtype, estimate in found:
         error = abs(estimate.value - truth) / abs(truth) if truth else abs(estimate.value)
         path = f"{estimate.backend}, {str(dtype).removeprefix('torch.')}"
-        checks.append(Check(path, estimate.value, error, _TOLERANCE[dtype]))
+        checks.append(Check(path, estimate.value, error, max(_TOLERANCE[dtype], coarsest)))
     return Verification(estimate.layer, estimate.samples, truth, method, tuple(checks))
+
+
+def _coarsest(value: Tensor) -> float:
+    """Return the tolerance of the coarsest dtype that a float64 model computes in, as normalisations do in float32."""
+    nodes = [value.grad_fn, *users_of(value)]
+    dtypes = {entry.dtype for node in nodes if node is not None for entry in node._input_metadata}
+    return max((_TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
 
 
 def _in_double(module: nn.Module) -> nn.Module:
@@ -245,6 +257,16 @@ def _risk(model: nn.Module, loss: Any, batch: Any, forward: calling.Forward | No
     outputs, targets = calling.run(model, batch, forward, taken)
     value: Tensor = loss(outputs, targets)
     return value
+
+
+def _of_resolved(loss: losses.Loss) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a loss as a callable (outputs, targets) -> scalar."""
+
+    def called(outputs: Tensor, targets: Tensor) -> Tensor:
+        weight = risk.weight(outputs, targets, loss, 0) if loss.reduction == "mean" else 1.0
+        return loss.value(outputs, targets) / weight
+
+    return called
 
 
 def _double_loss(loss: Any, reduction: str | None) -> Any:

@@ -18,7 +18,7 @@ from .. import losses
 from ..errors import InputError
 from ..measures import MEASURES, named
 from ..messages import printable
-from ..options import Options
+from ..options import MAX_PASSES, Options
 from ..scoring import checkpoints, data_specs, executors, listing, metadata, specs
 from ..scoring.run import Run
 from ..scoring.units import Request
@@ -114,6 +114,13 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
     help="Relative standard error for --probes adaptive; of heads alone, a guaranteed relative error.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of random numbers.")
+@click.option(
+    "--max-passes",
+    type=click.IntRange(1),
+    default=MAX_PASSES,
+    show_default=True,
+    help="Backward passes of a micro-batch, or Hessian products of a layer, that exact values may take.",
+)
 @click.option("--limit", metavar="N|PART", callback=_limit, help="The first N samples, or a part of all.")
 @click.option(
     "--batch-size",
@@ -158,6 +165,7 @@ def score(
     target_stderr: float | None,
     rtol: float | None,
     seed: int,
+    max_passes: int,
     limit: float | None,
     batch_size: int | str | None,
     out: Path | None,
@@ -199,7 +207,7 @@ def score(
     if out is not None:
         prepare_file(out)
     draws = int(probes) if probes and probes.lstrip("-").isdigit() else probes
-    options = Options(curvature, draws, target_stderr, seed=seed, rtol=rtol)
+    options = Options(curvature, draws, target_stderr, seed=seed, rtol=rtol, max_passes=max_passes)
     run = Run(
         {str(path): path for path in found},
         Source(spec_options.text("model"), model_args, "--model"),

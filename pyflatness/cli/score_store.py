@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from ..messages import printable
+from ..messages import duration, printable
 from ..scoring import executors
 from ..scoring.measuring import Outcome
 from ..scoring.run import Kept, Run, keep
@@ -94,12 +94,9 @@ def _estimate(run: Run, jobs: list[Job]) -> None:
                 break
         note = f" (it failed: {outcome.errors[0]})" if outcome.errors else ""
         total = seconds * run.reads(jobs) / max(1, run.reads(jobs[:1]))
-        click.echo(printable(f"the first took {seconds:.3g} s{note}; all of them one after the other: {_time(total)}"))
-
-
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {rest:02} s"
+        click.echo(
+            printable(f"the first took {seconds:.3g} s{note}; all of them one after the other: {duration(total)}")
+        )
 
 
 def _go(run: Run, store: Store, kept: Kept, how: How, notes: Notes) -> tuple[int, bool]:

@@ -21,7 +21,7 @@ from ..measures.layer_values import LayerValues
 from ..measures.normalized_sharpness import NORMALIZED_SHARPNESS, Minimum, minimised
 from ..model import calling
 from ..model.selectors import Selector
-from ..options import Options, check_flag, check_number
+from ..options import MAX_PASSES, Options, check_flag, check_number
 from ..passes.task import Task
 from ..session import public, session
 from ..sweep import jacobians
@@ -176,8 +176,8 @@ def _of_network(net: NetworkTerms) -> list[Bound]:
 @public
 def bounds(
     model: nn.Module,
-    loss: Any,
-    data: Any,
+    loss: Any = "auto",
+    data: Any = ...,
     *,
     layers: Selector | Sequence[Selector] | None = None,
     sharpness: float | str | None = None,
@@ -186,6 +186,7 @@ def bounds(
     backend: str = "auto",
     forward: calling.Forward | None = None,
     memory: int | None = None,
+    max_passes: int = MAX_PASSES,
     progress: bool | None = None,
 ) -> Bounds:
     """Return the bounds of "From Loss Flatness to Compressed Representations", layer by layer, with both sides.
@@ -207,6 +208,7 @@ def bounds(
         backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
         forward: ``(model, batch) -> (outputs, targets)``.
         memory: bytes for a part's graph, layer inputs and Jacobians, to which batches are cut (512 MiB).
+        max_passes: backward passes of a micro-batch, one for each output, that the Jacobian may take.
         progress: show a bar.
 
     Returns:
@@ -224,7 +226,7 @@ def bounds(
         >>> found["12"].guaranteed, found["12"].left <= found["12"].right
         (True, True)
     """
-    options = Options(backend=backend, nan_policy=nan_policy, memory=memory)
+    options = Options(backend=backend, nan_policy=nan_policy, memory=memory, max_passes=max_passes)
     normalized = check_flag("normalized", normalized)
     if sharpness is not None and not (isinstance(sharpness, str) and sharpness == _ALL):
         sharpness = check_number("sharpness", sharpness, f"a number or {_ALL!r}", lambda given: not math.isnan(given))

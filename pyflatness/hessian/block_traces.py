@@ -22,6 +22,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +32,11 @@ from .. import interrupts
 from ..contractions import promoted
 from ..contractions.factor import gram_factor
 from ..contractions.quantities import QUANTITIES, Contribution
-from ..errors import InputError
 from ..messages import is_out_of_memory, second_derivatives
 from ..numerics.signs import Signs
-from ..passes import cotangents, linearity
+from ..passes import linearity
 from ..passes.layer_form import LayerForm
+from ..passes.limit import check_passes
 from ..passes.runner import Run
 from .entries import Directions, Entries, tells_all
 
@@ -75,6 +76,7 @@ class BlockTraces:
         value: of the outputs and targets, whose second derivatives are taken: the loss's.
         gradients: of it, from :func:`gradients`, of this layer's calls.
         quantities: names of :data:`.contractions.quantities.QUANTITIES`; none: for T itself.
+        most: ``max_passes=`` of the user.
     """
 
     def __init__(
@@ -84,11 +86,12 @@ class BlockTraces:
         module: nn.Module,
         value: Value,
         gradients: Sequence[Tensor],
-        quantities: Sequence[str] = (),
+        quantities: Sequence[str],
+        most: int,
     ) -> None:
         self._run, self._form, self._module, self._value, self._gradients = run, form, module, value, gradients
         self._weight = promoted(form.weight(run))
-        self._quantities = quantities
+        self._quantities, self._most = quantities, most
         self._traced = [name for name in quantities if QUANTITIES[name].of_block_trace]
         self._basis = _basis(self._weight, self._traced)
         others = [name for name in quantities if name not in self._traced]
@@ -111,10 +114,10 @@ class BlockTraces:
         """Return the quantities of every sample, and the summands by neuron of those that have some.
 
         Raises:
-            InputError: more than :data:`.cotangents.PASSES` products.
+            InputError: more products than the user allows.
         """
-        self._check_affordable()
         total = self._weight.new_zeros(len(self._traced), self._run.samples, dtype=torch.float64)
+        self._check_affordable()
         with self._directions() as directions:
             if self._everything is not None:
                 return self._everything.exact(directions, self._run.samples)
@@ -128,7 +131,7 @@ class BlockTraces:
         """Return Σ_i T_i over the samples that are kept (n,), (G, d, d); Tr T_i of every sample, (n,); float64.
 
         Raises:
-            InputError: more than :data:`.cotangents.PASSES` products.
+            InputError: more products than the user allows.
         """
         groups, d, _ = self._weight.shape
         total = self._weight.new_zeros(groups * d, d, dtype=torch.float64)
@@ -188,15 +191,17 @@ class BlockTraces:
             yield place, column, units
 
     def _check_affordable(self) -> None:
-        if self.products > cotangents.PASSES:
-            rows = (
-                f"{self.products // self._columns} rows of its weight x {self._columns} directions of a sample's inputs"
-            )
-            listed = f" ({rows})" if len(self._traced) == len(self._quantities) else ""
-            raise InputError(
-                f"layer {self._form.name!r}: its exact Hessian value takes {self.products} Hessian products{listed}, "
-                f"more than {cotangents.PASSES}; pass probes= for a sampled value with a standard error"
-            )
+        """Raise if an exact value takes more products than the user allows."""
+        if self.products <= self._most:
+            return
+        groups, d, _ = self._weight.shape
+        rows = f"{self.products // self._columns} rows of its weight x {self._columns} directions of a sample's inputs"
+        listed = f" ({rows})" if len(self._traced) == len(self._quantities) else ""
+        what = f"layer {self._form.name!r}: its exact Hessian value takes {self.products} Hessian products{listed}"
+        with self._directions(sampled=True) as directions:
+            zeros = self._weight.new_zeros(1, 1, groups, directions.columns, d)
+            one = partial(directions.products, zeros)
+            check_passes(self.products, self._most, what, one, self._run.samples, by_hessian=True)
 
     def _directions(self, *, sampled: bool = False) -> contextlib.AbstractContextManager[Directions]:
         return self._of_weight() if self._recurrent else self._of_outputs(sampled)
@@ -205,7 +210,7 @@ class BlockTraces:
     def _of_outputs(self, sampled: bool) -> Iterator[Directions]:
         """Yield directions of the layer's outputs."""
         run, form, calls = self._run, self._form, self._run.calls(self._form.name)
-        patches = form.patches(run, [call.inputs.detach() for call in calls])
+        patches = form.patches(run)
         span = _spanning(patches, _MOST_POSITIONS if sampled else patches.shape[2])
         with torch.enable_grad():
             gradient = form.rows(run, self._gradients)
@@ -239,8 +244,8 @@ class BlockTraces:
         added = self._weight.new_zeros(run.samples, groups, columns, d).requires_grad_()
 
         def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-            patches = form.patches(run, [args[0] if args else next(iter(kwargs.values()))])
-            return output + form.placed(run, patches @ added, output)
+            inputs = args[0] if args else next(iter(kwargs.values()))
+            return output + form.placed(run, form.patches(run, (inputs, output)) @ added, output)
 
         def products(directions: Tensor) -> Tensor:
             directions = directions.expand(-1, run.samples, -1, -1, -1)

@@ -7,6 +7,7 @@ through that pass at once. No M, nor any patch, is written out.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,19 @@ from ..passes.runner import Run
 
 
 @torch.enable_grad()
-def of_run(run: Run, loss: Loss, modules: Mapping[str, nn.Module], vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return H_ss v_s of some samples, (b, m) float64, for the rows v_s of V (b, m) of each layer, undivided."""
+def of_run(
+    run: Run, loss: Loss, modules: Mapping[str, nn.Module], vectors: Mapping[str, Tensor], most: int
+) -> dict[str, Tensor]:
+    """Return H_ss v_s of some samples, (b, m) float64, for the rows v_s of V (b, m) of each layer, undivided.
+
+    Raises:
+        InputError: more than ``most`` backward passes.
+    """
     with contractions.full_precision(run.outputs):
         passes = {name: _Pass(run, name, modules[name], vectors[name]) for name in vectors if run.calls(name)}
-        for cotangent, signs in cotangents.of_run(run, loss).exact():
-            gradients = run.recorder.gradients(run.outputs, cotangent, passes)
+        send = partial(run.recorder.gradients, run.outputs, names=passes)
+        for cotangent, signs in cotangents.of_run(run, loss).exact(most, send):
+            gradients = send(cotangent)
             for name, layer in passes.items():
                 layer.add(gradients[name], signs)
         return {name: layer.product() for name, layer in passes.items()}
@@ -38,7 +46,7 @@ class _Pass:
         dtype = contractions.promoted_dtype(layers.matrix(module)[0].dtype)
         self._weight = layers.as_weight(module, vectors.to(dtype)).detach().requires_grad_()
         self._outputs = [
-            self._rows(layers.affine(module, call.inputs.detach().to(dtype), self._weight, None))
+            self._rows(layers.affine(module, call.inputs.detach().to(dtype), self._weight, None, call.output))
             for call in run.calls(name)
         ]
         self._cotangents = [torch.zeros_like(rows) for rows in self._outputs]

@@ -149,12 +149,12 @@ class RowSweep:
 
     def _check_entries(self, name: str) -> None:
         weight = layers.matrix(self._runner.modules[name])[0]
-        if weight.numel() > cotangents.PASSES:
+        if weight.numel() > self._options.max_passes:
             raise NotYetError(
                 f"layer {name!r}: the model is not locally linear in its weight, and it sees several positions of a "
                 "sample, is called several times, or has too large blocks for memory=: the Hessians of its rows need "
-                f"{weight.numel()} products, more than {cotangents.PASSES}; curvature='ggn' gives the GGN's value, "
-                "another number"
+                f"{weight.numel()} products, more than max_passes={self._options.max_passes}; curvature='ggn' gives "
+                "the GGN's value, another number"
             )
 
     def _of_entries(self, name: str) -> Ritz:
@@ -219,8 +219,9 @@ class RowSweep:
         weights: dict[str, Tensor] = {}
         if not names:
             return weights
-        for cotangent, signs in sent.exact():
-            gradients = run.recorder.gradients(run.outputs, cotangent, names)
+        send = partial(run.recorder.gradients, run.outputs, names=names)
+        for cotangent, signs in sent.exact(self._options.max_passes, send):
+            gradients = send(cotangent)
             for name in names:
                 delta = self._forms[name].cotangent(run, gradients[name])
                 if name in blocks:
@@ -306,7 +307,7 @@ class RowSweep:
         def times(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             sent = {name: vector * inverse[name] for name, vector in vectors.items()}
             sums = {name: torch.zeros_like(vector) for name, vector in vectors.items()}
-            modules, loss = self._runner.modules, self._task.loss
+            modules, loss, most = self._runner.modules, self._task.loss, self._options.max_passes
 
             def take(found: tuple[int, dict[str, Tensor]]) -> None:
                 number, products = found
@@ -314,7 +315,7 @@ class RowSweep:
                     self._check_batch(number, name, bool(product.isfinite().all()))
                     sums[name] += product
 
-            self._runner.each(lambda run: (run.number, row_products.of_run(run, loss, modules, sent)), take)
+            self._runner.each(lambda run: (run.number, row_products.of_run(run, loss, modules, sent, most)), take)
             return {name: product * inverse[name] for name, product in sums.items()}
 
         dtypes = {name: layers.matrix(self._runner.modules[name])[0].dtype for name in names}

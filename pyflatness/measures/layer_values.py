@@ -67,7 +67,9 @@ class LayerValues:
         if target is None:
             sums = self._sums(sweep, self._options.draws)
         else:
-            sums = stages.until(target, partial(self._sums, sweep), lambda: sweep.exact_passes)
+            sums = stages.until(
+                target, partial(self._sums, sweep), lambda: sweep.exact_passes, self._options.max_passes
+            )
         selected = [*self._runner.selected]
         found: dict[tuple[str, str], Estimate] = {}
         for measure in measures:

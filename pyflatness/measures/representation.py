@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..model import calling, uses
 from ..model.selectors import Selector
-from ..options import Options, check_count, check_names
+from ..options import MAX_PASSES, Options, check_count, check_names
 from ..report import Estimate, Report, coverage
 from ..session import public, session
 from ..sweep import jacobians
@@ -185,8 +185,8 @@ ROWS = (MLS, NMLS, NORMALIZED_MLS, INPUT_INVARIANT_MLS, LOG_VOLUME, VOLUME, LOCA
 @public
 def representation(
     model: nn.Module,
-    loss: Any,
-    data: Any,
+    loss: Any = "auto",
+    data: Any = ...,
     *,
     layers: Selector | Sequence[Selector] | None = None,
     measures: str | Sequence[str] | None = None,
@@ -196,6 +196,7 @@ def representation(
     nan_policy: str = "raise",
     forward: calling.Forward | None = None,
     memory: int | None = None,
+    max_passes: int = MAX_PASSES,
     progress: bool | None = None,
 ) -> Report:
     """Return how sensitive the outputs are to the model's input and to every layer's, by many measures together.
@@ -215,6 +216,7 @@ def representation(
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``; a sample is left out of all places.
         forward: ``(model, batch) -> (outputs, targets)``.
         memory: bytes for a micro-batch's graph, layer inputs and Jacobians, to which batches are cut (512 MiB).
+        max_passes: backward passes of a micro-batch, one for each output, that the Jacobian may take.
         progress: show a bar.
 
     Returns:
@@ -235,7 +237,9 @@ def representation(
     """
     top = None if top is None else check_count("top", top, 1, "a number of singular values")
     rows = _named(measures)
-    options = Options(per_sample=per_sample, backend=backend, nan_policy=nan_policy, memory=memory)
+    options = Options(
+        per_sample=per_sample, backend=backend, nan_policy=nan_policy, memory=memory, max_passes=max_passes
+    )
     with session(model, loss, data, options, forward=forward, progress=progress) as task:
         task = task.of(layers)
         samples = jacobians.measured(task, {need for row in rows for need in row.needs}, top)

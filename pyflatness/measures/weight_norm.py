@@ -4,7 +4,7 @@
 
 A network's value is the sum over the weights of its chosen layers, a weight that two layers share counted once. No data
 is read for it: asked for beside measures of a sweep it is of the layers that ran, by itself of all that were chosen.
-Which parameters outside of layers are weights (:mod:`pyflatness.model.uses`) is known to a sweep; by itself it is of those that were named.
+Which of the parameters outside of layers are weights takes a sweep to know; by itself it is of those that were named.
 It is not invariant to rescalings.
 """
 

@@ -69,7 +69,7 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
 
 def _every(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """Return all that a name may mean, modules by each of their names, and those that are layers, by the first."""
-    stand_ins: dict[str, nn.Module] = {**uses.of(model)}
+    stand_ins = uses.of(model)
     every: dict[str, nn.Module] = {}
     usable: dict[str, nn.Module] = {}
     behind: dict[str, list[str]] = {}
@@ -80,7 +80,7 @@ def _every(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]
     for name, module in modules.items():
         every[name] = module
         if module not in seen and (name in stand_ins or is_supported(module)):
-            usable[name] = stand_ins.get(name, module)
+            usable[name] = stand_ins.get(name) or module
         for parameter in behind.get(name, ()) if module not in seen else ():
             if parameter not in modules:
                 every[parameter] = usable[parameter] = stand_ins[parameter]

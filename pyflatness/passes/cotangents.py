@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +22,9 @@ from ..errors import InputError
 from ..losses import Factors, Loss, Terms
 from ..model import data
 from ..numerics.signs import Signs
+from .limit import check_passes
 from .runner import Run
 
-PASSES = 2048  # backward passes of a batch, or Hessian products of a layer, that an exact value may take
 STREAM = 0  # of the signs
 _ROUNDING = 1e-9  # a negative weight of so much of the largest is none
 
@@ -55,19 +56,23 @@ class Cotangents:
     _order: Tensor
     _factors: Callable[[], Factors]
 
-    def exact(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def exact(self, most: int, send: Callable[[Tensor], Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield cotangents and their signs.
 
+        Args:
+            most: ``max_passes=`` of the user.
+            send: sends one cotangent backward, to see how long that takes where there are more.
+
         Raises:
-            InputError: more backward passes than :data:`PASSES`.
+            InputError: more backward passes than ``most``.
         """
         samples, terms = self._order.shape
-        if self.passes > PASSES:
-            raise InputError(
-                f"{self.passes} backward passes a batch ({terms} loss terms of a sample x "
-                f"{self._loss.columns(self._rows.shape[1])} columns of the loss's factor) are more than {PASSES}; pass "
-                "probes= for a value sampled from fewer, with a standard error"
-            )
+        columns = self._loss.columns(self._rows.shape[1])
+        what = (
+            f"an exact value takes {self.passes} backward passes a batch ({terms} loss terms of a sample x {columns} "
+            "columns of the loss's factor)"
+        )
+        check_passes(self.passes, most, what, lambda: send(torch.zeros_like(self.outputs)), samples)
         first = torch.arange(samples, device=self._rows.device) * self.used.shape[1]
         for t in range(terms):
             index = first + self._order[:, t]
@@ -82,10 +87,12 @@ class Cotangents:
                     values = torch.zeros_like(self._rows).index_copy_(0, index, values)
                 yield self._shaped(values), signs
 
-    def sent(self, signs: Signs | None, numbers: Tensor) -> Iterator[tuple[int, Tensor, Tensor | float | None]]:
+    def sent(
+        self, signs: Signs | None, numbers: Tensor, most: int, send: Callable[[Tensor], Any]
+    ) -> Iterator[tuple[int, Tensor, Tensor | float | None]]:
         """Yield draw, cotangent and sign: those of :meth:`exact` as draw 0 without signs, else of :meth:`sampled`."""
         if signs is None:
-            yield from ((0, cotangent, sign) for cotangent, sign in self.exact())
+            yield from ((0, cotangent, sign) for cotangent, sign in self.exact(most, send))
         else:
             yield from self.sampled(signs, numbers)
 

@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import InputError
 from ..measures import named
 from ..messages import shown
-from ..options import Options, check_count, check_names
+from ..options import MAX_PASSES, Options, check_count, check_names
 from ..session import public
 from . import executors, listing
 from .fit import Fit
@@ -49,6 +49,7 @@ def score(
     nan_policy: str = "raise",
     memory: int | None = None,
     seed: int = 0,
+    max_passes: int = MAX_PASSES,
 ) -> Scores:
     """Return measures of many models on one data set, with each one's loss and accuracy from the same pass.
 
@@ -85,6 +86,7 @@ def score(
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``.
         memory: bytes to hold at a time.
         seed: of the random signs.
+        max_passes: backward passes of a micro-batch, or Hessian products of a layer, that exact values may take.
 
     Returns:
         A row for each model, layer and measure: ``scores[checkpoint, measure].value``, ``scores.to_frame()``.
@@ -102,7 +104,9 @@ def score(
         >>> [row.checkpoint for row in scores], scores["seed 0", "relative_flatness"].exact
         (['seed 0', 'seed 1'], True)
     """
-    options = Options(curvature, probes, target_stderr, conv, normalize, False, backend, nan_policy, memory, seed, rtol)
+    options = Options(
+        curvature, probes, target_stderr, conv, normalize, False, backend, nan_policy, memory, seed, rtol, max_passes
+    )
     selectors = () if layers is None else tuple(check_names("layers", layers))
     request = Request(loss, selectors, tuple(row.name for row in named(measures)), options)
     made = None if model is None else Source(model, name="model=")

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..numerics.signs import Signs
 from ..numerics.variances import with_squares
+from ..options import Options
 from ..passes import cotangents
 from ..passes.cotangents import Cotangents
 from ..passes.runner import Repeatable, Run
@@ -100,25 +101,27 @@ class Grouped:
         return both.new_zeros(*found.shape[:-1], self.sums.shape[2]).index_add_(3, again, found)
 
 
-def begin(run: Run, sent: Cotangents, shape: tuple[int, int], tolerance: Tolerance, seed: int, share: float) -> Grouped:
+def begin(
+    run: Run, sent: Cotangents, shape: tuple[int, int], tolerance: Tolerance, options: Options, share: float
+) -> Grouped:
     """Plan a run's probes; ``shape`` counts layers and quantities, ``share`` is of the variance that is allowed.
 
     Raises:
-        InputError: a loss that is not convex; more probes than an exact value may take.
+        InputError: a loss that is not convex; more probes than the user allows.
     """
     weights = sent.weights()
     finite = weights.isfinite().all(dim=1)
     weights = torch.where(finite.unsqueeze(1), weights, 0.0)
     found = groups.group(weights, share * tolerance.allowed(weights))
     chances = groups.chances(found.variances, tolerance.expected(run.samples))
-    uniform = Signs(seed, [0]).uniform(_CHOICE, run.numbers, chances.shape[1])[0]
+    uniform = Signs(options.seed, [0]).uniform(_CHOICE, run.numbers, chances.shape[1])[0]
     probes = groups.probes(found, chances, uniform)
-    if len(probes.samples) > cotangents.PASSES * run.samples:
+    if len(probes.samples) > options.max_passes * run.samples:
         raise InputError(
             f"probes='adaptive' takes {len(probes.samples) / run.samples:.0f} cotangents a sample for this rtol, more "
-            f"than {cotangents.PASSES}; pass a larger one, or probes=k, a number of probes"
+            f"than max_passes={options.max_passes}; pass a larger rtol= or max_passes=, or probes=k, a number of probes"
         )
-    signs = Signs(seed, [0, 1])(cotangents.STREAM, run.numbers, sent.places)
+    signs = Signs(options.seed, [0, 1])(cotangents.STREAM, run.numbers, sent.places)
     sums = weights.new_zeros(*shape, run.samples)
     differences = weights.new_zeros(*shape, len(probes.chances))
     return Grouped(Repeatable.of(run), sent, weights, finite, found, probes, signs, sums, differences)

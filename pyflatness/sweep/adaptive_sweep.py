@@ -102,7 +102,7 @@ class AdaptiveSweep(Sweep):
         self.exact_passes = max(self.exact_passes, sent.passes)
         shape = len(self._runner.selected), len(self.quantities)
         share = residuals.GGN_SHARE if nonlinear else 1.0
-        part = adaptive.begin(run, sent, shape, tolerance, self._options.seed, share)
+        part = adaptive.begin(run, sent, shape, tolerance, self._options, share)
         rounds = 0
         if sent.passes and forms:
             rounds = part.probes.common_rounds(run.samples / 2 if self._runner.cuttable else 1)
@@ -150,7 +150,8 @@ class AdaptiveSweep(Sweep):
         every = torch.arange(run.samples, device=run.outputs.device)
         with block_traces.differentiable(names), contractions.full_precision(run.outputs):
             sizes, traces = self._residuals(run, names)
-            rest = Residuals((len(self._runner.selected), len(self.quantities)), sizes, residuals.pilot(expected))
+            shape = len(self._runner.selected), len(self.quantities)
+            rest = Residuals(shape, sizes, residuals.pilot(expected), self._options.max_passes)
             for layer, each in traces.items():
                 numbers = rest.begin(layer, each.products)
                 rest.add(layer, every, self._probed(each, layer, numbers), numbers)

@@ -131,15 +131,18 @@ class Diagonal:
     ) -> None:
         with contractions.full_precision(run.outputs):
             squares = self._layers.squares(run, names, sent.passes if signs is None else len(values))
-        for draw, cotangent, sign in sent.sent(signs, run.numbers):
-            gradients = run.recorder.gradients(run.outputs, cotangent, names)
+        send = partial(run.recorder.gradients, run.outputs, names=names)
+        for draw, cotangent, sign in sent.sent(signs, run.numbers, self._task.options.max_passes, send):
+            gradients = send(cotangent)
             with contractions.full_precision(run.outputs):
                 found = squares(gradients)
                 values[draw] += found if sign is None else found * sign
 
     def _of_group(self, run: Run, group: Group, signs: Signs | None) -> Tensor:
         """Return the values of a group's samples, (draws, n)."""
-        diagonal = PerSampleDiagonal(group, run.numbers[group.place], self._task.loss, self._scales)
+        diagonal = PerSampleDiagonal(
+            group, run.numbers[group.place], self._task.loss, self._scales, self._task.options.max_passes
+        )
         if not group.outputs.requires_grad:  # they depend on none of the parameters
             return diagonal.zeros(signs)
         by_ggn = self._task.options.by_ggn
@@ -178,7 +181,7 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
     if options.target_stderr is None:
         sums = diagonal.sums(options.draws)
     else:
-        sums = stages.until(options.target_stderr, diagonal.sums, lambda: diagonal.exact_passes)
+        sums = stages.until(options.target_stderr, diagonal.sums, lambda: diagonal.exact_passes, options.max_passes)
     by = "hessian" if diagonal.nonlinear and not options.by_ggn else "ggn"
     taken = by == "hessian" and linearity.CUSTOM in diagonal.nonlinear.values()
     sampled = sums.errors is not None

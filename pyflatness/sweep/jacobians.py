@@ -19,7 +19,6 @@ from ..errors import InputError, NonFiniteError
 from ..model import inputs
 from ..numerics import spectra
 from ..numerics.accumulate import Accumulator, non_finite
-from ..passes import cotangents
 from ..passes.dry_run import Findings
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
@@ -184,10 +183,11 @@ class _Sweep:
             raise InputError(
                 f"bounds: samples of {before} and of {self._width} outputs; they are for one number of them"
             )
-        if self._width > cotangents.PASSES:
+        most = self._task.options.max_passes
+        if self._width > most:
             raise InputError(
-                f"batch {run.number}: the {self._width} outputs of a sample are more than {cotangents.PASSES} "
-                "backward passes; mls_adversarial needs no Jacobian"
+                f"batch {run.number}: the {self._width} outputs of a sample take as many backward passes, more than "
+                f"max_passes={most}; pass max_passes={self._width}, or take mls_adversarial, which needs no Jacobian"
             )
         places = self._places(run)
         edges = [edge for place in places for edge in place.edges]

@@ -138,7 +138,8 @@ class Sweep:
             contracted = Contracted(run, forms, forms, count, hold=held_back)
             for name in forms if sent.passes == 0 else ():
                 _add(parts, name, forms[name].contraction(run).nothing(run.samples))
-            for draw, cotangent, sign in sent.sent(signs, run.numbers):
+            send = partial(run.recorder.gradients, run.outputs, names=forms)
+            for draw, cotangent, sign in sent.sent(signs, run.numbers, self._options.max_passes, send):
                 for name, contribution in contracted.of(cotangent, sign):
                     values[draw, places[name], : len(contribution.values)] += contribution.values
                     _add(parts, name, contribution)
@@ -187,7 +188,8 @@ class Sweep:
     def _traces(
         self, run: Run, name: str, value: Value, gradient: Sequence[Tensor], quantities: Sequence[str]
     ) -> BlockTraces:
-        return BlockTraces(run, self._forms[name], self._runner.selected[name], value, gradient, quantities)
+        most = self._options.max_passes
+        return BlockTraces(run, self._forms[name], self._runner.selected[name], value, gradient, quantities, most)
 
     def _block_traces(self, run: Run, limit: int) -> tuple[Tensor, Values]:
         ((name, module),) = self._runner.selected.items()
@@ -227,9 +229,10 @@ class Sweep:
         with contractions.full_precision(run.outputs):
             contraction = layer.at(inputs, sent.passes)
         total, traces = torch.zeros_like(sent.sample_weights.sum()), torch.zeros_like(sent.sample_weights)
-        for cotangent, signs in sent.exact():
+        send = partial(run.recorder.gradients, run.outputs)
+        for cotangent, signs in sent.exact(self._options.max_passes, send):
             with contractions.full_precision(run.outputs):
-                delta = form.cotangent(run, run.recorder.gradients(run.outputs, cotangent)[name])
+                delta = form.cotangent(run, send(cotangent)[name])
                 delta = [_masked(part, kept) for part in delta]
                 traces = traces + contraction.of(delta, signs).values[0]
                 coefficients = kept.double() if signs is None else signs.where(kept, 0.0)

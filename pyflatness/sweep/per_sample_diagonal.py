@@ -6,18 +6,19 @@ parameters together.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .. import interrupts
 from ..contractions import promoted
-from ..errors import InputError
 from ..hessian import block_traces
 from ..hessian.entries import batch_of
 from ..losses import Loss
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
+from ..passes.limit import check_passes
 from .per_sample_parameters import Group
 
 
@@ -29,19 +30,24 @@ class PerSampleDiagonal:
         numbers: (n,), theirs in the data.
         loss: the user's.
         scales: a of some parameters by name; 1 for others.
+        most: ``max_passes=`` of the user.
     """
 
-    def __init__(self, group: Group, numbers: Tensor, loss: Loss, scales: Mapping[str, Tensor]) -> None:
-        self._group, self._numbers, self._loss, self._scales = group, numbers, loss, scales
+    def __init__(self, group: Group, numbers: Tensor, loss: Loss, scales: Mapping[str, Tensor], most: int) -> None:
+        self._group, self._numbers, self._loss, self._scales, self._most = group, numbers, loss, scales, most
 
     def by_factors(self, names: Sequence[str], signs: Signs | None) -> Tensor:
         """Return the sum (draws, n) float64 over the parameters of these names; exact without signs."""
         group, values = self._group, self.zeros(signs)
         leaves = [group.leaves[name] for name in names]
         sent = cotangents.prepare(group.outputs, group.targets.detach(), self._loss, group.samples)
-        for draw, cotangent, sign in sent.sent(signs, self._numbers):
+
+        def send(cotangent: Tensor) -> tuple[Tensor | None, ...]:
             interrupts.check()
-            found = torch.autograd.grad(group.outputs, leaves, cotangent, retain_graph=True, allow_unused=True)
+            return torch.autograd.grad(group.outputs, leaves, cotangent, retain_graph=True, allow_unused=True)
+
+        for draw, cotangent, sign in sent.sent(signs, self._numbers, self._most, send):
+            found = send(cotangent)
             for name, gradient in zip(names, found, strict=True):
                 if gradient is not None:
                     squares = self._scaled(name, gradient).square().flatten(1).sum(1, dtype=torch.float64)
@@ -57,11 +63,9 @@ class PerSampleDiagonal:
             custom: names behind which there is a custom autograd function.
 
         Raises:
-            InputError: more than :data:`.cotangents.PASSES` products; a second derivative that is missing.
+            InputError: more products than the user allows; a second derivative that is missing.
         """
         names, values = [*streams], self.zeros(signs)
-        if signs is None:
-            self._check_products(names)
         with block_traces.differentiable(names, "parameter"), torch.enable_grad():
             value = self._loss.value(self._group.outputs, self._group.targets.detach())
             leaves = [self._group.leaves[name] for name in names]
@@ -72,6 +76,7 @@ class PerSampleDiagonal:
                     linearity.check_complete(f"parameter {name!r}", [gradients[name]])
             nonconstant = {name: gradient for name, gradient in gradients.items() if gradient.requires_grad}
             if signs is None:
+                self._check_products(streams, nonconstant)
                 for name, gradient in nonconstant.items():
                     values[0] += self._entries(name, gradient)
             elif nonconstant:
@@ -79,15 +84,16 @@ class PerSampleDiagonal:
                     values[draw] += self._along(nonconstant, streams, Signs(signs.seed, [number]))
         return values
 
-    def _check_products(self, names: Sequence[str]) -> None:
+    def _check_products(self, streams: Mapping[str, int], gradients: Mapping[str, Tensor]) -> None:
+        names, samples = [*streams], self._group.samples
         products = sum(self._group.leaves[name][0].numel() for name in names)
-        if products > cotangents.PASSES:
-            listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise InputError(
-                f"the model is not known to be locally linear in {listed}: an exact value takes {products} Hessian "
-                f"products, one for every entry, more than {cotangents.PASSES}; pass probes= for a sampled value with "
-                "a standard error, or curvature='ggn' for the GGN value, another number"
-            )
+        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        what = (
+            f"the model is not known to be locally linear in {listed}: an exact value takes {products} Hessian "
+            "products, one for every entry"
+        )
+        one = partial(self._along, gradients, streams, Signs(0, [0]))
+        check_passes(products, self._most, what, one, samples, by_hessian=True)
 
     def _entries(self, name: str, gradient: Tensor) -> Tensor:
         """Return the sum over one parameter by a product for every entry, (n,)."""

@@ -27,7 +27,6 @@ from ..errors import InputError
 from ..hessian.block_traces import Value
 from ..losses import Loss
 from ..numerics.variances import with_squares
-from ..passes import cotangents
 from ..passes.runner import Run
 from .groups import Tolerance
 
@@ -64,6 +63,8 @@ class Residuals:
     Args:
         shape: layers, quantities.
         sizes: |r_i|, (n,) float64.
+        pilot: probes that every sample has.
+        most: ``max_passes=`` of the user.
 
     Attributes:
         sizes: these.
@@ -71,8 +72,8 @@ class Residuals:
         products: by number of a layer with probes, the Hessian products that an exact value takes.
     """
 
-    def __init__(self, shape: tuple[int, int], sizes: Tensor, pilot: int) -> None:
-        self.sizes, self.pilot = sizes, pilot
+    def __init__(self, shape: tuple[int, int], sizes: Tensor, pilot: int, most: int) -> None:
+        self.sizes, self.pilot, self._most = sizes, pilot, most
         self.products: dict[int, int] = {}
         self._counts = torch.zeros(shape[0], len(sizes), dtype=torch.int64, device=sizes.device)
         self._wanted, self._exact = torch.zeros_like(self._counts), torch.ones_like(self._counts, dtype=torch.bool)
@@ -138,17 +139,17 @@ class Residuals:
         """Want so many probes in all, (layers, n), or exact values where these take fewer, or nothing is known: -1.
 
         Raises:
-            InputError: it is more than :data:`.cotangents.PASSES` a sample.
+            InputError: it is more than the user allows, in the mean of the samples.
         """
         for layer, products in self.products.items():
-            if products <= cotangents.PASSES:
+            if products <= self._most:
                 self._exact[layer] = (wanted[layer] < 0) | (wanted[layer] - self.pilot > products)
         self._wanted = wanted.clamp_min(self.pilot).masked_fill(self._exact, 0)
         most = float(self._wanted.mean(dim=1, dtype=torch.float64).max())
-        if most > cotangents.PASSES:
+        if most > self._most:
             raise InputError(
                 f"probes='adaptive' takes {most:.0f} Hessian products a sample for this rtol, more than "
-                f"{cotangents.PASSES}; pass a larger one, or probes=k, a number of probes"
+                f"max_passes={self._most}; pass a larger rtol= or max_passes=, or probes=k, a number of probes"
             )
 
     def steps(self, *, whole: bool) -> Iterator[tuple[Tensor, Rounds]]:

@@ -274,7 +274,9 @@ def test_hooks_go_with_an_error():
 
 def test_too_many_outputs():
     model = nn.Sequential(nn.Linear(M, 3000))
-    with pytest.raises(pf.InputError, match=r"3000 outputs of a sample are more than 2048 .* mls_adversarial"):
+    with pytest.raises(
+        pf.InputError, match=r"3000 outputs of a sample take as many .* more than max_passes=2048; .* mls_adversarial"
+    ):
         pf.representation(model, LOSS, (X.float(), INDICES))
 
 
