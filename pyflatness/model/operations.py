@@ -42,7 +42,7 @@ class Operation:
 def read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weight: type[Tensor]) -> Operation | None:
     """Return what a function of torch does, if that is a linear operation with a weight of this class; else None."""
     reader = _READERS.get(func)
-    given = [part for several in (*args, *kwargs.values()) for part in _each_of(several) if isinstance(part, weight)]
+    given = [part for several in (*args, *kwargs.values()) for part in each_of(several) if isinstance(part, weight)]
     if reader is None or len(given) != 1:
         return None
     try:
@@ -52,7 +52,8 @@ def read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weight: type
     return operation if operation is not None and operation.weight is given[0] else None
 
 
-def _each_of(argument: Any) -> Sequence[Any]:
+def each_of(argument: Any) -> Sequence[Any]:
+    """Return an argument's parts, if it is a list of several, else itself alone."""
     return argument if isinstance(argument, (list, tuple)) else (argument,)
 
 

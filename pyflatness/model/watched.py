@@ -81,7 +81,8 @@ def leaf(weight: Tensor, source: Source) -> tuple[Watched, Node]:
 
 def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """Return the result of a function, watched if it is a weight still."""
-    given = [part for part in (*args, *kwargs.values()) if isinstance(part, Watched)]
+    several = map(operations.each_of, (*args, *kwargs.values()))
+    given = [part for parts in several for part in parts if isinstance(part, Watched)]
     if not given or not _has_numbers(result):
         return result
     weight, name = given[0], getattr(func, "__name__", "")
