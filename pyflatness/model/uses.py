@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
 
 from ..report import coverage
-from . import kinds, watched
+from . import besides, kinds, watched
 from .kinds import Convolution, Linear, TransposedLinear
 from .operations import LINEAR, Operation
 from .watched import Watched
@@ -340,6 +340,16 @@ def entries(layers: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], int]:
     return found
 
 
+def left_out(model: nn.Module, layers: Collection[nn.Module]) -> dict[str, float]:
+    """Return the weights that some layers, which were measured, do not have; see :func:`.coverage.uncovered`.
+
+    Without layers, nothing.
+    """
+    if not layers:
+        return {}
+    return coverage.uncovered(model, entries(layers), {(layer, "weight") for layer in layers if besides.of(layer)})
+
+
 def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return why no layer has some of a model's parameters, where that is known, by their names.
 
@@ -355,6 +365,8 @@ def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         use = by_place.get((module, name.rpartition(".")[2]))
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             found[name] = f"nn.{type(module).__name__} computes with it in a kernel of its own"
+        elif others := besides.of(module):
+            found[name] = f"its weight is used in {others} outside of the layer too"
         elif use is not None and (why := use.refusal or use.source.why_unused()):
             found[name] = why
     return found

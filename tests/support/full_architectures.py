@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from pyflatness.model import selectors, uses
 from pyflatness.model.calling import Calls
 from pyflatness.passes import linearity
-from pyflatness.report.coverage import uncovered
 from support import architectures as small
 from support.weight_truth import parameter_of, rows_of, weights
 
@@ -73,7 +72,7 @@ def coverage(model: nn.Module, batch: Any, forward: small.Forward) -> Coverage:
             others = uses.otherwise(modules, calls.count.keys(), linearity.users_of(outputs).keys())
             outputs_of = {name: calls.count[name] * call.output.numel() for name, call in calls.last.items()}
         ran = {name: module for name, module in modules.items() if name in outputs_of and name not in others}
-        left_out = uncovered(model, uses.entries(ran.values()))
+        left_out = uses.left_out(model, [*ran.values()])
     return Coverage(
         entries=sum(weight.numel() for weight in weights(model).values()),
         layers={name: _layer(model, name, outputs_of[name] // len(outputs)) for name in ran},
