@@ -31,7 +31,6 @@ import head
 import hessian
 
 HEADS = ("head (1, ", "head (50000, ", "LeNet5")  # beginnings of the rows of the head's table
-CALLS = 5  # under the profiler
 
 # By a name for it, a part's functions: the end of their file's path, and how their names begin. No part is in another.
 LAYERS = {
@@ -72,8 +71,8 @@ class Figure:
 
 def parts_of(call: Callable[[], object], seconds: float, named: Mapping[str, list[tuple[str, str]]]) -> str:
     """Return where the time of a call goes, in units of some seconds."""
-    profile = cProfile.Profile()
-    for _ in range(CALLS):
+    profile, calls = cProfile.Profile(), 5 if seconds < 1 else 1
+    for _ in range(calls):
         profile.runcall(call)
     stats = pstats.Stats(profile)
     whole: float = stats.total_tt  # type: ignore[attr-defined]
@@ -83,7 +82,7 @@ def parts_of(call: Callable[[], object], seconds: float, named: Mapping[str, lis
             if any(path.endswith(end) and function.startswith(begin) for end, begin in functions):
                 times[part] += cumulative
     times["the rest"] = whole - sum(times.values())
-    return ", ".join(f"{part} {time / CALLS / seconds:.2f}" for part, time in times.items())
+    return ", ".join(f"{part} {time / calls / seconds:.2f}" for part, time in times.items())
 
 
 def heads(rounds: int) -> Iterator[Figure]:
@@ -115,7 +114,7 @@ def lenet(rounds: int) -> Iterator[Figure]:
 def _resnet18(n: int, limit: float) -> Callable[[int], Iterator[Figure]]:
     def figures(rounds: int) -> Iterator[Figure]:
         work = layers.Work("ResNet-18, 21 layers", settled(resnet18()), images(n))
-        yield from swept(work, limit, max(1, rounds * min(3, 64 // n)))
+        yield from swept(work, limit, max(2, rounds * min(3, 64 // n)))
 
     return figures
 
@@ -139,7 +138,7 @@ def backpack(rounds: int) -> Iterator[Figure]:
                 "BackPACK at once": lambda work=work, theirs=theirs: theirs([(work.x, work.y)]),
                 "BackPACK in parts of 256": lambda work=work, theirs=theirs: theirs(work.batches()),
             },
-            3 * rounds,
+            2 * rounds,
             repeats=1,
         )
         ours = timings.pop("")
@@ -195,8 +194,8 @@ def main() -> None:
         kept = {name: [Figure(**one) for one in found] for name, found in json.loads(options.kept.read_text()).items()}
     for name in options.groups or GROUPS:
         kept[name] = list(GROUPS[name](options.rounds))
-    if options.kept:
-        options.kept.write_text(json.dumps({name: [asdict(one) for one in found] for name, found in kept.items()}))
+        if options.kept:
+            options.kept.write_text(json.dumps({name: [asdict(one) for one in found] for name, found in kept.items()}))
     table = Table("figure", "unit", "measured", "to reach", "reached", "where it goes", title="float32, times in turn")
     for name in filter(kept.__contains__, GROUPS):
         table.add_section()
