@@ -6,7 +6,7 @@ the figures to those in a file and prints them all: a table in parts, each of th
 PyHessian are optional (``pip install '.[peers]' pyhessian``); their figures are left out where they are missing.
 
 The works are those of :mod:`head`, :mod:`layers` and :mod:`hessian`, timed in turn with their floors. ``where it goes``
-is of calls under cProfile, in units of the floor: it sums up to more than the figure, for the profiler takes time too.
+has the shares of the figure that parts of one more call take under cProfile, which makes Python's part of it larger.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import pstats
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 
 import bare
 import layers
@@ -69,11 +68,10 @@ class Figure:
         return [self.what, self.unit, *cells, self.parts]
 
 
-def parts_of(call: Callable[[], object], seconds: float, named: Mapping[str, list[tuple[str, str]]]) -> str:
-    """Return where the time of a call goes, in units of some seconds."""
-    profile, calls = cProfile.Profile(), 5 if seconds < 1 else 1
-    for _ in range(calls):
-        profile.runcall(call)
+def parts_of(call: Callable[[], object], figure: float, named: Mapping[str, list[tuple[str, str]]]) -> str:
+    """Return where the time of a call goes: its parts' shares of a figure."""
+    profile = cProfile.Profile()
+    profile.runcall(call)
     stats = pstats.Stats(profile)
     whole: float = stats.total_tt  # type: ignore[attr-defined]
     times = dict.fromkeys(named, 0.0)
@@ -82,7 +80,7 @@ def parts_of(call: Callable[[], object], seconds: float, named: Mapping[str, lis
             if any(path.endswith(end) and function.startswith(begin) for end, begin in functions):
                 times[part] += cumulative
     times["the rest"] = whole - sum(times.values())
-    return ", ".join(f"{part} {time / calls / seconds:.2f}" for part, time in times.items())
+    return ", ".join(f"{part} {figure * time / whole:.2f}" for part, time in times.items())
 
 
 def heads(rounds: int) -> Iterator[Figure]:
@@ -102,8 +100,9 @@ def swept(work: layers.Work, limit: float, rounds: int) -> Iterator[Figure]:
     sweep = bare.Sweep(work.model, work.names)
     timings = in_turn({"": work.measure, "sweep": lambda: sweep.run(work.inputs())}, rounds, repeats=1)
     ours, floor = timings.values()
-    parts = parts_of(work.measure, floor.median, LAYERS)
-    yield Figure(f"{work.title}, n = {len(work.x):,}", "× bare sweep", ours.ratio(floor), limit, parts)
+    figure = ours.ratio(floor)
+    parts = parts_of(work.measure, figure, LAYERS)
+    yield Figure(f"{work.title}, n = {len(work.x):,}", "× bare sweep", figure, limit, parts)
 
 
 def lenet(rounds: int) -> Iterator[Figure]:
@@ -143,18 +142,18 @@ def backpack(rounds: int) -> Iterator[Figure]:
         )
         ours = timings.pop("")
         for title, timing in timings.items():
-            parts = parts_of(work.measure, timing.median, LAYERS)
-            yield Figure(work.title, f"× {title}", ours.ratio(timing), 2 / 3, parts)
+            figure = ours.ratio(timing)
+            yield Figure(work.title, f"× {title}", figure, 2 / 3, parts_of(work.measure, figure, LAYERS))
 
 
 def products(rounds: int) -> Iterator[Figure]:
     """Exact Hessian values of a tanh network."""
     for place, rank, ways in hessian.tanh_layers():
         timings = in_turn(ways, 5 * rounds, repeats=1)
-        floor = median(map(sum, zip(timings["products"].seconds, timings["forward"].seconds, strict=True)))
-        parts = parts_of(ways["pyflatness"], floor, PRODUCTS)
+        figure = hessian.of_both(timings)
+        parts = parts_of(ways["pyflatness"], figure, PRODUCTS)
         what = f"tanh network, layer {place}, rank {rank}, n = 256"
-        yield Figure(what, "× (products + a forward pass)", hessian.of_both(timings), 1.2, parts)
+        yield Figure(what, "× (products + a forward pass)", figure, 1.2, parts)
 
 
 def traces(rounds: int) -> Iterator[Figure]:
