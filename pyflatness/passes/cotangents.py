@@ -112,10 +112,11 @@ class Cotangents:
         """Return values (…, n) of the samples, NaN for those without a loss."""
         return values.masked_fill(self.bad, math.nan)
 
-    def is_row_dim(self, dim: int) -> bool:
-        """Return whether a loss term reads the outputs along one dimension, and that is ``dim``."""
+    @property
+    def row_dim(self) -> int | None:
+        """Return the dimension of the outputs along which a loss term reads them; None where it reads several."""
         ndim = self.outputs.ndim
-        return (self._loss.positions or ndim == 2) and (dim - self._dim) % ndim == 0
+        return self._dim % ndim if self._loss.positions or ndim == 2 else None
 
     @property
     def weight(self) -> float:
@@ -168,7 +169,10 @@ class Cotangents:
 
     def _counted(self, values: Tensor) -> Tensor:
         """Return values as a cotangent, 0 for terms that do not count."""
-        return self._shaped(torch.where((self.terms.scale != 0).unsqueeze(1), values, 0.0).to(self._rows.dtype))
+        counted = self.terms.scale != 0
+        if not bool(counted.all()):
+            values = torch.where(counted.unsqueeze(1), values, 0.0)
+        return self._shaped(values.to(self._rows.dtype))
 
     def _shaped(self, rows: Tensor) -> Tensor:
         if not self._loss.positions or self._dim % self.outputs.ndim == self.outputs.ndim - 1:
