@@ -83,8 +83,8 @@ def head_flatness(
 @public
 def relative_flatness(
     model: nn.Module,
-    loss: Any,
-    data: Any,
+    loss: Any = "auto",
+    data: Any = ...,
     layer: Selector | None = None,
     *,
     curvature: str = "auto",
@@ -116,9 +116,13 @@ def relative_flatness(
             Ctrl-C. Calls of several threads take turns.
         loss: the loss the model was trained with: an ``nn`` module, ``F`` function, name or callable
             (outputs, targets) -> scalar. Options (class weights, smoothing, ``ignore_index``, …) and reduction count.
+            ``"auto"``: that of a model of Hugging Face's transformers, as it computes it itself: cross-entropy over all
+            tokens of the data that are not ignored, or over samples; squared error or binary cross-entropy by
+            ``config.problem_type``.
         data: a tuple of tensors (inputs, targets), or an iterable of batches such as a DataLoader; a batch is a pair,
             or a mapping with ``labels`` of which the rest are the model's keyword arguments. How data is cut into
-            batches does not change the value. Moved to the model's device.
+            batches does not change the value. Moved to the model's device. Models of transformers have their labels
+            shifted, or given to their decoder, as they do it themselves.
         layer: qualified name, glob, ``re:…``, ``type:…`` or module; None takes the last Linear that ran.
         curvature: ``"auto"``: the Hessian value, by the head, by the GGN where the model is certified to be locally
             linear in the layer's weight (ReLU, pooling, eval BatchNorm, sums), else by Hessian products. ``"ggn"``: the
@@ -204,8 +208,8 @@ def relative_flatness(
 @public
 def block_traces(
     model: nn.Module,
-    loss: Any,
-    data: Any,
+    loss: Any = "auto",
+    data: Any = ...,
     layer: Selector | None = None,
     *,
     curvature: str = "auto",
@@ -282,8 +286,8 @@ def block_traces(
 @public
 def measure(
     model: nn.Module,
-    loss: Any,
-    data: Any,
+    loss: Any = "auto",
+    data: Any = ...,
     *,
     layers: Selector | Sequence[Selector] | None = None,
     measures: str | Sequence[str] | None = None,

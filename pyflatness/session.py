@@ -12,6 +12,7 @@ from torch import nn
 
 from . import losses
 from .errors import InputError
+from .losses import auto
 from .messages import shown
 from .model import calling, state
 from .model.data import Batches
@@ -30,10 +31,11 @@ _untraced = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 def public(function: Callable[P, R]) -> Callable[P, R]:
     """Keep ``torch.compile`` from tracing a public function, and say how it is called where it is called otherwise.
 
-    Its types stay visible.
+    Its types stay visible. An argument whose default is ``...`` has to be given: those in front of it need not be.
     """
     parameters = inspect.signature(function).parameters
     names = [*parameters]
+    needed = [name for name in names if parameters[name].default is ...]  # behind a loss that need not be given
     positional = [name for name in names if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY]
 
     @functools.wraps(function)
@@ -45,6 +47,9 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
                 f"{function.__name__}({', '.join(positional)}, *, …) takes {len(positional)} positional arguments, got "
                 f"{len(args)}; the others are passed by name, as in {by_name}"
             )
+        missing = next((name for name in needed if name not in kwargs and names.index(name) >= len(args)), None)
+        if missing is not None:
+            raise TypeError(f"{function.__name__}() missing 1 required positional argument: {missing!r}")
         for name in kwargs:
             if name not in parameters:
                 near = ", ".join(difflib.get_close_matches(name, names)) or ", ".join(names)
@@ -71,7 +76,7 @@ def session(
 
     Args:
         model: any module.
-        loss: see :func:`.losses.resolve`.
+        loss: see :func:`.losses.resolve`; or ``"auto"``, see :func:`.auto.of_model`.
         data: see :class:`.data.Batches`.
         options: of the user; None: all as they are by default.
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
@@ -84,11 +89,12 @@ def session(
         InputError: a model, loss or data that cannot be measured, see :func:`.state.observing`,
             :func:`.losses.resolve`, :class:`.data.Batches` and :class:`.checked.Checked`.
     """
-    resolved = losses.resolve(loss, reduction)
+    resolved = None if auto.is_auto(loss) else losses.resolve(loss, reduction)
     if forward is not None and not callable(forward):
         raise InputError(f"forward={shown(forward)}: a function (model, batch) -> (outputs, targets) is wanted")
     progress = None if progress is None else check_flag("progress", progress)
     with explained(), state.observing(model) as (module, random):
         batches = Batches(data, state.device(module), reads=reads, ordered=ordered, shown=progress)
+        resolved = resolved or auto.of_model(module, batches.peek(), reduction)
         checked = Checked(module, resolved, forward, random)
         yield Task(module, resolved, batches, checked, options or Options(), progress)

@@ -20,6 +20,7 @@ from . import progress as progress_bar
 from .api import relative_flatness
 from .contractions import compiled, promoted_dtype
 from .errors import InputError
+from .losses import auto, risk
 from .messages import check_tensor
 from .model import calling, layers, state
 from .model.data import first, leaves, map_tensors
@@ -94,8 +95,8 @@ class Verification:
 @public
 def verify(
     model: nn.Module,
-    loss: Any,
-    data: Any,
+    loss: Any = "auto",
+    data: Any = ...,
     layer: str | nn.Module | None = None,
     *,
     samples: int = 32,
@@ -146,8 +147,9 @@ def verify(
         batch = first(batch, samples)
         calling.run(module, batch, task.forward)  # with its checks, which the copy in float64 cannot have
         double = _in_double(module)
+        truth_loss = _double_loss(_of_resolved(task.loss) if auto.is_auto(loss) else loss, reduction)
     batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
-    measured = [(model, loss, batch), (double, _double_loss(loss, None), batch64)]
+    measured = [(model, loss, batch), (double, loss if auto.is_auto(loss) else _double_loss(loss, None), batch64)]
     found = []
     if all(not parameter.is_floating_point() or parameter.dtype == torch.float64 for parameter in module.parameters()):
         del measured[0]
@@ -164,7 +166,7 @@ def verify(
     with state.observing(double) as (module, _):
         target = module.get_submodule(estimate.layer)
         _untie(target)
-        risk = functools.partial(_risk, module, _double_loss(loss, reduction), batch64, forward)
+        risk = functools.partial(_risk, module, truth_loss, batch64, forward)
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
             method, truth = _truth(estimate, target, risk, _Passes(estimate, target, seconds, progress))
     checks = []
@@ -242,6 +244,16 @@ def _risk(model: nn.Module, loss: Any, batch: Any, forward: calling.Forward | No
     outputs, targets = calling.run(model, batch, forward, taken)
     value: Tensor = loss(outputs, targets)
     return value
+
+
+def _of_resolved(loss: losses.Loss) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a loss as a callable (outputs, targets) -> scalar."""
+
+    def called(outputs: Tensor, targets: Tensor) -> Tensor:
+        weight = risk.weight(outputs, targets, loss, 0) if loss.reduction == "mean" else 1.0
+        return loss.value(outputs, targets) / weight
+
+    return called
 
 
 def _double_loss(loss: Any, reduction: str | None) -> Any:

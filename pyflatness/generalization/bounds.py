@@ -133,8 +133,8 @@ class GeneralizationBound:
 @public
 def generalization_bound(
     model: nn.Module,
-    loss: Any,
-    train: Any,
+    loss: Any = "auto",
+    train: Any = ...,
     layer: Selector | None = None,
     *,
     test: Any = None,

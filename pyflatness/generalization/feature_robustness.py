@@ -129,8 +129,8 @@ class FeatureRobustness:
 @public
 def feature_robustness(
     model: nn.Module,
-    loss: Any,
-    data: Any,
+    loss: Any = "auto",
+    data: Any = ...,
     layer: Selector | None = None,
     *,
     alphas: Iterable[float] = ALPHAS,

@@ -97,9 +97,9 @@ class GeneralizationGap:
 @public
 def generalization_gap(
     model: nn.Module,
-    loss: Any,
-    train: Any,
-    test: Any,
+    loss: Any = "auto",
+    train: Any = ...,
+    test: Any = ...,
     *,
     nan_policy: str = "raise",
     reduction: str | None = None,

@@ -176,8 +176,8 @@ def _of_network(net: NetworkTerms) -> list[Bound]:
 @public
 def bounds(
     model: nn.Module,
-    loss: Any,
-    data: Any,
+    loss: Any = "auto",
+    data: Any = ...,
     *,
     layers: Selector | Sequence[Selector] | None = None,
     sharpness: float | str | None = None,

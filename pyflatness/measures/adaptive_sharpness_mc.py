@@ -36,8 +36,8 @@ RHO, DRAWS = 0.1, 32
 @public
 def adaptive_sharpness_mc(
     model: nn.Module,
-    loss: Any,
-    data: Any,
+    loss: Any = "auto",
+    data: Any = ...,
     *,
     rho: float = RHO,
     draws: int = DRAWS,

@@ -35,8 +35,8 @@ STEPS = 20
 @public
 def mls_adversarial(
     model: nn.Module,
-    loss: Any,
-    data: Any,
+    loss: Any = "auto",
+    data: Any = ...,
     *,
     steps: int = STEPS,
     radius: float | None = None,

@@ -108,8 +108,8 @@ class PacBayes(Bisection):
 @public
 def pac_bayes(
     model: nn.Module,
-    loss: Any,
-    data: Any,
+    loss: Any = "auto",
+    data: Any = ...,
     *,
     drop: float = DROP,
     draws: int = DRAWS,

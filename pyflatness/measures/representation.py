@@ -185,8 +185,8 @@ ROWS = (MLS, NMLS, NORMALIZED_MLS, INPUT_INVARIANT_MLS, LOG_VOLUME, VOLUME, LOCA
 @public
 def representation(
     model: nn.Module,
-    loss: Any,
-    data: Any,
+    loss: Any = "auto",
+    data: Any = ...,
     *,
     layers: Selector | Sequence[Selector] | None = None,
     measures: str | Sequence[str] | None = None,

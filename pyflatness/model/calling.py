@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .. import interrupts
 from ..errors import InputError, NoGraphError
+from . import hugging_face
 from .outputs import refusal, single
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
@@ -124,7 +125,9 @@ def one_tensor(returned: Any) -> Tensor:
 def run(
     model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable[[Any], Tensor] = one_tensor
 ) -> tuple[Tensor, Any]:
-    """Return outputs and targets of a batch: by ``forward``, ``model(inputs)`` of a pair, or :func:`by_keywords`.
+    """Return outputs and targets of a batch: by ``forward``, ``model(inputs)`` of a pair, or by a mapping's keywords.
+
+    A mapping's ``labels`` are the targets, see :func:`.hugging_face.prepared`.
 
     Args:
         model: the user's.
@@ -146,9 +149,8 @@ def _run(model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable
             raise InputError(f"forward: a pair (outputs, targets) is wanted, got {type(result).__name__}")
         returned, targets = result
     else:
-        if isinstance(batch, Mapping) and "labels" in batch:
-            _check_not_causal(model, batch["labels"])
-            return by_keywords(model, batch, tensor)
+        if isinstance(batch, Mapping) and ("labels" in batch or hugging_face.inner(model) is not None):
+            return by_keywords(model, hugging_face.prepared(model, batch), tensor)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             kind = (
                 f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
@@ -195,36 +197,24 @@ def differentiated() -> Iterator[None]:
 
 
 def by_keywords(
-    model: nn.Module, batch: Mapping[str, Any], tensor: Callable[[Any], Tensor] = one_tensor
+    model: nn.Module, batch: hugging_face.Prepared, tensor: Callable[[Any], Tensor] = one_tensor
 ) -> tuple[Tensor, Any]:
-    """Serve as ``forward`` for mappings: ``labels`` are the targets, the rest the model's keyword arguments.
+    """Call a model by keyword arguments.
 
     Outputs (n, T, C) for labels (n, T), as models of tokens give them, come as (n, C, T), as cross-entropy wants them.
     """
-    targets = batch["labels"]
-    logits = tensor(model(**{key: value for key, value in batch.items() if key != "labels"}))
+    logits, targets = tensor(model(**batch.inputs)), batch.targets
     if isinstance(targets, Tensor) and not targets.is_floating_point() and 2 <= targets.ndim == logits.ndim - 1:
-        return logits.movedim(-1, 1), targets
+        logits = logits.movedim(-1, 1)
+        return (logits[:, :, :-1], targets[:, 1:]) if batch.shifted else (logits, targets)
     return logits, targets
 
 
 def causal_lm(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-    """Serve as ``forward`` for causal language models: every position is to predict the next one's label."""
-    logits, targets = by_keywords(model, batch)
-    return logits[:, :, :-1], targets[:, 1:]
+    """Serve as ``forward`` for causal language models: every position is to predict the next one's label.
 
-
-def _check_not_causal(model: nn.Module, labels: Any) -> None:
-    """Raise for a model whose outputs at a position are about the next one, by the names of its classes."""
-    kinds = [kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] in _LANGUAGE_MODELS]
-    causal = any(kind.__name__.endswith(_CAUSAL) and not kind.__name__.startswith(_MASKED) for kind in kinds)
-    if causal and isinstance(labels, Tensor) and labels.ndim == 2:
-        raise InputError(
-            f"model: {type(model).__name__} predicts the token after each position, and transformers shifts the labels "
-            "for that: pass forward=pf.causal_lm, which does the same. Where these labels are shifted already, pass "
-            "forward=lambda model, batch: (model(batch['input_ids']).logits.movedim(-1, 1), batch['labels'])"
-        )
-
-
-_LANGUAGE_MODELS = ("transformers", "transformers_modules", "peft")  # packages
-_CAUSAL, _MASKED = ("ForCausalLM", "LMHeadModel"), ("XLMWith", "FlaubertWith")  # ends and beginnings of names
+    Models of transformers need it no more; their labels are shifted as they do it themselves. Without ``labels`` a
+    batch's ``input_ids`` take their place, where ``attention_mask`` does not leave them out.
+    """
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    return by_keywords(model, hugging_face.Prepared(inputs, hugging_face.causal_labels(batch), shifted=True))

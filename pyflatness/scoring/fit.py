@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import losses
-from ..losses import risk
+from ..losses import auto, risk
 from ..model import calling
 
 
@@ -31,18 +31,21 @@ class FitRecorder:
     which changes no mean.
 
     Args:
-        loss: see :func:`.losses.resolve`.
+        loss: see :func:`.losses.resolve`; ``"auto"`` is found by the first batch.
         step: called after each batch.
         active: False to call the model and nothing else.
     """
 
     def __init__(self, loss: Any, step: Callable[[], None], *, active: bool) -> None:
-        self._step, self._active, self._loss = step, active, losses.resolve(loss)
+        self._step, self._active = step, active
+        self._loss = None if auto.is_auto(loss) else losses.resolve(loss)
         self._pending: tuple[Tensor, Tensor] | None = None
         self._sums: list[Tensor] = []  # per batch: losses, loss terms, correct predictions, predictions
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """See :data:`.calling.Forward`."""
+        if self._loss is None:
+            self._loss = auto.unchecked(model, batch)
         if calling.is_dry_run():
             return calling.run(model, batch, None)
         self._count()
@@ -65,6 +68,7 @@ class FitRecorder:
             return
         (outputs, targets), self._pending = self._pending, None
         loss, number = self._loss, len(self._sums)
+        assert loss is not None
         right = counting = torch.zeros(0, dtype=torch.bool, device="cpu")
         if not targets.is_floating_point():  # class indices; the column is empty for probabilities and values
             right, counting = risk.judged(outputs, targets, loss, number)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from .. import losses
+from ..losses import auto
 from ..model.data import Batches, leaves, size
 from ..model.layers import unwrap
 from ..options import Options
@@ -92,6 +93,8 @@ def of_network(network: nn.Module) -> Facts:
 
 def of_loss(loss: Any) -> Facts:
     """Return what a loss is; a name, its function and its module with the same options are the same."""
+    if auto.is_auto(loss):  # what it is follows from the model and the data
+        return {"name": auto.AUTO}
     resolved = losses.resolve(loss)
     if not isinstance(resolved, losses.CustomLoss):
         return {"name": type(resolved).__name__, **_attributes(resolved)}

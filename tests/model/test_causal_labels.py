@@ -1,4 +1,4 @@
-"""Causal language models of transformers: labels that no forward shifts are an error."""
+"""Causal language models of transformers: labels are shifted as they do it themselves."""
 
 import pytest
 import torch
@@ -31,20 +31,19 @@ class Own(transformers.GPT2LMHeadModel):
 
 
 @pytest.mark.parametrize("make", [gpt2, llama, lambda: gpt2(Own)])
-def test_labels_that_nobody_shifts(make):
+def test_labels_are_shifted(make):
     net = make()
-    for call in (pf.relative_flatness, pf.measure, pf.verify):
-        with pytest.raises(pf.InputError, match=r"predicts the token after .* forward=pf\.causal_lm"):
-            call(net, LOSS, BATCHES)
     logits = net(TOKENS).logits[:, :-1]
     expected = pf.head_flatness(
         net.get_submodule("transformer" if hasattr(net, "transformer") else "model")(TOKENS)[0][:, :-1],
         net.lm_head.weight,
         targets=TOKENS[:, 1:],
     )
-    found = pf.relative_flatness(net, LOSS, BATCHES, "lm_head", forward=pf.causal_lm)
+    for options in ({}, {"forward": pf.causal_lm}):
+        found = pf.relative_flatness(net, LOSS, BATCHES, "lm_head", **options)
+        assert found.value == pytest.approx(expected.value, rel=1e-4)
     assert logits.shape == (2, 3, 11)
-    assert found.value == pytest.approx(expected.value, rel=1e-4)
+    assert pf.verify(net, LOSS, BATCHES, "lm_head")
 
 
 def test_labels_that_are_shifted_already():

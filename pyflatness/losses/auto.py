@@ -1,0 +1,151 @@
+"""Take the loss that a model of Hugging Face's transformers computes itself where it is given labels: loss "auto"."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..messages import is_out_of_memory
+from ..model import calling, data, hugging_face
+from . import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError, resolve, risk
+from .base import Reduction, Terms
+
+AUTO = "auto"
+_SAMPLES = 2  # of the first batch, for which the model is asked for its own loss
+_RTOL = 1e-4
+_WAY_OUT = (
+    "pass loss=, and where outputs and labels do not fit as they are, forward=, a function (model, batch) -> "
+    "(outputs, targets)"
+)
+
+
+def is_auto(loss: Any) -> bool:
+    """Return whether the loss is to be that of the model."""
+    return isinstance(loss, str) and loss == AUTO
+
+
+def of_model(model: nn.Module, batch: Any, reduction: Reduction | None = None) -> Loss:
+    """Return the loss that a model has by itself: cross-entropy, squared error or binary cross-entropy.
+
+    It is held against the model's own ``.loss`` on the first two samples of the data.
+
+    Args:
+        model: inside :func:`.state.observing`.
+        batch: the first one of the data, on the model's device.
+        reduction: of the user; None: ``"mean"``.
+
+    Raises:
+        InputError: a model that is none of transformers', a batch without labels, or a model whose own loss is another
+            than these three of its ``logits``.
+    """
+    few = data.first(batch, min(_SAMPLES, data.size(batch)))
+    own, inputs = _with_labels(model, few)
+    loss = _found(own, inputs["labels"], reduction)
+    with calling.aside(), torch.no_grad():
+        _check(model, few, _own_loss(model, own, inputs), loss)
+    return loss
+
+
+def unchecked(model: nn.Module, batch: Any) -> Loss:
+    """Return what :func:`of_model` does, of a model and data for which it was called already."""
+    own, inputs = _with_labels(model, batch)
+    return _found(own, inputs["labels"], None)
+
+
+def _with_labels(model: nn.Module, batch: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the model of transformers, and what to call it with for its own loss."""
+    own = hugging_face.inner(model)
+    if own is None:
+        raise InputError(
+            f"loss: 'auto' is the loss that a model of Hugging Face's transformers has by itself, and a "
+            f"{type(model).__name__} is none; pass the loss that it was trained with, as loss='cross_entropy'"
+        )
+    if isinstance(batch, Mapping):
+        return own, {**batch, "labels": hugging_face.prepared(own, batch).targets}
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return own, {getattr(own, "main_input_name", "input_ids"): batch[0], "labels": batch[1]}
+    raise InputError(f"data: batches are mappings with the model's inputs and `labels`, got a {type(batch).__name__}")
+
+
+def _found(own: nn.Module, labels: Any, reduction: Reduction | None) -> Loss:
+    if not isinstance(labels, Tensor):
+        raise InputError(
+            f"loss: 'auto' takes labels that are one tensor, and this {type(own).__name__} has a "
+            f"{type(labels).__name__}, as for detecting objects; {_WAY_OUT}"
+        )
+    how = resolve("mse_loss", reduction).reduction
+    kind = hugging_face.problem(own, labels)
+    if kind == "classes":
+        return CrossEntropy(None, hugging_face.IGNORED, 0.0, how)
+    return ColumnSquaredError(how) if kind == "values" else BinaryCrossEntropy(None, None, how)
+
+
+@dataclass
+class ColumnSquaredError(SquaredError):
+    """Represent squared error whose targets may be (n,) where outputs are (n, 1), as models of one number take them."""
+
+    def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
+        """See :class:`.base.Loss`."""
+        return super().terms(outputs, None if targets is None else _as_column(targets, outputs), class_dim)
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :class:`.base.Loss`."""
+        return super().value(outputs, _as_column(targets, outputs))
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :class:`.base.Loss`."""
+        return super().each(outputs, _as_column(targets, outputs))
+
+
+def _as_column(targets: Tensor, outputs: Tensor) -> Tensor:
+    return targets.unsqueeze(-1) if outputs.shape == (*targets.shape, 1) else targets
+
+
+def _own_loss(model: nn.Module, own: nn.Module, inputs: Mapping[str, Any]) -> float:
+    """Return the loss that the model computes; its configuration, where it notes the kind of labels, stays as it is."""
+    config: Any = own.config
+    before, returned = {**vars(config)}, None
+    try:
+        returned = model(**inputs, return_dict=True)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"loss: 'auto' is what {type(own).__name__} computes of its labels, and called with "
+            f"{data.described(inputs)} it raised {type(error).__name__}: {error}; {_WAY_OUT}"
+        ) from error
+    finally:
+        vars(config).clear()
+        vars(config).update(before)
+    loss = getattr(returned, "loss", None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise InputError(
+            f"loss: {type(own).__name__} computes no loss of its labels (has it a head for a task?); {_WAY_OUT}"
+        )
+    return float(loss)
+
+
+def _check(model: nn.Module, batch: Any, wanted: float, loss: Loss) -> None:
+    """Raise if a loss of the model's outputs is another than the model's own."""
+    name = type(hugging_face.inner(model)).__name__
+    try:
+        outputs, targets = calling.run(model, batch, None)
+        weight = risk.weight(outputs, targets, loss, 0)  # with the checks of the targets
+        terms = float(loss.value(outputs, targets))
+    except InputError as error:
+        raise InputError(
+            f"loss: 'auto' knows cross-entropy, squared error and binary cross-entropy of a model's logits, and the "
+            f"labels of this {name} are not theirs ({error}); {_WAY_OUT}"
+        ) from error
+    found = terms / weight if weight else math.nan
+    rtol = max(_RTOL, 8 * torch.finfo(outputs.dtype).eps)
+    if not math.isnan(wanted) and not math.isclose(found, wanted, rel_tol=rtol, abs_tol=rtol):
+        raise InputError(
+            f"loss: {name} has a loss of its own, {wanted:.6g} on the first samples, where "
+            f"{type(loss).__name__} of its outputs is {found:.6g}: it adds something (the balance of experts), weighs "
+            f"its terms, or has its labels at other positions; {_WAY_OUT}"
+        )

@@ -1,0 +1,157 @@
+"""Call models of Hugging Face's transformers on the batches that their processors make.
+
+A batch is a mapping of the model's keyword arguments, with ``labels`` beside them. The model is called without the
+labels; what its outputs are held against is arranged as the model itself does it when it computes its loss: a causal
+language model's output at a position is about the next position's label, and a decoder is given the labels one position
+later.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import InputError
+
+IGNORED = -100
+"""The label of what has no part in a loss."""
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "ModelWithLMHead", "ForConditionalGeneration", "ForImageTextToText")
+# Decoders of translation models and a few others, whose labels are to be shifted already; they take them as they are.
+_NOT_SHIFTED = (
+    *("Bart", "BigBirdPegasus", "Blenderbot", "CpmAnt", "FlaubertWith", "MBart", "Marian", "Musicgen", "Mvp"),
+    *("PLBart", "Pegasus", "TrOCR", "Whisper", "XLMWith", "XLNet"),
+)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Hold a batch as a model takes it.
+
+    Attributes:
+        inputs: the model's keyword arguments, without labels.
+        targets: the labels.
+        shifted: whether outputs at a position are about the label of the next one.
+    """
+
+    inputs: dict[str, Any]
+    targets: Any
+    shifted: bool
+
+
+def inner(model: nn.Module) -> nn.Module | None:
+    """Return the model of transformers that a module is, or that PEFT wraps; None of another module."""
+    if _is_of(model, "peft"):
+        model = getattr(model, "get_base_model", lambda: model)()
+    return model if _is_of(model, "transformers", "PreTrainedModel") else None
+
+
+def prepared(model: nn.Module, batch: Mapping[str, Any]) -> Prepared:
+    """Return what to call a model with, and what its outputs are about.
+
+    Args:
+        model: of transformers (see :func:`inner`), or any other that takes keyword arguments.
+        batch: the keyword arguments, with ``labels``; a causal language model can do without these, see
+            :func:`causal_labels`.
+
+    Raises:
+        InputError: there are no labels, and the model is none that can do without.
+    """
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    own, targets = inner(model), batch.get("labels")
+    if own is None:
+        return Prepared(inputs, batch["labels"], False)
+    causal = is_causal(own)
+    if targets is None:
+        if not causal:
+            raise InputError(
+                f"data: batches have no `labels`, which {type(own).__name__} needs; there are {', '.join(inputs)}"
+            )
+        targets = causal_labels(batch)
+    tokens = isinstance(targets, Tensor) and targets.ndim == 2 and not targets.is_floating_point()
+    if tokens and _generates(own) and not {"decoder_input_ids", "decoder_inputs_embeds"} & {*inputs}:
+        inputs["decoder_input_ids"] = _decoder_inputs(own, targets)
+    return Prepared(inputs, targets, causal and tokens)
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Return whether a model of transformers takes each output for a prediction of the next position's label."""
+    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return not encodes and any(
+        kind.__name__.endswith(_CAUSAL) and not kind.__name__.startswith(_NOT_SHIFTED) for kind in _kinds(model)
+    )
+
+
+def causal_labels(batch: Mapping[str, Any]) -> Tensor:
+    """Return the labels of a causal language model's batch: ``labels``, or else its tokens themselves.
+
+    Of tokens a masked one (``attention_mask`` 0) is ignored, and so is one behind a masked one, from which it would
+    have to be predicted. So it makes no difference whether padding is on the left or on the right.
+
+    Raises:
+        InputError: there are neither.
+    """
+    labels, tokens, mask = (batch.get(name) for name in ("labels", "input_ids", "attention_mask"))
+    if isinstance(labels, Tensor):
+        return labels
+    if not isinstance(tokens, Tensor):
+        raise InputError(f"data: batches have neither `labels` nor `input_ids`; there are {', '.join(map(str, batch))}")
+    if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
+        return tokens
+    there = mask != 0
+    there[:, 1:] = there[:, 1:] & (mask[:, :-1] != 0)
+    return tokens.masked_fill(~there, IGNORED)
+
+
+def problem(model: nn.Module, labels: Tensor) -> str:
+    """Return which of its losses a model of transformers takes: ``classes``, ``values`` or ``binary``.
+
+    A model that classifies whole samples goes by ``config.problem_type``, or by the number and type of labels where
+    that is not set; all others take cross-entropy.
+    """
+    config = getattr(model, "config", None)
+    if not any("ForSequenceClassification" in kind.__name__ or _is_of_media(kind) for kind in _kinds(model)):
+        return "classes"
+    given = getattr(config, "problem_type", None)
+    if given is None:
+        several = "binary" if labels.is_floating_point() else "classes"
+        return "values" if getattr(config, "num_labels", 2) == 1 else several
+    return {"regression": "values", "multi_label_classification": "binary"}.get(given, "classes")
+
+
+def _is_of_media(kind: type) -> bool:
+    return any(f"For{medium}Classification" in kind.__name__ for medium in ("Image", "Video", "Audio"))
+
+
+def _generates(model: nn.Module) -> bool:
+    """Return whether a model has a decoder that is to give a text back."""
+    names = [kind.__name__ for kind in _kinds(model)]
+    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return bool(encodes) and not any("Classification" in name or "QuestionAnswering" in name for name in names)
+
+
+def _decoder_inputs(model: nn.Module, labels: Tensor) -> Tensor:
+    """Return the labels one position later, as the model itself makes its decoder's inputs of them."""
+    for name in ("prepare_decoder_input_ids_from_labels", "_shift_right"):
+        method = getattr(model, name, None)
+        if callable(method):
+            made: Tensor = method(labels)
+            return made
+    config: Any = model.config
+    later = labels.new_full(labels.shape, config.decoder_start_token_id)
+    later[:, 1:] = labels[:, :-1]
+    return later.masked_fill_(later == IGNORED, config.pad_token_id)
+
+
+def _kinds(model: nn.Module) -> list[type]:
+    return [kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] in _PACKAGES]
+
+
+def _is_of(model: nn.Module, package: str, name: str = "") -> bool:
+    return any(
+        kind.__module__.partition(".")[0] == package and name in ("", kind.__name__) for kind in type(model).__mro__
+    )
+
+
+_PACKAGES = ("transformers", "transformers_modules")

@@ -1,0 +1,147 @@
+"""The loss "auto": that of a model of transformers, from the batches that its processor makes."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import pyflatness as pf
+from pyflatness.losses import auto, risk
+from pyflatness.model import calling
+from support import truth
+from support.hugging_face import FAMILIES
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_loss_is_the_models_own(name):
+    net, batch = FAMILIES[name]()
+    before = net.config.to_dict()
+    loss = auto.of_model(net, batch)
+    assert net.config.to_dict() == before
+    with torch.no_grad():
+        outputs, targets = calling.run(net, batch, None)
+        found = loss.value(outputs, targets) / risk.weight(outputs, targets, loss, 0)
+        own = net(**batch).loss
+    assert float(found) == pytest.approx(float(own), rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("Llama", "model.layers.0.self_attn.k_proj"),
+        ("BART's decoder, which shifts nothing", "lm_head"),
+        ("T5", "lm_head"),
+        ("mBART, which moves the last token to the front", "lm_head"),
+        ("BERT, a number", "classifier"),
+        ("BERT, several labels", "classifier"),
+        ("ViT", "classifier"),
+    ],
+)
+def test_values_are_of_the_models_own_loss_over_all_tokens_of_the_data(name, layer):
+    """Against the dense Hessian of the model's own ``.loss`` of each batch, by its number of labels that count."""
+    net, batch = FAMILIES[name]()
+    net = net.double()
+    if layer == "lm_head":  # by itself: a tied weight's other use has no part in the layer's value
+        net.lm_head.weight = nn.Parameter(net.lm_head.weight.detach().clone())
+    batch = {key: part.double() if part.is_floating_point() else part for key, part in batch.items()}
+    batches = [{key: part[some] for key, part in batch.items()} for some in (slice(0, 1), slice(1, 3))]
+    found = pf.relative_flatness(net, data=batches, layer=layer)
+    assert found.exact
+
+    def counting(labels):
+        labels = labels[:, 1:] if name == "Llama" else labels
+        return int((labels != -100).sum()) if not labels.is_floating_point() else labels.numel()
+
+    counts = [counting(each["labels"]) for each in batches]
+
+    def own(weight):
+        losses = [
+            torch.func.functional_call(net, {f"{layer}.weight": weight}, (), each).loss.double() for each in batches
+        ]
+        return sum(count * loss for count, loss in zip(counts, losses, strict=True)) / sum(counts)
+
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+        expected = truth.relative_flatness(own, net.get_submodule(layer).weight)
+    assert found.value == pytest.approx(expected, rel=1e-4)  # transformers takes logits in float32 for its loss
+
+
+def test_tokens_are_the_labels_of_a_causal_model_that_is_given_none():
+    """Masked ones are ignored, wherever they are."""
+    net, batch = FAMILIES["Llama"]()
+    net = net.double()
+    labels = batch.pop("labels")
+    expected = pf.relative_flatness(net, data=[{**batch, "labels": labels}])
+    assert pf.relative_flatness(net, data=[batch]).value == expected.value
+    left = {key: part.clone() for key, part in batch.items()}
+    for part in left.values():
+        part[1] = part[1].roll(2)
+    assert left["attention_mask"][1].tolist() == [0, 0, 1, 1, 1, 1]
+    assert pf.relative_flatness(net, data=[left]).value == pytest.approx(expected.value, rel=1e-10)
+    assert pf.measure(net, data=[batch], layers="lm_head")["lm_head", "relative_flatness"].value == pytest.approx(
+        expected.value, rel=1e-9
+    )
+
+
+def test_images_as_pairs():
+    net, batch = FAMILIES["ViT"]()
+    pair = batch["pixel_values"], batch["labels"]
+    assert pf.relative_flatness(net, data=pair).value == pf.relative_flatness(net, data=[batch]).value
+    assert pf.relative_flatness(net, "auto", pair, reduction="sum").value == pytest.approx(
+        pf.relative_flatness(net, nn.CrossEntropyLoss(reduction="sum"), pair).value
+    )
+
+
+def test_every_public_call_takes_it():
+    net, batch = FAMILIES["ViT, several labels"]()
+    loss, data = nn.BCEWithLogitsLoss(), [batch]
+    for call, options in (
+        (pf.block_traces, {"layer": "classifier"}),
+        (pf.representation, {"layers": "classifier"}),
+        (pf.mls_adversarial, {"steps": 1}),
+        (pf.pac_bayes, {"draws": 2, "steps": 1}),
+        (pf.adaptive_sharpness_mc, {"draws": 2}),
+        (pf.feature_robustness, {"layer": "classifier", "draws": 2}),
+    ):
+        found, expected = call(net, data=data, **options), call(net, loss, data, **options)
+        assert repr(found) == repr(expected), call
+    assert pf.verify(net, data=data).truth == pytest.approx(pf.verify(net, loss, data).truth, rel=1e-12)
+    assert pf.generalization_gap(net, train=data, test=data) == pf.generalization_gap(net, loss, data, data)
+
+
+def test_a_loss_that_is_none_of_these_is_an_error():
+    def refusal(net, batch, match):
+        with pytest.raises(pf.InputError, match=match):
+            pf.relative_flatness(net.eval(), data=[batch])
+
+    net, batch = FAMILIES["Llama"]()
+    refusal(nn.Linear(2, 2), batch, "a Linear is none; pass the loss that it was trained with")
+    refusal(net.model, batch, "LlamaModel")
+    refusal(net, {**batch, "labels": [1, 2, 3]}, "labels that are one tensor, and this LlamaForCausalLM has a list")
+    refusal(net, torch.ones(3, 4), "mappings with the model's inputs and `labels`, got a Tensor")
+    masked, of_words = FAMILIES["BERT, masked"]()
+    del of_words["labels"]
+    refusal(masked, of_words, "no `labels`, which BertForMaskedLM needs; there are input_ids, attention_mask")
+    experts, of_experts = FAMILIES["Mixtral"]()
+    experts.config.output_router_logits = True
+    refusal(experts, of_experts, "loss of its own, .*the balance of experts")
+    config = transformers.Wav2Vec2Config(
+        vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, conv_dim=(8,),
+        conv_stride=(5,), conv_kernel=(5,), num_feat_extract_layers=1, feat_extract_norm="layer",
+        do_stable_layer_norm=True,
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+    )  # fmt: skip
+    speech = transformers.Wav2Vec2ForCTC(config)
+    refusal(speech, {"input_values": torch.randn(2, 100), "labels": torch.tensor([[1, 2], [3, 4]])}, "Wav2Vec2ForCTC")
+
+
+def test_sequences_of_a_loss_of_ones_own_are_shifted_too():
+    net, batch = FAMILIES["GPT-2"]()
+    labels = batch["labels"]
+
+    def loss(outputs, targets):
+        assert targets.shape == (len(outputs), labels.shape[1] - 1)
+        return torch.nn.functional.cross_entropy(outputs, targets.clamp(0), reduction="sum") / len(outputs)
+
+    assert pf.relative_flatness(net, loss, [batch], "lm_head", probes=2).samples == 3
