@@ -113,7 +113,7 @@ class Contracted:
         def common(tensor: Tensor) -> list[Tensor]:
             return layers.kind_of(module).in_common_form(tensor.unsqueeze(1) if images else tensor)
 
-        contraction = self._forms[name].at(common(layers.kind_of(module).pad(phi)), 9)
+        contraction = self._forms[name].at(common(layers.kind_of(module).pad(phi, phi)), 9)
         return lambda delta: contraction.of(common(delta)).values[0].sum()
 
 

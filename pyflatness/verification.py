@@ -26,6 +26,7 @@ from .model import calling, layers, state
 from .model.data import first, leaves, map_tensors
 from .model.outputs import single
 from .options import check_count, check_number
+from .passes.linearity import users_of
 from .reparameterization.reparameterize import duplicate
 from .report import Estimate
 from .session import public, session
@@ -109,7 +110,8 @@ def verify(
 
     Truth is the definition Σ ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s') in float64, a copy of the model and the user's own loss
     differentiated once per weight; for layers of more than 4,096 weights the Laplacian in the layer's input,
-    Σ_i |φ_i|² Δ_φ ℓ_i, the same number at a head and for layers of one position.
+    Σ_i |φ_i|² Δ_φ ℓ_i, the same number at a head and for layers of one position. A model that computes a part in
+    float32 whatever its dtype, as many normalisations do, is held to what that rounds.
 
     Args:
         model: as for :func:`pyflatness.relative_flatness`, like all that follow but one.
@@ -168,13 +170,21 @@ def verify(
         _untie(target)
         risk = functools.partial(_risk, module, truth_loss, batch64, forward)
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+            coarsest = _coarsest(risk())
             method, truth = _truth(estimate, target, risk, _Passes(estimate, target, seconds, progress))
     checks = []
     for dtype, estimate in found:
         error = abs(estimate.value - truth) / abs(truth) if truth else abs(estimate.value)
         path = f"{estimate.backend}, {str(dtype).removeprefix('torch.')}"
-        checks.append(Check(path, estimate.value, error, _TOLERANCE[dtype]))
+        checks.append(Check(path, estimate.value, error, max(_TOLERANCE[dtype], coarsest)))
     return Verification(estimate.layer, estimate.samples, truth, method, tuple(checks))
+
+
+def _coarsest(value: Tensor) -> float:
+    """Return the tolerance of the coarsest dtype that a float64 model computes in, as normalisations do in float32."""
+    nodes = [value.grad_fn, *users_of(value)]
+    dtypes = {entry.dtype for node in nodes if node is not None for entry in node._input_metadata}
+    return max((_TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
 
 
 def _in_double(module: nn.Module) -> nn.Module:

@@ -260,9 +260,9 @@ def _noisy(layer: nn.Module, drawn: Iterator[Tensor]) -> Change:
     """Return the change Δz = w ξ, with the next ξ at every call."""
     weight = layers.as_weight(layer, layers.matrix(layer)[0])
 
-    def change(inputs: Tensor) -> Tensor:
+    def change(inputs: Tensor, output: Tensor) -> Tensor:
         xi = next(drawn)
-        return layers.affine(layer, xi, weight.to(xi.dtype), None)
+        return layers.affine(layer, xi, weight.to(xi.dtype), None, output)
 
     return change
 

@@ -13,8 +13,8 @@ from ..errors import InputError
 from ..model import calling, layers
 from .noise import orthonormal
 
-Change = Callable[[Tensor], Tensor]
-"""The layer's input φ -> Δz, of the shape of the layer's output."""
+Change = Callable[[Tensor, Tensor], Tensor]
+"""The layer's input φ and its output -> Δz, of the shape of the layer's output."""
 
 
 class Perturbed:
@@ -68,7 +68,8 @@ class Perturbed:
 
     def displaced(self, change: Change, scales: Sequence[float]) -> Iterator[Tensor]:
         """Yield outputs of the batch at z + s Δz for each s."""
-        delta = None if self._call is None else change(self._call.inputs.detach())
+        call = self._call
+        delta = None if call is None else change(call.inputs.detach(), call.output)
         shift = None if delta is None else self._of_outputs(delta)
         for scale in scales:
             interrupts.check()
@@ -95,16 +96,16 @@ class Perturbed:
 
 
 def _scaled(change: Change, known: Tensor | None, scale: float) -> Change:
-    return lambda inputs: scale * (change(inputs) if known is None else known)
+    return lambda inputs, output: scale * (change(inputs, output) if known is None else known)
 
 
 @contextlib.contextmanager
 def _adding(layer: nn.Module, addition: Change) -> Iterator[None]:
-    """Add something that is made of the layer's input to its output, inside."""
+    """Add something that is made of the layer's input and output to its output, inside."""
 
     def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         inputs = args[0] if args else kwargs["input"]
-        return (promoted(output) + addition(inputs)).to(output.dtype)
+        return (promoted(output) + addition(inputs, output)).to(output.dtype)
 
     handle = layer.register_forward_hook(add, with_kwargs=True)
     try:
@@ -115,7 +116,7 @@ def _adding(layer: nn.Module, addition: Change) -> Iterator[None]:
 
 def by_weight(layer: nn.Module, weight: Tensor) -> Change:
     """Return the change Δz = Δw φ for a tensor of the shape of the layer's weight."""
-    return lambda inputs: layers.affine(layer, inputs.to(weight.dtype), weight, None)
+    return lambda inputs, output: layers.affine(layer, inputs.to(weight.dtype), weight, None, output)
 
 
 class Turns:

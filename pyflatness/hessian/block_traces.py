@@ -210,7 +210,7 @@ class BlockTraces:
     def _of_outputs(self, sampled: bool) -> Iterator[Directions]:
         """Yield directions of the layer's outputs."""
         run, form, calls = self._run, self._form, self._run.calls(self._form.name)
-        patches = form.patches(run, [call.inputs.detach() for call in calls])
+        patches = form.patches(run)
         span = _spanning(patches, _MOST_POSITIONS if sampled else patches.shape[2])
         with torch.enable_grad():
             gradient = form.rows(run, self._gradients)
@@ -244,8 +244,8 @@ class BlockTraces:
         added = self._weight.new_zeros(run.samples, groups, columns, d).requires_grad_()
 
         def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-            patches = form.patches(run, [args[0] if args else next(iter(kwargs.values()))])
-            return output + form.placed(run, patches @ added, output)
+            inputs = args[0] if args else next(iter(kwargs.values()))
+            return output + form.placed(run, form.patches(run, (inputs, output)) @ added, output)
 
         def products(directions: Tensor) -> Tensor:
             directions = directions.expand(-1, run.samples, -1, -1, -1)

@@ -15,6 +15,7 @@ they give for each micro-batch is added up in float64.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -272,9 +273,8 @@ def _leaf(module: nn.Module) -> Tensor:
 
 
 def _forward(module: nn.Module, weight: Tensor) -> Callable[..., Tensor]:
-    def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
-        (inputs,) = (*args, *kwargs.values())
-        bias = module.bias
-        return layers.affine(module, inputs, weight, bias if isinstance(bias, Tensor) else None)
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        bias = getattr(module, "bias", None)
+        return layers.kind_of(module).forward(args, kwargs, weight, bias if isinstance(bias, Tensor) else None)
 
     return forward

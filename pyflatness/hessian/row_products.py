@@ -46,7 +46,7 @@ class _Pass:
         dtype = contractions.promoted_dtype(layers.matrix(module)[0].dtype)
         self._weight = layers.as_weight(module, vectors.to(dtype)).detach().requires_grad_()
         self._outputs = [
-            self._rows(layers.affine(module, call.inputs.detach().to(dtype), self._weight, None))
+            self._rows(layers.affine(module, call.inputs.detach().to(dtype), self._weight, None, call.output))
             for call in run.calls(name)
         ]
         self._cotangents = [torch.zeros_like(rows) for rows in self._outputs]

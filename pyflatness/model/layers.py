@@ -90,11 +90,6 @@ def as_weight(module: nn.Module, matrix: Tensor) -> Tensor:
     return kind_of(module).as_weight(matrix)
 
 
-def row_dim(module: nn.Module) -> int:
-    """Return the dimension of the layer's weight that counts its rows."""
-    return kind_of(module).row_dim
-
-
 def groups(module: nn.Module) -> int:
     """Return how many separate weight matrices the layer is made of."""
     return kind_of(module).groups
@@ -121,14 +116,19 @@ def repeats_inputs(module: nn.Module) -> bool:
     return kind_of(module).repeats_inputs
 
 
-def apply(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Return W φ, the layer's linear part on an input, without bias or hooks."""
-    return affine(module, inputs, _weight(module), None)
+def apply(module: nn.Module, inputs: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return W φ, the layer's linear part on an input, without bias or hooks; see :func:`affine`."""
+    return affine(module, inputs, _weight(module), None, like)
 
 
-def affine(module: nn.Module, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return W φ + b as the layer computes it, with a given bias and weight (of the shape of the layer's)."""
-    return kind_of(module).affine(inputs, weight, bias)
+def affine(
+    module: nn.Module, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None
+) -> Tensor:
+    """Return W φ + b as the layer computes it, with a given bias and weight (of the shape of the layer's).
+
+    Where the input leaves open what size the output has, it is that of ``like``, or the layer's usual one.
+    """
+    return kind_of(module).affine(inputs, weight, bias, like)
 
 
 def carried(module: nn.Module, delta: Tensor, size: tuple[int, ...]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import FlatnessError, InputError
 from ..model import calling, data, layers
 from ..numerics.directions import Directions
-from . import batch_layout
+from . import batch_layout, kept_rows, linearity
 from .batch_layout import Layout
 from .independence import alone
 from .recorder import Recorder
@@ -76,7 +76,7 @@ def run(
         output = recorder.calls[name][0].output
         dims = 1 if layers.is_convolution(modules[name]) else output.ndim - 1
         layouts[name] = tuple(batch_layout.candidates(output.shape, count, dims))
-    narrowed = narrow(outputs, recorder, layouts, count)
+    narrowed = narrow(outputs, linearity.users_of(outputs), recorder, layouts, count)
     received = sum(
         call.output.numel() * call.output.element_size() for made in recorder.calls.values() for call in made
     )
@@ -89,26 +89,35 @@ def run(
 
 
 def narrow(
-    outputs: Tensor, recorder: Recorder, layouts: Mapping[str, tuple[Layout, ...]], samples: int
+    outputs: Tensor,
+    users: linearity.Users,
+    recorder: Recorder,
+    layouts: Mapping[str, tuple[Layout, ...]],
+    samples: int,
 ) -> dict[str, tuple[Layout, ...]]:
     """Return the layouts that remain when cotangents go back from some samples only.
 
-    They go back from every second sample and from the others, and from halves if need be.
+    They go back from every second sample and from the others, and from halves if need be; none does where the graph
+    shows what would come of it.
 
     Raises:
         InputError: none remains for a layer.
     """
     if samples == 1 or not layouts:
         return dict(layouts)
+    shown = kept_rows.in_place(outputs, users, {name: recorder.calls[name] for name in layouts}, samples)
+    left = {name: (Layout(),) if name in shown else several for name, several in layouts.items()}
+    asked = [name for name in layouts if name not in shown]
+    if not asked:
+        return left
     place = torch.arange(samples, device=outputs.device)
-    left = dict(layouts)
     cotangent = Directions().like(outputs)
     for number, senders in enumerate((place % 2 == 0, place % 2 == 1, place < samples // 2, place >= samples // 2)):
-        if number == 2 and (samples == 2 or all(len(layouts) == 1 for layouts in left.values())):
+        if number == 2 and (samples == 2 or all(len(left[name]) == 1 for name in asked)):
             break
         rows = senders.repeat_interleave(len(outputs) // samples).view(-1, *(1,) * (outputs.ndim - 1))
-        gradients = recorder.gradients(outputs, cotangent * rows.to(cotangent.dtype))
-        for name in layouts:
+        gradients = recorder.gradients(outputs, cotangent * rows.to(cotangent.dtype), asked)
+        for name in asked:
             left[name] = batch_layout.consistent(left[name], senders, gradients.get(name, []), samples)
             if not left[name]:
                 raise batch_layout.mixed(name, gradients[name][0].shape, samples)

@@ -116,7 +116,7 @@ class KnownLayers:
                 self._layouts.pop(name, None)
         return bool(new)
 
-    def narrow(self, outputs: Tensor, samples: int) -> None:
+    def narrow(self, outputs: Tensor, users: linearity.Users, samples: int) -> None:
         """Hold the layouts against a run, wherever it could differ from what was seen before.
 
         Flattened samples and gathered outputs may have other lengths in this batch, rows may be in another order.
@@ -137,7 +137,7 @@ class KnownLayers:
                 or any(call.output.shape[layouts[0].dim] != samples for call in made[name])
             )
         }
-        for name, layouts in dry_run.narrow(outputs, self._recorder, doubtful, samples).items():
+        for name, layouts in dry_run.narrow(outputs, users, self._recorder, doubtful, samples).items():
             if name in self._relied_on and layouts[0] != self._layouts[name][0]:
                 raise batch_layout.mixed(name, made[name][0].output.shape, samples)
             self._layouts[name] = layouts

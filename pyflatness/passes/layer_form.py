@@ -77,7 +77,9 @@ class LayerForm:
             pixels = torch.eye(torch.Size(size).numel(), dtype=dtype, device=device).unflatten(1, size)
             if self._scale is not None:
                 pixels = normalize.multiplied(pixels, self._scale, 1).to(dtype)
-            dense: Tensor = layers.apply(self._module, pixels).flatten(1).t().unsqueeze(0)
+            dense: Tensor = (
+                layers.apply(self._module, pixels, run.calls(self.name)[0].output).flatten(1).t().unsqueeze(0)
+            )
             return dense
         return self.matrix
 
@@ -103,7 +105,9 @@ class LayerForm:
 
     def inputs(self, run: Run) -> Parts:
         """Return φ of all calls, as the contractions want them."""
-        parts = [part for call in run.calls(self.name) for part in self._input_parts(run, call.inputs.detach())]
+        parts = [
+            part for call in run.calls(self.name) for part in self._input_parts(run, call.inputs.detach(), call.output)
+        ]
         return parts if self._dense else self._kind.joined(parts)
 
     def input_rows(self, run: Run) -> Tensor:
@@ -154,20 +158,22 @@ class LayerForm:
             total += rows @ (torch.arange(rows.shape[1], device=rows.device) + number).cos().to(rows.dtype)
         return total
 
-    def patches(self, run: Run, inputs: Sequence[Tensor]) -> Tensor:
-        """Return φ of some calls by position, (n, G, P, m), with the inputs' graph; for all of its calls in a run.
+    def patches(self, run: Run, call: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Return φ of all calls in a run by position, (n, G, P, m), written out.
 
-        Written out: a convolution's patches are as many times its input as it has kernel elements.
+        Of a convolution that is as many times its input as it has kernel elements. With a ``call``, its input and
+        output, it is φ of that one, with the input's graph.
         """
-        parts = [promoted(part) for tensor in inputs for part in self._input_parts(run, tensor)]
+        calls = [(made.inputs.detach(), made.output) for made in run.calls(self.name)] if call is None else [call]
+        parts = [promoted(part) for inputs, output in calls for part in self._input_parts(run, inputs, output)]
         if self._dense:
             return torch.stack([part.flatten(1) for part in parts], dim=1).unsqueeze(1)
         return _joined([self._kind.geometry.patches(part) for part in parts])
 
-    def _input_parts(self, run: Run, inputs: Tensor) -> Parts:
+    def _input_parts(self, run: Run, inputs: Tensor, output: Tensor) -> Parts:
         inputs = self._rescaled(inputs)
         if not self._dense:
-            inputs = self._kind.pad(inputs)
+            inputs = self._kind.pad(inputs, output)
         return self._in_form(run.samples_first(self.name, inputs))
 
     def _rescaled(self, inputs: Tensor) -> Tensor:
@@ -201,7 +207,7 @@ class Dense:
     """
 
     def __init__(self, module: nn.Module, scale: Tensor | None, size: tuple[int, ...], output: Tensor) -> None:
-        self._module, self._scale, self._size = module, scale, size
+        self._module, self._scale, self._size, self._output = module, scale, size, output
         self.d, self.m = output[0].numel(), torch.Size(size).numel()
         self.device = layers.matrix(module)[0].device
 
@@ -216,7 +222,7 @@ class Dense:
         assert isinstance(weight, Tensor)
         if self._scale is not None:
             inputs = normalize.multiplied(inputs, self._scale**power, 1)
-        return layers.affine(self._module, promoted(inputs), promoted(weight.detach()) ** power, None)
+        return layers.affine(self._module, promoted(inputs), promoted(weight.detach()) ** power, None, self._output)
 
 
 def _joined(calls: Parts) -> Tensor:

@@ -145,8 +145,8 @@ class Recorder:
 
     def _keep(self, name: str) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
-            inputs = args[0] if args else next(iter(kwargs.values()), None)
-            if self._paused or is_aside() or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
+            inputs = layers.kind_of(module).inputs_of(args, kwargs)
+            if self._paused or is_aside() or inputs is None or not isinstance(output, Tensor):
                 return None
             own = _with_own_history(output)  # also in a backward pass, see above
             if self._active:

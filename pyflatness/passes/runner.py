@@ -247,7 +247,7 @@ class Runner:
         if known.find_without_path(outputs, users, batch):
             return None
         if self._by_sample:
-            known.narrow(outputs, samples)
+            known.narrow(outputs, users, samples)
         if self._certify and not self._certified(outputs, users, samples):
             return None
         if samples > 1:

@@ -22,6 +22,7 @@ from ..model import calling, layers, selectors, state
 from ..model.data import first
 from ..model.selectors import Selector
 from ..options import check_flag
+from ..passes import normalize
 from ..session import public, session
 from . import flow
 from .flow import Flow, Label
@@ -130,18 +131,18 @@ def scale_rows(module: nn.Module, factors: Tensor) -> None:
     """Multiply the rows of a layer's weight and bias, in place, by factors (d,) or (1,) float64."""
     weight, bias = module.weight, module.bias
     assert isinstance(weight, Tensor)
-    rows = weight.movedim(layers.row_dim(module), -1)
-    rows.copy_(rows.double() * factors)
+    rows = layers.as_matrix(module, weight).double() * factors.view(-1, 1)
+    weight.copy_(layers.as_weight(module, rows))
     if isinstance(bias, Tensor):
         bias.copy_(bias.double() * factors)
 
 
 def scale_columns(module: nn.Module, factors: Tensor) -> None:
     """Multiply the columns of a layer's weight, in place, by factors of its input features or channels, float64."""
-    weight, groups = module.weight, layers.groups(module)
+    weight = module.weight
     assert isinstance(weight, Tensor)
-    columns = weight.movedim(1 - layers.row_dim(module), -1).unflatten(0, (groups, -1))
-    columns.copy_(columns.double() * factors.view(groups, *(1,) * (columns.ndim - 2), -1))
+    columns = layers.as_matrix(module, weight).double().unflatten(0, (layers.groups(module), -1))
+    weight.copy_(layers.as_weight(module, (columns * normalize.of_columns(module, factors)).flatten(0, 1)))
 
 
 def _factors(model: nn.Module, factors: Mapping[Selector, Any]) -> dict[str, Tensor]:

@@ -105,13 +105,10 @@ class LayerGradients:
         module, delta = self.modules[name], self._forms[name].rows(run, gradients)
         weight, bias = whole.get(_joined(name, "weight")), whole.get(_joined(name, "bias"))
         if _joined(name, "weight") in whole:
-            summed = torch.einsum("ngpd,ngpm->gdm", delta, self._patches(run, name)).flatten(0, 1)
+            summed = torch.einsum("ngpd,ngpm->gdm", delta, self._forms[name].patches(run)).flatten(0, 1)
             if not _same(summed, None if weight is None else layers.as_matrix(module, weight)):
                 return False
         return _joined(name, "bias") not in whole or _same(delta.sum(dim=(0, 2)).flatten(), bias)
-
-    def _patches(self, run: Run, name: str) -> Tensor:
-        return self._forms[name].patches(run, [call.inputs.detach() for call in run.calls(name)])
 
     def _form(self, name: str) -> LayerForm:
         quantity = "weighted" if self._adaptive else "squares"

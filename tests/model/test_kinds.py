@@ -24,7 +24,7 @@ def test_a_convolution_is_its_matrix_times_patches_of_the_padded_input(convoluti
     layer = convolution.double()
     kind = layers.kind_of(layer)
     inputs = torch.randn(2, 4, *(9, 8, 7)[: kind.space], dtype=torch.float64)
-    patches = kind.geometry.patches(kind.in_common_form(kind.pad(inputs).unsqueeze(1))[0])
+    patches = kind.geometry.patches(kind.in_common_form(kind.pad(inputs, layer(inputs)).unsqueeze(1))[0])
     weight, bias = layers.matrix(layer)
     outputs = patches @ weight.unflatten(0, (kind.groups, -1)).mT
     (expected,) = kind.in_common_form((layer(inputs) - bias.view(-1, *(1,) * kind.space)).unsqueeze(1))

@@ -85,7 +85,13 @@ def batches(case: Case, size: int = 2) -> list[tuple[Tensor, Tensor]]:
 CASES: dict[str, Case] = {}
 
 
-def add(name, make, inputs, targets, layers, *, curved="", loss=CROSS_ENTROPY, convex=True, seed=0):
+def add(name, *arguments, **options):
+    """A case of the grid; see :func:`made`."""
+    CASES[name] = made(name, *arguments, **options)
+    return CASES[name]
+
+
+def made(name, make, inputs, targets, layers, *, curved="", loss=CROSS_ENTROPY, convex=True, seed=0):
     """A case from a function that makes its model; ``layers`` and those among them with another GGN, by spaces."""
 
     def build():
@@ -99,8 +105,7 @@ def add(name, make, inputs, targets, layers, *, curved="", loss=CROSS_ENTROPY, c
     names, inputs = tuple(layers.split()), to(torch.float64, inputs)
     linear = frozenset(names) - frozenset(curved.split())
     loss, targets = to(torch.float64, loss), to(torch.float64, targets)
-    CASES[name] = Case(name, build, loss, inputs, targets, names, linear, convex)
-    return CASES[name]
+    return Case(name, build, loss, inputs, targets, names, linear, convex)
 
 
 def normal(seed, *shape):

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Loss = Callable[..., Tensor]
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def hessian(risk: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
@@ -68,7 +70,23 @@ def exact_formula_error(features: Tensor, weight: Tensor, bias: Tensor | float, 
 
 def weight_of(model: nn.Module, name: str) -> Tensor:
     """The effective weight of a layer as a matrix (d, m): what a parametrisation makes of its parts, detached."""
-    return model.get_submodule(name).weight.detach().flatten(1).clone()
+    layer = model.get_submodule(name)
+    return as_matrix(layer, layer.weight.detach()).clone()
+
+
+def as_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
+    """A weight, or a gradient in it, as (d, m): a row for each output, or for each channel of outputs."""
+    if isinstance(layer, TRANSPOSED):  # (groups · channels, d / groups, *kernel)
+        return weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1).flatten(1)
+    if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):  # a row for each token
+        return weight.t()
+    return weight.flatten(1)
+
+
+def as_weight(layer: nn.Module, matrix: Tensor) -> Tensor:
+    """A matrix (d, m) in the shape of the layer's weight."""
+    places = as_matrix(layer, torch.arange(matrix.numel()).view(layer.weight.shape)).flatten()
+    return matrix.flatten()[places.argsort()].view(layer.weight.shape)
 
 
 @contextlib.contextmanager
@@ -84,10 +102,14 @@ def outputs_of(
     layer = model.get_submodule(name)
 
     def outputs(weight: Tensor) -> Tensor:
-        def forward(x: Tensor) -> Tensor:
+        def forward(*args, **kwargs) -> Tensor:
             if isinstance(layer, nn.Linear):
-                return F.linear(x, weight, layer.bias)
-            return layer._conv_forward(x, weight.view(layer.weight.shape), layer.bias)
+                return F.linear(*args, weight, layer.bias)
+            if isinstance(layer, CONVOLUTIONS):
+                return layer._conv_forward(*args, weight.view(layer.weight.shape), layer.bias)
+            plain = copy.copy(layer)
+            del plain.forward
+            return torch.func.functional_call(plain, {"weight": as_weight(layer, weight)}, args, kwargs)
 
         layer.forward = forward
         f = model(inputs)
@@ -275,7 +297,7 @@ def scaled(layer: nn.Module, matrix: Tensor, deviation: Tensor) -> tuple[Tensor,
     ``deviation`` is of the layer's features, or input channels: each tap has its channel's. A feature of deviation 0
     drops out: its column of w' and its rows of the matrix are 0.
     """
-    weight, groups = layer.weight.detach().flatten(1), getattr(layer, "groups", 1)
+    weight, groups = as_matrix(layer, layer.weight.detach()), getattr(layer, "groups", 1)
     (d, m), inside = weight.shape, len(deviation) // groups  # channels that a filter sees
     spread = deviation.view(groups, 1, inside, 1).expand(groups, d // groups, inside, m // inside).reshape(d, m)
     inverse = torch.where(spread > 0, 1 / spread, 0.0)

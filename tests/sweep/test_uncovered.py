@@ -32,11 +32,6 @@ def recurrent():
         head=nn.Linear(5, 3))  # fmt: skip
 
 
-def upsampling():
-    return Net(lambda net, x: net.head(torch.relu(net.up(x)).flatten(1)), up=nn.ConvTranspose1d(3, 2, 2),
-        head=nn.Linear(10, 3))  # fmt: skip
-
-
 def embedding():
     return Net(lambda net, x: net.head(torch.relu(net.embed(x)).flatten(1)), embed=nn.Embedding(7, 2),
         head=nn.Linear(8, 3))  # fmt: skip
@@ -46,7 +41,6 @@ FLOATS, TOKENS = normal(0, 6, 3, 4), torch.randint(7, (6, 4), generator=torch.Ge
 CASES = {  # the weights left out, by their entries, and how many entries all weights have
     "attention": (transformer, FLOATS, {"mix.in_proj_weight": 48, "mix.out_proj.weight": 16}, 16 + 64 + 12),
     "recurrent": (recurrent, FLOATS, {"cell.weight_ih_l0": 80, "cell.weight_hh_l0": 100}, 180 + 15),
-    "transposed convolution": (upsampling, FLOATS, {"up.weight": 12}, 12 + 30),
     "embedding": (embedding, TOKENS, {"embed.weight": 14}, 14 + 24),
 }
 

@@ -12,10 +12,22 @@ from torch import nn
 
 from .convolution import Convolution
 from .linear import Linear, TransposedLinear
+from .transposed_convolution import TransposedConvolution
 
-__all__ = ["CLASSES", "SUPPORTED", "Convolution", "Linear", "TransposedLinear", "Use", "base", "find", "is_plain"]
+__all__ = [
+    "CLASSES",
+    "SUPPORTED",
+    "Convolution",
+    "Linear",
+    "TransposedConvolution",
+    "TransposedLinear",
+    "Use",
+    "base",
+    "find",
+    "is_plain",
+]
 
-SUPPORTED = "Linear, Conv1d, Conv2d, Conv3d, and the Conv1D of transformers"
+SUPPORTED = "Linear, Conv1d to Conv3d, ConvTranspose1d to ConvTranspose3d, and the Conv1D of transformers"
 
 
 class Use(nn.Module):
@@ -29,6 +41,7 @@ class Use(nn.Module):
 
 
 _convolution = functools.lru_cache(maxsize=1024)(Convolution)
+_transposed_convolution = functools.lru_cache(maxsize=1024)(TransposedConvolution)
 _LINEAR, _TRANSPOSED_LINEAR = Linear(), TransposedLinear()
 
 
@@ -38,11 +51,19 @@ def _of_convolution(module: Any) -> Linear:
     return _convolution(*sizes, module.groups, module.padding_mode)
 
 
+def _of_transposed_convolution(module: Any) -> Linear:
+    sizes = module.kernel_size, module.stride, module.padding, module.output_padding, module.dilation
+    return _transposed_convolution(*map(tuple, sizes), module.groups)
+
+
 _OF_CLASS: dict[type[nn.Module], tuple[Callable[[Any], Linear], tuple[str, ...]]] = {
     nn.Linear: (lambda module: _LINEAR, ("forward",)),
     nn.Conv1d: (_of_convolution, ("forward", "_conv_forward")),
     nn.Conv2d: (_of_convolution, ("forward", "_conv_forward")),
     nn.Conv3d: (_of_convolution, ("forward", "_conv_forward")),
+    nn.ConvTranspose1d: (_of_transposed_convolution, ("forward", "_output_padding")),
+    nn.ConvTranspose2d: (_of_transposed_convolution, ("forward", "_output_padding")),
+    nn.ConvTranspose3d: (_of_transposed_convolution, ("forward", "_output_padding")),
 }
 """For a class of torch's what makes the kind of a module, and the methods by which a module computes what it says."""
 

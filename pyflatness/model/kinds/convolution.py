@@ -57,23 +57,23 @@ class Convolution(Linear):
         weight: Tensor = matrix.unflatten(1, (-1, *self._kernel))
         return weight
 
-    def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
         """Return W φ + b as torch computes it."""
         padding: Sequence[int] | str | int = self._padding
         if self.repeats_inputs:
-            inputs, padding = self.pad(inputs), 0
+            inputs, padding = self._padded(inputs), 0
         outputs: Tensor = self._function(inputs, weight, bias, self._stride, padding, self._dilation, self.groups)
         return outputs
 
-    def pad(self, inputs: Tensor) -> Tensor:
+    def pad(self, inputs: Tensor, output: Tensor) -> Tensor:
         """Return the input (N, C, …), padded as the layer does it."""
-        return F.pad(inputs, self._margins, mode=self._mode) if any(self._margins) else inputs
+        return self._padded(inputs)
 
     def carried(self, delta: Tensor, size: tuple[int, ...], weight: Tensor) -> Tensor:
         """Return Wᵀ δ for δ of the shape of an output and inputs of this size, without dimension 0."""
         inputs = torch.zeros(len(delta), *size, dtype=weight.dtype, device=weight.device, requires_grad=True)
         with torch.enable_grad():
-            (gamma,) = torch.autograd.grad(self.affine(inputs, weight, None), inputs, delta.to(weight.dtype))
+            (gamma,) = torch.autograd.grad(self.affine(inputs, weight, None, delta), inputs, delta.to(weight.dtype))
         return gamma
 
     def ends(self, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ class Convolution(Linear):
         """
         seen = self._dilation[0] * (self._kernel[0] - 1) + 1
         start = self._stride[0] * (output.shape[2] - 1)
-        first, last = (self.pad(inputs[[place]]) for place in (0, -1))
+        first, last = (self._padded(inputs[[place]]) for place in (0, -1))
         edges = torch.cat([first[:, :, :seen], last[:, :, start : start + seen]])
         return edges, torch.cat([output[:1, :, :1], output[-1:, :, -1:]])
 
@@ -98,6 +98,9 @@ class Convolution(Linear):
             return list(tensor.unbind(1))
         images = tensor.transpose(1, 2)  # the q images lie along the first dimension of space, where kernels have 1
         return [images if images.ndim == 5 else images.unsqueeze(3)]
+
+    def _padded(self, inputs: Tensor) -> Tensor:
+        return F.pad(inputs, self._margins, mode=self._mode) if any(self._margins) else inputs
 
 
 def _margins(kernel: Sequence[int], padding: Sequence[int] | str, dilation: Sequence[int]) -> list[int]:

@@ -1,5 +1,8 @@
 """Treat a linear layer as a weight matrix; what it says is what other kinds of layers say otherwise."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,7 +18,6 @@ class Linear:
     Attributes:
         space: dimensions of space that inputs and outputs have, behind their channels; 0: channels are last.
         groups: separate matrices that the weight is made of.
-        row_dim: the dimension of the weight that counts rows.
         class_dim: the dimension of the output that holds rows.
         pointwise: whether every position is multiplied by the same matrix, once.
         repeats_inputs: whether padding repeats pixels of the input.
@@ -24,7 +26,6 @@ class Linear:
 
     space = 0
     groups = 1
-    row_dim = 0
     class_dim = -1
     pointwise = True
     repeats_inputs = False
@@ -38,12 +39,23 @@ class Linear:
         """Return a (d, m) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
         return matrix
 
-    def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return W φ + b as torch computes it."""
+    def inputs_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Return what φ is made of among the arguments of a call; None for a call that is none of a layer."""
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        return first if isinstance(first, Tensor) else None
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the layer's output for the arguments of a call, with a given weight and bias."""
+        inputs = self.inputs_of(args, kwargs)
+        assert inputs is not None
+        return self.affine(inputs, weight, bias)
+
+    def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
+        """Return W φ + b as torch computes it, of the shape of ``like`` where the input leaves that open."""
         return F.linear(inputs, weight, bias)
 
-    def pad(self, inputs: Tensor) -> Tensor:
-        """Return the input, padded as the layer does it."""
+    def pad(self, inputs: Tensor, output: Tensor) -> Tensor:
+        """Return the input, padded as the layer does it for an output of this shape."""
         return inputs
 
     def carried(self, delta: Tensor, size: tuple[int, ...], weight: Tensor) -> Tensor:
@@ -77,8 +89,6 @@ class Linear:
 class TransposedLinear(Linear):
     """A linear layer that keeps its weight as (m, d), as that of GPT-2 does."""
 
-    row_dim = 1
-
     def as_matrix(self, weight: Tensor) -> Tensor:
         """Return a tensor of the shape of the weight as (d, m)."""
         return weight.t()
@@ -87,6 +97,6 @@ class TransposedLinear(Linear):
         """Return a (d, m) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
         return matrix.t()
 
-    def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
         """Return W φ + b as transformers' layer computes it, but in one dtype."""
         return inputs @ weight if bias is None else inputs @ weight + bias

@@ -1,0 +1,105 @@
+"""Treat a transposed convolution as a matrix: that of a convolution over its input with zeros between the pixels.
+
+    output = W' ∗ x̃,    x̃ the input with stride - 1 zeros behind every pixel and dilation (kernel - 1) - padding around,
+                        W' the weight with output channels first and every filter turned about
+
+A margin below zero crops. Behind the last pixel come as many zeros as the output has pixels more than it need have.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from .convolution import Convolution
+
+_FUNCTIONS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+class TransposedConvolution(Convolution):
+    """Say how a transposed convolution is a matrix, a row for each output channel; see :class:`.Linear`.
+
+    Args:
+        kernel: pixels of a filter along each dimension of space.
+        stride: along each.
+        padding: along each.
+        output_padding: along each, of a call that does not say what size its output has.
+        dilation: along each.
+        groups: of its channels.
+    """
+
+    def __init__(
+        self,
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        output_padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+    ) -> None:
+        ones = (1,) * len(kernel)
+        super().__init__(kernel, ones, (0,) * len(kernel), dilation, groups, "zeros")
+        self.pointwise = self.pointwise and tuple(stride) == ones and not any((*padding, *output_padding))
+        self._strides, self._paddings, self._output_padding = stride, padding, output_padding
+        self._space = tuple(range(2, 2 + self.space))
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        """Return a tensor of the shape of the weight as (d, m)."""
+        rows_first: Tensor = weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
+        return rows_first.flip(self._space).flatten(1)
+
+    def as_weight(self, matrix: Tensor) -> Tensor:
+        """Return a (d, m) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
+        rows_first = super().as_weight(matrix).flip(self._space)
+        weight: Tensor = rows_first.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
+        return weight
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the layer's output for the arguments of a call, with a given weight and bias."""
+        inputs, size = self.inputs_of(args, kwargs), args[1] if len(args) > 1 else kwargs.get("output_size")
+        assert inputs is not None
+        more = self._output_padding if size is None else self._missing(inputs, size)
+        return self._applied(inputs, weight, bias, more)
+
+    def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
+        """Return W φ + b as torch computes it."""
+        more = self._output_padding if like is None else self._missing(inputs, like.shape)
+        return self._applied(inputs, weight, bias, more)
+
+    def pad(self, inputs: Tensor, output: Tensor) -> Tensor:
+        """Return x̃ of the input (N, C, …)."""
+        margins: list[int] = []
+        more = self._missing(inputs, output.shape)
+        each = zip(self._space, self._kernel, self._strides, self._paddings, self._dilation, more, strict=True)
+        for dim, kernel, stride, padding, dilation, behind in each:
+            if stride > 1:
+                empty = [0, 0] * (inputs.ndim - dim - 1)
+                inputs = F.pad(inputs.unsqueeze(dim + 1), (*empty, 0, stride - 1)).flatten(dim, dim + 1)
+            margin = dilation * (kernel - 1) - padding
+            margins = [margin, margin + behind - (stride - 1), *margins]
+        return F.pad(inputs, margins)
+
+    def ends(self, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the first and the last output, and x̃ of their inputs."""
+        return self.pad(inputs[[0, -1]], output), output[[0, -1]]
+
+    def inside(self, inputs: Tensor, weight: Tensor) -> Tensor:
+        """Return W' ∗ x̃."""
+        return super().inside(inputs, super().as_weight(self.as_matrix(weight)))
+
+    def _applied(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, output_padding: Sequence[int]) -> Tensor:
+        function, sizes = _FUNCTIONS[self.space], (self._strides, self._paddings, output_padding)
+        outputs: Tensor = function(inputs, weight, bias, *sizes, self.groups, self._dilation)
+        return outputs
+
+    def _missing(self, inputs: Tensor, size: Sequence[int]) -> list[int]:
+        """Return how many pixels more along each dimension an output of this size has than it need have."""
+        each = zip(
+            inputs.shape[2:], size[-self.space :], self._kernel, self._strides, self._paddings, self._dilation,
+            strict=True,
+        )  # fmt: skip
+        return [
+            out - ((pixels - 1) * stride - 2 * padding + dilation * (kernel - 1) + 1)
+            for pixels, out, kernel, stride, padding, dilation in each
+        ]
