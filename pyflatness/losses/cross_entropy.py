@@ -165,10 +165,15 @@ def _factors(q: Tensor, roots: Tensor, top: Tensor) -> Factors:
         signed = (roots * signs).scatter_(1, top, 0.0)
         return [(signed.sub_(q * signed.sum(dim=1, keepdim=True)), 1.0)]
 
+    def form(changes: Tensor) -> Tensor:
+        away = changes - (q * changes).sum(dim=1, keepdim=True)
+        return away.mul_(roots).scatter_(1, top, 0.0).square_().sum(dim=1, dtype=torch.float64)
+
     return Factors(
         roots.shape[1] - 1,
         column,
         mixed,
         weights=lambda: roots.double().square().scatter(1, top, 0.0),
         take=lambda index: _factors(q[index], roots[index], top[index]),
+        form=form,
     )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import losses
+from ..contractions import promoted_dtype
 from ..errors import InputError
 from ..losses import Factors, Loss, Terms
 from ..model import data
@@ -107,6 +108,19 @@ class Cotangents:
             drawn = Signs(signs.seed, [number])(STREAM, numbers, self.places)
             for mixed, sign in self._factors().mixed(drawn.view_as(self._rows)):
                 yield draw, self._counted(mixed), sign
+
+    @property
+    def has_forms(self) -> bool:
+        """Return whether :meth:`form` is there for the loss."""
+        return self._factors().form is not None
+
+    def form(self, change: Tensor) -> Tensor:
+        """Return ⟨v, H v⟩ of each sample for a change v of the outputs, H its loss Hessian in them; (n,) float64."""
+        form = self._factors().form
+        assert form is not None
+        moved = change.movedim(self._dim, -1) if self._loss.positions and change.ndim > 1 else change
+        values = form(moved.reshape(self._rows.shape).to(promoted_dtype(self._rows.dtype)))
+        return torch.where(self.terms.scale != 0, values, 0.0).view(len(self._order), -1).sum(dim=1)
 
     def marked(self, values: Tensor) -> Tensor:
         """Return values (…, n) of the samples, NaN for those without a loss."""
