@@ -49,10 +49,7 @@ def consistent(
     return tuple(
         layout
         for layout in layouts
-        if all(
-            layout.fits(gradient, samples) and not bool((reached(layout, gradient, samples) & ~senders).any())
-            for gradient in gradients
-        )
+        if all(layout.fits(gradient, samples) and stays(layout, gradient, senders) for gradient in gradients)
     )
 
 
@@ -62,9 +59,10 @@ def mixed(name: str, shape: Sequence[int], samples: int) -> InputError:
         f"layer {name!r}: its rows {tuple(shape)} cannot be told apart by the {samples} samples: what is sent back "
         "from one sample reaches rows of the others, however they are laid out. Either the model mixes samples, so "
         "that a sample's loss depends on its batch, or it gathers them; batches of one sample can be measured"
-    )
+    ).about({name: "its rows cannot be told apart by sample"})
 
 
-def reached(layout: Layout, gradient: Tensor, samples: int) -> Tensor:
-    """Return whether anything arrives at each sample, (n,); NaN is no sign of it, 0 · NaN is NaN too."""
-    return (layout.samples_first(gradient, samples).nan_to_num(0.0) != 0).flatten(1).any(dim=1)
+def stays(layout: Layout, gradient: Tensor, senders: Tensor) -> bool:
+    """Return whether nothing arrives but at the senders, (n,) bool; NaN is no sign of it, 0 · NaN is NaN too."""
+    others = layout.samples_first(gradient, len(senders))[~senders]
+    return not bool(others.any()) or not bool(others.nan_to_num(0.0).any())

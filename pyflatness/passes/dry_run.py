@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import FlatnessError, InputError
-from ..model import calling, data, layers
+from ..model import calling, data, layers, uses
 from ..numerics.directions import Directions
 from . import batch_layout, kept_rows, linearity
 from .batch_layout import Layout
@@ -71,12 +71,14 @@ def run(
         start, count, cuttable = 0, samples, False
         outputs, stored = _run(model, recorder, batch, forward)
     check_samples(outputs, count)
+    users = linearity.users_of(outputs)
+    check_uses(modules, recorder, users)
     layouts = {}
     for name in recorder.calls:
         output = recorder.calls[name][0].output
         dims = 1 if layers.is_convolution(modules[name]) else output.ndim - 1
         layouts[name] = tuple(batch_layout.candidates(output.shape, count, dims))
-    narrowed = narrow(outputs, linearity.users_of(outputs), recorder, layouts, count)
+    narrowed = narrow(outputs, users, recorder, layouts, count)
     received = sum(
         call.output.numel() * call.output.element_size() for made in recorder.calls.values() for call in made
     )
@@ -122,6 +124,20 @@ def narrow(
             if not left[name]:
                 raise batch_layout.mixed(name, gradients[name][0].shape, samples)
     return left
+
+
+def check_uses(modules: Mapping[str, nn.Module], recorder: Recorder, users: linearity.Users) -> None:
+    """Raise if the model uses the weight of a stand-in otherwise than by calls of it.
+
+    Args:
+        modules: the layers.
+        recorder: of the same, after a run.
+        users: of the nodes in the outputs' graph.
+    """
+    others = uses.otherwise(modules, recorder.calls.keys(), users.keys())
+    if others:
+        listed = ", ".join(f"{name!r}: {why}" for name, why in others.items())
+        raise InputError(f"layer {listed}, so that its calls are not all of its uses").about(others)
 
 
 def check_samples(outputs: Tensor, samples: int) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..model import calling, layers
 from ..model.selectors import Selection
+from ..model.uses import Use
 from . import batch_layout, dry_run, linearity
 from .batch_layout import Layout
 from .recorder import Recorder
@@ -73,7 +74,7 @@ class KnownLayers:
             raise InputError(f"layer {listed} runs at one call of the model and not at the next, on the same batch")
         missing = [name for name in self._selected if name in self._named and name not in found.layouts]
         if first and self._selected and not self._optional and (missing or not found.layouts):
-            raise layers.did_not_run(self._model, missing or self._selected)
+            raise layers.did_not_run(missing or self._selected, self._selected)
         for name in found.layouts:
             layers.check_measurable(name, self._selected[name])
         known = self._layouts if self._samples > 1 else {}
@@ -115,6 +116,32 @@ class KnownLayers:
                 self._detached.add(name)
                 self._layouts.pop(name, None)
         return bool(new)
+
+    def leave_out(self, error: InputError) -> None:
+        """Leave out the stand-ins that an error is about, where others can be measured without them; else raise it."""
+        for name in error.layers or {"": ""}:
+            use = self._selected.get(name)
+            if not isinstance(use, Use) or name in self._named | self._relied_on or len(self._selected) == 1:
+                raise error
+        for name, why in error.layers.items():
+            use = self._selected[name]
+            assert isinstance(use, Use)
+            use.source.refuse(use, why)
+            self._detached.add(name)
+            self._layouts.pop(name, None)
+
+    def find_otherwise_used(self, users: linearity.Users) -> bool:
+        """Return whether stand-ins were left out just now, see :func:`.dry_run.check_uses`.
+
+        Raises:
+            InputError: see :meth:`leave_out`.
+        """
+        try:
+            dry_run.check_uses(self._selected, self._recorder, users)
+        except InputError as error:
+            self.leave_out(error)
+            return True
+        return False
 
     def narrow(self, outputs: Tensor, users: linearity.Users, samples: int) -> None:
         """Hold the layouts against a run, wherever it could differ from what was seen before.
