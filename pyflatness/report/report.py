@@ -169,7 +169,7 @@ class Report:
         uncovered: weights of the model that no measured layer has, by the name of the parameter, each with its share of
             all weights' entries. A weight is a parameter of two or more dimensions (matrices, kernels, embeddings;
             frozen ones too), not the scale of a normalisation; one that several modules share is a weight of each. A
-            layer that did not run counts, since its weight may be used without it, as that of attention's ``out_proj``.
+            layer that did not run counts, since its weight may be used without it.
             Empty where no layer was measured.
         why_uncovered: for some of these the reason, where it is not that other layers were chosen: what the weight is
             used in besides, that it is used in nothing, or a kernel that it goes into.

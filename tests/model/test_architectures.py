@@ -11,14 +11,15 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from support import weight_truth
 from support.architectures import ARCHITECTURES, Architecture, lora
+from support.full_architectures import coverage
 
 LOSS = torch.nn.CrossEntropyLoss()
-MEASURES = ("relative_flatness", "trace")
+MEASURES = ["relative_flatness", "trace"]
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 
 
-def measured(architecture: Architecture, model: torch.nn.Module, **options) -> pf.Report:
-    return pf.measure(model, LOSS, [architecture.batch()], measures=MEASURES, forward=architecture.forward, **options)
+def measured(architecture: Architecture, model: torch.nn.Module, measures=MEASURES, **options) -> pf.Report:
+    return pf.measure(model, LOSS, [architecture.batch()], measures=measures, forward=architecture.forward, **options)
 
 
 @functools.cache
@@ -44,7 +45,8 @@ def check_layers(architecture: Architecture, model: torch.nn.Module, report: pf.
 @pytest.mark.parametrize("name", BY_NAME)
 def test_every_weight_is_measured_as_the_hessian_says_or_named(name: str) -> None:
     model, report = exact(name)
-    check_layers(BY_NAME[name], model, report, 1e-5 if name == "Mixtral" else 1e-9)  # it routes in float32
+    rel = 1e-5 if name == "Mixtral" else 1e-9  # it routes in float32
+    check_layers(BY_NAME[name], weight_truth.with_effective_weights(model), report, rel)
     assert all(report[layer, measure].exact for layer in report.layers for measure in MEASURES)
     weights = weight_truth.weights(model)
     covered = {weight_truth.parameter_of(model, layer)[0] for layer in report.layers}
@@ -63,6 +65,23 @@ def test_sampled_values_are_within_their_errors(name: str) -> None:
         for measure in MEASURES:
             estimate, expected = report[layer, measure], truth[layer, measure].value
             assert abs(estimate.value - expected) <= 5 * (estimate.stderr or 0) + 1e-5 * abs(expected), (layer, measure)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_exact_values_take_as_many_passes_as_the_table_counts(name: str) -> None:
+    """Read them off the error of a call that may take one less."""
+    architecture, (model, report) = BY_NAME[name], exact(name)
+    counted = coverage(model, architecture.batch(), architecture.forward)
+    for layer in {report.layers[0], report.layers[len(report.layers) // 2]}:
+        method = report[layer, "relative_flatness"].method
+        if method == "head":  # one forward pass
+            continue
+        by_hessian = method == "hessian"
+        passes = counted.layers[layer].products if by_hessian else counted.passes
+        said = rf"\b{passes} {'Hessian products' if by_hessian else 'backward passes'} "
+        with pytest.raises(pf.InputError, match=said):
+            measured(architecture, model, ["relative_flatness"], layers=layer, max_passes=passes - 1)
+    assert counted.uncovered == report.uncovered
 
 
 LORA = {

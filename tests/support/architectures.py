@@ -42,7 +42,7 @@ class Architecture:
     def model(self) -> nn.Module:
         """Return the network in float64, with weights under which the loss is curved in all of them."""
         with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of small images, and of names that peft uses
+            warnings.simplefilter("ignore", UserWarning)  # of batch norms in training on small images
             torch.manual_seed(1)
             model = _in_float64(_scattered(self.build()))
             self.forward(_keeping_statistics(model), self.batch())
@@ -213,8 +213,7 @@ def convnext() -> nn.Module:
 
 
 def resnet() -> nn.Module:
-    config = hf.ResNetConfig(embedding_size=3, hidden_sizes=[4, 6], depths=[1, 1], layer_type="basic",
-        num_labels=CLASSES)  # fmt: skip
+    config = hf.ResNetConfig(embedding_size=2, hidden_sizes=[4, 8], depths=[1, 1], num_labels=CLASSES)
     return hf.ResNetForImageClassification(config)
 
 
@@ -244,10 +243,12 @@ def mobilenet() -> nn.Module:
     return model
 
 
-def lora(**options: Any) -> nn.Module:
+def lora(config: hf.LlamaConfig | None = None, **options: Any) -> nn.Module:
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj", "v_proj", "down_proj"], **options})
-    return peft.get_peft_model(llama(), config)
+    adapters = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj", "v_proj", "down_proj"], **options})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of names that peft uses
+        return peft.get_peft_model(llama() if config is None else hf.LlamaForCausalLM(config), adapters)
 
 
 def clip_image() -> nn.Module:
@@ -279,10 +280,10 @@ def _on_unet(net: Net, x: Tensor) -> Tensor:
     return net.head(torch.relu(net.join(torch.cat([fine, net.up(coarse)], dim=1))))
 
 
-def unet() -> nn.Module:
-    return Net(_on_unet, down=nn.Conv2d(3, 3, 3, padding=1), bottom=nn.Conv2d(3, 4, 3, padding=1),
-        up=nn.ConvTranspose2d(4, 3, 2, stride=2), join=nn.Conv2d(6, 3, 3, padding=1),
-        head=nn.Conv2d(3, CLASSES, 1))  # fmt: skip
+def unet(fine: int = 3, coarse: int = 4) -> nn.Module:
+    return Net(_on_unet, down=nn.Conv2d(3, fine, 3, padding=1), bottom=nn.Conv2d(fine, coarse, 3, padding=1),
+        up=nn.ConvTranspose2d(coarse, fine, 2, stride=2), join=nn.Conv2d(2 * fine, fine, 3, padding=1),
+        head=nn.Conv2d(fine, CLASSES, 1))  # fmt: skip
 
 
 def masks() -> tuple[Tensor, Tensor]:
@@ -291,9 +292,9 @@ def masks() -> tuple[Tensor, Tensor]:
     return pixels, torch.randint(CLASSES, (2, 4, 4), generator=_generator(3))
 
 
-def lstm() -> nn.Module:
-    return Net(lambda net, x: net.head(net.cell(net.embed(x))[0][:, -1]), embed=nn.Embedding(VOCABULARY, 3),
-        cell=nn.LSTM(3, 4, batch_first=True), head=nn.Linear(4, CLASSES))  # fmt: skip
+def lstm(words: int = VOCABULARY, embedded: int = 3, units: int = 4) -> nn.Module:
+    return Net(lambda net, x: net.head(net.cell(net.embed(x))[0][:, -1]), embed=nn.Embedding(words, embedded),
+        cell=nn.LSTM(embedded, units, batch_first=True), head=nn.Linear(units, CLASSES))  # fmt: skip
 
 
 def _on_transformer(net: Net, batch: dict[str, Tensor]) -> Tensor:
@@ -307,9 +308,10 @@ def of_transformer(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, 
     return model(batch).movedim(-1, 1), batch["labels"]
 
 
-def transformer() -> nn.Module:
-    return Net(_on_transformer, source=nn.Embedding(VOCABULARY, 4), target=nn.Embedding(VOCABULARY, 4),
-        body=nn.Transformer(4, 2, 1, 1, 6, batch_first=True), head=nn.Linear(4, VOCABULARY))  # fmt: skip
+def transformer(words: int = VOCABULARY, width: int = 4, heads: int = 2, depth: int = 1, inner: int = 6) -> nn.Module:
+    return Net(_on_transformer, source=nn.Embedding(words, width), target=nn.Embedding(words, width),
+        body=nn.Transformer(width, heads, depth, depth, inner, batch_first=True),
+        head=nn.Linear(width, words))  # fmt: skip
 
 
 def words() -> tuple[Tensor, Tensor]:

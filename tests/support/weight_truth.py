@@ -5,11 +5,14 @@ several modules hold, the derivative is through the named one alone. Part of a w
 behind it (``experts.gate_up_proj[3]``).
 """
 
+import copy
+import functools
 import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Risk = Callable[[nn.Module], Tensor]
@@ -36,10 +39,11 @@ def hessian(model: nn.Module, risk: Risk, name: str, chunk: int = 256) -> Tensor
         if gradient is None or not gradient.requires_grad:
             return weight.new_zeros(weight.numel(), weight.numel())
         identity = torch.eye(weight.numel(), dtype=weight.dtype).view(-1, *weight.shape)
-        parts = [
-            torch.autograd.grad(gradient, weight, basis, retain_graph=True, is_grads_batched=True)[0]
-            for basis in identity.split(chunk)
-        ]
+        again = functools.partial(torch.autograd.grad, gradient, weight, retain_graph=True)
+        try:
+            parts = [again(basis, is_grads_batched=True)[0] for basis in identity.split(chunk)]
+        except RuntimeError:  # some second derivatives of convolutions have no batched form in torch
+            parts = [again(basis)[0][None] for basis in identity]
     return torch.cat(parts).flatten(1)
 
 
@@ -86,7 +90,29 @@ def parameter_of(model: nn.Module, layer: str) -> tuple[str, slice | int]:
     name, _, part = layer.partition("[")
     if name in dict(model.named_modules()):
         return f"{name}.weight", slice(None)
-    return name, int(part.rstrip("]")) if part else slice(None)
+    part = part.rstrip("]")
+    if part and part in "qkv":  # of attention's packed projections
+        size = len(_parameter(model, name)) // 3
+        return name, slice("qkv".index(part) * size, ("qkv".index(part) + 1) * size)
+    return name, int(part) if part else slice(None)
+
+
+def with_effective_weights(model: nn.Module) -> nn.Module:
+    """Return the model, or a copy in which convolutions that standardise their weight have what that gives instead."""
+    own = [name for name, module in model.named_modules() if type(module).__name__ == "WeightStandardizedConv2d"]
+    model = copy.deepcopy(model) if own else model
+    for name in own:
+        module = model.get_submodule(name)
+        rows = module.weight.detach().reshape(1, module.out_channels, -1)
+        rows = F.batch_norm(rows, None, None, training=True, momentum=0.0, eps=module.eps)
+        module.weight.data = rows.reshape_as(module.weight)
+        module.forward = functools.partial(_convolution, module)
+    return model
+
+
+def _convolution(module: nn.Module, x: Tensor) -> Tensor:
+    x = x if module.pad is None else module.pad(x)
+    return F.conv2d(x, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups)
 
 
 def _holder(model: nn.Module, name: str) -> nn.Module:
