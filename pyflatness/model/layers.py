@@ -40,6 +40,8 @@ def why_not_supported(module: nn.Module) -> str:
     base = kinds.base(module)
     if base is None:
         return f"is a {kind}; what can be measured is {SUPPORTED}"
+    if kinds.obstacle(module):
+        return f"is of type {kind} and {kinds.obstacle(module)}: it has no one weight matrix; choose other layers"
     return (
         f"is a {kind}, a subclass of {base.__name__} whose forward is its own, so that its output need not be W φ + "
         "b of its weight: measure another layer (an adapter's base layer, say), or, where it is that all the same, put "
@@ -59,6 +61,8 @@ def did_not_run(model: nn.Module, names: Iterable[str]) -> InputError:
             f": nn.MultiheadAttention uses the weight of {', '.join(map(repr, attention))} without calling the layer, "
             "so that there is no input of it to see; choose other layers"
         )
+    elif any(isinstance(model.get_submodule(name), nn.EmbeddingBag) for name in listed):
+        why = ", or not on tokens (n, tokens of a bag): bags that are given by offsets= cannot be told apart by sample"
     return InputError(f"layer: {', '.join(map(repr, listed))} did not run in the model's forward pass{why}")
 
 
@@ -68,9 +72,14 @@ def is_convolution(module: nn.Module) -> bool:
     return kind is not None and kind.space > 0
 
 
+def takes_bias(module: nn.Module) -> bool:
+    """Return whether a module is a layer that adds its bias, or would if it had one."""
+    return kinds.is_plain(module) and not kind_of(module).tokens
+
+
 def is_pointwise(module: nn.Module) -> bool:
     """Return whether it multiplies every position by the same matrix, once: linear, or a 1 × 1 convolution."""
-    return kinds.is_plain(module) and kind_of(module).pointwise
+    return kinds.is_plain(module) and kind_of(module).pointwise and not kind_of(module).tokens
 
 
 def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -142,18 +151,18 @@ def carried(module: nn.Module, delta: Tensor, size: tuple[int, ...]) -> Tensor:
     return kind_of(module).carried(delta, size, _weight(module))
 
 
-def computes(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
+def computes(module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Tensor | None = None) -> bool:
     """Return whether an output is W φ + b of its input, looked at in its first and last row.
 
-    Of a convolution these are the positions along the edges of the first and the last image.
+    Of a convolution these are the positions along the edges of the first and the last image. Tokens have
+    ``coefficients``, see :meth:`.kinds.Linear.coefficients`.
     """
     if output.is_meta or output.numel() == 0:
         return True
     kind, weight, bias = kind_of(module), _weight(module), matrix(module)[1]
-    inputs, output = kind.ends(inputs.detach(), output.detach())
-    inputs = inputs.to(weight.dtype)
     with full_precision(inputs):
-        expected = kind.inside(inputs, weight).movedim(kind.class_dim, -1)
+        expected, output = kind.at_ends(inputs.detach(), output.detach(), weight, coefficients)
+        expected = expected.movedim(kind.class_dim, -1)
         expected = promoted(expected) + (0 if bias is None else promoted(bias))
     tolerance = max(1e-3, 8 * torch.finfo(output.dtype).eps)
     size = float(expected.nan_to_num(0, 0, 0).abs().amax())

@@ -36,6 +36,7 @@ class Call:
         input_edge: of the input, as it was when it went in; None for a view that is modified in place afterwards, whose
             gradient in that is no longer to be had.
         output: an empty tensor of the output's shape and dtype, on the meta device.
+        coefficients: of tokens, see :meth:`.kinds.Linear.coefficients`.
     """
 
     inputs: Tensor
@@ -43,6 +44,7 @@ class Call:
     edge: GradientEdge
     input_edge: GradientEdge | None
     output: Tensor
+    coefficients: Tensor | None = None
 
 
 class Recorder:
@@ -130,6 +132,8 @@ class Recorder:
                     f"layer {name!r} runs without recording a graph: under torch.no_grad() inside the model, or in "
                     "reentrant activation checkpointing (pass use_reentrant=False to torch.utils.checkpoint)"
                 )
+            if layers.kind_of(module).tokens:
+                return None
             key = next(iter(kwargs), None) if not args else None
             inputs = args[0] if args else kwargs.get(str(key))
             if not isinstance(inputs, Tensor):
@@ -145,32 +149,37 @@ class Recorder:
 
     def _keep(self, name: str) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
-            inputs = layers.kind_of(module).inputs_of(args, kwargs)
+            kind = layers.kind_of(module)
+            inputs = kind.inputs_of(args, kwargs)
             if self._paused or is_aside() or inputs is None or not isinstance(output, Tensor):
                 return None
             own = _with_own_history(output)  # also in a backward pass, see above
+            if kind.tokens and torch.is_grad_enabled() and not output.requires_grad:
+                own = _with_history(output)
             if self._active:
-                self._take(name, module, inputs, own)
+                self._take(name, module, inputs, own, kind.coefficients(args, kwargs))
             return None if own is output else own
 
         return keep
 
-    def _take(self, name: str, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
-        if inputs.ndim < layers.kind_of(module).space + 2:
+    def _take(self, name: str, module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Tensor | None) -> None:
+        kind = layers.kind_of(module)
+        if inputs.ndim < kind.least_dims:
             raise InputError(
                 f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
                 f"it one, {(1, *inputs.shape)}"
             )
-        if self._checking and not layers.computes(module, inputs, output):
+        if self._checking and not layers.computes(module, inputs, output, coefficients):
             raise InputError(
                 f"layer {name!r} ({type(module).__name__}): its output is not W φ + b of its weight and input; its "
                 "forward is replaced (by an adapter, quantisation, …) and cannot be measured"
             )
         overwritten = name in self._copied
         kept = inputs.clone() if overwritten else inputs
-        input_edge = None if overwritten and inputs._is_view() else get_gradient_edge(inputs)
+        has_edge = not kind.tokens and not (overwritten and inputs._is_view())
+        input_edge = get_gradient_edge(inputs) if has_edge else None
         shape = torch.empty_like(output, device="meta", requires_grad=False)
-        call = Call(kept, version(kept), get_gradient_edge(output), input_edge, shape)
+        call = Call(kept, version(kept), get_gradient_edge(output), input_edge, shape, coefficients)
         self.calls.setdefault(name, []).append(call)
 
 
@@ -206,4 +215,10 @@ def _with_own_history(output: Tensor) -> Tensor:
     if output.layout != torch.strided:
         return output.clone()
     alias: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+    return alias
+
+
+def _with_history(output: Tensor) -> Tensor:
+    """Return an alias of an output without a graph that has one; it is no leaf, which may not change in place."""
+    alias: Tensor = torch.ops.aten._unsafe_view(output.detach().requires_grad_(), output.shape)
     return alias

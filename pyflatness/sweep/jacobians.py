@@ -16,10 +16,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import contractions, interrupts
 from ..errors import InputError, NonFiniteError
-from ..model import inputs
+from ..model import inputs, layers
 from ..numerics import spectra
 from ..numerics.accumulate import Accumulator, non_finite
 from ..passes.dry_run import Findings
+from ..passes.forms import form_of
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
 from ..passes.recorder import Call
@@ -166,6 +167,11 @@ class _Sweep:
             for whole in quantities.values():
                 whole[~fine] = torch.nan
         names = tuple(name for name in self._task.selection.modules if name in found)
+        if self._runner.modules and not names:
+            raise InputError(
+                f"layers: none of {', '.join(map(repr, self._runner.modules))} has an input with a derivative "
+                "(tokens have none, nor has a pair of inputs one)"
+            )
         backend = contractions.describe(self._backend)
         passed = frozenset(self._passed)
         return Samples(self._task, names, self._width, kept, self._calls, self._apart, passed, backend, found)
@@ -218,6 +224,8 @@ class _Sweep:
         if tensor is not None and INPUT not in run.recorder.calls:  # a model that is a layer itself has no other name
             places.append(Place(INPUT, [get_gradient_edge(tensor)], [tensor], lambda x: x))
         for name, calls in run.recorder.calls.items():
+            if not layers.kind_of(self._runner.selected[name]).has_input:
+                continue
             self._calls[name] = max(self._calls.get(name, 0), len(calls))
             edges, tensors = [_input_edge(name, call) for call in calls], [call.inputs for call in calls]
             weight = self._weight(run, name) if self._of_weights else None
@@ -228,7 +236,7 @@ class _Sweep:
     def _weight(self, run: Run, name: str) -> WeightGradient:
         module, options = self._runner.selected[name], self._task.options
         if name not in self._forms:
-            self._forms[name] = LayerForm(name, module, ("squares",), replace(options, conv="filter"))
+            self._forms[name] = form_of(name, module, ("squares",), replace(options, conv="filter"))
         return WeightGradient(run, name, module, self._forms[name], self._width)
 
 
