@@ -79,7 +79,7 @@ def takes_bias(module: nn.Module) -> bool:
 
 def is_pointwise(module: nn.Module) -> bool:
     """Return whether it multiplies every position by the same matrix, once: linear, or a 1 × 1 convolution."""
-    return kinds.is_plain(module) and kind_of(module).pointwise and not kind_of(module).tokens
+    return kinds.is_plain(module) and kind_of(module).pointwise and kind_of(module).has_input
 
 
 def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:

@@ -53,6 +53,8 @@ class Recorder:
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules, self._active, self._checking, self._paused = modules, False, False, False
         self._copied: set[str] = set()
+        self._shared: set[str] = set()
+        self._samples = 1
         self.calls: dict[str, list[Call]] = {}
 
     @contextlib.contextmanager
@@ -69,14 +71,14 @@ class Recorder:
             yield
 
     @contextlib.contextmanager
-    def recording(self, *, checking: bool = False) -> Iterator[None]:
-        """Keep calls inside; those of recomputation in a backward pass come later and are not kept.
+    def recording(self, samples: int = 1, *, checking: bool = False) -> Iterator[None]:
+        """Keep calls inside, on so many samples; those of recomputation in a backward pass come later and are not kept.
 
         Raises:
             InputError: a layer runs without a graph, or (when ``checking``) its output is not W φ + b.
         """
         self.calls.clear()
-        self._active, self._checking = True, checking
+        self._active, self._checking, self._samples = True, checking, samples
         try:
             with torch.enable_grad():
                 yield
@@ -123,6 +125,13 @@ class Recorder:
         self._copied |= names
         return names
 
+    def share(self, name: str, *, shared: bool) -> None:
+        """Take it from now on that an embedding looks tokens up once for all samples, as one of positions may.
+
+        It is recorded as if each sample had its own: what it gives is repeated for every sample.
+        """
+        self._shared = self._shared | {name} if shared else self._shared - {name}
+
     def _alias(self, name: str) -> Any:
         def alias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._paused or is_aside():
@@ -153,14 +162,24 @@ class Recorder:
             inputs = kind.inputs_of(args, kwargs)
             if self._paused or is_aside() or inputs is None or not isinstance(output, Tensor):
                 return None
+            coefficients = kind.coefficients(args, kwargs)
             own = _with_own_history(output)  # also in a backward pass, see above
-            if kind.tokens and torch.is_grad_enabled() and not output.requires_grad:
-                own = _with_history(output)
+            if name in self._shared and torch.is_grad_enabled():
+                inputs, own, coefficients = (self._repeated(part, inputs.ndim) for part in (inputs, own, coefficients))
+            if kind.tokens and torch.is_grad_enabled() and not own.requires_grad:
+                own = _with_history(own)
             if self._active:
-                self._take(name, module, inputs, own, kind.coefficients(args, kwargs))
+                self._take(name, module, inputs, own, coefficients)
             return None if own is output else own
 
         return keep
+
+    def _repeated(self, part: Any, dims: int) -> Any:
+        """Return a part of a call whose tokens have so many dimensions with one of each sample, in dimension 0."""
+        if part is None:
+            return None
+        single = part if dims > 1 and len(part) == 1 else part.unsqueeze(0)
+        return single.expand(self._samples, *single.shape[1:]).contiguous()
 
     def _take(self, name: str, module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Tensor | None) -> None:
         kind = layers.kind_of(module)

@@ -168,10 +168,7 @@ class _Sweep:
                 whole[~fine] = torch.nan
         names = tuple(name for name in self._task.selection.modules if name in found)
         if self._runner.modules and not names:
-            raise InputError(
-                f"layers: none of {', '.join(map(repr, self._runner.modules))} has an input with a derivative "
-                "(tokens have none, nor has a pair of inputs one)"
-            )
+            raise self._no_places()
         backend = contractions.describe(self._backend)
         passed = frozenset(self._passed)
         return Samples(self._task, names, self._width, kept, self._calls, self._apart, passed, backend, found)
@@ -196,6 +193,8 @@ class _Sweep:
                 f"max_passes={most}; pass max_passes={self._width}, or take mls_adversarial, which needs no Jacobian"
             )
         places = self._places(run)
+        if not places:
+            raise self._no_places()
         edges = [edge for place in places for edge in place.edges]
         for cotangent in _identity(run.outputs, run.samples):
             interrupts.check()
@@ -232,6 +231,13 @@ class _Sweep:
             arrange = partial(run.samples_first, name)
             places.append(Place(name, edges, tensors, arrange, weight, self._scales.get(name)))
         return places
+
+    def _no_places(self) -> InputError:
+        """Return the error for layers of which none has an input that is a place."""
+        return InputError(
+            f"layers: none of {', '.join(map(repr, self._runner.modules))} has an input with a derivative: tokens have "
+            "none, and of several inputs there is not one; choose other layers"
+        )
 
     def _weight(self, run: Run, name: str) -> WeightGradient:
         module, options = self._runner.selected[name], self._task.options

@@ -132,3 +132,50 @@ add("embedding bag, weights", lambda: Net(weighted(torch.relu), embed=nn.Embeddi
     head=nn.Linear(3, C)), WORDS, INDICES[:3], "embed")  # fmt: skip
 add("embedding bag, weights, smooth", lambda: Net(weighted(torch.tanh), embed=nn.EmbeddingBag(7, 3, mode="sum",
     padding_idx=0), head=nn.Linear(3, C)), WORDS, INDICES[:3], "embed", curved="embed")  # fmt: skip
+
+
+def positions(shape):
+    """Codes of the four positions that all samples share, looked up once, and added."""
+
+    def forward(net, x):
+        places = torch.arange(x.shape[1]).expand(*shape, -1)
+        return net.head(net.mix(torch.tanh(net.embed(x) + net.place(places))).relu().flatten(1))
+
+    return lambda: Net(forward, embed=nn.Embedding(7, 3), place=nn.Embedding(5, 3), mix=nn.Linear(3, 3),
+        head=nn.Linear(12, C))  # fmt: skip
+
+
+add("embedding of positions (T, d)", positions(()), WORDS, INDICES[:3], "embed place", curved="embed place")
+add("embedding of positions (1, T, d)", positions((1,)), WORDS, INDICES[:3], "place", curved="place")
+add("embedding of positions, as many as samples", positions(()), WORDS[[0, 1, 2, 1]], INDICES[:4], "place mix",
+    curved="place")  # fmt: skip
+
+# --- bilinear layers --------------------------------------------------------------------------------------------------
+
+
+def pair_of(between, positions=False):
+    """A bilinear layer of two layers' outputs, once for a sample or at several positions."""
+
+    def forward(net, x):
+        x = x.unflatten(1, (2, -1)) if positions else x
+        return net.head(between(net.join(net.left(x).relu(), net.right(x).relu())).flatten(1))
+
+    def make():
+        m, outputs = (2, 6) if positions else (4, 3)
+        return Net(forward, left=nn.Linear(m, 3), right=nn.Linear(m, 2), join=nn.Bilinear(3, 2, 3),
+            head=nn.Linear(outputs, C))  # fmt: skip
+
+    return make
+
+
+def of_data(net, x):
+    return net.join(input1=x[:, :2], input2=x[:, 1:])
+
+
+PAIRS = normal(23, 3, 4)
+add("bilinear", pair_of(torch.relu), PAIRS, INDICES[:3], "left join head")
+add("bilinear, smooth", pair_of(torch.tanh), PAIRS, INDICES[:3], "join", curved="join")
+add("bilinear, positions", pair_of(torch.relu, positions=True), PAIRS, INDICES[:3], "right join")
+add("bilinear, positions, smooth", pair_of(torch.tanh, positions=True), PAIRS, INDICES[:3], "join", curved="join")
+add("bilinear, the whole network", lambda: Net(of_data, join=nn.Bilinear(2, 3, C, bias=False)), PAIRS, INDICES[:3],
+    "join")  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from .bilinear import Bilinear
 from .convolution import Convolution
 from .embedding import Embedding, EmbeddingBag
 from .linear import Linear, TransposedLinear
@@ -18,6 +19,7 @@ from .transposed_convolution import TransposedConvolution
 __all__ = [
     "CLASSES",
     "SUPPORTED",
+    "Bilinear",
     "Convolution",
     "Embedding",
     "EmbeddingBag",
@@ -32,8 +34,8 @@ __all__ = [
 ]
 
 SUPPORTED = (
-    "Linear, Conv1d to Conv3d, ConvTranspose1d to ConvTranspose3d, Embedding, EmbeddingBag (sums and means), and the "
-    "Conv1D of transformers"
+    "Linear, Conv1d to Conv3d, ConvTranspose1d to ConvTranspose3d, Embedding, EmbeddingBag (sums and means), "
+    "Bilinear, and the Conv1D of transformers"
 )
 
 
@@ -48,6 +50,7 @@ class Use(nn.Module):
 
 
 _convolution = functools.lru_cache(maxsize=1024)(Convolution)
+_bilinear = functools.lru_cache(maxsize=1024)(Bilinear)
 _embedding, _bags = functools.lru_cache(Embedding), functools.lru_cache(EmbeddingBag)
 _transposed_convolution = functools.lru_cache(maxsize=1024)(TransposedConvolution)
 _LINEAR, _TRANSPOSED_LINEAR = Linear(), TransposedLinear()
@@ -90,6 +93,7 @@ _OF_CLASS: dict[type[nn.Module], _Row] = {
     nn.ConvTranspose1d: _TRANSPOSED_CONVOLUTION,
     nn.ConvTranspose2d: _TRANSPOSED_CONVOLUTION,
     nn.ConvTranspose3d: _TRANSPOSED_CONVOLUTION,
+    nn.Bilinear: _Row(lambda module: _bilinear(module.in1_features, module.in2_features)),
     nn.Embedding: _Row(lambda module: _embedding(module.padding_idx), obstacle=_max_norm),
     nn.EmbeddingBag: _Row(lambda module: _bags(module.mode == "mean", module.padding_idx), obstacle=_bag),
 }
