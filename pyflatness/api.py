@@ -10,7 +10,7 @@ from . import head, interrupts, losses, plan
 from .errors import InputError
 from .measures import RELATIVE_FLATNESS, at_head, named
 from .measures.layer_values import LayerValues
-from .model import calling
+from .model import calling, uses
 from .model.selectors import Selector
 from .options import MAX_PASSES, Options, check_relative_error
 from .passes.detached import TAKEN_AS_CONSTANT
@@ -397,10 +397,11 @@ def measure(
         task = task.of(layers)
         measurement = plan.Measurement(steps, task, named=by_name)
         found = measurement.estimates()
+        covered = [module for name, module in task.selection.modules.items() if name in measurement.measured]
+        left_out = coverage.uncovered(task.model, uses.entries(covered)) if covered else {}
+        why = uses.reasons(task.model, left_out)
     measured = {name for name, _ in found}
     names = tuple(name for name in task.selection.modules if name in measured)
-    covered = [module for name, module in task.selection.modules.items() if name in measurement.measured]
-    left_out = coverage.uncovered(task.model, covered) if covered else {}
     found = coverage.marked(found, [row.name for row in wanted if row.of_layers], left_out) if layers is None else found
     with_values = tuple(row.name for row in wanted if any(row.name == m for _, m in found))
-    return Report(names, with_values, found, measurement.skipped, left_out)
+    return Report(names, with_values, found, measurement.skipped, left_out, why)

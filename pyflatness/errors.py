@@ -1,12 +1,28 @@
 """Define the exceptions of pyflatness: one family, whose messages carry what was received and what to do."""
 
+from collections.abc import Mapping
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound="InputError")
+
 
 class FlatnessError(Exception):
     """Serve as the base of every error that pyflatness raises on purpose."""
 
 
 class InputError(FlatnessError, ValueError):
-    """Report a model, layer, loss, batch or option that cannot be measured as given."""
+    """Report a model, layer, loss, batch or option that cannot be measured as given.
+
+    Attributes:
+        layers: names of layers that it is about, each with the reason, where others may do without these.
+    """
+
+    layers: Mapping[str, str] = {}
+
+    def about(self: _Error, layers: Mapping[str, str]) -> _Error:
+        """Return the error, with :attr:`layers` set."""
+        self.layers = layers
+        return self
 
 
 class NonFiniteError(InputError):

@@ -20,7 +20,7 @@ from .contractions import promoted, promoted_dtype
 from .errors import FlatnessError, InputError
 from .losses.closure import REFUSAL, depends_on_more
 from .messages import check_tensor
-from .model import calling, layers, selectors, state
+from .model import calling, layers, selectors, state, uses
 from .model.data import first, rows_of, same, size, take
 from .model.generators import Generators
 from .model.row_order import order_in_memory
@@ -196,7 +196,7 @@ class Head:
 
     def _head_call(self, calls: calling.Calls, outputs: Tensor) -> calling.Call:
         if not calls.last:
-            raise layers.did_not_run(self._model, self._candidates)
+            raise layers.did_not_run(self._candidates, self._candidates)
         name = list(calls.last)[-1]
         if not self.name:
             self.name = name
@@ -283,8 +283,10 @@ def find(task: Task, layer: str | nn.Module | None) -> tuple[str, Head | None]:
         InputError: no such layer, or a bad first batch.
     """
     name = None if layer is None else selectors.one(task.model, layer)
-    if name is not None and not layers.is_pointwise(task.model.get_submodule(name)):
-        return name, None
+    if name is not None:
+        module = uses.layer(task.model, name)
+        if isinstance(module, uses.Use) or not layers.is_pointwise(module):
+            return name, None
     source = Head(task, name)
     return (source.name, source) if source.established(task.batches.peek()) else (source.name, None)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import contractions
@@ -188,6 +189,18 @@ def check_flag(name: str, value: Any) -> bool:
     if type(given) is not bool:
         raise InputError(f"{name}={shown(value)}: True or False is wanted")
     return given
+
+
+def check_dtype(option: str, given: Any) -> torch.dtype:
+    """Return the dtype of floating-point numbers that has a name.
+
+    Raises:
+        InputError: something else.
+    """
+    kind = getattr(torch, given, None) if isinstance(given, str) else None
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise InputError(f"{option}: float32 or another type of floating-point numbers is wanted, got {shown(given)}")
+    return kind
 
 
 def check_names(option: str, given: Any) -> list[str]:

@@ -17,7 +17,7 @@ from .measures import RELATIVE_FLATNESS, Measure, at_head, with_bases
 from .measures.base import Values
 from .measures.layer_values import LayerValues
 from .messages import is_out_of_memory
-from .model import layers
+from .model import layers, uses
 from .model.selectors import Selector
 from .numerics.accumulate import check_followed
 from .options import Options
@@ -105,7 +105,7 @@ def of_layer(row: Measure, task: Task, layer: Selector | None) -> tuple["Measure
         task.options.refuse_tolerance()
         return Measurement(steps, task.of(None), named=True), ""
     name, source = head.find(task, layer)
-    dense = task.options.conv == "affine" and layers.is_convolution(task.model.get_submodule(name))
+    dense = task.options.conv == "affine" and layers.is_convolution(uses.layer(task.model, name))
     if source is None or dense or row.quantity != RELATIVE_FLATNESS.quantity:
         task.options.refuse_tolerance()
         source = None

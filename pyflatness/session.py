@@ -49,7 +49,10 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             )
         missing = next((name for name in needed if name not in kwargs and names.index(name) >= len(args)), None)
         if missing is not None:
-            raise TypeError(f"{function.__name__}() missing 1 required positional argument: {missing!r}")
+            raise TypeError(
+                f"{function.__name__}() missing 1 required positional argument: {missing!r}; it follows the loss, or "
+                f"is passed by name, {missing}=…, where the loss is the model's own"
+            )
         for name in kwargs:
             if name not in parameters:
                 near = ", ".join(difflib.get_close_matches(name, names)) or ", ".join(names)

@@ -23,10 +23,11 @@ from .contractions import compiled, promoted_dtype
 from .errors import InputError
 from .losses import auto, risk
 from .messages import check_tensor
-from .model import calling, layers, state
+from .model import calling, layers, state, uses
 from .model.data import first, leaves, map_tensors
 from .model.outputs import single
 from .options import check_count, check_number
+from .passes.linearity import users_of
 from .reparameterization.reparameterize import duplicate
 from .report import Estimate
 from .session import public, session
@@ -110,7 +111,8 @@ def verify(
 
     Truth is the definition Σ ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s') in float64, a copy of the model and the user's own loss
     differentiated once per weight; for layers of more than 4,096 weights the Laplacian in the layer's input,
-    Σ_i |φ_i|² Δ_φ ℓ_i, the same number at a head and for layers of one position.
+    Σ_i |φ_i|² Δ_φ ℓ_i, the same number at a head and for layers of one position. A model that computes a part in
+    float32 whatever its dtype, as many normalisations do, is held to what that rounds.
 
     Args:
         model: as for :func:`pyflatness.relative_flatness`, like all that follow but one.
@@ -165,21 +167,29 @@ def verify(
             found.append((dtype, estimate))
     estimate = found[0][1]
     with state.observing(double) as (module, _):
-        target = module.get_submodule(estimate.layer)
+        target = uses.layer(module, estimate.layer)
         _untie(target)
         risk = functools.partial(_risk, module, truth_loss, batch64, forward)
-        with (
-            _differentiable(target),
-            torch.enable_grad(),
-            sdpa_kernel(SDPBackend.MATH),
-        ):  # the others have no second derivative
+        if isinstance(target, uses.Use):
+            with uses.attached({estimate.layer: target}):
+                risk()  # after which it knows what it stands for
+        # The other kernels of attention have no second derivative.
+        with _differentiable(target), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            coarsest = _coarsest(risk())
             method, truth = _truth(estimate, target, risk, _Passes(estimate, target, seconds, progress))
     checks = []
     for dtype, estimate in found:
         error = abs(estimate.value - truth) / abs(truth) if truth else abs(estimate.value)
         path = f"{estimate.backend}, {str(dtype).removeprefix('torch.')}"
-        checks.append(Check(path, estimate.value, error, _TOLERANCE[dtype]))
+        checks.append(Check(path, estimate.value, error, max(_TOLERANCE[dtype], coarsest)))
     return Verification(estimate.layer, estimate.samples, truth, method, tuple(checks))
+
+
+def _coarsest(value: Tensor) -> float:
+    """Return the tolerance of the coarsest dtype that a float64 model computes in, as normalisations do in float32."""
+    nodes = [value.grad_fn, *users_of(value)]
+    dtypes = {entry.dtype for node in nodes if node is not None for entry in node._input_metadata}
+    return max((_TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
 
 
 def _in_double(module: nn.Module) -> nn.Module:
@@ -295,21 +305,45 @@ def _untie(layer: nn.Module) -> None:
 
 def _definition(layer: nn.Module, risk: Callable[[], Tensor], passes: _Passes) -> float:
     """Return Σ_{s,s'} ⟨w_s, w_s'⟩ Σ_j ∂²E/∂w_sj ∂w_s'j, within each group, by a backward pass for every weight."""
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    weight.requires_grad_()
-    (gradient,) = torch.autograd.grad(risk(), weight, create_graph=True, materialize_grads=True)
+    weight, run = _leaf(layer)
+    (gradient,) = torch.autograd.grad(run(risk), weight, create_graph=True, materialize_grads=True)
     total = 0.0
     if not gradient.requires_grad:
         return total
     blocks = layers.matrix(layer)[0].chunk(layers.groups(layer))
     gram = torch.block_diag(*(block @ block.t() for block in blocks))
-    gradient = layers.as_matrix(layer, gradient)
+    gradient = _as_matrix(layer, gradient)
     d, m = gradient.shape
     for s, j in passes.over(itertools.product(range(d), range(m)), d * m):
         (row,) = torch.autograd.grad(gradient[s, j], weight, retain_graph=True)
-        total += float(gram[s] @ layers.as_matrix(layer, row)[:, j])
+        total += float(gram[s] @ _as_matrix(layer, row)[:, j])
     return total
+
+
+def _leaf(layer: nn.Module) -> tuple[Tensor, Callable[[Callable[[], Tensor]], Tensor]]:
+    """Return the weight, or the parameter that has it, as a leaf, and what runs a function in which it is used."""
+    if not isinstance(layer, uses.Use):
+        assert isinstance(layer.weight, Tensor)
+        return layer.weight.requires_grad_(), lambda risk: risk()
+    if not layer.source.effective:
+        return layer.source.parameter.requires_grad_(), lambda risk: risk()
+    leaf = layer.weight.clone().requires_grad_()
+
+    def run(risk: Callable[[], Tensor]) -> Tensor:
+        def forward(inputs: Tensor) -> Tensor:
+            return layers.affine(layer, inputs, leaf, layer.bias)
+
+        with state.replaced_forward(layer, forward), uses.attached({layer.name: layer}):
+            return risk()
+
+    return leaf, run
+
+
+def _as_matrix(layer: nn.Module, gradient: Tensor) -> Tensor:
+    """Return a gradient in what :func:`_leaf` returns as one in the layer's matrix (d, m)."""
+    if isinstance(layer, uses.Use) and not layer.source.effective:
+        gradient = gradient.flatten()[layer.entries.start : layer.entries.stop].view(layer.weight.shape)
+    return layers.as_matrix(layer, gradient)
 
 
 def _laplacian(
@@ -330,7 +364,8 @@ def _laplacian(
 
     handle = layer.register_forward_pre_hook(leaf)
     try:
-        value = risk()
+        with uses.attached({"": layer}):
+            value = risk()
     finally:
         handle.remove()
     if not at_head and (len(inputs) > 1 or inputs[0].shape[:-1] != (samples,)):

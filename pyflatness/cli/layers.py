@@ -16,7 +16,7 @@ from .output import show
 
 
 @click.command()
-@spec_options.option("model", "the model")
+@spec_options.option("model", "the model", more=spec_options.NAMED_MODELS)
 def layers(model: specs.Function, model_args: dict[str, Any]) -> None:
     """Show the model's layers that can be measured: name, type, weight matrix."""
     network = model_layers.unwrap(specs.build_model(spec_options.bind(model, model_args, "model")))

@@ -16,10 +16,13 @@ from torch.nn import functional as F
 
 from .. import losses
 from ..errors import InputError
+from ..losses import auto
 from ..measures import MEASURES, named
 from ..messages import printable
+from ..model import hugging_face
+from ..model.layers import unwrap
 from ..options import MAX_PASSES, Options
-from ..scoring import checkpoints, data_specs, executors, listing, metadata, specs
+from ..scoring import checkpoints, data_specs, executors, listing, metadata, pretrained, specs
 from ..scoring.run import Run
 from ..scoring.units import Request
 from ..scoring.worker import Source
@@ -72,17 +75,20 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
 @click.command()
 @interruptible()
 @config.option
-@spec_options.option("model", "the model")
+@spec_options.option("model", "the model", more=spec_options.NAMED_MODELS)
 @spec_options.option(
     "data",
-    "batches: a DataLoader, a list or a tuple of tensors; or .npz, .parquet, a folder of images or of a saved data set",
+    "batches: a DataLoader, a list or a tuple of tensors; or .npz, .txt, .jsonl, .parquet, a folder of images or of a "
+    "saved data set",
     data_specs.resolve,
 )
 @click.option(
     "--loss",
     metavar="NAME",
-    required=True,
-    help="The loss it was trained with: cross_entropy, mse_loss, … or a class of torch.nn: HuberLoss, …",
+    default="auto",
+    show_default=True,
+    help="The loss it was trained with: cross_entropy, mse_loss, … or a class of torch.nn: HuberLoss, …; auto: that of "
+    "a Hugging Face model.",
 )
 @click.option("--loss-args", metavar="JSON", default="{}", help="Options of that loss.")
 @click.option(
@@ -150,7 +156,7 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
 @click.option("--dry-run", is_flag=True, help="Say what there is to do, and how long it will take. (--store)")
 @click.option("--progress/--no-progress", default=None, help="Show a bar.  [on a terminal]")
 @click.option("--allow-pickle-weights-only", is_flag=True, expose_value=False, hidden=True)  # of 0.1.0: always so
-@click.argument("paths", metavar="CHECKPOINT...", nargs=-1, required=True, type=_PATH)
+@click.argument("paths", metavar="[CHECKPOINT]...", nargs=-1, type=_PATH)
 def score(
     model: specs.Function,
     model_args: dict[str, Any],
@@ -185,8 +191,9 @@ def score(
 ) -> None:
     """Measure the network of each CHECKPOINT, with its loss and accuracy from the same pass.
 
-    CHECKPOINTs are files, folders and quoted patterns. With --store the same command goes on after an interruption, and
-    one that names more checkpoints, layers or measures computes what is new.
+    CHECKPOINTs are files, folders and quoted patterns; without one the model is measured as it is made. With --store
+    the same command goes on after an interruption, and one that names more checkpoints, layers or measures computes
+    what is new.
 
     Exit status: 0 if all is done, 1 if something failed, 2 for a command that cannot be done, 130 if interrupted.
     """
@@ -194,12 +201,20 @@ def score(
         raise click.UsageError("pass --out FILE.csv, or --store FILE.sqlite, with which the same command goes on")
     if out is not None and (retry or shard or table or settings or dry_run or workers > 1):
         raise click.UsageError("--retry, --shard, --workers, --metadata, --settings and --dry-run go with --store")
+    if not paths and (shard or workers > 1):
+        raise click.UsageError("--shard and --workers go with several CHECKPOINTs, and none is there")
     criterion = _loss(loss, loss_args)
     lost = next((path for path in paths if out is not None and is_same_file(out, path)), None)
     if lost is not None:
         message = f"{out} is one of the checkpoints: it is the same file as {lost}"
         raise click.BadParameter(printable(message), param_hint="--out")
-    spec_options.bind(model, model_args, "model"), spec_options.bind(data, data_args, "data")
+    made, spec = spec_options.bind(model, model_args, "model"), spec_options.text("model")
+    data_args = data_specs.with_tokenizer(spec_options.text("data"), data_args, spec)
+    spec_options.bind(data, data_args, "data")
+    if not paths and pretrained.is_named(spec) and not pretrained.is_trained(spec, model_args):
+        raise click.UsageError(
+            f"--model {spec} has random weights; pass CHECKPOINTs, or --model-args that name weights"
+        )
     found = listing.find(paths)
     if shard is not None:
         found = found[shard[0] - 1 :: shard[1]]
@@ -209,13 +224,15 @@ def score(
     draws = int(probes) if probes and probes.lstrip("-").isdigit() else probes
     options = Options(curvature, draws, target_stderr, seed=seed, rtol=rtol, max_passes=max_passes)
     run = Run(
-        {str(path): path for path in found},
-        Source(spec_options.text("model"), model_args, "--model"),
+        {str(path): path for path in found} or {spec: specs.build_model(made)},
+        Source(spec, model_args, "--model") if found else None,
         Source(spec_options.text("data"), data_args, "--data"),
         Request(criterion, selectors, measures, options),
         batch_size=batch_size,
         limit=limit,
     )
+    if auto.is_auto(criterion) and hugging_face.inner(unwrap(run.network(next(iter(run.models))))) is None:
+        raise click.UsageError("--loss: the model is none of Hugging Face's; pass the loss that it was trained with")
     if out is not None:
         score_csv.write(run, out, shown=progress)
     if store is not None:
@@ -225,7 +242,9 @@ def score(
             columns = {name: of_files.get(name, {}) | columns.get(name, {}) for name in run.models}
         path = store if shard is None else store.with_stem(f"{store.stem}-{shard[0]}-of-{shard[1]}")
         where = executor_args | ({"address": ray_address} if ray_address else {})
-        how = score_store.How(executor, workers, where, retry=retry, ends=fingerprint == "ends", shown=progress)
+        how = score_store.How(
+            executor if found else "serial", workers, where, retry=retry, ends=fingerprint == "ends", shown=progress
+        )
         score_store.write(run, path, columns, how, dry_run=dry_run)
 
 
@@ -235,6 +254,8 @@ def _loss(name: str, text: str) -> Any:
         options = spec_options.json_object(text)
     except InputError as error:
         raise click.BadParameter(str(error), param_hint="--loss-args") from None
+    if auto.is_auto(name) and not options:
+        return name
     tensors = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in options.items()}
     kind = getattr(nn, name, None) if name.endswith("Loss") else None
     try:

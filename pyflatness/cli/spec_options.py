@@ -10,9 +10,20 @@ from ..errors import InputError
 from ..scoring import specs
 from ..scoring.specs import Function
 
+NAMED_MODELS = " Or hf:FOLDER, hf:ORG/NAME@REVISION (from the local cache), timm:NAME, torchvision:NAME."
 
-def option(name: str, what: str, resolve: Callable[[str], Function] = specs.resolve) -> Callable[[Function], Function]:
-    """Return two click options: ``--name SPEC``, which arrives as a callable, and ``--name-args JSON``, as a dict."""
+
+def option(
+    name: str, what: str, resolve: Callable[[str], Function] = specs.resolve, more: str = ""
+) -> Callable[[Function], Function]:
+    """Return two click options: ``--name SPEC``, which arrives as a callable, and ``--name-args JSON``, as a dict.
+
+    Args:
+        name: of the option.
+        what: what the callable returns.
+        resolve: SPEC -> callable.
+        more: of the help.
+    """
 
     def add(command: Function) -> Function:
         arguments = click.option(
@@ -27,7 +38,7 @@ def option(name: str, what: str, resolve: Callable[[str], Function] = specs.reso
             metavar="SPEC",
             required=True,
             callback=lambda context, parameter, text: _usage(resolve, _noted(context, name, text)),
-            help=f"file.py:callable or package.module:callable that returns {what}.",
+            help=f"file.py:callable or package.module:callable that returns {what}.{more}",
         )
         return spec(arguments(command))
 

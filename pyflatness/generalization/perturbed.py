@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import interrupts
 from ..contractions import promoted, promoted_dtype
 from ..errors import InputError
-from ..model import calling, layers
+from ..model import calling, layers, uses
 from .noise import orthonormal
 
 Change = Callable[[Tensor, Tensor], Tensor]
@@ -31,7 +31,7 @@ class Perturbed:
 
     def __init__(self, model: nn.Module, name: str, forward: calling.Forward | None, *, head: bool) -> None:
         self._model, self._name, self._forward, self._head = model, name, forward, head
-        self.layer = model.get_submodule(name)
+        self.layer = uses.layer(model, name)
         layers.check_measurable(name, self.layer)
         if not layers.kind_of(self.layer).has_input:
             raise InputError(
@@ -47,10 +47,10 @@ class Perturbed:
         Raises:
             InputError: the layer did not run.
         """
-        with calling.Calls({self._name: self.layer}) as calls:
+        with calling.Calls({self._name: self.layer}) as calls, self._attached():
             outputs, targets = calling.run(self._model, batch, self._forward)
             if self._name not in calls.last:
-                raise layers.did_not_run(self._model, [self._name])
+                raise layers.did_not_run([self._name], {self._name: self.layer})
             call = calls.last[self._name]
             single = calls.count[self._name] == 1 and calling.version(call.inputs) == call.versions[0]
             self._call = call if single else None
@@ -81,9 +81,12 @@ class Perturbed:
             if shift is not None:
                 yield self._outputs.double() + scale * shift
                 continue
-            with calling.dry_run(), _adding(self.layer, _scaled(change, delta, scale)):
+            with calling.dry_run(), self._attached(), _adding(self.layer, _scaled(change, delta, scale)):
                 outputs, _ = calling.run(self._model, self._batch, self._forward)
             yield outputs
+
+    def _attached(self) -> contextlib.AbstractContextManager[None]:
+        return uses.attached({self._name: self.layer})
 
     def _of_outputs(self, delta: Tensor) -> Tensor | None:
         """Return Δz as a direction of the model's outputs, where these are a view of z; float64."""

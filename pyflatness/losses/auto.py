@@ -16,6 +16,7 @@ from .base import Reduction, Terms
 
 AUTO = "auto"
 _SAMPLES = 2  # of the first batch, for which the model is asked for its own loss
+_MOST_LOGITS = 2**24  # of two samples; else one is enough
 _RTOL = 1e-4
 _WAY_OUT = (
     "pass loss=, and where outputs and labels do not fit as they are, forward=, a function (model, batch) -> "
@@ -31,7 +32,7 @@ def is_auto(loss: Any) -> bool:
 def of_model(model: nn.Module, batch: Any, reduction: Reduction | None = None) -> Loss:
     """Return the loss that a model has by itself: cross-entropy, squared error or binary cross-entropy.
 
-    It is held against the model's own ``.loss`` on the first two samples of the data.
+    It is held against the model's own ``.loss`` on the first two samples of the data, or one if their logits are many.
 
     Args:
         model: inside :func:`.state.observing`.
@@ -42,7 +43,7 @@ def of_model(model: nn.Module, batch: Any, reduction: Reduction | None = None) -
         InputError: a model that is none of transformers', a batch without labels, or a model whose own loss is another
             than these three of its ``logits``.
     """
-    few = data.first(batch, min(_SAMPLES, data.size(batch)))
+    few = _few(model, batch)
     own, inputs = _with_labels(model, few)
     loss = _found(own, inputs["labels"], reduction)
     with calling.aside(), torch.no_grad():
@@ -54,6 +55,14 @@ def unchecked(model: nn.Module, batch: Any) -> Loss:
     """Return what :func:`of_model` does, of a model and data for which it was called already."""
     own, inputs = _with_labels(model, batch)
     return _found(own, inputs["labels"], None)
+
+
+def _few(model: nn.Module, batch: Any) -> Any:
+    few = data.first(batch, min(_SAMPLES, data.size(batch)))
+    own = hugging_face.inner(model)
+    vocabulary = getattr(getattr(own, "config", None), "vocab_size", None) or 1
+    most = max((leaf.numel() for leaf in data.leaves(few) if isinstance(leaf, Tensor) and leaf.ndim == 2), default=1)
+    return few if most * vocabulary <= _MOST_LOGITS else data.first(batch, 1)
 
 
 def _with_labels(model: nn.Module, batch: Any) -> tuple[nn.Module, dict[str, Any]]:

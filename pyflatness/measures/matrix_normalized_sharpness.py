@@ -19,7 +19,7 @@ from dataclasses import replace
 from torch import nn
 
 from ..errors import InputError
-from ..model import norms
+from ..model import norms, uses
 from ..options import Options
 from .base import Measure, Values
 from .scaled import check_own_weights, together
@@ -38,7 +38,7 @@ def summed(norm: Callable[[nn.Module], float], model: nn.Module, options: Option
     roots = []
     every = [name for name in values if name] or [""]  # a model that is a layer itself has no other name
     for name in every:
-        module, trace = model.get_submodule(name), values[name]
+        module, trace = uses.layer(model, name), values[name]
         check_own_weights(name, module, options)
         if trace.value < 0:
             raise InputError(

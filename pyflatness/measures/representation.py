@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..model import calling
+from ..model import calling, uses
 from ..model.selectors import Selector
 from ..options import MAX_PASSES, Options, check_count, check_names
 from ..report import Estimate, Report, coverage
@@ -243,14 +243,16 @@ def representation(
     with session(model, loss, data, options, forward=forward, progress=progress) as task:
         task = task.of(layers)
         samples = jacobians.measured(task, {need for row in rows for need in row.needs}, top)
+        covered = uses.entries([task.selection.modules[name] for name in samples.layers])
+        left_out = coverage.uncovered(task.model, covered)
+        why = uses.reasons(task.model, left_out)
     found = {}
     for row in rows:
         assert row.of_jacobians is not None
         found.update({(name, row.name): task.noted(value) for name, value in row.of_jacobians(samples).items()})
-    left_out = coverage.uncovered(task.model, [task.model.get_submodule(name) for name in samples.layers])
     if layers is None:
         found = coverage.marked(found, [row.name for row in rows if row.of_layers], left_out)
-    return Report(samples.layers, tuple(row.name for row in rows), found, {}, left_out)
+    return Report(samples.layers, tuple(row.name for row in rows), found, {}, left_out, why)
 
 
 def _named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:

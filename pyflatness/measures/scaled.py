@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError, NotYetError
-from ..model import layers, norms
+from ..model import layers, norms, uses
 from ..options import Options
 from ..report import Estimate
 from .base import Measure, Values
@@ -81,7 +81,7 @@ def largest_scaled(measure: str, model: nn.Module, options: Options, values: Val
 def _by_layer(model: nn.Module, options: Options, values: Values) -> Values:
     found = {}
     for name in [name for name in values if name] or [""]:  # a model that is a layer itself has no other name
-        module, estimate = model.get_submodule(name), values[name]
+        module, estimate = uses.layer(model, name), values[name]
         check_own_weights(name, module, options)
         norm = norms.squared(module)
         found[name] = replace(

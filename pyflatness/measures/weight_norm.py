@@ -4,10 +4,13 @@
 
 A network's value is the sum over the weights of its chosen layers, a weight that two layers share counted once. No data
 is read for it: asked for beside measures of a sweep it is of the layers that ran, by itself of all that were chosen.
+Which of the parameters outside of layers are weights takes a sweep to know; by itself it is of those that were named.
 It is not invariant to rescalings.
 """
 
+from ..errors import InputError
 from ..model import layers, norms
+from ..model.uses import Use
 from ..report import Estimate
 from .base import Measure, Task, Values
 
@@ -15,6 +18,14 @@ from .base import Measure, Task, Values
 def _values(task: Task) -> Values:
     found, squares = {}, {}
     for name, module in task.selection.modules.items():
+        if isinstance(module, Use) and not module.ran:
+            if name not in task.selection.named:
+                continue  # it may be the weight of nothing, or have parts that are layers
+            if module.source.effective:
+                raise InputError(
+                    f"layer {name!r} computes its weight in its forward pass, and weight_norm by itself does without "
+                    "one; ask for another measure beside it, such as trace"
+                )
         layers.check_measurable(name, module)
         norm = norms.squared(module)
         shared = module._parameters.get("weight")

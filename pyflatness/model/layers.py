@@ -9,6 +9,7 @@ from ..contractions import Geometry, full_precision, promoted
 from ..errors import InputError, NonFiniteError
 from . import kinds
 from .kinds import SUPPORTED, Linear
+from .uses import Use
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -49,20 +50,16 @@ def why_not_supported(module: nn.Module) -> str:
     )
 
 
-def did_not_run(model: nn.Module, names: Iterable[str]) -> InputError:
-    """Return the error for layers that were asked for and that the model's forward pass does not call."""
+def did_not_run(names: Iterable[str], modules: Mapping[str, nn.Module]) -> InputError:
+    """Return the error for layers, among these modules, that the model's forward pass does not call."""
     listed = [*names]
-    attention = [
-        name for name in listed if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention)
-    ]
-    why = ""
-    if attention:
-        why = (
-            f": nn.MultiheadAttention uses the weight of {', '.join(map(repr, attention))} without calling the layer, "
-            "so that there is no input of it to see; choose other layers"
-        )
-    elif any(isinstance(model.get_submodule(name), nn.EmbeddingBag) for name in listed):
-        why = ", or not on tokens (n, tokens of a bag): bags that are given by offsets= cannot be told apart by sample"
+    reasons = {name: module.refusal for name in listed if isinstance(module := modules[name], Use) and module.refusal}
+    reasons |= {
+        name: "bags that are given by offsets=, and not as (n, tokens of a bag), cannot be told apart by sample"
+        for name in listed
+        if isinstance(modules[name], nn.EmbeddingBag)
+    }
+    why = "".join(f"; {name!r}: {reason}" for name, reason in reasons.items())
     return InputError(f"layer: {', '.join(map(repr, listed))} did not run in the model's forward pass{why}")
 
 

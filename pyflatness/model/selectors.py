@@ -3,7 +3,7 @@
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..messages import shown
+from . import uses
 from .kinds import CLASSES, SUPPORTED
 from .layers import is_supported, why_not_supported
+from .uses import Use
 
 Selector = str | nn.Module
 
@@ -38,31 +40,52 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
     Raises:
         InputError: a selector that matches nothing, or nothing that can be measured; near names are listed.
     """
-    every = dict(model.named_modules(remove_duplicate=False))
-    supported = {name: module for name, module in model.named_modules() if is_supported(module)}
+    every, usable = _every(model)
     if selectors is None:
-        if not supported:
+        found = {name: layer for name, layer in usable.items() if not (isinstance(layer, Use) and layer.refusal)}
+        if not found:
             own = next((name for name, module in every.items() if isinstance(module, CLASSES)), None)
             why = "" if own is None else f"; {own!r} {why_not_supported(every[own])}"
             raise InputError(f"layers: the model has none that can be measured ({SUPPORTED}){why}")
-        return Selection(supported, frozenset())
+        return Selection(found, frozenset())
     if not isinstance(selectors, Iterable) or isinstance(selectors, (str, bytes, type, nn.Module, Tensor)):
         selectors = [selectors]
     selectors = [*selectors]
     if not selectors:
         raise InputError("layers: an empty list; pass None for all layers")
-    chosen: dict[str, nn.Module] = {}
+    chosen: set[str] = set()
     named = set()
     first_name = {module: name for name, module in reversed(every.items())}
     for selector in selectors:
-        names = [first_name[every[name]] for name in _matching(every, selector)]  # a shared module has several
+        matching = _matching(every, usable.keys(), selector)
+        names = [first_name[every[name]] for name in matching]  # a shared module has several
         if not isinstance(selector, str) or selector in every:
             named.update(names)
-        usable = [name for name in names if is_supported(every[name])]
-        if not usable:
+        if usable.keys().isdisjoint(names):
             raise InputError(f"layer {names[0]!r} {why_not_supported(every[names[0]])}")
-        chosen.update((name, every[name]) for name in usable)
-    return Selection({name: chosen[name] for name in every if name in chosen}, frozenset(named))
+        chosen.update(usable.keys() & names)
+    return Selection({name: layer for name, layer in usable.items() if name in chosen}, frozenset(named))
+
+
+def _every(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """Return all that a name may mean, modules by each of their names, and those that are layers, by the first."""
+    stand_ins = uses.of(model)
+    every: dict[str, nn.Module] = {}
+    usable: dict[str, nn.Module] = {}
+    behind: dict[str, list[str]] = {}
+    for name in stand_ins:
+        behind.setdefault(name.rpartition(".")[0], []).append(name)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    seen: set[nn.Module] = set()
+    for name, module in modules.items():
+        every[name] = module
+        if module not in seen and (name in stand_ins or is_supported(module)):
+            usable[name] = stand_ins.get(name) or module
+        for parameter in behind.get(name, ()) if module not in seen else ():
+            if parameter not in modules:
+                every[parameter] = usable[parameter] = stand_ins[parameter]
+        seen.add(module)
+    return every, usable
 
 
 def one(model: nn.Module, selector: Selector) -> str:
@@ -77,7 +100,7 @@ def one(model: nn.Module, selector: Selector) -> str:
     return matches[0]
 
 
-def _matching(every: dict[str, nn.Module], selector: Any) -> list[str]:
+def _matching(every: Mapping[str, nn.Module], usable: Collection[str], selector: Any) -> list[str]:
     if isinstance(selector, nn.Module):
         names = [name for name, module in every.items() if module is selector][:1]
         if not names:
@@ -89,15 +112,14 @@ def _matching(every: dict[str, nn.Module], selector: Any) -> list[str]:
             raise InputError(f"layer: {wanted}, got a class; 'type:{selector.__name__}' is for all layers of it")
         hint = f"; {str(selector)!r} is the name of one" if str(selector) in every else ""
         raise InputError(f"layer: {wanted}, got {type(selector).__name__} {shown(selector)}{hint}")
-    names = [selector] if selector in every else _by_pattern(every, selector)
+    names = [selector] if selector in every else _by_pattern(every, usable, selector)
     if not names:
-        candidates = [name for name, module in every.items() if is_supported(module)]
-        near = difflib.get_close_matches(selector, [name for name in every if name]) or candidates
+        near = difflib.get_close_matches(selector, [name for name in every if name]) or [*usable]
         raise InputError(f"layer: nothing in the model matches {selector!r}; did you mean {', '.join(near[:5])}?")
     return names
 
 
-def _by_pattern(every: dict[str, nn.Module], pattern: str) -> list[str]:
+def _by_pattern(every: Mapping[str, nn.Module], usable: Collection[str], pattern: str) -> list[str]:
     kind, _, rest = pattern.partition(":")
     if kind == "type" and rest:
         return [name for name, module in every.items() if name and type(module).__name__ == rest]
@@ -107,4 +129,4 @@ def _by_pattern(every: dict[str, nn.Module], pattern: str) -> list[str]:
         except re.error as error:
             raise InputError(f"layer: {pattern!r} is not a regular expression ({error})") from None
         return [name for name in every if name and expression.fullmatch(name)]
-    return [name for name, module in every.items() if is_supported(module) and fnmatch.fnmatchcase(name, pattern)]
+    return [name for name in usable if fnmatch.fnmatchcase(name, pattern)]

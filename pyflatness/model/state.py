@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 
 from .. import interrupts
 from ..errors import InputError
-from . import layers
+from . import layers, uses
 from .checks import check_modules
 from .generators import Generators, OutsideTorch, Randomness
 
@@ -68,6 +68,7 @@ def _prepared(model: nn.Module, stack: contextlib.ExitStack) -> tuple[nn.Module,
     buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
     stack.callback(_put_back_values, [(buffer, buffer._version, buffer.clone()) for buffer in buffers])
     stack.callback(put_back, attributes(modules))
+    stack.enter_context(uses.held(model))
     for module in modules:  # those of the user's would be called in our backward passes, and may change gradients
         if module._backward_hooks or module._backward_pre_hooks:
             vars(module).update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())

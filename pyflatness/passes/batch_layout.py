@@ -62,7 +62,7 @@ def mixed(name: str, shape: Sequence[int], samples: int) -> InputError:
         f"layer {name!r}: its rows {tuple(shape)} cannot be told apart by the {samples} samples: what is sent back "
         "from one sample reaches rows of the others, however they are laid out. Either the model mixes samples, so "
         "that a sample's loss depends on its batch, or it gathers them; batches of one sample can be measured"
-    )
+    ).about({name: "its rows cannot be told apart by sample"})
 
 
 def reached(layout: Layout, gradient: Tensor, samples: int) -> Tensor:

@@ -20,6 +20,7 @@ TAKEN_AS_CONSTANT = (
 
 _WITHOUT_VALUES = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}
 _WITHOUT_VALUES |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided"}
+_AS_ANOTHER = {"to", "type_as", "view_as", "reshape_as", "expand_as"}  # whose values are not read
 _OUT_OF_TORCH = {"item", "__float__", "tolist", "numpy", "__array__", "__dlpack__"}
 
 
@@ -49,7 +50,8 @@ class Detached(TorchFunctionMode):
         elif name in ("__setitem__", "__set__"):  # of entries, of ``.data``
             self._follow(name, [*_tensors(args)], [args[0]])
         elif isinstance(result, (Tensor, tuple, list)):
-            self._follow(name, [*_tensors((args, kwargs))], [*_tensors(result)])
+            read = args[:1] if name in _AS_ANOTHER else (args, kwargs)
+            self._follow(name, [*_tensors(read)], [*_tensors(result)])
         return result
 
     def _follow(self, name: str, inputs: list[Tensor], results: list[Tensor]) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import FlatnessError, InputError
-from ..model import calling, data, layers
+from ..model import calling, data, layers, uses
 from ..numerics.directions import Directions
-from . import batch_layout
+from . import batch_layout, kept_rows, linearity
 from .batch_layout import Layout
 from .independence import agree, alone, rounding
 from .recorder import Recorder
@@ -73,8 +73,10 @@ def run(
         start, count, cuttable = 0, samples, False
         outputs, stored = _run(model, recorder, batch, forward, samples)
     check_samples(outputs, count)
+    users = linearity.users_of(outputs)
+    check_uses(modules, recorder, users)
     lookups = {name for name in recorder.calls if layers.kind_of(modules[name]).tokens}
-    narrowed = narrow(outputs, recorder, _layouts(modules, recorder, count), count, lookups)
+    narrowed = narrow(outputs, users, recorder, _layouts(modules, recorder, count), count, lookups)
     mixed = lookups - narrowed.keys()
     if mixed:
 
@@ -83,7 +85,8 @@ def run(
 
         mixed = {name for name in mixed if not _repeatable(modules, recorder, name, outputs, count, again)}
         outputs, stored = again()
-        narrowed = narrow(outputs, recorder, _layouts(modules, recorder, count), count, mixed)
+        users = linearity.users_of(outputs)
+        narrowed = narrow(outputs, users, recorder, _layouts(modules, recorder, count), count, mixed)
     received = sum(
         call.output.numel() * call.output.element_size() for made in recorder.calls.values() for call in made
     )
@@ -121,7 +124,9 @@ def _repeatable(
     try:
         now, _ = run()
         layouts = {name: _layouts(modules, recorder, samples)[name]}
-        if agree(outputs, now, rounding(outputs.dtype)) and narrow(now, recorder, layouts, samples, layouts):
+        if agree(outputs, now, rounding(outputs.dtype)) and narrow(
+            now, linearity.users_of(now), recorder, layouts, samples, layouts
+        ):
             return True
     except FlatnessError:
         raise
@@ -133,6 +138,7 @@ def _repeatable(
 
 def narrow(
     outputs: Tensor,
+    users: linearity.Users,
     recorder: Recorder,
     layouts: Mapping[str, tuple[Layout, ...]],
     samples: int,
@@ -140,10 +146,12 @@ def narrow(
 ) -> dict[str, tuple[Layout, ...]]:
     """Return the layouts that remain when cotangents go back from some samples only.
 
-    They go back from every second sample and from the others, and from halves if need be.
+    They go back from every second sample and from the others, and from halves if need be; none does where the graph
+    shows what would come of it.
 
     Args:
         outputs: the model's.
+        users: their graph.
         recorder: of the layers' calls.
         layouts: that the layers may have.
         samples: how many.
@@ -154,21 +162,39 @@ def narrow(
     """
     if samples == 1 or not layouts:
         return dict(layouts)
+    shown = kept_rows.in_place(outputs, users, {name: recorder.calls[name] for name in layouts}, samples)
+    left = {name: (Layout(),) if name in shown else several for name, several in layouts.items()}
+    asked = [name for name in layouts if name not in shown]
+    if not asked:
+        return left
     place = torch.arange(samples, device=outputs.device)
-    left = dict(layouts)
     cotangent = Directions().like(outputs)
     for number, senders in enumerate((place % 2 == 0, place % 2 == 1, place < samples // 2, place >= samples // 2)):
-        if number == 2 and (samples == 2 or all(len(layouts) == 1 for layouts in left.values())):
+        if number == 2 and (samples == 2 or all(len(left[name]) == 1 for name in asked if name in left)):
             break
         rows = senders.repeat_interleave(len(outputs) // samples).view(-1, *(1,) * (outputs.ndim - 1))
-        gradients = recorder.gradients(outputs, cotangent * rows.to(cotangent.dtype))
-        for name in [*left]:
+        gradients = recorder.gradients(outputs, cotangent * rows.to(cotangent.dtype), asked)
+        for name in [name for name in asked if name in left]:
             left[name] = batch_layout.consistent(left[name], senders, gradients.get(name, []), samples)
             if not left[name] and name not in may_mix:
                 raise batch_layout.mixed(name, gradients[name][0].shape, samples)
             if not left[name]:
                 del left[name]
     return left
+
+
+def check_uses(modules: Mapping[str, nn.Module], recorder: Recorder, users: linearity.Users) -> None:
+    """Raise if the model uses the weight of a stand-in otherwise than by calls of it.
+
+    Args:
+        modules: the layers.
+        recorder: of the same, after a run.
+        users: of the nodes in the outputs' graph.
+    """
+    others = uses.otherwise(modules, recorder.calls.keys(), users.keys())
+    if others:
+        listed = ", ".join(f"{name!r}: {why}" for name, why in others.items())
+        raise InputError(f"layer {listed}, so that its calls are not all of its uses").about(others)
 
 
 def check_samples(outputs: Tensor, samples: int) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..model import calling, layers
 from ..model.selectors import Selection
+from ..model.uses import Use
 from . import batch_layout, dry_run, linearity
 from .batch_layout import Layout
 from .recorder import Recorder
@@ -77,7 +78,7 @@ class KnownLayers:
             self._detached.add(name)
         missing = [name for name in self._selected if name in self._named and name not in found.layouts]
         if first and self._selected and not self._optional and (missing or not found.layouts):
-            raise layers.did_not_run(self._model, missing or self._selected)
+            raise layers.did_not_run(missing or self._selected, self._selected)
         for name in found.layouts:
             layers.check_measurable(name, self._selected[name])
         known = self._layouts if self._samples > 1 else {}
@@ -120,7 +121,33 @@ class KnownLayers:
                 self._layouts.pop(name, None)
         return bool(new)
 
-    def narrow(self, outputs: Tensor, samples: int) -> None:
+    def leave_out(self, error: InputError) -> None:
+        """Leave out the stand-ins that an error is about, where others can be measured without them; else raise it."""
+        for name in error.layers or {"": ""}:
+            use = self._selected.get(name)
+            if not isinstance(use, Use) or name in self._named | self._relied_on or len(self._selected) == 1:
+                raise error
+        for name, why in error.layers.items():
+            use = self._selected[name]
+            assert isinstance(use, Use)
+            use.source.refuse(use, why)
+            self._detached.add(name)
+            self._layouts.pop(name, None)
+
+    def find_otherwise_used(self, users: linearity.Users) -> bool:
+        """Return whether stand-ins were left out just now, see :func:`.dry_run.check_uses`.
+
+        Raises:
+            InputError: see :meth:`leave_out`.
+        """
+        try:
+            dry_run.check_uses(self._selected, self._recorder, users)
+        except InputError as error:
+            self.leave_out(error)
+            return True
+        return False
+
+    def narrow(self, outputs: Tensor, users: linearity.Users, samples: int) -> None:
         """Hold the layouts against a run, wherever it could differ from what was seen before.
 
         Flattened samples and gathered outputs may have other lengths in this batch, rows may be in another order.
@@ -141,7 +168,7 @@ class KnownLayers:
                 or any(call.output.shape[layouts[0].dim] != samples for call in made[name])
             )
         }
-        for name, layouts in dry_run.narrow(outputs, self._recorder, doubtful, samples).items():
+        for name, layouts in dry_run.narrow(outputs, users, self._recorder, doubtful, samples).items():
             if name in self._relied_on and layouts[0] != self._layouts[name][0]:
                 raise batch_layout.mixed(name, made[name][0].output.shape, samples)
             self._layouts[name] = layouts

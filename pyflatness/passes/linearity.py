@@ -107,7 +107,8 @@ def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: I
         random = Directions()
         gradients = recorder.gradients(outputs, random.like(outputs), create_graph=True)
         moving = _changing(rest, gradients, list(rest), random, _is_change)
-        found |= {name: NONLINEAR for name in moving if _changing(rest, gradients, [name], random, _is_change)}
+        alone = len(rest) == 1  # then it was varied by itself already
+        found |= {name: NONLINEAR for name in moving if alone or _changing(rest, gradients, [name], random, _is_change)}
     return found
 
 

@@ -140,7 +140,7 @@ class Recorder:
                 raise NoGraphError(
                     f"layer {name!r} runs without recording a graph: under torch.no_grad() inside the model, or in "
                     "reentrant activation checkpointing (pass use_reentrant=False to torch.utils.checkpoint)"
-                )
+                ).about({name: "it runs without recording a graph"})
             if layers.kind_of(module).tokens:
                 return None
             key = next(iter(kwargs), None) if not args else None
@@ -187,7 +187,7 @@ class Recorder:
             raise InputError(
                 f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
                 f"it one, {(1, *inputs.shape)}"
-            )
+            ).about({name: "its input has no dimension for samples"})
         if self._checking and not layers.computes(module, inputs, output, coefficients):
             raise InputError(
                 f"layer {name!r} ({type(module).__name__}): its output is not W φ + b of its weight and input; its "

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from ..errors import InputError, NotYetError
 from ..messages import is_out_of_memory
-from ..model import calling, data
+from ..model import calling, data, uses
 from ..model.data import Batches
 from ..model.selectors import Selection
 from . import batch_layout, dry_run, independence, linearity
@@ -162,7 +162,7 @@ class Runner:
             InputError: see :func:`.dry_run.run`; a layer that was named does not run; outputs that change with the
                 batch that a sample is in.
         """
-        with self._recorder.attached(), frozen(self.model):
+        with self._recorder.attached(), frozen(self.model), uses.attached(self.selected):
             done = 0
             for number, batch in enumerate(self.batches):
                 seen, samples = self._dry_run(batch, first=True), data.size(batch)
@@ -244,10 +244,10 @@ class Runner:
         dry_run.check_samples(outputs, samples)
         check(outputs)
         users = linearity.users_of(outputs)
-        if known.find_without_path(outputs, users, batch):
+        if known.find_otherwise_used(users) or known.find_without_path(outputs, users, batch):
             return None
         if self._by_sample:
-            known.narrow(outputs, samples)
+            known.narrow(outputs, users, samples)
         if self._certify and not self._certified(outputs, users, samples):
             return None
         if samples > 1:
@@ -302,11 +302,19 @@ class Runner:
         if first and self._known.suffice(samples):
             return None
         with calling.differentiated(), _checkpointing():
-            found = dry_run.run(self.model, self.selected, self._recorder, batch, self._forward, whole=not first)
+            found = self._found(batch, whole=not first)
         self._known.add(found, first=first)
         if first:
             self._micro_batches.plan(found.bytes + self._reserve(found), samples, cuttable=found.cuttable)
         return found
+
+    def _found(self, batch: Any, *, whole: bool) -> dry_run.Findings:
+        """Return what a dry run finds, without the stand-ins that it shows to be none."""
+        while True:
+            try:
+                return dry_run.run(self.model, self.selected, self._recorder, batch, self._forward, whole=whole)
+            except InputError as error:
+                self._known.leave_out(error)
 
 
 @contextlib.contextmanager

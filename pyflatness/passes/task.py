@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..losses import Loss
-from ..model import selectors, state
+from ..model import selectors, state, uses
 from ..model.data import Batches
 from ..model.selectors import Selection, Selector
 from ..options import Options
@@ -50,7 +50,7 @@ class Task:
 
     def only(self, layer: str) -> "Task":
         """Return the task with one layer, by its qualified name, which has to run."""
-        return replace(self, selection=Selection({layer: self.model.get_submodule(layer)}, frozenset([layer])))
+        return replace(self, selection=Selection({layer: uses.layer(self.model, layer)}, frozenset([layer])))
 
     def on(self, data: Any) -> "Task":
         """Return the task with other data, to be read once."""

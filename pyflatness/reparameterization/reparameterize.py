@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import FlatnessError, InputError
-from ..model import calling, layers, selectors, state
+from ..model import calling, layers, selectors, state, uses
 from ..model.data import first
 from ..model.selectors import Selector
 from ..options import check_flag
@@ -152,7 +152,12 @@ def _factors(model: nn.Module, factors: Mapping[Selector, Any]) -> dict[str, Ten
     found: dict[str, Tensor] = {}
     for selector, given in factors.items():
         name = selectors.one(model, selector)
-        module = model.get_submodule(name)
+        module = uses.layer(model, name)
+        if isinstance(module, uses.Use):
+            raise InputError(
+                f"layer {name!r} is no plain layer of the model's, but the use of a parameter, with which rescalings "
+                "are not followed; choose other layers"
+            )
         layers.check_measurable(name, module)
         flow.check_plain(model, name, module)
         d = len(layers.matrix(module)[0])

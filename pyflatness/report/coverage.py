@@ -16,22 +16,22 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _LISTED = 4  # names in a note
 
 
-def uncovered(model: nn.Module, measured: Collection[nn.Module]) -> dict[str, float]:
+def uncovered(model: nn.Module, covered: Mapping[tuple[nn.Module, str], int]) -> dict[str, float]:
     """Return the weights that no measured layer has, by name, each with its share of all the weights' entries.
 
     Args:
         model: the whole.
-        measured: its layers that have values; of a parametrised one the parameters behind its weight count as its own.
+        covered: how many entries layers have of parameters, by the module that holds one and its name there.
     """
-    covered = {(id(part), name) for module in measured for part in module.modules() for name in part._parameters}
     sizes, left = 0, {}
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            if parameter is None or not _is_weight(module, name, parameter):
+            if parameter is None or not is_weight(module, name, parameter):
                 continue
             sizes += parameter.numel()
-            if (id(module), name) not in covered:
-                left[f"{prefix}.{name}" if prefix else name] = parameter.numel()
+            missing = parameter.numel() - covered.get((module, name), 0)
+            if missing:
+                left[f"{prefix}.{name}" if prefix else name] = missing
     return {name: size / sizes for name, size in left.items()}
 
 
@@ -57,7 +57,8 @@ def marked(
     }
 
 
-def _is_weight(module: nn.Module, name: str, parameter: Tensor) -> bool:
+def is_weight(module: nn.Module, name: str, parameter: Tensor) -> bool:
+    """Return whether a parameter, of this name in its module, is a weight."""
     return (
         parameter.is_floating_point()
         and parameter.ndim >= 2

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _TENSORS = ("per_sample", "per_neuron")  # of an Estimate
-_SKIPPED, _UNCOVERED = "skipped", "uncovered"  # beside the measures of a report as a dict
+_SKIPPED, _UNCOVERED, _WHY = "skipped", "uncovered", "why_uncovered"  # beside the measures of a report as a dict
 _WIDTH = 96  # of the columns of values and layers in a table
 
 
@@ -169,8 +169,10 @@ class Report:
         uncovered: weights of the model that no measured layer has, by the name of the parameter, each with its share of
             all weights' entries. A weight is a parameter of two or more dimensions (matrices, kernels, embeddings;
             frozen ones too), not the scale of a normalisation; one that several modules share is a weight of each. A
-            layer that did not run counts, since its weight may be used without it, as that of attention's ``out_proj``.
+            layer that did not run counts, since its weight may be used without it.
             Empty where no layer was measured.
+        why_uncovered: for some of these the reason, where it is not that other layers were chosen: what the weight is
+            used in besides, that it is used in nothing, or a kernel that it goes into.
     """
 
     layers: tuple[str, ...]
@@ -178,6 +180,7 @@ class Report:
     _estimates: Mapping[tuple[str, str], Estimate]
     skipped: Mapping[str, str] = field(default_factory=dict)
     uncovered: Mapping[str, float] = field(default_factory=dict)
+    why_uncovered: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, key: str | tuple[str, str]) -> Estimate:
         layer, measure = ("", key) if isinstance(key, str) else key
@@ -197,12 +200,13 @@ class Report:
         return {name: {layer: held[layer, name] for layer in places if (layer, name) in held} for name in self.measures}
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Return :meth:`by_measure` with dicts for estimates, and ``skipped`` and ``uncovered`` if there are any."""
+        """Return :meth:`by_measure` with dicts for estimates, and what there is of the other attributes."""
         facts: dict[str, dict[str, Any]] = {
             measure: {layer: estimate.to_dict() for layer, estimate in held.items()}
             for measure, held in self.by_measure().items()
         }
         beside: dict[str, dict[str, Any]] = {_SKIPPED: dict(self.skipped), _UNCOVERED: dict(self.uncovered)}
+        beside[_WHY] = dict(self.why_uncovered)
         return {**facts, **{key: held for key, held in beside.items() if held}}
 
     def to_json(self, path: str | Path | None = None) -> str:
@@ -222,7 +226,7 @@ class Report:
         if not isinstance(facts, Mapping) or not all(isinstance(held, Mapping) for held in facts.values()):
             raise InputError("report: a dict as of Report.to_dict() is wanted: measure -> layer -> estimate")
         facts = dict(facts)
-        skipped, uncovered = dict(facts.pop(_SKIPPED, {})), dict(facts.pop(_UNCOVERED, {}))
+        beside = [dict(facts.pop(key, {})) for key in (_SKIPPED, _UNCOVERED, _WHY)]
         found = {
             (layer, measure): Estimate.from_dict(estimate)
             for measure, held in facts.items()
@@ -230,7 +234,7 @@ class Report:
         }
         fullest = sorted(facts.values(), key=len, reverse=True)  # the one with most layers says their order
         layers = dict.fromkeys(layer for held in fullest for layer in held if layer)
-        return cls(tuple(layers), tuple(facts), found, skipped, uncovered)
+        return cls(tuple(layers), tuple(facts), found, *beside)
 
     @classmethod
     def from_json(cls, source: str | Path) -> "Report":
@@ -288,10 +292,8 @@ class Report:
             if (layer, measure) in self._estimates
             for note in self._estimates[layer, measure].notes
         )
-        skipped: dict[str, list[str]] = {}
-        for measure, reason in self.skipped.items():
-            skipped.setdefault(reason, []).append(measure)
-        left_out = [f"skipped {', '.join(measures)}: {reason}" for reason, measures in skipped.items()]
+        left_out = [f"skipped {names}: {reason}" for names, reason in _by_reason(self.skipped)]
+        left_out += [f"without {names}: {reason}" for names, reason in _by_reason(self.why_uncovered)]
         sampled = any(estimate.stderr is not None for estimate in self._estimates.values())
         brackets = ", [95 % intervals]" if sampled else ""
         return "\n".join([*lines, f"{samples}{omitted}, {first.backend} backend{brackets}", *notes, *left_out])
@@ -337,6 +339,14 @@ class Report:
 def _facts(held: Estimate | Report) -> str:
     """Return an estimate or report as text, in which NaN equals NaN."""
     return json.dumps(held.to_dict(), sort_keys=True)
+
+
+def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return what has the same reason together, as a list in words."""
+    together: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        together.setdefault(reason, []).append(name)
+    return [(", ".join(names), reason) for reason, names in together.items()]
 
 
 def _number(estimate: Estimate | None) -> str:

@@ -1,4 +1,4 @@
-"""Read data sets that need no code of the user's: arrays, folders of images, tables, data sets of Hugging Face.
+"""Read data sets that need no code of the user's: arrays, texts, folders of images, tables, data sets of Hugging Face.
 
 Each function's keyword arguments are those of ``--data-args``. Floating-point numbers become float32, or what ``dtype``
 says, and whole numbers int64. Nothing is shuffled or drawn.
@@ -6,6 +6,7 @@ says, and whole numbers int64. Nothing is shuffled or drawn.
 
 import functools
 import importlib.util
+import inspect
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -17,11 +18,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..errors import InputError, MissingExtraError
-from ..messages import shown
-from . import images, specs
+from ..options import check_dtype
+from . import images, pretrained, specs, texts
 
 INPUTS = ("inputs", "x", "images", "image", "img", "features")
 TARGETS = ("targets", "target", "y", "labels", "label")
+TOKENS = ("input_ids", "attention_mask", "token_type_ids", "labels")
 _ON_DISK = ("dataset_dict.json", "dataset_info.json")  # what save_to_disk of Hugging Face's writes
 
 
@@ -29,16 +31,18 @@ def resolve(spec: str) -> specs.Function:
     """Return the callable that a SPEC of data names: a reader of a file or folder, or a callable of the user's.
 
     Args:
-        spec: an ``.npz`` or ``.parquet`` file, a folder of images or one of a Hugging Face data set, or what
-            :func:`.specs.resolve` takes.
+        spec: an ``.npz``, ``.parquet``, ``.txt`` or ``.jsonl`` file, a folder of images or one of a Hugging Face data
+            set, or what :func:`.specs.resolve` takes.
 
     Raises:
         InputError: there is no such file, module or attribute, or an exception in the import.
         MissingExtraError: what reads files of that kind is not installed.
     """
     path = Path(spec)
-    if path.suffix in (".npz", ".parquet") and not path.is_file():
+    if path.suffix in (".npz", ".parquet", ".txt", ".jsonl") and not path.is_file():
         raise InputError(f"{spec!r}: there is no such file")
+    if path.suffix in (".txt", ".jsonl"):
+        return functools.partial(texts.read_file, path)
     if path.suffix == ".npz":
         return functools.partial(read_npz, path)
     if path.suffix == ".parquet":
@@ -50,6 +54,15 @@ def resolve(spec: str) -> specs.Function:
     return functools.partial(_with("PIL", images.read_images), path)
 
 
+def with_tokenizer(data: Any, arguments: dict[str, Any], model: Any) -> dict[str, Any]:
+    """Return the arguments of a SPEC of data, with the tokenizer of ``hf:…`` where it takes one and none is given."""
+    if not isinstance(data, str) or not pretrained.is_named(model) or not model.startswith("hf:"):
+        return arguments
+    if "tokenizer" in arguments or "tokenizer" not in inspect.signature(resolve(data)).parameters:
+        return arguments
+    return {**arguments, "tokenizer": model}
+
+
 def read_npz(
     path: Path,
     *,
@@ -57,31 +70,39 @@ def read_npz(
     targets: str | None = None,
     count: int | None = None,
     dtype: str = "float32",
-) -> tuple[Tensor, Tensor]:
-    """Return the arrays of inputs and targets in an ``.npz`` file.
+    batch_size: int = 256,
+) -> Any:
+    """Return the arrays of inputs and targets in an ``.npz`` file, or batches of tokens, if it has ``input_ids``.
 
     Args:
         path: of the file.
-        inputs: name of an array; by default that of :data:`INPUTS` which is there.
+        inputs: name of an array; by default that of :data:`INPUTS` which is there. Without it, those of :data:`TOKENS`
+            are taken together if ``input_ids`` is there.
         targets: the same for :data:`TARGETS`.
         count: take so many samples, from the first on.
         dtype: what floating-point numbers become.
+        batch_size: of batches of tokens.
 
     Raises:
         InputError: a damaged file, one with objects in it, or no array of that name.
     """
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            names = _chosen(file.files, inputs, INPUTS, "inputs"), _chosen(file.files, targets, TARGETS, "targets")
+            tokens = inputs is None and "input_ids" in file.files
+            names = [name for name in TOKENS if tokens and name in file.files] or [
+                _chosen(file.files, inputs, INPUTS, "inputs"),
+                _chosen(file.files, targets, TARGETS, "targets"),
+            ]
             found = [file[name] for name in names]
     except InputError:
         raise
     except Exception as error:  # of zip, of zlib, of numpy's header
         raise InputError(f"{path}: no file of arrays, or a damaged one: {error}") from None
-    first, second = (_tensor(array[:count], dtype, f"{path}: {name}") for array, name in zip(found, names, strict=True))
-    if len(first) != len(second):
-        raise InputError(f"{path}: {len(first)} samples in {names[0]!r} and {len(second)} in {names[1]!r}")
-    return first, second
+    tensors = [_tensor(array[:count], dtype, f"{path}: {name}") for array, name in zip(found, names, strict=True)]
+    for name, tensor in zip(names, tensors, strict=True):
+        if len(tensor) != len(tensors[0]):
+            raise InputError(f"{path}: {len(tensors[0])} samples in {names[0]!r} and {len(tensor)} in {name!r}")
+    return texts.cut(dict(zip(names, tensors, strict=True)), batch_size) if tokens else tuple(tensors)
 
 
 def read_parquet(
@@ -91,15 +112,25 @@ def read_parquet(
     targets: str | None = None,
     count: int | None = None,
     dtype: str = "float32",
-) -> tuple[Tensor, Tensor]:
-    """Return columns of a Parquet file as inputs (n, columns), and one as targets (n,).
+    text: str | None = None,
+    tokenizer: str | None = None,
+    length: int | None = None,
+    truncate: int | None = None,
+    batch_size: int = 8,
+) -> Any:
+    """Return columns of a Parquet file as inputs (n, columns), and one as targets (n,); or batches of its texts.
 
     Args:
         path: of the file.
         inputs: names of columns of numbers, or of one column of lists of one length; by default all but the targets.
-        targets: name of a column; by default that of :data:`TARGETS` which is there.
+        targets: name of a column; by default that of :data:`TARGETS` which is there, of texts none.
         count: take so many rows, from the first on.
         dtype: what floating-point numbers become.
+        text: name of the column of texts; by default ``text``, if it is there and no inputs are named.
+        tokenizer: of texts; see :func:`.texts.batches`, as for the rest.
+        length: tokens of a packed sample.
+        truncate: tokens that a text is cut to.
+        batch_size: of batches of texts.
 
     Raises:
         InputError: a damaged file, no column of that name, or one that has no numbers or lists of several lengths.
@@ -109,6 +140,12 @@ def read_parquet(
 
     try:
         file = parquet.ParquetFile(path)
+        words = text or ("text" if inputs is None and "text" in file.schema_arrow.names else None)
+        if words is not None:
+            table = file.read(columns=_of_text(file.schema_arrow.names, words, targets)).slice(0, count)
+            labels = None if targets is None else table[targets].to_pylist()
+            options: dict[str, Any] = {"length": length, "truncate": truncate, "batch_size": batch_size}
+            return texts.batches(table[words].to_pylist(), labels, tokenizer, **options)
         target = _chosen(file.schema_arrow.names, targets, TARGETS, "targets")
         rest = [name for name in file.schema_arrow.names if name != target]
         names = rest if inputs is None else [inputs] if isinstance(inputs, str) else [*inputs]
@@ -134,12 +171,16 @@ def read_hugging_face(
     channels: int = 3,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
+    text: str | None = None,
+    tokenizer: str | None = None,
+    length: int | None = None,
+    truncate: int | None = None,
     batch_size: int = 256,
 ) -> Any:
     """Return batches of a data set that ``save_to_disk`` of Hugging Face's datasets has written.
 
-    Rows with ``input_ids`` become mappings of all columns of numbers. Of other data sets a batch is a pair of inputs
-    and targets; images are treated as those of :func:`.images.read_images`.
+    Rows with ``input_ids`` become mappings of all columns of numbers, and texts those of tokens. Of other data sets a
+    batch is a pair of inputs and targets; images are treated as those of :func:`.images.read_images`.
 
     Args:
         path: of the folder.
@@ -152,6 +193,10 @@ def read_hugging_face(
         channels: of images.
         mean: of images.
         std: of images.
+        text: as in :func:`read_parquet`, like the next three.
+        tokenizer: of texts.
+        length: tokens of a packed sample.
+        truncate: tokens that a text is cut to.
         batch_size: of the batches.
 
     Raises:
@@ -170,6 +215,12 @@ def read_hugging_face(
     if "input_ids" in found.column_names and inputs is None:
         numbers = [name for name, feature in found.features.items() if not _is_text(feature)]
         return DataLoader(found.select_columns(numbers).with_format("torch"), batch_size=batch_size)
+    words = text or ("text" if inputs is None and "text" in found.column_names else None)
+    if words is not None:
+        _of_text(found.column_names, words, targets)
+        labels = None if targets is None else found[targets][:]
+        options: dict[str, Any] = {"length": length, "truncate": truncate, "batch_size": batch_size}
+        return texts.batches(found[words][:], labels, tokenizer, **options)
     first = _chosen(found.column_names, inputs, INPUTS, "inputs")
     second = _chosen(found.column_names, targets, TARGETS, "targets")
     if isinstance(found.features[first], datasets.Image):
@@ -183,6 +234,12 @@ def read_hugging_face(
     columns = (_column(found[name][:], f"{path}: {name}") for name in (first, second))
     values, aims = (_tensor(column, dtype, str(path)) for column in columns)
     return values, aims
+
+
+def _of_text(there: Collection[str], text: str, targets: str | None) -> list[str]:
+    """Return the names of columns of texts and of their labels, if they are to be taken."""
+    wanted = {"text": text, **({} if targets is None else {"targets": targets})}
+    return [_chosen(there, name, (), option) for option, name in wanted.items()]
 
 
 def _with(module: str, function: specs.Function) -> specs.Function:
@@ -224,9 +281,7 @@ def _tensor(array: np.ndarray[Any, Any], dtype: str, name: str) -> Tensor:
     Raises:
         InputError: it holds no numbers, or the precision is none.
     """
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise InputError(f"dtype: float32 or another type of floating-point numbers is wanted, got {shown(dtype)}")
+    kind = check_dtype("dtype", dtype)
     if array.dtype.kind not in "fiub" or array.ndim == 0:
         raise InputError(f"{name}: an array of numbers is wanted, got {array.dtype} of shape {array.shape}")
     found = torch.from_numpy(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))

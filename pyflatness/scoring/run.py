@@ -137,7 +137,7 @@ def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False) -> 
     run.setup = bench.setup = replace(setup, fingerprint=fingerprint)
     model = None
     if setup.model is not None and bench.network is not None:
-        model = described.of_callable(setup.model.function(), setup.model.arguments) | keys.of_network(bench.network)
+        model = setup.model.facts() | keys.of_network(bench.network)
     key = {
         "model": model,
         "data": fingerprint,

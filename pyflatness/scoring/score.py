@@ -13,7 +13,7 @@ from ..measures import named
 from ..messages import shown
 from ..options import MAX_PASSES, Options, check_count, check_names
 from ..session import public
-from . import executors, listing
+from . import data_specs, executors, listing, pretrained, specs
 from .fit import Fit
 from .measuring import Outcome, Value
 from .rows import rows
@@ -30,7 +30,7 @@ Model = nn.Module | str | Path
 def score(
     models: Mapping[str, Model] | Iterable[str | Path],
     data: Any,
-    loss: Any,
+    loss: Any = "auto",
     *,
     model: str | Callable[..., nn.Module] | None = None,
     layers: str | Sequence[str] | None = None,
@@ -59,12 +59,13 @@ def score(
 
     Args:
         models: networks or paths of checkpoints by name; or paths alone, which are then the names: files, folders and
-            patterns such as ``"runs/*/epoch_*.pt"``.
+            patterns such as ``"runs/*/epoch_*.pt"``. A network can be named, too: ``"hf:folder"``,
+            ``"hf:org/name@revision"`` from the local cache of Hugging Face's hub. All that are named are held at once.
         data: as for :func:`pyflatness.measure`; or a function that returns it, or its name ``"file.py:function"``,
             which every worker calls once.
-        loss: as for :func:`pyflatness.measure`.
+        loss: as for :func:`pyflatness.measure`; a network of Hugging Face's has its own.
         model: what makes the network that paths are checkpoints of: a class or function that is called without
-            arguments, or its name, ``"file.py:callable"``.
+            arguments, or its name, ``"file.py:callable"`` or ``"hf:folder"``.
         layers: names, globs, ``re:…`` or ``type:…``; None: the last Linear that ran. With several layers a measure has
             a row for the network too.
         measures: names (``pyflatness measures`` lists them), None or ``"all"``, as for :func:`pyflatness.measure`.
@@ -110,7 +111,7 @@ def score(
     selectors = () if layers is None else tuple(check_names("layers", layers))
     request = Request(loss, selectors, tuple(row.name for row in named(measures)), options)
     made = None if model is None else Source(model, name="model=")
-    run = Run(_by_name(models), made, Source(data, name="data="), request)
+    run = Run(_by_name(models), made, Source(data, _for_data(data, model, models), "data="), request)
     with contextlib.ExitStack() as stack:
         where = _executor(executor, check_count("workers", workers, 1), stack)
         if store is None:
@@ -129,8 +130,24 @@ def _by_name(models: Any) -> Models:
         if not isinstance(held, (str, Path, nn.Module)) or isinstance(name, nn.Module):
             raise InputError(f"models: {shown(held)}: a path is wanted, or a network by its name, {{name: network}}")
     if isinstance(models, Mapping):
-        return {str(name): Path(held) if isinstance(held, str) else held for name, held in pairs}
-    return {str(path): path for path in listing.find(path for path, _ in pairs)}
+        return {str(name): _held(held) for name, held in pairs}
+    named_ones = [held for held, _ in pairs if pretrained.is_named(held)]
+    paths = listing.find(path for path, _ in pairs if not pretrained.is_named(path))
+    return {name: _held(name) for name in named_ones} | {str(path): path for path in paths}
+
+
+def _for_data(data: Any, model: Any, models: Any) -> dict[str, Any]:
+    """Return the arguments of data that are named: of texts the tokenizer, if all networks are of one name."""
+    every = {model, *(models.values() if isinstance(models, Mapping) else models)}
+    named_ones = [*filter(pretrained.is_named, every)]
+    return data_specs.with_tokenizer(data, {}, named_ones[0]) if len(named_ones) == 1 else {}
+
+
+def _held(held: Model) -> Path | nn.Module:
+    """Return a network, made if it is named, or the path of a checkpoint."""
+    if isinstance(held, str) and pretrained.is_named(held):
+        return specs.build_model(specs.bind(specs.resolve(held), {}, "models"))
+    return Path(held) if isinstance(held, str) else held
 
 
 def _executor(given: str | Executor | None, workers: int, stack: contextlib.ExitStack) -> Executor:

@@ -1,4 +1,4 @@
-"""Import the user's own model and data, named as ``file.py:callable`` or ``package.module:callable``."""
+"""Find what makes the user's model and data: ``file.py:callable``, ``package.module:callable``, ``hf:folder``, …."""
 
 import difflib
 import importlib
@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import InputError
 from ..messages import reason
+from . import pretrained
 
 Function = Callable[..., Any]
 
@@ -21,14 +22,20 @@ Function = Callable[..., Any]
 def resolve(spec: str) -> Function:
     """Return the callable that a SPEC names; its file or module is imported.
 
-    A file is imported as Python would run it: its own folder is where it finds its neighbours.
+    A file is imported as Python would run it: its own folder is where it finds its neighbours. Names of networks that
+    libraries have are those of :func:`.pretrained.resolve`.
 
     Raises:
         InputError: no such file, module or attribute, not a callable, or an exception in the import.
+        MissingExtraError: the library of a network that it has is not installed.
     """
+    if pretrained.is_named(spec):
+        return pretrained.resolve(spec)
     source, _, name = spec.rpartition(":")
     if not source or not name:
-        raise InputError(f"{spec!r}: file.py:callable or package.module:callable is wanted")
+        raise InputError(
+            f"{spec!r}: file.py:callable or package.module:callable is wanted, or for a model hf:FOLDER and the like"
+        )
     try:
         module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
     except (Exception, SystemExit) as error:

@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..messages import is_out_of_memory, reason
 from ..model import state
 from ..model.data import Batches, size
-from . import checkpoints, data_specs, described, keys, loading, measuring, specs
+from . import checkpoints, data_specs, described, keys, loading, measuring, pretrained, specs
 from .cutting import Cut
 from .measuring import Outcome, Step
 from .units import Request, Unit
@@ -49,6 +49,13 @@ class Source:
     def function(self) -> Any:
         """Return the callable, or the data themselves."""
         return data_specs.resolve(self.maker) if isinstance(self.maker, str) else self.maker
+
+    def facts(self) -> described.Facts:
+        """Return what it is, besides what it makes, for a store's keys.
+
+        Of a network that a library knows by name this is nothing: what is made says it all, wherever its files are.
+        """
+        return {} if pretrained.is_named(self.maker) else described.of_callable(self.function(), self.arguments)
 
     def text(self) -> str:
         """Return what a reader knows it by."""

@@ -6,6 +6,7 @@ from torch import nn
 
 import pyflatness as pf
 from support.cases import TOKEN_TARGETS, TOKENS, C, Pixels, Tokens, classifier
+from support.grid import Net
 from support.networks import CASES
 
 
@@ -34,6 +35,18 @@ def test_verify_by_the_laplacian_on_positions(name, monkeypatch):
             Pixels(), nn.CrossEntropyLoss(), (torch.randn(2, 2, 3, 2), torch.randint(C, (2, 3, 2))), "head"
         )
     assert result, result
+
+
+def test_verify_knows_the_rounding_of_what_a_model_computes_in_float32():
+    def normalised(net, x):
+        h = net.body(x).float()
+        return net.head((h * torch.rsqrt(h.square().mean(1, keepdim=True))).to(x.dtype))
+
+    model = Net(normalised, body=nn.Linear(6, 7), head=nn.Linear(7, C)).double()
+    result = pf.verify(model, nn.CrossEntropyLoss(), (torch.randn(9, 6).double(), torch.randint(C, (9,))), "body")
+    assert result, result
+    assert any(check.error > 1e-9 for check in result.checks)
+    assert {check.tolerance for check in result.checks} == {1e-3}
 
 
 def test_verify_notices_a_wrong_value(monkeypatch):

@@ -90,6 +90,7 @@ KEPT = {
     "as an index": lambda z: z.gather(1, z.detach().argsort(1)),
     "a shape": lambda z: z + torch.zeros_like(z.detach()) + torch.ones_like(z),
     "converted": lambda z: torch.relu(z) * (z > 0).to(z.dtype),
+    "as another tensor is": lambda z: torch.relu(z) * torch.arange(1, 7).to(z).type_as(z).expand_as(z),
     "checked": lambda z: torch.relu(z) if bool(z.detach().isfinite().all()) else z,
 }
 

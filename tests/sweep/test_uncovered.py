@@ -18,13 +18,16 @@ def of(model, data, **options):
 
 
 def attention(net, x):
-    h = net.norm(net.mix(net.first(x), net.first(x), net.first(x))[0])
+    h = net.first(x) + net.place
+    h = net.norm(net.mix(h, h, h)[0])
     return net.head(h.mean(1))
 
 
 def transformer():
-    return Net(attention, first=nn.Linear(4, 4), mix=nn.MultiheadAttention(4, 2, batch_first=True),
+    model = Net(attention, first=nn.Linear(4, 4), mix=nn.MultiheadAttention(4, 2, batch_first=True),
         norm=nn.LayerNorm((3, 4)), head=nn.Linear(4, 3))  # fmt: skip
+    model.place = nn.Parameter(torch.ones(1, 3, 4))
+    return model
 
 
 def recurrent():
@@ -39,7 +42,7 @@ def embedding():
 
 FLOATS, TOKENS = normal(0, 6, 3, 4), torch.randint(7, (6, 4), generator=torch.Generator().manual_seed(0))
 CASES = {  # the weights left out, by their entries, and how many entries all weights have
-    "attention": (transformer, FLOATS, {"mix.in_proj_weight": 48, "mix.out_proj.weight": 16}, 16 + 64 + 12),
+    "attention": (transformer, FLOATS, {"place": 12}, 12 + 16 + 64 + 12),
     "recurrent": (recurrent, FLOATS, {"cell.weight_ih_l0": 80, "cell.weight_hh_l0": 100}, 180 + 15),
     "embedding": (embedding, TOKENS, {"embed.weight": 14}, 14 + 24),
 }
@@ -78,7 +81,7 @@ def test_all_of_it_measured():
 
 def test_of_chosen_layers_the_value_is_theirs():
     report = of(transformer(), (FLOATS, Y), layers=["first"])
-    assert sorted(report.uncovered) == ["head.weight", "mix.in_proj_weight", "mix.out_proj.weight"]
+    assert sorted(report.uncovered) == ["head.weight", "mix.in_proj_weight", "mix.out_proj.weight", "place"]
     assert report["weight_norm"].exact
     assert report["weight_norm"].value == report["first", "weight_norm"].value
 
@@ -118,6 +121,6 @@ def test_json_and_back():
 
 def test_representation():
     report = pf.representation(transformer().double().eval(), LOSS, (FLOATS, Y))
-    assert sorted(report.uncovered) == ["mix.in_proj_weight", "mix.out_proj.weight"]
+    assert sorted(report.uncovered) == ["place"]
     assert not report["nmls"].exact
     assert report["mls"].exact

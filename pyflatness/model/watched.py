@@ -1,0 +1,126 @@
+"""Watch what a forward pass does with a weight: a tensor that torch asks before it takes part in an operation.
+
+A linear operation with a watched weight is done by a layer that stands for it, see :mod:`.uses`, so that hooks see it.
+Views of the weight, copies and casts are watched too. In every other operation a watched tensor takes part as itself:
+it is a leaf that requires gradients, and a path to it in the outputs' graph says that the weight was used otherwise.
+"""
+
+import functools
+import types
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn import functional as F
+
+from . import operations
+from .operations import Operation
+
+_VIEWS = {"t", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute", "view", "reshape", "flatten"}
+_VIEWS |= {"unflatten", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "select", "narrow", "unsqueeze"}
+_VIEWS |= {"squeeze", "expand", "expand_as", "view_as", "reshape_as", "__getitem__", "adjoint"}
+_TRANSPOSES = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
+_COPIES = {"contiguous", "clone", "to", "type", "type_as", "float", "double", "half", "bfloat16"}
+
+
+class Source(Protocol):
+    """Own a watched weight."""
+
+    parameter: Tensor
+    effective: bool
+    """Whether what is computed of the weight, of as many entries, counts as the weight."""
+
+    def used(self, operation: Operation) -> Tensor | None:
+        """Return the result of an operation on the weight, or None to have it done as any other."""
+
+    def note(self, name: str) -> None:
+        """Take in that the weight took part in some other function, by its name."""
+
+
+class Watched(Tensor):
+    """Represent a weight, or a view or copy of it.
+
+    Attributes:
+        source: whose weight it is.
+        part: the same view of the parameter itself, detached; None of what was computed of it otherwise.
+    """
+
+    source: Source
+    part: Tensor | None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do an operation in which such a tensor takes part."""
+        kwargs = kwargs or {}
+        inner = _without_asking(func)
+        if inner is not None:
+            return inner(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            operation = operations.read(func, args, kwargs, cls)
+            if operation is not None:
+                result = operation.weight.source.used(operation)  # type: ignore[attr-defined]
+                if result is not None:
+                    return result
+            result = func(*args, **kwargs)
+            return _followed(func, args, kwargs, result)
+
+
+def leaf(weight: Tensor, source: Source) -> tuple[Watched, Node]:
+    """Return a tensor that stands for a weight, with the same memory, and its node in autograd's graph."""
+    values = weight.detach()
+    made: Watched = torch.Tensor._make_subclass(Watched, values, True)
+    made._is_param = True  # for isinstance(…, nn.Parameter)
+    made.source, made.part = source, values
+    with torch._C.DisableTorchFunctionSubclass():
+        return made, get_gradient_edge(made).node
+
+
+def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Return the result of a function, watched if it is a weight still."""
+    given = [part for part in (*args, *kwargs.values()) if isinstance(part, Watched)]
+    if not given or not _has_numbers(result):
+        return result
+    weight, name = given[0], getattr(func, "__name__", "")
+    if len(given) == 1 and weight.part is not None:
+        if name in _COPIES and result.shape == weight.shape:
+            return _as_watched(result, weight.source, weight.part)
+        if name in _VIEWS or func in _TRANSPOSES:
+            seen = [part.part if part is weight else part for part in args]
+            parts = func(*seen, **kwargs)
+            if isinstance(result, Tensor):
+                return _as_watched(result, weight.source, parts)
+            each = zip(result, parts, strict=True)
+            return type(result)(_as_watched(one, weight.source, part) for one, part in each)
+    for one in given:
+        if one.source.effective and isinstance(result, Tensor) and result.numel() == one.source.parameter.numel():
+            return _as_watched(result, one.source, None)
+        one.source.note(name)
+    return result
+
+
+def _as_watched(result: Tensor, source: Source, part: Tensor | None) -> Watched:
+    made = result.as_subclass(Watched)
+    made.source, made.part = source, part
+    return made
+
+
+def _has_numbers(result: Any) -> bool:
+    if isinstance(result, (tuple, list)):
+        return bool(result) and all(map(_has_numbers, result))
+    return isinstance(result, Tensor) and result.is_floating_point()
+
+
+@functools.cache
+def _without_asking(func: Any) -> Any:
+    """Return a copy of a function of torch's that does not ask its arguments; None for one that is not looked inside.
+
+    Attention's, which is a function in Python, would otherwise be one operation with several weights.
+    """
+    if func is not F.multi_head_attention_forward:
+        return None
+    names = {**func.__globals__, "has_torch_function": lambda tensors: False}
+    return types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)

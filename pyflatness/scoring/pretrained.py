@@ -1,0 +1,234 @@
+"""Make networks, and read tokenizers, that libraries know by name: ``hf:…``, ``timm:…`` and ``torchvision:…``.
+
+Nothing is downloaded unless that is asked for, pickled weights are not read, and code that comes with a model is never
+run: what transformers would fetch and run by itself is switched off, and releases that can be made to are refused.
+"""
+
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..errors import InputError, MissingExtraError
+from ..messages import reason, shown
+from ..options import check_dtype
+
+KINDS = ("hf", "timm", "torchvision")
+_OLDEST = (5, 5)  # CVE-2026-4372 is mended in transformers 5.3.0, CVE-2026-5241 in 5.5.0
+_INSTALL = {
+    "transformers": "'pyflatness[hf]'",
+    "timm": "timm",
+    "torchvision": "torchvision",
+}
+_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
+
+
+def is_named(spec: Any) -> bool:
+    """Return whether a SPEC names a network of one of these libraries."""
+    return isinstance(spec, str) and spec.partition(":")[0] in KINDS
+
+
+def is_trained(spec: str, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a SPEC of these, with its arguments, gives a network with weights and not with random numbers."""
+    option, default = {"hf": ("weights", True), "timm": ("pretrained", False), "torchvision": ("weights", None)}[
+        spec.partition(":")[0]
+    ]
+    return bool(arguments.get(option, default))
+
+
+def resolve(spec: str) -> Callable[..., nn.Module]:
+    """Return what makes the network that a SPEC names; its keyword arguments are those of ``--model-args``.
+
+    Args:
+        spec: ``hf:folder``, ``hf:org/name@revision``, ``timm:name`` or ``torchvision:name``.
+
+    Raises:
+        InputError: no such folder or name, or a release of transformers with a known hole.
+        MissingExtraError: the library is not installed.
+    """
+    kind, _, name = spec.partition(":")
+    if kind == "hf":
+        where, revision = _located(name)
+        _check_transformers()
+        return functools.partial(hugging_face, where, revision=revision)
+    if not re.fullmatch(r"[\w.-]+", name):  # timm fetches by names such as hf-hub:…
+        raise InputError(f"{spec!r}: the name of an architecture is wanted, as in {kind}:resnet18")
+    _check_installed(kind)
+    return functools.partial(of_timm if kind == "timm" else of_torchvision, name)
+
+
+def hugging_face(
+    where: str,
+    *,
+    revision: str | None = None,
+    architecture: str | None = None,
+    weights: bool = True,
+    dtype: str | None = None,
+    device: str = "cpu",
+    download: bool = False,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """Return a model of transformers from a folder, or from the local cache of Hugging Face's hub.
+
+    Args:
+        where: the folder, or the name of a repository.
+        revision: a branch, tag or commit.
+        architecture: the class in transformers; by default the one that the model was saved from.
+        weights: False: random weights, for checkpoints to be put in; then only ``config.json`` has to be there.
+        dtype: ``"float32"``, …; by default that of the weights.
+        device: where the model goes.
+        download: whether what is not in the cache may be fetched.
+        trust_remote_code: refused.
+
+    Raises:
+        InputError: what is not there, or not whole; weights of the architecture that the files lack, which would be
+            random; a model that is code.
+    """
+    if trust_remote_code:
+        raise InputError("trust_remote_code: code that comes with a model is never run; write the model as a callable")
+    import transformers
+
+    places = {"revision": revision or "main", "local_files_only": not download, "trust_remote_code": False}
+    precision = {} if dtype is None else {"dtype": check_dtype("dtype", dtype)}
+    with _explained(where, download=download), _quiet():
+        config: Any = transformers.AutoConfig.from_pretrained(where, **places)
+        config._attn_implementation = config._experts_implementation = None  # others may be fetched, and are code
+        kind = _architecture(architecture or next(iter(config.architectures or ()), None))
+        if weights:
+            model, found = kind.from_pretrained(
+                where, config=config, use_safetensors=True, output_loading_info=True, **precision, **places
+            )
+            _check_whole(found, kind.__name__)
+        else:
+            model = kind(config).to(**precision)
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel):  # a value is known by content, wherever the files are
+            part.name_or_path = part.config._name_or_path = ""
+    moved: nn.Module = model.to(device).eval()
+    return moved
+
+
+def of_timm(name: str, *, dtype: str | None = None, device: str = "cpu", **options: Any) -> nn.Module:
+    """Return ``timm.create_model(name, **options)``; weights are random unless ``pretrained`` is among them."""
+    import timm
+
+    return _placed(timm.create_model(name, **options), dtype, device)
+
+
+def of_torchvision(name: str, *, dtype: str | None = None, device: str = "cpu", **options: Any) -> nn.Module:
+    """Return ``torchvision.models.get_model(name, **options)``; weights are random unless ``weights`` names some."""
+    from torchvision import models
+
+    return _placed(models.get_model(name, **options), dtype, device)
+
+
+def tokenizer(name: str, *, download: bool = False) -> Any:
+    """Return a tokenizer.
+
+    Args:
+        name: ``hf:folder`` or ``hf:org/name@revision``, also without ``hf:``, or a file ``tokenizer.json``.
+        download: whether what is not in the cache may be fetched.
+
+    Raises:
+        InputError: there is none, or it is code.
+        MissingExtraError: transformers is not installed.
+    """
+    _check_transformers()
+    import transformers
+
+    path = Path(name.removeprefix("hf:"))
+    if path.suffix == ".json":
+        with _explained(str(path), download=False):
+            return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+    where, revision = _located(str(path))
+    places = {"revision": revision or "main", "local_files_only": not download, "trust_remote_code": False}
+    with _explained(where, download=download):
+        return transformers.AutoTokenizer.from_pretrained(where, **places)
+
+
+def _located(name: str) -> tuple[str, str | None]:
+    """Return the folder or repository that is meant, and its revision."""
+    if Path(name).is_dir():
+        return name, None
+    if not _REPOSITORY.fullmatch(name):
+        raise InputError(f"hf:{name}: there is no such folder, and it is no name of a repository, org/name@revision")
+    where, _, revision = name.partition("@")
+    return where, revision or None
+
+
+def _check_transformers() -> None:
+    _check_installed("transformers")
+    version = importlib.metadata.version("transformers")
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _OLDEST:
+        raise InputError(
+            f"transformers {version}: a model's files can make releases before 5.5 run code of theirs (CVE-2026-4372, "
+            "CVE-2026-5241); pip install --upgrade transformers"
+        )
+
+
+def _check_installed(library: str) -> None:
+    if importlib.util.find_spec(library) is None:
+        raise MissingExtraError(f"models of {library} need it: pip install {_INSTALL[library]}")
+
+
+def _architecture(name: str | None) -> Any:
+    import transformers
+
+    kind = getattr(transformers, name or "", None)
+    if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+        return kind
+    given = "config.json names no architecture" if name is None else f"{shown(name)} is no model of transformers"
+    raise InputError(
+        f"{given}; pass one, as architecture='BertForMaskedLM' (if it is code that comes with the model: such code is "
+        "never run)"
+    )
+
+
+def _check_whole(found: Mapping[str, Any], name: str) -> None:
+    """Raise if weights were made up by random numbers."""
+    lost = sorted([*found["missing_keys"], *(str(entry[0]) for entry in found["mismatched_keys"])])
+    if lost:
+        raise InputError(
+            f"the files lack {len(lost)} weights of {name}, which would be random: {', '.join(lost[:4])}"
+            f"{', …' if lost[4:] else ''}; pass architecture=, the class that was saved"
+        )
+
+
+def _placed(model: nn.Module, dtype: str | None, device: str) -> nn.Module:
+    return model.to(device=device, dtype=None if dtype is None else check_dtype("dtype", dtype)).eval()
+
+
+@contextlib.contextmanager
+def _explained(where: str, *, download: bool) -> Iterator[None]:
+    """Turn what transformers raises inside into an error that says what was looked for."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
+        if isinstance(error, InputError):
+            raise
+        if "trust_remote_code" in str(error):
+            raise InputError(f"hf:{where}: it is code that comes with it, and such code is never run") from None
+        cached = "" if Path(where).exists() or download else "; nothing is downloaded unless download is true"
+        raise InputError(f"hf:{where}: {reason(error)}{cached}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from drawing bars and printing tables inside."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,124 @@
+"""``pyflatness score --model hf:…``: language models and their texts, without a loss to be named."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import pyflatness as pf
+from pyflatness.scoring import texts
+from support import word_models
+from support.score_runs import status
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
+TEXTS = ["the cat sat on the mat", "a dog ran", "it was happy and then the cat ran under the hill"]
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return [*csv.DictReader(file)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return word_models.saved(tmp_path / "model")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
+    return str(path)
+
+
+def test_a_model_and_texts(folder: Path, data: str, tmp_path: Path) -> None:
+    """Loss and accuracy are those of the model itself; values are those of the call from Python."""
+    out = tmp_path / "out.csv"
+    layers, measures = ["lm_head", "*.v_proj"], ["relative_flatness", "trace"]
+    chosen = [part for layer in layers for part in ("--layers", layer)]
+    arguments = (*chosen, "--measures", ",".join(measures), "--probes", "3")
+    assert status("score", "--model", f"hf:{folder}", "--data", data, "--out", str(out), *arguments) == 0
+    net = word_models.llama()
+    (batch,) = texts.batches(TEXTS, None, str(folder))
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    with torch.no_grad():
+        returned = net(**batch, labels=labels)
+    right = (returned.logits[:, :-1].argmax(-1) == labels[:, 1:]).sum() / (labels[:, 1:] != -100).sum()
+    report = pf.measure(net, data=[batch], layers=layers, measures=measures, probes=3)
+    found = rows(out)
+    assert len(found) == 6
+    for row in found:
+        assert row["checkpoint"] == f"hf:{folder}"
+        assert float(row["loss"]) == pytest.approx(float(returned.loss), rel=1e-6)
+        assert float(row["accuracy"]) == pytest.approx(float(right))
+        key = (row["layer"], row["measure"]) if row["layer"] else row["measure"]
+        assert float(row["value"]) == pytest.approx(report[key].value, rel=1e-6)
+
+
+def test_checkpoints_of_a_model_in_a_store(
+    folder: Path, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files, and an index of shards; a folder that was moved is the same model."""
+    for seed in (1, 2):
+        word_models.saved(tmp_path / "runs" / str(seed), seed, **({"max_shard_size": "3KB"} if seed == 2 else {}))
+
+    def run(model: Path, *more: str) -> str:
+        arguments = ("--data", data, "--data-args", '{"length": 7}', "--store", str(tmp_path / "runs.sqlite"), *more)
+        arguments = (*arguments, "--executor", "serial")
+        assert status("score", "--model", f"hf:{model}", *arguments) == 0
+        return capsys.readouterr().out
+
+    checkpoints = str(tmp_path / "runs")
+    assert "2 checkpoints, 2 units to do" in run(folder, checkpoints)
+    shutil.move(folder, tmp_path / "elsewhere")
+    assert "2 checkpoints, 0 units to do" in run(tmp_path / "elsewhere", checkpoints)
+    assert "1 checkpoints, 1 units to do" in run(tmp_path / "elsewhere")
+    assert "1 checkpoints, 0 units to do" in run(tmp_path / "elsewhere")
+    assert status("export", str(tmp_path / "runs.sqlite"), "--out", str(tmp_path / "runs.csv")) == 0
+    batches = texts.batches(TEXTS, None, str(tmp_path / "elsewhere"), length=7)
+    found = {Path(row["checkpoint"]).name: float(row["value"]) for row in rows(tmp_path / "runs.csv")}
+    for seed, name in ((1, "model.safetensors"), (2, "model.safetensors.index.json"), (0, "elsewhere")):
+        assert found[name] == pytest.approx(pf.relative_flatness(word_models.llama(seed), data=batches).value, rel=1e-6)
+
+
+def test_what_cannot_be_done(
+    folder: Path, data: str, tmp_path: Path, tiny: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusal(*arguments: str) -> str:
+        assert status("score", *arguments, "--store", str(tmp_path / "runs.sqlite")) != 0
+        assert not (tmp_path / "runs.sqlite").exists()
+        return " ".join(capsys.readouterr().err.split())
+
+    model = ("--model", f"hf:{folder}", "--data", data)
+    assert "has random weights; pass CHECKPOINTs" in refusal(*model, "--model-args", '{"weights": false}')
+    assert "--shard and --workers go with several CHECKPOINTs" in refusal(*model, "--shard", "1/2")
+    assert "trust_remote_code" in refusal(*model, "--model-args", '{"trust_remote_code": true}')
+    of_own = ("--model", f"{tiny}:Tiny", "--data", f"{tiny}:data")
+    assert "--loss: the model is none of Hugging Face's" in refusal(*of_own)
+    assert "texts need one" in refusal("--model", f"{tiny}:Tiny", "--data", data, "--loss", "cross_entropy")
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="the model that tells stories is not here")
+def test_a_model_that_tells_stories(tmp_path: Path) -> None:
+    """Its published loss on its own stories is 1.27; the head's value is the formula's on its features."""
+    out = tmp_path / "out.csv"
+    arguments = ("--data", str(STORIES / "stories_tokens.npz"), "--data-args", '{"count": 8, "batch_size": 3}')
+    assert status("score", "--model", f"hf:{STORIES}", *arguments, "--out", str(out)) == 0
+    (row,) = rows(out)
+    from transformers import LlamaForCausalLM
+
+    net = LlamaForCausalLM.from_pretrained(STORIES)
+    tokens = torch.from_numpy(np.load(STORIES / "stories_tokens.npz")["input_ids"][:8]).long()
+    with torch.no_grad():
+        loss = net(tokens, labels=tokens).loss
+        features = net.model(tokens).last_hidden_state[:, :-1]
+    assert float(row["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    assert float(row["loss"]) == pytest.approx(1.27, abs=0.1)
+    expected = pf.head_flatness(features, net.lm_head.weight, targets=tokens[:, 1:])
+    assert (row["layer"], row["exact"]) == ("lm_head", "True")
+    assert float(row["value"]) == pytest.approx(expected.value, rel=1e-5)

@@ -1,0 +1,44 @@
+"""Truth for the use of a parameter that is no module's: derivatives by nested autograd in that very parameter."""
+
+import torch
+from torch import Tensor
+from torch.autograd import functional as autograd
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from support import truth
+
+
+class ParameterTruth:
+    """Hold the Hessian and GGN of E in a parameter of a float64 model, as a matrix (d, m) of its own.
+
+    ``rows`` takes some of its rows, with the others as they are; ``transposed`` is for one that is kept as (m, d).
+    """
+
+    def __init__(self, model, loss, x, y, name, *, rows=slice(None), transposed=False):
+        whole = dict(model.named_parameters())[name].detach()
+
+        def outputs(matrix: Tensor) -> Tensor:
+            part = matrix.t() if transposed else matrix
+            start, stop, _ = rows.indices(len(whole))
+            changed = torch.cat([whole[:start], part.reshape(-1, *whole.shape[1:]), whole[stop:]])
+            with sdpa_kernel(SDPBackend.MATH):
+                return torch.func.functional_call(model, {name: changed}, (x,))
+
+        part = whole[rows].flatten(1)
+        self.weight = (part.t() if transposed else part).clone()
+        self.hessian = truth.hessian(lambda matrix: loss(outputs(matrix), y), self.weight)
+        f = outputs(self.weight)
+        jacobian = autograd.jacobian(outputs, self.weight).view(f.numel(), *self.weight.shape)
+        curvature = truth.hessian(lambda z: loss(z, y), f).view(f.numel(), f.numel())
+        self.ggn = torch.einsum("asj,ab,btk->sjtk", jacobian, curvature, jacobian)
+
+    def values(self, matrix: Tensor, groups: int = 1) -> dict[str, float]:
+        """Return what measures of a layer are of its Hessian, or GGN."""
+        flat = matrix.reshape(self.weight.numel(), -1)
+        return {
+            "relative_flatness": truth.relative_flatness_of(matrix, self.weight, groups),
+            "trace": truth.trace_of(matrix),
+            "adaptive_sharpness": truth.adaptive_sharpness_of(matrix, self.weight),
+            "lambda_max": float(torch.linalg.eigvalsh(flat)[-1]),
+            "scaled_trace": float(self.weight.square().sum()) * truth.trace_of(matrix),
+        }
