@@ -43,7 +43,9 @@ def test_what_is_not_a_matrix_is_named_and_left_out_of_all_layers(embed, why):
 
 
 def test_bags_by_offsets_are_left_out_and_said_to_be():
-    with pytest.raises(pf.InputError, match=r"'embed' did not run .* offsets= cannot be told apart by sample"):
+    with pytest.raises(
+        pf.InputError, match=r"'embed' did not run .* offsets=, and not as .* cannot be told apart by sample"
+    ):
         pf.measure(bags_by_offsets(), LOSS, (WORDS, Y), layers="embed", measures="trace")
     report = pf.measure(bags_by_offsets(), LOSS, (WORDS, Y), measures="trace")
     assert report.layers == ("head",)
