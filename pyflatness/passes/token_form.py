@@ -45,7 +45,7 @@ class TokenForm(LayerForm):
 
     def inputs(self, run: Run) -> Parts:
         """Return the tokens of all calls, (n, P)."""
-        return [torch.cat([self._by_sample(run, call.inputs) for call in run.calls(self.name)], dim=1)]
+        return [torch.cat([self._by_sample(run, call.inputs).long() for call in run.calls(self.name)], dim=1)]
 
     def cotangent(self, run: Run, gradients: Sequence[Tensor]) -> Parts:
         """Return δ of all calls by position, (n, P, d)."""

@@ -114,7 +114,7 @@ def pairs(net, x):
 
 add("embedding", embedding(torch.relu), WORDS, INDICES[:3], "embed head")
 add("embedding, more features than tokens", embedding(torch.relu, 9), WORDS, INDICES[:3], "embed")
-add("embedding, padding", embedding(torch.relu, padding_idx=0), WORDS, INDICES[:3], "embed")
+add("embedding, padding", embedding(torch.relu, padding_idx=0), WORDS.int(), INDICES[:3], "embed")
 add("embedding, smooth", embedding(torch.tanh, 2), WORDS, INDICES[:3], "embed", curved="embed")
 add("embedding, smooth, padding", embedding(products, 2, padding_idx=2), WORDS, INDICES[:3], "embed", curved="embed")
 add("embedding, changed in place", embedding(in_place), WORDS, INDICES[:3], "embed")
