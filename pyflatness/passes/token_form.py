@@ -30,7 +30,7 @@ class TokenForm(LayerForm):
     def contraction(self, run: Run) -> TokenContraction:
         """Return the contraction for the layer's calls in this run."""
         if self._of_tokens is None:
-            self._of_tokens = TokenContraction(self.matrix, self.backend, self._quantities)
+            self._of_tokens = TokenContraction(self.matrix, self.backend, self.quantities)
         return self._of_tokens
 
     def weight(self, run: Run) -> Tensor:
