@@ -23,7 +23,7 @@ from .contractions import compiled, promoted_dtype
 from .errors import InputError
 from .losses import auto, risk
 from .messages import check_tensor
-from .model import calling, layers, state, uses
+from .model import calling, experts, layers, state, uses
 from .model.data import first, leaves, map_tensors
 from .model.outputs import single
 from .options import check_count, check_number
@@ -204,6 +204,7 @@ def _in_double(module: nn.Module) -> nn.Module:
                 remove_weight_norm(part, hook.name)
             elif isinstance(hook, SpectralNorm):
                 remove_spectral_norm(part, hook.name)
+        experts.compute_plainly(part)
     return double
 
 
@@ -293,7 +294,7 @@ def _differentiable(layer: nn.Module) -> contextlib.AbstractContextManager[None]
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         return layers.kind_of(layer).forward(args, kwargs, layer.weight, None)
 
-    return state.replaced_forward(layer, forward)
+    return calling.replaced_forward(layer, forward)
 
 
 def _untie(layer: nn.Module) -> None:
@@ -333,7 +334,7 @@ def _leaf(layer: nn.Module) -> tuple[Tensor, Callable[[Callable[[], Tensor]], Te
         def forward(inputs: Tensor) -> Tensor:
             return layers.affine(layer, inputs, leaf, layer.bias)
 
-        with state.replaced_forward(layer, forward), uses.attached({layer.name: layer}):
+        with calling.replaced_forward(layer, forward), uses.attached({layer.name: layer}):
             return risk()
 
     return leaf, run

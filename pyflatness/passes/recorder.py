@@ -23,6 +23,8 @@ from ..errors import InputError, NoGraphError
 from ..messages import check_tensor
 from ..model import layers
 from ..model.calling import is_aside, version
+from ..model.experts import Route
+from ..model.uses import Use
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Call:
             gradient in that is no longer to be had.
         output: an empty tensor of the output's shape and dtype, on the meta device.
         coefficients: of tokens, see :meth:`.kinds.Linear.coefficients`.
+        route: which rows are of which sample, of an expert that tokens are routed to.
     """
 
     inputs: Tensor
@@ -45,6 +48,7 @@ class Call:
     input_edge: GradientEdge | None
     output: Tensor
     coefficients: Tensor | None = None
+    route: Route | None = None
 
 
 class Recorder:
@@ -198,7 +202,8 @@ class Recorder:
         has_edge = not kind.tokens and not (overwritten and inputs._is_view())
         input_edge = get_gradient_edge(inputs) if has_edge else None
         shape = torch.empty_like(output, device="meta", requires_grad=False)
-        call = Call(kept, version(kept), get_gradient_edge(output), input_edge, shape, coefficients)
+        route = module.route if isinstance(module, Use) else None
+        call = Call(kept, version(kept), get_gradient_edge(output), input_edge, shape, coefficients, route)
         self.calls.setdefault(name, []).append(call)
 
 
