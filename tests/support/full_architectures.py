@@ -70,7 +70,11 @@ def coverage(model: nn.Module, batch: Any, forward: small.Forward) -> Coverage:
         with torch.enable_grad(), uses.attached(modules), Calls(modules) as calls:
             outputs, _ = forward(model, batch)
             others = uses.otherwise(modules, calls.count.keys(), linearity.users_of(outputs).keys())
-            outputs_of = {name: calls.count[name] * call.output.numel() for name, call in calls.last.items()}
+            outputs_of = {
+                name: calls.count[name] * call.output.numel()
+                for name, call in calls.last.items()
+                if not _of_all_samples(modules[name], call.output, len(outputs))
+            }
         ran = {name: module for name, module in modules.items() if name in outputs_of and name not in others}
         left_out = uses.left_out(model, [*ran.values()])
     return Coverage(
@@ -79,6 +83,11 @@ def coverage(model: nn.Module, batch: Any, forward: small.Forward) -> Coverage:
         uncovered=left_out,
         passes=(outputs.shape[1] - 1) * outputs[0, 0].numel(),
     )
+
+
+def _of_all_samples(module: nn.Module, output: Tensor, samples: int) -> bool:
+    """Return whether a table is looked up for pairs of positions of all samples together, as T5 does."""
+    return isinstance(module, nn.Embedding) and output.ndim > 2 and output.shape[0] not in (1, samples)
 
 
 def _layer(model: nn.Module, name: str, outputs: int) -> Layer:

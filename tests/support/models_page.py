@@ -65,8 +65,9 @@ def numberless(name: str) -> str:
 
 def why(model: nn.Module, report: pf.Report, name: str) -> str:
     """Return why a weight is left out."""
-    holder = type(model.get_submodule(name.rpartition(".")[0])).__name__
-    return report.why_uncovered.get(name, f"held by {holder}").removeprefix("its weight is ")
+    if name not in report.why_uncovered and isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding):
+        return "no call of its module" if name == "shared.weight" else "looked up for pairs of positions"
+    return report.why_uncovered[name].removeprefix("its weight is ")
 
 
 def _row(architecture: Architecture) -> str:
