@@ -23,6 +23,7 @@ from ..errors import InputError, NoGraphError
 from ..messages import check_tensor
 from ..model import layers
 from ..model.calling import is_aside, version
+from ..model.uses import Use
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Recorder:
         self._modules, self._active, self._checking, self._paused = modules, False, False, False
         self._copied: set[str] = set()
         self.calls: dict[str, list[Call]] = {}
+
+    @property
+    def stand_ins(self) -> list[Use]:
+        """Return the layers that stand for uses of parameters."""
+        return [module for module in self._modules.values() if isinstance(module, Use)]
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:

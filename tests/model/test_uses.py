@@ -47,6 +47,8 @@ USES = {  # by name: what is done, the parameters' shapes, whether the weight is
     "convolution": (lambda net, x: F.conv1d(x.mT, net.w, net.b, padding=1, stride=2).mT, {"w": (6, 4, 2), "b": (6,)},
         False),
     "grouped": (lambda net, x: F.conv1d(x.mT, net.w, groups=2, padding="same", dilation=2).mT, {"w": (6, 2, 2)}, False),
+    "transposed convolution": (lambda net, x: F.conv_transpose1d(x.mT, net.w, net.b, 2, output_padding=1).mT,
+        {"w": (4, 6, 2), "b": (6,)}, True),
     "two calls": (lambda net, x: F.linear(x, net.w) + 0.5 * F.linear(x.roll(1, 1), net.w).relu(), D_M, False),
     "on its own output": (lambda net, x: torch.tanh(torch.tanh(x @ net.w) @ net.w), {"w": (4, 4)}, True),
     "in place behind": (lambda net, x: F.linear(x, net.w).mul_(0.5).relu_(), D_M, False),
