@@ -296,14 +296,15 @@ def main() -> None:
     try:
         for group in [name for name in GROUPS if name in wanted]:
             for title, lines in GROUPS[group](arguments.rounds):
-                _add(table, title, lines)
+                add(table, title, lines)
     finally:  # an interrupted run shows what it has
         if table.row_count:
             console.print(table)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
 
 
-def _add(table: Table, title: str, lines: Iterator[Line]) -> None:
+def add(table: Table, title: str, lines: Iterator[Line]) -> None:
+    """Add a section of lines, with the title beside the first ones."""
     print(", ".join(title.splitlines()), file=sys.stderr)
     table.add_section()
     for part, line in zip(itertools.chain(title.splitlines(), itertools.repeat("")), lines, strict=False):

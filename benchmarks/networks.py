@@ -1,5 +1,7 @@
 """Networks of the benchmarks, written out: nothing is downloaded. Weights are random, but for ResNet-20."""
 
+import io
+import itertools
 from collections import OrderedDict
 from pathlib import Path
 
@@ -7,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-PUBLISHED = Path(__file__).resolve().parents[2] / "shared" / "models"
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+PUBLISHED = SHARED / "models"
 
 
 def lenet5(classes: int = 10) -> nn.Sequential:
@@ -152,8 +155,29 @@ class CifarResNet(nn.Module):
 
 def resnet20() -> nn.Module:
     """Return ResNet-20 with the published weights in ``../shared/models``, in eval mode: 19 convolutions and a head."""
+    return published(20)
+
+
+def published(depth: int) -> nn.Module:
+    """Return ResNet-20 or -56 with the published weights in ``../shared/models``, in eval mode."""
     from safetensors.torch import load_file
 
-    network = CifarResNet(3)
-    network.load_state_dict(load_file(PUBLISHED / "resnet20_cifar10.safetensors"), strict=False)
+    network = CifarResNet((depth - 2) // 6)
+    network.load_state_dict(load_file(PUBLISHED / f"resnet{depth}_cifar10.safetensors"), strict=False)
     return network.eval()
+
+
+def cifar10(count: int) -> tuple[Tensor, Tensor]:
+    """Return the first test images of CIFAR-10 (n, 3, 32, 32), as published networks take them, and their labels."""
+    import numpy as np
+    from PIL import Image
+
+    with np.load(SHARED / "data" / "cifar10.npz") as held:
+        encoded, ends, labels = held["test_webp"], held["test_offsets"], held["test_labels"][:count]
+    decoded = [
+        np.asarray(Image.open(io.BytesIO(encoded[start:stop].tobytes())).convert("RGB"))
+        for start, stop in itertools.pairwise(ends[: count + 1].tolist())
+    ]
+    x = torch.from_numpy(np.stack(decoded)).permute(0, 3, 1, 2) / 255
+    mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    return (x - mean) / deviation, torch.from_numpy(labels.astype(np.int64))

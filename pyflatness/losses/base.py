@@ -52,6 +52,8 @@ class Factors:
         weights: () -> (rows, C) float64: how much each column that :attr:`mixed` adds up counts, about σ |s_·c|²; 0
             for a place in r that has none.
         take: the same factors of some of the rows, by their places.
+        form: changes v (rows, C) of the outputs -> Σ_c σ_c ⟨s_c, v⟩², (rows,) float64; None where only columns are
+            known.
     """
 
     count: int
@@ -59,6 +61,7 @@ class Factors:
     mixed: Callable[[Tensor], list[tuple[Tensor, float]]]
     weights: Callable[[], Tensor]
     take: Callable[[Tensor], "Factors"]
+    form: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -173,4 +176,5 @@ def diagonal(coefficients: Tensor) -> Factors:
         mixed=lambda signs: [(roots * signs, 1.0)],
         weights=coefficients.double,
         take=lambda index: diagonal(coefficients[index]),
+        form=lambda changes: (coefficients * changes.square()).sum(dim=1, dtype=torch.float64),
     )

@@ -14,6 +14,8 @@ from ..contractions import FUSED_OUTPUTS, Labels, SoftmaxVariance, promoted
 from ..errors import InputError
 from .base import Curvature, Factors, Reduction, Terms, marked, rows_like, uniform, without
 
+_AT_ONCE = 2**18  # probabilities whose roots are taken in float64, so that these stay in a processor's caches
+
 
 @dataclass
 class CrossEntropy:
@@ -137,8 +139,11 @@ class CrossEntropy:
         """
         p = torch.softmax(promoted(rows), dim=1)
         largest, top = p.max(dim=1, keepdim=True)
-        q = (p / (1 + largest.sqrt())).scatter(1, top, largest.sqrt())
-        roots = (p.double() * terms.scale.unsqueeze(1)).sqrt().to(p.dtype)
+        q = (p / (1 + largest.sqrt())).scatter_(1, top, largest.sqrt())
+        roots = torch.empty_like(p)
+        few = max(1, _AT_ONCE // max(1, p.shape[1]))
+        for given, scale, made in zip(p.split(few), terms.scale.split(few), roots.split(few), strict=True):
+            made.copy_((given.double() * scale.unsqueeze(1)).sqrt_())
         return _factors(q, roots, top)
 
 
@@ -157,8 +162,12 @@ def _factors(q: Tensor, roots: Tensor, top: Tensor) -> Factors:
         return (minus * root).scatter_add_(1, j, root), None
 
     def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
-        signed = (roots * signs).scatter(1, top, 0.0)
-        return [(signed - q * signed.sum(dim=1, keepdim=True), 1.0)]
+        signed = (roots * signs).scatter_(1, top, 0.0)
+        return [(signed.sub_(q * signed.sum(dim=1, keepdim=True)), 1.0)]
+
+    def form(changes: Tensor) -> Tensor:
+        away = changes - (q * changes).sum(dim=1, keepdim=True)
+        return away.mul_(roots).scatter_(1, top, 0.0).square_().sum(dim=1, dtype=torch.float64)
 
     return Factors(
         roots.shape[1] - 1,
@@ -166,4 +175,5 @@ def _factors(q: Tensor, roots: Tensor, top: Tensor) -> Factors:
         mixed,
         weights=lambda: roots.double().square().scatter(1, top, 0.0),
         take=lambda index: _factors(q[index], roots[index], top[index]),
+        form=form,
     )

@@ -34,8 +34,9 @@ class Signs:
         """
         count = torch.Size(shape).numel()
         words = self._words(stream, samples, -(-count // 64))
-        bits = (words.view(torch.uint8).unsqueeze(-1) >> torch.arange(8, device=samples.device)) & 1
-        signs: Tensor = bits.flatten(2)[..., :count].to(torch.int8) * 2 - 1
+        places = torch.arange(8, dtype=torch.uint8, device=samples.device)
+        bits = (words.view(torch.uint8).unsqueeze(-1) >> places).bitwise_and_(1)
+        signs: Tensor = bits.view(torch.int8).flatten(2)[..., :count].mul(2).sub_(1)
         return signs.view(*signs.shape[:2], *shape)
 
     def uniform(self, stream: int, samples: Tensor, count: int) -> Tensor:

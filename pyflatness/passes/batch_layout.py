@@ -49,10 +49,7 @@ def consistent(
     return tuple(
         layout
         for layout in layouts
-        if all(
-            layout.fits(gradient, samples) and not bool((reached(layout, gradient, samples) & ~senders).any())
-            for gradient in gradients
-        )
+        if all(layout.fits(gradient, samples) and stays(layout, gradient, senders) for gradient in gradients)
     )
 
 
@@ -65,6 +62,7 @@ def mixed(name: str, shape: Sequence[int], samples: int) -> InputError:
     ).about({name: "its rows cannot be told apart by sample"})
 
 
-def reached(layout: Layout, gradient: Tensor, samples: int) -> Tensor:
-    """Return whether anything arrives at each sample, (n,); NaN is no sign of it, 0 · NaN is NaN too."""
-    return (layout.samples_first(gradient, samples).nan_to_num(0.0) != 0).flatten(1).any(dim=1)
+def stays(layout: Layout, gradient: Tensor, senders: Tensor) -> bool:
+    """Return whether nothing arrives but at the senders, (n,) bool; NaN is no sign of it, 0 · NaN is NaN too."""
+    others = layout.samples_first(gradient, len(senders))[~senders]
+    return not bool(others.any()) or not bool(others.nan_to_num(0.0).any())

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import losses
+from ..contractions import promoted_dtype
 from ..errors import InputError
 from ..losses import Factors, Loss, Terms
 from ..model import data
@@ -108,14 +109,28 @@ class Cotangents:
             for mixed, sign in self._factors().mixed(drawn.view_as(self._rows)):
                 yield draw, self._counted(mixed), sign
 
+    @property
+    def has_forms(self) -> bool:
+        """Return whether :meth:`form` is there for the loss."""
+        return self._factors().form is not None
+
+    def form(self, change: Tensor) -> Tensor:
+        """Return ⟨v, H v⟩ of each sample for a change v of the outputs, H its loss Hessian in them; (n,) float64."""
+        form = self._factors().form
+        assert form is not None
+        moved = change.movedim(self._dim, -1) if self._loss.positions and change.ndim > 1 else change
+        values = form(moved.reshape(self._rows.shape).to(promoted_dtype(self._rows.dtype)))
+        return torch.where(self.terms.scale != 0, values, 0.0).view(len(self._order), -1).sum(dim=1)
+
     def marked(self, values: Tensor) -> Tensor:
         """Return values (…, n) of the samples, NaN for those without a loss."""
         return values.masked_fill(self.bad, math.nan)
 
-    def is_row_dim(self, dim: int) -> bool:
-        """Return whether a loss term reads the outputs along one dimension, and that is ``dim``."""
+    @property
+    def row_dim(self) -> int | None:
+        """Return the dimension of the outputs along which a loss term reads them; None where it reads several."""
         ndim = self.outputs.ndim
-        return (self._loss.positions or ndim == 2) and (dim - self._dim) % ndim == 0
+        return self._dim % ndim if self._loss.positions or ndim == 2 else None
 
     @property
     def weight(self) -> float:
@@ -168,7 +183,10 @@ class Cotangents:
 
     def _counted(self, values: Tensor) -> Tensor:
         """Return values as a cotangent, 0 for terms that do not count."""
-        return self._shaped(torch.where((self.terms.scale != 0).unsqueeze(1), values, 0.0).to(self._rows.dtype))
+        counted = self.terms.scale != 0
+        if not bool(counted.all()):
+            values = torch.where(counted.unsqueeze(1), values, 0.0)
+        return self._shaped(values.to(self._rows.dtype))
 
     def _shaped(self, rows: Tensor) -> Tensor:
         if not self._loss.positions or self._dim % self.outputs.ndim == self.outputs.ndim - 1:

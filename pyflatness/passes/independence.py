@@ -106,4 +106,6 @@ def agree(before: Tensor, now: Tensor, tolerance: float) -> bool:
     if before.dtype != now.dtype:  # autocast does not reach both
         before, now = before.double(), now.double()
     size = float(before.abs().nan_to_num(0, 0, 0).amax()) if before.numel() else 0.0
+    if size and before.is_floating_point() and bool((now - before).abs_().amax() <= tolerance * size):
+        return True  # which takes fewer passes over large outputs, and is false with NaN
     return torch.allclose(before, now, tolerance, tolerance * size, equal_nan=True)

@@ -34,6 +34,7 @@ class LayerForm:
 
     Attributes:
         backend: of the contractions.
+        quantities: these.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class LayerForm:
         options: Options,
         scale: Tensor | None = None,
     ) -> None:
-        self.name, self._module, self._scale, self._quantities = name, module, scale, quantities
+        self.name, self._module, self._scale, self.quantities = name, module, scale, quantities
         self._kind = kind = layers.kind_of(module)
         self._options = options
         weight = layers.matrix(module)[0]
@@ -62,10 +63,10 @@ class LayerForm:
         """Return the contraction for the layer's calls in this run."""
         if self._dense:
             dense = Dense(self._module, self._scale, self._size(run), run.calls(self.name)[0].output)
-            return DenseContraction(dense, self.backend, self._quantities)
+            return DenseContraction(dense, self.backend, self.quantities)
         if self._contraction is None:
             self._contraction = LayerContraction(
-                self.weight(run), self._kind.geometry, self.backend, self._quantities, memory=self._memory
+                self.weight(run), self._kind.geometry, self.backend, self.quantities, memory=self._memory
             )
         return self._contraction
 

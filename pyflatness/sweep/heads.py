@@ -2,10 +2,12 @@
 
     Σ_p scale_p |φ_p|² ⟨w wᵀ, ∂²ℓ_p/∂z_p²⟩        of a sample with loss terms p, z_p = w φ_p + b the model's outputs
 
-A layer is the head if the output of its only call is the model's output, untouched, and each of its rows is what one
-loss term reads. Whether it is so is looked at in every micro-batch.
+A layer is the head if the model's output is that of its only call, untouched, or a view of it (tokens with classes
+moved to dimension 1, all positions but the last), and each of the loss terms reads one row of it. Whether it is so is
+looked at in every micro-batch.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -15,10 +17,18 @@ from .. import contractions
 from ..contractions.quantities import QUANTITIES
 from ..losses import Curvature, Loss
 from ..model import layers
+from ..model.row_order import order_in_memory
 from ..passes.cotangents import Cotangents
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
+from ..passes.recorder import Call
 from ..passes.runner import Run, Runner
+
+_VIEWS = re.compile(
+    r"(Alias|Movedim|Narrow|Permute|ReshapeAlias|Select|Slice|Squeeze|T|Transpose|Unflatten|UnsafeView|Unsqueeze|View)"
+    r"Backward\d+"
+)
+"""Names of autograd's nodes of operations whose result is a part of their input's memory."""
 
 
 class Heads:
@@ -59,10 +69,10 @@ class Heads:
         """
         heads = {}
         for name, form in forms.items() if self._others != self.quantities else ():
-            is_head = self._is_head(run, sent, form)
-            self._always[name] = is_head and self._always.get(name, True)
-            if is_head:
-                heads[name] = self._values(run, sent, form)
+            order = self._order(run, sent, form)
+            self._always[name] = order is not None and self._always.get(name, True)
+            if order is not None:
+                heads[name] = self._values(run, sent, form, order)
         taking = {name: form for name, form in forms.items() if self._others or name not in heads}
         for name in taking.keys() & heads.keys():
             taking[name] = self._forms[name] = self._forms.get(name) or forms[name].of(self._others)
@@ -72,20 +82,24 @@ class Heads:
         """Return whether a quantity came by its formula in every run of some layers."""
         return QUANTITIES[quantity].at_head and all(self._always.get(name, False) for name in names)
 
-    def _is_head(self, run: Run, sent: Cotangents, form: LayerForm) -> bool:
-        calls, outputs, module = run.calls(form.name), run.outputs, self._runner.selected[form.name]
+    def _order(self, run: Run, sent: Cotangents, form: LayerForm) -> Tensor | None:
+        """Return which rows of a head's output the loss terms read; empty: all in their order; None: it is no head."""
+        calls, outputs, module, dim = run.calls(form.name), run.outputs, self._runner.selected[form.name], sent.row_dim
         call = calls[-1]
-        return (
-            call.edge.node == outputs.grad_fn
-            and (call.output.shape, call.output.dtype) == (outputs.shape, outputs.dtype)
-            and len(calls) == 1
-            and form.pointwise
-            and sent.is_row_dim(layers.class_dim(module))
-            and layers.computes(module, call.inputs, outputs)  # else they were changed where autograd does not see it
-        )
+        if len(calls) != 1 or not form.pointwise or dim is None or outputs.dtype != call.output.dtype:
+            return None
+        output = _output_of(call, outputs)
+        # It may have been changed where autograd does not see it.
+        if output is None or not layers.computes(module, call.inputs, output):
+            return None
+        rows, own = outputs.detach().movedim(dim, -1), output.movedim(layers.class_dim(module), -1)
+        same = (rows.shape[-1], rows.stride(-1)) == (own.shape[-1], own.stride(-1))
+        return order_in_memory(rows, own) if same else None
 
-    def _values(self, run: Run, sent: Cotangents, form: LayerForm) -> Tensor:
+    def _values(self, run: Run, sent: Cotangents, form: LayerForm, order: Tensor) -> Tensor:
         features, scale = form.input_rows(run), sent.terms.scale
+        if order.numel():
+            features = features[order.to(features.device)]
         with contractions.full_precision(features):
             if form.name not in self._curvatures:
                 weight, bias = form.matrix.squeeze(0), layers.matrix(self._runner.selected[form.name])[1]
@@ -94,3 +108,14 @@ class Heads:
                 self._curvatures[form.name] = curvature
             rows = self._curvatures[form.name].by_row(features, scale, *sent.terms.extra).values
         return torch.where(scale != 0, rows * scale, 0.0).view(run.samples, -1).sum(dim=1)
+
+
+def _output_of(call: Call, outputs: Tensor) -> Tensor | None:
+    """Return the output of a layer's call, without its graph, if the model's output is that or a view of it."""
+    node, shape = outputs.grad_fn, call.output.shape
+    if node == call.edge.node:
+        return outputs.detach() if outputs.shape == shape else None
+    while node is not None and node != call.edge.node:
+        node = node.next_functions[0][0] if _VIEWS.fullmatch(node.name()) else None
+    whole = outputs.untyped_storage().nbytes() == call.output.numel() * outputs.itemsize
+    return outputs.detach().as_strided(shape, call.output.stride(), 0) if node is not None and whole else None

@@ -30,6 +30,7 @@ from ..passes import cotangents, linearity, normalize
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
+from . import directions
 from .contracted import Contracted
 from .heads import Heads
 
@@ -131,7 +132,10 @@ class Sweep:
         values = torch.zeros(draws, len(places), len(self.quantities), run.samples, dtype=torch.float64, device="cpu")
         values = values.to(run.outputs.device)
         parts: Parts = {}
-        if forms:
+        by_directions = self._by_directions(run, sent, forms) if forms and signs is None else None
+        for name, value in (by_directions or {}).items():
+            values[0, places[name], : len(value)] += value
+        if forms and by_directions is None:
             self.exact_passes = max(self.exact_passes, sent.passes)
             count = sent.passes if signs is None else len(signs.draws)
             held_back = self._budget.held_back if signs is None else 0
@@ -160,6 +164,16 @@ class Sweep:
         return Values(
             values, sent.sample_weights, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(nonlinear)
         )
+
+    def _by_directions(
+        self, run: Run, sent: cotangents.Cotangents, forms: Mapping[str, LayerForm]
+    ) -> dict[str, Tensor] | None:
+        """Return the values of all layers by directions, see :mod:`.directions`; None where cotangents are better."""
+        if not directions.are_fewer(run, sent, forms, self._options.max_passes):
+            return None
+        if any(self._runner.why_not_linear(name) == linearity.CUSTOM for name in forms):
+            return None  # a function whose second derivative may be missing without a sign
+        return directions.values(run, sent, forms)
 
     def _add_hessian(self, run: Run, signs: Signs | None, found: dict[str, Tensor], parts: Parts) -> None:
         """Add the values (draws, quantities, n) of layers by second derivatives of the loss, and their summands."""

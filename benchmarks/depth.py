@@ -1,0 +1,78 @@
+"""Draw the profile of a language model over its depth: relative flatness of every layer, with standard errors.
+
+Run from the project's root: ``python benchmarks/depth.py FIGURE.png [--probes K] [--stories N]``. The model is the
+story-telling Llama of 260,000 weights in ``../shared/models``, the data stories that were sampled from it. The GGN
+value is sampled by K probes of each story, all layers by one backward pass a probe, and the head is exact. Needs
+transformers and matplotlib.
+"""
+
+import argparse
+import re
+import time
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+from networks import PUBLISHED
+from torch import Tensor, nn
+
+import pyflatness as pf
+
+FOLDER = PUBLISHED / "stories260K"
+KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def stories(count: int) -> Tensor:
+    """Return stories (count, 256) as tokens."""
+    return torch.from_numpy(np.load(FOLDER / "stories_tokens.npz")["input_ids"][:count].astype(np.int64))
+
+
+def model() -> nn.Module:
+    """Return the model in eval mode."""
+    import transformers
+
+    return transformers.LlamaForCausalLM.from_pretrained(FOLDER).eval()
+
+
+def measured(count: int, probes: int) -> pf.Report:
+    """Return relative flatness of all layers on some stories."""
+    data = [{"input_ids": part} for part in stories(count).split(32)]
+    return pf.measure(model(), data=data, measures="relative_flatness", probes=probes, curvature="ggn")
+
+
+def drawn(report: pf.Report, path: Path) -> None:
+    """Write a figure of layers by kind over depth."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(5.2, 3.4), dpi=110, layout="constrained")
+    for kind in KINDS:
+        names = [name for name in report.layers if name.endswith(kind)]
+        depth = [int(re.findall(r"\d+", name)[0]) for name in names]
+        found = [report[name, "relative_flatness"] for name in names]
+        errors = [estimate.stderr or 0.0 for estimate in found]
+        axes.errorbar(depth, [estimate.value for estimate in found], errors, marker="o", markersize=3, label=kind)
+    head = report["lm_head", "relative_flatness"].value
+    axes.axhline(head, color="black", linestyle=":", linewidth=1, label="lm_head (exact)")
+    axes.set(xlabel="block", ylabel="relative flatness (GGN)", yscale="log", xticks=depth)
+    axes.legend(fontsize=7, ncols=2)
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Measure, draw, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("figure", type=Path)
+    parser.add_argument("--probes", type=int, default=8)
+    parser.add_argument("--stories", type=int, default=256)
+    arguments = parser.parse_args()
+    start = time.perf_counter()
+    report = measured(arguments.stories, arguments.probes)
+    print(report)
+    print(f"{time.perf_counter() - start:.0f} s, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    drawn(report, arguments.figure)
+
+
+if __name__ == "__main__":
+    main()
