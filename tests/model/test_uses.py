@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
+from pyflatness import cli
 from support.grid import normal
 from support.parameter_truth import ParameterTruth
 from support.unchanged import assert_unchanged, snapshot
@@ -171,3 +172,15 @@ def test_measures_of_features_are_those_of_a_module_in_its_place():
     }
     for what, call in calls.items():
         assert call(model, "w") == pytest.approx(call(twin, "layer"), rel=1e-9), what
+
+
+def test_the_command_lists_them(tmp_path, capsys):
+    (tmp_path / "network.py").write_text(
+        "from torch import nn\n\ndef make():\n    return nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 3))\n"
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["layers", "--model", f"{tmp_path / 'network.py'}:make"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["0.in_proj_weight", "parameter", "of", "MultiheadAttention", "12", "×", "4"] in rows
+    assert ["0.out_proj", "NonDynamicallyQuantizableLinear", "4", "×", "4"] in rows
+    assert ["1", "Linear", "3", "×", "4"] in rows

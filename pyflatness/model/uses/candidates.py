@@ -32,8 +32,8 @@ def sources(model: nn.Module) -> list[Source]:
             if id(parameter) in found and not effective:
                 found[id(parameter)].places.append((module, key))
                 continue
-            source = Source(parameter, [(module, key)], effective)
             of_module = effective or module in outputs
+            source = Source(parameter, [(module, key)], of_module, effective)
             name = prefix if of_module else ".".join(filter(None, (prefix, key)))
             uses = {"": None, **_parts(module, key)}
             source.uses = {name + label: Use(name + label, source, rows) for label, rows in uses.items()}
@@ -50,7 +50,8 @@ def _is_of_torch(module: nn.Module) -> bool:
 def _is_candidate(module: nn.Module, key: str, parameter: Tensor) -> bool:
     """Return whether a parameter may turn out to be the weight of a linear operation, by its shape."""
     return (
-        coverage.is_weight(module, key, parameter)
+        not nn.parameter.is_lazy(parameter)
+        and coverage.is_weight(module, key, parameter)
         and parameter.ndim <= _MOST_DIMENSIONS
         and parameter.layout == torch.strided
         and parameter.is_contiguous()

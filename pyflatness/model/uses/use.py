@@ -83,6 +83,7 @@ class Source:
         parameter: the user's.
         places: the modules that hold it, each with its name there.
         uses: by name; of parts of it behind that of the whole.
+        of_module: whether the layer has the name of the module that holds the parameter.
         effective: whether a weight that is computed of it counts as it, as of parametrised layers.
         behind: the parameters that the weight was computed of.
         leaf: where uses that are not followed end in autograd's graph, while it is watched.
@@ -90,6 +91,7 @@ class Source:
 
     parameter: Tensor
     places: list[tuple[nn.Module, str]]
+    of_module: bool = False
     effective: bool = False
     uses: dict[str, Use] = field(default_factory=dict)
     behind: "set[Source]" = field(default_factory=set)
