@@ -25,6 +25,7 @@ from .messages import check_tensor
 from .model import calling, layers, state, uses
 from .model.data import first, leaves, map_tensors
 from .model.outputs import single
+from .model.uses import experts
 from .options import check_count, check_number
 from .passes.linearity import users_of
 from .reparameterization.reparameterize import duplicate
@@ -202,6 +203,7 @@ def _in_double(module: nn.Module) -> nn.Module:
                 remove_weight_norm(part, hook.name)
             elif isinstance(hook, SpectralNorm):
                 remove_spectral_norm(part, hook.name)
+        experts.compute_plainly(part)
     return double
 
 
@@ -320,7 +322,7 @@ def _leaf(layer: nn.Module) -> tuple[Tensor, Callable[[Callable[[], Tensor]], Te
         def forward(inputs: Tensor) -> Tensor:
             return layers.affine(layer, inputs, leaf, layer.bias)
 
-        with state.replaced_forward(layer, forward), uses.attached({layer.name: layer}):
+        with calling.replaced_forward(layer, forward), uses.attached({layer.name: layer}):
             return risk()
 
     return leaf, run

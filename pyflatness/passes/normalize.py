@@ -169,7 +169,7 @@ def _kept(runner: Runner, run: Run, sent: Cotangents) -> dict[str, _Kept]:
     for name, module in runner.modules.items():
         if run.calls(name):
             rows = _by_sample(module, run, name)
-            mask = _mask(run, sent.used, rows.shape[1], layers.is_pointwise(module))
+            mask = _counted(run, name, sent.used, rows.shape[1], layers.is_pointwise(module))
             good = torch.ones_like(sent.bad)
             if not bool(rows.sum().isfinite()):
                 good = (rows.isfinite().all(dim=2) | ~mask).all(dim=1)
@@ -208,8 +208,18 @@ def _by_sample(module: nn.Module, run: Run, name: str) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _mask(run: Run, used: Tensor, rows: int, pointwise: bool) -> Tensor:
+def _counted(run: Run, name: str, used: Tensor, rows: int, pointwise: bool) -> Tensor:
     """Return which of a layer's rows count, (n, rows)."""
+    routes = [call.route for call in run.calls(name) if call.route is not None]
+    if not routes:
+        return _mask(run, used, rows, pointwise)
+    tokens = [route.tokens for route in routes]
+    masks = _mask(run, used, sum(tokens), pointwise).split(tokens, dim=1)
+    return torch.cat([route.of_tokens(mask) for route, mask in zip(routes, masks, strict=True)], dim=1)
+
+
+def _mask(run: Run, used: Tensor, rows: int, pointwise: bool) -> Tensor:
+    """Return which of so many rows of each sample count, (n, rows), if they are in order."""
     mask = used.any(dim=1, keepdim=True).expand(-1, rows)
     if pointwise and rows == used.shape[1]:
         mask = used

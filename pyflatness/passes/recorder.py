@@ -24,6 +24,7 @@ from ..messages import check_tensor
 from ..model import layers
 from ..model.calling import is_aside, version
 from ..model.uses import Use
+from ..model.uses.experts import Route
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Call:
         input_edge: of the input, as it was when it went in; None for a view that is modified in place afterwards, whose
             gradient in that is no longer to be had.
         output: an empty tensor of the output's shape and dtype, on the meta device.
+        route: which rows are of which sample, of an expert that tokens are routed to.
     """
 
     inputs: Tensor
@@ -44,6 +46,7 @@ class Call:
     edge: GradientEdge
     input_edge: GradientEdge | None
     output: Tensor
+    route: Route | None = None
 
 
 class Recorder:
@@ -176,7 +179,8 @@ class Recorder:
         kept = inputs.clone() if overwritten else inputs
         input_edge = None if overwritten and inputs._is_view() else get_gradient_edge(inputs)
         shape = torch.empty_like(output, device="meta", requires_grad=False)
-        call = Call(kept, version(kept), get_gradient_edge(output), input_edge, shape)
+        route = module.route if isinstance(module, Use) else None
+        call = Call(kept, version(kept), get_gradient_edge(output), input_edge, shape, route)
         self.calls.setdefault(name, []).append(call)
 
 

@@ -180,6 +180,7 @@ class Runner:
                         place.done = True
                         take(result)
                 done += samples
+            self._known.finish()
 
     def repeat(
         self, run: Repeatable, rows: Tensor, work: Callable[[Run, slice], Result], take: Callable[[Result], None]

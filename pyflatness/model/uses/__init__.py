@@ -13,10 +13,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from torch import nn
 from torch.autograd.graph import Node
 
+from .. import calling
+from . import experts
 from .candidates import sources
 from .use import Source, Use
 
-__all__ = ["Use", "attached", "entries", "held", "layer", "of", "otherwise", "reasons"]
+__all__ = ["Use", "attached", "entries", "held", "layer", "of", "otherwise", "reasons", "with_siblings"]
 
 _held: "weakref.WeakKeyDictionary[nn.Module, dict[str, Use] | None]" = weakref.WeakKeyDictionary()
 
@@ -58,10 +60,14 @@ def attached(modules: Mapping[str, nn.Module]) -> Iterator[None]:
         if isinstance(module, Use) and not module.refusal:
             by_source.setdefault(module.source, {})[name] = module
     before = {source: source.attached for source in by_source}
+    mixtures = {module for source in by_source for module, _ in source.places if experts.weights(module)}
     try:
-        for source, uses in by_source.items():
-            source.attach(before[source] | uses)
-        yield
+        with contextlib.ExitStack() as stack:
+            for module in mixtures:
+                stack.enter_context(calling.replaced_forward(module, experts.Forward(module)))
+            for source, uses in by_source.items():
+                source.attach(before[source] | uses)
+            yield
     finally:
         for source, outer in before.items():
             source.attach({name: use for name, use in outer.items() if not use.refusal})
@@ -84,6 +90,23 @@ def otherwise(modules: Mapping[str, nn.Module], called: Collection[str], nodes: 
             found[name] = use.source.why_otherwise()
         elif name in called and use.rows is None and parts:
             found[name] = f"its weight is used whole in one place and in parts in another: {', '.join(parts)}"
+    return found
+
+
+def with_siblings(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return why some layers are to be left out, and with an expert of a mixture all others, whose rows are as its own.
+
+    Args:
+        modules: the layers.
+        reasons: of some, by name.
+    """
+    found = dict(reasons)
+    routed = {name: use.source.places for name, use in modules.items() if isinstance(use, Use) and use.routed}
+    mixtures = {place[0]: why for name, why in reasons.items() for place in routed.get(name, ())}
+    for name, places in routed.items() if mixtures else ():
+        why = next((mixtures[module] for module, _ in places if module in mixtures), None)
+        if why is not None:
+            found.setdefault(name, why)
     return found
 
 
@@ -113,13 +136,13 @@ def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         names: of the parameters.
     """
     modules = dict(model.named_modules())
-    by_place = {place: use for use in of(model).values() if use.rows is None for place in use.source.places}
+    by_place = {place: use.source for use in of(model).values() for place in use.source.places}
     found = {}
     for name in names:
         module = modules[name.rpartition(".")[0]]
-        use = by_place.get((module, name.rpartition(".")[2]))
+        source = by_place.get((module, name.rpartition(".")[2]))
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             found[name] = f"nn.{type(module).__name__} computes with it in a kernel of its own"
-        elif use is not None and (why := use.refusal or use.source.why_unused()):
+        elif source is not None and (why := source.why_left_out()):
             found[name] = why
     return found

@@ -6,6 +6,7 @@ from torch.nn.utils import parametrize
 
 from ...report import coverage
 from .. import kinds
+from . import experts
 from .use import Source, Use
 
 _MOST_DIMENSIONS = 5  # of a weight: those of filters in three dimensions
@@ -35,8 +36,8 @@ def sources(model: nn.Module) -> list[Source]:
             of_module = effective or module in outputs
             source = Source(parameter, [(module, key)], of_module, effective)
             name = prefix if of_module else ".".join(filter(None, (prefix, key)))
-            uses = {"": None, **_parts(module, key)}
-            source.uses = {name + label: Use(name + label, source, rows) for label, rows in uses.items()}
+            parts = _parts(module, key, parameter)
+            source.uses = {name + label: Use(name + label, source, rows) for label, rows in parts.items()}
             found[id(source) if effective else id(parameter)] = source
     return [*found.values()]
 
@@ -60,9 +61,11 @@ def _is_candidate(module: nn.Module, key: str, parameter: Tensor) -> bool:
     )
 
 
-def _parts(module: nn.Module, key: str) -> dict[str, slice | None]:
-    """Return the rows of a parameter that may be used, and measured, by themselves."""
+def _parts(module: nn.Module, key: str, parameter: Tensor) -> dict[str, slice | int | None]:
+    """Return the rows of a parameter that may be used, and measured, by themselves, and with None the whole of it."""
+    if key in experts.weights(module):
+        return {f"[{expert}]": expert for expert in range(len(parameter))}
     if not isinstance(module, nn.MultiheadAttention) or key != "in_proj_weight":
-        return {}
+        return {"": None}
     size = module.embed_dim
-    return {f"[{label}]": slice(place * size, (place + 1) * size) for place, label in enumerate("qkv")}
+    return {"": None, **{f"[{label}]": slice(place * size, (place + 1) * size) for place, label in enumerate("qkv")}}

@@ -10,10 +10,12 @@ from torch.autograd.graph import Node
 from .. import kinds
 from ..kinds import Convolution, Linear, TransposedLinear
 from . import watched
+from .experts import Route
 from .operations import LINEAR, Operation
 from .watched import Watched
 
 _TRANSPOSED = TransposedLinear()
+_LISTED = 6  # experts in a message
 
 
 class Use(kinds.Use):
@@ -22,12 +24,13 @@ class Use(kinds.Use):
     Args:
         name: of the layer.
         source: the parameter.
-        rows: which of its rows; None: all.
+        rows: which of its rows; None: all. A number is an expert of a mixture.
 
     Attributes:
         weight: detached, as the operation has it that the parameter is used in.
         bias: of the last call.
         kind: how the weight is a matrix: as its shape says, until the layer ran.
+        routed: whether the layer is an expert, which runs where a token is routed to it.
         ran: whether it did.
         refusal: why it cannot be measured; empty as long as it can.
     """
@@ -36,16 +39,21 @@ class Use(kinds.Use):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, name: str, source: "Source", rows: slice | None = None) -> None:
+    def __init__(self, name: str, source: "Source", rows: slice | int | None = None) -> None:
         super().__init__()
         self.name, self.source, self.rows, self.refusal, self.ran = name, source, rows, "", False
         weight = source.parameter.detach()
         self.weight, self.bias = weight if rows is None else weight[rows], None
-        self.kind = _by_shape(weight)
+        self.kind, self.routed = _by_shape(self.weight), isinstance(rows, int)
         row = weight[0].numel()
-        start, stop, _ = (rows or slice(None)).indices(len(weight))
+        start, stop, _ = _as_slice(rows).indices(len(weight))
         self.entries = range(start * row, stop * row)  # of the parameter
         self._run: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def route(self) -> Route | None:
+        """Return which rows of the last call are of which sample, of an expert."""
+        return self.source.route
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Do the operation that the layer stands for."""
@@ -87,6 +95,7 @@ class Source:
         effective: whether a weight that is computed of it counts as it, as of parametrised layers.
         behind: the parameters that the weight was computed of.
         leaf: where uses that are not followed end in autograd's graph, while it is watched.
+        route: see :class:`.watched.Source`.
     """
 
     parameter: Tensor
@@ -96,13 +105,16 @@ class Source:
     uses: dict[str, Use] = field(default_factory=dict)
     behind: "set[Source]" = field(default_factory=set)
     leaf: Node | None = None
+    route: Route | None = None
     _attached: dict[str, Use] = field(default_factory=dict)
+    _of_entries: dict[range, Use] = field(default_factory=dict)  # the same by the entries of the parameter
     _watched: bool = False  # ever
     _functions: dict[str, None] = field(default_factory=dict)  # that it takes part in besides
 
     def attach(self, uses: Mapping[str, Use]) -> None:
         """Watch the parameter for these of its uses, or for none."""
         self._attached, self._watched = dict(uses), self._watched or bool(uses)
+        self._of_entries = {use.entries: use for use in uses.values()}
         if bool(uses) == (self.leaf is not None):
             return
         held, self.leaf = watched.leaf(self.parameter, self) if uses else (self.parameter, None)
@@ -114,6 +126,16 @@ class Source:
         if not self._watched or any(use.ran for use in self.uses.values()):
             return ""
         return self.why_otherwise() if self._functions else "the forward pass has no operation with it"
+
+    def why_left_out(self) -> str:
+        """Return why layers do not have all of a parameter that was watched; empty if that is not known."""
+        parts = [use for use in self.uses.values() if use.rows is None or use.routed]
+        refusal = next((use.refusal for use in parts if use.refusal), "")
+        idle = [use.name.rpartition("[")[2].rstrip("]") for use in parts if use.routed and not use.ran]
+        if not refusal and 0 < len(idle) < len(parts):
+            more = f" and {len(idle) - _LISTED} more" if len(idle) > _LISTED else ""
+            return f"no token of the data is routed to expert {', '.join(idle[:_LISTED])}{more}"
+        return refusal or self.why_unused()
 
     @property
     def attached(self) -> dict[str, Use]:
@@ -140,7 +162,8 @@ class Source:
 
     def why_otherwise(self) -> str:
         """Return in what else the weight takes part."""
-        hint = f" ({', '.join(list(self.uses)[1:])} may be measured instead)" if len(self.uses) > 1 else ""
+        parts = [name for name, use in self.uses.items() if isinstance(use.rows, slice)]
+        hint = f" ({', '.join(parts)} may be measured instead)" if parts else ""
         return f"its weight is used in {', '.join(self._functions) or 'what torch does not tell of'}{hint}"
 
     def _part(self, operation: Operation, weight: Tensor, part: Tensor) -> Tensor | None:
@@ -158,7 +181,7 @@ class Source:
             return None
         start = rows.storage_offset() - self.parameter.storage_offset()
         entries = range(start, start + rows.numel())
-        exact = next((use for use in self._attached.values() if use.entries == entries), None)
+        exact = self._of_entries.get(entries)
         if exact is not None:
             return self._called(exact, kind, rows, operation, weight)
         touched = [use for use in self._attached.values() if _overlap(use.entries, entries)]
@@ -238,6 +261,10 @@ def _by_shape(weight: Tensor) -> Linear:
     if space not in (1, 2, 3):
         return LINEAR
     return Convolution(weight.shape[2:], (1,) * space, (0,) * space, (1,) * space, 1, "zeros")
+
+
+def _as_slice(rows: slice | int | None) -> slice:
+    return slice(rows, rows + 1) if isinstance(rows, int) else rows or slice(None)
 
 
 def _overlap(one: range, other: range) -> bool:
