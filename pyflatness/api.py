@@ -344,7 +344,7 @@ def measure(
 
     Returns:
         ``report[layer, measure]`` and ``report[measure]`` are estimates, ``str(report)`` is a table;
-        ``report.uncovered`` names the weights that no measured layer has (embeddings, attention's projections, …).
+        ``report.uncovered`` names the weights that no measured layer has (attention's packed projections, …).
         With ``layers=None`` a network's value that leaves out some is not exact.
 
     Raises:

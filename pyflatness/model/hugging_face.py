@@ -17,11 +17,14 @@ from ..errors import InputError
 IGNORED = -100
 """The label of what has no part in a loss."""
 
-_CAUSAL = ("ForCausalLM", "LMHeadModel", "ModelWithLMHead", "ForConditionalGeneration", "ForImageTextToText")
+_CAUSAL = (
+    *("ForCausalLM", "LMHeadModel", "ModelWithLMHead", "DoubleHeadsModel"),
+    *("ForConditionalGeneration", "ForImageTextToText"),
+)
 # Decoders of translation models and a few others, whose labels are to be shifted already; they take them as they are.
 _NOT_SHIFTED = (
     *("Bart", "BigBirdPegasus", "Blenderbot", "CpmAnt", "FlaubertWith", "MBart", "Marian", "Musicgen", "Mvp"),
-    *("PLBart", "Pegasus", "TrOCR", "Whisper", "XLMWith", "XLNet"),
+    *("PLBart", "Pegasus", "ProphetNet", "TrOCR", "Whisper", "XLMWith", "XLNet"),
 )
 
 

@@ -86,6 +86,21 @@ def test_checkpoints_of_a_model_in_a_store(
         assert found[name] == pytest.approx(pf.relative_flatness(word_models.llama(seed), data=batches).value, rel=1e-6)
 
 
+@pytest.mark.soak
+def test_workers_make_the_model_and_its_tokens_by_themselves(folder: Path, data: str, tmp_path: Path) -> None:
+    for seed in (1, 2):
+        word_models.saved(tmp_path / "runs" / str(seed), seed)
+    found = {}
+    for how in (["--executor", "serial"], ["--workers", "2"]):
+        store, out = tmp_path / f"{how[1]}.sqlite", tmp_path / f"{how[1]}.csv"
+        arguments = ("--model", f"hf:{folder}", "--data", data, "--store", str(store), *how, str(tmp_path / "runs"))
+        assert status("score", *arguments) == 0
+        assert status("export", str(store), "--out", str(out)) == 0
+        found[how[1]] = {row["checkpoint"]: row["value"] for row in rows(out)}
+    assert len(found["2"]) == 2
+    assert found["2"] == found["serial"]
+
+
 def test_what_cannot_be_done(
     folder: Path, data: str, tmp_path: Path, tiny: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,10 +6,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pyflatness as pf
+from pyflatness import losses
 from pyflatness.losses import auto, risk
 from pyflatness.model import calling
 from support import truth
-from support.hugging_face import FAMILIES
+from support.hugging_face import FAMILIES, MORE, more
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -25,6 +26,14 @@ def test_the_loss_is_the_models_own(name):
         found = loss.value(outputs, targets) / risk.weight(outputs, targets, loss, 0)
         own = net(**batch).loss
     assert float(found) == pytest.approx(float(own), rel=2e-6)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")  # of some of these models
+@pytest.mark.parametrize("name", MORE)
+def test_labels_are_shifted_where_the_model_shifts_them(name):
+    net, batch = more(name)
+    assert isinstance(auto.of_model(net, batch), losses.CrossEntropy)  # or else an error
 
 
 @pytest.mark.parametrize(
@@ -57,10 +66,10 @@ def test_values_are_of_the_models_own_loss_over_all_tokens_of_the_data(name, lay
     counts = [counting(each["labels"]) for each in batches]
 
     def own(weight):
-        losses = [
+        each_loss = [
             torch.func.functional_call(net, {f"{layer}.weight": weight}, (), each).loss.double() for each in batches
         ]
-        return sum(count * loss for count, loss in zip(counts, losses, strict=True)) / sum(counts)
+        return sum(count * loss for count, loss in zip(counts, each_loss, strict=True)) / sum(counts)
 
     with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
         expected = truth.relative_flatness(own, net.get_submodule(layer).weight)

@@ -96,6 +96,14 @@ def _of_samples(labels):
     return {**_tokens(), "labels": labels}
 
 
+def _choices():
+    """Two texts for each sample, of which one is right."""
+    return {
+        "input_ids": torch.stack([_tokens()["input_ids"], _tokens()["input_ids"].flip(0)], dim=1),
+        "labels": torch.tensor([0, 1, 1]),
+    }
+
+
 def _images(labels):
     return {"pixel_values": torch.randn(SAMPLES, 3, 8, 8, generator=torch.Generator().manual_seed(2)), "labels": labels}
 
@@ -128,6 +136,7 @@ FAMILIES = {
         _of("MBartForConditionalGeneration", **_BART), _translation(),
     ),
     "Whisper": lambda: (_of("WhisperForConditionalGeneration", **_WHISPER), _sound()),
+    "BERT, a choice": lambda: (_of("BertForMultipleChoice", **_BERT), _choices()),
     "BERT, classes": lambda: (_of("BertForSequenceClassification", **_BERT, num_labels=3), _of_samples(_CLASSES)),
     "BERT, a number": lambda: (_of("BertForSequenceClassification", **_BERT, num_labels=1), _of_samples(_NUMBERS)),
     "BERT, a whole number": lambda: (
@@ -144,3 +153,48 @@ FAMILIES = {
     "ViT": lambda: (_of("ViTForImageClassification", **_VIT, num_labels=3), _images(_CLASSES)),
     "ViT, several labels": lambda: (_of("ViTForImageClassification", **_VIT, num_labels=3), _images(_SEVERAL)),
 }  # fmt: skip
+
+_PLAIN = {**_BERT, "pad_token_id": 0}
+_DECODER_OF_TWO = {"vocab_size": VOCABULARY, "d_model": WIDTH, "decoder_layers": 1, "decoder_attention_heads": 2,
+                   "decoder_ffn_dim": 16}  # fmt: skip
+_SMALL_GPT = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 1, "n_head": 2}
+_SWITCH = {**_T5, "num_experts": 2}
+_LED = {**_BART, "max_encoder_position_embeddings": 32, "max_decoder_position_embeddings": 32, "attention_window": 4}
+
+# model -> its configuration; all take labels of the tokens
+MORE = {
+    "OPTForCausalLM": {**_DECODER, "ffn_dim": 16, "word_embed_proj_dim": WIDTH},
+    "BloomForCausalLM": {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_layer": 1, "n_head": 2},
+    "FalconForCausalLM": _DECODER,
+    "GemmaForCausalLM": {**_SMALL_LLAMA, "head_dim": 8},
+    "Gemma3ForCausalLM": {**_SMALL_LLAMA, "head_dim": 8},
+    "PhiForCausalLM": _PLAIN,
+    "GPTNeoXForCausalLM": _PLAIN,
+    "GPTJForCausalLM": {**_SMALL_GPT, "rotary_dim": 4},
+    "MambaForCausalLM": {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "state_size": 4, "num_hidden_layers": 1},
+    "OpenAIGPTLMHeadModel": _SMALL_GPT,
+    "CTRLLMHeadModel": {**_SMALL_GPT, "dff": 16},
+    "GPT2DoubleHeadsModel": _GPT2,
+    "XLNetLMHeadModel": {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_layer": 1, "n_head": 2, "d_inner": 16},
+    "XLMWithLMHeadModel": {"vocab_size": VOCABULARY, "emb_dim": WIDTH, "n_layers": 1, "n_heads": 2},
+    "RobertaForCausalLM": {**_PLAIN, "is_decoder": True},
+    "XLMRobertaForCausalLM": {**_PLAIN, "is_decoder": True},
+    "MBartForCausalLM": _DECODER_OF_TWO,
+    "MarianForCausalLM": {**_DECODER_OF_TWO, "pad_token_id": 0},
+    "PegasusForCausalLM": _DECODER_OF_TWO,
+    "BlenderbotForCausalLM": _DECODER_OF_TWO,
+    "TrOCRForCausalLM": _DECODER_OF_TWO,
+    "DistilBertForMaskedLM": {"vocab_size": VOCABULARY, "dim": WIDTH, "n_layers": 1, "n_heads": 2, "hidden_dim": 16},
+    "AlbertForMaskedLM": {**_PLAIN, "embedding_size": WIDTH},
+    "DebertaV2ForMaskedLM": _PLAIN,
+    "M2M100ForConditionalGeneration": _BART,
+    "LEDForConditionalGeneration": _LED,
+    "PegasusForConditionalGeneration": _BART,
+    "MT5ForConditionalGeneration": _T5,
+    "SwitchTransformersForConditionalGeneration": _SWITCH,
+}
+
+
+def more(name):
+    """A model of :data:`MORE` with a batch."""
+    return _of(name, **MORE[name]), {"input_ids": _tokens()["input_ids"], "labels": _tokens()["input_ids"]}
