@@ -43,7 +43,7 @@ class KnownLayers:
         self._layouts: dict[str, tuple[Layout, ...]] = {}
         self._relied_on: set[str] = set()  # layers whose layout gave a value already
         self._idle: dict[str, frozenset[int]] = {}  # calls of layers that outputs do not depend on, by number
-        self._detached: set[str] = set()  # layers to which autograd has no path, left out like those that do not run
+        self._detached: set[str] = set()  # left out like layers that do not run: without a path, or mixed
         self.unseen: set[str] = set()
 
     @property
@@ -72,6 +72,10 @@ class KnownLayers:
         if self.unseen - found.layouts.keys():
             listed = ", ".join(map(repr, sorted(self.unseen)))
             raise InputError(f"layer {listed} runs at one call of the model and not at the next, on the same batch")
+        for name in found.mixed:
+            if name in self._named or self._selected.keys() == found.mixed:
+                raise batch_layout.mixed(name, self._recorder.calls[name][0].output.shape, found.samples)
+            self._detached.add(name)
         if first:
             self._check_ran(found.layouts.keys() | {name for name in self._selected if self._is_routed(name)})
         for name in found.layouts:

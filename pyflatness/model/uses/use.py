@@ -142,6 +142,11 @@ class Source:
         """Return the uses that are watched for now."""
         return dict(self._attached)
 
+    def is_attached(self, part: Tensor) -> bool:
+        """See :class:`.watched.Source`."""
+        start = part.storage_offset() - self.parameter.storage_offset()
+        return range(start, start + part.numel()) in self._of_entries
+
     def refuse(self, use: Use, why: str) -> None:
         """Leave a use out from now on."""
         use.refusal = use.refusal or why
