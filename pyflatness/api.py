@@ -179,18 +179,8 @@ def relative_flatness(
         Estimate(...: exact, method ggn, layer '0', 100 samples, ... backend)
     """
     options = Options(
-        curvature,
-        probes,
-        target_stderr,
-        conv,
-        normalize,
-        per_sample,
-        backend,
-        nan_policy,
-        memory,
-        seed,
-        rtol,
-        max_passes,
+        *(curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy),
+        *(memory, seed, rtol, max_passes),
     )
     reads = plan.plan([RELATIVE_FLATNESS], options).reads
     with session(
@@ -370,18 +360,8 @@ def measure(
         True
     """
     options = Options(
-        curvature,
-        probes,
-        target_stderr,
-        conv,
-        normalize,
-        per_sample,
-        backend,
-        nan_policy,
-        memory,
-        seed,
-        rtol,
-        max_passes,
+        *(curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy),
+        *(memory, seed, rtol, max_passes),
     )
     options.refuse_tolerance()
     wanted, by_name = named(measures), measures is not None and measures != "all"

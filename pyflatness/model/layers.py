@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from ..contractions import Geometry, full_precision, promoted
 from ..errors import InputError, NonFiniteError
-from . import besides, kinds
+from . import kinds
 from .kinds import SUPPORTED, Linear
-from .uses import Use
+from .uses import Use, besides
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -200,6 +200,10 @@ def check_dtype(what: str, dtype: torch.dtype) -> None:
 
 def ties(model: nn.Module, layer: nn.Module) -> list[str]:
     """Return the names of other modules that own the layer's very weight parameter."""
+    if isinstance(layer, Use):
+        if not layer.source.effective:  # it has the uses of all modules that own its parameter
+            return []
+        (layer, _) = layer.source.places[0]
     weight = layer._parameters.get("weight")
     if weight is None:
         return []

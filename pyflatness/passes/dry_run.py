@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import FlatnessError, InputError
-from ..model import besides, calling, data, layers, uses
+from ..model import calling, data, layers, uses
+from ..model.uses import besides
 from ..numerics.directions import Directions
 from . import batch_layout, kept_rows, linearity
 from .batch_layout import Layout
@@ -240,6 +241,8 @@ def _run(
             break
     for calls in recorder.calls.values():
         storages.update({call.inputs.untyped_storage()._cdata: _bytes(call.inputs) for call in calls})
+    for use in recorder.stand_ins:  # whose weights the graph has as views of parameters
+        storages.pop(use.source.parameter.untyped_storage()._cdata, None)
     return outputs, sum(storages.values())
 
 

@@ -208,3 +208,14 @@ def test_other_measures_are_those_of_plain_layers():
     assert pf.representation(model, LOSS, (X, Y), layers=[*names])["nmls"] == pytest.approx(
         float(pf.representation(plain, LOSS, (X, Y), layers=["first", "second"])["nmls"])
     )
+
+
+def test_calls_that_perturb_or_watch_the_model():
+    model, layer = Mixture(chosen=1), "experts.down_proj[1]"
+    robustness = pf.feature_robustness(model, LOSS, (X, Y), layer, draws=3)
+    assert float(robustness.rises.abs().max()) > 0
+    traces = pf.block_traces(model, LOSS, (X, Y), layer)
+    assert float(traces.trace()) == pytest.approx(truth(model, layer)[1], rel=1e-8)
+    batches = [*zip(X.split(2), Y.split(2), strict=True)]
+    assert torch.allclose(pf.block_traces(model, LOSS, batches, layer), traces)
+    assert pf.measure(model, LOSS, batches, measures=["trace"])[layer, "trace"].exact

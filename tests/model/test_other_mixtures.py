@@ -57,7 +57,7 @@ def test_models_of_transformers(build):
         found = tuple(report[layer, measure].value for measure in MEASURES)
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-8), layer  # they route in float32
     every = pf.measure(model, LOSS, [text()], measures=["trace"], forward=pf.causal_lm, curvature="ggn", probes=2)
-    assert [*every.uncovered] == ["model.embed_tokens.weight"]
+    assert not any("experts" in name for name in every.uncovered)
 
 
 def test_grouped_products():

@@ -141,6 +141,16 @@ def test_a_weight_that_is_computed_counts_as_that_of_a_parametrised_layer(name, 
     assert pf.verify(model, LOSS, (x, Y), "own")
 
 
+def test_a_tied_weight_is_measured_by_its_own_use():
+    model = Net(lambda net, x: net.head(net.other(torch.tanh(net.own(x))).mean(1)), own=Scaled(4, 4),
+        other=nn.Linear(4, 4), head=nn.Linear(4, 3)).double()  # fmt: skip
+    model.other.weight = model.own.weight
+    estimate = pf.measure(model, LOSS, (ROWS, Y), measures=["trace"])["own", "trace"]
+    assert estimate.notes == ("weight tied with other: derivative through this use only",)
+    model.other.weight = nn.Parameter(model.own.weight.detach().clone())
+    assert estimate.value == pytest.approx(pf.measure(model, LOSS, (ROWS, Y), measures=["trace"])["own", "trace"].value)
+
+
 class Gated(nn.Linear):
     """With a weight that is the same for all samples here, but need not be."""
 

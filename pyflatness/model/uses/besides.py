@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from . import watched
-from .kinds import Use
 from .operations import Operation
+from .use import Use
 
 _known: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
 

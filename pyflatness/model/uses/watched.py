@@ -38,6 +38,9 @@ class Source(Protocol):
     def attached(self) -> Mapping[str, object]:
         """Return what the weight is watched for, by name."""
 
+    def is_attached(self, part: Tensor) -> bool:
+        """Return whether the weight is watched for exactly this view of it."""
+
     def used(self, operation: Operation) -> Tensor | None:
         """Return the result of an operation on the weight, or None to have it done as any other."""
 
