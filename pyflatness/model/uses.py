@@ -8,12 +8,13 @@ What the weight is used in first says of which kind the layer is.
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.utils import parametrize
 
 from ..report import coverage
@@ -95,16 +96,20 @@ class Source:
         places: the modules that hold it, each with its name there.
         uses: by name; of parts of it behind that of the whole.
         effective: whether a weight that is computed of it counts as it, as of parametrised layers.
+        shared: whether modules beside these have it, as layers of their own.
         behind: the parameters that the weight was computed of.
-        leaf: where uses that are not followed end in autograd's graph, while it is watched.
+        nodes: where uses that are not followed end in autograd's graph, while it is watched: by way of the module, or
+            of a reference that was kept elsewhere, in a list or a function.
     """
 
     parameter: Tensor
     places: list[tuple[nn.Module, str]]
     effective: bool = False
     uses: dict[str, Use] = field(default_factory=dict)
+    shared: bool = False
     behind: "set[Source]" = field(default_factory=set)
-    leaf: Node | None = None
+    nodes: set[Node] = field(default_factory=set)
+    _flag: bool = False  # whether the parameter required a gradient before
     _attached: dict[str, Use] = field(default_factory=dict)
     _watched: bool = False  # ever
     _functions: dict[str, None] = field(default_factory=dict)  # that it takes part in besides
@@ -112,9 +117,17 @@ class Source:
     def attach(self, uses: Mapping[str, Use]) -> None:
         """Watch the parameter for these of its uses, or for none."""
         self._attached, self._watched = dict(uses), self._watched or bool(uses)
-        if bool(uses) == (self.leaf is not None):
+        if bool(uses) == bool(self.nodes):
             return
-        held, self.leaf = watched.leaf(self.parameter, self) if uses else (self.parameter, None)
+        held, self.nodes = self.parameter, set()
+        if uses:
+            self._flag = self.parameter.requires_grad
+            held, node = watched.leaf(self.parameter, self)
+            self.nodes.add(node)
+            if not self.shared:
+                self.nodes.add(get_gradient_edge(self.parameter.requires_grad_()).node)
+        else:
+            self.parameter.requires_grad_(self._flag)
         for module, key in self.places:
             module._parameters[key] = held  # type: ignore[assignment]
 
@@ -137,9 +150,13 @@ class Source:
 
     def used(self, operation: Operation) -> Tensor | None:
         """See :class:`.watched.Source`."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(operation.inputs):
+            return None  # vmap does not go with hooks
         weight = operation.weight.detach()
-        part = operation.weight.part  # type: ignore[attr-defined]
-        return self._computed(operation, weight) if part is None else self._part(operation, weight, part)
+        part = watched.view_of(operation.weight)  # type: ignore[arg-type]
+        if part is not None:
+            return self._part(operation, weight, part)
+        return self._computed(operation, weight) if self.effective else None
 
     def note(self, name: str) -> None:
         """See :class:`.watched.Source`."""
@@ -155,6 +172,8 @@ class Source:
         kind, rows = operation.kind, part
         if not kind.space:
             rows = operation.rows(part)
+            if _is_broadcast(operation.inputs, rows):
+                return None
             while rows.ndim > 2 and (rows.shape[0] == 1 or rows.stride(0) == 0):
                 rows = rows[0]
             if rows.ndim != 2:
@@ -210,8 +229,10 @@ class Source:
         behind = _leaves(operation.weight.grad_fn)
         if not all(isinstance(leaf, nn.Parameter) for leaf in behind):
             return None
-        sources = [leaf.source for leaf in behind if isinstance(leaf, Watched)]
-        self.behind |= {source for source in sources if isinstance(source, Source)}
+        sources = {leaf.source for leaf in behind if isinstance(leaf, Watched)}
+        if self not in sources and torch.is_grad_enabled():
+            return None
+        self.behind |= {source for source in sources if isinstance(source, Source) and source is not self}
         return self._called(use, operation.kind, weight, operation, weight)
 
     def _called(self, use: Use, kind: Linear, rows: Tensor, operation: Operation, weight: Tensor) -> Tensor | None:
@@ -245,6 +266,12 @@ def _by_shape(weight: Tensor) -> Linear:
     if space not in (1, 2, 3):
         return LINEAR
     return Convolution(weight.shape[2:], (1,) * space, (0,) * space, (1,) * space, 1, "zeros")
+
+
+def _is_broadcast(inputs: Tensor, rows: Tensor) -> bool:
+    """Return whether a product has dimensions in front that its inputs have not, or not at that length."""
+    sizes = inputs.shape[:-2]
+    return rows.ndim > 2 and torch.broadcast_shapes(sizes, rows.shape[:-2]) != sizes
 
 
 def _overlap(one: range, other: range) -> bool:
@@ -311,12 +338,14 @@ def otherwise(modules: Mapping[str, nn.Module], called: Collection[str], nodes: 
         nodes: of the outputs' graph.
     """
     found = {}
-    for name, use in modules.items():
-        if not isinstance(use, Use) or use.refusal:
-            continue
+    stand_ins = {name: use for name, use in modules.items() if isinstance(use, Use) and not use.refusal}
+    behind = {source: name for name, use in stand_ins.items() if name in called for source in use.source.behind}
+    for name, use in stand_ins.items():
         parts = [other for other in use.source.uses if other in called and other != name]
-        if use.source.leaf in nodes:
+        if not use.source.nodes.isdisjoint(nodes):
             found[name] = use.source.why_otherwise()
+        elif name in called and use.source in behind:
+            found[name] = f"the weight of {behind[use.source]} is computed of it too"
         elif name in called and use.rows is None and parts:
             found[name] = f"its weight is used whole in one place and in parts in another: {', '.join(parts)}"
     return found
@@ -332,7 +361,7 @@ def entries(layers: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], int]:
         if isinstance(layer, Use):
             for place in layer.source.places:
                 found[place] = found.get(place, 0) + len(layer.entries)
-            behind = [source for source in layer.source.behind if source is not layer.source]
+            behind = [source for source in layer.source.behind if not any(u.refusal for u in source.uses.values())]
             found |= {place: source.parameter.numel() for source in behind for place in source.places}
             continue
         for part in layer.modules():
@@ -386,6 +415,9 @@ def _sources(model: nn.Module) -> list[Source]:
             uses = {"": None, **_parts(module, key)}
             source.uses = {name + label: Use(name + label, source, rows) for label, rows in uses.items()}
             found[id(source) if effective else id(parameter)] = source
+    holders = Counter(id(p) for _, module in named for p in module._parameters.values())
+    for source in found.values():
+        source.shared = holders[id(source.parameter)] > len(source.places)
     return [*found.values()]
 
 
