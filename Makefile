@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test soak test-oldest test-gpu lint kernels-check kernels-check-aarch64 bench bench-gpu clean
+.PHONY: setup demo test soak test-oldest test-gpu lint kernels-check kernels-check-aarch64 bench bench-cpu bench-gpu clean
 
 setup: $(READY)
 
@@ -69,6 +69,10 @@ bench: setup
 	$(BIN)/python benchmarks/head.py
 	$(BIN)/python benchmarks/layers.py
 	$(BIN)/python benchmarks/growth.py
+
+# One table of what is to be reached on the CPU, with where the time goes.
+bench-cpu: setup
+	$(BIN)/python benchmarks/cpu.py
 
 # On a machine with a GPU, with PYTHON a Python whose torch has CUDA: builds the kernels for it, runs their tests, then
 # the same under compute-sanitizer's memcheck and racecheck.

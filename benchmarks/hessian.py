@@ -37,11 +37,12 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from timing import in_turn
+from timing import Timing, in_turn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -76,30 +77,35 @@ def products(model: nn.Sequential, place: int, z: Tensor, y: Tensor) -> Callable
     return run
 
 
-def tanh(rounds: int, n: int = 256) -> Table:
-    """Return exact values of each layer."""
+def tanh_layers(n: int = 256) -> Iterator[tuple[int, int, dict[str, Callable[[], object]]]]:
+    """Yield the place of each layer, its rank, and what is timed: ``pyflatness`` and its two floors."""
     model, x, y = tanh_network(), torch.randn(n, WIDTHS[0]), torch.randint(2, (n,))
-    table = _table(
-        f"tanh network, n = {n}, exact", "layer", "rank", "pyflatness ms", "products ms", "forward ms", "ratio"
-    )
-    table.add_column("pyflatness / (products + forward)")
     for place in range(0, 2 * len(WIDTHS) - 4, 2):
         with torch.no_grad():
             z = model[: place + 1](x)
-        timings = in_turn(
-            {
-                "pyflatness": lambda place=place: pf.relative_flatness(model, LOSS, (x, y), str(place)),
-                "products": products(model, place, z, y),
-                "forward": lambda: torch.no_grad()(model)(x),
-            },
-            rounds,
-            repeats=1,
-        )
-        whole, floor, forward = (timings[name] for name in ("pyflatness", "products", "forward"))
-        both = [a / (b + c) for a, b, c in zip(whole.seconds, floor.seconds, forward.seconds, strict=True)]
-        cells = [f"{1e3 * timing.median:.1f}" for timing in (whole, floor, forward)]
-        rank = min(model[place].weight.shape)
-        table.add_row(str(place), str(rank), *cells, f"{whole.ratio(floor):.2f}", f"{statistics.median(both):.2f}")
+        ways: dict[str, Callable[[], object]] = {
+            "pyflatness": lambda place=place: pf.relative_flatness(model, LOSS, (x, y), str(place)),
+            "products": products(model, place, z, y),
+            "forward": lambda: torch.no_grad()(model)(x),
+        }
+        yield place, min(model[place].weight.shape), ways
+
+
+def of_both(timings: dict[str, Timing]) -> float:
+    """Return the ratio of pyflatness to the products and a forward pass together."""
+    each = zip(*(timings[name].seconds for name in ("pyflatness", "products", "forward")), strict=True)
+    return statistics.median(whole / (floor + forward) for whole, floor, forward in each)
+
+
+def tanh(rounds: int) -> Table:
+    """Return exact values of each layer."""
+    table = _table("tanh network, exact", "layer", "rank", "pyflatness ms", "products ms", "forward ms", "ratio")
+    table.add_column("pyflatness / (products + forward)")
+    for place, rank, ways in tanh_layers():
+        timings = in_turn(ways, rounds, repeats=1)
+        cells = [f"{1e3 * timing.median:.1f}" for timing in timings.values()]
+        ratio = timings["pyflatness"].ratio(timings["products"])
+        table.add_row(str(place), str(rank), *cells, f"{ratio:.2f}", f"{of_both(timings):.2f}")
     return table
 
 
@@ -160,11 +166,26 @@ def by_pyhessian(model: nn.Module, weight: Tensor, x: Tensor, y: Tensor) -> Call
     return lambda: computation.trace(maxIter=1, tol=0)[-1]
 
 
-def transformer(rounds: int, n: int = 256, length: int = 16) -> Table:
-    """Return the trace of some layers to 1 %."""
+@dataclass(frozen=True)
+class Estimator:
+    """The time of a way to the trace of a layer to 1 %; ``over`` is that over pyflatness's, None for that itself."""
+
+    layer: str
+    what: str
+    seconds: float | None = None
+    draws: float | None = None
+    over: float | None = None
+
+    def cells(self) -> list[str]:
+        """Return the cells of the table."""
+        milliseconds = "" if self.seconds is None else f"{1e3 * self.seconds:.0f}"
+        draws, over = ("" if x is None else f"{x:.{d}f}" for x, d in ((self.draws, 0), (self.over, 1)))
+        return [self.layer, self.what, draws, milliseconds, over]
+
+
+def estimators(rounds: int, n: int = 256, length: int = 16) -> Iterator[Estimator]:
+    """Yield the ways to the trace of some layers of a transformer block to 1 %."""
     model, x, y = trained_block(n, length)
-    table = _table(f"transformer block, {n} sequences of {length} tokens, trace to 1 %", "layer", "what", "draws", "ms")
-    table.add_column("it / pyflatness")
     for name in ("up", "qkv"):
         weight = model.get_submodule(name).weight
         exact = _reference(model, x, y, name)
@@ -179,22 +200,29 @@ def transformer(rounds: int, n: int = 256, length: int = 16) -> Table:
         seconds = statistics.median(
             _seconds(lambda seed=seed: ours(probes="adaptive", rtol=0.01, seed=seed)) for seed in range(rounds)
         ) * max(1.0, error**2)
-        table.add_row(name, f"pyflatness, adaptive, ± {error:.2f} %", "", f"{1e3 * seconds:.0f}", "")
+        yield Estimator(name, f"pyflatness, adaptive, ± {error:.2f} %", seconds)
         stage = _seconds(lambda target=target: ours(target_stderr=target))
-        table.add_row("", "pyflatness, target_stderr", "", f"{1e3 * stage:.0f}", f"{stage / seconds:.1f}")
+        yield Estimator("", "pyflatness, target_stderr", stage, over=stage / seconds)
         for title, make in (("curvlinops", by_curvlinops), ("PyHessian", by_pyhessian)):
             try:
                 draw = make(model, weight, x, y)
             except ImportError:
-                table.add_row("", f"{title}: not installed", "", "", "")
+                yield Estimator("", f"{title}: not installed")
                 continue
             start = time.perf_counter()
             drawn = [draw() for _ in range(DRAWS)]
             each = (time.perf_counter() - start) / DRAWS
             count = (statistics.stdev(drawn) / target) ** 2
             assert abs(statistics.mean(drawn) - exact) <= 5 * statistics.stdev(drawn) / DRAWS**0.5
-            table.add_row("", title, f"{count:.0f}", f"{1e3 * each * count:.0f}", f"{each * count / seconds:.1f}")
+            yield Estimator("", title, each * count, count, each * count / seconds)
             model.requires_grad_(True)
+
+
+def transformer(rounds: int) -> Table:
+    """Return the trace of some layers to 1 %."""
+    table = _table("transformer block, trace to 1 %", "layer", "what", "draws", "ms", "it / pyflatness")
+    for estimator in estimators(rounds):
+        table.add_row(*estimator.cells())
     return table
 
 

@@ -179,18 +179,8 @@ def relative_flatness(
         Estimate(...: exact, method ggn, layer '0', 100 samples, ... backend)
     """
     options = Options(
-        curvature,
-        probes,
-        target_stderr,
-        conv,
-        normalize,
-        per_sample,
-        backend,
-        nan_policy,
-        memory,
-        seed,
-        rtol,
-        max_passes,
+        *(curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy),
+        *(memory, seed, rtol, max_passes),
     )
     reads = plan.plan([RELATIVE_FLATNESS], options).reads
     with session(
@@ -354,7 +344,7 @@ def measure(
 
     Returns:
         ``report[layer, measure]`` and ``report[measure]`` are estimates, ``str(report)`` is a table;
-        ``report.uncovered`` names the weights that no measured layer has (embeddings, attention's projections, …).
+        ``report.uncovered`` names the weights that no measured layer has (attention's packed projections, …).
         With ``layers=None`` a network's value that leaves out some is not exact.
 
     Raises:
@@ -370,18 +360,8 @@ def measure(
         True
     """
     options = Options(
-        curvature,
-        probes,
-        target_stderr,
-        conv,
-        normalize,
-        per_sample,
-        backend,
-        nan_policy,
-        memory,
-        seed,
-        rtol,
-        max_passes,
+        *(curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy),
+        *(memory, seed, rtol, max_passes),
     )
     options.refuse_tolerance()
     wanted, by_name = named(measures), measures is not None and measures != "all"

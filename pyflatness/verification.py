@@ -1,5 +1,6 @@
 """Hold a measurement against nested autograd, on a slice of the user's own data."""
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -22,7 +23,7 @@ from .contractions import compiled, promoted_dtype
 from .errors import InputError
 from .losses import auto, risk
 from .messages import check_tensor
-from .model import calling, layers, state, uses
+from .model import calling, experts, layers, state, uses
 from .model.data import first, leaves, map_tensors
 from .model.outputs import single
 from .options import check_count, check_number
@@ -172,7 +173,8 @@ def verify(
         if isinstance(target, uses.Use):
             with uses.attached({estimate.layer: target}):
                 risk()  # after which it knows what it stands for
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+        # The other kernels of attention have no second derivative.
+        with _differentiable(target), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             coarsest = _coarsest(risk())
             method, truth = _truth(estimate, target, risk, _Passes(estimate, target, seconds, progress))
     checks = []
@@ -202,6 +204,7 @@ def _in_double(module: nn.Module) -> nn.Module:
                 remove_weight_norm(part, hook.name)
             elif isinstance(hook, SpectralNorm):
                 remove_spectral_norm(part, hook.name)
+        experts.compute_plainly(part)
     return double
 
 
@@ -283,6 +286,17 @@ def _double_loss(loss: Any, reduction: str | None) -> Any:
     return loss
 
 
+def _differentiable(layer: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which a layer has second derivatives: torch differentiates bags of embeddings once only."""
+    if not isinstance(layer, nn.EmbeddingBag):
+        return contextlib.nullcontext()
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        return layers.kind_of(layer).forward(args, kwargs, layer.weight, None)
+
+    return calling.replaced_forward(layer, forward)
+
+
 def _untie(layer: nn.Module) -> None:
     """Give the layer a separate copy of its weight, so that derivatives are through this use only."""
     weight = layer._parameters.get("weight")
@@ -320,7 +334,7 @@ def _leaf(layer: nn.Module) -> tuple[Tensor, Callable[[Callable[[], Tensor]], Te
         def forward(inputs: Tensor) -> Tensor:
             return layers.affine(layer, inputs, leaf, layer.bias)
 
-        with state.replaced_forward(layer, forward), uses.attached({layer.name: layer}):
+        with calling.replaced_forward(layer, forward), uses.attached({layer.name: layer}):
             return risk()
 
     return leaf, run
@@ -341,6 +355,8 @@ def _laplacian(
     It is None where the second derivative of a row would mix with that of others: with several positions in a sample,
     but at a head.
     """
+    if not layers.kind_of(layer).has_input:
+        return None
     inputs: list[Tensor] = []
 
     def leaf(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,18 +10,21 @@ from .layer import LayerContraction
 from .precision import full_precision, promoted, promoted_dtype, squared_norms
 from .reference import RowSum
 from .softmax import DEFAULT_MEMORY, FUSED_OUTPUTS, Labels, SoftmaxVariance, default_memory
+from .tokens import Columns, TokenContraction
 from .wide import Bounded
 
 __all__ = [
     "DEFAULT_MEMORY",
     "FUSED_OUTPUTS",
     "Bounded",
+    "Columns",
     "DenseContraction",
     "Geometry",
     "Labels",
     "LayerContraction",
     "RowSum",
     "SoftmaxVariance",
+    "TokenContraction",
     "check",
     "choose",
     "choose_for_few",

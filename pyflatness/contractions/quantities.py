@@ -100,6 +100,7 @@ class Quantity:
         sampled: it has a sampled value.
         of_dense: it is there for a convolution as one dense matrix.
         of_repeated: also where its padding repeats pixels.
+        by_column: its parts are by column, or by channel of columns.
         at_head: it has a formula where the layer's output is the model's, see :mod:`.sweep.heads`.
     """
 
@@ -114,6 +115,7 @@ class Quantity:
     sampled: bool = True
     of_dense: bool = True
     of_repeated: bool = True
+    by_column: bool = False
     at_head: bool = False
 
     def value(self, products: Products) -> Tensor:
@@ -249,6 +251,7 @@ QUANTITIES = {
         weighted=True,
         neurons=Neurons(lambda sizes: sizes[0] * sizes[2] // sizes[3], _of_columns),
         sampled=False,
+        by_column=True,
     ),
     "by_row": Quantity(
         "by_row",
@@ -257,6 +260,8 @@ QUANTITIES = {
         neurons=Neurons(lambda sizes: sizes[0] * sizes[1], _of_rows),
         sampled=False,
     ),
-    "diagonal": Quantity("squares", _squares, entries=True, of_diagonal=True, sampled=False, of_dense=False),
+    "diagonal": Quantity(
+        "squares", _squares, entries=True, of_diagonal=True, sampled=False, of_dense=False, by_column=True
+    ),
 }
 """Every quantity by its name."""

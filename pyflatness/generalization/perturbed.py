@@ -33,6 +33,11 @@ class Perturbed:
         self._model, self._name, self._forward, self._head = model, name, forward, head
         self.layer = uses.layer(model, name)
         layers.check_measurable(name, self.layer)
+        if not layers.kind_of(self.layer).has_input:
+            raise InputError(
+                f"layer {name!r} is of type {type(self.layer).__name__}: there is no feature vector in front of it to "
+                "perturb; choose a linear layer or a convolution"
+            )
         self._batch: Any = None
         self._call: calling.Call | None = None  # of a layer that was called once
 

@@ -90,13 +90,15 @@ class BlockTraces:
         most: int,
     ) -> None:
         self._run, self._form, self._module, self._value, self._gradients = run, form, module, value, gradients
-        self._weight = promoted(form.weight(run))
+        self._weight, whole = promoted(form.weight(run)), promoted(form.whole_weight(run))
         self._quantities, self._most = quantities, most
         self._traced = [name for name in quantities if QUANTITIES[name].of_block_trace]
-        self._basis = _basis(self._weight, self._traced)
+        self._basis = _basis(whole, self._traced)
         others = [name for name in quantities if name not in self._traced]
-        self._entries = Entries(self._weight, form.kernel_elements, others)
-        self._everything = Entries(self._weight, form.kernel_elements, quantities) if tells_all(quantities) else None
+        self._entries = Entries(self._weight, form.kernel_elements, others, whole)
+        self._everything = None
+        if tells_all(quantities):
+            self._everything = Entries(self._weight, form.kernel_elements, quantities, whole)
         self._recurrent = linearity.feeds_itself(run.calls(form.name))
         empty = [torch.empty_like(call.output) for call in run.calls(form.name)]
         positions, columns = form.rows(run, empty).shape[2], self._weight.shape[2]
@@ -120,12 +122,12 @@ class BlockTraces:
         self._check_affordable()
         with self._directions() as directions:
             if self._everything is not None:
-                return self._everything.exact(directions, self._run.samples)
+                return self._on_all_columns(self._everything.exact(directions, self._run.samples))
             if self._traced:
                 for _, _, units in self._units(directions):
                     total += self._read(directions, units).sum(dim=1)
             found = self._entries.exact(directions, self._run.samples)
-        return Contribution(self._in_order(total, found.values), found.parts)
+        return self._on_all_columns(Contribution(self._in_order(total, found.values), found.parts))
 
     def matrix(self, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Return Σ_i T_i over the samples that are kept (n,), (G, d, d); Tr T_i of every sample, (n,); float64.
@@ -163,6 +165,14 @@ class BlockTraces:
         names = [*self._traced, *(name for name in self._quantities if name not in self._traced)]
         places = torch.tensor([names.index(name) for name in self._quantities], dtype=torch.int64, device=traced.device)
         return torch.cat([traced, entries])[places]
+
+    def _on_all_columns(self, found: Contribution) -> Contribution:
+        """Return what was found with the parts that are by column for all columns of the layer's weight."""
+        parts = {
+            name: self._form.on_all_columns(self._run, part) if QUANTITIES[name].by_column else part
+            for name, part in found.parts.items()
+        }
+        return found._replace(parts=parts)
 
     def _read(self, directions: Directions, coefficients: Tensor) -> Tensor:
         """Return ⟨B C, Uᵀ H Uᵀ B⟩ over all groups, (quantities, k, n) float64."""

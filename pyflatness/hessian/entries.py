@@ -56,10 +56,11 @@ class Entries:
         weight: (G, d, m).
         kernel_elements: columns of an input channel.
         quantities: names of :data:`.quantities.QUANTITIES`; those of block traces only beside ones of the diagonal.
+        whole: the weight with columns that no input has too, of which w wᵀ is.
     """
 
-    def __init__(self, weight: Tensor, kernel_elements: int, quantities: Sequence[str]) -> None:
-        self._weight, self._kernel_elements = weight, kernel_elements
+    def __init__(self, weight: Tensor, kernel_elements: int, quantities: Sequence[str], whole: Tensor) -> None:
+        self._weight, self._kernel_elements, self._whole = weight, kernel_elements, whole
         self._rows = {name: QUANTITIES[name] for name in quantities}
         self._neurons = {name: row.neurons for name, row in self._rows.items() if row.neurons is not None}
         self._by_units = tells_all(quantities)
@@ -122,7 +123,7 @@ class Entries:
         """
         samples, groups, positions, m = patches.shape
         d, count, width = self._weight.shape[1], min(positions, m), self._kernel_elements
-        gram = self._weight.double() @ self._weight.double().mT
+        gram = self._whole.double() @ self._whole.double().mT
         outputs = patches @ self._weight.mT
         for group in range(groups):
             phi = patches[:, group]

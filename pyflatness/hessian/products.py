@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import contractions
 from ..errors import NonFiniteError, NotYetError
-from ..model import layers, state
+from ..model import calling, layers
 from ..numerics.accumulate import Accumulator, check_together
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
@@ -109,7 +109,7 @@ class Products:
         with contextlib.ExitStack() as stack:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             for name, weight in self._leaves.items():
-                stack.enter_context(state.replaced_forward(modules[name], _forward(modules[name], weight)))
+                stack.enter_context(calling.replaced_forward(modules[name], _forward(modules[name], weight)))
             yield
 
     def size(self, names: Names) -> int:

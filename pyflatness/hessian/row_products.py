@@ -43,10 +43,10 @@ class _Pass:
 
     def __init__(self, run: Run, name: str, module: nn.Module, vectors: Tensor) -> None:
         self._run, self._name, self._module = run, name, module
-        dtype = contractions.promoted_dtype(layers.matrix(module)[0].dtype)
+        kind, dtype = layers.kind_of(module), contractions.promoted_dtype(layers.matrix(module)[0].dtype)
         self._weight = layers.as_weight(module, vectors.to(dtype)).detach().requires_grad_()
         self._outputs = [
-            self._rows(layers.affine(module, call.inputs.detach().to(dtype), self._weight, None, call.output))
+            self._rows(kind.varied(call.inputs.detach(), self._weight, call.output, call.coefficients))
             for call in run.calls(name)
         ]
         self._cotangents = [torch.zeros_like(rows) for rows in self._outputs]

@@ -26,6 +26,7 @@ from ..numerics import lanczos
 from ..numerics.accumulate import Accumulator
 from ..numerics.lanczos import Ritz
 from ..passes import cotangents, linearity, normalize
+from ..passes.forms import form_of
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
@@ -235,19 +236,13 @@ class RowSweep:
     def _add_gradients(
         self, blocks: Tensor, run: Run, name: str, delta: Sequence[Tensor], signs: Tensor | None
     ) -> None:
-        geometry, inputs = layers.geometry(self._runner.modules[name]), self._forms[name].inputs(run)
-        written = sum(
-            x[0].numel() * geometry.kernel_elements + y[0].numel() for x, y in zip(inputs, delta, strict=True)
-        )
+        form, inputs = self._forms[name], self._forms[name].inputs(run)
+        written = sum(x[0].numel() * form.kernel_elements + y[0].numel() for x, y in zip(inputs, delta, strict=True))
         chunk = max(1, self._budget.buffers // (16 * (written + blocks.shape[0] * blocks.shape[1])))
         for start in range(0, run.samples, chunk):
             some = slice(start, start + chunk)
-            gradients = [
-                geometry.rows(contractions.promoted(y[some])).mT @ geometry.patches(contractions.promoted(x[some]))
-                for x, y in zip(inputs, delta, strict=True)
-            ]
-            total = torch.stack(gradients).sum(dim=0).flatten(1, 2)
-            row_blocks.add_gradients(blocks, total, None if signs is None else signs[some])
+            gradients = form.gradients([x[some] for x in inputs], [y[some] for y in delta]).flatten(1, 2)
+            row_blocks.add_gradients(blocks, gradients, None if signs is None else signs[some])
 
     @torch.enable_grad()
     def _by_second_derivatives(self, run: Run, names: set[str]) -> dict[str, Tensor]:
@@ -279,14 +274,17 @@ class RowSweep:
 
     def _features(self, run: Run, name: str) -> Tensor | None:
         """Return φ (n, m) where the layer sees one position of each sample; None where it sees several."""
-        geometry, parts = layers.geometry(self._runner.modules[name]), self._forms[name].inputs(run)
+        kind, parts = layers.kind_of(self._runner.modules[name]), self._forms[name].inputs(run)
+        if kind.tokens:
+            return None
+        geometry = kind.geometry
         if geometry.groups > 1 or len(parts) > 1 or geometry.places(parts[0].shape[2:]) != (1, 1, 1):
             return None
         return geometry.patches(contractions.promoted(parts[0])).flatten(1)
 
     def _set_up(self, name: str) -> None:
         module, scale = self._runner.modules[name], self._scales.get(name)
-        self._forms[name] = LayerForm(name, module, (), self._options, scale)
+        self._forms[name] = form_of(name, module, (), self._options, scale)
         kept = self._budget.work // len(self._runner.selected)
         self._blocks[name] = RowBlocks(self._spread(name) != 0, kept, self._budget)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import interrupts
 from ..errors import InputError, NoGraphError
-from . import hugging_face
+from . import data, hugging_face
 from .outputs import refusal, single
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
@@ -110,6 +110,20 @@ def is_aside() -> bool:
     return _aside
 
 
+@contextlib.contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
+    """Let a module compute ``forward`` inside; its hooks run as ever."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = before
+
+
 def one_tensor(returned: Any) -> Tensor:
     """Return the logits in what a model returned.
 
@@ -138,8 +152,27 @@ def run(
     Raises:
         InputError: a batch that is no pair, or outputs that are not one tensor.
     """
-    with interrupts.at_second():
+    with interrupts.at_second(), _of_samples(data.size(batch)):
         return _run(model, batch, forward, tensor)
+
+
+_samples = [-1]  # in the last batch that went through a model; behind it in those that do now, one inside of another
+
+
+@contextlib.contextmanager
+def _of_samples(count: int) -> Iterator[None]:
+    _samples.append(count)
+    try:
+        yield
+    finally:
+        last = _samples.pop()
+        if len(_samples) == 1:  # activation checkpointing may run parts of the model on it again
+            _samples[0] = last
+
+
+def samples() -> int:
+    """Return how many samples a batch has that goes through a model, or the last that did; -1 if that is not known."""
+    return _samples[-1]
 
 
 def _run(model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable[[Any], Tensor]) -> tuple[Tensor, Any]:

@@ -41,6 +41,8 @@ def why_not_supported(module: nn.Module) -> str:
     base = kinds.base(module)
     if base is None:
         return f"is a {kind}; what can be measured is {SUPPORTED}"
+    if kinds.obstacle(module):
+        return f"is of type {kind} and {kinds.obstacle(module)}: it has no one weight matrix; choose other layers"
     return (
         f"is a {kind}, a subclass of {base.__name__} whose forward is its own, so that its output need not be W φ + "
         "b of its weight: measure another layer (an adapter's base layer, say), or, where it is that all the same, put "
@@ -52,6 +54,11 @@ def did_not_run(names: Iterable[str], modules: Mapping[str, nn.Module]) -> Input
     """Return the error for layers, among these modules, that the model's forward pass does not call."""
     listed = [*names]
     reasons = {name: module.refusal for name in listed if isinstance(module := modules[name], Use) and module.refusal}
+    reasons |= {
+        name: "bags that are given by offsets=, and not as (n, tokens of a bag), cannot be told apart by sample"
+        for name in listed
+        if isinstance(modules[name], nn.EmbeddingBag)
+    }
     why = "".join(f"; {name!r}: {reason}" for name, reason in reasons.items())
     return InputError(f"layer: {', '.join(map(repr, listed))} did not run in the model's forward pass{why}")
 
@@ -62,9 +69,14 @@ def is_convolution(module: nn.Module) -> bool:
     return kind is not None and kind.space > 0
 
 
+def takes_bias(module: nn.Module) -> bool:
+    """Return whether a module is a layer that adds its bias, or would if it had one."""
+    return kinds.is_plain(module) and not kind_of(module).tokens
+
+
 def is_pointwise(module: nn.Module) -> bool:
     """Return whether it multiplies every position by the same matrix, once: linear, or a 1 × 1 convolution."""
-    return kinds.is_plain(module) and kind_of(module).pointwise
+    return kinds.is_plain(module) and kind_of(module).pointwise and kind_of(module).has_input
 
 
 def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -136,18 +148,18 @@ def carried(module: nn.Module, delta: Tensor, size: tuple[int, ...]) -> Tensor:
     return kind_of(module).carried(delta, size, _weight(module))
 
 
-def computes(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
+def computes(module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Tensor | None = None) -> bool:
     """Return whether an output is W φ + b of its input, looked at in its first and last row.
 
-    Of a convolution these are the positions along the edges of the first and the last image.
+    Of a convolution these are the positions along the edges of the first and the last image. Tokens have
+    ``coefficients``, see :meth:`.kinds.Linear.coefficients`.
     """
     if output.is_meta or output.numel() == 0:
         return True
     kind, weight, bias = kind_of(module), _weight(module), matrix(module)[1]
-    inputs, output = kind.ends(inputs.detach(), output.detach())
-    inputs = inputs.to(weight.dtype)
     with full_precision(inputs):
-        expected = kind.inside(inputs, weight).movedim(kind.class_dim, -1)
+        expected, output = kind.at_ends(inputs.detach(), output.detach(), weight, coefficients)
+        expected = expected.movedim(kind.class_dim, -1)
         expected = promoted(expected) + (0 if bias is None else promoted(bias))
     tolerance = max(1e-3, 8 * torch.finfo(output.dtype).eps)
     size = float(expected.nan_to_num(0, 0, 0).abs().amax())

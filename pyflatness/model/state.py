@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 from .. import interrupts
 from ..errors import InputError
 from . import layers, uses
+from .calling import replaced_forward
 from .checks import check_modules
 from .generators import Generators, OutsideTorch, Randomness
 
@@ -143,20 +144,6 @@ def without_product(module: nn.Module, outputs: int) -> Iterator[None]:
 
     with replaced_forward(module, shape_only):
         yield
-
-
-@contextlib.contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Let a module compute ``forward`` inside; its hooks run as ever."""
-    before = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
 
 
 def _put_back_values(values: Iterable[tuple[Tensor, int, Tensor]]) -> None:

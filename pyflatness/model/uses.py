@@ -18,12 +18,14 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.utils import parametrize
 
 from ..report import coverage
-from . import kinds, watched
+from . import calling, experts, kinds, watched
+from .experts import Route
 from .kinds import Convolution, Linear, TransposedLinear
 from .operations import LINEAR, Operation
 from .watched import Watched
 
 _TRANSPOSED = TransposedLinear()
+_LISTED = 6  # experts in a message
 _MOST_DIMENSIONS = 5  # of a weight: those of filters in three dimensions
 _WITH_FUNCTIONS = (nn.MultiheadAttention, nn.Module, nn.ParameterList, nn.ParameterDict)  # classes of torch's
 
@@ -34,12 +36,13 @@ class Use(kinds.Use):
     Args:
         name: of the layer.
         source: the parameter.
-        rows: which of its rows; None: all.
+        rows: which of its rows; None: all. A number is an expert of a mixture.
 
     Attributes:
         weight: detached, as the operation has it that the parameter is used in.
         bias: of the last call.
         kind: how the weight is a matrix: as its shape says, until the layer ran.
+        routed: whether the layer is an expert, which runs where a token is routed to it.
         ran: whether it did.
         refusal: why it cannot be measured; empty as long as it can.
     """
@@ -48,16 +51,21 @@ class Use(kinds.Use):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, name: str, source: "Source", rows: slice | None = None) -> None:
+    def __init__(self, name: str, source: "Source", rows: slice | int | None = None) -> None:
         super().__init__()
         self.name, self.source, self.rows, self.refusal, self.ran = name, source, rows, "", False
         weight = source.parameter.detach()
         self.weight, self.bias = weight if rows is None else weight[rows], None
-        self.kind = _by_shape(weight)
+        self.kind, self.routed = _by_shape(self.weight), isinstance(rows, int)
         row = weight[0].numel()
-        start, stop, _ = (rows or slice(None)).indices(len(weight))
+        start, stop, _ = _as_slice(rows).indices(len(weight))
         self.entries = range(start * row, stop * row)  # of the parameter
         self._run: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def route(self) -> Route | None:
+        """Return which rows of the last call are of which sample, of an expert."""
+        return self.source.route
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Do the operation that the layer stands for."""
@@ -100,6 +108,7 @@ class Source:
         behind: the parameters that the weight was computed of.
         nodes: where uses that are not followed end in autograd's graph, while it is watched: by way of the module, or
             of a reference that was kept elsewhere, in a list or a function.
+        route: see :class:`.watched.Source`.
     """
 
     parameter: Tensor
@@ -110,13 +119,16 @@ class Source:
     behind: "set[Source]" = field(default_factory=set)
     nodes: set[Node] = field(default_factory=set)
     _flag: bool = False  # whether the parameter required a gradient before
+    route: Route | None = None
     _attached: dict[str, Use] = field(default_factory=dict)
+    _of_entries: dict[range, Use] = field(default_factory=dict)  # the same by the entries of the parameter
     _watched: bool = False  # ever
     _functions: dict[str, None] = field(default_factory=dict)  # that it takes part in besides
 
     def attach(self, uses: Mapping[str, Use]) -> None:
         """Watch the parameter for these of its uses, or for none."""
         self._attached, self._watched = dict(uses), self._watched or bool(uses)
+        self._of_entries = {use.entries: use for use in uses.values()}
         if bool(uses) == bool(self.nodes):
             return
         held, self.nodes = self.parameter, set()
@@ -137,10 +149,25 @@ class Source:
             return ""
         return self.why_otherwise() if self._functions else "the forward pass has no operation with it"
 
+    def why_left_out(self) -> str:
+        """Return why layers do not have all of a parameter that was watched; empty if that is not known."""
+        parts = [use for use in self.uses.values() if use.rows is None or use.routed]
+        refusal = next((use.refusal for use in parts if use.refusal), "")
+        idle = [use.name.rpartition("[")[2].rstrip("]") for use in parts if use.routed and not use.ran]
+        if not refusal and 0 < len(idle) < len(parts):
+            more = f" and {len(idle) - _LISTED} more" if len(idle) > _LISTED else ""
+            return f"no token of the data is routed to expert {', '.join(idle[:_LISTED])}{more}"
+        return refusal or self.why_unused()
+
     @property
     def attached(self) -> dict[str, Use]:
         """Return the uses that are watched for now."""
         return dict(self._attached)
+
+    def is_attached(self, part: Tensor) -> bool:
+        """See :class:`.watched.Source`."""
+        start = part.storage_offset() - self.parameter.storage_offset()
+        return range(start, start + part.numel()) in self._of_entries
 
     def refuse(self, use: Use, why: str) -> None:
         """Leave a use out from now on."""
@@ -164,7 +191,8 @@ class Source:
 
     def why_otherwise(self) -> str:
         """Return in what else the weight takes part."""
-        hint = f" ({', '.join(list(self.uses)[1:])} may be measured instead)" if len(self.uses) > 1 else ""
+        parts = [name for name, use in self.uses.items() if isinstance(use.rows, slice)]
+        hint = f" ({', '.join(parts)} may be measured instead)" if parts else ""
         return f"its weight is used in {', '.join(self._functions) or 'what torch does not tell of'}{hint}"
 
     def _part(self, operation: Operation, weight: Tensor, part: Tensor) -> Tensor | None:
@@ -184,7 +212,7 @@ class Source:
             return None
         start = rows.storage_offset() - self.parameter.storage_offset()
         entries = range(start, start + rows.numel())
-        exact = next((use for use in self._attached.values() if use.entries == entries), None)
+        exact = self._of_entries.get(entries)
         if exact is not None:
             return self._called(exact, kind, rows, operation, weight)
         touched = [use for use in self._attached.values() if _overlap(use.entries, entries)]
@@ -274,6 +302,10 @@ def _is_broadcast(inputs: Tensor, rows: Tensor) -> bool:
     return rows.ndim > 2 and torch.broadcast_shapes(sizes, rows.shape[:-2]) != sizes
 
 
+def _as_slice(rows: slice | int | None) -> slice:
+    return slice(rows, rows + 1) if isinstance(rows, int) else rows or slice(None)
+
+
 def _overlap(one: range, other: range) -> bool:
     return one.start < other.stop and other.start < one.stop
 
@@ -320,10 +352,14 @@ def attached(modules: Mapping[str, nn.Module]) -> Iterator[None]:
         if isinstance(module, Use) and not module.refusal:
             by_source.setdefault(module.source, {})[name] = module
     before = {source: source.attached for source in by_source}
+    mixtures = {module for source in by_source for module, _ in source.places if experts.weights(module)}
     try:
-        for source, uses in by_source.items():
-            source.attach(before[source] | uses)
-        yield
+        with contextlib.ExitStack() as stack:
+            for module in mixtures:
+                stack.enter_context(calling.replaced_forward(module, experts.Forward(module)))
+            for source, uses in by_source.items():
+                source.attach(before[source] | uses)
+            yield
     finally:
         for source, outer in before.items():
             source.attach({name: use for name, use in outer.items() if not use.refusal})
@@ -348,6 +384,23 @@ def otherwise(modules: Mapping[str, nn.Module], called: Collection[str], nodes: 
             found[name] = f"the weight of {behind[use.source]} is computed of it too"
         elif name in called and use.rows is None and parts:
             found[name] = f"its weight is used whole in one place and in parts in another: {', '.join(parts)}"
+    return found
+
+
+def with_siblings(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return why some layers are to be left out, and with an expert of a mixture all others, whose rows are as its own.
+
+    Args:
+        modules: the layers.
+        reasons: of some, by name.
+    """
+    found = dict(reasons)
+    routed = {name: use.source.places for name, use in modules.items() if isinstance(use, Use) and use.routed}
+    mixtures = {place[0]: why for name, why in reasons.items() for place in routed.get(name, ())}
+    for name, places in routed.items() if mixtures else ():
+        why = next((mixtures[module] for module, _ in places if module in mixtures), None)
+        if why is not None:
+            found.setdefault(name, why)
     return found
 
 
@@ -377,14 +430,14 @@ def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         names: of the parameters.
     """
     modules = dict(model.named_modules())
-    by_place = {place: use for use in of(model).values() if use.rows is None for place in use.source.places}
+    by_place = {place: use.source for use in of(model).values() for place in use.source.places}
     found = {}
     for name in names:
         module = modules[name.rpartition(".")[0]]
-        use = by_place.get((module, name.rpartition(".")[2]))
+        source = by_place.get((module, name.rpartition(".")[2]))
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             found[name] = f"nn.{type(module).__name__} computes with it in a kernel of its own"
-        elif use is not None and (why := use.refusal or use.source.why_unused()):
+        elif source is not None and (why := source.why_left_out()):
             found[name] = why
     return found
 
@@ -412,8 +465,8 @@ def _sources(model: nn.Module) -> list[Source]:
             source = Source(parameter, [(module, key)], effective)
             of_module = effective or module in outputs
             name = prefix if of_module else ".".join(filter(None, (prefix, key)))
-            uses = {"": None, **_parts(module, key)}
-            source.uses = {name + label: Use(name + label, source, rows) for label, rows in uses.items()}
+            parts = _parts(module, key, parameter)
+            source.uses = {name + label: Use(name + label, source, rows) for label, rows in parts.items()}
             found[id(source) if effective else id(parameter)] = source
     holders = Counter(id(p) for _, module in named for p in module._parameters.values())
     for source in found.values():
@@ -439,9 +492,11 @@ def _is_candidate(module: nn.Module, key: str, parameter: Tensor) -> bool:
     )
 
 
-def _parts(module: nn.Module, key: str) -> dict[str, slice | None]:
-    """Return the rows of a parameter that may be used, and measured, by themselves."""
+def _parts(module: nn.Module, key: str, parameter: Tensor) -> dict[str, slice | int | None]:
+    """Return the rows of a parameter that may be used, and measured, by themselves, and with None the whole of it."""
+    if key in experts.weights(module):
+        return {f"[{expert}]": expert for expert in range(len(parameter))}
     if not isinstance(module, nn.MultiheadAttention) or key != "in_proj_weight":
-        return {}
+        return {"": None}
     size = module.embed_dim
-    return {f"[{label}]": slice(place * size, (place + 1) * size) for place, label in enumerate("qkv")}
+    return {"": None, **{f"[{label}]": slice(place * size, (place + 1) * size) for place, label in enumerate("qkv")}}

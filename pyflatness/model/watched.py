@@ -8,7 +8,7 @@ it is a leaf that requires gradients, and a path to it in the outputs' graph say
 import copy
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +32,15 @@ class Source(Protocol):
     parameter: Tensor
     effective: bool
     """Whether what is computed of the weight, of as many entries, counts as the weight."""
+    route: Any
+    """Which rows of the operation to come are of which sample, see :class:`.experts.Route`; None where that shows."""
+
+    @property
+    def attached(self) -> Mapping[str, object]:
+        """Return what the weight is watched for, by name."""
+
+    def is_attached(self, part: Tensor) -> bool:
+        """Return whether the weight is watched for exactly this view of it."""
 
     def used(self, operation: Operation) -> Tensor | None:
         """Return the result of an operation on the weight, or None to have it done as any other."""

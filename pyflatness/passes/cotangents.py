@@ -126,11 +126,11 @@ class Cotangents:
         """Return values (…, n) of the samples, NaN for those without a loss."""
         return values.masked_fill(self.bad, math.nan)
 
-    @property
-    def row_dim(self) -> int | None:
-        """Return the dimension of the outputs along which a loss term reads them; None where it reads several."""
-        ndim = self.outputs.ndim
-        return self._dim % ndim if self._loss.positions or ndim == 2 else None
+    def rows(self) -> Tensor | None:
+        """Return the outputs with what a loss term reads as their last dimension; None where it reads several."""
+        if not self._loss.positions and self.outputs.ndim != 2:
+            return None
+        return self.outputs.unsqueeze(-1) if self.outputs.ndim == 1 else self.outputs.movedim(self._dim, -1)
 
     @property
     def weight(self) -> float:

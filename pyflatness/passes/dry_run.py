@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..model import calling, data, layers, uses
 from ..numerics.directions import Directions
 from . import batch_layout, kept_rows, linearity
 from .batch_layout import Layout
-from .independence import alone
+from .independence import agree, alone, rounding
 from .recorder import Recorder
 
 _SHARE = 16  # one sample of so many of the first batch is looked at, at least two and at most _MOST
@@ -35,6 +35,7 @@ class Findings:
         bytes: that the graph and the layers' inputs and output gradients take per sample, about.
         inputs: bytes of the layers' inputs per sample.
         cuttable: whether the model runs on micro-batches.
+        mixed: embeddings whose rows cannot be told apart by sample, and which can be left out.
     """
 
     samples: int
@@ -44,6 +45,7 @@ class Findings:
     bytes: int
     inputs: int
     cuttable: bool
+    mixed: frozenset[str]
 
 
 def run(
@@ -64,21 +66,27 @@ def run(
     count = samples if whole else min(samples, max(2, min(_MOST, samples // _SHARE)))
     start, cuttable = int(count < samples), True
     try:
-        outputs, stored = _run(model, recorder, data.part(batch, start, start + count), forward)
+        outputs, stored = _run(model, recorder, data.part(batch, start, start + count), forward, count)
     except FlatnessError:
         raise
     except Exception:  # not a batch that can be cut; an error of the model's own comes again
         start, count, cuttable = 0, samples, False
-        outputs, stored = _run(model, recorder, batch, forward)
+        outputs, stored = _run(model, recorder, batch, forward, samples)
     check_samples(outputs, count)
     users = linearity.users_of(outputs)
     check_uses(modules, recorder, users)
-    layouts = {}
-    for name in recorder.calls:
-        output = recorder.calls[name][0].output
-        dims = 1 if layers.is_convolution(modules[name]) else output.ndim - 1
-        layouts[name] = tuple(batch_layout.candidates(output.shape, count, dims))
-    narrowed = narrow(outputs, users, recorder, layouts, count)
+    lookups = {name for name in recorder.calls if layers.kind_of(modules[name]).tokens}
+    narrowed = narrow(outputs, users, recorder, _layouts(modules, recorder, count), count, lookups)
+    mixed = lookups - narrowed.keys()
+    if mixed:
+
+        def again() -> tuple[Tensor, int]:
+            return _run(model, recorder, data.part(batch, start, start + count), forward, count)
+
+        mixed = {name for name in mixed if not _repeatable(modules, recorder, name, outputs, count, again)}
+        outputs, stored = again()
+        users = linearity.users_of(outputs)
+        narrowed = narrow(outputs, users, recorder, _layouts(modules, recorder, count), count, mixed)
     received = sum(
         call.output.numel() * call.output.element_size() for made in recorder.calls.values() for call in made
     )
@@ -87,7 +95,45 @@ def run(
         second = alone(data.part(batch, 1, 2), lambda one: calling.run(model, one, forward)[0])
         start, outputs = (0, outputs) if second is None else (1, second)
     bytes_ = (stored + 2 * received) // count
-    return Findings(count, start, narrowed, outputs.detach(), bytes_, taken // count, cuttable)
+    return Findings(count, start, narrowed, outputs.detach(), bytes_, taken // count, cuttable, frozenset(mixed))
+
+
+def _layouts(modules: Mapping[str, nn.Module], recorder: Recorder, samples: int) -> dict[str, tuple[Layout, ...]]:
+    """Return the layouts that layers which ran may have, by the shapes of their outputs."""
+    found = {}
+    for name, calls in recorder.calls.items():
+        output = calls[0].output
+        dims = 1 if layers.is_convolution(modules[name]) else output.ndim - 1
+        found[name] = tuple(batch_layout.candidates(output.shape, samples, dims))
+    return found
+
+
+def _repeatable(
+    modules: Mapping[str, nn.Module],
+    recorder: Recorder,
+    name: str,
+    outputs: Tensor,
+    samples: int,
+    run: Callable[[], tuple[Tensor, int]],
+) -> bool:
+    """Return whether an embedding, whose rows belong to all samples, can be recorded as if each had rows of its own.
+
+    The model has to give the same outputs then. From now on it is recorded so, or else as before.
+    """
+    recorder.share(name, shared=True)
+    try:
+        now, _ = run()
+        layouts = {name: _layouts(modules, recorder, samples)[name]}
+        if agree(outputs, now, rounding(outputs.dtype)) and narrow(
+            now, linearity.users_of(now), recorder, layouts, samples, layouts
+        ):
+            return True
+    except FlatnessError:
+        raise
+    except Exception:
+        pass
+    recorder.share(name, shared=False)
+    return False
 
 
 def narrow(
@@ -96,14 +142,23 @@ def narrow(
     recorder: Recorder,
     layouts: Mapping[str, tuple[Layout, ...]],
     samples: int,
+    may_mix: Collection[str] = (),
 ) -> dict[str, tuple[Layout, ...]]:
     """Return the layouts that remain when cotangents go back from some samples only.
 
     They go back from every second sample and from the others, and from halves if need be; none does where the graph
     shows what would come of it.
 
+    Args:
+        outputs: the model's.
+        users: their graph.
+        recorder: of the layers' calls.
+        layouts: that the layers may have.
+        samples: how many.
+        may_mix: layers that are left out where none remains.
+
     Raises:
-        InputError: none remains for a layer.
+        InputError: none remains for another layer.
     """
     if samples == 1 or not layouts:
         return dict(layouts)
@@ -115,14 +170,16 @@ def narrow(
     place = torch.arange(samples, device=outputs.device)
     cotangent = Directions().like(outputs)
     for number, senders in enumerate((place % 2 == 0, place % 2 == 1, place < samples // 2, place >= samples // 2)):
-        if number == 2 and (samples == 2 or all(len(left[name]) == 1 for name in asked)):
+        if number == 2 and (samples == 2 or all(len(left[name]) == 1 for name in asked if name in left)):
             break
         rows = senders.repeat_interleave(len(outputs) // samples).view(-1, *(1,) * (outputs.ndim - 1))
         gradients = recorder.gradients(outputs, cotangent * rows.to(cotangent.dtype), asked)
-        for name in asked:
+        for name in [name for name in asked if name in left]:
             left[name] = batch_layout.consistent(left[name], senders, gradients.get(name, []), samples)
-            if not left[name]:
+            if not left[name] and name not in may_mix:
                 raise batch_layout.mixed(name, gradients[name][0].shape, samples)
+            if not left[name]:
+                del left[name]
     return left
 
 
@@ -170,10 +227,12 @@ def matters(
         handle.remove()
 
 
-def _run(model: nn.Module, recorder: Recorder, batch: Any, forward: calling.Forward | None) -> tuple[Tensor, int]:
+def _run(
+    model: nn.Module, recorder: Recorder, batch: Any, forward: calling.Forward | None, samples: int
+) -> tuple[Tensor, int]:
     """Return the outputs, and the bytes that the graph and the kept inputs hold."""
     for _ in range(2):
-        with calling.dry_run(), recorder.recording(checking=True), saved_storages() as storages:
+        with calling.dry_run(), recorder.recording(samples, checking=True), saved_storages() as storages:
             outputs, _ = calling.run(model, batch, forward)
         if not recorder.overwritten():  # else once more, with copies
             break

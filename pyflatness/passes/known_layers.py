@@ -5,7 +5,7 @@ from collections.abc import Collection
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..model import calling, layers
+from ..model import calling, layers, uses
 from ..model.selectors import Selection
 from ..model.uses import Use
 from . import batch_layout, dry_run, linearity
@@ -43,7 +43,7 @@ class KnownLayers:
         self._layouts: dict[str, tuple[Layout, ...]] = {}
         self._relied_on: set[str] = set()  # layers whose layout gave a value already
         self._idle: dict[str, frozenset[int]] = {}  # calls of layers that outputs do not depend on, by number
-        self._detached: set[str] = set()  # layers to which autograd has no path, left out like those that do not run
+        self._detached: set[str] = set()  # left out like layers that do not run: without a path, or mixed
         self.unseen: set[str] = set()
 
     @property
@@ -72,15 +72,38 @@ class KnownLayers:
         if self.unseen - found.layouts.keys():
             listed = ", ".join(map(repr, sorted(self.unseen)))
             raise InputError(f"layer {listed} runs at one call of the model and not at the next, on the same batch")
-        missing = [name for name in self._selected if name in self._named and name not in found.layouts]
-        if first and self._selected and not self._optional and (missing or not found.layouts):
-            raise layers.did_not_run(missing or self._selected, self._selected)
+        for name in found.mixed:
+            if name in self._named or self._selected.keys() == found.mixed:
+                raise batch_layout.mixed(name, self._recorder.calls[name][0].output.shape, found.samples)
+            self._detached.add(name)
+        if first:
+            self._check_ran(found.layouts.keys() | {name for name in self._selected if self._is_routed(name)})
         for name in found.layouts:
             layers.check_measurable(name, self._selected[name])
         known = self._layouts if self._samples > 1 else {}
         layouts = {**self._layouts, **found.layouts, **known}
         self._layouts = {name: kept for name, kept in layouts.items() if name not in self._detached}
         self._samples = max(self._samples, found.samples)
+
+    def finish(self) -> None:
+        """Take in that the data are over.
+
+        Raises:
+            InputError: an expert that was named did not run, nor any other layer.
+        """
+        if self._samples:
+            self._check_ran(self._layouts.keys() | self._detached)
+
+    def _check_ran(self, names: Collection[str]) -> None:
+        """Raise if a layer that was named is not among those that ran, or if none is."""
+        missing = [name for name in self._selected if name in self._named and name not in names]
+        if self._selected and not self._optional and (missing or not names):
+            raise layers.did_not_run(missing or self._selected, self._selected)
+
+    def _is_routed(self, name: str) -> bool:
+        """Return whether it is up to the samples whether a layer runs."""
+        use = self._selected[name]
+        return isinstance(use, Use) and use.routed and not use.refusal
 
     def note_unseen(self) -> None:
         """Compare the recorded calls with what is known, and leave detached layers out of them."""
@@ -119,11 +142,12 @@ class KnownLayers:
 
     def leave_out(self, error: InputError) -> None:
         """Leave out the stand-ins that an error is about, where others can be measured without them; else raise it."""
-        for name in error.layers or {"": ""}:
+        reasons = uses.with_siblings(self._selected, error.layers)
+        for name in reasons or {"": ""}:
             use = self._selected.get(name)
             if not isinstance(use, Use) or name in self._named | self._relied_on or len(self._selected) == 1:
                 raise error
-        for name, why in error.layers.items():
+        for name, why in reasons.items():
             use = self._selected[name]
             assert isinstance(use, Use)
             use.source.refuse(use, why)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import contractions
-from ..contractions import DenseContraction, LayerContraction, promoted
+from ..contractions import DenseContraction, LayerContraction, TokenContraction, promoted
 from ..errors import InputError
 from ..model import layers
 from ..options import Options
@@ -57,9 +57,9 @@ class LayerForm:
 
     def of(self, quantities: Sequence[str]) -> "LayerForm":
         """Return the layer's form for other quantities."""
-        return LayerForm(self.name, self._module, quantities, self._options, self._scale)
+        return type(self)(self.name, self._module, quantities, self._options, self._scale)
 
-    def contraction(self, run: Run) -> LayerContraction | DenseContraction:
+    def contraction(self, run: Run) -> LayerContraction | DenseContraction | TokenContraction:
         """Return the contraction for the layer's calls in this run."""
         if self._dense:
             dense = Dense(self._module, self._scale, self._size(run), run.calls(self.name)[0].output)
@@ -83,6 +83,10 @@ class LayerForm:
             )
             return dense
         return self.matrix
+
+    def whole_weight(self, run: Run) -> Tensor:
+        """Return the weight (G, d, m) with all of its columns, also those that no input of a run has."""
+        return self.weight(run)
 
     @property
     def matrix(self) -> Tensor:
@@ -170,6 +174,16 @@ class LayerForm:
         if self._dense:
             return torch.stack([part.flatten(1) for part in parts], dim=1).unsqueeze(1)
         return _joined([self._kind.geometry.patches(part) for part in parts])
+
+    def gradients(self, inputs: Parts, cotangent: Parts) -> Tensor:
+        """Return M of some samples, (n, G, d, m), written out, of their part of :meth:`inputs` and a cotangent."""
+        geometry = self._kind.geometry
+        pairs = [(promoted(delta), promoted(phi)) for phi, delta in zip(inputs, cotangent, strict=True)]
+        return torch.stack([geometry.rows(delta).mT @ geometry.patches(phi) for delta, phi in pairs]).sum(dim=0)
+
+    def on_all_columns(self, run: Run, found: Tensor) -> Tensor:
+        """Return what was found for the columns of :meth:`weight` in a run, (…, columns), for those of the matrix."""
+        return found
 
     def _input_parts(self, run: Run, inputs: Tensor, output: Tensor) -> Parts:
         inputs = self._rescaled(inputs)

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..contractions import promoted
+from ..contractions import Columns, promoted
 from ..errors import NonFiniteError
 from ..losses import Loss
 from ..model import layers
@@ -21,6 +21,7 @@ from ..numerics import accumulate
 from ..numerics.accumulate import non_finite, omits
 from . import cotangents
 from .cotangents import Cotangents
+from .recorder import Call
 from .runner import Run, Runner
 
 _ULPS = 16  # a deviation below so many units in the last place of the largest entry is none
@@ -69,6 +70,38 @@ class FeatureScale:
         return torch.where(constant, self._largest, deviation)
 
 
+class TokenScale:
+    """Count how often each token comes, of which the deviations of one-hot features follow.
+
+    Args:
+        count: of all tokens, m.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.rows, self._count = 0, count
+        self._sums = self._squares = torch.zeros(count, dtype=torch.float64, device="cpu")
+
+    def add(self, features: Tensor) -> None:
+        """Take in rows: the numbers of their tokens, and behind them as many coefficients."""
+        self.rows += len(features)
+        tokens, coefficients = features.chunk(2, dim=1)
+        columns = Columns(tokens.long())
+        counts = columns.of(coefficients.unsqueeze(2)).squeeze(2)
+        self._sums, self._squares = (
+            total.to(counts.device).index_add(0, columns.tokens.flatten(), values.flatten())
+            for total, values in ((self._sums, counts), (self._squares, counts.square()))
+        )
+
+    def scale(self) -> Tensor:
+        """Return σ_j, (m,) float64, as :meth:`FeatureScale.scale` does."""
+        if self.rows == 0:
+            return torch.ones_like(self._sums)
+        mean = self._sums / self.rows
+        variance = self._squares / self.rows - mean.square()
+        eps = torch.finfo(torch.float64).eps
+        return torch.where(variance <= _ULPS * eps * mean.square(), mean.abs(), variance.clamp_min(0).sqrt())
+
+
 def apply(scale: Tensor, matrix: Tensor, *, inverse: bool = False) -> Tensor:
     """Return ``matrix`` with its last dimension multiplied or divided by ``scale``; entries of scale 0 are dropped."""
     matrix, kept = promoted(matrix), scale > 0
@@ -106,11 +139,15 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
     Raises:
         NonFiniteError: NaN or infinity in a layer's input, under ``nan_policy="raise"``.
     """
-    deviations: dict[str, FeatureScale] = {}
+    deviations: dict[str, FeatureScale | TokenScale] = {}
 
     def take(rows: dict[str, Tensor]) -> None:
         for name, kept in rows.items():
-            deviations.setdefault(name, FeatureScale()).add(kept)
+            if name not in deviations:
+                module = runner.selected[name]
+                tokens = layers.kind_of(module).tokens
+                deviations[name] = TokenScale(layers.matrix(module)[0].shape[1]) if tokens else FeatureScale()
+            deviations[name].add(kept)
 
     runner.each(lambda run: _rows(runner, run, loss, nan_policy), take)
     return {name: deviation.scale() for name, deviation in deviations.items()}
@@ -169,7 +206,7 @@ def _kept(runner: Runner, run: Run, sent: Cotangents) -> dict[str, _Kept]:
     for name, module in runner.modules.items():
         if run.calls(name):
             rows = _by_sample(module, run, name)
-            mask = _mask(run, sent.used, rows.shape[1], layers.is_pointwise(module))
+            mask = _counted(run, name, sent.used, rows.shape[1], layers.kind_of(module).pointwise)
             good = torch.ones_like(sent.bad)
             if not bool(rows.sum().isfinite()):
                 good = (rows.isfinite().all(dim=2) | ~mask).all(dim=1)
@@ -199,17 +236,40 @@ def _non_finite(run: Run, goods: Mapping[str, Tensor]) -> NonFiniteError:
 
 def _by_sample(module: nn.Module, run: Run, name: str) -> Tensor:
     """Return a tensor of a layer as (n, rows, channels)."""
+    kind = layers.kind_of(module)
+    if kind.tokens:
+        return torch.cat([_tokens(run, name, call, kind.pointwise) for call in run.calls(name)], dim=1)
     parts = []
     for call in run.calls(name):
         inputs = run.samples_first(name, call.inputs.detach())
-        if layers.is_convolution(module):
+        if kind.space:
             inputs = inputs.movedim(2, -1)
         parts.append(inputs.reshape(run.samples, -1, inputs.shape[-1]))
     return torch.cat(parts, dim=1)
 
 
-def _mask(run: Run, used: Tensor, rows: int, pointwise: bool) -> Tensor:
+def _tokens(run: Run, name: str, call: Call, single: bool) -> Tensor:
+    """Return the tokens of a call and their coefficients behind them, (n, rows, 2), or (n, bags, 2 tokens of a bag)."""
+    tokens = run.samples_first(name, call.inputs)
+    if single:  # padding is a feature like others, though its column has no derivative
+        tokens = tokens.reshape(run.samples, -1, 1).double()
+        return torch.cat([tokens, torch.ones_like(tokens)], dim=2)
+    assert call.coefficients is not None
+    return torch.cat([tokens.double(), run.samples_first(name, call.coefficients).double()], dim=2)
+
+
+def _counted(run: Run, name: str, used: Tensor, rows: int, pointwise: bool) -> Tensor:
     """Return which of a layer's rows count, (n, rows)."""
+    routes = [call.route for call in run.calls(name) if call.route is not None]
+    if not routes:
+        return _mask(run, used, rows, pointwise)
+    tokens = [route.tokens for route in routes]
+    masks = _mask(run, used, sum(tokens), pointwise).split(tokens, dim=1)
+    return torch.cat([route.of_tokens(mask) for route, mask in zip(routes, masks, strict=True)], dim=1)
+
+
+def _mask(run: Run, used: Tensor, rows: int, pointwise: bool) -> Tensor:
+    """Return which of so many rows of each sample count, (n, rows), if they are in order."""
     mask = used.any(dim=1, keepdim=True).expand(-1, rows)
     if pointwise and rows == used.shape[1]:
         mask = used

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
@@ -64,9 +63,10 @@ def _chain(node: Node, users: Users) -> list[Node]:
 def _positions(nodes: list[Node]) -> Tensor:
     (pooling,) = (node for node in nodes if node.name() == _POOLING)
     found: Tensor = pooling._saved_result1.flatten(2)  # type: ignore[attr-defined]
-    dead = torch.zeros_like(found, dtype=torch.bool)
+    positions = found.int()
     for node in nodes:
         if node.name() == _RELU:
             result = node._saved_result.flatten(2)  # type: ignore[attr-defined]
-            dead |= (result.gather(2, found) if nodes.index(node) < nodes.index(pooling) else result) <= 0
-    return torch.where(dead, -1, found).int()
+            pooled = result.gather(2, found) if nodes.index(node) < nodes.index(pooling) else result
+            positions.masked_fill_(pooled <= 0, -1)
+    return positions

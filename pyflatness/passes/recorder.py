@@ -23,6 +23,8 @@ from ..errors import InputError, NoGraphError
 from ..messages import check_tensor
 from ..model import layers
 from ..model.calling import is_aside, version
+from ..model.experts import Route
+from ..model.uses import Use
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Call:
         input_edge: of the input, as it was when it went in; None for a view that is modified in place afterwards, whose
             gradient in that is no longer to be had.
         output: an empty tensor of the output's shape and dtype, on the meta device.
+        coefficients: of tokens, see :meth:`.kinds.Linear.coefficients`.
+        route: which rows are of which sample, of an expert that tokens are routed to.
     """
 
     inputs: Tensor
@@ -43,6 +47,8 @@ class Call:
     edge: GradientEdge
     input_edge: GradientEdge | None
     output: Tensor
+    coefficients: Tensor | None = None
+    route: Route | None = None
 
 
 class Recorder:
@@ -51,6 +57,8 @@ class Recorder:
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules, self._active, self._checking, self._paused = modules, False, False, False
         self._copied: set[str] = set()
+        self._shared: set[str] = set()
+        self._samples = 1
         self.calls: dict[str, list[Call]] = {}
 
     @contextlib.contextmanager
@@ -67,14 +75,14 @@ class Recorder:
             yield
 
     @contextlib.contextmanager
-    def recording(self, *, checking: bool = False) -> Iterator[None]:
-        """Keep calls inside; those of recomputation in a backward pass come later and are not kept.
+    def recording(self, samples: int = 1, *, checking: bool = False) -> Iterator[None]:
+        """Keep calls inside, on so many samples; those of recomputation in a backward pass come later and are not kept.
 
         Raises:
             InputError: a layer runs without a graph, or (when ``checking``) its output is not W φ + b.
         """
         self.calls.clear()
-        self._active, self._checking = True, checking
+        self._active, self._checking, self._samples = True, checking, samples
         try:
             with torch.enable_grad():
                 yield
@@ -121,6 +129,13 @@ class Recorder:
         self._copied |= names
         return names
 
+    def share(self, name: str, *, shared: bool) -> None:
+        """Take it from now on that an embedding looks tokens up once for all samples, as one of positions may.
+
+        It is recorded as if each sample had its own: what it gives is repeated for every sample.
+        """
+        self._shared = self._shared | {name} if shared else self._shared - {name}
+
     def _alias(self, name: str) -> Any:
         def alias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._paused or is_aside():
@@ -130,6 +145,8 @@ class Recorder:
                     f"layer {name!r} runs without recording a graph: under torch.no_grad() inside the model, or in "
                     "reentrant activation checkpointing (pass use_reentrant=False to torch.utils.checkpoint)"
                 ).about({name: "it runs without recording a graph"})
+            if layers.kind_of(module).tokens:
+                return None
             key = next(iter(kwargs), None) if not args else None
             inputs = args[0] if args else kwargs.get(str(key))
             if not isinstance(inputs, Tensor):
@@ -145,32 +162,48 @@ class Recorder:
 
     def _keep(self, name: str) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
-            inputs = layers.kind_of(module).inputs_of(args, kwargs)
+            kind = layers.kind_of(module)
+            inputs = kind.inputs_of(args, kwargs)
             if self._paused or is_aside() or inputs is None or not isinstance(output, Tensor):
                 return None
+            coefficients = kind.coefficients(args, kwargs)
             own = _with_own_history(output)  # also in a backward pass, see above
+            if name in self._shared and torch.is_grad_enabled():
+                inputs, own, coefficients = (self._repeated(part, inputs.ndim) for part in (inputs, own, coefficients))
+            if kind.tokens and torch.is_grad_enabled() and not own.requires_grad:
+                own = _with_history(own)
             if self._active:
-                self._take(name, module, inputs, own)
+                self._take(name, module, inputs, own, coefficients)
             return None if own is output else own
 
         return keep
 
-    def _take(self, name: str, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
-        if inputs.ndim < layers.kind_of(module).space + 2:
+    def _repeated(self, part: Any, dims: int) -> Any:
+        """Return a part of a call whose tokens have so many dimensions with one of each sample, in dimension 0."""
+        if part is None:
+            return None
+        single = part if dims > 1 and len(part) == 1 else part.unsqueeze(0)
+        return single.expand(self._samples, *single.shape[1:]).contiguous()
+
+    def _take(self, name: str, module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Tensor | None) -> None:
+        kind = layers.kind_of(module)
+        if inputs.ndim < kind.least_dims:
             raise InputError(
                 f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
                 f"it one, {(1, *inputs.shape)}"
             ).about({name: "its input has no dimension for samples"})
-        if self._checking and not layers.computes(module, inputs, output):
+        if self._checking and not layers.computes(module, inputs, output, coefficients):
             raise InputError(
                 f"layer {name!r} ({type(module).__name__}): its output is not W φ + b of its weight and input; its "
                 "forward is replaced (by an adapter, quantisation, …) and cannot be measured"
             )
         overwritten = name in self._copied
         kept = inputs.clone() if overwritten else inputs
-        input_edge = None if overwritten and inputs._is_view() else get_gradient_edge(inputs)
+        has_edge = not kind.tokens and not (overwritten and inputs._is_view())
+        input_edge = get_gradient_edge(inputs) if has_edge else None
         shape = torch.empty_like(output, device="meta", requires_grad=False)
-        call = Call(kept, version(kept), get_gradient_edge(output), input_edge, shape)
+        route = module.route if isinstance(module, Use) else None
+        call = Call(kept, version(kept), get_gradient_edge(output), input_edge, shape, coefficients, route)
         self.calls.setdefault(name, []).append(call)
 
 
@@ -206,4 +239,10 @@ def _with_own_history(output: Tensor) -> Tensor:
     if output.layout != torch.strided:
         return output.clone()
     alias: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+    return alias
+
+
+def _with_history(output: Tensor) -> Tensor:
+    """Return an alias of an output without a graph that has one; it is no leaf, which may not change in place."""
+    alias: Tensor = torch.ops.aten._unsafe_view(output.detach().requires_grad_(), output.shape)
     return alias

@@ -180,6 +180,7 @@ class Runner:
                         place.done = True
                         take(result)
                 done += samples
+            self._known.finish()
 
     def repeat(
         self, run: Repeatable, rows: Tensor, work: Callable[[Run, slice], Result], take: Callable[[Result], None]
@@ -233,7 +234,7 @@ class Runner:
     def _recorded(self, batch: Any, number: int, numbers: Tensor, check: Check) -> Run | None:
         """Run the model on a micro-batch; None: something was found out by it, for which it has to run once more."""
         recorder, known, samples = self._recorder, self._known, len(numbers)
-        with recorder.recording():
+        with recorder.recording(samples):
             outputs, targets = self._outputs_and_targets(batch)
         known.note_unseen()
         if known.unseen:

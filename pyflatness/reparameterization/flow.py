@@ -178,7 +178,7 @@ class Flow(TorchDispatchMode):
 
 def takes_factors(module: nn.Module) -> bool:
     """Return whether factors on a module's inputs can be undone, or passed on, by its own numbers."""
-    return isinstance(module, _BatchNorm) or layers.is_supported(module)
+    return isinstance(module, _BatchNorm) or (layers.is_supported(module) and layers.kind_of(module).has_input)
 
 
 def _rows(module: nn.Module, output: Tensor, count: int) -> Tensor:

@@ -35,7 +35,7 @@ class Folding:
         if not norms:
             return
         kept: set[str] = set()  # layers whose output goes elsewhere
-        sources = {name: 1 for name, module in model.named_modules() if layers.is_supported(module)}
+        sources = {name: 1 for name, module in model.named_modules() if layers.takes_bias(module)}
         with Flow(model, sources, lambda source, *_: kept.add(source), through=False) as seen, calling.dry_run():
             outputs, _ = calling.run(model, batch, forward)
             seen.finish(outputs)

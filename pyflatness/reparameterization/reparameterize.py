@@ -129,7 +129,7 @@ def check_same(
 
 def scale_rows(module: nn.Module, factors: Tensor) -> None:
     """Multiply the rows of a layer's weight and bias, in place, by factors (d,) or (1,) float64."""
-    weight, bias = module.weight, module.bias
+    weight, bias = module.weight, getattr(module, "bias", None)
     assert isinstance(weight, Tensor)
     rows = layers.as_matrix(module, weight).double() * factors.view(-1, 1)
     weight.copy_(layers.as_weight(module, rows))

@@ -63,5 +63,6 @@ def is_weight(module: nn.Module, name: str, parameter: Tensor) -> bool:
         parameter.is_floating_point()
         and parameter.ndim >= 2
         and not name.startswith("bias")
+        and not name.endswith("_bias")
         and not isinstance(module, _NORMS)
     )

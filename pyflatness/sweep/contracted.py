@@ -52,7 +52,7 @@ class Contracted:
                 left -= found.held
         self._contract = {name: one.of if one.stack_size == 1 else one.hold for name, one in self._contractions.items()}
         self._tail = self._small_tail() if hold and count > 1 else None
-        self._at_once = self._most_at_once(count)
+        self._at_once = self._most_at_once(count, left)
 
     def of(self, cotangent: Tensor, sign: Sign = None) -> list[tuple[str, Contribution]]:
         """Return each layer's contribution for a cotangent of the run's outputs; none of one that holds it back."""
@@ -95,13 +95,17 @@ class Contracted:
         tail = Tail(outputs, users, edges)
         return tail if tail.names else None
 
-    def _most_at_once(self, count: int) -> int:
-        """Return how many of so many cotangents go through the tail at once: shared out evenly, as layers hold back."""
+    def _most_at_once(self, count: int, memory: int) -> int:
+        """Return how many of so many cotangents go through the tail at once: shared out evenly, as layers hold back.
+
+        What they give takes at most so many bytes, but for one cotangent's.
+        """
         if self._tail is None:
             return 1
         sizes = [self._contractions[name].stack_size for name in self._tail.names]
         most = min([size for size in sizes if size > 1], default=_AT_ONCE)
-        return -(-count // -(-count // min(most, _AT_ONCE)))
+        most = max(1, min(most, _AT_ONCE, memory // max(1, self._tail.bytes)))
+        return -(-count // -(-count // most))
 
     def _arrived(self, sent: Iterable[tuple[Tensor, Sign]]) -> Arrivals:
         """Yield what arrives at the layers of cotangents that are sent one after the other."""

@@ -84,15 +84,15 @@ class Heads:
 
     def _order(self, run: Run, sent: Cotangents, form: LayerForm) -> Tensor | None:
         """Return which rows of a head's output the loss terms read; empty: all in their order; None: it is no head."""
-        calls, outputs, module, dim = run.calls(form.name), run.outputs, self._runner.selected[form.name], sent.row_dim
+        calls, module, rows = run.calls(form.name), self._runner.selected[form.name], sent.rows()
         call = calls[-1]
-        if len(calls) != 1 or not form.pointwise or dim is None or outputs.dtype != call.output.dtype:
+        if len(calls) != 1 or not form.pointwise or rows is None or rows.dtype != call.output.dtype:
             return None
-        output = _output_of(call, outputs)
+        output = _output_of(call, run.outputs)
         # It may have been changed where autograd does not see it.
         if output is None or not layers.computes(module, call.inputs, output):
             return None
-        rows, own = outputs.detach().movedim(dim, -1), output.movedim(layers.class_dim(module), -1)
+        own = output.movedim(layers.class_dim(module), -1)
         same = (rows.shape[-1], rows.stride(-1)) == (own.shape[-1], own.stride(-1))
         return order_in_memory(rows, own) if same else None
 

@@ -16,10 +16,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import contractions, interrupts
 from ..errors import InputError, NonFiniteError
-from ..model import inputs
+from ..model import inputs, layers
 from ..numerics import spectra
 from ..numerics.accumulate import Accumulator, non_finite
 from ..passes.dry_run import Findings
+from ..passes.forms import form_of
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
 from ..passes.recorder import Call
@@ -166,6 +167,8 @@ class _Sweep:
             for whole in quantities.values():
                 whole[~fine] = torch.nan
         names = tuple(name for name in self._task.selection.modules if name in found)
+        if self._runner.modules and not names:
+            raise self._no_places()
         backend = contractions.describe(self._backend)
         passed = frozenset(self._passed)
         return Samples(self._task, names, self._width, kept, self._calls, self._apart, passed, backend, found)
@@ -190,6 +193,8 @@ class _Sweep:
                 f"max_passes={most}; pass max_passes={self._width}, or take mls_adversarial, which needs no Jacobian"
             )
         places = self._places(run)
+        if not places:
+            raise self._no_places()
         edges = [edge for place in places for edge in place.edges]
         for cotangent in _identity(run.outputs, run.samples):
             interrupts.check()
@@ -218,6 +223,8 @@ class _Sweep:
         if tensor is not None and INPUT not in run.recorder.calls:  # a model that is a layer itself has no other name
             places.append(Place(INPUT, [get_gradient_edge(tensor)], [tensor], lambda x: x))
         for name, calls in run.recorder.calls.items():
+            if not layers.kind_of(self._runner.selected[name]).has_input:
+                continue
             self._calls[name] = max(self._calls.get(name, 0), len(calls))
             edges, tensors = [_input_edge(name, call) for call in calls], [call.inputs for call in calls]
             weight = self._weight(run, name) if self._of_weights else None
@@ -225,10 +232,17 @@ class _Sweep:
             places.append(Place(name, edges, tensors, arrange, weight, self._scales.get(name)))
         return places
 
+    def _no_places(self) -> InputError:
+        """Return the error for layers of which none has an input that is a place."""
+        return InputError(
+            f"layers: none of {', '.join(map(repr, self._runner.modules))} has an input with a derivative: tokens have "
+            "none, and of several inputs there is not one; choose other layers"
+        )
+
     def _weight(self, run: Run, name: str) -> WeightGradient:
         module, options = self._runner.selected[name], self._task.options
         if name not in self._forms:
-            self._forms[name] = LayerForm(name, module, ("squares",), replace(options, conv="filter"))
+            self._forms[name] = form_of(name, module, ("squares",), replace(options, conv="filter"))
         return WeightGradient(run, name, module, self._forms[name], self._width)
 
 

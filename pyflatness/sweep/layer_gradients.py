@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import contractions
 from ..model import layers
 from ..numerics.directions import Directions
+from ..passes.forms import form_of
 from ..passes.independence import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
@@ -102,17 +103,18 @@ class LayerGradients:
 
     def _is_whole(self, run: Run, name: str, gradients: Sequence[Tensor], whole: Mapping[str, Tensor | None]) -> bool:
         """Return whether the gradients of all samples together are those of the layer's parameters."""
-        module, delta = self.modules[name], self._forms[name].rows(run, gradients)
+        module, form = self.modules[name], self._forms[name]
+        delta = form.rows(run, gradients)
         weight, bias = whole.get(_joined(name, "weight")), whole.get(_joined(name, "bias"))
         if _joined(name, "weight") in whole:
-            summed = torch.einsum("ngpd,ngpm->gdm", delta, self._forms[name].patches(run)).flatten(0, 1)
+            summed = form.on_all_columns(run, torch.einsum("ngpd,ngpm->gdm", delta, form.patches(run))).flatten(0, 1)
             if not _same(summed, None if weight is None else layers.as_matrix(module, weight)):
                 return False
         return _joined(name, "bias") not in whole or _same(delta.sum(dim=(0, 2)).flatten(), bias)
 
     def _form(self, name: str) -> LayerForm:
         quantity = "weighted" if self._adaptive else "squares"
-        form = LayerForm(name, self.modules[name], (quantity,), self._options)
+        form = form_of(name, self.modules[name], (quantity,), self._options)
         self.backend = contractions.describe(form.backend)
         return form
 

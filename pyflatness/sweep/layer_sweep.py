@@ -27,6 +27,7 @@ from ..numerics.accumulate import counting, finite_samples
 from ..numerics.signs import Signs
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
+from ..passes.forms import form_of
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
@@ -285,7 +286,7 @@ class Sweep:
         """Make the form of each layer that came with this run."""
         for name, module in self._runner.modules.items():
             if name not in self._forms:
-                form = LayerForm(name, module, self.quantities, self._options, self._scales.get(name))
+                form = form_of(name, module, self.quantities, self._options, self._scales.get(name))
                 self._forms[name], self.backend = form, contractions.describe(form.backend)
 
 

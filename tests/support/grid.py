@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pyflatness.model import layers
 from support import truth
 from support.cases import C, to
 
@@ -50,7 +51,7 @@ def ggn(case: Case, layer: str) -> Tensor:
 
 @functools.cache
 def head(case: Case) -> str:
-    """Return the layer whose only call gives the model's outputs, the very tensor, rows as the loss reads them.
+    """Return the layer whose only call gives the model's outputs, in the same memory, rows as the loss reads them.
 
     It is empty if none does. Squared errors of images are read along their last dimension, and a convolution's rows are
     in the second.
@@ -62,7 +63,16 @@ def head(case: Case) -> str:
         found = outputs.setdefault(name, [])
         model.get_submodule(name).register_forward_hook(lambda _, args, output, found=found: found.append(output))
     result = model(case.inputs)
-    return next((name for name, made in outputs.items() if len(made) == 1 and made[0] is result), "")
+    read = result.unsqueeze(1) if result.ndim == 1 else result
+    read = read.movedim(1 if isinstance(case.loss, nn.CrossEntropyLoss) else -1, -1)
+    for name, made in outputs.items():
+        if len(made) != 1:
+            continue
+        rows = made[0].movedim(layers.class_dim(model.get_submodule(name)), -1)
+        same = (rows.shape[-1], rows.stride(-1)) == (read.shape[-1], read.stride(-1))
+        if same and rows.untyped_storage().data_ptr() == read.untyped_storage().data_ptr():
+            return name
+    return ""
 
 
 def method(case: Case, layer: str, measure: str, curvature: str = "auto") -> str:

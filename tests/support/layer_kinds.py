@@ -63,3 +63,119 @@ add("transposed convolution on its own output", lambda: Net(twice, up=nn.ConvTra
 add("segmentation by a transposed convolution", lambda: Net(segmentation, down=nn.Conv2d(2, 3, 2, stride=2),
     up=nn.ConvTranspose2d(3, C, 2, stride=2)), normal(22, 2, 2, 2, 4), torch.arange(16).view(2, 2, 4) % C,
     "down up")  # fmt: skip
+
+# --- embeddings -------------------------------------------------------------------------------------------------------
+
+WORDS = torch.tensor([[1, 4, 1, 0], [2, 2, 2, 5], [0, 6, 3, 4]])  # some several times, 7 tokens
+
+
+def sentence(between):
+    return lambda net, x: net.head(between(net.embed(x)).flatten(1))
+
+
+def products(h):
+    """Of neighbours, so that the outputs are linear in no position's features and quadratic in all."""
+    return h * h.roll(1, dims=1)
+
+
+def embedding(between, width=3, **options):
+    return lambda: Net(sentence(between), embed=nn.Embedding(7, width, **options), head=nn.Linear(4 * width, C))
+
+
+def in_place(h):
+    h += 0.5
+    return torch.relu(h)
+
+
+def tied(net, x):
+    """A language model whose head is its embedding."""
+    return net.head(torch.relu(net.embed(x)).cumsum(1)).transpose(1, 2)
+
+
+def tied_network():
+    net = Net(tied, embed=nn.Embedding(7, 3), head=nn.Linear(3, 7, bias=False))
+    net.head.weight = net.embed.weight
+    return net
+
+
+def bags(**options):
+    return lambda: Net(lambda net, x: net.head(torch.relu(net.embed(x))), embed=nn.EmbeddingBag(7, 3, **options),
+        head=nn.Linear(3, C))  # fmt: skip
+
+
+def weighted(between):
+    """Bags in which each token has a weight of its own."""
+    return lambda net, x: net.head(between(net.embed(x, per_sample_weights=(x + 1.0).to(net.head.weight.dtype) / 4)))
+
+
+def pairs(net, x):
+    return net.head(torch.relu(net.embed(x[:, :2]).flatten(1)) + torch.relu(net.embed(x[:, 1:3]).flatten(1)))
+
+
+add("embedding", embedding(torch.relu), WORDS, INDICES[:3], "embed head")
+add("embedding, more features than tokens", embedding(torch.relu, 9), WORDS, INDICES[:3], "embed")
+add("embedding, padding", embedding(torch.relu, padding_idx=0), WORDS.int(), INDICES[:3], "embed")
+add("embedding, smooth", embedding(torch.tanh, 2), WORDS, INDICES[:3], "embed", curved="embed")
+add("embedding, smooth, padding", embedding(products, 2, padding_idx=2), WORDS, INDICES[:3], "embed", curved="embed")
+add("embedding, changed in place", embedding(in_place), WORDS, INDICES[:3], "embed")
+add("embedding of one token", lambda: nn.Sequential(nn.Embedding(7, 3), nn.ReLU(), nn.Linear(3, C)), WORDS[:, 0],
+    INDICES[:3], "0 2")  # fmt: skip
+add("embedding of one token, smooth", lambda: nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, C)),
+    WORDS[:, 0], INDICES[:3], "0 2", curved="0")  # fmt: skip
+add("embedding called twice", lambda: Net(pairs, embed=nn.Embedding(7, 3), head=nn.Linear(6, C)), WORDS, INDICES[:3],
+    "embed")  # fmt: skip
+add("embedding that is the head too", tied_network, WORDS, WORDS.roll(-1, 1), "embed head")
+add("embedding bag, sum", bags(mode="sum"), WORDS, INDICES[:3], "embed head")
+add("embedding bag, mean", bags(mode="mean"), WORDS, INDICES[:3], "embed")
+add("embedding bag, mean, padding", bags(mode="mean", padding_idx=2), WORDS, INDICES[:3], "embed")
+add("embedding bag, weights", lambda: Net(weighted(torch.relu), embed=nn.EmbeddingBag(7, 3, mode="sum"),
+    head=nn.Linear(3, C)), WORDS, INDICES[:3], "embed")  # fmt: skip
+add("embedding bag, weights, smooth", lambda: Net(weighted(torch.tanh), embed=nn.EmbeddingBag(7, 3, mode="sum",
+    padding_idx=0), head=nn.Linear(3, C)), WORDS, INDICES[:3], "embed", curved="embed")  # fmt: skip
+
+
+def positions(shape):
+    """Codes of the four positions that all samples share, looked up once, and added."""
+
+    def forward(net, x):
+        places = torch.arange(x.shape[1]).expand(*shape, -1)
+        return net.head(net.mix(torch.tanh(net.embed(x) + net.place(places))).relu().flatten(1))
+
+    return lambda: Net(forward, embed=nn.Embedding(7, 3), place=nn.Embedding(5, 3), mix=nn.Linear(3, 3),
+        head=nn.Linear(12, C))  # fmt: skip
+
+
+add("embedding of positions (T, d)", positions(()), WORDS, INDICES[:3], "embed place", curved="embed place")
+add("embedding of positions (1, T, d)", positions((1,)), WORDS, INDICES[:3], "place", curved="place")
+add("embedding of positions, as many as samples", positions(()), WORDS[[0, 1, 2, 1]], INDICES[:4], "place mix",
+    curved="place")  # fmt: skip
+
+# --- bilinear layers --------------------------------------------------------------------------------------------------
+
+
+def pair_of(between, positions=False):
+    """A bilinear layer of two layers' outputs, once for a sample or at several positions."""
+
+    def forward(net, x):
+        x = x.unflatten(1, (2, -1)) if positions else x
+        return net.head(between(net.join(net.left(x).relu(), net.right(x).relu())).flatten(1))
+
+    def make():
+        m, outputs = (2, 6) if positions else (4, 3)
+        return Net(forward, left=nn.Linear(m, 3), right=nn.Linear(m, 2), join=nn.Bilinear(3, 2, 3),
+            head=nn.Linear(outputs, C))  # fmt: skip
+
+    return make
+
+
+def of_data(net, x):
+    return net.join(input1=x[:, :2], input2=x[:, 1:])
+
+
+PAIRS = normal(23, 3, 4)
+add("bilinear", pair_of(torch.relu), PAIRS, INDICES[:3], "left join head")
+add("bilinear, smooth", pair_of(torch.tanh), PAIRS, INDICES[:3], "join", curved="join")
+add("bilinear, positions", pair_of(torch.relu, positions=True), PAIRS, INDICES[:3], "right join")
+add("bilinear, positions, smooth", pair_of(torch.tanh, positions=True), PAIRS, INDICES[:3], "join", curved="join")
+add("bilinear, the whole network", lambda: Net(of_data, join=nn.Bilinear(2, 3, C, bias=False)), PAIRS, INDICES[:3],
+    "join")  # fmt: skip

@@ -109,6 +109,9 @@ def outputs_of(
                 return layer._conv_forward(*args, weight.view(layer.weight.shape), layer.bias)
             plain = copy.copy(layer)
             del plain.forward
+            if isinstance(layer, nn.EmbeddingBag):  # which torch differentiates once only
+                identity = {"weight": torch.eye(layer.num_embeddings, dtype=weight.dtype)}
+                return torch.func.functional_call(plain, identity, args, kwargs) @ weight.t()
             return torch.func.functional_call(plain, {"weight": as_weight(layer, weight)}, args, kwargs)
 
         layer.forward = forward
@@ -286,9 +289,35 @@ def deviations(rows: Tensor) -> Tensor:
 
 def layer_deviations(model: nn.Module, name: str, inputs: Tensor) -> Tensor:
     """σ of a layer's features, or of its input channels over unpadded pixels, over samples, positions and calls."""
-    dim = -1 if isinstance(model.get_submodule(name), nn.Linear) else 1
+    layer = model.get_submodule(name)
+    if isinstance(layer, (nn.Embedding, nn.EmbeddingBag, nn.Bilinear)):
+        return deviations(torch.cat(_features(model, layer, inputs)))
+    dim = -1 if isinstance(layer, nn.Linear) else 1
     calls = layer_inputs(model, name, inputs)
     return deviations(torch.cat([x.movedim(dim, -1).reshape(-1, x.shape[dim]) for x in calls]))
+
+
+def _features(model: nn.Module, layer: nn.Module, inputs: Tensor) -> list[Tensor]:
+    """The φ (rows, m) of each call of an embedding or bilinear layer: what it gives with the identity for a weight."""
+    seen: list[Tensor] = []
+    m = as_matrix(layer, layer.weight).shape[1]
+    weight = torch.eye(m, dtype=layer.weight.dtype)
+    if isinstance(layer, nn.Bilinear):
+        weight = weight.view(m, layer.in1_features, layer.in2_features)
+
+    def features(_, args, kwargs):
+        parameters = {"weight": weight} if layer._parameters.get("bias") is None else {"weight": weight, "bias": zeros}
+        seen.append(torch.func.functional_call(plain, parameters, args, kwargs).detach().reshape(-1, m))
+
+    zeros = torch.zeros(m, dtype=layer.weight.dtype)
+
+    plain = copy.deepcopy(layer)
+    handle = layer.register_forward_pre_hook(features, with_kwargs=True)
+    try:
+        model(inputs)
+    finally:
+        handle.remove()
+    return seen
 
 
 def scaled(layer: nn.Module, matrix: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:

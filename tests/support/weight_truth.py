@@ -66,6 +66,8 @@ def rows_of(module: nn.Module, weight: Tensor) -> Tensor:
         return weight.flatten(1).unflatten(0, (module.groups, -1))
     if isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):  # (inputs, outputs, …)
         return weight.unflatten(0, (module.groups, -1)).transpose(1, 2).flatten(2)
+    if getattr(module, "is_transposed", False):  # experts of transformers, y = x W
+        return weight.t()[None]
     if type(module).__name__ == "Conv1D" or isinstance(module, nn.Embedding):  # y = x W, x one-hot rows
         return weight.t()[None]
     assert weight.ndim == 2, f"{type(module).__name__}: its rows are not said here"

@@ -80,10 +80,12 @@ class Front(nn.Module):
 
 
 @pytest.mark.parametrize("around", [False, True])
-def test_what_is_in_front_goes_one_by_one(around, sent):
+@pytest.mark.parametrize(("size", "names"), [(0, {"last", "first"}), (2**20, {"last", "first", "conv", "early"})])
+def test_what_is_in_front_goes_one_by_one(around, size, names, sent, monkeypatch):
+    monkeypatch.setattr(tail, "_SMALL_IMAGES", size)
     check(Front(around).double().eval(), torch.randn(8, 1, 4, 4).double(), Y)
     assert sent
-    assert all(("conv" in names) is not around and "early" not in names for _, names in sent)
+    assert all({*at_once} == names for _, at_once in sent)
 
 
 @pytest.mark.parametrize("pooling", [nn.Identity(), nn.MaxPool2d(2)], ids=["whole", "pooled"])
@@ -185,3 +187,47 @@ def test_the_model_is_left_as_it_was(sent):
     assert sent
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
     model(X).sum().backward()
+
+
+class Residual(nn.Module):
+    """Two blocks with a shortcut each, of which the first one is a convolution, and a head."""
+
+    def __init__(self, before, width):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.shortcut = (
+            nn.Conv2d(2, before, 3, 2),
+            nn.Conv2d(before, 4, 1),
+            nn.Conv2d(2, 4, 3, 2),
+        )
+        self.third, self.fourth, self.norm = (
+            nn.Conv2d(4, width, 3, padding=1),
+            nn.Conv2d(width, 4, 1),
+            nn.BatchNorm2d(4),
+        )
+        self.head = nn.Linear(4, 3)
+        self.double().eval()
+
+    def forward(self, x):
+        h = F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
+        h = F.relu(self.norm(self.fourth(F.relu(self.third(h)))) + h)
+        return self.head(h.mean((2, 3)))
+
+
+LAST = {"head", "third", "fourth"}
+
+
+@pytest.mark.parametrize(
+    ("size", "before", "width", "names"),
+    [
+        (0, 4, 4, {"head"}),
+        (2000, 4, 4, LAST | {"first", "second", "shortcut"}),
+        (2000, 40, 4, LAST | {"second", "shortcut"}),
+        (2000, 4, 40, {"head"}),  # a part of the second block is small, but has two results in front of it
+    ],
+)
+def test_blocks_with_shortcuts(size, before, width, names, sent, monkeypatch):
+    monkeypatch.setattr(tail, "_SMALL_IMAGES", size)
+    check(Residual(before, width), torch.randn(8, 2, 7, 7).double(), Y)
+    assert all({*at_once} == names for _, at_once in sent)
+    assert bool(sent)

@@ -6,18 +6,23 @@ stands for the use of a weight in an operation is a :class:`Use`, and has a kind
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from .bilinear import Bilinear
 from .convolution import Convolution
+from .embedding import Embedding, EmbeddingBag
 from .linear import Linear, TransposedLinear
 from .transposed_convolution import TransposedConvolution
 
 __all__ = [
     "CLASSES",
     "SUPPORTED",
+    "Bilinear",
     "Convolution",
+    "Embedding",
+    "EmbeddingBag",
     "Linear",
     "TransposedConvolution",
     "TransposedLinear",
@@ -25,9 +30,13 @@ __all__ = [
     "base",
     "find",
     "is_plain",
+    "obstacle",
 ]
 
-SUPPORTED = "Linear, Conv1d to Conv3d, ConvTranspose1d to ConvTranspose3d, and the Conv1D of transformers"
+SUPPORTED = (
+    "Linear, Conv1d to Conv3d, ConvTranspose1d to ConvTranspose3d, Embedding, EmbeddingBag (sums and means), "
+    "Bilinear, and the Conv1D of transformers"
+)
 
 
 class Use(nn.Module):
@@ -41,6 +50,8 @@ class Use(nn.Module):
 
 
 _convolution = functools.lru_cache(maxsize=1024)(Convolution)
+_bilinear = functools.lru_cache(maxsize=1024)(Bilinear)
+_embedding, _bags = functools.lru_cache(Embedding), functools.lru_cache(EmbeddingBag)
 _transposed_convolution = functools.lru_cache(maxsize=1024)(TransposedConvolution)
 _LINEAR, _TRANSPOSED_LINEAR = Linear(), TransposedLinear()
 
@@ -56,16 +67,36 @@ def _of_transposed_convolution(module: Any) -> Linear:
     return _transposed_convolution(*map(tuple, sizes), module.groups)
 
 
-_OF_CLASS: dict[type[nn.Module], tuple[Callable[[Any], Linear], tuple[str, ...]]] = {
-    nn.Linear: (lambda module: _LINEAR, ("forward",)),
-    nn.Conv1d: (_of_convolution, ("forward", "_conv_forward")),
-    nn.Conv2d: (_of_convolution, ("forward", "_conv_forward")),
-    nn.Conv3d: (_of_convolution, ("forward", "_conv_forward")),
-    nn.ConvTranspose1d: (_of_transposed_convolution, ("forward", "_output_padding")),
-    nn.ConvTranspose2d: (_of_transposed_convolution, ("forward", "_output_padding")),
-    nn.ConvTranspose3d: (_of_transposed_convolution, ("forward", "_output_padding")),
+def _max_norm(module: Any) -> str:
+    return "" if module.max_norm is None else "changes its weight in its forward pass (max_norm=)"
+
+
+def _bag(module: Any) -> str:
+    return "takes maxima over its bags (mode='max')" if module.mode == "max" else _max_norm(module)
+
+
+class _Row(NamedTuple):
+    """Hold what makes the kind of a module, the methods by which it computes what it says, and why it does not."""
+
+    make: Callable[[Any], Linear]
+    methods: tuple[str, ...] = ("forward",)
+    obstacle: Callable[[Any], str] = lambda module: ""
+
+
+_CONVOLUTION = _Row(_of_convolution, ("forward", "_conv_forward"))
+_TRANSPOSED_CONVOLUTION = _Row(_of_transposed_convolution, ("forward", "_output_padding"))
+_OF_CLASS: dict[type[nn.Module], _Row] = {
+    nn.Linear: _Row(lambda module: _LINEAR),
+    nn.Conv1d: _CONVOLUTION,
+    nn.Conv2d: _CONVOLUTION,
+    nn.Conv3d: _CONVOLUTION,
+    nn.ConvTranspose1d: _TRANSPOSED_CONVOLUTION,
+    nn.ConvTranspose2d: _TRANSPOSED_CONVOLUTION,
+    nn.ConvTranspose3d: _TRANSPOSED_CONVOLUTION,
+    nn.Bilinear: _Row(lambda module: _bilinear(module.in1_features, module.in2_features)),
+    nn.Embedding: _Row(lambda module: _embedding(module.padding_idx), obstacle=_max_norm),
+    nn.EmbeddingBag: _Row(lambda module: _bags(module.mode == "mean", module.padding_idx), obstacle=_bag),
 }
-"""For a class of torch's what makes the kind of a module, and the methods by which a module computes what it says."""
 
 CLASSES = tuple(_OF_CLASS)
 """torch's classes of layers that can be measured."""
@@ -82,7 +113,7 @@ def find(module: nn.Module) -> Linear | None:
         return module.kind
     found = base(module)
     if found is not None:
-        return _OF_CLASS[found][0](module)
+        return _OF_CLASS[found].make(module)
     return _TRANSPOSED_LINEAR if _is_transposed(module) else None
 
 
@@ -91,8 +122,14 @@ def is_plain(module: nn.Module) -> bool:
     found = base(module)
     if found is None:
         return isinstance(module, Use) or _is_transposed(module)
-    methods = _OF_CLASS[found][1]
-    return all(getattr(type(module), method) is getattr(found, method) for method in methods)
+    row = _OF_CLASS[found]
+    return all(getattr(type(module), name) is getattr(found, name) for name in row.methods) and not row.obstacle(module)
+
+
+def obstacle(module: nn.Module) -> str:
+    """Return what a module of a kind does that is not measured; empty if there is no such thing."""
+    found = base(module)
+    return "" if found is None else _OF_CLASS[found].obstacle(module)
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -35,7 +35,7 @@ class Convolution(Linear):
         groups: int,
         padding_mode: str,
     ) -> None:
-        self.space, self.groups = len(kernel), groups
+        self.space, self.groups, self.least_dims = len(kernel), groups, len(kernel) + 2
         self.geometry = Geometry(groups, *map(_triple, (kernel, stride, dilation)))
         self.repeats_inputs = padding_mode != "zeros"
         self.pointwise = (
@@ -76,8 +76,10 @@ class Convolution(Linear):
             (gamma,) = torch.autograd.grad(self.affine(inputs, weight, None, delta), inputs, delta.to(weight.dtype))
         return gamma
 
-    def ends(self, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first positions of the first image and the last ones of the last, and their padded inputs.
+    def at_ends(
+        self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return W φ and the output at the first positions of the first image and the last ones of the last.
 
         They are first and last along the first dimension of space.
         """
@@ -85,12 +87,7 @@ class Convolution(Linear):
         start = self._stride[0] * (output.shape[2] - 1)
         first, last = (self._padded(inputs[[place]]) for place in (0, -1))
         edges = torch.cat([first[:, :, :seen], last[:, :, start : start + seen]])
-        return edges, torch.cat([output[:1, :, :1], output[-1:, :, -1:]])
-
-    def inside(self, inputs: Tensor, weight: Tensor) -> Tensor:
-        """Return W φ of inputs that are padded already."""
-        outputs: Tensor = self._function(inputs, weight, None, self._stride, 0, self._dilation, self.groups)
-        return outputs
+        return self._inside(edges.to(weight.dtype), weight), torch.cat([output[:1, :, :1], output[-1:, :, -1:]])
 
     def in_common_form(self, tensor: Tensor) -> list[Tensor]:
         """Return inputs (padded) or cotangents of one call, (n, q, channels, …), in the dimensions of a geometry."""
@@ -98,6 +95,11 @@ class Convolution(Linear):
             return list(tensor.unbind(1))
         images = tensor.transpose(1, 2)  # the q images lie along the first dimension of space, where kernels have 1
         return [images if images.ndim == 5 else images.unsqueeze(3)]
+
+    def _inside(self, inputs: Tensor, weight: Tensor) -> Tensor:
+        """Return W φ of inputs that are padded already."""
+        outputs: Tensor = self._function(inputs, weight, None, self._stride, 0, self._dilation, self.groups)
+        return outputs
 
     def _padded(self, inputs: Tensor) -> Tensor:
         return F.pad(inputs, self._margins, mode=self._mode) if any(self._margins) else inputs

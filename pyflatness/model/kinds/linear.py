@@ -17,6 +17,9 @@ class Linear:
 
     Attributes:
         space: dimensions of space that inputs and outputs have, behind their channels; 0: channels are last.
+        tokens: whether inputs are numbers of columns, one-hot vectors φ.
+        has_input: whether φ is one tensor that the model makes, with a derivative in it.
+        least_dims: that inputs have, with one for samples.
         groups: separate matrices that the weight is made of.
         class_dim: the dimension of the output that holds rows.
         pointwise: whether every position is multiplied by the same matrix, once.
@@ -25,6 +28,9 @@ class Linear:
     """
 
     space = 0
+    tokens = False
+    has_input = True
+    least_dims = 2
     groups = 1
     class_dim = -1
     pointwise = True
@@ -54,6 +60,21 @@ class Linear:
         """Return W φ + b as torch computes it, of the shape of ``like`` where the input leaves that open."""
         return F.linear(inputs, weight, bias)
 
+    def varied(self, inputs: Tensor, weight: Tensor, like: Tensor, coefficients: Tensor | None) -> Tensor:
+        """Return how the output of a call changes with a change of the weight, of that weight's dtype.
+
+        Args:
+            inputs: of the call.
+            weight: the change.
+            like: of the output's shape.
+            coefficients: from :meth:`coefficients`.
+        """
+        return self.affine(inputs.to(weight.dtype), weight, None, like)
+
+    def coefficients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Return what the tokens of a call are multiplied by, of their shape; None: by 1, or there are none."""
+        return None
+
     def pad(self, inputs: Tensor, output: Tensor) -> Tensor:
         """Return the input, padded as the layer does it for an output of this shape."""
         return inputs
@@ -62,14 +83,12 @@ class Linear:
         """Return Wᵀ δ for δ of the shape of an output and inputs of this size, without dimension 0."""
         return delta.to(weight.dtype) @ self.as_matrix(weight)
 
-    def ends(self, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a few first and last rows of the output, and the (padded) inputs that :meth:`inside` makes them of."""
-        first, last = (part.reshape(-1, part.shape[-1])[[0, -1]] for part in (inputs, output))
-        return first, last
-
-    def inside(self, inputs: Tensor, weight: Tensor) -> Tensor:
-        """Return W φ of inputs that are padded already."""
-        return self.affine(inputs, weight, None)
+    def at_ends(
+        self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return W φ of a few first and last rows of a call's inputs, and the same rows of its output."""
+        first, rows = (part.reshape(-1, part.shape[-1])[[0, -1]] for part in (inputs, output))
+        return self.affine(first.to(weight.dtype), weight, None), rows
 
     def in_common_form(self, tensor: Tensor) -> list[Tensor]:
         """Return inputs (padded) or cotangents of one call, (n, …, features), in the dimensions of a geometry.

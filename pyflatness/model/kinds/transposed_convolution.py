@@ -80,13 +80,12 @@ class TransposedConvolution(Convolution):
             margins = [margin, margin + behind - (stride - 1), *margins]
         return F.pad(inputs, margins)
 
-    def ends(self, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first and the last output, and x̃ of their inputs."""
-        return self.pad(inputs[[0, -1]], output), output[[0, -1]]
-
-    def inside(self, inputs: Tensor, weight: Tensor) -> Tensor:
-        """Return W' ∗ x̃."""
-        return super().inside(inputs, super().as_weight(self.as_matrix(weight)))
+    def at_ends(
+        self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return W' ∗ x̃ of the first and the last input, and the same of the output."""
+        padded = self.pad(inputs[[0, -1]], output).to(weight.dtype)
+        return self._inside(padded, super().as_weight(self.as_matrix(weight))), output[[0, -1]]
 
     def _applied(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, output_padding: Sequence[int]) -> Tensor:
         function, sizes = _FUNCTIONS[self.space], (self._strides, self._paddings, output_padding)

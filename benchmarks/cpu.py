@@ -1,0 +1,208 @@
+"""What pyflatness is to reach on the CPU, in one table: measured, to reach, and where the time goes.
+
+Run from the project's root: ``python benchmarks/cpu.py [head] [lenet] [resnet8] [resnet32] [resnet128] [resnet20]
+[backpack] [hessian] [peers]``; all of them unless some are named, which takes some twelve minutes. ``--kept FILE`` adds
+the figures to those in a file and prints them all: a table in parts, each of them short. BackPACK, curvlinops and
+PyHessian are optional (``pip install '.[peers]' pyhessian``); their figures are left out where they are missing.
+
+The works are those of :mod:`head`, :mod:`layers` and :mod:`hessian`, timed in turn with their floors. ``where it goes``
+has the shares of the figure that parts of one more call take under cProfile, which makes Python's part of it larger.
+"""
+
+import argparse
+import cProfile
+import json
+import pstats
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import bare
+import layers
+import peers
+import torch
+from networks import images, lenet5, resnet18, resnet20, settled
+from rich.console import Console
+from rich.table import Table
+from timing import in_turn
+
+import head
+import hessian
+
+HEADS = ("head (1, ", "head (50000, ", "LeNet5")  # beginnings of the rows of the head's table
+
+# By a name for it, a part's functions: the end of their file's path, and how their names begin. No part is in another.
+LAYERS = {
+    "some samples first": [("dry_run.py", "run")],
+    "forward": [("checked.py", "_watched")],
+    "backward": [("~", "<method 'run_backward'")],
+    "w wᵀ and its factor": [("factor.py", "gram_factor")],
+    "contraction": [("routes.py", "products"), ("routes.py", "__init__")],
+}
+PRODUCTS = {
+    "the head?": [("head.py", "established")],
+    "some samples first": [("dry_run.py", "run")],
+    "forward": [("checked.py", "_watched")],
+    "certificate": [("linearity.py", "nonlinear_layers")],
+    "products": [("block_traces.py", "derivatives"), ("block_traces.py", "gradients")],
+    "basis": [("block_traces.py", "_basis")],
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure that is held against what it is to reach: at most, or at least where ``least``."""
+
+    what: str
+    unit: str
+    measured: float
+    limit: float
+    parts: str = ""
+    least: bool = False
+
+    def cells(self) -> list[str]:
+        """Return the cells of the table."""
+        reached = self.measured >= self.limit if self.least else self.measured <= self.limit
+        sign = "≥" if self.least else "≤"
+        cells = [f"{self.measured:.3g}", f"{sign} {self.limit:.3g}", "yes" if reached else "NO"]
+        return [self.what, self.unit, *cells, self.parts]
+
+
+def parts_of(call: Callable[[], object], figure: float, named: Mapping[str, list[tuple[str, str]]]) -> str:
+    """Return where the time of a call goes: its parts' shares of a figure."""
+    profile = cProfile.Profile()
+    profile.runcall(call)
+    stats = pstats.Stats(profile)
+    whole: float = stats.total_tt  # type: ignore[attr-defined]
+    times = dict.fromkeys(named, 0.0)
+    for (path, _, function), (_, _, _, cumulative, _) in stats.stats.items():  # type: ignore[attr-defined]
+        for part, functions in named.items():
+            if any(path.endswith(end) and function.startswith(begin) for end, begin in functions):
+                times[part] += cumulative
+    times["the rest"] = whole - sum(times.values())
+    return ", ".join(f"{part} {figure * time / whole:.2f}" for part, time in times.items())
+
+
+def heads(rounds: int) -> Iterator[Figure]:
+    """Heads from features and from images."""
+    for work, timed, (floor, limit), _ in head.TARGETS:
+        if work.startswith(HEADS):
+            timings = timed(4 * rounds)
+            ours = timings["pyflatness"]
+            if floor:
+                yield Figure(work, f"× {floor}", ours.ratio(timings[floor]), limit)
+            else:
+                yield Figure(work, "ms", 1e3 * ours.median, limit)
+
+
+def swept(work: layers.Work, limit: float, rounds: int) -> Iterator[Figure]:
+    """All layers of a network."""
+    sweep = bare.Sweep(work.model, work.names)
+    timings = in_turn({"": work.measure, "sweep": lambda: sweep.run(work.inputs())}, rounds, repeats=1)
+    ours, floor = timings.values()
+    figure = ours.ratio(floor)
+    parts = parts_of(work.measure, figure, LAYERS)
+    yield Figure(f"{work.title}, n = {len(work.x):,}", "× bare sweep", figure, limit, parts)
+
+
+def lenet(rounds: int) -> Iterator[Figure]:
+    """LeNet5."""
+    yield from swept(layers.Work("LeNet5, 5 layers", lenet5().eval(), images(5000)), 1.2, 3 * rounds)
+
+
+def _resnet18(n: int, limit: float) -> Callable[[int], Iterator[Figure]]:
+    def figures(rounds: int) -> Iterator[Figure]:
+        work = layers.Work("ResNet-18, 21 layers", settled(resnet18()), images(n))
+        yield from swept(work, limit, max(2, rounds * min(3, 64 // n)))
+
+    return figures
+
+
+def published(rounds: int) -> Iterator[Figure]:
+    """ResNet-20 with published weights."""
+    yield from swept(layers.Work("ResNet-20, 20 layers", resnet20(), images(1000)), 1.3, rounds)
+
+
+def backpack(rounds: int) -> Iterator[Figure]:
+    """One linear layer of LeNet5, beside BackPACK: all samples at once, and in parts."""
+    for name in ("fc1", "fc2", "fc3"):
+        work = layers.Work(f"LeNet5 {name}, n = 5,000", lenet5().eval(), images(5000), layers=[name], curvature="ggn")
+        try:
+            theirs = peers.backpack_identity(peers.Around(work.model, name))
+        except ImportError:
+            return
+        timings = in_turn(
+            {
+                "": work.measure,
+                "BackPACK at once": lambda work=work, theirs=theirs: theirs([(work.x, work.y)]),
+                "BackPACK in parts of 256": lambda work=work, theirs=theirs: theirs(work.batches()),
+            },
+            2 * rounds,
+            repeats=1,
+        )
+        ours = timings.pop("")
+        for title, timing in timings.items():
+            figure = ours.ratio(timing)
+            yield Figure(work.title, f"× {title}", figure, 2 / 3, parts_of(work.measure, figure, LAYERS))
+
+
+def products(rounds: int) -> Iterator[Figure]:
+    """Exact Hessian values of a tanh network."""
+    for place, rank, ways in hessian.tanh_layers():
+        timings = in_turn(ways, 5 * rounds, repeats=1)
+        figure = hessian.of_both(timings)
+        parts = parts_of(ways["pyflatness"], figure, PRODUCTS)
+        what = f"tanh network, layer {place}, rank {rank}, n = 256"
+        yield Figure(what, "× (products + a forward pass)", figure, 1.2, parts)
+
+
+def traces(rounds: int) -> Iterator[Figure]:
+    """Traces of a transformer's layers to 1 %, beside other libraries' estimators."""
+    layer = ""
+    for estimator in hessian.estimators(rounds):
+        layer = estimator.layer or layer
+        if estimator.draws is not None and estimator.over is not None:
+            yield Figure(f"trace of {layer} to 1 %", f"{estimator.what} / ours", estimator.over, 2.0, least=True)
+
+
+GROUPS: dict[str, Callable[[int], Iterator[Figure]]] = {
+    "head": heads,
+    "lenet": lenet,
+    "resnet8": _resnet18(8, 1.35),
+    "resnet32": _resnet18(32, 1.3),
+    "resnet128": _resnet18(128, 1.25),
+    "resnet20": published,
+    "backpack": backpack,
+    "hessian": products,
+    "peers": traces,
+}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kept", type=Path, help="a file of figures, to add to")
+    options = parser.parse_args()
+    if unknown := set(options.groups) - set(GROUPS):
+        parser.error(f"no groups {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
+    torch.manual_seed(0)
+    kept: dict[str, list[Figure]] = {}
+    if options.kept and options.kept.exists():
+        kept = {name: [Figure(**one) for one in found] for name, found in json.loads(options.kept.read_text()).items()}
+    for name in options.groups or GROUPS:
+        kept[name] = list(GROUPS[name](options.rounds))
+        if options.kept:
+            options.kept.write_text(json.dumps({name: [asdict(one) for one in found] for name, found in kept.items()}))
+    table = Table("figure", "unit", "measured", "to reach", "reached", "where it goes", title="float32, times in turn")
+    for name in filter(kept.__contains__, GROUPS):
+        table.add_section()
+        for figure in kept[name]:
+            table.add_row(*figure.cells())
+    Console(width=150).print(table)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+
+
+if __name__ == "__main__":
+    main()

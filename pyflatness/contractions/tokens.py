@@ -1,0 +1,131 @@
+"""Contract an embedding: a matrix w (d, m) with a column for each token, whose inputs φ are one-hot.
+
+A sample's M = Σ_p δ_p φ_pᵀ has the columns of its tokens alone, each the sum of δ over the positions of that token.
+They are written out, and take no more memory than δ; no one-hot vector is.
+"""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .factor import gram_factor
+from .layer import Contraction, Sign
+from .precision import promoted
+from .quantities import Contribution, Wanted
+from .reference import Products
+from .routes import Calls
+
+
+class TokenContraction:
+    """Contract like :class:`.layer.LayerContraction`, for tokens (n, P) as inputs and cotangents (n, P, d).
+
+    Args:
+        weight: (1, d, m).
+        backend: a module from :func:`.backends.choose`.
+        quantities: names of :data:`.quantities.QUANTITIES`.
+    """
+
+    def __init__(self, weight: Tensor, backend: ModuleType, quantities: Sequence[str]) -> None:
+        self._weight, self._backend, self._wanted = weight, backend, Wanted(quantities)
+        self._factor = gram_factor(promoted(weight))[0] if self._wanted.gram_factor else None
+
+    def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
+        """Return the contraction at tokens (n, P); how many cotangents come does not matter, and none are held back."""
+        at = Tokens(self._weight, self._factor, self._backend, self._wanted, inputs[0])
+        return Contraction(self._wanted, at.products, at.entries)
+
+    def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
+        """Return that every element of a cotangent has to be there."""
+        return False
+
+    def nothing(self, samples: int) -> Contribution:
+        """Return the contribution of no cotangent at all."""
+        _, d, m = self._weight.shape
+        return self._wanted.nothing(samples, (1, d, m, 1), self._weight.device)
+
+    def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
+        """Return Σ_i coefficient_i M_i M_iᵀ, (1, d, d) float64."""
+        columns = Columns(inputs[0]).of(cotangent[0]).double()
+        scaled = (columns * coefficients.view(-1, 1, 1)).flatten(0, 1)
+        return (scaled.t() @ columns.flatten(0, 1)).unsqueeze(0)
+
+
+class Columns:
+    """Find the columns of M: the tokens that each sample has, U of them at most.
+
+    Args:
+        tokens: (n, P).
+
+    Attributes:
+        tokens: (n, U), those of each sample; behind them zeros, for columns of M that are zero.
+        places: (n, P), each position's among them.
+    """
+
+    def __init__(self, tokens: Tensor) -> None:
+        ordered, order = tokens.sort(dim=1)
+        begins = torch.zeros_like(ordered)
+        begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+        numbers = begins.cumsum(dim=1)
+        self.places = torch.empty_like(numbers).scatter_(1, order, numbers)
+        count = int(numbers.max()) + 1 if numbers.numel() else 0
+        self.tokens = tokens.new_zeros(len(tokens), count).scatter_(1, numbers, ordered)
+
+    def of(self, cotangent: Tensor) -> Tensor:
+        """Return Mᵀ (n, U, d) of a cotangent (n, P, d)."""
+        delta = promoted(cotangent)
+        columns = delta.new_zeros(len(delta), self.tokens.shape[1], delta.shape[2])
+        return columns.scatter_add_(1, self.places.unsqueeze(2).expand_as(delta), delta)
+
+
+class Tokens:
+    """Compute the products of M from its columns.
+
+    Args:
+        weight: (1, d, m).
+        factor: R, (r, d), if |R M|² is wanted.
+        backend: a module from :func:`.backends.choose`.
+        wanted: the quantities.
+        tokens: (n, P).
+    """
+
+    def __init__(
+        self, weight: Tensor, factor: Tensor | None, backend: ModuleType, wanted: Wanted, tokens: Tensor
+    ) -> None:
+        self._shape, self._factor, self._dots, self._made = weight.shape, factor, backend.row_dots, wanted.products
+        self._columns = Columns(tokens.long())
+        made = wanted.products
+        if made.weighted or made.by_column or made.by_row:
+            self._weights = promoted(weight[0].t()[self._columns.tokens])  # (n, U, d)
+
+    def products(self, cotangent: Calls) -> Products:
+        """Return the products of a cotangent."""
+        made, columns = self._made, self._columns.of(cotangent[0])
+        squares = gram_weighted = weighted = by_column = by_row = None
+        if made.squares:
+            squares = self._norms(columns)
+        if self._factor is not None:
+            gram_weighted = self._norms(columns @ self._factor.to(columns.dtype).t())
+        if made.weighted or made.by_column or made.by_row:
+            products = columns * self._weights.to(columns.dtype)
+            weighted = self._norms(products) if made.weighted else None
+            by_row = products.sum(dim=1).double() if made.by_row else None
+            if made.by_column:
+                sums = products.sum(dim=2).double()
+                by_column = sums.new_zeros(len(sums), self._shape[2]).scatter_add_(1, self._columns.tokens, sums)
+        return Products(squares, gram_weighted, weighted, by_column, by_row)
+
+    def entries(self, cotangent: Calls, sign: Sign) -> Tensor:
+        """Return Σ_i sign_i M_i ∘ M_i, (1, d, m) float64."""
+        _, d, m = self._shape
+        squares = self._columns.of(cotangent[0]).double().square()
+        if sign is not None:
+            squares = squares * (sign.view(-1, 1, 1) if isinstance(sign, Tensor) else sign)
+        total = squares.new_zeros(m, d).index_add_(0, self._columns.tokens.flatten(), squares.flatten(0, 1))
+        return total.t().unsqueeze(0)
+
+    def _norms(self, columns: Tensor) -> Tensor:
+        flat = columns.flatten(1)
+        norms: Tensor = self._dots(flat, flat)
+        return norms

@@ -1,0 +1,188 @@
+"""Run the experts of a mixture, as transformers >= 5 has them, one by one and with each sample's tokens together.
+
+Such a module keeps a weight of all its experts in one tensor, (E, outputs, inputs) or (E, inputs, outputs). It is given
+the tokens of all samples in a row, each with the k experts that it is routed to, so that an expert has another number
+of tokens of each sample. Here they are laid out as (n, P, inputs), padded with zeros. Nothing reads what becomes of the
+padding, and no cotangent comes back to it.
+"""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import InputError
+from . import calling
+from .watched import Watched
+
+_ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate")
+_DECORATOR = "transformers.integrations.moe"  # the module of the one that all of them have
+
+
+def weights(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the weights, first and second, of a module that is a mixture's experts; none of another.
+
+    It is known by its ``forward``, which transformers' ``use_experts_implementation`` has put there, since transformers
+    may be absent.
+    """
+    written = getattr(type(module).forward, "__globals__", {}).get("__name__")
+    replaced = not isinstance(vars(module).get("forward"), (Forward, type(None)))
+    if written != _DECORATOR or replaced or not all(hasattr(module, name) for name in _ATTRIBUTES):
+        return ()
+    names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+    held = [module._parameters.get(name) for name in names]
+    fitting = all(weight is not None and weight.ndim == 3 and len(weight) == module.num_experts for weight in held)
+    return names if fitting else ()
+
+
+def compute_plainly(module: nn.Module) -> None:
+    """Let a mixture's experts be computed as their class writes it, which has float64 and second derivatives."""
+    if weights(module):
+        config: Any = module.config
+        config._experts_implementation = "eager"
+
+
+@dataclass(frozen=True)
+class Route:
+    """Say which tokens come to one expert, and where they are laid out.
+
+    Attributes:
+        pairs: (r,) the places of its (token, expert) pairs among all T k of them.
+        sample: (r,) of each.
+        rank: (r,) the place of each among those of its sample.
+        token: (r,) the place of each among all tokens of its sample.
+        samples: n.
+        tokens: of a sample.
+    """
+
+    pairs: Tensor
+    sample: Tensor
+    rank: Tensor
+    token: Tensor
+    samples: int
+    tokens: int
+
+    @classmethod
+    def of(cls, pairs: Tensor, experts: int, samples: int, tokens: int) -> "Route":
+        """Return the route of some pairs, in their order, of tokens that are routed to so many ``experts`` each."""
+        sample, token = (pairs // experts).div(tokens, rounding_mode="floor"), (pairs // experts) % tokens
+        counts = torch.bincount(sample, minlength=samples)
+        starts = counts.cumsum(0) - counts
+        rank = torch.arange(len(pairs), device=pairs.device) - starts[sample]
+        return cls(pairs, sample, rank, token, samples, tokens)
+
+    def laid_out(self, rows: Tensor) -> Tensor:
+        """Return the tokens' rows (r, m) as (n, P, m), padded with zeros."""
+        size = int(self.rank.max()) + 1
+        place = self.rank.new_full((self.samples, size), len(rows))
+        place[self.sample, self.rank] = torch.arange(len(rows), device=rows.device)
+        return torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[place]
+
+    def of_tokens(self, mask: Tensor) -> Tensor:
+        """Return which of the rows that are laid out, (n, P), are of tokens in ``mask``, (n, T)."""
+        return self.laid_out(mask[self.sample, self.token, None]).squeeze(2)
+
+    def taken_back(self, laid_out: Tensor) -> Tensor:
+        """Return the tokens' rows (r, d) of (n, P, d); undoes :meth:`laid_out`."""
+        return laid_out[self.sample, self.rank]
+
+
+class Forward:
+    """Serve as the ``forward`` of a mixture's experts, which computes the same.
+
+    Each expert that some token is routed to is a product of its own, see :class:`Route`, of which watched weights are
+    told. As long as none of the weights is watched the module does its own.
+
+    Args:
+        module: the experts.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._is_checked = module, False
+        self._first, self._second = weights(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what the module returns for tokens (T, m), their experts (T, k) and weights of these (T, k).
+
+        Raises:
+            InputError: about the stand-ins that the module's weights have: the tokens are not those of the samples that
+                go through the model, or the module computes something else.
+        """
+        own = type(self._module).forward
+        if not [*self._watched()]:
+            result: Tensor = own(self._module, *args, **kwargs)
+            return result
+        given = inspect.signature(own).bind(self._module, *args, **kwargs).args[1:]
+        samples = calling.samples()
+        if len(given) != 3 or given[0].ndim != 2 or samples < 1 or len(given[0]) % samples:
+            raise self._refusal(f"the experts' tokens are no (T, m) of {samples} samples in a row")
+        if not self._is_checked and not given[0].is_meta:
+            with torch._C.DisableTorchFunction(), torch.no_grad():  # unseen by stand-ins, and by who watches the model
+                tokens, index, shares = (tensor.detach() for tensor in given)
+                agree = _agree(self._mixed(tokens, index, shares, samples), own(self._module, tokens, index, shares))
+            if not agree:
+                raise self._refusal("the experts compute something else than those of transformers")
+            self._is_checked = True
+        return self._mixed(*given, samples)
+
+    def _mixed(self, tokens: Tensor, index: Tensor, shares: Tensor, samples: int) -> Tensor:
+        """Return Σ_k shares_k · expert_k(token), for each token."""
+        experts = index.shape[1]
+        if index.is_meta:  # there are no numbers to route by
+            index = (torch.arange(index.numel(), device="cpu") % self._count).view(index.shape)
+        sorted_index, order = index.flatten().sort(stable=True)
+        counts = torch.bincount(sorted_index, minlength=self._count).tolist()[: self._count]
+        results = []
+        for expert, pairs in enumerate(order[: sum(counts)].split(counts)):
+            if len(pairs):
+                route = Route.of(pairs, experts, samples, len(tokens) // samples)
+                results.append(self._of_expert(expert, tokens[pairs // experts], route))
+        elsewhere = len(order) - sum(counts)  # on another device, with which the experts are shared
+        results += [tokens.new_zeros(elsewhere, tokens.shape[1])] if elsewhere else []
+        outputs = torch.cat(results) * shares.flatten()[order, None]
+        return outputs[order.argsort()].view(*index.shape, -1).sum(dim=1).to(tokens.dtype)
+
+    def _of_expert(self, expert: int, rows: Tensor, route: Route) -> Tensor:
+        """Return what one expert makes of tokens (r, m)."""
+        module: Any = self._module
+        inner = self._product(self._first, expert, rows, route)
+        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        outputs = self._product(self._second, expert, inner, route)
+        normed: Tensor = module.post_expert_norm(outputs) if getattr(module, "has_post_expert_norm", False) else outputs
+        return normed
+
+    def _product(self, name: str, expert: int, rows: Tensor, route: Route) -> Tensor:
+        weight, bias = getattr(self._module, name), None
+        if isinstance(weight, Watched) and weight.part is not None:
+            weight.source.route = route
+            if not weight.source.is_attached(weight.part[expert]):  # else it would seem to be out of autograd's graph
+                weight = weight.part
+        if self._module.has_bias:
+            bias = getattr(self._module, f"{name}_bias")[expert]
+        matrix = weight[expert].t() if self._module.is_transposed else weight[expert]
+        return route.taken_back(F.linear(route.laid_out(rows), matrix, bias))
+
+    @property
+    def _count(self) -> int:
+        return len(getattr(self._module, self._first))
+
+    def _watched(self) -> Iterator[Watched]:
+        held: Iterable[object] = (self._module._parameters[name] for name in (self._first, self._second))
+        return (weight for weight in held if isinstance(weight, Watched))
+
+    def _refusal(self, why: str) -> InputError:
+        names = [name for weight in self._watched() for name in weight.source.attached]
+        listed = ", ".join(map(repr, names[:2])) + (", …" if len(names) > 2 else "")
+        return InputError(f"layer {listed}: {why}").about(dict.fromkeys(names, why))
+
+
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    """Return whether two results are the same up to rounding, wherever that which is expected is finite."""
+    tolerance = max(1e-3, 8 * torch.finfo(expected.dtype).eps)
+    finite = expected.isfinite()
+    found, expected = found.where(finite, 0), expected.to(found.dtype).where(finite, 0)
+    return torch.allclose(found, expected, tolerance, tolerance * float(expected.abs().amax()))

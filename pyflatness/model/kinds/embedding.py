@@ -1,0 +1,107 @@
+"""Treat an embedding as a matrix: a row for each of its features, a column for each token, φ a one-hot vector.
+
+No one-hot vector is ever written out. Where a token stands for padding torch takes no derivative, and its coefficient
+is 0.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .linear import Linear
+
+
+class Embedding(Linear):
+    """Say how an embedding is a matrix; see :class:`.Linear`. Inputs are numbers of tokens, of any shape.
+
+    Args:
+        padding: the token whose column has no derivative, or None.
+    """
+
+    tokens = True
+    has_input = False
+    least_dims = 1
+
+    def __init__(self, padding: int | None) -> None:
+        self._padding = padding
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        """Return a tensor of the shape of the weight as (d, m)."""
+        return weight.t()
+
+    def as_weight(self, matrix: Tensor) -> Tensor:
+        """Return a (d, m) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
+        return matrix.t()
+
+    def coefficients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Return what each token's column is multiplied by where a derivative in it is taken; None: 1 each."""
+        inputs = self.inputs_of(args, kwargs)
+        return None if inputs is None or self._padding is None else inputs != self._padding
+
+    def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
+        """Return the columns of the tokens, (…, d)."""
+        return F.embedding(inputs, weight, self._padding)
+
+    def varied(self, inputs: Tensor, weight: Tensor, like: Tensor, coefficients: Tensor | None) -> Tensor:
+        """Return how the output changes with a change of the weight."""
+        changes = F.embedding(inputs, weight)
+        return changes if coefficients is None else changes * coefficients.unsqueeze(-1).to(changes.dtype)
+
+    def at_ends(
+        self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the columns of the first and the last token, and these rows of the output."""
+        return self.affine(inputs.flatten()[[0, -1]], weight, None), output.reshape(-1, output.shape[-1])[[0, -1]]
+
+
+class EmbeddingBag(Embedding):
+    """Say how the sums or means of an embedding over bags of tokens (n, tokens) are those of a matrix.
+
+    Args:
+        mean: whether it is the mean.
+        padding: the token that is left out of bags, or None.
+    """
+
+    least_dims = 2
+    pointwise = False
+
+    def __init__(self, mean: bool, padding: int | None) -> None:
+        super().__init__(padding)
+        self._mean = mean
+
+    def inputs_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Return the tokens of a call; None for bags that are given by offsets, whose samples cannot be told apart."""
+        inputs = super().inputs_of(args, kwargs)
+        return inputs if inputs is not None and inputs.ndim == 2 else None
+
+    def coefficients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Return what each token's column is multiplied by."""
+        inputs = super().inputs_of(args, kwargs)
+        assert inputs is not None
+        given = args[2] if len(args) > 2 else kwargs.get("per_sample_weights")
+        if given is not None and self._padding is None:
+            return given.detach()  # type: ignore[no-any-return]
+        kept = torch.ones_like(inputs, dtype=torch.bool) if self._padding is None else inputs != self._padding
+        if given is not None:
+            return given.detach() * kept  # type: ignore[no-any-return]
+        return kept / kept.sum(dim=1, keepdim=True).clamp_min(1).double() if self._mean else kept
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the layer's output for the arguments of a call, with a given weight."""
+        inputs, coefficients = super().inputs_of(args, kwargs), self.coefficients(args, kwargs)
+        assert inputs is not None
+        return self.varied(inputs, weight, inputs, coefficients)
+
+    def varied(self, inputs: Tensor, weight: Tensor, like: Tensor, coefficients: Tensor | None) -> Tensor:
+        """Return how the output changes with a change of the weight; it is linear in that."""
+        return super().varied(inputs, weight, like, coefficients).sum(dim=1)
+
+    def at_ends(
+        self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return W φ and the output of the first and the last bag."""
+        assert coefficients is not None
+        return self.varied(inputs[[0, -1]], weight, output, coefficients[[0, -1]]), output[[0, -1]]

@@ -1,0 +1,18 @@
+"""Choose the form in which a layer is contracted, by its kind."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from ..model import layers
+from ..options import Options
+from .layer_form import LayerForm
+from .token_form import TokenForm
+
+
+def form_of(
+    name: str, module: nn.Module, quantities: Sequence[str], options: Options, scale: Tensor | None = None
+) -> LayerForm:
+    """Return a layer's form; see :class:`.LayerForm`."""
+    kind = TokenForm if layers.kind_of(module).tokens else LayerForm
+    return kind(name, module, quantities, options, scale)

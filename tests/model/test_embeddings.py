@@ -1,0 +1,111 @@
+"""What embeddings are not measured, how that is said, and what they do not change."""
+
+import pytest
+import torch
+from torch import nn
+
+import pyflatness as pf
+from support.grid import Net
+from support.layer_kinds import CASES, WORDS
+
+LOSS, Y = nn.CrossEntropyLoss(), torch.tensor([0, 2, 1])
+
+
+def classifier(embed):
+    return Net(lambda net, x: net.head(net.embed(x).relu().flatten(1)[:, :3]), embed=embed, head=nn.Linear(3, 3))
+
+
+def offsets(net, x):
+    starts = torch.arange(len(x)) * x.shape[1]
+    return net.head(net.embed(x.flatten(), starts))
+
+
+def bags_by_offsets():
+    return Net(offsets, embed=nn.EmbeddingBag(7, 3), head=nn.Linear(3, 3)).double()
+
+
+@pytest.mark.parametrize(
+    ("embed", "why"),
+    [
+        (nn.Embedding(7, 3, max_norm=1.0), r"Embedding and changes its weight in its forward pass \(max_norm=\)"),
+        (nn.EmbeddingBag(7, 3, mode="max"), r"EmbeddingBag and takes maxima over its bags \(mode='max'\)"),
+        (nn.EmbeddingBag(7, 3, max_norm=1.0), r"EmbeddingBag and changes its weight"),
+    ],
+)
+def test_what_is_not_a_matrix_is_named_and_left_out_of_all_layers(embed, why):
+    model = classifier(embed).double()
+    with pytest.raises(pf.InputError, match=rf"layer 'embed' is of type {why}.*choose other layers"):
+        pf.measure(model, LOSS, (WORDS, Y), layers="embed", measures="trace")
+    report = pf.measure(model, LOSS, (WORDS, Y), measures="trace")
+    assert report.layers == ("head",)
+    assert [*report.uncovered] == ["embed.weight"]
+    assert not report["trace"].exact
+
+
+def test_bags_by_offsets_are_left_out_and_said_to_be():
+    with pytest.raises(
+        pf.InputError, match=r"'embed' did not run .* offsets=, and not as .* cannot be told apart by sample"
+    ):
+        pf.measure(bags_by_offsets(), LOSS, (WORDS, Y), layers="embed", measures="trace")
+    report = pf.measure(bags_by_offsets(), LOSS, (WORDS, Y), measures="trace")
+    assert report.layers == ("head",)
+    assert [*report.uncovered] == ["embed.weight"]
+
+
+def relative(net, x):
+    """Codes of pairs of positions, with heads in front, as T5 has them: there is no place for samples."""
+    codes = net.bias(torch.arange(4)[:, None] - torch.arange(4) + 3).permute(2, 0, 1)
+    h = net.embed(x)
+    weights = torch.softmax(h @ h.mT + codes[0], 2)
+    return net.head((weights @ h).flatten(1))
+
+
+def test_what_is_looked_up_once_for_all_samples_may_be_left_out():
+    def network():
+        return Net(relative, embed=nn.Embedding(7, 3), bias=nn.Embedding(7, 2), head=nn.Linear(12, 3)).double()
+
+    report = pf.measure(network(), LOSS, (WORDS, Y), measures="trace")
+    assert report.layers == ("embed", "head")
+    assert [*report.uncovered] == ["bias.weight"]
+    with pytest.raises(pf.InputError, match=r"layer 'bias': its rows \(4, 4, 2\) cannot be told apart"):
+        pf.measure(network(), LOSS, (WORDS, Y), layers=["bias", "head"], measures="trace")
+    alone = pf.measure(network(), LOSS, [(x[None], y[None]) for x, y in zip(WORDS, Y, strict=True)], measures="trace")
+    assert alone.layers == ("embed", "bias", "head")
+    assert alone["trace"].exact
+
+
+@pytest.mark.parametrize("measures", [["nmls"], ["mls_bound"]])
+def test_tokens_have_no_derivative(measures):
+    case = CASES["embedding"]
+    with pytest.raises(pf.InputError, match="'embed' has an input with a derivative"):
+        pf.measure(case.build(), case.loss, (case.inputs, case.targets), layers="embed", measures=measures)
+    everything, head = (
+        pf.measure(case.build(), case.loss, (case.inputs, case.targets), layers=layers, measures=measures)
+        for layers in (None, "head")
+    )
+    assert everything.layers == head.layers
+    assert [*everything.uncovered] == [*head.uncovered] == ["embed.weight"]
+
+
+def test_there_are_no_features_to_perturb():
+    case = CASES["embedding"]
+    with pytest.raises(pf.InputError, match="layer 'embed' is of type Embedding: there is no feature vector"):
+        pf.feature_robustness(case.build(), case.loss, (case.inputs, case.targets), "embed", alphas=[0.1], draws=2)
+
+
+def test_a_large_vocabulary_is_not_written_out():
+    """One-hot vectors would take 160 MB in each pass; weights are of half precision."""
+    words = torch.randint(10_000, (4, 500), generator=torch.Generator().manual_seed(0))
+    model = Net(lambda net, x: net.head(net.embed(x).relu().mean(1)), embed=nn.Embedding(10_000, 8),
+        head=nn.Linear(8, 3)).bfloat16()  # fmt: skip
+    report = pf.measure(model, LOSS, (words, Y[[0, 1, 2, 1]]), layers="embed", measures=["relative_flatness", "trace"])
+    in_double = pf.measure(model.double(), LOSS, (words, Y[[0, 1, 2, 1]]), layers="embed", measures="trace")
+    assert report["embed", "trace"].value == pytest.approx(in_double["embed", "trace"].value, rel=0.05)
+
+
+def test_tied_weights_are_two_uses():
+    case = CASES["embedding that is the head too"]
+    report = pf.measure(case.build(), case.loss, (case.inputs, case.targets), measures="trace")
+    assert report.uncovered == {}
+    assert "weight tied with head: derivative through this use only" in report["embed", "trace"].notes
+    assert "weight tied with embed: derivative through this use only" in report["head", "trace"].notes
