@@ -23,9 +23,10 @@ from .contractions import compiled, promoted_dtype
 from .errors import InputError
 from .losses import auto, risk
 from .messages import check_tensor
-from .model import calling, experts, layers, state, uses
+from .model import calling, layers, state, uses
 from .model.data import first, leaves, map_tensors
 from .model.outputs import single
+from .model.uses import experts
 from .options import check_count, check_number
 from .passes.linearity import users_of
 from .reparameterization.reparameterize import duplicate

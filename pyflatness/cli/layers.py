@@ -9,7 +9,9 @@ from torch import nn
 
 from ..messages import printable
 from ..model import layers as model_layers
+from ..model import selectors
 from ..model.kinds import SUPPORTED
+from ..model.uses import Use
 from ..scoring import specs
 from . import spec_options
 from .output import show
@@ -18,16 +20,25 @@ from .output import show
 @click.command()
 @spec_options.option("model", "the model", more=spec_options.NAMED_MODELS)
 def layers(model: specs.Function, model_args: dict[str, Any]) -> None:
-    """Show the model's layers that can be measured: name, type, weight matrix."""
+    """Show the model's layers that can be measured: name, type, weight matrix.
+
+    Of parameters that no module calls, those that may turn out to be weights are among them.
+    """
     network = model_layers.unwrap(specs.build_model(spec_options.bind(model, model_args, "model")))
     table = Table("name", "type", "weight matrix, d × m", box=box.SIMPLE_HEAD)
-    for name, module in network.named_modules():
-        if model_layers.is_supported(module):
-            table.add_row(printable(name) or "(the model)", type(module).__name__, _shape(module))
+    for name, layer in selectors.layers(network).items():
+        table.add_row(printable(name) or "(the model)", _kind(layer), _shape(layer))
     if table.row_count == 0:
         click.echo(f"{type(network).__name__} has no layer that can be measured ({SUPPORTED})")
         return
     show(table)
+
+
+def _kind(layer: nn.Module) -> str:
+    if not isinstance(layer, Use):
+        return type(layer).__name__
+    holder = type(layer.source.places[0][0]).__name__
+    return holder if layer.source.of_module else f"parameter of {holder}"
 
 
 def _shape(module: nn.Module) -> str:

@@ -200,14 +200,17 @@ def check_dtype(what: str, dtype: torch.dtype) -> None:
 
 def ties(model: nn.Module, layer: nn.Module) -> list[str]:
     """Return the names of other modules that own the layer's very weight parameter."""
-    weight = layer.source.parameter if isinstance(layer, Use) else layer._parameters.get("weight")
-    owners = [module for module, _ in layer.source.places] if isinstance(layer, Use) else [layer]
+    if isinstance(layer, Use):
+        if not layer.source.effective:  # it has the uses of all modules that own its parameter
+            return []
+        (layer, _) = layer.source.places[0]
+    weight = layer._parameters.get("weight")
     if weight is None:
         return []
     return [
         name
         for name, module in model.named_modules()
-        if module not in owners and any(p is weight for p in module._parameters.values())
+        if module is not layer and any(p is weight for p in module._parameters.values())
     ]
 
 

@@ -67,6 +67,11 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
     return Selection({name: layer for name, layer in usable.items() if name in chosen}, frozenset(named))
 
 
+def layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return all layers of a model that can be measured, or may turn out to be, by name and in its order."""
+    return _every(model)[1]
+
+
 def _every(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """Return all that a name may mean, modules by each of their names, and those that are layers, by the first."""
     stand_ins = uses.of(model)

@@ -238,6 +238,8 @@ def _run(
             break
     for calls in recorder.calls.values():
         storages.update({call.inputs.untyped_storage()._cdata: _bytes(call.inputs) for call in calls})
+    for use in recorder.stand_ins:  # whose weights the graph has as views of parameters
+        storages.pop(use.source.parameter.untyped_storage()._cdata, None)
     return outputs, sum(storages.values())
 
 

@@ -23,8 +23,8 @@ from ..errors import InputError, NoGraphError
 from ..messages import check_tensor
 from ..model import layers
 from ..model.calling import is_aside, version
-from ..model.experts import Route
 from ..model.uses import Use
+from ..model.uses.experts import Route
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,11 @@ class Recorder:
         self._shared: set[str] = set()
         self._samples = 1
         self.calls: dict[str, list[Call]] = {}
+
+    @property
+    def stand_ins(self) -> list[Use]:
+        """Return the layers that stand for uses of parameters."""
+        return [module for module in self._modules.values() if isinstance(module, Use)]
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:

@@ -1,5 +1,7 @@
 """nn.MultiheadAttention: its projections are layers, whole or in parts, as the forward pass uses them."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -159,3 +161,61 @@ def test_jacobians():
 def test_rescaling_refuses_uses_of_parameters():
     with pytest.raises(pf.InputError, match=r"'attend.in_proj_weight' is no plain layer"):
         pf.reparameterize(CASES["packed"][0], {"attend.in_proj_weight": 2.0}, X)
+
+
+def test_every_measure_there_is():
+    """Those over all parameters too, which run the model at other weights while layers are measured."""
+    model = CASES["packed"][0]
+    report = pf.measure(model, LOSS, (X, Y), measures="all")
+    separate = Net(model.run, attend=Separate(model.attend), head=model.head)
+    other = pf.measure(separate, LOSS, (X, Y), measures="all")
+    assert report.skipped.keys() == other.skipped.keys()
+    for measure in ("sharpness", "adaptive_sharpness", "fisher_rao", "interpolation_sharpness", "mls"):
+        assert report[measure].value == pytest.approx(other[measure].value, rel=1e-9), measure
+    for measure in report.measures:
+        if (("attend.out_proj", measure)) in report._estimates:
+            ours, theirs = report["attend.out_proj", measure], other["attend.out_proj", measure]
+            assert ours.value == pytest.approx(theirs.value, rel=1e-8), measure
+
+
+class Separate(nn.Module):
+    """The same attention, written out with layers; ``in_proj`` has the packed weight."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.in_proj, self.out_proj = nn.Linear(4, 12), nn.Linear(4, 4)
+        with torch.no_grad():
+            self.in_proj.weight, self.in_proj.bias = attend.in_proj_weight, attend.in_proj_bias
+            self.out_proj.weight, self.out_proj.bias = attend.out_proj.weight, attend.out_proj.bias
+
+    def forward(self, x, *_):
+        q, k, v = (part.unflatten(2, (2, 2)).transpose(1, 2) for part in self.in_proj(x).chunk(3, dim=2))
+        mixed = torch.softmax(q @ k.mT / 2**0.5, dim=3) @ v
+        return self.out_proj(mixed.transpose(1, 2).flatten(2)), None
+
+
+def test_hooks_of_the_user_are_called_as_ever():
+    model, called = CASES["packed, tokens first"][0], []
+    handles = [module.register_forward_hook(lambda module, *_: called.append(module)) for module in model.modules()]
+    model(X)
+    once = called[:]
+    called.clear()
+    pf.measure(model, LOSS, (X, Y), measures=["trace"])
+    for handle in handles:
+        handle.remove()
+    assert model.attend.out_proj not in once
+    assert set(called) == set(once)
+    assert len(called) % len(once) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_dtypes_and_autocast(dtype):
+    exact = pf.measure(CASES["cross"][0], LOSS, (X, Y), measures=["trace"])
+    model = copy.deepcopy(CASES["cross"][0]).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        found = pf.measure(model, LOSS, (X.float(), Y), measures=["trace"], curvature="ggn")
+    expected = pf.measure(CASES["cross"][0], LOSS, (X, Y), measures=["trace"], curvature="ggn")
+    assert found.layers == exact.layers
+    for layer in found.layers:
+        rel = 1e-4 if dtype == torch.float32 else 0.2
+        assert found[layer, "trace"].value == pytest.approx(expected[layer, "trace"].value, rel=rel)

@@ -175,13 +175,14 @@ def test_a_use_of_the_detached_weight_is_none():
     assert not report["own", "trace"].exact
 
 
-def test_a_weight_that_two_such_layers_share_is_noted():
-    model = net(lambda: Scaled(4, 6))
-    model.other = Scaled(4, 6).double()
+def test_a_tied_weight_is_measured_by_its_own_use():
+    model = Net(lambda net, x: net.head(net.other(torch.tanh(net.own(x))).mean(1)), own=Scaled(4, 4),
+        other=nn.Linear(4, 4), head=nn.Linear(4, 3)).double()  # fmt: skip
     model.other.weight = model.own.weight
-    model.run = lambda net, x: net.head(torch.tanh(net.own(x) + net.other(x.cos())).mean(1))
-    report = pf.measure(model, LOSS, (ROWS, Y), measures=["trace"])
-    assert report["own", "trace"].notes == ("weight tied with other: derivative through this use only",)
+    estimate = pf.measure(model, LOSS, (ROWS, Y), measures=["trace"])["own", "trace"]
+    assert estimate.notes == ("weight tied with other: derivative through this use only",)
+    model.other.weight = nn.Parameter(model.own.weight.detach().clone())
+    assert estimate.value == pytest.approx(pf.measure(model, LOSS, (ROWS, Y), measures=["trace"])["own", "trace"].value)
 
 
 class Gated(nn.Linear):

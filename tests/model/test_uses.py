@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
+from pyflatness import cli
 from support.grid import normal
 from support.parameter_truth import ParameterTruth
 from support.unchanged import assert_unchanged, snapshot
@@ -48,6 +49,8 @@ USES = {  # by name: what is done, the parameters' shapes, whether the weight is
     "convolution": (lambda net, x: F.conv1d(x.mT, net.w, net.b, padding=1, stride=2).mT, {"w": (6, 4, 2), "b": (6,)},
         False),
     "grouped": (lambda net, x: F.conv1d(x.mT, net.w, groups=2, padding="same", dilation=2).mT, {"w": (6, 2, 2)}, False),
+    "transposed convolution": (lambda net, x: F.conv_transpose1d(x.mT, net.w, net.b, 2, output_padding=1).mT,
+        {"w": (4, 6, 2), "b": (6,)}, True),
     "two calls": (lambda net, x: F.linear(x, net.w) + 0.5 * F.linear(x.roll(1, 1), net.w).relu(), D_M, False),
     "on its own output": (lambda net, x: torch.tanh(torch.tanh(x @ net.w) @ net.w), {"w": (4, 4)}, True),
     "in place behind": (lambda net, x: F.linear(x, net.w).mul_(0.5).relu_(), D_M, False),
@@ -200,3 +203,15 @@ def test_measures_of_features_are_those_of_a_module_in_its_place():
     }
     for what, call in calls.items():
         assert call(model, "w") == pytest.approx(call(twin, "layer"), rel=1e-9), what
+
+
+def test_the_command_lists_them(tmp_path, capsys):
+    (tmp_path / "network.py").write_text(
+        "from torch import nn\n\ndef make():\n    return nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 3))\n"
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["layers", "--model", f"{tmp_path / 'network.py'}:make"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["0.in_proj_weight", "parameter", "of", "MultiheadAttention", "12", "×", "4"] in rows
+    assert ["0.out_proj", "NonDynamicallyQuantizableLinear", "4", "×", "4"] in rows
+    assert ["1", "Linear", "3", "×", "4"] in rows

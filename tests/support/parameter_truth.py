@@ -11,21 +11,24 @@ from support import truth
 class ParameterTruth:
     """Hold the Hessian and GGN of E in a parameter of a float64 model, as a matrix (d, m) of its own.
 
-    ``rows`` takes some of its rows, with the others as they are; ``transposed`` is for one that is kept as (m, d).
+    ``rows`` takes some of its rows, with the others as they are; ``transposed`` is for one that is kept as (m, d, …).
     """
 
     def __init__(self, model, loss, x, y, name, *, rows=slice(None), transposed=False):
         whole = dict(model.named_parameters())[name].detach()
 
         def outputs(matrix: Tensor) -> Tensor:
-            part = matrix.t() if transposed else matrix
             start, stop, _ = rows.indices(len(whole))
-            changed = torch.cat([whole[:start], part.reshape(-1, *whole.shape[1:]), whole[stop:]])
+            if transposed:
+                part = matrix.unflatten(1, (len(whole), *whole.shape[2:])).transpose(0, 1)
+            else:
+                part = matrix.view(-1, *whole.shape[1:])
+            changed = torch.cat([whole[:start], part, whole[stop:]])
             with sdpa_kernel(SDPBackend.MATH):
                 return torch.func.functional_call(model, {name: changed}, (x,))
 
-        part = whole[rows].flatten(1)
-        self.weight = (part.t() if transposed else part).clone()
+        part = whole.transpose(0, 1) if transposed else whole[rows]
+        self.weight = part.flatten(1).clone()
         self.hessian = truth.hessian(lambda matrix: loss(outputs(matrix), y), self.weight)
         f = outputs(self.weight)
         jacobian = autograd.jacobian(outputs, self.weight).view(f.numel(), *self.weight.shape)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import InputError
-from . import calling
+from ...errors import InputError
+from .. import calling
 from .watched import Watched
 
 _ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate")

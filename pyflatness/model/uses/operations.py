@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .kinds import Convolution, Linear
+from ..kinds import Convolution, Linear, TransposedConvolution
 
 Transform = Callable[[Tensor], Tensor]
 LINEAR = Linear()
 _kind_of_convolution = functools.lru_cache(maxsize=1024)(Convolution)
+_kind_of_transposed_convolution = functools.lru_cache(maxsize=1024)(TransposedConvolution)
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,29 @@ def _convolution(function: Callable[..., Tensor], space: int) -> Callable[..., O
     return read
 
 
+def _transposed_convolution(function: Callable[..., Tensor], space: int) -> Callable[..., Operation]:
+    def read(
+        _: type[Tensor],
+        input: Tensor,  # noqa: A002
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Operation:
+        sizes = (_each(size, space) for size in (stride, padding, output_padding, dilation))
+        kind = _kind_of_transposed_convolution(tuple(weight.shape[2:]), *sizes, groups)
+
+        def run(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return function(inputs, weight, bias, stride, padding, output_padding, groups, dilation)
+
+        return Operation(weight, input, bias, kind, run)
+
+    return read
+
+
 def _each(size: Any, space: int) -> tuple[int, ...]:
     sizes = (size,) if isinstance(size, int) else tuple(size)
     return sizes * space if len(sizes) == 1 else sizes
@@ -180,4 +204,7 @@ _READERS: dict[Any, Callable[..., Operation | None]] = {
     F.conv1d: _convolution(F.conv1d, 1),
     F.conv2d: _convolution(F.conv2d, 2),
     F.conv3d: _convolution(F.conv3d, 3),
+    F.conv_transpose1d: _transposed_convolution(F.conv_transpose1d, 1),
+    F.conv_transpose2d: _transposed_convolution(F.conv_transpose2d, 2),
+    F.conv_transpose3d: _transposed_convolution(F.conv_transpose3d, 3),
 }

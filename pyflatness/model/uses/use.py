@@ -1,33 +1,21 @@
-"""Stand in for weights that no layer of a known kind has: parameters that modules use in functions, as attention does.
+"""Do the linear operations with a parameter by calls of the modules that stand for them."""
 
-A stand-in is a module that is no part of the model, named after the parameter, and it is hooked, selected and measured
-as layers are. While it is :func:`attached` the parameter's place in the model holds a watched tensor (:mod:`.watched`),
-and each linear operation with it, or with some of its rows, is done by a call of the stand-in. The result is the same.
-What the weight is used in first says of which kind the layer is.
-"""
-
-import contextlib
-import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn.utils import parametrize
 
-from ..report import coverage
-from . import calling, experts, kinds, watched
+from .. import kinds
+from ..kinds import Convolution, Linear, TransposedLinear
+from . import watched
 from .experts import Route
-from .kinds import Convolution, Linear, TransposedLinear
 from .operations import LINEAR, Operation
 from .watched import Watched
 
 _TRANSPOSED = TransposedLinear()
 _LISTED = 6  # experts in a message
-_MOST_DIMENSIONS = 5  # of a weight: those of filters in three dimensions
-_WITH_FUNCTIONS = (nn.MultiheadAttention, nn.Module, nn.ParameterList, nn.ParameterDict)  # classes of torch's
 
 
 class Use(kinds.Use):
@@ -103,6 +91,7 @@ class Source:
         parameter: the user's.
         places: the modules that hold it, each with its name there.
         uses: by name; of parts of it behind that of the whole.
+        of_module: whether the layer has the name of the module that holds the parameter.
         effective: whether a weight that is computed of it counts as it, as of parametrised layers.
         shared: whether modules beside these have it, as layers of their own.
         behind: the parameters that the weight was computed of.
@@ -113,6 +102,7 @@ class Source:
 
     parameter: Tensor
     places: list[tuple[nn.Module, str]]
+    of_module: bool = False
     effective: bool = False
     uses: dict[str, Use] = field(default_factory=dict)
     shared: bool = False
@@ -177,6 +167,8 @@ class Source:
 
     def used(self, operation: Operation) -> Tensor | None:
         """See :class:`.watched.Source`."""
+        if not self._attached:  # a tensor that the model's own code has kept
+            return None
         if torch._C._functorch.is_functorch_wrapped_tensor(operation.inputs):
             return None  # vmap does not go with hooks
         weight = operation.weight.detach()
@@ -308,195 +300,3 @@ def _as_slice(rows: slice | int | None) -> slice:
 
 def _overlap(one: range, other: range) -> bool:
     return one.start < other.stop and other.start < one.stop
-
-
-# ----------------------------------------------------------------------------------------------------------- a model's
-
-_held: "weakref.WeakKeyDictionary[nn.Module, dict[str, Use] | None]" = weakref.WeakKeyDictionary()
-
-
-@contextlib.contextmanager
-def held(model: nn.Module) -> Iterator[None]:
-    """Let :func:`of` return the same stand-ins for a model inside."""
-    if model in _held:
-        yield
-        return
-    _held[model] = None
-    try:
-        yield
-    finally:
-        del _held[model]
-
-
-def of(model: nn.Module) -> dict[str, Use]:
-    """Return the stand-ins for a model's weights by name, in its order."""
-    found = _held.get(model)
-    if found is None:
-        found = {name: use for source in _sources(model) for name, use in source.uses.items()}
-        if model in _held:
-            _held[model] = found
-    return found
-
-
-def layer(model: nn.Module, name: str) -> nn.Module:
-    """Return the layer of this name: a stand-in, or a module of the model."""
-    found = of(model).get(name)
-    return model.get_submodule(name) if found is None else found
-
-
-@contextlib.contextmanager
-def attached(modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Let the weights be used by way of those modules that stand in for them, inside."""
-    by_source: dict[Source, dict[str, Use]] = {}
-    for name, module in modules.items():
-        if isinstance(module, Use) and not module.refusal:
-            by_source.setdefault(module.source, {})[name] = module
-    before = {source: source.attached for source in by_source}
-    mixtures = {module for source in by_source for module, _ in source.places if experts.weights(module)}
-    try:
-        with contextlib.ExitStack() as stack:
-            for module in mixtures:
-                stack.enter_context(calling.replaced_forward(module, experts.Forward(module)))
-            for source, uses in by_source.items():
-                source.attach(before[source] | uses)
-            yield
-    finally:
-        for source, outer in before.items():
-            source.attach({name: use for name, use in outer.items() if not use.refusal})
-
-
-def otherwise(modules: Mapping[str, nn.Module], called: Collection[str], nodes: Collection[Node]) -> dict[str, str]:
-    """Return the stand-ins among some layers that do not have all uses of their weights in a run, and why.
-
-    Args:
-        modules: the layers, inside :func:`attached`.
-        called: names of those that were called.
-        nodes: of the outputs' graph.
-    """
-    found = {}
-    stand_ins = {name: use for name, use in modules.items() if isinstance(use, Use) and not use.refusal}
-    behind = {source: name for name, use in stand_ins.items() if name in called for source in use.source.behind}
-    for name, use in stand_ins.items():
-        parts = [other for other in use.source.uses if other in called and other != name]
-        if not use.source.nodes.isdisjoint(nodes):
-            found[name] = use.source.why_otherwise()
-        elif name in called and use.source in behind:
-            found[name] = f"the weight of {behind[use.source]} is computed of it too"
-        elif name in called and use.rows is None and parts:
-            found[name] = f"its weight is used whole in one place and in parts in another: {', '.join(parts)}"
-    return found
-
-
-def with_siblings(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> dict[str, str]:
-    """Return why some layers are to be left out, and with an expert of a mixture all others, whose rows are as its own.
-
-    Args:
-        modules: the layers.
-        reasons: of some, by name.
-    """
-    found = dict(reasons)
-    routed = {name: use.source.places for name, use in modules.items() if isinstance(use, Use) and use.routed}
-    mixtures = {place[0]: why for name, why in reasons.items() for place in routed.get(name, ())}
-    for name, places in routed.items() if mixtures else ():
-        why = next((mixtures[module] for module, _ in places if module in mixtures), None)
-        if why is not None:
-            found.setdefault(name, why)
-    return found
-
-
-def entries(layers: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], int]:
-    """Return how many entries of parameters some layers have, by the module that holds one and its name there.
-
-    Of a parametrised layer the parameters behind its weight count as its own.
-    """
-    found: dict[tuple[nn.Module, str], int] = {}
-    for layer in layers:
-        if isinstance(layer, Use):
-            for place in layer.source.places:
-                found[place] = found.get(place, 0) + len(layer.entries)
-            behind = [source for source in layer.source.behind if not any(u.refusal for u in source.uses.values())]
-            found |= {place: source.parameter.numel() for source in behind for place in source.places}
-            continue
-        for part in layer.modules():
-            found |= {(part, name): p.numel() for name, p in part._parameters.items() if p is not None}
-    return found
-
-
-def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return why no layer has some of a model's parameters, where that is known, by their names.
-
-    Args:
-        model: inside of :func:`held`, after it was measured.
-        names: of the parameters.
-    """
-    modules = dict(model.named_modules())
-    by_place = {place: use.source for use in of(model).values() for place in use.source.places}
-    found = {}
-    for name in names:
-        module = modules[name.rpartition(".")[0]]
-        source = by_place.get((module, name.rpartition(".")[2]))
-        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-            found[name] = f"nn.{type(module).__name__} computes with it in a kernel of its own"
-        elif source is not None and (why := source.why_left_out()):
-            found[name] = why
-    return found
-
-
-def _sources(model: nn.Module) -> list[Source]:
-    """Return the parameters of a model that stand-ins may have, in its order."""
-    named = [*model.named_modules()]
-    outputs = {module.out_proj for _, module in named if isinstance(module, nn.MultiheadAttention)}
-    layers = [module for _, module in named if kinds.is_plain(module) and module not in outputs]
-    computed = [module for _, module in named if isinstance(module, parametrize.ParametrizationList)]
-    others = {part for module in (*layers, *computed) for part in module.modules()}
-    others |= {module for _, module in named if _is_of_torch(module) and module not in outputs}
-    own = {id(parameter) for module in others for parameter in module._parameters.values()}
-    found: dict[int, Source] = {}
-    for prefix, module in named:
-        for key, parameter in module._parameters.items() if module not in others else ():
-            if parameter is None or not _is_candidate(module, key, parameter):
-                continue
-            effective = key == "weight" and kinds.base(module) is not None and module not in outputs
-            if id(parameter) in own and not effective:
-                continue
-            if id(parameter) in found and not effective:
-                found[id(parameter)].places.append((module, key))
-                continue
-            source = Source(parameter, [(module, key)], effective)
-            of_module = effective or module in outputs
-            name = prefix if of_module else ".".join(filter(None, (prefix, key)))
-            parts = _parts(module, key, parameter)
-            source.uses = {name + label: Use(name + label, source, rows) for label, rows in parts.items()}
-            found[id(source) if effective else id(parameter)] = source
-    holders = Counter(id(p) for _, module in named for p in module._parameters.values())
-    for source in found.values():
-        source.shared = holders[id(source.parameter)] > len(source.places)
-    return [*found.values()]
-
-
-def _is_of_torch(module: nn.Module) -> bool:
-    """Return whether a module is one of torch's that computes with parameters of its own, not in functions of torch."""
-    kind = type(module)
-    return kind.__module__.startswith("torch.nn.modules") and kind not in _WITH_FUNCTIONS
-
-
-def _is_candidate(module: nn.Module, key: str, parameter: Tensor) -> bool:
-    """Return whether a parameter may turn out to be the weight of a linear operation, by its shape."""
-    return (
-        coverage.is_weight(module, key, parameter)
-        and parameter.ndim <= _MOST_DIMENSIONS
-        and parameter.layout == torch.strided
-        and parameter.is_contiguous()
-        and not parameter.is_meta
-        and parameter.numel() > 0
-    )
-
-
-def _parts(module: nn.Module, key: str, parameter: Tensor) -> dict[str, slice | int | None]:
-    """Return the rows of a parameter that may be used, and measured, by themselves, and with None the whole of it."""
-    if key in experts.weights(module):
-        return {f"[{expert}]": expert for expert in range(len(parameter))}
-    if not isinstance(module, nn.MultiheadAttention) or key != "in_proj_weight":
-        return {"": None}
-    size = module.embed_dim
-    return {"": None, **{f"[{label}]": slice(place * size, (place + 1) * size) for place, label in enumerate("qkv")}}

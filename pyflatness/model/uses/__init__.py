@@ -1,0 +1,150 @@
+"""Stand in for weights that no layer of a known kind has: parameters that modules use in functions, as attention does.
+
+A stand-in is a module that is no part of the model, named after the parameter, and it is hooked, selected and measured
+as layers are. While it is :func:`attached` the parameter's place in the model holds a watched tensor (:mod:`.watched`),
+and each linear operation with it, or with some of its rows, is done by a call of the stand-in. The result is the same.
+What the weight is used in first says of which kind the layer is.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from torch import nn
+from torch.autograd.graph import Node
+
+from .. import calling
+from . import experts
+from .candidates import sources
+from .use import Source, Use
+
+__all__ = ["Use", "attached", "entries", "held", "layer", "of", "otherwise", "reasons", "with_siblings"]
+
+_held: "weakref.WeakKeyDictionary[nn.Module, dict[str, Use] | None]" = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def held(model: nn.Module) -> Iterator[None]:
+    """Let :func:`of` return the same stand-ins for a model inside."""
+    if model in _held:
+        yield
+        return
+    _held[model] = None
+    try:
+        yield
+    finally:
+        del _held[model]
+
+
+def of(model: nn.Module) -> dict[str, Use]:
+    """Return the stand-ins for a model's weights by name, in its order."""
+    found = _held.get(model)
+    if found is None:
+        found = {name: use for source in sources(model) for name, use in source.uses.items()}
+        if model in _held:
+            _held[model] = found
+    return found
+
+
+def layer(model: nn.Module, name: str) -> nn.Module:
+    """Return the layer of this name: a stand-in, or a module of the model."""
+    found = of(model).get(name)
+    return model.get_submodule(name) if found is None else found
+
+
+@contextlib.contextmanager
+def attached(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Let the weights be used by way of those modules that stand in for them, inside."""
+    by_source: dict[Source, dict[str, Use]] = {}
+    for name, module in modules.items():
+        if isinstance(module, Use) and not module.refusal:
+            by_source.setdefault(module.source, {})[name] = module
+    before = {source: source.attached for source in by_source}
+    mixtures = {module for source in by_source for module, _ in source.places if experts.weights(module)}
+    try:
+        with contextlib.ExitStack() as stack:
+            for module in mixtures:
+                stack.enter_context(calling.replaced_forward(module, experts.Forward(module)))
+            for source, uses in by_source.items():
+                source.attach(before[source] | uses)
+            yield
+    finally:
+        for source, outer in before.items():
+            source.attach({name: use for name, use in outer.items() if not use.refusal})
+
+
+def otherwise(modules: Mapping[str, nn.Module], called: Collection[str], nodes: Collection[Node]) -> dict[str, str]:
+    """Return the stand-ins among some layers that do not have all uses of their weights in a run, and why.
+
+    Args:
+        modules: the layers, inside :func:`attached`.
+        called: names of those that were called.
+        nodes: of the outputs' graph.
+    """
+    found = {}
+    stand_ins = {name: use for name, use in modules.items() if isinstance(use, Use) and not use.refusal}
+    behind = {source: name for name, use in stand_ins.items() if name in called for source in use.source.behind}
+    for name, use in stand_ins.items():
+        parts = [other for other in use.source.uses if other in called and other != name]
+        if not use.source.nodes.isdisjoint(nodes):
+            found[name] = use.source.why_otherwise()
+        elif name in called and use.source in behind:
+            found[name] = f"the weight of {behind[use.source]} is computed of it too"
+        elif name in called and use.rows is None and parts:
+            found[name] = f"its weight is used whole in one place and in parts in another: {', '.join(parts)}"
+    return found
+
+
+def with_siblings(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return why some layers are to be left out, and with an expert of a mixture all others, whose rows are as its own.
+
+    Args:
+        modules: the layers.
+        reasons: of some, by name.
+    """
+    found = dict(reasons)
+    routed = {name: use.source.places for name, use in modules.items() if isinstance(use, Use) and use.routed}
+    mixtures = {place[0]: why for name, why in reasons.items() for place in routed.get(name, ())}
+    for name, places in routed.items() if mixtures else ():
+        why = next((mixtures[module] for module, _ in places if module in mixtures), None)
+        if why is not None:
+            found.setdefault(name, why)
+    return found
+
+
+def entries(layers: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], int]:
+    """Return how many entries of parameters some layers have, by the module that holds one and its name there.
+
+    Of a parametrised layer the parameters behind its weight count as its own.
+    """
+    found: dict[tuple[nn.Module, str], int] = {}
+    for layer in layers:
+        if isinstance(layer, Use):
+            for place in layer.source.places:
+                found[place] = found.get(place, 0) + len(layer.entries)
+            behind = [source for source in layer.source.behind if not any(u.refusal for u in source.uses.values())]
+            found |= {place: source.parameter.numel() for source in behind for place in source.places}
+            continue
+        for part in layer.modules():
+            found |= {(part, name): p.numel() for name, p in part._parameters.items() if p is not None}
+    return found
+
+
+def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return why no layer has some of a model's parameters, where that is known, by their names.
+
+    Args:
+        model: inside of :func:`held`, after it was measured.
+        names: of the parameters.
+    """
+    modules = dict(model.named_modules())
+    by_place = {place: use.source for use in of(model).values() for place in use.source.places}
+    found = {}
+    for name in names:
+        module = modules[name.rpartition(".")[0]]
+        source = by_place.get((module, name.rpartition(".")[2]))
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            found[name] = f"nn.{type(module).__name__} computes with it in a kernel of its own"
+        elif source is not None and (why := source.why_left_out()):
+            found[name] = why
+    return found

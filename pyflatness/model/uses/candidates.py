@@ -1,0 +1,76 @@
+"""Find the parameters of a model that may turn out to be weights of linear operations, without running it."""
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ...report import coverage
+from .. import kinds
+from . import experts
+from .use import Source, Use
+
+_MOST_DIMENSIONS = 5  # of a weight: those of filters in three dimensions
+_WITH_FUNCTIONS = (nn.MultiheadAttention, nn.Module, nn.ParameterList, nn.ParameterDict)  # classes of torch's
+
+
+def sources(model: nn.Module) -> list[Source]:
+    """Return the parameters of a model that stand-ins may have, in its order."""
+    named = [*model.named_modules()]
+    outputs = {module.out_proj for _, module in named if isinstance(module, nn.MultiheadAttention)}
+    layers = [module for _, module in named if kinds.is_plain(module) and module not in outputs]
+    computed = [module for _, module in named if isinstance(module, parametrize.ParametrizationList)]
+    others = {part for module in (*layers, *computed) for part in module.modules()}
+    others |= {module for _, module in named if _is_of_torch(module) and module not in outputs}
+    own = {id(parameter) for module in others for parameter in module._parameters.values()}
+    found: dict[int, Source] = {}
+    for prefix, module in named:
+        for key, parameter in module._parameters.items() if module not in others else ():
+            if parameter is None or not _is_candidate(module, key, parameter):
+                continue
+            effective = key == "weight" and kinds.base(module) is not None and module not in outputs
+            if id(parameter) in own and not effective:
+                continue
+            if id(parameter) in found and not effective:
+                found[id(parameter)].places.append((module, key))
+                continue
+            of_module = effective or module in outputs
+            source = Source(parameter, [(module, key)], of_module, effective)
+            name = prefix if of_module else ".".join(filter(None, (prefix, key)))
+            parts = _parts(module, key, parameter)
+            source.uses = {name + label: Use(name + label, source, rows) for label, rows in parts.items()}
+            found[id(source) if effective else id(parameter)] = source
+    holders = Counter(id(parameter) for _, module in named for parameter in module._parameters.values())
+    for source in found.values():
+        source.shared = holders[id(source.parameter)] > len(source.places)
+    return [*found.values()]
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Return whether a module is one of torch's that computes with parameters of its own, not in functions of torch."""
+    kind = type(module)
+    return kind.__module__.startswith("torch.nn.modules") and kind not in _WITH_FUNCTIONS
+
+
+def _is_candidate(module: nn.Module, key: str, parameter: Tensor) -> bool:
+    """Return whether a parameter may turn out to be the weight of a linear operation, by its shape."""
+    return (
+        not nn.parameter.is_lazy(parameter)
+        and coverage.is_weight(module, key, parameter)
+        and parameter.ndim <= _MOST_DIMENSIONS
+        and parameter.layout == torch.strided
+        and parameter.is_contiguous()
+        and not parameter.is_meta
+        and parameter.numel() > 0
+    )
+
+
+def _parts(module: nn.Module, key: str, parameter: Tensor) -> dict[str, slice | int | None]:
+    """Return the rows of a parameter that may be used, and measured, by themselves, and with None the whole of it."""
+    if key in experts.weights(module):
+        return {f"[{expert}]": expert for expert in range(len(parameter))}
+    if not isinstance(module, nn.MultiheadAttention) or key != "in_proj_weight":
+        return {"": None}
+    size = module.embed_dim
+    return {"": None, **{f"[{label}]": slice(place * size, (place + 1) * size) for place, label in enumerate("qkv")}}
