@@ -54,7 +54,7 @@ def read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weight: type
 
 
 def each_of(argument: Any) -> Sequence[Any]:
-    """Return an argument's parts, if it is a list of several, else itself alone."""
+    """Return the parts of a list or tuple, or an argument itself."""
     return argument if isinstance(argument, (list, tuple)) else (argument,)
 
 
@@ -66,7 +66,9 @@ def _linear(_: type[Tensor], input: Tensor, weight: Tensor, bias: Tensor | None 
     return Operation(weight, input, bias, LINEAR, F.linear)
 
 
-def _matmul(kind: type[Tensor], left: Tensor, right: Tensor) -> Operation:
+def _matmul(kind: type[Tensor], left: Tensor, right: Tensor) -> Operation | None:
+    if min(left.ndim, right.ndim) < 2:
+        return None
     if isinstance(left, kind):  # W X is (Xᵀ Wᵀ)ᵀ
         return Operation(
             left,
@@ -79,7 +81,7 @@ def _matmul(kind: type[Tensor], left: Tensor, right: Tensor) -> Operation:
     return Operation(right, left, None, LINEAR, lambda inputs, weight, _: torch.matmul(inputs, weight), _transposed)
 
 
-def _rmatmul(kind: type[Tensor], right: Tensor, left: Tensor) -> Operation:
+def _rmatmul(kind: type[Tensor], right: Tensor, left: Tensor) -> Operation | None:
     return _matmul(kind, left, right)
 
 
