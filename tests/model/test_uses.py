@@ -1,5 +1,6 @@
 """Weights that no layer has, measured where the model uses them in a linear operation: parameters of its own."""
 
+import copy
 import re
 
 import pytest
@@ -134,6 +135,15 @@ OTHERWISE = {
     "a part": (lambda net, x: F.linear(x, net.w[2:]), "used in an operation on a part of it, linear"),
     "of two": (lambda net, x: F.linear(x, net.w.t() @ net.w), "its weight is used in matmul"),
     "in nothing": (lambda net, x: x, "the forward pass has no operation with it"),
+    "with vectors": (lambda net, x: F.linear(x, net.w / (net.w @ x.new_ones(4)).norm())[..., :4],
+        "its weight is used in matmul, div"),
+    "in a row": (lambda net, x: x * (x @ net.w[0]).unsqueeze(-1), "its weight is used in matmul"),
+    "beside others": (lambda net, x: F.linear(x, torch.cat([net.w, net.w]))[..., :4], "its weight is used in cat"),
+    "changed in place": (lambda net, x: F.linear(x, net.w.clone().mul_(2))[..., :4], "its weight is used in mul, lin"),
+    "for several of each input": (lambda net, x: (x.unsqueeze(1) @ net.w.t().expand(2, -1, -1)).flatten(1, 2)[..., :4],
+        "its weight is used in matmul"),
+    "inside of vmap": (lambda net, x: torch.vmap(lambda row: F.linear(row, net.w))(x)[..., :4],
+        "its weight is used in linear"),
     "without samples": (lambda net, x: x * F.linear(net.head.weight[0, :4], net.w).mean(),
         "its weight is used in linear"),
 }  # fmt: skip
@@ -156,6 +166,27 @@ def test_what_is_not_followed_is_named_and_left_out(name):
     assert pf.Report.from_json(report.to_json()) == report
     with pytest.raises(pf.InputError, match="'w'"):
         pf.relative_flatness(model, LOSS, (X, Y), "w")
+
+
+@pytest.mark.parametrize("kept", [lambda w: w, lambda w: w.t()])
+def test_a_use_by_way_of_a_reference_that_is_kept_elsewhere_is_noticed(kept):
+    model = Using(lambda net, x: F.linear(x, net.w), w=(6, 4))
+    beside = [kept(model.w)]
+    model.hidden = lambda net, x: F.linear(x, net.w) + (x @ beside[0].reshape(4, 6)).sin()
+    report = pf.measure(model, LOSS, (X, Y), measures=["trace"])
+    assert report.layers == ("head",)
+    assert report.why_uncovered == {"w": "its weight is used in what torch does not tell of"}
+    assert model.w.requires_grad
+    model.w.requires_grad_(False)
+    pf.measure(model, LOSS, (X, Y), measures=["trace"])
+    assert not model.w.requires_grad
+
+
+def test_a_weight_that_is_copied_in_the_forward_pass():
+    model = Using(lambda net, x: F.linear(x, net.w) + F.linear(x.sin(), copy.deepcopy(net.w)), w=(6, 4))
+    twin = Using(lambda net, x: F.linear(x, net.w) + F.linear(x.sin(), net.w.detach()), w=(6, 4))
+    one, other = (pf.measure(net, LOSS, (X, Y), measures=["trace"]) for net in (model, twin))
+    assert one["w", "trace"].value == pytest.approx(other["w", "trace"].value, rel=1e-12)
 
 
 def test_measures_of_features_are_those_of_a_module_in_its_place():

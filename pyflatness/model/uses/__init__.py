@@ -82,12 +82,14 @@ def otherwise(modules: Mapping[str, nn.Module], called: Collection[str], nodes: 
         nodes: of the outputs' graph.
     """
     found = {}
-    for name, use in modules.items():
-        if not isinstance(use, Use) or use.refusal:
-            continue
+    stand_ins = {name: use for name, use in modules.items() if isinstance(use, Use) and not use.refusal}
+    behind = {source: name for name, use in stand_ins.items() if name in called for source in use.source.behind}
+    for name, use in stand_ins.items():
         parts = [other for other in use.source.uses if other in called and other != name]
-        if use.source.leaf in nodes:
+        if not use.source.nodes.isdisjoint(nodes):
             found[name] = use.source.why_otherwise()
+        elif name in called and use.source in behind:
+            found[name] = f"the weight of {behind[use.source]} is computed of it too"
         elif name in called and use.rows is None and parts:
             found[name] = f"its weight is used whole in one place and in parts in another: {', '.join(parts)}"
     return found
@@ -120,7 +122,7 @@ def entries(layers: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], int]:
         if isinstance(layer, Use):
             for place in layer.source.places:
                 found[place] = found.get(place, 0) + len(layer.entries)
-            behind = [source for source in layer.source.behind if source is not layer.source]
+            behind = [source for source in layer.source.behind if not any(u.refusal for u in source.uses.values())]
             found |= {place: source.parameter.numel() for source in behind for place in source.places}
             continue
         for part in layer.modules():

@@ -44,7 +44,7 @@ class Operation:
 def read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weight: type[Tensor]) -> Operation | None:
     """Return what a function of torch does, if that is a linear operation with a weight of this class; else None."""
     reader = _READERS.get(func)
-    given = [part for several in (*args, *kwargs.values()) for part in _each_of(several) if isinstance(part, weight)]
+    given = [part for several in (*args, *kwargs.values()) for part in each_of(several) if isinstance(part, weight)]
     if reader is None or len(given) != 1:
         return None
     try:
@@ -54,7 +54,8 @@ def read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weight: type
     return operation if operation is not None and operation.weight is given[0] else None
 
 
-def _each_of(argument: Any) -> Sequence[Any]:
+def each_of(argument: Any) -> Sequence[Any]:
+    """Return the parts of a list or tuple, or an argument itself."""
     return argument if isinstance(argument, (list, tuple)) else (argument,)
 
 
@@ -66,7 +67,9 @@ def _linear(_: type[Tensor], input: Tensor, weight: Tensor, bias: Tensor | None 
     return Operation(weight, input, bias, LINEAR, F.linear)
 
 
-def _matmul(kind: type[Tensor], left: Tensor, right: Tensor) -> Operation:
+def _matmul(kind: type[Tensor], left: Tensor, right: Tensor) -> Operation | None:
+    if min(left.ndim, right.ndim) < 2:
+        return None
     if isinstance(left, kind):  # W X is (Xᵀ Wᵀ)ᵀ
         return Operation(
             left,
@@ -79,7 +82,7 @@ def _matmul(kind: type[Tensor], left: Tensor, right: Tensor) -> Operation:
     return Operation(right, left, None, LINEAR, lambda inputs, weight, _: torch.matmul(inputs, weight), _transposed)
 
 
-def _rmatmul(kind: type[Tensor], right: Tensor, left: Tensor) -> Operation:
+def _rmatmul(kind: type[Tensor], right: Tensor, left: Tensor) -> Operation | None:
     return _matmul(kind, left, right)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 from .. import kinds
 from ..kinds import Convolution, Linear, TransposedLinear
@@ -93,8 +93,10 @@ class Source:
         uses: by name; of parts of it behind that of the whole.
         of_module: whether the layer has the name of the module that holds the parameter.
         effective: whether a weight that is computed of it counts as it, as of parametrised layers.
+        shared: whether modules beside these have it, as layers of their own.
         behind: the parameters that the weight was computed of.
-        leaf: where uses that are not followed end in autograd's graph, while it is watched.
+        nodes: where uses that are not followed end in autograd's graph, while it is watched: by way of the module, or
+            of a reference that was kept elsewhere, in a list or a function.
         route: see :class:`.watched.Source`.
     """
 
@@ -103,8 +105,10 @@ class Source:
     of_module: bool = False
     effective: bool = False
     uses: dict[str, Use] = field(default_factory=dict)
+    shared: bool = False
     behind: "set[Source]" = field(default_factory=set)
-    leaf: Node | None = None
+    nodes: set[Node] = field(default_factory=set)
+    _flag: bool = False  # whether the parameter required a gradient before
     route: Route | None = None
     _attached: dict[str, Use] = field(default_factory=dict)
     _of_entries: dict[range, Use] = field(default_factory=dict)  # the same by the entries of the parameter
@@ -115,9 +119,17 @@ class Source:
         """Watch the parameter for these of its uses, or for none."""
         self._attached, self._watched = dict(uses), self._watched or bool(uses)
         self._of_entries = {use.entries: use for use in uses.values()}
-        if bool(uses) == (self.leaf is not None):
+        if bool(uses) == bool(self.nodes):
             return
-        held, self.leaf = watched.leaf(self.parameter, self) if uses else (self.parameter, None)
+        held, self.nodes = self.parameter, set()
+        if uses:
+            self._flag = self.parameter.requires_grad
+            held, node = watched.leaf(self.parameter, self)
+            self.nodes.add(node)
+            if not self.shared:
+                self.nodes.add(get_gradient_edge(self.parameter.requires_grad_()).node)
+        else:
+            self.parameter.requires_grad_(self._flag)
         for module, key in self.places:
             module._parameters[key] = held  # type: ignore[assignment]
 
@@ -157,9 +169,13 @@ class Source:
         """See :class:`.watched.Source`."""
         if not self._attached:  # a tensor that the model's own code has kept
             return None
+        if torch._C._functorch.is_functorch_wrapped_tensor(operation.inputs):
+            return None  # vmap does not go with hooks
         weight = operation.weight.detach()
-        part = operation.weight.part  # type: ignore[attr-defined]
-        return self._computed(operation, weight) if part is None else self._part(operation, weight, part)
+        part = watched.view_of(operation.weight)  # type: ignore[arg-type]
+        if part is not None:
+            return self._part(operation, weight, part)
+        return self._computed(operation, weight) if self.effective else None
 
     def note(self, name: str) -> None:
         """See :class:`.watched.Source`."""
@@ -176,6 +192,8 @@ class Source:
         kind, rows = operation.kind, part
         if kind is LINEAR:
             rows = operation.rows(part)
+            if _is_broadcast(operation.inputs, rows):
+                return None
             while rows.ndim > 2 and (rows.shape[0] == 1 or rows.stride(0) == 0):
                 rows = rows[0]
             if rows.ndim != 2:
@@ -231,8 +249,10 @@ class Source:
         behind = _leaves(operation.weight.grad_fn)
         if not all(isinstance(leaf, nn.Parameter) for leaf in behind):
             return None
-        sources = [leaf.source for leaf in behind if isinstance(leaf, Watched)]
-        self.behind |= {source for source in sources if isinstance(source, Source)}
+        sources = {leaf.source for leaf in behind if isinstance(leaf, Watched)}
+        if self not in sources and torch.is_grad_enabled():
+            return None
+        self.behind |= {source for source in sources if isinstance(source, Source) and source is not self}
         return self._called(use, operation.kind, weight, operation, weight)
 
     def _called(self, use: Use, kind: Linear, rows: Tensor, operation: Operation, weight: Tensor) -> Tensor | None:
@@ -266,6 +286,12 @@ def _by_shape(weight: Tensor) -> Linear:
     if space not in (1, 2, 3):
         return LINEAR
     return Convolution(weight.shape[2:], (1,) * space, (0,) * space, (1,) * space, 1, "zeros")
+
+
+def _is_broadcast(inputs: Tensor, rows: Tensor) -> bool:
+    """Return whether a product has dimensions in front that its inputs have not, or not at that length."""
+    sizes = inputs.shape[:-2]
+    return rows.ndim > 2 and torch.broadcast_shapes(sizes, rows.shape[:-2]) != sizes
 
 
 def _as_slice(rows: slice | int | None) -> slice:
