@@ -205,6 +205,28 @@ def test_measures_of_features_are_those_of_a_module_in_its_place():
         assert call(model, "w") == pytest.approx(call(twin, "layer"), rel=1e-9), what
 
 
+TOKENS = torch.tensor([[1, 0, 5], [2, 2, 4], [3, 1, 1], [0, 5, 4], [4, 3, 0]])
+
+
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, tokens):
+        return super().forward(tokens) * 2
+
+
+def test_tables_of_embeddings():
+    model = Using(lambda net, tokens: F.embedding(tokens, net.w) + net.own(tokens), features=4, w=(6, 4))
+    model.own = ScaledEmbedding(6, 4, padding_idx=-1).double()
+    report = pf.measure(model, LOSS, (TOKENS, Y), measures=["relative_flatness", "trace"])
+    assert report.layers == ("w", "head", "own")
+    assert report.uncovered == {}
+    for layer, parameter in (("w", "w"), ("own", "own.weight")):
+        expected = ParameterTruth(model, LOSS, TOKENS, Y, parameter, transposed=True)
+        for measure in report.measures:
+            value = expected.values(expected.hessian)[measure]
+            assert report[layer, measure].value == pytest.approx(value, rel=1e-9), (layer, measure)
+    assert pf.verify(model, LOSS, (TOKENS, Y), "w")
+
+
 def test_the_command_lists_them(tmp_path, capsys):
     (tmp_path / "network.py").write_text(
         "from torch import nn\n\ndef make():\n    return nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 3))\n"

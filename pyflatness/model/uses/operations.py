@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kinds import Convolution, Linear, TransposedConvolution
+from ..kinds import Convolution, Embedding, Linear, TransposedConvolution
 
 Transform = Callable[[Tensor], Tensor]
 LINEAR = Linear()
 _kind_of_convolution = functools.lru_cache(maxsize=1024)(Convolution)
+_kind_of_embedding = functools.lru_cache(maxsize=1024)(Embedding)
 _kind_of_transposed_convolution = functools.lru_cache(maxsize=1024)(TransposedConvolution)
 
 
@@ -183,6 +184,25 @@ def _transposed_convolution(function: Callable[..., Tensor], space: int) -> Call
     return read
 
 
+def _embedding(
+    _: type[Tensor],
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    *rest: Any,
+    **options: Any,
+) -> Operation | None:
+    if max_norm is not None:
+        return None
+    padding = padding_idx + len(weight) if padding_idx is not None and padding_idx < 0 else padding_idx
+
+    def run(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.embedding(inputs, weight, padding_idx, max_norm, *rest, **options)
+
+    return Operation(weight, input, None, _kind_of_embedding(padding), run)
+
+
 def _each(size: Any, space: int) -> tuple[int, ...]:
     sizes = (size,) if isinstance(size, int) else tuple(size)
     return sizes * space if len(sizes) == 1 else sizes
@@ -201,6 +221,7 @@ _READERS: dict[Any, Callable[..., Operation | None]] = {
     torch.addmm: _addmm,
     Tensor.addmm: _addmm,
     torch.einsum: _einsum,
+    F.embedding: _embedding,
     F.conv1d: _convolution(F.conv1d, 1),
     F.conv2d: _convolution(F.conv2d, 2),
     F.conv3d: _convolution(F.conv3d, 3),

@@ -64,8 +64,8 @@ class Use(kinds.Use):
         """Return whether a call of this kind is one that layers can have, and of the kind that the others are."""
         return (
             (not self.ran or (kind is self.kind and weight.shape == self.weight.shape))
-            and inputs.is_floating_point()
-            and inputs.ndim >= kind.space + 2
+            and inputs.is_floating_point() != kind.tokens
+            and inputs.ndim >= kind.least_dims
             and (bias is None or (bias.ndim == 1 and bias.dtype == self.source.parameter.dtype))
         )
 
@@ -190,7 +190,7 @@ class Source:
     def _part(self, operation: Operation, weight: Tensor, part: Tensor) -> Tensor | None:
         """Do an operation on a view of the parameter."""
         kind, rows = operation.kind, part
-        if not kind.space:
+        if kind is LINEAR:
             rows = operation.rows(part)
             if _is_broadcast(operation.inputs, rows):
                 return None
