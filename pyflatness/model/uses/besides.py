@@ -30,7 +30,7 @@ def watching(modules: Mapping[str, nn.Module]) -> Iterator[list["_Besides"]]:
     """Watch the weights of layers, other than stand-ins, for what happens to them outside of these, inside."""
     with contextlib.ExitStack() as stack:
         yield [
-            stack.enter_context(_Besides(module).attached())
+            stack.enter_context(_Besides(module).watching())
             for module in modules.values()
             if not isinstance(module, Use) and type(module._parameters.get("weight")) is nn.Parameter
         ]
@@ -48,6 +48,8 @@ class _Besides:
     """Stand for the uses of a layer's weight outside of the layer; see :class:`.watched.Source`."""
 
     effective = False
+    route: Any = None
+    attached: Mapping[str, object] = {}
 
     def __init__(self, module: nn.Module) -> None:
         parameter = module._parameters["weight"]
@@ -58,7 +60,7 @@ class _Besides:
         self._held, self.leaf = watched.leaf(parameter, self)
 
     @contextlib.contextmanager
-    def attached(self) -> Iterator["_Besides"]:
+    def watching(self) -> Iterator["_Besides"]:
         """Watch inside."""
         own = self.module.register_forward_pre_hook(lambda *_: self._put(self.parameter), prepend=True)
         others = self.module.register_forward_hook(lambda *_: self._put(self._held), always_call=True)
@@ -69,6 +71,10 @@ class _Besides:
             own.remove()
             others.remove()
             self._put(self.parameter)
+
+    def is_attached(self, part: Tensor) -> bool:
+        """Return False: no part is watched by itself."""
+        return False
 
     def used(self, operation: Operation) -> Tensor | None:
         """Have every operation done as it is."""
