@@ -112,12 +112,13 @@ class Source:
     route: Route | None = None
     _attached: dict[str, Use] = field(default_factory=dict)
     _of_entries: dict[range, Use] = field(default_factory=dict)  # the same by the entries of the parameter
-    _watched: bool = False  # ever
+    _watched: dict[str, Use] = field(default_factory=dict)  # ever
     _functions: dict[str, None] = field(default_factory=dict)  # that it takes part in besides
 
     def attach(self, uses: Mapping[str, Use]) -> None:
         """Watch the parameter for these of its uses, or for none."""
-        self._attached, self._watched = dict(uses), self._watched or bool(uses)
+        self._attached = dict(uses)
+        self._watched |= uses
         self._of_entries = {use.entries: use for use in uses.values()}
         if bool(uses) == bool(self.nodes):
             return
@@ -143,10 +144,12 @@ class Source:
         """Return why layers do not have all of a parameter that was watched; empty if that is not known."""
         parts = [use for use in self.uses.values() if use.rows is None or use.routed]
         refusal = next((use.refusal for use in parts if use.refusal), "")
-        idle = [use.name.rpartition("[")[2].rstrip("]") for use in parts if use.routed and not use.ran]
+        asked = [use for use in parts if use.name in self._watched]
+        idle = [use.name.rpartition("[")[2].rstrip("]") for use in asked if use.routed and not use.ran]
         if not refusal and 0 < len(idle) < len(parts):
             more = f" and {len(idle) - _LISTED} more" if len(idle) > _LISTED else ""
-            return f"no token of the data is routed to expert {', '.join(idle[:_LISTED])}{more}"
+            experts = "expert" if len(idle) == 1 else "experts"
+            return f"no token of the data is routed to {experts} {', '.join(idle[:_LISTED])}{more}"
         return refusal or self.why_unused()
 
     @property
