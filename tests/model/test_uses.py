@@ -237,3 +237,29 @@ def test_the_command_lists_them(tmp_path, capsys):
     assert ["0.in_proj_weight", "parameter", "of", "MultiheadAttention", "12", "×", "4"] in rows
     assert ["0.out_proj", "NonDynamicallyQuantizableLinear", "4", "×", "4"] in rows
     assert ["1", "Linear", "3", "×", "4"] in rows
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_layer_that_is_given_another_weight_is_an_error(inside):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    data, other = (X[:, 0], Y), {"0.weight": 2 * model[0].weight.detach()}
+
+    class Calling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = model
+
+        def forward(self, x):
+            return torch.func.functional_call(self.body, other, (x,))
+
+    def forward(model, batch):
+        return torch.func.functional_call(model, other, (batch[0],)), batch[1]
+
+    outer, options = (Calling(), {}) if inside else (model, {"forward": forward})
+    with pytest.raises(
+        pf.InputError, match=r"layer '(body\.)?0' \(Linear\): its weight in the forward pass is not the"
+    ):
+        pf.measure(outer, LOSS, data, measures=["trace"], **options)
+    other["0.weight"] = model[0].weight.detach().clone()
+    report = pf.measure(outer, LOSS, data, measures=["trace"], **options)
+    assert report["trace"].value == pytest.approx(pf.measure(model, LOSS, data, measures=["trace"])["trace"].value)
