@@ -13,12 +13,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from torch import nn
 from torch.autograd.graph import Node
 
+from ...report import coverage
 from .. import calling
-from . import experts
+from . import besides, experts
 from .candidates import sources
 from .use import Source, Use
 
-__all__ = ["Use", "attached", "entries", "held", "layer", "of", "otherwise", "reasons", "with_siblings"]
+__all__ = ["Use", "attached", "entries", "held", "layer", "left_out", "of", "otherwise", "reasons", "with_siblings"]
 
 _held: "weakref.WeakKeyDictionary[nn.Module, dict[str, Use] | None]" = weakref.WeakKeyDictionary()
 
@@ -130,6 +131,16 @@ def entries(layers: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], int]:
     return found
 
 
+def left_out(model: nn.Module, layers: Collection[nn.Module]) -> dict[str, float]:
+    """Return the weights that some layers, which were measured, do not have; see :func:`.coverage.uncovered`.
+
+    Without layers, nothing.
+    """
+    if not layers:
+        return {}
+    return coverage.uncovered(model, entries(layers), {(layer, "weight") for layer in layers if besides.of(layer)})
+
+
 def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return why no layer has some of a model's parameters, where that is known, by their names.
 
@@ -145,6 +156,8 @@ def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         source = by_place.get((module, name.rpartition(".")[2]))
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             found[name] = f"nn.{type(module).__name__} computes with it in a kernel of its own"
+        elif others := besides.of(module):
+            found[name] = f"its weight is used in {others} outside of the layer too"
         elif source is not None and (why := source.why_left_out()):
             found[name] = why
     return found

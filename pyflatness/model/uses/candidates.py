@@ -61,7 +61,6 @@ def _is_candidate(module: nn.Module, key: str, parameter: Tensor) -> bool:
         and parameter.ndim <= _MOST_DIMENSIONS
         and parameter.layout == torch.strided
         and parameter.is_contiguous()
-        and not parameter.is_meta
         and parameter.numel() > 0
     )
 
