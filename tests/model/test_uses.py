@@ -189,6 +189,15 @@ def test_a_weight_that_is_copied_in_the_forward_pass():
     assert one["w", "trace"].value == pytest.approx(other["w", "trace"].value, rel=1e-12)
 
 
+def test_a_weight_in_another_order_in_memory_is_named():
+    model = Using(lambda net, x: F.linear(x, net.w), w=(6, 4))
+    model.w.data = model.w.data.t().contiguous().t()
+    report = pf.measure(model, LOSS, (X, Y), measures=["trace"])
+    assert "another order in memory" in report.why_uncovered["w"]
+    model.w.data = model.w.data.contiguous()
+    assert pf.measure(model, LOSS, (X, Y), measures=["trace"]).layers == ("w", "head")
+
+
 def test_measures_of_features_are_those_of_a_module_in_its_place():
     model, _ = using("linear")
     twin = Using(lambda net, x: net.layer(x))
