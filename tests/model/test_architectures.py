@@ -59,7 +59,7 @@ def test_every_weight_is_measured_as_the_hessian_says_or_named(name: str) -> Non
 @pytest.mark.parametrize("name", BY_NAME)
 def test_sampled_values_are_within_their_errors(name: str) -> None:
     model, truth = exact(name)
-    report = measured(BY_NAME[name], model, probes=32)
+    report = measured(BY_NAME[name], model, probes=96)
     assert report.layers == truth.layers
     for layer in report.layers:
         for measure in MEASURES:

@@ -144,7 +144,7 @@ OTHERWISE = {
         "its weight is used in matmul"),
     "inside of vmap": (lambda net, x: torch.vmap(lambda row: F.linear(row, net.w))(x)[..., :4],
         "its weight is used in linear"),
-    "without samples": (lambda net, x: x * F.linear(net.head.weight[0, :4], net.w).mean(),
+    "without samples": (lambda net, x: x * F.linear(x.new_ones(4), net.w).mean(),
         "its weight is used in linear"),
 }  # fmt: skip
 
@@ -187,6 +187,15 @@ def test_a_weight_that_is_copied_in_the_forward_pass():
     twin = Using(lambda net, x: F.linear(x, net.w) + F.linear(x.sin(), net.w.detach()), w=(6, 4))
     one, other = (pf.measure(net, LOSS, (X, Y), measures=["trace"]) for net in (model, twin))
     assert one["w", "trace"].value == pytest.approx(other["w", "trace"].value, rel=1e-12)
+
+
+def test_a_weight_in_another_order_in_memory_is_named():
+    model = Using(lambda net, x: F.linear(x, net.w), w=(6, 4))
+    model.w.data = model.w.data.t().contiguous().t()
+    report = pf.measure(model, LOSS, (X, Y), measures=["trace"])
+    assert "another order in memory" in report.why_uncovered["w"]
+    model.w.data = model.w.data.contiguous()
+    assert pf.measure(model, LOSS, (X, Y), measures=["trace"]).layers == ("w", "head")
 
 
 def test_measures_of_features_are_those_of_a_module_in_its_place():
@@ -237,3 +246,29 @@ def test_the_command_lists_them(tmp_path, capsys):
     assert ["0.in_proj_weight", "parameter", "of", "MultiheadAttention", "12", "×", "4"] in rows
     assert ["0.out_proj", "NonDynamicallyQuantizableLinear", "4", "×", "4"] in rows
     assert ["1", "Linear", "3", "×", "4"] in rows
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_layer_that_is_given_another_weight_is_an_error(inside):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    data, other = (X[:, 0], Y), {"0.weight": 2 * model[0].weight.detach()}
+
+    class Calling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = model
+
+        def forward(self, x):
+            return torch.func.functional_call(self.body, other, (x,))
+
+    def forward(model, batch):
+        return torch.func.functional_call(model, other, (batch[0],)), batch[1]
+
+    outer, options = (Calling(), {}) if inside else (model, {"forward": forward})
+    with pytest.raises(
+        pf.InputError, match=r"layer '(body\.)?0' \(Linear\): its weight in the forward pass is not the"
+    ):
+        pf.measure(outer, LOSS, data, measures=["trace"], **options)
+    other["0.weight"] = model[0].weight.detach().clone()
+    report = pf.measure(outer, LOSS, data, measures=["trace"], **options)
+    assert report["trace"].value == pytest.approx(pf.measure(model, LOSS, data, measures=["trace"])["trace"].value)

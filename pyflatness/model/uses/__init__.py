@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from ...report import coverage
-from .. import calling
+from .. import calling, kinds
 from . import besides, experts
 from .candidates import sources
 from .use import Source, Use
@@ -152,12 +152,17 @@ def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     by_place = {place: use.source for use in of(model).values() for place in use.source.places}
     found = {}
     for name in names:
-        module = modules[name.rpartition(".")[0]]
-        source = by_place.get((module, name.rpartition(".")[2]))
+        place, _, key = name.rpartition(".")
+        module = modules[place]
+        source, parameter = by_place.get((module, key)), module._parameters[key]
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             found[name] = f"nn.{type(module).__name__} computes with it in a kernel of its own"
         elif others := besides.of(module):
             found[name] = f"its weight is used in {others} outside of the layer too"
         elif source is not None and (why := source.why_left_out()):
             found[name] = why
+        elif source is None and not kinds.is_plain(module) and parameter is not None and not parameter.is_contiguous():
+            found[name] = (
+                "its entries are in another order in memory (channels_last, a transpose); copy it, .contiguous()"
+            )
     return found

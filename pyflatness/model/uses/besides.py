@@ -62,15 +62,17 @@ class _Besides:
     @contextlib.contextmanager
     def watching(self) -> Iterator["_Besides"]:
         """Watch inside."""
-        own = self.module.register_forward_pre_hook(lambda *_: self._put(self.parameter), prepend=True)
-        others = self.module.register_forward_hook(lambda *_: self._put(self._held), always_call=True)
-        self._put(self._held)
+        own = self.module.register_forward_pre_hook(lambda *_: self._replace(self._held, self.parameter), prepend=True)
+        others = self.module.register_forward_hook(
+            lambda *_: self._replace(self.parameter, self._held), always_call=True
+        )
+        self._replace(self.parameter, self._held)
         try:
             yield self
         finally:
             own.remove()
             others.remove()
-            self._put(self.parameter)
+            self._replace(self._held, self.parameter)
 
     def is_attached(self, part: Tensor) -> bool:
         """Return False: no part is watched by itself."""
@@ -84,5 +86,7 @@ class _Besides:
         """Take in that the weight took part in a function."""
         self.functions[name.strip("_")] = None
 
-    def _put(self, weight: Any) -> None:
-        self.module._parameters["weight"] = weight
+    def _replace(self, weight: Tensor, other: Any) -> None:
+        """Put another weight in the place of one; a third, which the forward pass has put there itself, stays."""
+        if self.module._parameters.get("weight") is weight:
+            self.module._parameters["weight"] = other

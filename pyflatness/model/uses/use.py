@@ -265,9 +265,9 @@ class Source:
         return operation.back(use.call(kind, rows, inputs, bias, lambda given: operation.run(given, weight, bias)))
 
 
-def _leaves(node: Node | None) -> list[Tensor]:
-    """Return the leaves that a node's result depends on, or enough of them."""
-    leaves: list[Tensor] = []
+def _leaves(node: Node | None) -> list[Tensor | None]:
+    """Return the leaves that a node's result depends on, up to one that is no parameter; None where it is not known."""
+    leaves: list[Tensor | None] = []
     seen: set[Node] = set()
     stack = [node]
     while stack:
@@ -276,7 +276,7 @@ def _leaves(node: Node | None) -> list[Tensor]:
             continue
         seen.add(node)
         if not node.next_functions:
-            leaves.append(getattr(node, "variable", torch.empty(0)))
+            leaves.append(getattr(node, "variable", None))
             if not isinstance(leaves[-1], nn.Parameter):
                 break
         stack += [source for source, _ in node.next_functions]
