@@ -70,8 +70,21 @@ def exact_formula_error(features: Tensor, weight: Tensor, bias: Tensor | float, 
 
 def weight_of(model: nn.Module, name: str) -> Tensor:
     """The effective weight of a layer as a matrix (d, m): what a parametrisation makes of its parts, detached."""
-    layer = model.get_submodule(name)
-    return as_matrix(layer, layer.weight.detach()).clone()
+    layer, key = place_of(model, name)
+    return as_matrix(layer, getattr(layer, key).detach()).clone()
+
+
+def place_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a layer's weight, and the weight's name there: of a module, or of a parameter by itself."""
+    parent, _, key = name.rpartition(".")
+    held = key in model.get_submodule(parent)._parameters
+    return (model.get_submodule(parent), key) if held else (model.get_submodule(name), "weight")
+
+
+def is_called(model: nn.Module, name: str) -> bool:
+    """Whether a layer is a module that is called: attention uses its parameters, and its out_proj's, in functions."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+    return place_of(model, name)[1] == "weight" and not isinstance(parent, nn.MultiheadAttention)
 
 
 def as_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
@@ -83,10 +96,11 @@ def as_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
     return weight.flatten(1)
 
 
-def as_weight(layer: nn.Module, matrix: Tensor) -> Tensor:
+def as_weight(layer: nn.Module, matrix: Tensor, key: str = "weight") -> Tensor:
     """A matrix (d, m) in the shape of the layer's weight."""
-    places = as_matrix(layer, torch.arange(matrix.numel()).view(layer.weight.shape)).flatten()
-    return matrix.flatten()[places.argsort()].view(layer.weight.shape)
+    shape = getattr(layer, key).shape
+    places = as_matrix(layer, torch.arange(matrix.numel()).view(shape)).flatten()
+    return matrix.flatten()[places.argsort()].view(shape)
 
 
 @contextlib.contextmanager
@@ -99,7 +113,8 @@ def outputs_of(
     The last matrix stays in force until the end, since activation checkpointing calls the layer again in a backward
     pass.
     """
-    layer = model.get_submodule(name)
+    layer, key = place_of(model, name)
+    called = is_called(model, name)
 
     def outputs(weight: Tensor) -> Tensor:
         def forward(*args, **kwargs) -> Tensor:
@@ -114,7 +129,10 @@ def outputs_of(
                 return torch.func.functional_call(plain, identity, args, kwargs) @ weight.t()
             return torch.func.functional_call(plain, {"weight": as_weight(layer, weight)}, args, kwargs)
 
-        layer.forward = forward
+        if called:
+            layer.forward = forward
+        else:
+            layer.__dict__[key] = as_weight(layer, weight, key)  # in front of the parameter
         f = model(inputs)
         if sample is None:
             return f
@@ -126,7 +144,7 @@ def outputs_of(
         with sdpa_kernel(SDPBackend.MATH):  # the other kernels of attention have no second derivative
             yield outputs
     finally:
-        layer.__dict__.pop("forward", None)
+        layer.__dict__.pop("forward" if called else key, None)
 
 
 def layer_hessian(

@@ -70,6 +70,8 @@ class Truth:
 
     def block(self, curvature: str, name: str) -> Tensor:
         """Return the block (d, m, d, m) of one layer; ``curvature`` is "hessian" or "ggn"."""
+        if name not in self.names:
+            return self._alone(curvature, name)
         start = 0
         for other, weight in self.weights.items():
             if other == name:
@@ -78,16 +80,22 @@ class Truth:
         rows = slice(start, start + self.weights[name].numel())
         return getattr(self, curvature)[rows, rows].reshape(*self.weights[name].shape, *self.weights[name].shape)
 
+    @functools.cache  # noqa: B019, a truth lives as long as its case
+    def _alone(self, curvature: str, name: str) -> Tensor:
+        """Return the block of a layer that is none of ``names``."""
+        matrix_of = {"hessian": truth.layer_hessian, "ggn": truth.layer_ggn}[curvature]
+        return matrix_of(self.model, self.problem.loss, self.inputs, self.targets, name)
+
     def groups(self, name: str) -> int:
-        return getattr(self.model.get_submodule(name), "groups", 1)
+        return getattr(truth.place_of(self.model, name)[0], "groups", 1)
 
     def of_layer(self, measure: str, curvature: str, name: str) -> Value:
         """Return one of :data:`OF_LAYERS`."""
         return self.of_matrix(measure, self.block(curvature, name), name, self._cancelled(name))
 
     def of_matrix(self, measure: str, matrix: Tensor, name: str, size: Tensor | None = None) -> Value:
-        of, weight = OF_LAYERS[measure], self.weights[name]
-        layer = self.model.get_submodule(name)
+        of, weight = OF_LAYERS[measure], truth.weight_of(self.model, name)
+        layer = truth.place_of(self.model, name)[0]
         scale = of(matrix.abs() if size is None else size, weight.abs(), layer)
         return of(matrix, weight, layer), float(scale)
 
@@ -105,20 +113,27 @@ class Truth:
         return found
 
     def per_neuron(self, measure: str, curvature: str, name: str) -> list[Value]:
-        matrix, weight, layer = self.block(curvature, name), self.weights[name], self.model.get_submodule(name)
+        matrix, weight = self.block(curvature, name), truth.weight_of(self.model, name)
+        layer = truth.place_of(self.model, name)[0]
         of = _columns if measure == "neuron_flatness" else _rows
         sizes = of(self._cancelled(name), weight.abs(), layer)
         return list(zip(of(matrix, weight, layer).tolist(), sizes.tolist(), strict=True))
 
-    def lambda_max(self, curvature: str, name: str) -> Value:
-        """Return the value of a layer, or under "" of all weights together."""
-        matrix = self.block(curvature, name).flatten(2).flatten(0, 1) if name else getattr(self, curvature)
+    def lambda_max(self, curvature: str, names: tuple[str, ...]) -> Value:
+        """Return the value of a layer, or of the weights of several together."""
+        if len(names) == 1:
+            matrix = self.block(curvature, names[0]).flatten(2).flatten(0, 1)
+        elif names == self.names:
+            matrix = getattr(self, curvature)
+        else:
+            joint = {"hessian": truth.joint_hessian, "ggn": truth.joint_ggn}[curvature]
+            matrix = joint(self.model, self.problem.loss, self.inputs, self.targets, names)
         values = torch.linalg.eigvalsh((matrix + matrix.t()) / 2)
         return float(values[-1]), _LANCZOS * float(values.abs().max())
 
     def of_rows(self, curvature: str, name: str) -> Value:
         """Return κ^φ = Σ_s |w_s|² λ_max(H_ss)."""
-        matrix, weight = self.block(curvature, name), self.weights[name]
+        matrix, weight = self.block(curvature, name), truth.weight_of(self.model, name)
         values = torch.linalg.eigvalsh(torch.einsum("sjsk->sjk", (matrix + matrix.permute(2, 3, 0, 1)) / 2))
         norms = weight.square().sum(dim=1)
         return float(norms @ values[:, -1]), _LANCZOS * float(norms @ values.abs().amax(dim=1))
@@ -228,7 +243,7 @@ def _weight_norm(magnitude: Tensor, direction: Tensor) -> Tensor:
 
 
 def _columns(matrix: Tensor, weight: Tensor, layer: nn.Module) -> Tensor:
-    taps = layer.weight[0, 0].numel()
+    taps = layer.weight[0, 0].numel() if hasattr(layer, "weight") else 1
     return truth.columns_of(matrix, weight, getattr(layer, "groups", 1), taps)
 
 
