@@ -61,4 +61,6 @@ def test_a_head_that_is_called_without_its_chain(options):
     model = FirstAlone().double()
     estimate = pf.relative_flatness(model, LOSS, (X, Y), "chain.0", **options)
     assert estimate.method == "head"
-    assert float(estimate) == pytest.approx(truth.of_model(model, LOSS, X, Y, "chain.0"), rel=options.get("rtol", 1e-10))
+    assert float(estimate) == pytest.approx(
+        truth.of_model(model, LOSS, X, Y, "chain.0"), rel=options.get("rtol", 1e-10)
+    )

@@ -19,7 +19,8 @@ def test_the_note_is_the_same():
         return F.cross_entropy(outputs, targets)
 
     of_custom, of_own = (
-        [note for note in notes(loss) if note.startswith("one sample takes")] for loss in (custom, nn.CrossEntropyLoss())
+        [note for note in notes(loss) if note.startswith("one sample takes")]
+        for loss in (custom, nn.CrossEntropyLoss())
     )
     assert len(of_own) == 1
     assert of_custom == of_own
