@@ -378,7 +378,7 @@ def measure(
         measurement = plan.Measurement(steps, task, named=by_name)
         found = measurement.estimates()
         covered = [module for name, module in task.selection.modules.items() if name in measurement.measured]
-        left_out = coverage.uncovered(task.model, uses.entries(covered)) if covered else {}
+        left_out = uses.left_out(task.model, covered)
         why = uses.reasons(task.model, left_out)
     measured = {name for name, _ in found}
     names = tuple(name for name in task.selection.modules if name in measured)

@@ -243,8 +243,8 @@ def representation(
     with session(model, loss, data, options, forward=forward, progress=progress) as task:
         task = task.of(layers)
         samples = jacobians.measured(task, {need for row in rows for need in row.needs}, top)
-        covered = uses.entries([task.selection.modules[name] for name in samples.layers])
-        left_out = coverage.uncovered(task.model, covered)
+        covered = [task.selection.modules[name] for name in samples.layers]
+        left_out = uses.left_out(task.model, covered)
         why = uses.reasons(task.model, left_out)
     found = {}
     for row in rows:

@@ -46,6 +46,7 @@ class Batches:
             raise InputError(
                 f"data: a tuple of tensors or an iterable of batches is wanted, got {type(data).__name__}"
                 + ("; the order of arguments is (model, loss, data)" if callable(data) else "")
+                + ("; for one batch pass a list of it, data=[batch]" if isinstance(data, Mapping) else "")
             )
         elif isinstance(data, enumerate):
             raise InputError("data: enumerate yields (number, batch) pairs; pass the loader itself")
@@ -205,7 +206,10 @@ def _checked_size(batch: Any, number: int) -> int:
             check_tensor(f"data: batch {number}", part)
     samples = size(batch)
     if samples < 0:
-        inside = f" of {', '.join(type(part).__name__ for part in batch)}" if isinstance(batch, (tuple, list)) else ""
+        parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+        inside = f" of {', '.join(type(part).__name__ for part in parts)}" if parts else ""
+        if isinstance(batch, Mapping) and any(isinstance(part, list) for part in parts):
+            inside += "; a tokenizer gives tensors with return_tensors='pt'"
         raise InputError(
             f"data: batch {number} holds no tensor with samples in dimension 0: it is a {type(batch).__name__}{inside}"
         )

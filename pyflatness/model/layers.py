@@ -9,7 +9,7 @@ from ..contractions import Geometry, full_precision, promoted
 from ..errors import InputError, NonFiniteError
 from . import kinds
 from .kinds import SUPPORTED, Linear
-from .uses import Use
+from .uses import Use, besides
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -232,8 +232,11 @@ def ties(model: nn.Module, layer: nn.Module) -> list[str]:
 
 def tie_notes(model: nn.Module, layer: nn.Module) -> tuple[str, ...]:
     """Return what a reader of a layer's value should know if its weight is tied."""
-    others = ties(model, layer)
-    return (f"weight tied with {', '.join(others)}: derivative through this use only",) if others else ()
+    others, besides_in = ties(model, layer), besides.of(layer)
+    notes = [f"weight tied with {', '.join(others)}: derivative through this use only"] if others else []
+    if besides_in:
+        notes.append(f"weight used in {besides_in} outside of the layer too: derivative through the layer's calls only")
+    return tuple(notes)
 
 
 def _weight(module: nn.Module) -> Tensor:

@@ -57,12 +57,12 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
     named = set()
     first_name = {module: name for name, module in reversed(every.items())}
     for selector in selectors:
-        matching = _matching(every, usable.keys(), selector)
+        matching = _matching(model, every, usable.keys(), selector)
         names = [first_name[every[name]] for name in matching]  # a shared module has several
         if not isinstance(selector, str) or selector in every:
             named.update(names)
         if usable.keys().isdisjoint(names):
-            raise InputError(f"layer {names[0]!r} {why_not_supported(every[names[0]])}")
+            raise InputError(f"layer {names[0]!r} {why_not_supported(every[names[0]])}{_inside(usable, names[0])}")
         chosen.update(usable.keys() & names)
     return Selection({name: layer for name, layer in usable.items() if name in chosen}, frozenset(named))
 
@@ -105,7 +105,7 @@ def one(model: nn.Module, selector: Selector) -> str:
     return matches[0]
 
 
-def _matching(every: Mapping[str, nn.Module], usable: Collection[str], selector: Any) -> list[str]:
+def _matching(model: nn.Module, every: Mapping[str, nn.Module], usable: Collection[str], selector: Any) -> list[str]:
     if isinstance(selector, nn.Module):
         names = [name for name, module in every.items() if module is selector][:1]
         if not names:
@@ -119,9 +119,31 @@ def _matching(every: Mapping[str, nn.Module], usable: Collection[str], selector:
         raise InputError(f"layer: {wanted}, got {type(selector).__name__} {shown(selector)}{hint}")
     names = [selector] if selector in every else _by_pattern(every, usable, selector)
     if not names:
+        _check_no_parameter(model, usable, selector)
         near = difflib.get_close_matches(selector, [name for name in every if name]) or [*usable]
         raise InputError(f"layer: nothing in the model matches {selector!r}; did you mean {', '.join(near[:5])}?")
     return names
+
+
+def _check_no_parameter(model: nn.Module, usable: Collection[str], name: str) -> None:
+    """Raise if a name that is no layer's is one of a parameter, and say which layers have it or why none has."""
+    if name not in dict(model.named_parameters(remove_duplicate=False)):
+        return
+    parts = [layer for layer in usable if layer.startswith(f"{name}[")]
+    holder = name.rpartition(".")[0]
+    if parts:
+        why = f"its parts are layers: {parts[0]!r} to {parts[-1]!r}, and {name + '*'!r} is all of them"
+    elif holder in usable:
+        why = f"the layer that it belongs to is {holder!r}"
+    else:
+        why = uses.reasons(model, [name]).get(name, "it is no weight of a linear operation")
+    raise InputError(f"layer: {name!r} is a parameter and no layer; {why}")
+
+
+def _inside(usable: Collection[str], name: str) -> str:
+    """Return how to name the layers inside of a module that is none itself, as the end of an error."""
+    inside = [layer for layer in usable if layer.startswith(f"{name}.")]
+    return f"; the layers inside of it are {name + '.*'!r} ({inside[0]!r}, …)" if inside else ""
 
 
 def _by_pattern(every: Mapping[str, nn.Module], usable: Collection[str], pattern: str) -> list[str]:

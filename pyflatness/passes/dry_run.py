@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import FlatnessError, InputError
 from ..model import calling, data, layers, uses
+from ..model.uses import besides
 from ..numerics.directions import Directions
 from . import batch_layout, kept_rows, linearity
 from .batch_layout import Layout
@@ -65,15 +66,17 @@ def run(
     samples = data.size(batch)
     count = samples if whole else min(samples, max(2, min(_MOST, samples // _SHARE)))
     start, cuttable = int(count < samples), True
-    try:
-        outputs, stored = _run(model, recorder, data.part(batch, start, start + count), forward, count)
-    except FlatnessError:
-        raise
-    except Exception:  # not a batch that can be cut; an error of the model's own comes again
-        start, count, cuttable = 0, samples, False
-        outputs, stored = _run(model, recorder, batch, forward, samples)
+    with besides.watching(modules) as watches:
+        try:
+            outputs, stored = _run(model, recorder, data.part(batch, start, start + count), forward, count)
+        except FlatnessError:
+            raise
+        except Exception:  # not a batch that can be cut; an error of the model's own comes again
+            start, count, cuttable = 0, samples, False
+            outputs, stored = _run(model, recorder, batch, forward, samples)
     check_samples(outputs, count)
     users = linearity.users_of(outputs)
+    besides.note(watches, users.keys())
     check_uses(modules, recorder, users)
     lookups = {name for name in recorder.calls if layers.kind_of(modules[name]).tokens}
     narrowed = narrow(outputs, users, recorder, _layouts(modules, recorder, count), count, lookups)

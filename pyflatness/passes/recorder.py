@@ -56,6 +56,7 @@ class Recorder:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules, self._active, self._checking, self._paused = modules, False, False, False
+        self._weights = {name: module._parameters.get("weight") for name, module in modules.items()}
         self._copied: set[str] = set()
         self._shared: set[str] = set()
         self._samples = 1
@@ -202,6 +203,8 @@ class Recorder:
                 f"layer {name!r} ({type(module).__name__}): its output is not W φ + b of its weight and input; its "
                 "forward is replaced (by an adapter, quantisation, …) and cannot be measured"
             )
+        if self._checking:
+            self._check_weight(name, module)
         overwritten = name in self._copied
         kept = inputs.clone() if overwritten else inputs
         has_edge = not kind.tokens and not (overwritten and inputs._is_view())
@@ -210,6 +213,16 @@ class Recorder:
         route = module.route if isinstance(module, Use) else None
         call = Call(kept, version(kept), get_gradient_edge(output), input_edge, shape, coefficients, route)
         self.calls.setdefault(name, []).append(call)
+
+    def _check_weight(self, name: str, module: nn.Module) -> None:
+        """Raise if the forward pass has put another weight into a layer, of which its own is not the values."""
+        before, now = self._weights[name], module._parameters.get("weight")
+        if before is not None and now is not before and not (now is not None and torch.equal(before, now)):
+            raise InputError(
+                f"layer {name!r} ({type(module).__name__}): its weight in the forward pass is not the model's "
+                "(torch.func.functional_call with other parameters, or an assignment); load these into the model, or "
+                "choose other layers"
+            )
 
 
 @contextlib.contextmanager

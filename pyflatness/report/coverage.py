@@ -16,20 +16,24 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _LISTED = 4  # names in a note
 
 
-def uncovered(model: nn.Module, covered: Mapping[tuple[nn.Module, str], int]) -> dict[str, float]:
+def uncovered(
+    model: nn.Module, covered: Mapping[tuple[nn.Module, str], int], besides: Collection[tuple[nn.Module, str]] = ()
+) -> dict[str, float]:
     """Return the weights that no measured layer has, by name, each with its share of all the weights' entries.
 
     Args:
         model: the whole.
         covered: how many entries layers have of parameters, by the module that holds one and its name there.
+        besides: parameters that are used outside of their layers too, which is one more weight of each.
     """
     sizes, left = 0, {}
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None or not is_weight(module, name, parameter):
                 continue
-            sizes += parameter.numel()
-            missing = parameter.numel() - covered.get((module, name), 0)
+            count = (1 + ((module, name) in besides)) * parameter.numel()
+            sizes += count
+            missing = count - covered.get((module, name), 0)
             if missing:
                 left[f"{prefix}.{name}" if prefix else name] = missing
     return {name: size / sizes for name, size in left.items()}

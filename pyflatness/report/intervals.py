@@ -50,7 +50,7 @@ def shown(value: float, ends: Sequence[float] | None) -> str:
         if places is None or number == 0:
             return f"{number:.6g}"
         digits = places + 1 + math.floor(math.log10(abs(number)))
-        return f"{round(number, places):.{max(6, digits)}g}"
+        return f"{round(number, places) + 0.0:.{max(6, digits)}g}"  # no -0
 
     return f"{rounded(value)} [{rounded(ends[0])}, {rounded(ends[1])}]"
 

@@ -92,6 +92,8 @@ def hugging_face(
     """
     if trust_remote_code:
         raise InputError("trust_remote_code: code that comes with a model is never run; write the model as a callable")
+    if Path(where).is_dir() and not Path(where, "config.json").is_file():
+        raise InputError(f"hf:{where}: the folder has no config.json; one that save_pretrained has written is wanted")
     import transformers
 
     places = {"revision": revision or "main", "local_files_only": not download, "trust_remote_code": False}
@@ -148,7 +150,8 @@ def tokenizer(name: str, *, download: bool = False) -> Any:
             return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
     where, revision = _located(str(path))
     places = {"revision": revision or "main", "local_files_only": not download, "trust_remote_code": False}
-    with _explained(where, download=download):
+    advice = "; if it has no tokenizer, pass tokenizer=: another folder or name, or a file tokenizer.json"
+    with _explained(where, download=download, advice=advice):
         return transformers.AutoTokenizer.from_pretrained(where, **places)
 
 
@@ -205,8 +208,8 @@ def _placed(model: nn.Module, dtype: str | None, device: str) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _explained(where: str, *, download: bool) -> Iterator[None]:
-    """Turn what transformers raises inside into an error that says what was looked for."""
+def _explained(where: str, *, download: bool, advice: str = "") -> Iterator[None]:
+    """Turn what transformers raises inside into an error that says what was looked for, and what to do."""
     try:
         yield
     except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
@@ -214,8 +217,12 @@ def _explained(where: str, *, download: bool) -> Iterator[None]:
             raise
         if "trust_remote_code" in str(error):
             raise InputError(f"hf:{where}: it is code that comes with it, and such code is never run") from None
-        cached = "" if Path(where).exists() or download else "; nothing is downloaded unless download is true"
-        raise InputError(f"hf:{where}: {reason(error)}{cached}") from error
+        if not Path(where).exists() and not download:
+            raise InputError(
+                f"hf:{where}: there is no such folder, and Hugging Face's local cache has no such repository with "
+                f"all files that are needed ({reason(error)}); nothing is downloaded unless download is true"
+            ) from error
+        raise InputError(f"hf:{where}: {reason(error)}{advice}") from error
 
 
 @contextlib.contextmanager

@@ -80,6 +80,8 @@ def bind(function: Function, arguments: dict[str, Any], name: str) -> Callable[[
     def call() -> Any:
         try:
             return function(**arguments)
+        except InputError as error:  # of a file or a library's network, which are no callables of the user's
+            raise InputError(f"{name}: {reason(error)}") from error
         except Exception as error:
             raise InputError(f"{name}: the callable failed: {reason(error)}") from error
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -133,7 +134,10 @@ def _packed(encoded: Sequence[Sequence[int]], end: int | None, length: int, batc
     count = len(tokens) // length
     if count == 0:
         raise InputError(f"length={length}: all texts together have {len(tokens)} tokens")
-    return cut({"input_ids": torch.tensor(tokens[: count * length]).view(count, length)}, batch_size)
+    return cut(
+        {"input_ids": torch.tensor(tokens[: count * length], dtype=torch.int64, device="cpu").view(count, length)},
+        batch_size,
+    )
 
 
 def _parts(content: str, sample_by: str) -> Iterator[str]:
@@ -167,6 +171,8 @@ def _labels(rows: Sequence[Any], key: str | None, path: Path) -> list[Any] | Non
 
 def _tensor(labels: Sequence[Any]) -> Tensor:
     try:
-        return torch.tensor([*labels])
+        values = np.asarray(labels)
+        dtype = torch.float32 if values.dtype.kind == "f" else torch.int64
+        return torch.tensor(values, dtype=dtype, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise InputError(f"targets: numbers are wanted, got {shown(labels[0])}") from None

@@ -195,6 +195,7 @@ def test_data():
     refused(pf.InputError, r"different lengths: \[10, 9\]", data=(X, Y[:9]))
     refused(pf.InputError, "wrap it, DataLoader", data=torch.utils.data.TensorDataset(X, Y))
     refused(pf.InputError, "an iterable of batches is wanted, got Tensor", data=X)
+    refused(pf.InputError, r"wanted, got dict; .*data=\[batch\]", data={"x": X, "labels": Y})
     refused(pf.InputError, r"`labels`, got a tuple of 3", data=(X, Y, Y))
     refused(pf.InputError, r"`labels`, got a Tensor", data=[X])
     refused(pf.InputError, r"can be read once, and 2 passes", data=iter([(X, Y)]), normalize="std")

@@ -46,6 +46,10 @@ DATA = {
         r"\(12, 4\) int64 raised .* parameters are float32|layer '0': input is torch.int64; .*wanted|no floating-point",
     ),
     "another width": (lambda: (X[:, :3], Y), r"on the inputs \(12, 3\) float32 raised .* parameters are float32"),
+    "a mapping of lists": (
+        lambda: [{"x": X.tolist(), "labels": Y.tolist()}],
+        "a dict of list, list; .*return_tensors='pt'",
+    ),
     "texts": (lambda: [("a", "b")], "batch 0 holds no tensor .* a tuple of str, str"),
     "a batch without tensors later": (lambda: [(X, Y), "end"], "batch 1 holds no tensor .* a str"),
     "a list of tensors": (lambda: [X, Y], "got a Tensor .*a tuple of tensors is cut into batches"),

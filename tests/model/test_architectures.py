@@ -34,8 +34,8 @@ def check_layers(architecture: Architecture, model: torch.nn.Module, report: pf.
         expected = weight_truth.relative_flatness_and_trace(model, architecture.risk, layer)
         found = [report[layer, measure] for measure in MEASURES]
         assert [estimate.value for estimate in found] == pytest.approx(expected, rel=rel, abs=rel * 1e-3), layer
-        detached = any("out of autograd's graph" in note for note in found[0].notes)
-        assert [estimate.exact for estimate in found] == [not detached] * len(found), layer
+        for estimate in found:  # of a layer that is the head, relative flatness needs no derivative
+            assert estimate.exact != any("out of autograd's graph" in note for note in estimate.notes), layer
     for measure in MEASURES:
         assert report[measure].value == pytest.approx(sum(report[layer, measure].value for layer in report.layers))
         every = all(report[layer, measure].exact for layer in report.layers)
@@ -59,7 +59,7 @@ def test_every_weight_is_measured_as_the_hessian_says_or_named(name: str) -> Non
 @pytest.mark.parametrize("name", BY_NAME)
 def test_sampled_values_are_within_their_errors(name: str) -> None:
     model, truth = exact(name)
-    report = measured(BY_NAME[name], model, probes=32)
+    report = measured(BY_NAME[name], model, probes=96)
     assert report.layers == truth.layers
     for layer in report.layers:
         for measure in MEASURES:

@@ -132,6 +132,14 @@ def test_an_expert_that_no_token_reaches_is_named():
             pf.measure(model, LOSS, (X, Y), layers=selector, measures=MEASURES)
 
 
+def test_experts_that_were_not_asked_for_are_not_said_to_lack_tokens():
+    report = pf.measure(unreached(Mixture(), 1), LOSS, (X, Y), layers="experts.down_proj[0]", measures=MEASURES)
+    assert report.layers == ("experts.down_proj[0]",)
+    assert report.why_uncovered == {}
+    report = pf.measure(unreached(Mixture(), 1), LOSS, (X, Y), layers="experts.down_proj*", measures=MEASURES)
+    assert report.why_uncovered == {"experts.down_proj": "no token of the data is routed to expert 1"}
+
+
 def test_an_expert_by_name_may_run_in_a_later_batch():
     model = Mixture(chosen=1)
     layer = next(layer for layer in layers_of() if 0 < int(without_tokens(model, X, layer).sum()) < 5)

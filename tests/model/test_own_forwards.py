@@ -141,6 +141,40 @@ def test_a_weight_that_is_computed_counts_as_that_of_a_parametrised_layer(name, 
     assert pf.verify(model, LOSS, (x, Y), "own")
 
 
+class Merged(LowRank):
+    """With the adapter in the weight, and used by itself too."""
+
+    def forward(self, x):
+        inside = F.linear(x, self.weight + self.up @ self.down, self.bias)
+        return inside + F.linear(F.linear(x, self.down).tanh(), self.up)
+
+
+def test_parameters_of_a_computed_weight_that_are_used_elsewhere_too():
+    model = net(lambda: Merged(4, 6))
+    report = pf.measure(model, LOSS, (ROWS, Y), measures=["trace"])
+    assert report.layers == ("own", "head")
+    why = "the weight of own is computed of it too"
+    assert report.why_uncovered == {"own.down": why, "own.up": why}
+    assert report.uncovered.keys() == report.why_uncovered.keys()
+    expected = ParameterTruth(model, LOSS, ROWS, Y, "own.weight")  # the sum's derivative is that in this summand
+    assert report["own", "trace"].value == pytest.approx(expected.values(expected.hessian)["trace"], rel=1e-9)
+
+
+class Stopped(nn.Linear):
+    """With a second use of the weight behind which there is no derivative."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias) + F.linear(x.sin(), self.weight.detach())
+
+
+def test_a_use_of_the_detached_weight_is_none():
+    model = net(lambda: Stopped(4, 6))
+    report = pf.measure(model, LOSS, (ROWS, Y), measures=["trace"])
+    expected = ParameterTruth(model, LOSS, ROWS, Y, "own.weight")
+    assert report["own", "trace"].value == pytest.approx(expected.values(expected.hessian)["trace"], rel=1e-9)
+    assert not report["own", "trace"].exact
+
+
 def test_a_tied_weight_is_measured_by_its_own_use():
     model = Net(lambda net, x: net.head(net.other(torch.tanh(net.own(x))).mean(1)), own=Scaled(4, 4),
         other=nn.Linear(4, 4), head=nn.Linear(4, 3)).double()  # fmt: skip

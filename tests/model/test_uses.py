@@ -1,5 +1,6 @@
 """Weights that no layer has, measured where the model uses them in a linear operation: parameters of its own."""
 
+import copy
 import re
 
 import pytest
@@ -134,7 +135,16 @@ OTHERWISE = {
     "a part": (lambda net, x: F.linear(x, net.w[2:]), "used in an operation on a part of it, linear"),
     "of two": (lambda net, x: F.linear(x, net.w.t() @ net.w), "its weight is used in matmul"),
     "in nothing": (lambda net, x: x, "the forward pass has no operation with it"),
-    "without samples": (lambda net, x: x * F.linear(net.head.weight[0, :4], net.w).mean(),
+    "with vectors": (lambda net, x: F.linear(x, net.w / (net.w @ x.new_ones(4)).norm())[..., :4],
+        "its weight is used in matmul, div"),
+    "in a row": (lambda net, x: x * (x @ net.w[0]).unsqueeze(-1), "its weight is used in matmul"),
+    "beside others": (lambda net, x: F.linear(x, torch.cat([net.w, net.w]))[..., :4], "its weight is used in cat"),
+    "changed in place": (lambda net, x: F.linear(x, net.w.clone().mul_(2))[..., :4], "its weight is used in mul, lin"),
+    "for several of each input": (lambda net, x: (x.unsqueeze(1) @ net.w.t().expand(2, -1, -1)).flatten(1, 2)[..., :4],
+        "its weight is used in matmul"),
+    "inside of vmap": (lambda net, x: torch.vmap(lambda row: F.linear(row, net.w))(x)[..., :4],
+        "its weight is used in linear"),
+    "without samples": (lambda net, x: x * F.linear(x.new_ones(4), net.w).mean(),
         "its weight is used in linear"),
 }  # fmt: skip
 
@@ -158,6 +168,36 @@ def test_what_is_not_followed_is_named_and_left_out(name):
         pf.relative_flatness(model, LOSS, (X, Y), "w")
 
 
+@pytest.mark.parametrize("kept", [lambda w: w, lambda w: w.t()])
+def test_a_use_by_way_of_a_reference_that_is_kept_elsewhere_is_noticed(kept):
+    model = Using(lambda net, x: F.linear(x, net.w), w=(6, 4))
+    beside = [kept(model.w)]
+    model.hidden = lambda net, x: F.linear(x, net.w) + (x @ beside[0].reshape(4, 6)).sin()
+    report = pf.measure(model, LOSS, (X, Y), measures=["trace"])
+    assert report.layers == ("head",)
+    assert report.why_uncovered == {"w": "its weight is used in what torch does not tell of"}
+    assert model.w.requires_grad
+    model.w.requires_grad_(False)
+    pf.measure(model, LOSS, (X, Y), measures=["trace"])
+    assert not model.w.requires_grad
+
+
+def test_a_weight_that_is_copied_in_the_forward_pass():
+    model = Using(lambda net, x: F.linear(x, net.w) + F.linear(x.sin(), copy.deepcopy(net.w)), w=(6, 4))
+    twin = Using(lambda net, x: F.linear(x, net.w) + F.linear(x.sin(), net.w.detach()), w=(6, 4))
+    one, other = (pf.measure(net, LOSS, (X, Y), measures=["trace"]) for net in (model, twin))
+    assert one["w", "trace"].value == pytest.approx(other["w", "trace"].value, rel=1e-12)
+
+
+def test_a_weight_in_another_order_in_memory_is_named():
+    model = Using(lambda net, x: F.linear(x, net.w), w=(6, 4))
+    model.w.data = model.w.data.t().contiguous().t()
+    report = pf.measure(model, LOSS, (X, Y), measures=["trace"])
+    assert "another order in memory" in report.why_uncovered["w"]
+    model.w.data = model.w.data.contiguous()
+    assert pf.measure(model, LOSS, (X, Y), measures=["trace"]).layers == ("w", "head")
+
+
 def test_measures_of_features_are_those_of_a_module_in_its_place():
     model, _ = using("linear")
     twin = Using(lambda net, x: net.layer(x))
@@ -174,6 +214,28 @@ def test_measures_of_features_are_those_of_a_module_in_its_place():
         assert call(model, "w") == pytest.approx(call(twin, "layer"), rel=1e-9), what
 
 
+TOKENS = torch.tensor([[1, 0, 5], [2, 2, 4], [3, 1, 1], [0, 5, 4], [4, 3, 0]])
+
+
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, tokens):
+        return super().forward(tokens) * 2
+
+
+def test_tables_of_embeddings():
+    model = Using(lambda net, tokens: F.embedding(tokens, net.w) + net.own(tokens), features=4, w=(6, 4))
+    model.own = ScaledEmbedding(6, 4, padding_idx=-1).double()
+    report = pf.measure(model, LOSS, (TOKENS, Y), measures=["relative_flatness", "trace"])
+    assert report.layers == ("w", "head", "own")
+    assert report.uncovered == {}
+    for layer, parameter in (("w", "w"), ("own", "own.weight")):
+        expected = ParameterTruth(model, LOSS, TOKENS, Y, parameter, transposed=True)
+        for measure in report.measures:
+            value = expected.values(expected.hessian)[measure]
+            assert report[layer, measure].value == pytest.approx(value, rel=1e-9), (layer, measure)
+    assert pf.verify(model, LOSS, (TOKENS, Y), "w")
+
+
 def test_the_command_lists_them(tmp_path, capsys):
     (tmp_path / "network.py").write_text(
         "from torch import nn\n\ndef make():\n    return nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 3))\n"
@@ -184,3 +246,29 @@ def test_the_command_lists_them(tmp_path, capsys):
     assert ["0.in_proj_weight", "parameter", "of", "MultiheadAttention", "12", "×", "4"] in rows
     assert ["0.out_proj", "NonDynamicallyQuantizableLinear", "4", "×", "4"] in rows
     assert ["1", "Linear", "3", "×", "4"] in rows
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_layer_that_is_given_another_weight_is_an_error(inside):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    data, other = (X[:, 0], Y), {"0.weight": 2 * model[0].weight.detach()}
+
+    class Calling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = model
+
+        def forward(self, x):
+            return torch.func.functional_call(self.body, other, (x,))
+
+    def forward(model, batch):
+        return torch.func.functional_call(model, other, (batch[0],)), batch[1]
+
+    outer, options = (Calling(), {}) if inside else (model, {"forward": forward})
+    with pytest.raises(
+        pf.InputError, match=r"layer '(body\.)?0' \(Linear\): its weight in the forward pass is not the"
+    ):
+        pf.measure(outer, LOSS, data, measures=["trace"], **options)
+    other["0.weight"] = model[0].weight.detach().clone()
+    report = pf.measure(outer, LOSS, data, measures=["trace"], **options)
+    assert report["trace"].value == pytest.approx(pf.measure(model, LOSS, data, measures=["trace"])["trace"].value)

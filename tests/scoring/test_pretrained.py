@@ -48,6 +48,14 @@ def test_a_folder(folder: Path) -> None:
     assert made(f"hf:{folder}", weights=False).state_dict().keys() == expected.keys()
 
 
+def test_a_folder_that_is_no_model(tmp_path: Path, folder: Path) -> None:
+    assert refusal(f"hf:{tmp_path}").startswith(f"--model: hf:{tmp_path}: the folder has no config.json")
+    for file in folder.glob("token*"):
+        file.unlink()
+    with pytest.raises(pf.InputError, match=r"if it has no tokenizer, pass tokenizer=.*tokenizer\.json"):
+        pretrained.tokenizer(str(folder))
+
+
 def test_every_kind_of_head_is_the_one_that_was_saved(tmp_path: Path) -> None:
     for name in ("BERT, masked", "T5", "ViT", "Mixtral"):
         net, _ = FAMILIES[name]()
@@ -70,7 +78,9 @@ def test_the_local_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
     first, later = made("hf:people/stories"), made("hf:people/stories@later")
     assert torch.equal(first.lm_head.weight, word_models.llama().lm_head.weight)
     assert torch.equal(later.lm_head.weight, word_models.llama(1).lm_head.weight)
-    assert "nothing is downloaded unless download is true" in refusal("hf:people/others")
+    assert re.search(
+        "there is no such folder, .* nothing is downloaded unless download is true", refusal("hf:people/others")
+    )
     assert pretrained.tokenizer("hf:people/stories")("the cat")["input_ids"] == [2, 4]
 
 

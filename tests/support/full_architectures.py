@@ -8,11 +8,11 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from pyflatness.model import layers
+from pyflatness.model import selectors, uses
 from pyflatness.model.calling import Calls
-from pyflatness.report.coverage import uncovered
+from pyflatness.passes import linearity
 from support import architectures as small
-from support.weight_truth import rows_of, weights
+from support.weight_truth import parameter_of, rows_of, weights
 
 BY_NAME = {architecture.name: architecture for architecture in small.ARCHITECTURES}
 
@@ -65,25 +65,36 @@ class Coverage:
 
 def coverage(model: nn.Module, batch: Any, forward: small.Forward) -> Coverage:
     """Return what of a network's weights would be measured, by a run of it, which may be on the meta device."""
-    modules = {name: module for name, module in model.named_modules() if layers.is_supported(module)}
-    with torch.no_grad(), Calls(modules) as calls:
-        outputs, _ = forward(model, batch)
-        ran = {
-            name: _layer(module, calls.count[name] * calls.last[name].output.numel() // len(outputs))
-            for name, module in modules.items()
-            if name in calls.count
-        }
+    with uses.held(model):
+        modules = selectors.select(model, None).modules
+        with torch.enable_grad(), uses.attached(modules), Calls(modules) as calls:
+            outputs, _ = forward(model, batch)
+            others = uses.otherwise(modules, calls.count.keys(), linearity.users_of(outputs).keys())
+            outputs_of = {
+                name: calls.count[name] * call.output.numel()
+                for name, call in calls.last.items()
+                if not _of_all_samples(modules[name], call.output, len(outputs))
+            }
+        ran = {name: module for name, module in modules.items() if name in outputs_of and name not in others}
+        left_out = uses.left_out(model, [*ran.values()])
     return Coverage(
         entries=sum(weight.numel() for weight in weights(model).values()),
-        layers=ran,
-        uncovered=uncovered(model, [modules[name] for name in ran]),
+        layers={name: _layer(model, name, outputs_of[name] // len(outputs)) for name in ran},
+        uncovered=left_out,
         passes=(outputs.shape[1] - 1) * outputs[0, 0].numel(),
     )
 
 
-def _layer(module: nn.Module, outputs: int) -> Layer:
+def _of_all_samples(module: nn.Module, output: Tensor, samples: int) -> bool:
+    """Return whether a table is looked up for pairs of positions of all samples together, as T5 does."""
+    return isinstance(module, nn.Embedding) and output.ndim > 2 and output.shape[0] not in (1, samples)
+
+
+def _layer(model: nn.Module, name: str, outputs: int) -> Layer:
     """Return a layer that has so many outputs for a sample."""
-    groups, d, m = rows_of(module, torch.empty(module.weight.shape, device="meta")).shape
+    parameter, part = parameter_of(model, name)
+    holder = model.get_submodule(parameter.rpartition(".")[0])
+    groups, d, m = rows_of(holder, getattr(holder, parameter.rpartition(".")[2])[part]).shape
     return Layer(groups * d * m, groups * min(d, m) * min(outputs // (groups * d), m))
 
 

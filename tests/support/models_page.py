@@ -21,7 +21,7 @@ from support.architectures import ARCHITECTURES, Architecture
 from support.full_architectures import FULL, of_full
 
 PAGE = ROOT / "docs" / "models.md"
-HEADING = "| architecture | weights | measured | of these exact | left out (what holds it) |\n|---|---|---|---|---|\n"
+HEADING = "| architecture | weights | measured | of these exact | left out, and why |\n|---|---|---|---|---|\n"
 PASSES = 2048  # of an exact value, unless the user allows more
 _METHODS = ("hessian", "ggn", "head")  # from the one that takes most passes
 
@@ -55,7 +55,7 @@ def methods(name: str) -> tuple[dict[str, str], dict[str, str]]:
             method = pf.relative_flatness(model, loss, data, layer, forward=architecture.forward).method
         pattern = numberless(layer)
         how[pattern] = min(method, how.get(pattern, method), key=_METHODS.index)
-    return how, {numberless(name): why(model, name) for name in report.uncovered}
+    return how, {numberless(name): why(model, report, name) for name in report.uncovered}
 
 
 def numberless(name: str) -> str:
@@ -63,10 +63,11 @@ def numberless(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def why(model: nn.Module, name: str) -> str:
+def why(model: nn.Module, report: pf.Report, name: str) -> str:
     """Return why a weight is left out."""
-    holder = model.get_submodule(name.rpartition(".")[0])
-    return type(holder).__name__
+    if name not in report.why_uncovered and isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding):
+        return "no call of its module" if name == "shared.weight" else "looked up for pairs of positions"
+    return report.why_uncovered[name].removeprefix("its weight is ")
 
 
 def _row(architecture: Architecture) -> str:

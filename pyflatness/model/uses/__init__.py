@@ -13,12 +13,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from torch import nn
 from torch.autograd.graph import Node
 
-from .. import calling
-from . import experts
+from ...report import coverage
+from .. import calling, kinds
+from . import besides, experts
 from .candidates import sources
 from .use import Source, Use
 
-__all__ = ["Use", "attached", "entries", "held", "layer", "of", "otherwise", "reasons", "with_siblings"]
+__all__ = ["Use", "attached", "entries", "held", "layer", "left_out", "of", "otherwise", "reasons", "with_siblings"]
 
 _held: "weakref.WeakKeyDictionary[nn.Module, dict[str, Use] | None]" = weakref.WeakKeyDictionary()
 
@@ -82,12 +83,14 @@ def otherwise(modules: Mapping[str, nn.Module], called: Collection[str], nodes: 
         nodes: of the outputs' graph.
     """
     found = {}
-    for name, use in modules.items():
-        if not isinstance(use, Use) or use.refusal:
-            continue
+    stand_ins = {name: use for name, use in modules.items() if isinstance(use, Use) and not use.refusal}
+    behind = {source: name for name, use in stand_ins.items() if name in called for source in use.source.behind}
+    for name, use in stand_ins.items():
         parts = [other for other in use.source.uses if other in called and other != name]
-        if use.source.leaf in nodes:
+        if not use.source.nodes.isdisjoint(nodes):
             found[name] = use.source.why_otherwise()
+        elif name in called and use.source in behind:
+            found[name] = f"the weight of {behind[use.source]} is computed of it too"
         elif name in called and use.rows is None and parts:
             found[name] = f"its weight is used whole in one place and in parts in another: {', '.join(parts)}"
     return found
@@ -120,12 +123,22 @@ def entries(layers: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], int]:
         if isinstance(layer, Use):
             for place in layer.source.places:
                 found[place] = found.get(place, 0) + len(layer.entries)
-            behind = [source for source in layer.source.behind if source is not layer.source]
+            behind = [source for source in layer.source.behind if not any(u.refusal for u in source.uses.values())]
             found |= {place: source.parameter.numel() for source in behind for place in source.places}
             continue
         for part in layer.modules():
             found |= {(part, name): p.numel() for name, p in part._parameters.items() if p is not None}
     return found
+
+
+def left_out(model: nn.Module, layers: Collection[nn.Module]) -> dict[str, float]:
+    """Return the weights that some layers, which were measured, do not have; see :func:`.coverage.uncovered`.
+
+    Without layers, nothing.
+    """
+    if not layers:
+        return {}
+    return coverage.uncovered(model, entries(layers), {(layer, "weight") for layer in layers if besides.of(layer)})
 
 
 def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -139,10 +152,17 @@ def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     by_place = {place: use.source for use in of(model).values() for place in use.source.places}
     found = {}
     for name in names:
-        module = modules[name.rpartition(".")[0]]
-        source = by_place.get((module, name.rpartition(".")[2]))
+        place, _, key = name.rpartition(".")
+        module = modules[place]
+        source, parameter = by_place.get((module, key)), module._parameters[key]
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             found[name] = f"nn.{type(module).__name__} computes with it in a kernel of its own"
+        elif others := besides.of(module):
+            found[name] = f"its weight is used in {others} outside of the layer too"
         elif source is not None and (why := source.why_left_out()):
             found[name] = why
+        elif source is None and not kinds.is_plain(module) and parameter is not None and not parameter.is_contiguous():
+            found[name] = (
+                "its entries are in another order in memory (channels_last, a transpose); copy it, .contiguous()"
+            )
     return found

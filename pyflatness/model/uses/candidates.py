@@ -1,5 +1,7 @@
 """Find the parameters of a model that may turn out to be weights of linear operations, without running it."""
 
+from collections import Counter
+
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -39,6 +41,9 @@ def sources(model: nn.Module) -> list[Source]:
             parts = _parts(module, key, parameter)
             source.uses = {name + label: Use(name + label, source, rows) for label, rows in parts.items()}
             found[id(source) if effective else id(parameter)] = source
+    holders = Counter(id(parameter) for _, module in named for parameter in module._parameters.values())
+    for source in found.values():
+        source.shared = holders[id(source.parameter)] > len(source.places)
     return [*found.values()]
 
 
@@ -56,7 +61,6 @@ def _is_candidate(module: nn.Module, key: str, parameter: Tensor) -> bool:
         and parameter.ndim <= _MOST_DIMENSIONS
         and parameter.layout == torch.strided
         and parameter.is_contiguous()
-        and not parameter.is_meta
         and parameter.numel() > 0
     )
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kinds import Convolution, Linear, TransposedConvolution
+from ..kinds import Convolution, Embedding, Linear, TransposedConvolution
 
 Transform = Callable[[Tensor], Tensor]
 LINEAR = Linear()
 _kind_of_convolution = functools.lru_cache(maxsize=1024)(Convolution)
+_kind_of_embedding = functools.lru_cache(maxsize=1024)(Embedding)
 _kind_of_transposed_convolution = functools.lru_cache(maxsize=1024)(TransposedConvolution)
 
 
@@ -43,7 +44,7 @@ class Operation:
 def read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weight: type[Tensor]) -> Operation | None:
     """Return what a function of torch does, if that is a linear operation with a weight of this class; else None."""
     reader = _READERS.get(func)
-    given = [part for several in (*args, *kwargs.values()) for part in _each_of(several) if isinstance(part, weight)]
+    given = [part for several in (*args, *kwargs.values()) for part in each_of(several) if isinstance(part, weight)]
     if reader is None or len(given) != 1:
         return None
     try:
@@ -53,7 +54,8 @@ def read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weight: type
     return operation if operation is not None and operation.weight is given[0] else None
 
 
-def _each_of(argument: Any) -> Sequence[Any]:
+def each_of(argument: Any) -> Sequence[Any]:
+    """Return the parts of a list or tuple, or an argument itself."""
     return argument if isinstance(argument, (list, tuple)) else (argument,)
 
 
@@ -65,7 +67,9 @@ def _linear(_: type[Tensor], input: Tensor, weight: Tensor, bias: Tensor | None 
     return Operation(weight, input, bias, LINEAR, F.linear)
 
 
-def _matmul(kind: type[Tensor], left: Tensor, right: Tensor) -> Operation:
+def _matmul(kind: type[Tensor], left: Tensor, right: Tensor) -> Operation | None:
+    if min(left.ndim, right.ndim) < 2:
+        return None
     if isinstance(left, kind):  # W X is (Xᵀ Wᵀ)ᵀ
         return Operation(
             left,
@@ -78,7 +82,7 @@ def _matmul(kind: type[Tensor], left: Tensor, right: Tensor) -> Operation:
     return Operation(right, left, None, LINEAR, lambda inputs, weight, _: torch.matmul(inputs, weight), _transposed)
 
 
-def _rmatmul(kind: type[Tensor], right: Tensor, left: Tensor) -> Operation:
+def _rmatmul(kind: type[Tensor], right: Tensor, left: Tensor) -> Operation | None:
     return _matmul(kind, left, right)
 
 
@@ -180,6 +184,25 @@ def _transposed_convolution(function: Callable[..., Tensor], space: int) -> Call
     return read
 
 
+def _embedding(
+    _: type[Tensor],
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    *rest: Any,
+    **options: Any,
+) -> Operation | None:
+    if max_norm is not None:
+        return None
+    padding = padding_idx + len(weight) if padding_idx is not None and padding_idx < 0 else padding_idx
+
+    def run(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.embedding(inputs, weight, padding_idx, max_norm, *rest, **options)
+
+    return Operation(weight, input, None, _kind_of_embedding(padding), run)
+
+
 def _each(size: Any, space: int) -> tuple[int, ...]:
     sizes = (size,) if isinstance(size, int) else tuple(size)
     return sizes * space if len(sizes) == 1 else sizes
@@ -198,6 +221,7 @@ _READERS: dict[Any, Callable[..., Operation | None]] = {
     torch.addmm: _addmm,
     Tensor.addmm: _addmm,
     torch.einsum: _einsum,
+    F.embedding: _embedding,
     F.conv1d: _convolution(F.conv1d, 1),
     F.conv2d: _convolution(F.conv2d, 2),
     F.conv3d: _convolution(F.conv3d, 3),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 from .. import kinds
 from ..kinds import Convolution, Linear, TransposedLinear
@@ -64,8 +64,8 @@ class Use(kinds.Use):
         """Return whether a call of this kind is one that layers can have, and of the kind that the others are."""
         return (
             (not self.ran or (kind is self.kind and weight.shape == self.weight.shape))
-            and inputs.is_floating_point()
-            and inputs.ndim >= kind.space + 2
+            and inputs.is_floating_point() != kind.tokens
+            and inputs.ndim >= kind.least_dims
             and (bias is None or (bias.ndim == 1 and bias.dtype == self.source.parameter.dtype))
         )
 
@@ -93,8 +93,10 @@ class Source:
         uses: by name; of parts of it behind that of the whole.
         of_module: whether the layer has the name of the module that holds the parameter.
         effective: whether a weight that is computed of it counts as it, as of parametrised layers.
+        shared: whether modules beside these have it, as layers of their own.
         behind: the parameters that the weight was computed of.
-        leaf: where uses that are not followed end in autograd's graph, while it is watched.
+        nodes: where uses that are not followed end in autograd's graph, while it is watched: by way of the module, or
+            of a reference that was kept elsewhere, in a list or a function.
         route: see :class:`.watched.Source`.
     """
 
@@ -103,21 +105,32 @@ class Source:
     of_module: bool = False
     effective: bool = False
     uses: dict[str, Use] = field(default_factory=dict)
+    shared: bool = False
     behind: "set[Source]" = field(default_factory=set)
-    leaf: Node | None = None
+    nodes: set[Node] = field(default_factory=set)
+    _flag: bool = False  # whether the parameter required a gradient before
     route: Route | None = None
     _attached: dict[str, Use] = field(default_factory=dict)
     _of_entries: dict[range, Use] = field(default_factory=dict)  # the same by the entries of the parameter
-    _watched: bool = False  # ever
+    _watched: dict[str, Use] = field(default_factory=dict)  # ever
     _functions: dict[str, None] = field(default_factory=dict)  # that it takes part in besides
 
     def attach(self, uses: Mapping[str, Use]) -> None:
         """Watch the parameter for these of its uses, or for none."""
-        self._attached, self._watched = dict(uses), self._watched or bool(uses)
+        self._attached = dict(uses)
+        self._watched |= uses
         self._of_entries = {use.entries: use for use in uses.values()}
-        if bool(uses) == (self.leaf is not None):
+        if bool(uses) == bool(self.nodes):
             return
-        held, self.leaf = watched.leaf(self.parameter, self) if uses else (self.parameter, None)
+        held, self.nodes = self.parameter, set()
+        if uses:
+            self._flag = self.parameter.requires_grad
+            held, node = watched.leaf(self.parameter, self)
+            self.nodes.add(node)
+            if not self.shared:
+                self.nodes.add(get_gradient_edge(self.parameter.requires_grad_()).node)
+        else:
+            self.parameter.requires_grad_(self._flag)
         for module, key in self.places:
             module._parameters[key] = held  # type: ignore[assignment]
 
@@ -131,10 +144,12 @@ class Source:
         """Return why layers do not have all of a parameter that was watched; empty if that is not known."""
         parts = [use for use in self.uses.values() if use.rows is None or use.routed]
         refusal = next((use.refusal for use in parts if use.refusal), "")
-        idle = [use.name.rpartition("[")[2].rstrip("]") for use in parts if use.routed and not use.ran]
+        asked = [use for use in parts if use.name in self._watched]
+        idle = [use.name.rpartition("[")[2].rstrip("]") for use in asked if use.routed and not use.ran]
         if not refusal and 0 < len(idle) < len(parts):
             more = f" and {len(idle) - _LISTED} more" if len(idle) > _LISTED else ""
-            return f"no token of the data is routed to expert {', '.join(idle[:_LISTED])}{more}"
+            experts = "expert" if len(idle) == 1 else "experts"
+            return f"no token of the data is routed to {experts} {', '.join(idle[:_LISTED])}{more}"
         return refusal or self.why_unused()
 
     @property
@@ -157,9 +172,13 @@ class Source:
         """See :class:`.watched.Source`."""
         if not self._attached:  # a tensor that the model's own code has kept
             return None
+        if torch._C._functorch.is_functorch_wrapped_tensor(operation.inputs):
+            return None  # vmap does not go with hooks
         weight = operation.weight.detach()
-        part = operation.weight.part  # type: ignore[attr-defined]
-        return self._computed(operation, weight) if part is None else self._part(operation, weight, part)
+        part = watched.view_of(operation.weight)  # type: ignore[arg-type]
+        if part is not None:
+            return self._part(operation, weight, part)
+        return self._computed(operation, weight) if self.effective else None
 
     def note(self, name: str) -> None:
         """See :class:`.watched.Source`."""
@@ -174,8 +193,10 @@ class Source:
     def _part(self, operation: Operation, weight: Tensor, part: Tensor) -> Tensor | None:
         """Do an operation on a view of the parameter."""
         kind, rows = operation.kind, part
-        if not kind.space:
+        if kind is LINEAR:
             rows = operation.rows(part)
+            if _is_broadcast(operation.inputs, rows):
+                return None
             while rows.ndim > 2 and (rows.shape[0] == 1 or rows.stride(0) == 0):
                 rows = rows[0]
             if rows.ndim != 2:
@@ -231,8 +252,10 @@ class Source:
         behind = _leaves(operation.weight.grad_fn)
         if not all(isinstance(leaf, nn.Parameter) for leaf in behind):
             return None
-        sources = [leaf.source for leaf in behind if isinstance(leaf, Watched)]
-        self.behind |= {source for source in sources if isinstance(source, Source)}
+        sources = {leaf.source for leaf in behind if isinstance(leaf, Watched)}
+        if self not in sources and torch.is_grad_enabled():
+            return None
+        self.behind |= {source for source in sources if isinstance(source, Source) and source is not self}
         return self._called(use, operation.kind, weight, operation, weight)
 
     def _called(self, use: Use, kind: Linear, rows: Tensor, operation: Operation, weight: Tensor) -> Tensor | None:
@@ -242,9 +265,9 @@ class Source:
         return operation.back(use.call(kind, rows, inputs, bias, lambda given: operation.run(given, weight, bias)))
 
 
-def _leaves(node: Node | None) -> list[Tensor]:
-    """Return the leaves that a node's result depends on, or enough of them."""
-    leaves: list[Tensor] = []
+def _leaves(node: Node | None) -> list[Tensor | None]:
+    """Return the leaves that a node's result depends on, up to one that is no parameter; None where it is not known."""
+    leaves: list[Tensor | None] = []
     seen: set[Node] = set()
     stack = [node]
     while stack:
@@ -253,7 +276,7 @@ def _leaves(node: Node | None) -> list[Tensor]:
             continue
         seen.add(node)
         if not node.next_functions:
-            leaves.append(getattr(node, "variable", torch.empty(0)))
+            leaves.append(getattr(node, "variable", None))
             if not isinstance(leaves[-1], nn.Parameter):
                 break
         stack += [source for source, _ in node.next_functions]
@@ -266,6 +289,12 @@ def _by_shape(weight: Tensor) -> Linear:
     if space not in (1, 2, 3):
         return LINEAR
     return Convolution(weight.shape[2:], (1,) * space, (0,) * space, (1,) * space, 1, "zeros")
+
+
+def _is_broadcast(inputs: Tensor, rows: Tensor) -> bool:
+    """Return whether a product has dimensions in front that its inputs have not, or not at that length."""
+    sizes = inputs.shape[:-2]
+    return rows.ndim > 2 and torch.broadcast_shapes(sizes, rows.shape[:-2]) != sizes
 
 
 def _as_slice(rows: slice | int | None) -> slice:

@@ -5,6 +5,7 @@ Views of the weight, copies and casts are watched too. In every other operation 
 it is a leaf that requires gradients, and a path to it in the outputs' graph says that the weight was used otherwise.
 """
 
+import copy
 import functools
 import types
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import functional as F
 
 from . import operations
-from .operations import Operation
+from .operations import Operation, each_of
 
 _VIEWS = {"t", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute", "view", "reshape", "flatten"}
 _VIEWS |= {"unflatten", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "select", "narrow", "unsqueeze"}
@@ -54,10 +55,12 @@ class Watched(Tensor):
     Attributes:
         source: whose weight it is.
         part: the same view of the parameter itself, detached; None of what was computed of it otherwise.
+        version: of the contents, as counted by torch, when it was made; a copy's that are modified are another weight.
     """
 
     source: Source
     part: Tensor | None
+    version: int
 
     @classmethod
     def __torch_function__(
@@ -77,44 +80,60 @@ class Watched(Tensor):
             result = func(*args, **kwargs)
             return _followed(func, args, kwargs, result)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return a copy of the parameter, as a module that is copied in the forward pass has it."""
+        return copy.deepcopy(self.source.parameter, memo)
+
+
+def view_of(weight: Watched) -> Tensor | None:
+    """Return the view of the parameter that a tensor has the values of, detached; None for one of other values."""
+    if weight.part is None or _is_same_memory(weight, weight.part):
+        return weight.part
+    return weight.part if weight._version == weight.version else None
+
 
 def leaf(weight: Tensor, source: Source) -> tuple[Watched, Node]:
     """Return a tensor that stands for a weight, with the same memory, and its node in autograd's graph."""
     values = weight.detach()
     made: Watched = torch.Tensor._make_subclass(Watched, values, True)
     made._is_param = True  # for isinstance(…, nn.Parameter)
-    made.source, made.part = source, values
+    made.source, made.part, made.version = source, values, values._version
     with torch._C.DisableTorchFunctionSubclass():
         return made, get_gradient_edge(made).node
 
 
 def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """Return the result of a function, watched if it is a weight still."""
-    given = [part for part in (*args, *kwargs.values()) if isinstance(part, Watched)]
+    given = [part for several in (*args, *kwargs.values()) for part in each_of(several) if isinstance(part, Watched)]
     if not given or not _has_numbers(result):
         return result
     weight, name = given[0], getattr(func, "__name__", "")
-    if len(given) == 1 and weight.part is not None:
+    view = view_of(weight)
+    if len(given) == 1 and view is not None:
         if name in _COPIES and result.shape == weight.shape:
-            return _as_watched(result, weight.source, weight.part)
+            return _as_watched(result, weight.source, view, result._version)
         if name in _VIEWS or func in _TRANSPOSES:
-            seen = [part.part if part is weight else part for part in args]
+            seen = [view if part is weight else part for part in args]
             parts = func(*seen, **kwargs)
             if isinstance(result, Tensor):
-                return _as_watched(result, weight.source, parts)
+                return _as_watched(result, weight.source, parts, weight.version)
             each = zip(result, parts, strict=True)
-            return type(result)(_as_watched(one, weight.source, part) for one, part in each)
+            return type(result)(_as_watched(one, weight.source, part, weight.version) for one, part in each)
     for one in given:
         if one.source.effective and isinstance(result, Tensor) and result.numel() == one.source.parameter.numel():
-            return _as_watched(result, one.source, None)
+            return _as_watched(result, one.source, None, 0)
         one.source.note(name)
     return result
 
 
-def _as_watched(result: Tensor, source: Source, part: Tensor | None) -> Watched:
+def _as_watched(result: Tensor, source: Source, part: Tensor | None, version: int) -> Watched:
     made = result.as_subclass(Watched)
-    made.source, made.part = source, part
+    made.source, made.part, made.version = source, part, version
     return made
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _has_numbers(result: Any) -> bool:
