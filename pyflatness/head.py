@@ -287,6 +287,8 @@ def find(task: Task, layer: str | nn.Module | None) -> tuple[str, Head | None]:
         module = uses.layer(task.model, name)
         if isinstance(module, uses.Use) or not layers.is_pointwise(module):
             return name, None
+        if not task.options.tolerance and layers.feeds_another(task.model, name):
+            return name, None
     source = Head(task, name)
     return (source.name, source) if source.established(task.batches.peek()) else (source.name, None)
 

@@ -5,7 +5,7 @@ Numbers and switches may come as NumPy's or as tensors without dimensions; from 
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -104,6 +104,10 @@ class Options:
                 f"rtol={self.rtol!r} is for probes='adaptive', or for the relative flatness of a head; this is another "
                 "layer or measure"
             )
+
+    def normalized(self, how: str | None) -> "Options":
+        """Return the same options with ``normalize=how``."""
+        return self if how == self.normalize else replace(self, normalize=how)
 
     @property
     def sampled(self) -> bool:

@@ -67,7 +67,7 @@ def plan(wanted: Sequence[Measure], options: Options, *, networks: bool = False)
     of_network = tuple(row for row in rows if row.of_network is not None) if networks else ()
     of_jacobians = tuple(row for row in rows if row.of_jacobians is not None)
     alone = sum(row.reads for row in computed) + len(of_network)
-    swept = sum(replace(options, normalize=how).reads for how in sweeps)
+    swept = sum(options.normalized(how).reads for how in sweeps)
     reads = swept + bool(of_jacobians) + alone + (options.target_stderr is not None and bool(computed or of_network))
     derived = tuple(row for row in rows if row.derive is not None)
     return Plan(tuple(wanted), sweeps, of_network, computed, of_jacobians, derived, reads)
@@ -146,7 +146,7 @@ class Measurement:
             FlatnessError: of a measure that was named, or of all of them.
         """
         for how, rows in self._steps.sweeps.items():
-            options = replace(self._task.options, normalize=how)
+            options = self._task.options.normalized(how)
             if self._source is not None and self._take_head(self._source, rows, options):
                 continue
             layer_values = LayerValues(replace(self._task, options=options))

@@ -100,8 +100,8 @@ class BlockTraces:
         if tells_all(quantities):
             self._everything = Entries(self._weight, form.kernel_elements, quantities, whole)
         self._recurrent = linearity.feeds_itself(run.calls(form.name))
-        empty = [torch.empty_like(call.output) for call in run.calls(form.name)]
-        positions, columns = form.rows(run, empty).shape[2], self._weight.shape[2]
+        outputs = [call.output for call in run.calls(form.name)]  # of their shapes alone
+        positions, columns = form.rows(run, outputs).shape[2], self._weight.shape[2]
         self._columns = columns if self._recurrent else min(positions, columns)  # directions of a sample's inputs
 
     @property

@@ -79,6 +79,22 @@ def is_pointwise(module: nn.Module) -> bool:
     return kinds.is_plain(module) and kind_of(module).pointwise and kind_of(module).has_input
 
 
+def feeds_another(model: nn.Module, name: str) -> bool:
+    """Return whether a layer is in an ``nn.Sequential`` with parameters behind it, which its output then goes through.
+
+    This takes it for granted that the model calls the ``nn.Sequential`` whole.
+    """
+    module = model
+    for own in name.split("."):
+        if type(module).forward is nn.Sequential.forward:
+            names = [*module._modules]
+            behind = names[names.index(own) + 1 :]
+            if any(next(module.get_submodule(key).parameters(), None) is not None for key in behind):
+                return True
+        module = module.get_submodule(own)
+    return False
+
+
 def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return the effective weight (d, m), a filter to a row, and the bias (d,) of a supported layer, detached."""
     weight, bias = module.weight, getattr(module, "bias", None)

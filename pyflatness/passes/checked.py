@@ -161,8 +161,10 @@ class Checked:
         """Raise if the loss depends on the model's parameters otherwise than by the outputs; once."""
         assert isinstance(self._loss, CustomLoss)
         held = {*self._parameters, *model.parameters()}  # others where the model is run functionally
+        # Of hooks the innermost are called, so that what this graph keeps is not counted as the sweep's by a dry run.
+        uncounted = functools.partial(torch.autograd.graph.saved_tensors_hooks, lambda kept: kept, lambda kept: kept)
         for part in (data.first(batch, min(2, data.size(batch))), batch):
-            with contextlib.suppress(Exception), state.made_anew(model), calling.aside():
+            with contextlib.suppress(Exception), state.made_anew(model), calling.aside(), uncounted():
                 found = depends_on(self._loss, functools.partial(self._run, model, part), held)
                 break
         else:  # a loss that does not take these; the measure says better what is wrong

@@ -189,7 +189,7 @@ class Report:
         if measure not in self.measures:
             raise InputError(f"report: no measure {measure!r}; there are {', '.join(self.measures)}")
         if layer and layer not in self.layers:
-            raise InputError(f"report: no layer {layer!r}; there are {', '.join(self.layers)}")
+            raise InputError(f"report: no layer {layer!r}; there are {', '.join(self.layers)}, and '' for the network")
         if (layer, measure) not in self._estimates:
             raise InputError(f"report: {measure!r} has no value of {f'layer {layer!r}' if layer else 'the network'}")
         return self._estimates[layer, measure]

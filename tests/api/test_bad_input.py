@@ -174,7 +174,7 @@ def test_block_traces_that_would_not_fit():
 
 def test_reports_without_what_is_asked():
     report = pf.measure(net(), LOSS, (X, Y))
-    with pytest.raises(pf.InputError, match="no layer '7'; there are 0, 2"):
+    with pytest.raises(pf.InputError, match="no layer '7'; there are 0, 2, and '' for the network"):
         report["7", "trace"]
     with pytest.raises(pf.InputError, match="no measure 'kappa'; there are relative_flatness, trace"):
         report["kappa"]

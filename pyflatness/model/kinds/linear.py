@@ -87,7 +87,8 @@ class Linear:
         self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return W φ of a few first and last rows of a call's inputs, and the same rows of its output."""
-        first, rows = (part.reshape(-1, part.shape[-1])[[0, -1]] for part in (inputs, output))
+        flat = (part.reshape(-1, part.shape[-1]) for part in (inputs, output))
+        first, rows = (part[:: max(1, len(part) - 1)] for part in flat)
         return self.affine(first.to(weight.dtype), weight, None), rows
 
     def in_common_form(self, tensor: Tensor) -> list[Tensor]:
