@@ -74,9 +74,9 @@ def run(
         except Exception:  # not a batch that can be cut; an error of the model's own comes again
             start, count, cuttable = 0, samples, False
             outputs, stored = _run(model, recorder, batch, forward, samples)
-    check_samples(outputs, count)
-    users = linearity.users_of(outputs)
-    besides.note(watches, users.keys())
+        check_samples(outputs, count)
+        users = linearity.users_of(outputs)
+        besides.note(watches, users.keys())
     check_uses(modules, recorder, users)
     lookups = {name for name in recorder.calls if layers.kind_of(modules[name]).tokens}
     narrowed = narrow(outputs, users, recorder, _layouts(modules, recorder, count), count, lookups)

@@ -21,7 +21,12 @@ def benchmarks(monkeypatch):
     """Import modules of the benchmarks, which read these files, by their names."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     before = set(sys.modules)
-    yield __import__
+
+    def load(name):
+        monkeypatch.delitem(sys.modules, name, raising=False)  # another file of this name
+        return __import__(name)
+
+    yield load
     for name in set(sys.modules) - before:
         if not name.startswith(("torch", "numpy", "PIL", "transformers", "matplotlib", "safetensors")):
             del sys.modules[name]

@@ -309,5 +309,5 @@ def test_transformer_layers_without_their_fast_path():
     net = nn.Sequential(layer, Net(lambda self, x: x[:, 0]), nn.Linear(8, 3)).eval()
     x, y = torch.randn(4, 5, 8), torch.arange(4) % 3
     report = pf.measure(net, LOSS, (x, y), curvature="ggn")
-    assert report.layers == ("0.linear1", "0.linear2", "2")  # out_proj is never called as a module
+    assert report.layers == ("0.self_attn.in_proj_weight", "0.self_attn.out_proj", "0.linear1", "0.linear2", "2")
     assert torch.backends.mha.get_fastpath_enabled()

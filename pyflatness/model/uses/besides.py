@@ -57,6 +57,8 @@ class _Besides:
         self.module: nn.Module = module
         self.parameter: Tensor = parameter
         self.functions: dict[str, None] = {}
+        self._held: Tensor | None
+        self.leaf: Node | None
         self._held, self.leaf = watched.leaf(parameter, self)
 
     @contextlib.contextmanager
@@ -73,6 +75,7 @@ class _Besides:
             own.remove()
             others.remove()
             self._replace(self._held, self.parameter)
+            self._held = self.leaf = None  # the graph's node has the tensor, which has this: nothing would free them
 
     def is_attached(self, part: Tensor) -> bool:
         """Return False: no part is watched by itself."""
@@ -86,7 +89,7 @@ class _Besides:
         """Take in that the weight took part in a function."""
         self.functions[name.strip("_")] = None
 
-    def _replace(self, weight: Tensor, other: Any) -> None:
+    def _replace(self, weight: Tensor | None, other: Any) -> None:
         """Put another weight in the place of one; a third, which the forward pass has put there itself, stays."""
         if self.module._parameters.get("weight") is weight:
             self.module._parameters["weight"] = other
