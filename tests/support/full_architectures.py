@@ -8,8 +8,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from pyflatness.model import selectors, uses
-from pyflatness.model.calling import Calls
+from pyflatness.model import calling, selectors, uses
 from pyflatness.passes import linearity
 from support import architectures as small
 from support.weight_truth import parameter_of, rows_of, weights
@@ -67,8 +66,8 @@ def coverage(model: nn.Module, batch: Any, forward: small.Forward) -> Coverage:
     """Return what of a network's weights would be measured, by a run of it, which may be on the meta device."""
     with uses.held(model):
         modules = selectors.select(model, None).modules
-        with torch.enable_grad(), uses.attached(modules), Calls(modules) as calls:
-            outputs, _ = forward(model, batch)
+        with torch.enable_grad(), uses.attached(modules), calling.Calls(modules) as calls:
+            outputs, _ = calling.run(model, batch, forward)
             others = uses.otherwise(modules, calls.count.keys(), linearity.users_of(outputs).keys())
             outputs_of = {
                 name: calls.count[name] * call.output.numel()
