@@ -39,7 +39,7 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -288,18 +288,22 @@ def main() -> None:
         parser.error(f"no rows {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
     wanted = arguments.rows or list(GROUPS)
     torch.manual_seed(0)
-    console = Console(width=120)
     table = Table(
         *("work", "what", "median ms", "it / sweep", "pyflatness / it", "to reach", "reached"),
         title="float32, times in turn",
     )
+    show(table, [group for name, group in GROUPS.items() if name in wanted], arguments.rounds)
+
+
+def show(table: Table, groups: Iterable[Callable[[int], Iterator[tuple[str, Iterator[Line]]]]], rounds: int) -> None:
+    """Measure groups of lines and print them as one table."""
     try:
-        for group in [name for name in GROUPS if name in wanted]:
-            for title, lines in GROUPS[group](arguments.rounds):
+        for group in groups:
+            for title, lines in group(rounds):
                 add(table, title, lines)
     finally:  # an interrupted run shows what it has
         if table.row_count:
-            console.print(table)
+            Console(width=120).print(table)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
 
 

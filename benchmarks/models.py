@@ -20,9 +20,8 @@ from collections.abc import Iterator
 
 import peak
 import torch
-from layers import Line, Work, add, product_rate, swept, titled
+from layers import Line, Work, product_rate, show, swept, titled
 from networks import cifar10, resnet20
-from rich.console import Console
 from rich.table import Table
 from timing import in_turn
 from torch import nn
@@ -160,14 +159,7 @@ def main() -> None:
         *("work", "what", "median ms", "it / step or sweep", "pyflatness / it", "to reach", "reached"),
         title="float32, times in turn; memory in MiB",
     )
-    try:
-        for group in [name for name in GROUPS if name in wanted]:
-            for title, lines in GROUPS[group](arguments.rounds):
-                add(table, title, lines)
-    finally:  # an interrupted run shows what it has
-        if table.row_count:
-            Console(width=120).print(table)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    show(table, [group for name, group in GROUPS.items() if name in wanted], arguments.rounds)
 
 
 if __name__ == "__main__":
