@@ -24,6 +24,7 @@ from .model import calling, layers, selectors, state, uses
 from .model.data import first, rows_of, same, size, take
 from .model.generators import Generators
 from .model.row_order import order_in_memory
+from .numerics.ranks import ALONE, WHOLE, Ranks, Shard
 from .passes.independence import Spacing, check_unchanged, two_alone
 from .passes.task import Task
 
@@ -96,6 +97,11 @@ class Head:
         }
         if not self._candidates:
             raise InputError("layer: the model has no Linear layer; name the layer to measure")
+
+    @property
+    def shard(self) -> Shard:
+        """Return which part of all data it is."""
+        return self._data.shard
 
     def matrix(self) -> tuple[Tensor, Tensor | None]:
         """Return the weight (d, m) and the bias (d,) of the layer."""
@@ -290,7 +296,10 @@ def find(task: Task, layer: str | nn.Module | None) -> tuple[str, Head | None]:
         if not task.options.tolerance and layers.feeds_another(task.model, name):
             return name, None
     source = Head(task, name)
-    return (source.name, source) if source.established(task.batches.peek()) else (source.name, None)
+    found = source.established(task.batches.peek())
+    if not task.batches.shard.ranks.alone:
+        found = all(task.batches.shard.every(f"the head, layer {source.name!r}", found))
+    return source.name, source if found else None
 
 
 def _class_dim(outputs: Tensor, output: Tensor, loss: losses.Loss) -> int | None:
@@ -314,6 +323,7 @@ class TensorHead:
     bias: Tensor | None
     batch: HeadBatch
     name: str = ""
+    shard: Shard = WHOLE
 
     def matrix(self) -> tuple[Tensor, Tensor | None]:
         """Return the weight (d, m) and the bias (d,)."""
@@ -333,9 +343,17 @@ class TensorHead:
 
 
 def from_tensors(
-    features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None, loss: losses.Loss
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor | None,
+    loss: losses.Loss,
+    ranks: Ranks = ALONE,
 ) -> TensorHead:
-    """Check the tensors of a head (features (n, …, m), weight (d, m), bias (d,)) and make rows of them."""
+    """Check the tensors of a head (features (n, …, m), weight (d, m), bias (d,)) and make rows of them.
+
+    They are those of one of some ranks, of which single ones may have no samples.
+    """
     for what, tensor, ndim in (("features", features, 2), ("weight", weight, 2), ("bias", bias, 1)):
         if what == "bias" and bias is None:
             continue
@@ -354,8 +372,12 @@ def from_tensors(
         raise InputError(f"features {tuple(features.shape)} do not fit weight {tuple(weight.shape)}: (n, m) and (d, m)")
     if bias is not None and bias.shape[0] != d:
         raise InputError(f"bias has {len(bias)} entries for {d} rows of weight")
-    if features.numel() == 0:
+    shard = Shard(ranks, counts=features.numel() > 0)
+    if not any(ranks.exchange("the sizes of the shards", shard.counts)):
         raise InputError(f"features: there are no samples in {tuple(features.shape)}")
+    if not shard.counts:  # a sample that adds nothing stands for those of the others
+        features = features.new_zeros(1, *features.shape[1:])
+        targets = None if targets is None else targets.new_zeros(1, *targets.shape[1:])
     rows, shape, custom = _detached(features), (*features.shape[:-1], d), isinstance(loss, losses.CustomLoss)
     if targets is not None:
         targets = _detached(check_tensor("targets", targets)).to(features.device)
@@ -377,7 +399,7 @@ def from_tensors(
             raise InputError(REFUSAL)
     samples = features.shape[0]
     batch = HeadBatch(rows, samples, rows.shape[0] // samples, 0, terms, labels)
-    return TensorHead(_detached(weight), None if bias is None else _detached(bias), batch)
+    return TensorHead(_detached(weight), None if bias is None else _detached(bias), batch, shard=shard)
 
 
 def _detached(tensor: Tensor) -> Tensor:

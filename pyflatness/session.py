@@ -5,23 +5,30 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
 
 from . import losses
-from .errors import InputError
+from .errors import InputError, RankError
 from .losses import auto
 from .messages import shown
-from .model import calling, state
-from .model.data import Batches
+from .model import calling, fingerprint, shards, state
+from .numerics.ranks import Group, Ranks, joined
 from .options import Options, check_flag
 from .passes.checked import Checked, explained
 from .passes.task import Task
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_ALIKE = (
+    "all ranks of a process group measure one model together. Where the statistics of BatchNorm differ, as after "
+    "training by DistributedDataParallel, send one rank's: torch.distributed.broadcast(buffer, 0) for each of "
+    "model.buffers(); to measure in this process alone pass process_group=False"
+)
 
 # torch's decorator for functions of its own: it loads the compiler at their first call, torch.compiler.disable at once,
 # which would double the time of `import pyflatness`. A lazy wrapper of ours would be traced itself.
@@ -74,6 +81,7 @@ def session(
     reads: int = 1,
     ordered: bool = False,
     progress: bool | None = None,
+    process_group: Group = None,
 ) -> Iterator[Task]:
     """Hold the user's model, loss and data ready to be measured; afterwards everything is as it was.
 
@@ -87,17 +95,49 @@ def session(
         reads: how often the data will be read.
         ordered: whether the samples have to come in the same order at each read.
         progress: whether reading shows a bar.
+        process_group: whose ranks make the call together, see :func:`.ranks.joined`.
 
     Raises:
         InputError: a model, loss or data that cannot be measured, see :func:`.state.observing`,
-            :func:`.losses.resolve`, :class:`.data.Batches` and :class:`.checked.Checked`.
+            :func:`.losses.resolve`, :func:`.shards.batches` and :class:`.checked.Checked`.
+        RankError: another rank fails or does not come; the ranks' models or options differ.
     """
     resolved = None if auto.is_auto(loss) else losses.resolve(loss, reduction)
     if forward is not None and not callable(forward):
         raise InputError(f"forward={shown(forward)}: a function (model, batch) -> (outputs, targets) is wanted")
     progress = None if progress is None else check_flag("progress", progress)
-    with explained(), state.observing(model) as (module, random):
-        batches = Batches(data, state.device(module), reads=reads, ordered=ordered, shown=progress)
+    options = options or Options()
+    with joined(process_group) as ranks, explained(), state.observing(model) as (module, random):
+        if not ranks.alone:
+            _check_same(ranks, module, options, reads)
+        batches = shards.batches(
+            *(data, state.device(module), ranks),
+            reads=reads,
+            ordered=ordered,
+            placed=options.sampled,
+            shown=progress,
+        )
         resolved = resolved or auto.of_model(module, batches.peek(), reduction)
         checked = Checked(module, resolved, forward, random)
-        yield Task(module, resolved, batches, checked, options or Options(), progress)
+        yield Task(module, resolved, batches, checked, options, progress)
+
+
+def _check_same(ranks: Ranks, model: nn.Module, options: Options, reads: int) -> None:
+    """Raise unless the ranks have the same model and want the same.
+
+    Raises:
+        RankError: they do not.
+    """
+    facts = ranks.exchange(
+        "the beginning of the call",
+        {
+            "options": repr(replace(options, memory=None, backend="auto")),
+            "reads of the data": reads,
+            "weights": fingerprint.of_weights(model),
+            "buffers": fingerprint.of_buffers(model),
+        },
+    )
+    for what, first in facts[0].items():
+        rank = next((rank for rank, fact in enumerate(facts) if fact[what] != first), None)
+        if rank is not None:
+            raise RankError(f"rank {rank} has other {what} than rank 0 ({facts[rank][what]}; {first}): {_ALIKE}")

@@ -25,7 +25,8 @@ from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss, risk
 from ..messages import check_tensor, shown
-from ..numerics import accumulate
+from ..numerics import accumulate, ranks
+from ..numerics.ranks import Group
 from ..numerics.variances import standard_error
 from ..options import check_count, check_draws, check_number, check_seed
 from ..report import intervals
@@ -127,6 +128,7 @@ def representativeness(
     test: tuple[Tensor, Tensor] | None = None,
     seed: int = 0,
     reduction: str | None = None,
+    process_group: Group = None,
 ) -> Representativeness:
     """Return the representativeness of a sample in the feature space of a linear head (plug-in of Eq. 3).
 
@@ -147,6 +149,7 @@ def representativeness(
         test: features and targets that w was not fitted to, for E_gen = E_Rep + E_F of the whole sample.
         seed: of folds and noise.
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another; the values are means.
+        process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
         The value, and the decomposition of each fold.
@@ -165,6 +168,7 @@ def representativeness(
         >>> abs(parts.gap - parts.representativeness - parts.robustness) < 1e-12
         True
     """
+    ranks.refuse(process_group, "representativeness")
     resolved = losses.resolve(loss, reduction)
     folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
     seed = check_seed("seed", seed)

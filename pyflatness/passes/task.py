@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..losses import Loss
-from ..model import selectors, state, uses
+from ..model import selectors, shards, state, uses
 from ..model.data import Batches
 from ..model.selectors import Selection, Selector
 from ..options import Options
@@ -54,12 +54,15 @@ class Task:
 
     def on(self, data: Any) -> "Task":
         """Return the task with other data, to be read once."""
-        return replace(self, batches=Batches(data, state.device(self.model), shown=self.progress))
+        ranks = self.batches.shard.ranks
+        return replace(self, batches=shards.batches(data, state.device(self.model), ranks, shown=self.progress))
 
     def noted(self, estimate: Estimate) -> Estimate:
         """Return an estimate with notes on the loss and the model's forward pass, where they matter to a reader."""
         if self.forward.notes and estimate.method not in _WITHOUT_LOSS:
             estimate = replace(estimate, notes=(*estimate.notes, *self.forward.notes))
+        if self.batches.shard.notes and estimate.samples:
+            estimate = replace(estimate, notes=(*estimate.notes, *self.batches.shard.notes))
         if self.forward.detaches and estimate.method not in _WITHOUT_DERIVATIVES:
             estimate = replace(estimate, exact=False, notes=(*estimate.notes, TAKEN_AS_CONSTANT))
         return estimate
