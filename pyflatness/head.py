@@ -20,7 +20,7 @@ from .contractions import promoted, promoted_dtype
 from .errors import FlatnessError, InputError
 from .losses.closure import REFUSAL, depends_on_more
 from .messages import check_tensor
-from .model import calling, layers, selectors, state, uses
+from .model import calling, fingerprint, layers, selectors, state, uses
 from .model.data import first, rows_of, same, size, take
 from .model.generators import Generators
 from .model.row_order import order_in_memory
@@ -372,10 +372,13 @@ def from_tensors(
         raise InputError(f"features {tuple(features.shape)} do not fit weight {tuple(weight.shape)}: (n, m) and (d, m)")
     if bias is not None and bias.shape[0] != d:
         raise InputError(f"bias has {len(bias)} entries for {d} rows of weight")
-    shard = Shard(ranks, counts=features.numel() > 0)
-    if not any(ranks.exchange("the sizes of the shards", shard.counts)):
+    counts = features.numel() > 0
+    if not ranks.alone:
+        named = (("weight", weight), ("bias", weight[:0] if bias is None else bias))
+        ranks.check_alike("the beginning of the call", {"weights": fingerprint.of_tensors(named)})
+    if not (counts if ranks.alone else any(ranks.exchange("the sizes of the shards", counts))):
         raise InputError(f"features: there are no samples in {tuple(features.shape)}")
-    if not shard.counts:  # a sample that adds nothing stands for those of the others
+    if not counts:  # a sample that adds nothing stands for those of the others
         features = features.new_zeros(1, *features.shape[1:])
         targets = None if targets is None else targets.new_zeros(1, *targets.shape[1:])
     rows, shape, custom = _detached(features), (*features.shape[:-1], d), isinstance(loss, losses.CustomLoss)
@@ -399,6 +402,7 @@ def from_tensors(
             raise InputError(REFUSAL)
     samples = features.shape[0]
     batch = HeadBatch(rows, samples, rows.shape[0] // samples, 0, terms, labels)
+    shard = WHOLE if ranks.alone else Shard(ranks, counts)
     return TensorHead(_detached(weight), None if bias is None else _detached(bias), batch, shard=shard)
 
 

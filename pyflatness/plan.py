@@ -150,6 +150,7 @@ class Measurement:
         Raises:
             FlatnessError: of a measure that was named, or of all of them.
         """
+        self._ranks.check_alike("the choice of measures", {"measures": [row.name for row in self._steps.wanted]})
         for how, rows in self._steps.sweeps.items():
             options = self._task.options.normalized(how)
             if self._source is not None and self._take_head(self._source, rows, options):

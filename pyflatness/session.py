@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from . import losses
-from .errors import InputError, RankError
+from .errors import InputError
 from .losses import auto
 from .messages import shown
 from .model import calling, fingerprint, shards, state
@@ -23,12 +23,6 @@ from .passes.task import Task
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_ALIKE = (
-    "all ranks of a process group measure one model together. Where the statistics of BatchNorm differ, as after "
-    "training by DistributedDataParallel, send one rank's: torch.distributed.broadcast(buffer, 0) for each of "
-    "model.buffers(); to measure in this process alone pass process_group=False"
-)
 
 # torch's decorator for functions of its own: it loads the compiler at their first call, torch.compiler.disable at once,
 # which would double the time of `import pyflatness`. A lazy wrapper of ours would be traced itself.
@@ -109,7 +103,7 @@ def session(
     options = options or Options()
     with joined(process_group) as ranks, explained(), state.observing(model) as (module, random):
         if not ranks.alone:
-            _check_same(ranks, module, options, reads)
+            _check_same(ranks, module, resolved, options, reads)
         batches = shards.batches(
             *(data, state.device(module), ranks),
             reads=reads,
@@ -122,22 +116,15 @@ def session(
         yield Task(module, resolved, batches, checked, options, progress)
 
 
-def _check_same(ranks: Ranks, model: nn.Module, options: Options, reads: int) -> None:
-    """Raise unless the ranks have the same model and want the same.
-
-    Raises:
-        RankError: they do not.
-    """
-    facts = ranks.exchange(
+def _check_same(ranks: Ranks, model: nn.Module, loss: losses.Loss | None, options: Options, reads: int) -> None:
+    """Raise a RankError unless the ranks have the same model and want the same."""
+    ranks.check_alike(
         "the beginning of the call",
         {
             "options": repr(replace(options, memory=None, backend="auto")),
+            "loss": None if loss is None else [type(loss).__name__, loss.reduction],
             "reads of the data": reads,
-            "weights": fingerprint.of_weights(model),
+            "weights": fingerprint.of_tensors(model.named_parameters()),
             "buffers": fingerprint.of_buffers(model),
         },
     )
-    for what, first in facts[0].items():
-        rank = next((rank for rank, fact in enumerate(facts) if fact[what] != first), None)
-        if rank is not None:
-            raise RankError(f"rank {rank} has other {what} than rank 0 ({facts[rank][what]}; {first}): {_ALIKE}")

@@ -140,8 +140,9 @@ class _Sum:
 
     def estimate(self) -> Estimate:
         shard = self._source.shard
-        own = torch.tensor([self._value, self._bound], dtype=torch.float64, device="cpu")
-        self._value, self._bound = self._over.together(shard, {"values": own})["values"].tolist()
+        if not shard.ranks.alone:
+            own = torch.tensor([self._value, self._bound], dtype=torch.float64, device="cpu")
+            self._value, self._bound = self._over.together(shard, {"values": own})["values"].tolist()
         normaliser = self._over.normaliser
         return Estimate(
             value=self._value / normaliser,

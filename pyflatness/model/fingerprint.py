@@ -61,22 +61,8 @@ class Fingerprint:
         return padded or int(self._sum) == int(other._sum) or self.same_order(other)
 
 
-def of_weights(model: nn.Module) -> str:
-    """Return what is remembered of a model's parameters: their names and shapes, and up to 64 entries of each."""
-    return _of_named(model.named_parameters())
-
-
-def of_buffers(model: nn.Module) -> str:
-    """Return what is remembered of the buffers that a model is saved with, such as the statistics of BatchNorm."""
-    return _of_named(
-        (f"{prefix}.{name}", buffer)
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    )
-
-
-def _of_named(tensors: Iterable[tuple[str, Tensor]]) -> str:
+def of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return what is remembered of named tensors: names, shapes and up to 64 entries of each."""
     total = 0
     for name, tensor in tensors:
         shape = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -84,6 +70,16 @@ def _of_named(tensors: Iterable[tuple[str, Tensor]]) -> str:
         number = 0 if empty else int(_numbers(tensor.detach().unsqueeze(0)))
         total += zlib.crc32(f"{shape} {number}".encode())
     return f"{total:x}"
+
+
+def of_buffers(model: nn.Module) -> str:
+    """Return what is remembered of the buffers that a model is saved with, such as the statistics of BatchNorm."""
+    return of_tensors(
+        (f"{prefix}.{name}", buffer)
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    )
 
 
 def _numbers(tensor: Tensor) -> Tensor:

@@ -116,7 +116,9 @@ def _notes(places: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
 
 
 def _lent(own: Batches, lender: int) -> Any:
-    """Return the first batch of the rank that lends one; of tensors, numbers and strings in tuples, lists and dicts.
+    """Return the first batch of the rank that lends one, where it is needed; the others send it, or pass it on.
+
+    It is sent as tensors, numbers and strings in tuples, lists and dicts.
 
     Raises:
         InputError: there is something else in it.
@@ -124,9 +126,11 @@ def _lent(own: Batches, lender: int) -> Any:
     ranks, message = own.shard.ranks, io.BytesIO()
     if ranks.rank == lender:
         torch.save(_plain(own.peek()), message)
-    message = io.BytesIO(ranks.broadcast(message.getvalue(), lender))
+    received = ranks.broadcast(message.getvalue(), lender)
+    if own.shard.counts:
+        return None
     try:
-        return torch.load(message, map_location="cpu", weights_only=True)
+        return torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
             f"data: rank {ranks.rank} has no samples, and a batch of rank {lender} holds more than tensors, numbers "

@@ -37,11 +37,17 @@ Key = Any
 """A string, or a tuple of strings."""
 Parts = Mapping[Key, Tensor]
 
+_IS_AVAILABLE = dist.is_available()
 _PACKET = 4096  # bytes of an exchange that goes in one message
 _CHUNK = 2**21  # numbers of each rank that are summed at a time
 _PATIENCE = 30.0  # seconds until a rank that waits for others to come says so
 _POLLS = 0.0, 1e-5, 1e-4, 1e-3  # seconds between looks at a message on its way; the last one stays
 _AGREED = "_pyflatness_agreed"  # an attribute of an error that all ranks know of
+_ALIKE = (
+    "all ranks of a process group measure one model together. Where the statistics of BatchNorm differ, as after "
+    "training by DistributedDataParallel, send one rank's: torch.distributed.broadcast(buffer, 0) for each of "
+    "model.buffers(); to measure in this process alone pass process_group=False"
+)
 _ALONE = "process_group=False measures in this process alone"
 
 
@@ -94,6 +100,20 @@ class Ranks:
         if self.alone:
             return [fact]
         return self._exchanged({"step": step, "fact": fact})
+
+    def check_alike(self, step: str, facts: Mapping[str, Any]) -> None:
+        """Raise unless all ranks have the same facts.
+
+        Raises:
+            RankError: they do not; the message names the first fact that differs, and a rank.
+        """
+        if self.alone:
+            return
+        found = self.exchange(step, dict(facts))
+        for what, first in found[0].items():
+            rank = next((rank for rank, each in enumerate(found) if each[what] != first), None)
+            if rank is not None:
+                raise RankError(f"rank {rank} has other {what} than rank 0 ({found[rank][what]}; {first}): {_ALIKE}")
 
     def _exchanged(self, told: Mapping[str, Any], own: BaseException | None = None) -> list[Any]:
         found = [json.loads(text) for text in self._messages(json.dumps(told).encode())]
@@ -196,6 +216,7 @@ class Ranks:
 
 
 ALONE = Ranks()
+_NOT_JOINED = contextlib.nullcontext(ALONE)
 
 
 @dataclass(frozen=True)
@@ -327,9 +348,8 @@ def _refusal(what: str, size: int, instead: str) -> NotYetError:
     )
 
 
-@contextlib.contextmanager
-def joined(process_group: Group) -> Iterator[Ranks]:
-    """Meet the other ranks of a process group, and leave a call together with them.
+def joined(process_group: Group) -> contextlib.AbstractContextManager[Ranks]:
+    """Return a context in which a call is made together with the other ranks of a process group.
 
     Args:
         process_group: the user's; None: all processes, where ``torch.distributed`` is initialised; False: this process.
@@ -339,9 +359,12 @@ def joined(process_group: Group) -> Iterator[Ranks]:
         RankError: other ranks do not come.
     """
     group = _group(process_group)
-    if group is None:
-        yield ALONE
-        return
+    return _NOT_JOINED if group is None else _joined(group)
+
+
+@contextlib.contextmanager
+def _joined(group: Any) -> Iterator[Ranks]:
+    """Meet the other ranks of a group, and leave together with them."""
     device = torch.device("cpu")
     if "cpu:" not in dist.get_backend_config(group):
         device = torch.device("cuda", torch.cuda.current_device())
@@ -369,7 +392,7 @@ def _group(process_group: Group) -> Any:
 
 
 def _is_initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return _IS_AVAILABLE and dist.is_initialized()
 
 
 def _meet(ranks: Ranks, group: Any) -> None:

@@ -46,11 +46,18 @@ class Task:
 
     def of(self, layers: Selector | Sequence[Selector] | None) -> "Task":
         """Return the task with the layers that selectors mean, see :func:`.selectors.select`."""
-        return replace(self, selection=selectors.select(self.model, layers))
+        return self._with(selectors.select(self.model, layers))
 
     def only(self, layer: str) -> "Task":
         """Return the task with one layer, by its qualified name, which has to run."""
-        return replace(self, selection=Selection({layer: uses.layer(self.model, layer)}, frozenset([layer])))
+        return self._with(Selection({layer: uses.layer(self.model, layer)}, frozenset([layer])))
+
+    def _with(self, selection: Selection) -> "Task":
+        """Return the task with these layers, which are the same on all ranks."""
+        ranks = self.batches.shard.ranks
+        if not ranks.alone:
+            ranks.check_alike("the choice of layers", {"layers": ", ".join(selection.modules)})
+        return replace(self, selection=selection)
 
     def on(self, data: Any) -> "Task":
         """Return the task with other data, to be read once."""
