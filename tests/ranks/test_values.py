@@ -20,7 +20,6 @@ CASES = (
 FLOAT32 = "head_of_float32", "hidden_layer_of_float32"
 WITH_TWO = "head", "hidden_layer_normalized", "probes", "one_probe", "every_measure", "nan_omitted", "by_sampler"
 OF_TWO = "layers_of_some_ranks", "by_sampler_shuffled", "with_repeats"  # cases that are for two ranks
-REFUSED = {"relative_flatness_max", "mls_adversarial"}  # of many ranks, and so missing among all measures
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,11 @@ def assert_same(one, other, rtol, where=""):
 
 
 def without_refused(result):
-    return {name: held for name, held in result.items() if name not in REFUSED} if isinstance(result, dict) else result
+    return (
+        {name: held for name, held in result.items() if name not in rank_cases.REFUSED}
+        if isinstance(result, dict)
+        else result
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,8 +106,8 @@ def test_values_have_the_same_bits_in_every_run(found):
 
 def test_measures_that_are_not_there_over_ranks_are_skipped_with_a_reason(found):
     for report in found[2]["every_measure"]:
-        assert report.skipped.keys() >= REFUSED
-        assert all("process_group=False" in report.skipped[name] for name in REFUSED)
+        assert report.skipped.keys() >= rank_cases.REFUSED
+        assert all("process_group=False" in report.skipped[name] for name in rank_cases.REFUSED)
     assert len({str(report.skipped) for report in found[2]["every_measure"]}) == 1
 
 

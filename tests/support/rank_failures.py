@@ -1,9 +1,10 @@
 """Calls of the ranks of a process group that go wrong on one of them, or on all."""
 
 import math
-import time
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import pyflatness as pf
@@ -134,15 +135,18 @@ def afterwards(rank, size):
 
 
 def on_one_rank(rank, size):
-    """Rank 0 makes a call, and rank 1 comes too late."""
-    found, start = None, time.monotonic()
+    """Rank 0 makes a call, and rank 1 does something else, which has messages of its own."""
+    store, found = dist.distributed_c10d._get_default_store(), None
+    store.set_timeout(timedelta(seconds=1))
     try:
         if rank == 0:
             pf.relative_flatness(model(), LOSS, data())
     except pf.RankError as error:
         found = error
-    time.sleep(max(0.0, 4 - (time.monotonic() - start)))  # until both go on
-    return found
+    sent = torch.tensor(float(rank))
+    dist.all_reduce(sent)
+    store.set_timeout(timedelta(seconds=60))
+    return found, float(sent)
 
 
 def interrupted(rank, size):

@@ -4,7 +4,6 @@ import importlib
 import os
 import pickle
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +12,24 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 
-def outcomes(module: str, names: list[str], size: int, patience: float | None = None) -> dict[str, list[Any]]:
+def outcomes(module: str, names: list[str], size: int) -> dict[str, list[Any]]:
     """Return by name what each rank's ``getattr(module, name)(rank, size)`` returned, or the error that it raised.
 
     Args:
         module: to import, where the functions are.
         names: of functions, called one after another in processes that are started once.
         size: how many processes.
-        patience: the timeout of the group's store in seconds, if it is not torch's.
     """
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_run, (module, names, size, patience, folder), nprocs=size, join=True)
+        multiprocessing.spawn(_run, (module, names, size, folder), nprocs=size, join=True)
         found = [pickle.loads(Path(folder, f"{rank}").read_bytes()) for rank in range(size)]
     return {name: [each[name] for each in found] for name in names}
 
 
-def _run(rank: int, module: str, names: list[str], size: int, patience: float | None, folder: str) -> None:
+def _run(rank: int, module: str, names: list[str], size: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
-    if patience is not None:
-        dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=patience))
     cases, found = importlib.import_module(module), {}
     for name in names:
         torch.manual_seed(0)
