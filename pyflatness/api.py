@@ -6,14 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import head, interrupts, losses, plan
+from . import head, interrupts, losses, plan, tensor_head
 from .errors import InputError
 from .measures import RELATIVE_FLATNESS, at_head, named
 from .measures.layer_values import LayerValues
 from .model import calling, uses
 from .model.selectors import Selector
-from .numerics import ranks
-from .numerics.ranks import Group
+from .numerics.meeting import Group, joined
 from .options import MAX_PASSES, Options, check_relative_error
 from .passes.detached import TAKEN_AS_CONSTANT
 from .report import Estimate, Report, coverage
@@ -79,8 +78,8 @@ def head_flatness(
     rtol = check_relative_error("rtol", rtol)
     options = Options(normalize=normalize, per_sample=per_sample, nan_policy=nan_policy, backend=backend, rtol=rtol)
     resolved = losses.resolve(loss, reduction)
-    with ranks.joined(process_group) as group, interrupts.held(), torch.inference_mode(False), torch.no_grad():
-        source = head.from_tensors(features, weight, bias, targets, resolved, group)
+    with joined(process_group) as group, interrupts.held(), torch.inference_mode(False), torch.no_grad():
+        source = tensor_head.from_tensors(features, weight, bias, targets, resolved, group)
         return at_head.relative_flatness(source, resolved, options)
 
 
@@ -164,9 +163,8 @@ def relative_flatness(
         max_passes: backward passes of a micro-batch, or Hessian products of a layer, that an exact value may take, and
             probes that a standard error may; more are an error that says how long they would take.
         progress: show a bar; None: on a terminal.
-        process_group: where ``torch.distributed`` is initialised, all its ranks make the call together, each with its
-            own part of the data, and all get the value of the whole (docs/ranks.md). A ``ProcessGroup``: its ranks;
-            False: this process alone.
+        process_group: whose ranks make the call together, each with its own data, and all get the value of the whole
+            (docs/ranks.md). None: all ranks, where ``torch.distributed`` is initialised; False: this process alone.
 
     Returns:
         The value in units of the loss, its method and backend, and how many samples it is over.

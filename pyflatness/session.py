@@ -16,7 +16,8 @@ from .errors import InputError
 from .losses import auto
 from .messages import shown
 from .model import calling, fingerprint, shards, state
-from .numerics.ranks import Group, Ranks, joined
+from .numerics.meeting import Group, joined
+from .numerics.ranks import Ranks
 from .options import Options, check_flag
 from .passes.checked import Checked, explained
 from .passes.task import Task
@@ -89,7 +90,7 @@ def session(
         reads: how often the data will be read.
         ordered: whether the samples have to come in the same order at each read.
         progress: whether reading shows a bar.
-        process_group: whose ranks make the call together, see :func:`.ranks.joined`.
+        process_group: whose ranks make the call together, see :func:`.meeting.joined`.
 
     Raises:
         InputError: a model, loss or data that cannot be measured, see :func:`.state.observing`,

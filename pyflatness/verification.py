@@ -27,8 +27,8 @@ from .model import calling, layers, state, uses
 from .model.data import first, leaves, map_tensors
 from .model.outputs import single
 from .model.uses import experts
-from .numerics import ranks
-from .numerics.ranks import Group
+from .numerics import meeting
+from .numerics.meeting import Group
 from .options import check_count, check_number
 from .passes.linearity import users_of
 from .reparameterization.reparameterize import duplicate
@@ -143,7 +143,7 @@ def verify(
         >>> bool(pf.verify(model, torch.nn.CrossEntropyLoss(), (torch.eye(3).double(), torch.tensor([0, 1, 1]))))
         True
     """
-    ranks.refuse(process_group, "verify")
+    meeting.refuse(process_group, "verify")
     samples = check_count("samples", samples, 1, "a number of samples")
     if seconds is not None:
         seconds = check_number("seconds", seconds, "a number of seconds, 0 or more,", lambda given: given >= 0)

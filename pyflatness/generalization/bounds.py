@@ -27,8 +27,8 @@ from ..measures import RELATIVE_FLATNESS
 from ..model import calling, data, layers
 from ..model.data import Batches
 from ..model.selectors import Selector
-from ..numerics import ranks
-from ..numerics.ranks import Group
+from ..numerics import meeting
+from ..numerics.meeting import Group
 from ..options import check_count, check_draws, check_number, check_seed
 from ..plan import of_layer
 from ..report import Estimate
@@ -189,7 +189,7 @@ def generalization_bound(
         >>> abs(parts.gap - found.measured.gap) < 1e-12, found.delta == 300 ** (-1 / 12)
         (True, True)
     """
-    ranks.refuse(process_group, "generalization_bound", "generalization_gap and relative_flatness are, ")
+    meeting.refuse(process_group, "generalization_bound", "generalization_gap and relative_flatness are, ")
     folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
     seed = check_seed("seed", seed)
     kappa = None if kappa is None else _number("kappa", kappa)

@@ -32,7 +32,7 @@ from ..model import calling, state
 from ..model.data import Batches, size
 from ..model.selectors import Selector
 from ..numerics.accumulate import Accumulator, check_together, omits
-from ..numerics.ranks import Group
+from ..numerics.meeting import Group
 from ..numerics.variances import standard_error
 from ..options import Options, check_draws, check_number
 from ..plan import of_layer

@@ -26,7 +26,8 @@ from ..losses import CustomLoss, Loss, risk
 from ..model import calling
 from ..model.data import size
 from ..numerics.accumulate import Accumulator, normaliser
-from ..numerics.ranks import Group, Shard
+from ..numerics.meeting import Group
+from ..numerics.shard import Shard
 from ..options import Options
 from ..passes.task import Task
 from ..session import public, session

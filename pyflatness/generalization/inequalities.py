@@ -21,7 +21,7 @@ from ..measures.layer_values import LayerValues
 from ..measures.normalized_sharpness import NORMALIZED_SHARPNESS, Minimum, minimised
 from ..model import calling
 from ..model.selectors import Selector
-from ..numerics.ranks import Group
+from ..numerics.meeting import Group
 from ..options import MAX_PASSES, Options, check_flag, check_number
 from ..passes.task import Task
 from ..session import public, session

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import head, interrupts, losses
+from .. import interrupts, losses, tensor_head
 from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss, risk
 from ..messages import check_tensor, shown
-from ..numerics import accumulate, ranks
-from ..numerics.ranks import Group
+from ..numerics import accumulate, meeting
+from ..numerics.meeting import Group
 from ..numerics.variances import standard_error
 from ..options import check_count, check_draws, check_number, check_seed
 from ..report import intervals
@@ -168,7 +168,7 @@ def representativeness(
         >>> abs(parts.gap - parts.representativeness - parts.robustness) < 1e-12
         True
     """
-    ranks.refuse(process_group, "representativeness")
+    meeting.refuse(process_group, "representativeness")
     resolved = losses.resolve(loss, reduction)
     folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
     seed = check_seed("seed", seed)
@@ -333,7 +333,7 @@ class _Head:
 
     def __init__(self, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Any, loss: Loss) -> None:
         targets = check_tensor("targets", targets)
-        head.check_tensors(features, weight, bias, targets, loss)
+        tensor_head.check_tensors(features, weight, bias, targets, loss)
         if features.ndim != 2:
             raise InputError(f"features: one vector a sample, (n, m), is wanted, got shape {tuple(features.shape)}")
         self.loss, self.features, self.targets = loss, promoted(features.detach()), targets.detach().to(features.device)

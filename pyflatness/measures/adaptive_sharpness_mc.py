@@ -24,7 +24,7 @@ from torch import nn
 
 from ..losses import risk
 from ..model import calling, parameters, state
-from ..numerics.ranks import Group
+from ..numerics.meeting import Group
 from ..numerics.variances import standard_error
 from ..options import Options, check_draws, check_flag, check_number
 from ..report import Estimate

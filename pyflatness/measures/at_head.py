@@ -22,7 +22,7 @@ from ..errors import InputError, NonFiniteError
 from ..head import HeadBatch
 from ..model import layers
 from ..numerics.accumulate import Accumulator, masked, non_finite
-from ..numerics.ranks import Shard
+from ..numerics.shard import Shard
 from ..options import Options
 from ..passes import normalize
 from ..report import Estimate

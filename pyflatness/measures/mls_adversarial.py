@@ -21,9 +21,9 @@ from .. import interrupts
 from ..errors import InputError
 from ..model import calling, inputs, state
 from ..model import data as batching
-from ..numerics import ranks
+from ..numerics import meeting
 from ..numerics.accumulate import Accumulator, non_finite
-from ..numerics.ranks import Group
+from ..numerics.meeting import Group
 from ..options import Options, check_count, check_number
 from ..passes import recorder
 from ..passes.task import Task
@@ -83,7 +83,7 @@ def mls_adversarial(
         >>> round(pf.mls_adversarial(model, torch.nn.CrossEntropyLoss(), data).value, 4)
         3.0
     """
-    ranks.refuse(process_group, "mls_adversarial", _INSTEAD)
+    meeting.refuse(process_group, "mls_adversarial", _INSTEAD)
     steps = check_count("steps", steps, 1, "a number of steps")
     radius = None if radius is None else check_number("radius", radius)
     options = Options(per_sample=per_sample, nan_policy=nan_policy, seed=seed)

@@ -37,7 +37,7 @@ from ..errors import InputError, NonFiniteError
 from ..losses import risk
 from ..model import calling, layers, parameters, state
 from ..model.data import size
-from ..numerics.ranks import Group
+from ..numerics.meeting import Group
 from ..options import Options, check_count, check_draws, check_flag, check_number
 from ..reparameterization.folding import Folding
 from ..reparameterization.reparameterize import duplicate

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..model import calling, uses
 from ..model.selectors import Selector
-from ..numerics.ranks import Group
+from ..numerics.meeting import Group
 from ..options import MAX_PASSES, Options, check_count, check_names
 from ..report import Estimate, Report, coverage
 from ..session import public, session

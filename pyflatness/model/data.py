@@ -20,7 +20,7 @@ from torch.utils.data import (
 from .. import interrupts, progress
 from ..errors import InputError
 from ..messages import check_tensor
-from ..numerics.ranks import WHOLE
+from ..numerics.shard import WHOLE
 from .fingerprint import Fingerprint
 
 _BATCH_SIZE = 256  # samples of a tuple of tensors that go through the model together

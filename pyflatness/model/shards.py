@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from ..errors import InputError
-from ..numerics.ranks import Ranks, Shard
+from ..numerics.ranks import Ranks
+from ..numerics.shard import Shard
 from .data import Batches, distributed, no_samples
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, NonFiniteError
-from .ranks import WHOLE, Key, Parts, Shard
+from .shard import WHOLE, Key, Parts, Shard
 
 NAN_POLICIES = "raise", "propagate", "omit"
 _SAMPLES = "samples"  # among sums over ranks

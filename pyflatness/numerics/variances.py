@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .ranks import Shard
+from .shard import Shard
 
 
 class Variances:

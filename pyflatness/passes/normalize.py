@@ -19,7 +19,7 @@ from ..losses import Loss
 from ..model import layers
 from ..numerics import accumulate
 from ..numerics.accumulate import non_finite, omits
-from ..numerics.ranks import Shard
+from ..numerics.shard import Shard
 from . import cotangents
 from .cotangents import Cotangents
 from .recorder import Call

@@ -18,7 +18,7 @@ from ..contractions.quantities import QUANTITIES
 from ..losses import Curvature, Loss
 from ..model import layers
 from ..model.row_order import order_in_memory
-from ..numerics.ranks import Shard
+from ..numerics.shard import Shard
 from ..passes.cotangents import Cotangents
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget

@@ -19,7 +19,7 @@ from ..errors import InputError, NonFiniteError
 from ..model import inputs, layers
 from ..numerics import spectra
 from ..numerics.accumulate import Accumulator, non_finite
-from ..numerics.ranks import Shard
+from ..numerics.shard import Shard
 from ..passes.dry_run import Findings
 from ..passes.forms import form_of
 from ..passes.layer_form import LayerForm

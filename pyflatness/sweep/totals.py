@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..errors import NonFiniteError
 from ..model import layers
 from ..numerics.accumulate import Accumulator, finite_samples, masked, non_finite
-from ..numerics.ranks import WHOLE, Shard
+from ..numerics.shard import WHOLE, Shard
 from ..numerics.variances import Variances
 from ..options import Options
 from .layer_sweep import Values
