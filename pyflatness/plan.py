@@ -171,6 +171,7 @@ class Measurement:
         self._take_jacobians()
         self._derive()
         self.measured.update(name for values in self._values.values() for name in values)
+        self._task.unite()
         return {
             (name, row.name): self._task.noted(estimate)
             for row in self._steps.wanted

@@ -100,7 +100,9 @@ def adaptive_sharpness_mc(
         progress=progress,
         process_group=process_group,
     ) as task:
-        return task.noted(_estimate(task, rho, draws, scaled=scaled))
+        estimate = _estimate(task, rho, draws, scaled=scaled)
+        task.unite()
+        return task.noted(estimate)
 
 
 def _estimate(task: Task, rho: float = RHO, draws: int = DRAWS, *, scaled: bool = True) -> Estimate:

@@ -246,6 +246,7 @@ def representation(
     with session(model, loss, data, options, forward=forward, progress=progress, process_group=process_group) as task:
         task = task.of(layers)
         samples = jacobians.measured(task, {need for row in rows for need in row.needs}, top)
+        task.unite()
         covered = [task.selection.modules[name] for name in samples.layers]
         left_out = uses.left_out(task.model, covered)
         why = uses.reasons(task.model, left_out)

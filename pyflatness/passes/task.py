@@ -64,6 +64,14 @@ class Task:
         ranks = self.batches.shard.ranks
         return replace(self, batches=shards.batches(data, state.device(self.model), ranks, shown=self.progress))
 
+    def unite(self) -> None:
+        """Take in what other ranks found out about the forward pass, before :meth:`noted`."""
+        shard = self.batches.shard
+        if not shard.ranks.alone:
+            found = shard.every("the end of the measurement", [self.forward.notes or (), self.forward.detaches])
+            self.forward.notes = tuple(dict.fromkeys(note for notes, _ in found for note in notes))
+            self.forward.detaches = any(detaches for _, detaches in found)
+
     def noted(self, estimate: Estimate) -> Estimate:
         """Return an estimate with notes on the loss and the model's forward pass, where they matter to a reader."""
         if self.forward.notes and estimate.method not in _WITHOUT_LOSS:

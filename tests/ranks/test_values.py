@@ -15,7 +15,7 @@ CASES = (
     *("sampled_measures", "sum_of_losses", "representation", "bounds", "adaptive_sharpness_mc", "pac_bayes"),
     *("feature_robustness", "generalization_gap", "tokens", "nan_propagated", "nan_omitted"),
     *("nan_omitted_at_the_head", "nan_omitted_of_every_measure", "nan_omitted_normalized", "wrapped", "subgroup"),
-    *("by_sampler", "without_the_rest", "counted_first", "callable_loss"),
+    *("by_sampler", "without_the_rest", "counted_first", "callable_loss", "detached_on_some_ranks"),
 )
 FLOAT32 = "head_of_float32", "hidden_layer_of_float32"
 WITH_TWO = "head", "hidden_layer_normalized", "probes", "one_probe", "every_measure", "nan_omitted", "by_sampler"

@@ -245,5 +245,27 @@ def twice(rank, size):
     return [pf.measure(model(), LOSS, batches(rank, size), measures=["trace", "lambda_max"]) for _ in range(2)]
 
 
+class Gated(nn.Module):
+    """Outputs depend on a detached gate where an input is large."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        z = self.first(x)
+        gate = torch.sigmoid(z).detach() if bool((x[:, 0] > 1.5).any()) else 1.0
+        return self.last(z * gate)
+
+
+def detached_on_some_ranks(rank, size):
+    torch.manual_seed(1)
+    inputs, targets = data()
+    order = inputs[:, 0].argsort()
+    whole = inputs[order], targets[order]
+    pairs = [*zip(*(held.split(1) for held in part(rank, size, whole)), strict=True)]
+    return pf.relative_flatness(Gated().double().eval(), LOSS, pairs, "first")
+
+
 def callable_loss(rank, size):
     return pf.relative_flatness(model(), lambda f, y: F.cross_entropy(f, y), part(rank, size), "2")
