@@ -1,27 +1,11 @@
 """The GPU benchmarks' own work, small and on the CPU: what they time is set up right."""
 
-import importlib
-import sys
-
 import pytest
 import torch
 
 from pyflatness.contractions import cuda, reference
-from support import ROOT
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def benchmark_modules(monkeypatch):
-    folder = ROOT / "benchmarks"
-    names = [path.stem for path in folder.glob("*.py")]
-    for name in names:  # some are tests' modules too
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(str(folder))
-    yield importlib.import_module
-    for name in names:
-        sys.modules.pop(name, None)
 
 
 @pytest.fixture
