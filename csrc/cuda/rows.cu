@@ -24,29 +24,18 @@ struct Exponents {
   int64_t first;       // class of all tiles
 };
 
-// The sums of a row over the tiles before, read early.
+// The sums of a row over the tiles before.
 template <typename T>
 struct Before {
   int64_t top;
   double rest, moment;
   T norm;  // of the class `top`
-
-  __device__ Before(const Running<T>& running, int64_t row)
-      : top(running.sums.top[row]),
-        rest(running.sums.rest[row]),
-        moment(running.sums.moment[row]),
-        norm(top < 0 ? T(0) : running.norms[top]) {}
 };
 
 template <int Count, typename T>
 __device__ Pack<T, Count> load_or_zeros(const T* array, int place) {
   return array ? load<Count>(array + place) : Pack<T, Count>{};
 }
-
-struct Nothing {
-  template <typename... Arguments>
-  __device__ explicit Nothing(Arguments...) {}
-};
 
 template <typename Out, typename T>
 __device__ T exponential(T x) {
@@ -62,12 +51,17 @@ __global__ void __launch_bounds__(kMostThreads, sizeof(T) == 4 ? 2 : 1) exponent
   const int64_t row = blockIdx.x;
   T* const brought = call.logits + row * call.stride;
   T* const z = Kept ? dynamic_shared<T>() : brought;  // a thread reads what it wrote itself, till the first barrier
-  if (Kept) {
-    const auto copy = [&](auto count, int s, Nothing) { copy_async<sizeof(T) * count>(z + s, brought + s); };
-    each_access<Most>(call.d, [](auto, int) { return Nothing(); }, copy);
-  }
+  if (Kept)
+    each_access<Most>(
+        call.d, [](auto, int) { return 0; },
+        [&](auto count, int s, int) { copy_async<sizeof(T) * count>(z + s, brought + s); });
   const T old = call.maximum[row];
-  std::conditional_t<Runs, Before<T>, Nothing> before(call.running, row);
+  __shared__ Before<T> before;
+  if (Runs && threadIdx.x == 0) {  // on their way together with the copies
+    const ClassSums<T>& sums = call.running.sums;
+    const int64_t top = sums.top[row];
+    before = {top, sums.rest[row], sums.moment[row], top < 0 ? T(0) : call.running.norms[top]};
+  }
   if (Kept) wait_for_copies();
   Largest<T> largest{-INFINITY, 0};
   each_access<Most>(
