@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_rows import Row, Works, milliseconds, peak_mib
+from gpu_rows import Row, Works, bandwidth, milliseconds, peak_mib
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -180,14 +180,6 @@ def captured(work: Function, inputs: Sequence[Tensor]) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         results.append(all_of_them())  # their memory is the graph's as long as it is replayed
     return graph.replay
-
-
-def bandwidth(device: torch.device) -> float:
-    """Return how many bytes are read in a millisecond, of a large copy: half of what it moves."""
-    source = torch.empty(2**28 if device.type == "cuda" else 2**20, device=device, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    taken = milliseconds({"copy": lambda: target.copy_(source)}, device, ROUNDS)["copy"]
-    return 2 * source.nbytes / taken
 
 
 def check(works: dict[str, Function], features: Tensor) -> None:
