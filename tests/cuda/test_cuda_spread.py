@@ -92,7 +92,7 @@ def test_one_row_does_not_disturb_another(cuda_device, kind):
 
 
 def test_logits_are_as_exact_as_their_exponentials_ask(cuda_device):
-    """Logits of a hundred: an error of a float32 sum over all features, e^(1e-5), would show."""
+    """Logits of a hundred: a sum over all features in float32 is off by 1e-4, and with it the exponential."""
     n, d, m = 4, 50, 4096
     features, _, mean, weight, centre, bias = case(cuda_device, n, d, m, torch.float32, torch.bfloat16)
     features = features + 100 * (weight[:n].float() / m)
