@@ -215,14 +215,14 @@ int spread(const T* features, const T* maximum, const T* mean, const W* weight, 
            void* stream) {
   if (n == 0) return 0;
   const int64_t splits = spread_splits(d), groups = blocks_of(n, kGroup<T>);
-  int status = launch(list_chosen_kernel, dim3(1), threads_for(8 * n), 0, stream, chosen, n, rows, out);
+  int status = launch(list_chosen_kernel, dim3(1), threads_for(n, 1), 0, stream, chosen, n, rows, out);
   if (status != 0) return status;
-  const bool wide = packed(weight, m, m) && packed(features, m, m) && packed(mean, m, m) && packed(centre, m, m);
+  const bool wide = packed(weight, m) && packed(features, m) && packed(mean, m) && packed(centre, 0);
   const auto kernel = wide ? spread_kernel<true, T, W> : spread_kernel<false, T, W>;
   const Spread<T, W> call{features, maximum, mean, weight, centre, bias, rows, n, d, m, splits, partial};
   status = launch(kernel, dim3(blocks_for(groups * splits)), kSpreadThreads, sizeof(Slices<T, W>), stream, call);
   if (status != 0) return status;
-  return launch(add_splits_kernel, dim3(blocks_for(n)), threads_for(splits), 0, stream, partial, rows, n, splits, out);
+  return launch(add_splits_kernel, dim3(blocks_for(n)), threads_for(splits, 1), 0, stream, partial, rows, n, splits, out);
 }
 
 #define PYFLATNESS_SPREAD(T, W)                                                                                  \
