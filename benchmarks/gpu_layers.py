@@ -11,8 +11,8 @@
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import ModuleType
 
 import bare
@@ -37,12 +37,13 @@ PRECISIONS = (
 def works(device: torch.device) -> Works:
     """Return what makes each row."""
     found: dict[str, Callable[[], Row]] = {}
+    model = functools.cache(lambda: settled(resnet18()).to(device))
     for convolutions, products in PRECISIONS:
         said = f"ResNet-18, n = 256, convolutions {convolutions}, products {products}"
         for take, name in ((network, said), (public_call, f"{said}, pf.measure")):
-            found[name] = partial(in_precision, convolutions, products, take, resnet18, 256, device)
-    found["linear 4096 × 4096, 8 × 2048 tokens, bfloat16"] = partial(sequence, 8, 2048, 4096, device)
-    found["eigenvalues of 8192 matrices, 9 × 9, float64"] = partial(eigenvalues, 8192, 9, device)
+            found[name] = functools.partial(in_precision, convolutions, products, take, model, 256, device)
+    found["linear 4096 × 4096, 8 × 2048 tokens, bfloat16"] = functools.partial(sequence, 8, 2048, 4096, device)
+    found["eigenvalues of 8192 matrices, 9 × 9, float64"] = functools.partial(eigenvalues, 8192, 9, device)
     return found
 
 
@@ -54,9 +55,9 @@ def in_precision(
     n: int,
     device: torch.device,
 ) -> Row:
-    """Return a row of a network of random weights while float32 work is done in these precisions."""
+    """Return the row of a network while float32 work is done in these precisions."""
     with precision(convolutions, products):
-        return take(settled(make()).to(device), n, device)
+        return take(make(), n, device)
 
 
 @contextlib.contextmanager
@@ -73,7 +74,7 @@ def precision(convolutions: str, products: str) -> Iterator[None]:
             kind.fp32_precision = found
 
 
-def network(model: nn.Module, n: int, device: torch.device, backend: ModuleType = cuda, rounds: int = 9) -> Row:
+def network(model: nn.Module, n: int, device: torch.device, backend: ModuleType = cuda, rounds: int = 5) -> Row:
     """Return relative flatness of all layers of a network on n images, 9 cotangents of 10 classes."""
     sweep, plain, x = Contracted(model, backend), Contracted(model, reference), images(n).to(device)
     check(sweep.values(x) / n, torch.stack([*bare.composed(sweep.bare, [x]).values()]))
