@@ -12,9 +12,9 @@ int64_t grid_rows(int64_t n) {
   return n;
 }
 
-// Kernels count the elements of a row in 32 bits.
+// Kernels count the elements of a row in 32 bits, and go a few thousand beyond its end.
 int64_t row_length(int64_t k) {
-  if (k > INT32_MAX) throw std::invalid_argument("rows of " + std::to_string(k) + " elements, at most 2^31 - 1");
+  if (k > 1 << 30) throw std::invalid_argument("rows of " + std::to_string(k) + " elements, at most 2^30");
   return k;
 }
 

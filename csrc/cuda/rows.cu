@@ -154,7 +154,7 @@ __global__ void row_dots_kernel(const T* a, int64_t stride_a, const T* b, int64_
 template <typename T, int Most>
 __global__ void sigmoid_curvature_kernel(const T* logits, const T* coefficients, const T* row_norms, int d,
                                          double* out) {
-  logits += blockIdx.x * d, coefficients += blockIdx.x * d;
+  logits += int64_t{blockIdx.x} * d, coefficients += int64_t{blockIdx.x} * d;
   double total = 0;
   each_access<Most>(
       d,

@@ -8,7 +8,7 @@ namespace {
 
 template <typename T, typename W, int Most>
 __global__ void norms_about_kernel(const W* weight, const T* centre, int m, T* out) {
-  weight += blockIdx.x * m;
+  weight += int64_t{blockIdx.x} * m;
   double total = 0;
   each_access<Most>(
       m, [&](auto count, int j) { return load<count>(weight + j); },
@@ -31,7 +31,7 @@ __global__ void rejoin_kernel(T* summed, const W* weight, const T* centre, const
                               int64_t d, int m) {
   const int64_t t = top[blockIdx.x];
   if (t < 0 || t >= d) return;
-  summed += blockIdx.x * m, weight += t * m;
+  summed += int64_t{blockIdx.x} * m, weight += t * m;
   const T scale = static_cast<T>(factor[blockIdx.x]);
   each_access<Most>(
       m,
