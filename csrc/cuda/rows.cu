@@ -64,16 +64,24 @@ __global__ void __launch_bounds__(kMostThreads, sizeof(T) == 4 ? 2 : 1) exponent
   }
   if (Kept) wait_for_copies();
   Largest<T> largest{-INFINITY, 0};
-  each_access<Most>(
-      call.d, [&](auto count, int s) { return load_or_zeros<count>(call.bias, s); },
-      [&](auto count, int s, const auto& bias) {  // a NaN shows in the sums
-        Pack<T, count> pack = load<count>(z + s);
-        T most = -INFINITY;
+  const auto take = [&](auto count, int s, const auto& pack) {  // a NaN shows in the sums
+    T most = pack.value[0];
 #pragma unroll
-        for (int v = 0; v < count; ++v) pack.value[v] += bias.value[v], most = fmax(most, pack.value[v]);
-        if (call.bias) store(z + s, pack);
-        if (most > largest.value) largest = {most, s};
-      });
+    for (int v = 1; v < count; ++v) most = fmax(most, pack.value[v]);
+    if (most > largest.value) largest = {most, s};
+  };
+  if (call.bias)
+    each_access<Most>(
+        call.d, [&](auto count, int s) { return load<count>(call.bias + s); },
+        [&](auto count, int s, auto& pack) {
+          const Pack<T, count> product = load<count>(z + s);
+#pragma unroll
+          for (int v = 0; v < count; ++v) pack.value[v] += product.value[v];
+          store(z + s, pack);
+          take(count, s, pack);
+        });
+  else
+    each_access<Most>(call.d, [&](auto count, int s) { return load<count>(z + s); }, take);
   largest = block_largest(largest);
   const bool raised = largest.value > old;
   const T maximum = raised ? largest.value : old, reference = maximum > -INFINITY ? maximum : T(0);
