@@ -6,7 +6,7 @@ from . import head_arguments
 from .cuda_device import HALF, emulated, launch, missing, module, unavailable
 from .cuda_head import (
     exponentiate,
-    exponentiate_rounded,
+    exponentiate_tile,
     norms_about,
     pair_distances,
     rejoin,
@@ -22,7 +22,7 @@ __all__ = [
     "direct",
     "emulated",
     "exponentiate",
-    "exponentiate_rounded",
+    "exponentiate_tile",
     "factored_gram",
     "gram",
     "missing",

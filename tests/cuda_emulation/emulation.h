@@ -276,6 +276,7 @@ inline double rsqrt(double x) { return 1 / std::sqrt(x); }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 using std::exp;
 using std::fabs;
+using std::fmax;
 using std::isfinite;
 using std::max;
 using std::min;
@@ -318,5 +319,21 @@ int launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
   if (block.problem[0]) throw std::runtime_error(block.problem);
   return cudaSuccess;
 }
+
+inline uint32_t nearest_bfloat16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // NaN, which rounding could turn into infinity
+  return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+}
+inline uint32_t narrowed(float first, float second) { return nearest_bfloat16(first) | nearest_bfloat16(second) << 16; }
+
+inline float coarse_exp(float x) { return std::exp(x); }
+
+template <int Bytes>
+void copy_async(void* shared, const void* global) {
+  std::memcpy(shared, global, Bytes);
+}
+inline void wait_for_copies() {}
 
 }  // namespace pyflatness::cuda
