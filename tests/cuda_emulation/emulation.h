@@ -5,7 +5,8 @@
 // - a missing barrier: threads run between barriers in an order that can be chosen (`set_order`), with warps far ahead
 //   of others or side by side, and results must not change; built with races.cpp, every access is looked at besides;
 // - a barrier that not all threads reach, or threads that wait at different ones: an error;
-// - dynamic shared memory that nothing wrote: it is filled with NaNs (0xff) before each block. It is a block of the heap
+// - dynamic shared memory that nothing wrote: it is filled with NaNs (0xff) before each block. It is a block of the
+// heap
 //   of exactly the size asked for, so that the address sanitizer sees what lies beyond it.
 #pragma once
 
@@ -65,6 +66,16 @@ struct Fiber {
   State state = State::done;
 };
 
+// Of a thread, those that it has not waited for yet.
+struct Copies {
+  struct {
+    void (*make)(void*, const void*);
+    void* to;
+    const void* from;
+  } each[256];
+  size_t count = 0;
+};
+
 // A barrier in the kernels, which tests weaken or leave out to see whether that is found.
 struct Site {
   const char* file;
@@ -77,18 +88,19 @@ struct Site {
 struct Block {
   Fiber fibers[kMostThreads];
   int threads = 0, running = -1;  // -1: none
+  Copies copies[kMostThreads];
   void (*body)(void*) = nullptr;
   void* arguments = nullptr;
   ucontext_t scheduler;
   dim3 thread, index, size, grid;
-  uint32_t number = 0, first = 0;                // of all blocks, and of the launch's first
-  uint32_t passed = 0, passed_by[kMostWarps];    // barriers, of the block and of warps
-  unsigned char* shared = nullptr;  // dynamic shared memory
+  uint32_t number = 0, first = 0;              // of all blocks, and of the launch's first
+  uint32_t passed = 0, passed_by[kMostWarps];  // barriers, of the block and of warps
+  unsigned char* shared = nullptr;             // dynamic shared memory
   size_t shared_size = 0;
-  Site sites[256];                               // seen so far
-  int seen = 0;                                  //
-  std::pair<std::string, Effect> changed;        // of them, by name
-  char problem[256];                             // the first of the launch
+  Site sites[256];                                         // seen so far
+  int seen = 0;                                            //
+  std::pair<std::string, Effect> changed;                  // of them, by name
+  char problem[256];                                       // the first of the launch
   alignas(16) unsigned char slots[kMostWarps][kWarp][16];  // what lanes hand to each other
   uint32_t fragments[2][kMostWarps][kWarp][32];  // two sets in turn: a lane that is one product ahead does not write
   unsigned char turns[kMostWarps][kWarp];        // over what others still read
@@ -200,7 +212,8 @@ inline void run_block() {
   }
   ++block.number;
   std::memset(block.shared, 0xff, block.shared_size);
-  const int together = all_together() ? block.threads : kWarp;  // else a warp goes as far as the block's barriers let it
+  const int together =
+      all_together() ? block.threads : kWarp;  // else a warp goes as far as the block's barriers let it
   for (;;) {
     bool moved = false, done = true;
     if (order > 2) draw_order();
@@ -307,7 +320,8 @@ int launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
   block.size = dim3(threads), block.grid = grid;
   block.first = block.number + 1, block.problem[0] = 0;
   const auto freed = [](unsigned char* memory) { ::operator delete[](memory, std::align_val_t{16}); };
-  const std::unique_ptr<unsigned char[], decltype(freed)> memory(new (std::align_val_t{16}) unsigned char[shared], freed);
+  const std::unique_ptr<unsigned char[], decltype(freed)> memory(new (std::align_val_t{16}) unsigned char[shared],
+                                                                 freed);
   emulation::block.shared = memory.get(), block.shared_size = shared;
   emulation::generator.seed(emulation::order);
   for (unsigned z = 0; z < grid.z; ++z)
@@ -330,10 +344,17 @@ inline uint32_t narrowed(float first, float second) { return nearest_bfloat16(fi
 
 inline float coarse_exp(float x) { return std::exp(x); }
 
+// A copy is made when its thread waits for it, no sooner.
 template <int Bytes>
 void copy_async(void* shared, const void* global) {
-  std::memcpy(shared, global, Bytes);
+  auto& copies = emulation::block.copies[emulation::block.running];
+  if (copies.count == std::size(copies.each)) std::abort();
+  copies.each[copies.count++] = {[](void* to, const void* from) { std::memcpy(to, from, Bytes); }, shared, global};
 }
-inline void wait_for_copies() {}
+inline void wait_for_copies() {
+  auto& copies = emulation::block.copies[emulation::block.running];
+  for (size_t i = 0; i < copies.count; ++i) copies.each[i].make(copies.each[i].to, copies.each[i].from);
+  copies.count = 0;
+}
 
 }  // namespace pyflatness::cuda

@@ -7,8 +7,8 @@
 //   the warp too. Shuffles and products on tensor cores order nothing;
 // - shared memory, static or dynamic, that is read in a block where nothing has written it.
 //
-// The sanitizer's own library knows of no such barriers (they would be two locks each), forgets the fifth access to eight
-// bytes, and speaks at the process's end; here the launch that is wrong throws.
+// The sanitizer's own library knows of no such barriers (they would be two locks each), forgets the fifth access to
+// eight bytes, and speaks at the process's end; here the launch that is wrong throws.
 #include <cstdio>
 #include <unordered_map>
 
@@ -60,19 +60,20 @@ void say(const char* what, int other, uintptr_t address, bool shared, const void
                           : &__bss_start;
   char with[32] = "";
   if (other >= 0) std::snprintf(with, sizeof with, " thread %d", other);
-  std::snprintf(block.problem, sizeof block.problem,
-                "emulated CUDA: thread %d of block (%u, %u, %u) %s%s: %s memory at %#zx, instruction %#zx of the module",
-                block.running, block.index.x, block.index.y, block.index.z, what, with, shared ? "shared" : "global",
-                static_cast<size_t>(shared ? address - reinterpret_cast<uintptr_t>(start) : address),
-                reinterpret_cast<const char*>(from) - &__ehdr_start);
+  std::snprintf(
+      block.problem, sizeof block.problem,
+      "emulated CUDA: thread %d of block (%u, %u, %u) %s%s: %s memory at %#zx, instruction %#zx of the module",
+      block.running, block.index.x, block.index.y, block.index.z, what, with, shared ? "shared" : "global",
+      static_cast<size_t>(shared ? address - reinterpret_cast<uintptr_t>(start) : address),
+      reinterpret_cast<const char*>(from) - &__ehdr_start);
 }
 
 void look(uintptr_t address, size_t size, bool write, const void* from) {
   if (block.body == nullptr || block.running < 0 || within(address, &block, &block + 1)) return;
   const char* stacks = emulation::stacks.get();
   if (within(address, stacks, stacks + emulation::kMostThreads * emulation::kStack)) return;
-  const bool shared = within(address, block.shared, block.shared + block.shared_size) ||
-                      within(address, &__bss_start, &_end);
+  const bool shared =
+      within(address, block.shared, block.shared + block.shared_size) || within(address, &__bss_start, &_end);
   const int self = block.running;
   const uint32_t passed_by = block.passed_by[self / kWarp];
   for (; size > 0; --size, ++address) {
@@ -116,10 +117,10 @@ extern "C" {
 
 #define EMULATION_LOOK(name, size, write) \
   void name(void* address) { look(reinterpret_cast<uintptr_t>(address), size, write, __builtin_return_address(0)); }
-#define EMULATION_LOOKS(size)                                \
-  EMULATION_LOOK(__tsan_read##size, size, false)             \
-  EMULATION_LOOK(__tsan_write##size, size, true)             \
-  EMULATION_LOOK(__tsan_unaligned_read##size, size, false)   \
+#define EMULATION_LOOKS(size)                              \
+  EMULATION_LOOK(__tsan_read##size, size, false)           \
+  EMULATION_LOOK(__tsan_write##size, size, true)           \
+  EMULATION_LOOK(__tsan_unaligned_read##size, size, false) \
   EMULATION_LOOK(__tsan_unaligned_write##size, size, true)
 EMULATION_LOOKS(1)
 EMULATION_LOOKS(2)

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests"))  # as a script
-from support import emulated
+sys.path.insert(0, str(ROOT / "tests"))
+from support import emulated  # noqa: E402 — as a script
 
 _BARRIER = re.compile(r"^[^/]*\b__sync(threads|warp)\(")
 _OPTIONS = ["-q", "-x", "-p", "no:cacheprovider", "-k", "emulated and not threads"]
@@ -46,7 +46,7 @@ class Watch:
         try:
             return (yield)
         except Exception as error:
-            self.errors[item.nodeid] = (str(error).splitlines() or [type(error).__name__])[0]
+            self.errors[item.nodeid] = (str(error).splitlines() or [type(error).__name__])[0].partition(": shared")[0]
             raise
         finally:
             self.seconds[item.nodeid] = time.perf_counter() - begin
@@ -94,7 +94,7 @@ def main() -> int:
         found = run(module, tests).errors if tests else {}
         module.leave_out("")
         for name, error in found.items():
-            table.add_row(place, change, str(len(tests)), name.rpartition("::")[2], error)
+            table.add_row(place, change, str(len(tests)), name.rpartition("::")[2].partition("[")[0], error)
         if not found:
             survivors.append(place)
             table.add_row(place, change, str(len(tests)), "[bold]nothing", "no test comes by" if not tests else "")
