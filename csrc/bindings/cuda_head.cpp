@@ -127,17 +127,19 @@ void bind_rejoin(Array summed, Array weight, Array centre, Array top, Array fact
 
 template <typename T, typename W>
 void bind_spread(Array features, Array maximum, Array mean, Array weight, Array centre, Array bias, Array chosen,
-                 int64_t n, int64_t d, int64_t m, Array out, uintptr_t stream) {
+                 int64_t n, int64_t d, int64_t m, Array rows, Array partial, Array out, uintptr_t stream) {
   const T* x = pointer<const T>("features", features, product(grid_rows(n), m));
   const T* largest = pointer<const T>("maximum", maximum, n);
   const T* means = pointer<const T>("mean", mean, product(n, m));
   const W* w = pointer<const W>("weight", weight, product(d, m));
-  const T* c = pointer<const T>("centre", centre, m);
+  const T* c = centre.second > 0 ? pointer<const T>("centre", centre, m) : nullptr;
   const T* b = pointer<const T>("bias", bias, d);
-  const bool* rows = pointer<const bool>("chosen", chosen, n);
+  const bool* taken = pointer<const bool>("chosen", chosen, n);
+  int64_t* list = pointer<int64_t>("rows", rows, n + 1);
+  double* parts = pointer<double>("partial", partial, product(n, spread_splits(d)));
   double* o = pointer<double>("out", out, n);
   py::gil_scoped_release release;
-  check("spread", spread(x, largest, means, w, c, b, rows, n, d, m, o, stream_of(stream)));
+  check("spread", spread(x, largest, means, w, c, b, taken, n, d, m, list, parts, o, stream_of(stream)));
 }
 
 template <typename T>
@@ -161,6 +163,7 @@ void define_wide(py::module_& module, const std::string& suffix) {
 
 void define_head(py::module_& module) {
   module.attr("MAX_FUSED_OUTPUTS") = kMaxFusedOutputs;
+  module.def("spread_splits", &spread_splits);
   define<float>(module, "_f32");
   define<double>(module, "_f64");
   define_wide<float, float>(module, "_f32");

@@ -116,12 +116,17 @@ int spread(const T* features,   // [n, m]
            const T* maximum,    // [n]
            const T* mean,       // [n, m]
            const W* weight,     // [d, m]
-           const T* centre,     // [m]
+           const T* centre,     // [m] or null: 0
            const T* bias,       // [d]
            const bool* chosen,  // [n]
            int64_t n, int64_t d, int64_t m,
-           double* out,  // [n]
+           int64_t* rows,    // [n + 1], takes the chosen rows, and how many they are at its end
+           double* partial,  // [n, spread_splits(d)], takes the sums over parts of the classes
+           double* out,      // [n]
            void* stream);
+
+// The parts that `spread` cuts d classes into.
+int64_t spread_splits(int64_t d);
 
 int small_eigenvalues(const double* matrices,  // [n, size, size]
                       int64_t n, int64_t size,

@@ -47,32 +47,6 @@ __global__ void rejoin_kernel(T* summed, const W* weight, const T* centre, const
       });
 }
 
-// Warps take classes in turn. Rows that want this are few, and were lost to rounding: double throughout.
-template <typename T, typename W>
-__global__ void spread_kernel(const T* features, const T* maximum, const T* mean, const W* weight, const T* centre,
-                              const T* bias, const bool* chosen, int64_t d, int64_t m, double* out) {
-  const int64_t row = blockIdx.x;
-  if (!chosen[row]) {
-    if (threadIdx.x == 0) out[row] = 0;
-    return;
-  }
-  features += row * m, mean += row * m;
-  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-  double total = 0;
-  for (int64_t s = threadIdx.x / kWarp; s < d; s += warps) {
-    double logit = 0, distance = 0;
-    for (int64_t j = lane; j < m; j += kWarp) {
-      const double w = static_cast<double>(widen(weight[s * m + j])) - centre[j], away = w - mean[j];
-      logit += features[j] * w;
-      distance += away * away;
-    }
-    logit = warp_sum(logit), distance = warp_sum(distance);
-    total += exp(logit + bias[s] - maximum[row]) * distance;
-  }
-  total = block_sum(lane == 0 ? total : 0.0);
-  if (threadIdx.x == 0) out[row] = total;
-}
-
 unsigned rows_of(int64_t n) { return static_cast<unsigned>(n); }
 
 }  // namespace
@@ -93,18 +67,9 @@ int rejoin(T* summed, const W* weight, const T* centre, const int64_t* top, cons
                 factor, d, m);
 }
 
-template <typename T, typename W>
-int spread(const T* features, const T* maximum, const T* mean, const W* weight, const T* centre, const T* bias,
-           const bool* chosen, int64_t n, int64_t d, int64_t m, double* out, void* stream) {
-  return launch(spread_kernel<T, W>, dim3(rows_of(n)), threads_for(d * kWarp, 2), 0, stream, features, maximum, mean,
-                weight, centre, bias, chosen, d, m, out);
-}
-
-#define PYFLATNESS_WIDE(T, W)                                                                                    \
-  template int norms_about(const W*, const T*, int64_t, int64_t, T*, void*);                                     \
-  template int rejoin(T*, const W*, const T*, const int64_t*, const double*, int64_t, int64_t, int64_t, void*);  \
-  template int spread(const T*, const T*, const T*, const W*, const T*, const T*, const bool*, int64_t, int64_t, \
-                      int64_t, double*, void*);
+#define PYFLATNESS_WIDE(T, W)                                                \
+  template int norms_about(const W*, const T*, int64_t, int64_t, T*, void*); \
+  template int rejoin(T*, const W*, const T*, const int64_t*, const double*, int64_t, int64_t, int64_t, void*);
 PYFLATNESS_WIDE(float, float)
 PYFLATNESS_WIDE(double, double)
 PYFLATNESS_WIDE(float, BFloat16)

@@ -6,7 +6,7 @@ from torch import Tensor
 from ..errors import BackendError
 from . import head_arguments
 from .arrays import array, dense, span, strided
-from .cuda_device import HALF, SUFFIX, launch
+from .cuda_device import HALF, SUFFIX, launch, module
 from .precision import promoted_dtype
 from .reference import ClassSums
 
@@ -98,16 +98,18 @@ def rejoin(summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, f
 
 
 def spread(
-    features: Tensor, maximum: Tensor, mean: Tensor, weight: Tensor, centre: Tensor, bias: Tensor, chosen: Tensor
+    features: Tensor, maximum: Tensor, mean: Tensor, weight: Tensor, centre: Tensor | None, bias: Tensor, chosen: Tensor
 ) -> Tensor:
-    """See :func:`.reference.spread`."""
+    """See :func:`.reference.spread`; ``maximum`` and ``chosen`` contiguous."""
     features, mean, weight, bias = (dense(t) for t in (features, mean, weight, bias))
     (n, m), d = features.shape, len(weight)
-    out = features.new_empty(n, dtype=torch.float64)
+    given_centre = features.new_empty(0) if centre is None else dense(centre)
+    out, rows = features.new_empty(n, dtype=torch.float64), features.new_empty(n + 1, dtype=torch.int64)
+    partial = out.new_empty(n, module().spread_splits(d))
     launch(
-        "spread", [features, maximum, mean, centre, bias],
-        array(features), array(maximum), array(mean), array(weight), array(centre), array(bias), array(chosen),
-        n, d, m, array(out), suffix=_weight_suffix("spread", weight, features),
+        "spread", [features, maximum, mean, given_centre, bias],
+        array(features), array(maximum), array(mean), array(weight), array(given_centre), array(bias), array(chosen),
+        n, d, m, array(rows), array(partial), array(out), suffix=_weight_suffix("spread", weight, features),
     )  # fmt: skip
     return out
 

@@ -218,16 +218,16 @@ def rejoin(summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, f
 
 
 def spread(
-    features: Tensor, maximum: Tensor, mean: Tensor, weight: Tensor, centre: Tensor, bias: Tensor, chosen: Tensor
+    features: Tensor, maximum: Tensor, mean: Tensor, weight: Tensor, centre: Tensor | None, bias: Tensor, chosen: Tensor
 ) -> Tensor:
     """Return ``Σ_s exp(⟨φ_i, w_s - centre⟩ + b_s - maximum_i) |w_s - centre - mean_i|²``, (n,), 0 in rows not chosen.
 
-    An error in ``mean`` (n, m) enters squared. ``weight`` (d, m) may be in half precision.
+    An error in ``mean`` (n, m) enters squared. ``weight`` (d, m) may be in half precision; ``centre`` None: 0.
     """
     total = torch.zeros(len(features), dtype=torch.float64, device=features.device)
     index = chosen.nonzero().squeeze(1)
     if len(index):
-        rows = promoted(weight) - centre
+        rows = promoted(weight) if centre is None else promoted(weight) - centre
         scores = torch.addmm(bias, features[index], rows.t()).sub_(maximum[index].unsqueeze(1)).exp_()
         distances = torch.cdist(mean[index], rows, compute_mode="donot_use_mm_for_euclid_dist").square()
         total[index] = row_dots(scores, distances)

@@ -327,14 +327,18 @@ class WideHead:
         return Bounded(values, (squares * (2 * reach * left_out + left_out.square())).masked_fill_(lost, torch.nan))
 
     def _by_differences(self, features: Tensor, maximum: Tensor, mean: Tensor, chosen: Tensor) -> Tensor:
-        """Return Σ_s e_s |w_s - μ|² of the chosen rows; an error in μ enters squared, so that the product's will do."""
-        single = promoted(features)
-        if self._takes_half(features):  # there logits are of the weight as it is
-            maximum = maximum - single @ self._centre
+        """Return Σ_s e_s |w_s - μ|² of the chosen rows; an error in μ enters squared, so that the product's will do.
+
+        ``mean`` is used up.
+        """
+        single, centre = promoted(features), None if self._takes_half(features) else self._centre
+        if centre is None:  # there logits are of the weight as it is
+            mean.add_(self._centre)
+        d, m = self._weight.shape
+        width = d if self._backend is cuda else max(1, self._memory // (4 * m * single.itemsize))  # of a copy
         squares = torch.zeros_like(maximum, dtype=torch.float64)
-        for tile in self._tiles(max(1, self._memory // (4 * self._weight.shape[1] * single.itemsize))):
-            weight, bias = self._weight[tile], self._bias[tile]
-            squares += self._backend.spread(single, maximum, mean, weight, self._centre, bias, chosen)
+        for tile in self._tiles(width):
+            squares += self._backend.spread(single, maximum, mean, self._weight[tile], centre, self._bias[tile], chosen)
         return squares
 
     def _squares(self, features: Tensor) -> Tensor:

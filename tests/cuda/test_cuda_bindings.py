@@ -15,6 +15,7 @@ def arguments(name, device, dtype=torch.float32):
     )
     out, moment, n = (torch.ones(4, dtype=torch.float64, device=device) for _ in range(3))
     place, chosen = torch.zeros(4, dtype=torch.int64, device=device), torch.ones(4, dtype=torch.bool, device=device)
+    list_, parts = torch.zeros(5, dtype=torch.int64, device=device), out.new_ones(4, cuda.module().spread_splits(3))
     low = torch.zeros(4, dtype=dtype, device=device)
     sums = low, place, out, moment
     columns = [torch.zeros(7, dtype=rows.dtype, device=device) for rows in sums]  # every other element
@@ -27,7 +28,7 @@ def arguments(name, device, dtype=torch.float32):
         "sigmoid_curvature": [z, z, b, 4, 3, out],
         "norms_about": [w, c, 3, 5, b],
         "rejoin": [x, w, c, place, n, 4, 3, 5],
-        "spread": [x, low, x, w, c, b, chosen, 4, 3, 5, out],
+        "spread": [x, low, x, w, c, b, chosen, 4, 3, 5, list_, parts, out],
     }[name]
 
 
@@ -35,7 +36,7 @@ KERNELS = [
     "pair_distances", "softmax_variance", "exponentiate", "exponentiate_tile", "row_dots", "sigmoid_curvature",
     "norms_about", "rejoin", "spread",
 ]  # fmt: skip
-OPTIONAL = {("exponentiate", 1), ("exponentiate_tile", 2), ("rejoin", 2)}  # null where it has no elements
+OPTIONAL = {("exponentiate", 1), ("exponentiate_tile", 2), ("rejoin", 2), ("spread", 4)}  # null if it has none
 
 
 def call(name, values, dtype=torch.float32):

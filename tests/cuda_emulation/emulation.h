@@ -285,6 +285,8 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == ~0u; }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+
 inline double rsqrt(double x) { return 1 / std::sqrt(x); }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 using std::exp;
