@@ -5,7 +5,10 @@
 namespace pyflatness::cuda {
 namespace {
 
-constexpr size_t kMostKept = 96 << 10;  // bytes of a row's logits in shared memory: two blocks stay on a processor
+// Bytes of a row's logits in shared memory: two large blocks stay on a processor, or four small ones, which compute
+// while another reads.
+constexpr size_t kMostKept = 96 << 10, kSmall = kMostKept / 2;
+constexpr int kFewThreads = 256;
 
 template <typename T, typename Out>
 struct Exponents {
@@ -139,7 +142,7 @@ int launch_exponentiate(const Exponents<T, Out>& call, void* stream) {
   const auto kernel =
       wide ? (kept ? exponentiate_kernel<T, Out, kWide, true, Runs> : exponentiate_kernel<T, Out, kWide, false, Runs>)
            : (kept ? exponentiate_kernel<T, Out, 1, true, Runs> : exponentiate_kernel<T, Out, 1, false, Runs>);
-  const int threads = threads_for(call.d, wide ? kWide : 1);
+  const int threads = min(threads_for(call.d, wide ? kWide : 1), bytes <= kSmall ? kFewThreads : kMostThreads);
   return launch(kernel, dim3(static_cast<unsigned>(call.n)), threads, kept ? bytes : 0, stream, call);
 }
 
