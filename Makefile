@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test soak test-oldest test-gpu lint kernels-check kernels-check-aarch64 kernels-prove bench bench-cpu bench-gpu clean
+.PHONY: setup demo test soak test-oldest test-gpu lint kernels-check kernels-check-aarch64 kernels-prove
+.PHONY: bench bench-cpu bench-gpu clean
 
 setup: $(READY)
 
