@@ -342,10 +342,11 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """Return the product of two matrices in ``out``; of half precision in float32."""
     if a.dtype != torch.bfloat16:
         return torch.mm(a, b, out=out)
-    if not a.is_cuda:
-        return torch.mm(a.float(), b.float(), out=out)
     for part in _aligned(b.shape[1]):
-        torch.mm(a, b[:, part], torch.float32, out=out[:, part])
+        if a.is_cuda:
+            torch.mm(a, b[:, part], torch.float32, out=out[:, part])
+        else:
+            torch.mm(a.float(), b[:, part].float(), out=out[:, part])
     return out
 
 
@@ -353,11 +354,12 @@ def _multiply_add(a: Tensor, b: Tensor, total: Tensor) -> None:
     """Add the product of two matrices to ``total``; of half precision in float32."""
     if a.dtype != torch.bfloat16:
         total.addmm_(a, b)
-    elif not a.is_cuda:
-        total.addmm_(a.float(), b.float())
-    else:
-        for part in _aligned(len(b)):
+        return
+    for part in _aligned(len(b)):
+        if a.is_cuda:
             torch.addmm(total, a[:, part], b[part], torch.float32, out=total)
+        else:
+            total.addmm_(a[:, part].float(), b[part].float())
 
 
 def _aligned(classes: int) -> list[slice]:
