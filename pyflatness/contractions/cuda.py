@@ -6,7 +6,8 @@ from . import head_arguments
 from .cuda_device import HALF, emulated, launch, missing, module, unavailable
 from .cuda_head import (
     exponentiate,
-    exponentiate_rounded,
+    exponentiate_tile,
+    mean_row,
     norms_about,
     pair_distances,
     rejoin,
@@ -22,9 +23,10 @@ __all__ = [
     "direct",
     "emulated",
     "exponentiate",
-    "exponentiate_rounded",
+    "exponentiate_tile",
     "factored_gram",
     "gram",
+    "mean_row",
     "missing",
     "module",
     "norms_about",
@@ -39,8 +41,8 @@ __all__ = [
     "unavailable",
 ]
 
-AUTOMATIC = False
-"""Whether ``backend="auto"`` takes these kernels: not before their tests have run on a GPU."""
+AUTOMATIC: frozenset[str] = frozenset()
+"""Works, of :data:`.backends.Work`, for which ``backend="auto"`` takes these kernels: where they were found faster."""
 
 
 def small_eigenvalues(matrices: Tensor) -> Tensor:
