@@ -38,6 +38,39 @@ Strided<T> checked_inputs(const Layer& layer, Array inputs, const std::array<int
                          strides);
 }
 
+template <typename T>
+void bind_patches(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>& strides, Array out,
+                  uintptr_t stream) {
+  const Layer layer = checked(sizes);
+  for (int64_t taps : layer.kernel) limit_count("kernel elements", {taps});
+  for (int64_t by : layer.dilation) limit_count("dilation", {by});
+  const int64_t positions = product({layer.places[0], layer.places[1], layer.places[2]});
+  const int64_t planes = product({layer.n, layer.groups, layer.channels});
+  limit_count("positions", {positions}), limit_count("blocks", {product(planes, positions) / 256});
+  const auto x = checked_inputs<T>(layer, inputs, strides);
+  T* o = pointer<T>("out", out,
+                    product({planes, layer.kernel[0], layer.kernel[1], layer.kernel[2], positions}));
+  py::gil_scoped_release release;
+  check("patches", patches<T>(layer, x, o, stream_of(stream)));
+}
+
+template <typename T>
+void bind_weighted(Array matrices, Array weight, int64_t count, int64_t groups, int64_t d, int64_t m, Array totals,
+                   Array by_column, Array by_row, uintptr_t stream) {
+  if (groups < 1 || d < 1 || m < 1)
+    throw std::invalid_argument("weighted: matrices of " + std::to_string(d) + " x " + std::to_string(m) + " of " +
+                                std::to_string(groups) + " groups");
+  const int64_t splits = (m - 1) / kWeightedColumns + 1;
+  limit_count("blocks", {count, splits});
+  const T* a = pointer<const T>("matrices", matrices, product({count, d, m}));
+  const T* w = pointer<const T>("weight", weight, product({groups, d, m}));
+  double* t = pointer<double>("totals", totals, product({count, splits, 2}));
+  double* c = pointer<double>("by_column", by_column, product(count, m));
+  double* r = pointer<double>("by_row", by_row, product({count, splits, d}));
+  py::gil_scoped_release release;
+  check("weighted", weighted<T>(a, w, count, groups, d, m, t, c, r, stream_of(stream)));
+}
+
 template <class Kind>
 void bind_direct(const LayerSizes& sizes, Array inputs, const std::array<int64_t, 5>& input_strides, Array signal,
                  const std::array<int64_t, 5>& signal_strides, Array root, int64_t roots, Array weight, int64_t splits,
@@ -139,6 +172,12 @@ void define_layers(py::module_& module) {
     check("shared_limit", shared_limit(&bytes));
     return bytes;
   });
+  module.attr("WEIGHTED_COLUMNS") = kWeightedColumns;
+  module.def("patches_2", &bind_patches<uint16_t>);
+  module.def("patches_4", &bind_patches<float>);
+  module.def("patches_8", &bind_patches<double>);
+  module.def("weighted_f32", &bind_weighted<float>);
+  module.def("weighted_f64", &bind_weighted<double>);
   define<F32, false>(module, "_f32");
   define<F64, false>(module, "_f64");
   define<Tf32, true>(module, "_tf32");

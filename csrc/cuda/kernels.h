@@ -111,6 +111,27 @@ int small_eigenvalues(const double* matrices,  // [n, size, size]
                       double* out,  // [n, size]
                       void* stream);
 
+// The patches of a layer, column by column: out[n, group, column, position] for T of 2, 4 or 8 bytes.
+template <typename T>
+int patches(const Layer& layer,        // its rows do not matter
+            const Strided<T>& inputs,  // [n, groups * channels, size], a sample's within 2^31
+            T* out,                    // [n, groups, columns, positions]
+            void* stream);
+
+// Columns of a block of `weighted`.
+constexpr int64_t kWeightedColumns = 256;
+
+// |M|^2 and |weight o M|^2, and the sums of weight o M, for matrices M that belong to the groups in turn. `splits`
+// blocks share a matrix, kWeightedColumns columns each.
+template <typename T>
+int weighted(const T* matrices,  // [count, d, m]
+             const T* weight,    // [groups, d, m]
+             int64_t count, int64_t groups, int64_t d, int64_t m,
+             double* totals,     // [count, splits, 2]
+             double* by_column,  // [count, m]: over rows
+             double* by_row,     // [count, splits, d]: over the columns of a split
+             void* stream);
+
 // What the numbers of a layer are and how they are multiplied: Element in memory, Sum for products and their sums.
 // Plain float32 and float64 are multiplied on CUDA cores, the others on tensor cores, which round float32 to TF32.
 struct F32 {

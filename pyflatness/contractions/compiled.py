@@ -19,7 +19,7 @@ from . import head_arguments
 from .arrays import array, dense, dense_rows, layer_sizes, plain, span, strided
 from .geometry import Geometry
 from .precision import promoted_dtype
-from .reference import Products, RowSum, exponentiate_rounded, norms_about, products, rejoin, spread
+from .reference import Products, RowSum, exponentiate_rounded, norms_about, patches, products, rejoin, spread
 
 __all__ = [
     "Products",
@@ -37,6 +37,7 @@ __all__ = [
     "norms_about",
     "pair_distances",
     "patch_gram",
+    "patches",
     "products",
     "rejoin",
     "row_dots",

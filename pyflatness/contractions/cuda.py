@@ -15,7 +15,7 @@ from .cuda_head import (
     softmax_variance,
     spread,
 )
-from .cuda_layers import direct, factored_gram, gram, patch_gram
+from .cuda_layers import direct, factored_gram, gram, patch_gram, patches, products
 
 __all__ = [
     "HALF",
@@ -30,6 +30,8 @@ __all__ = [
     "norms_about",
     "pair_distances",
     "patch_gram",
+    "patches",
+    "products",
     "rejoin",
     "row_dots",
     "sigmoid_curvature",
