@@ -28,7 +28,7 @@ from .stacked import Stacked, Written
 
 ROUTES = ("direct", "gram")
 
-_MANY_ROWS = 256
+_MANY_ROWS = 1024
 """From here on the rounding of R to bfloat16 averages out of |R M|², if all its entries are of one size."""
 
 _FEWEST, _FEWEST_STACKED = 4, 2
