@@ -86,7 +86,7 @@ class RowSweep:
     def __init__(self, task: Task) -> None:
         check_filters(task)
         self._task, self._options = task, task.options
-        self._budget = budget = Budget(task.options.memory, halved=True)
+        self._budget = budget = Budget.of(task.model, task.options.memory, halved=True)
         approve = partial(linearity.refuse_custom_functions, task.options)
         self._runner = Runner(
             *(task.model, task.selection, task.batches, task.forward, budget, approve),

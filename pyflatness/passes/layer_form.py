@@ -51,7 +51,7 @@ class LayerForm:
         weight = layers.matrix(module)[0]
         self.backend = contractions.choose(options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
         self._dense = options.conv == "affine" and kind.space > 0
-        self._memory = Budget(options.memory).buffers
+        self._memory = Budget(options.memory, device=weight.device).buffers
         self._sizes: set[tuple[int, ...]] = set()
         self._contraction: LayerContraction | None = None
 
@@ -66,7 +66,12 @@ class LayerForm:
             return DenseContraction(dense, self.backend, self.quantities)
         if self._contraction is None:
             self._contraction = LayerContraction(
-                self.weight(run), self._kind.geometry, self.backend, self.quantities, memory=self._memory
+                self.weight(run),
+                self._kind.geometry,
+                self.backend,
+                self.quantities,
+                memory=self._memory,
+                convolution=self._kind.space > 0,
             )
         return self._contraction
 
