@@ -20,7 +20,7 @@ class Budget:
 
     - ``buffers``: an eighth, at most 24 MiB but on a GPU, for the working buffers of a layer's contraction, one layer
       at a time.
-    - ``held_back``: an eighth, at most 48 MiB, on a GPU a quarter, for cotangents of all layers that are contracted
+    - ``held_back``: an eighth, at most 48 MiB, on a GPU a half, for cotangents of all layers that are contracted
       several at a time; nothing if ``halved``.
     - ``work``: a half if ``halved``, else nothing, for what a measure holds besides: parameters of each sample's own
       with their graph, or rows kept of all data.
@@ -59,7 +59,7 @@ class Budget:
         """Return the bytes for cotangents that are held back."""
         if self.halved:
             return 0
-        return self._total // 4 if self._on_gpu else min(_HELD_BACK, self._total // 8)
+        return self._total // 2 if self._on_gpu else min(_HELD_BACK, self._total // 8)
 
     @property
     def work(self) -> int:
