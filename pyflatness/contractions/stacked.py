@@ -17,6 +17,9 @@ from .precision import promoted, wide_product
 from .reference import Products
 from .routes import Calls, Prepared, joined
 
+_MANY = 1024
+"""Matrices whose inner products fill a GPU."""
+
 
 class _Squares(Protocol):
     """Know the inputs φ of a micro-batch."""
@@ -39,33 +42,39 @@ class Stacked:
     def __init__(self, layer: Prepared, phi: Tensor, size: int, *, by_gram: bool, squares: bool) -> None:
         half = layer.half_factor is not None and phi.dtype == layer.half_factor.dtype
         phi = phi if half else promoted(phi)
-        self._layer, self._samples, self._size, self._dtype = layer, len(phi), size, phi.dtype
+        groups, d, _ = layer.shape
+        self._samples, self._size, self._dtype = len(phi), size, phi.dtype
+        self._shape = len(phi) * groups, d, layer.places(phi)
         self._squares: _Squares = _ByGram(layer, phi) if by_gram else _ByPatches(layer, phi)
         self._factors: dict[str, Tensor | None] = {"squares": None} if squares else {}
         factor = layer.half_factor if half else layer.factor
         if factor is not None:
             each = factor.to(phi.dtype).expand(self._samples, *factor.shape)
             self._factors["gram_weighted"] = each.flatten(0, 1)  # of one group no copy
-        self._rows: dict[str, Tensor] = {}
+        self._rows: dict[str, Tensor] = {}  # of the cotangents that were taken in, (n G, size, r, P)
+        self._each: dict[str, tuple[Tensor, ...]] = {}  # of one after the other
 
     def put(self, number: int, cotangent: Tensor) -> None:
         """Take a cotangent in as the one of this number."""
-        delta = self._layer.geometry.rows(cotangent).mT.flatten(0, 1).to(self._dtype)  # n G, d, P
+        delta = cotangent.reshape(self._shape).to(self._dtype)
         for name, factor in self._factors.items():
             if name not in self._rows:
                 count = delta.shape[1] if factor is None else factor.shape[1]
-                self._rows[name] = delta.new_empty(len(delta), self._size, count, delta.shape[2])
-            rows = self._rows[name][:, number]
+                rows = delta.new_empty(len(delta), self._size, count, delta.shape[2])
+                self._rows[name], self._each[name] = rows, rows.unbind(1)
             if factor is None:
-                rows.copy_(delta)
+                self._each[name][number].copy_(delta)
+            elif delta.shape[1] == 1:
+                torch.mul(factor, delta, out=self._each[name][number])  # depthwise, of many small products
             else:
-                torch.bmm(factor, delta, out=rows)
+                torch.bmm(factor, delta, out=self._each[name][number])
 
     def taken(self, count: int) -> Products:
         """Return the products of the first cotangents that were taken in, one behind the other."""
+        rows, self._rows, self._each = self._rows, {}, {}
         found = {}
         for name in self._factors:
-            values = self._squares.of(self._rows.pop(name)[:, :count])
+            values = self._squares.of(rows.pop(name)[:, :count])
             found[name] = values.unflatten(0, (self._samples, -1)).sum(dim=1).t().flatten()
         return Products(found.get("squares"), found.get("gram_weighted"), None, None, None)
 
@@ -89,8 +98,8 @@ class _ByPatches:
         chunk = layer.chunk(groups * m * (count * r + places), rows.dtype)
         found = []
         for phi, some in zip(self._phi.split(chunk), rows.split(chunk * groups), strict=True):
-            made = wide_product(some.flatten(1, 2), layer.patches(phi).flatten(0, 1)).view(-1, r * m)
-            found.append(layer.backend.row_dots(made, made))
+            made = wide_product(some.flatten(1, 2), layer.patches(phi).flatten(0, 1)).view(-1, r, m)
+            found.append(_dots(layer, made, made))
         return torch.cat(found).view(-1, count)
 
 
@@ -116,15 +125,22 @@ class _ByGram:
 
     def _products(self, rows: Tensor, gram: Tensor) -> Tensor:
         """Return ⟨a G, a⟩."""
-        made = torch.bmm(rows.flatten(1, 2), gram).view(-1, rows[0, 0].numel())
-        found: Tensor = self._layer.backend.row_dots(made, rows.reshape(made.shape))
-        return found.view(rows.shape[:2])
+        made = torch.bmm(rows.flatten(1, 2), gram).view(-1, *rows.shape[2:])
+        return _dots(self._layer, made, rows.flatten(0, 1)).view(rows.shape[:2])
 
     def _pairs(self, rows: Tensor, gram: Tensor) -> Tensor:
         """Return ⟨aᵀ a, G⟩ of rows in half precision, which G would lose its digits in."""
-        flat = gram.flatten(1)
-        pairs = (wide_product(some.mT, some).flatten(1) for some in rows.unbind(1))
-        return torch.stack([self._layer.backend.row_dots(one, flat) for one in pairs], dim=1)
+        each = [_dots(self._layer, wide_product(some.mT, some), gram) for some in rows.unbind(1)]
+        return torch.stack(each, dim=1)
+
+
+def _dots(layer: Prepared, a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner products of matrices (k, rows, columns), (k,) float64; of few a row at a time, in parallel."""
+    if len(a) >= _MANY:
+        found: Tensor = layer.backend.row_dots(a.flatten(1), b.flatten(1))
+        return found
+    found = layer.backend.row_dots(a.flatten(0, 1), b.flatten(0, 1))
+    return found.view(a.shape[:2]).sum(dim=1)
 
 
 class Written:
