@@ -15,15 +15,14 @@ from .cuda_head import (
     softmax_variance,
     spread,
 )
-from .cuda_layers import direct, factored_gram, gram, patch_gram, patches, products
+from .cuda_layers import patches, products
+from .reference import gram, patch_gram
 
 __all__ = [
     "HALF",
-    "direct",
     "emulated",
     "exponentiate",
     "exponentiate_rounded",
-    "factored_gram",
     "gram",
     "missing",
     "module",
