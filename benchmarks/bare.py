@@ -76,7 +76,7 @@ def composed(sweep: Sweep, batches: Iterable[Tensor]) -> dict[str, Tensor]:
     """Return relative flatness of every layer."""
     weights = {name: layer.weight.flatten(1) for name, layer in sweep.layers.items()}
     grams = {name: weight @ weight.t() for name, weight in weights.items()}
-    totals: dict[str, Any] = dict.fromkeys(sweep.layers, 0.0)
+    totals = {name: torch.zeros((), device=weight.device) for name, weight in weights.items()}
     samples = 0
     for inputs, signals in sweep.passes(batches):
         samples += len(next(iter(inputs.values())))

@@ -47,18 +47,35 @@ int exponentiate(T* logits,           // [n, d]
                  int64_t* top,    // [n]
                  void* stream);
 
-// `exponentiate` of logits + bias into bfloat16, rounded once: the sums are those of the rounded values. The place of
-// a row's maximum takes 0.
-int exponentiate_rounded(const float* logits,     // [n, d]
-                         const float* bias,       // [d] or null
-                         const float* row_norms,  // [d]
-                         int64_t n, int64_t d,
-                         float* maximum,  // [n]
-                         BFloat16* out,   // [n, d]
-                         double* rest,    // [n]
-                         double* moment,  // [n]
-                         int64_t* top,    // [n]
-                         void* stream);
+// Sums over each row's classes but the most probable one t, relative to its exp(z_t).
+template <typename T>
+struct ClassSums {
+  T* maximum;      // [n] z_t; -infinity before the first class
+  int64_t* top;    // [n] t; -1: none
+  double* rest;    // [n] sum_s e_s
+  double* moment;  // [n] sum_s e_s |w_s|^2
+};
+
+// Sums over the tiles so far, and what `rejoin` takes.
+template <typename T>
+struct Running {
+  ClassSums<T> sums;
+  const T* norms;    // [classes] |w_s|^2
+  int64_t* joining;  // [n] the class that was t before, where this tile has a larger logit; else -1
+  double* factor;    // [n] from the maximum before to the one now
+};
+
+// Tiles [first, first + width) of the rows' classes: logits + bias -> e = exp(z - maximum) in `out`, rounded once, with
+// the maximum that this tile may raise; its place takes 0. The sums, of e as it is in `out`, join the running ones.
+template <typename T, typename Out>
+int exponentiate_tile(T* logits,  // [n, width], row i at logits + i * stride; lost
+                      int64_t stride,
+                      const T* bias,  // [classes] or null
+                      int64_t first, int64_t n, int64_t width,
+                      Out* out,  // [n, width], row i at out + i * out_stride; may be the logits
+                      int64_t out_stride, const Running<T>& running,
+                      const ClassSums<T>& own,  // the tile's, with the maximum so far; those of a row `apart`; or null
+                      int64_t apart, void* stream);
 
 template <typename T>
 int row_dots(const T* a,  // [n, k], row i at a + i * stride_a
@@ -99,12 +116,17 @@ int spread(const T* features,   // [n, m]
            const T* maximum,    // [n]
            const T* mean,       // [n, m]
            const W* weight,     // [d, m]
-           const T* centre,     // [m]
+           const T* centre,     // [m] or null: 0
            const T* bias,       // [d]
            const bool* chosen,  // [n]
            int64_t n, int64_t d, int64_t m,
-           double* out,  // [n]
+           int64_t* rows,    // [n + 1], takes the chosen rows, and how many they are at its end
+           double* partial,  // [n, spread_splits(d)], takes the sums over parts of the classes
+           double* out,      // [n]
            void* stream);
+
+// The parts that `spread` cuts d classes into.
+int64_t spread_splits(int64_t d);
 
 int small_eigenvalues(const double* matrices,  // [n, size, size]
                       int64_t n, int64_t size,

@@ -42,10 +42,4 @@ __device__ Largest<T> block_largest(Largest<T> own) {
   return largest;
 }
 
-// Threads of a block that takes a row of k elements: a warp for every 256.
-inline int threads_for(int64_t k) {
-  const int64_t warps = blocks_of(k, 8 * kWarp);
-  return static_cast<int>(kWarp * (warps < 1 ? 1 : warps > 16 ? 16 : warps));
-}
-
 }  // namespace pyflatness::cuda

@@ -6,60 +6,45 @@
 namespace pyflatness::cuda {
 namespace {
 
-template <typename T, typename W, int Width>
-__global__ void norms_about_kernel(const W* weight, const T* centre, int64_t m, T* out) {
+template <typename T, typename W, int Most>
+__global__ void norms_about_kernel(const W* weight, const T* centre, int m, T* out) {
   weight += blockIdx.x * m;
   double total = 0;
-#pragma unroll 4
-  for (int64_t j = threadIdx.x * Width; j < m; j += static_cast<int64_t>(blockDim.x) * Width) {
-    const Pack<W, Width> w = load<Width>(weight + j);
-    T sum = 0;
+  each_access<Most>(
+      m, [&](auto count, int j) { return load<count>(weight + j); },
+      [&](auto count, int j, const auto& pack) {
+        const Pack<T, count> c = load<count>(centre + j);
+        T sum = 0;
 #pragma unroll
-    for (int v = 0; v < Width; ++v) {
-      const T difference = widen(w.value[v]) - centre[j + v];
-      sum += difference * difference;
-    }
-    total += sum;
-  }
+        for (int v = 0; v < count; ++v) {
+          const T difference = widen(pack.value[v]) - c.value[v];
+          sum += difference * difference;
+        }
+        total += sum;
+      });
   total = block_sum(total);
   if (threadIdx.x == 0) out[blockIdx.x] = static_cast<T>(total);
 }
 
-template <typename T, typename W>
+template <typename T, typename W, int Most>
 __global__ void rejoin_kernel(T* summed, const W* weight, const T* centre, const int64_t* top, const double* factor,
-                              int64_t d, int64_t m) {
+                              int64_t d, int m) {
   const int64_t t = top[blockIdx.x];
   if (t < 0 || t >= d) return;
   summed += blockIdx.x * m, weight += t * m;
   const T scale = static_cast<T>(factor[blockIdx.x]);
-  for (int64_t j = threadIdx.x; j < m; j += blockDim.x)
-    summed[j] = (summed[j] + (widen(weight[j]) - (centre ? centre[j] : T(0)))) * scale;
-}
-
-// Warps take classes in turn. Rows that want this are few, and were lost to rounding: double throughout.
-template <typename T, typename W>
-__global__ void spread_kernel(const T* features, const T* maximum, const T* mean, const W* weight, const T* centre,
-                              const T* bias, const bool* chosen, int64_t d, int64_t m, double* out) {
-  const int64_t row = blockIdx.x;
-  if (!chosen[row]) {
-    if (threadIdx.x == 0) out[row] = 0;
-    return;
-  }
-  features += row * m, mean += row * m;
-  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-  double total = 0;
-  for (int64_t s = threadIdx.x / kWarp; s < d; s += warps) {
-    double logit = 0, distance = 0;
-    for (int64_t j = lane; j < m; j += kWarp) {
-      const double w = static_cast<double>(widen(weight[s * m + j])) - centre[j], away = w - mean[j];
-      logit += features[j] * w;
-      distance += away * away;
-    }
-    logit = warp_sum(logit), distance = warp_sum(distance);
-    total += exp(logit + bias[s] - maximum[row]) * distance;
-  }
-  total = block_sum(lane == 0 ? total : 0.0);
-  if (threadIdx.x == 0) out[row] = total;
+  each_access<Most>(
+      m,
+      [&](auto count, int j) {
+        return Two<Pack<T, count>, Pack<W, count>>{load<count>(summed + j), load<count>(weight + j)};
+      },
+      [&](auto count, int j, auto& both) {
+        const Pack<T, count> c = centre ? load<count>(centre + j) : Pack<T, count>{};
+#pragma unroll
+        for (int v = 0; v < count; ++v)
+          both.first.value[v] = (both.first.value[v] + (widen(both.second.value[v]) - c.value[v])) * scale;
+        store(summed + j, both.first);
+      });
 }
 
 unsigned rows_of(int64_t n) { return static_cast<unsigned>(n); }
@@ -68,29 +53,23 @@ unsigned rows_of(int64_t n) { return static_cast<unsigned>(n); }
 
 template <typename T, typename W>
 int norms_about(const W* weight, const T* centre, int64_t d, int64_t m, T* out, void* stream) {
-  const auto kernel = packed(weight, m, m) ? norms_about_kernel<T, W, kPack<W>> : norms_about_kernel<T, W, 1>;
-  return launch(kernel, dim3(rows_of(d)), threads_for(m), 0, stream, weight, centre, m, out);
+  const bool wide = packed(weight, m) && packed(centre, 0);
+  const auto kernel = wide ? norms_about_kernel<T, W, kPack<W>> : norms_about_kernel<T, W, 1>;
+  return launch(kernel, dim3(rows_of(d)), threads_for(m, wide ? kPack<W> : 1), 0, stream, weight, centre, m, out);
 }
 
 template <typename T, typename W>
 int rejoin(T* summed, const W* weight, const T* centre, const int64_t* top, const double* factor, int64_t n, int64_t d,
            int64_t m, void* stream) {
-  return launch(rejoin_kernel<T, W>, dim3(rows_of(n)), threads_for(m), 0, stream, summed, weight, centre, top, factor,
-                d, m);
+  const bool wide = packed(summed, m) && packed(weight, m) && (!centre || packed(centre, 0));
+  const auto kernel = wide ? rejoin_kernel<T, W, kPack<W>> : rejoin_kernel<T, W, 1>;
+  return launch(kernel, dim3(rows_of(n)), threads_for(m, wide ? kPack<W> : 1), 0, stream, summed, weight, centre, top,
+                factor, d, m);
 }
 
-template <typename T, typename W>
-int spread(const T* features, const T* maximum, const T* mean, const W* weight, const T* centre, const T* bias,
-           const bool* chosen, int64_t n, int64_t d, int64_t m, double* out, void* stream) {
-  return launch(spread_kernel<T, W>, dim3(rows_of(n)), threads_for(d * kWarp), 0, stream, features, maximum, mean,
-                weight, centre, bias, chosen, d, m, out);
-}
-
-#define PYFLATNESS_WIDE(T, W)                                                                                    \
-  template int norms_about(const W*, const T*, int64_t, int64_t, T*, void*);                                     \
-  template int rejoin(T*, const W*, const T*, const int64_t*, const double*, int64_t, int64_t, int64_t, void*);  \
-  template int spread(const T*, const T*, const T*, const W*, const T*, const T*, const bool*, int64_t, int64_t, \
-                      int64_t, double*, void*);
+#define PYFLATNESS_WIDE(T, W)                                                \
+  template int norms_about(const W*, const T*, int64_t, int64_t, T*, void*); \
+  template int rejoin(T*, const W*, const T*, const int64_t*, const double*, int64_t, int64_t, int64_t, void*);
 PYFLATNESS_WIDE(float, float)
 PYFLATNESS_WIDE(double, double)
 PYFLATNESS_WIDE(float, BFloat16)

@@ -19,15 +19,16 @@ from . import head_arguments
 from .arrays import array, dense, dense_rows, layer_sizes, plain, span, strided
 from .geometry import Geometry
 from .precision import promoted_dtype
-from .reference import Products, RowSum, exponentiate_rounded, norms_about, patches, products, rejoin, spread
+from .reference import ClassSums, Products, RowSum, add_tile, norms_about, patches, products, rejoin, spread
 
 __all__ = [
+    "ClassSums",
     "Products",
     "RowSum",
     "direct",
     "direct_gathered",
     "exponentiate",
-    "exponentiate_rounded",
+    "exponentiate_tile",
     "forced_direct_form",
     "forced_instruction_set",
     "gathering_pays",
@@ -159,6 +160,19 @@ def exponentiate(
     given = head_arguments.exponentiate(logits, row_norms, top_value, maximum)
     _kernel("exponentiate", *given.tensors)(*given.arguments, torch.get_num_threads())
     return given.results
+
+
+def exponentiate_tile(
+    logits: Tensor,
+    bias: Tensor | None,
+    norms: Tensor,
+    first: int,
+    sums: ClassSums,
+    rounded: Tensor | None = None,
+    own: ClassSums | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`.reference.exponentiate_tile`; ``logits`` contiguous."""
+    return add_tile(exponentiate, logits, bias, norms, first, sums, rounded, own)
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:

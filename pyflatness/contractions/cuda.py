@@ -6,7 +6,7 @@ from . import head_arguments
 from .cuda_device import HALF, emulated, launch, missing, module, unavailable
 from .cuda_head import (
     exponentiate,
-    exponentiate_rounded,
+    exponentiate_tile,
     norms_about,
     pair_distances,
     rejoin,
@@ -22,7 +22,7 @@ __all__ = [
     "HALF",
     "emulated",
     "exponentiate",
-    "exponentiate_rounded",
+    "exponentiate_tile",
     "gram",
     "missing",
     "module",
@@ -40,8 +40,8 @@ __all__ = [
     "unavailable",
 ]
 
-AUTOMATIC = False
-"""Whether ``backend="auto"`` takes these kernels: not before their tests have run on a GPU."""
+AUTOMATIC: frozenset[str] = frozenset()
+"""Works, of :data:`.backends.Work`, for which ``backend="auto"`` takes these kernels: where they were found faster."""
 
 
 def small_eigenvalues(matrices: Tensor) -> Tensor:

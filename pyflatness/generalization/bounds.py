@@ -163,7 +163,7 @@ def generalization_bound(
         kappa: κ, if it is known or to be found with options; of the same loss and reduction.
         folds: of the training data, for representativeness.
         draws: pairs ±ξ of noise for each sample, at least 2.
-        seed: of folds and noise.
+        seed: of folds and noise; another device gives other noise for it.
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)``.
         progress: show a bar.

@@ -28,7 +28,7 @@ from .. import head
 from ..errors import InputError, NonFiniteError
 from ..losses import Loss, risk
 from ..measures import RELATIVE_FLATNESS
-from ..model import calling, state
+from ..model import calling
 from ..model.data import Batches, size
 from ..model.selectors import Selector
 from ..numerics.accumulate import Accumulator, check_together, omits
@@ -186,7 +186,7 @@ def feature_robustness(
     with session(model, loss, data, options, reduction=reduction, forward=forward, reads=2, progress=progress) as task:
         name, source = head.find(task, layer)
         perturbed = Perturbed(task.model, name, task.forward, head=source is not None)
-        turns = Turns(perturbed.layer, torch.Generator(state.device(task.model)).manual_seed(options.seed))
+        turns = Turns(perturbed.layer, torch.Generator("cpu").manual_seed(options.seed))
         curve = _Curve(perturbed, task.loss, task.batches, steps, policy=nan_policy)
         for start in range(0, draws, curve.kept):
             curve.add([turns.draw() for _ in range(min(curve.kept, draws - start))])

@@ -145,7 +145,7 @@ def representativeness(
         fit: (features, targets) -> (weight, bias), called on the sample of each fold; None keeps w and b, and then the
             mean over folds of one size is -E_F whatever the data: read ``magnitude``, or pass ``test``.
         test: features and targets that w was not fitted to, for E_gen = E_Rep + E_F of the whole sample.
-        seed: of folds and noise.
+        seed: of folds and noise; another device gives other noise for it.
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another; the values are means.
 
     Returns:

@@ -63,7 +63,7 @@ def adaptive_sharpness_mc(
         rho: ρ, the relative size of the noise.
         draws: pairs ±δ.
         scaled: False leaves out the factor 2/ρ², as Eq. 46 does.
-        seed: of the noise.
+        seed: of the noise; another device gives other noise for it.
         nan_policy: ``"raise"`` or ``"propagate"``; no sample can be left out.
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)``.

@@ -81,7 +81,7 @@ class _Sum:
         if self._scale is not None:
             weight = normalize.apply(self._scale, weight)
         dtype = contractions.promoted_dtype(weight.dtype)
-        backend = contractions.choose(self._options.backend, weight.device, dtype)
+        backend = contractions.choose(self._options.backend, weight.device, dtype, "heads")
         self._backend = contractions.describe(backend)
         return weight, bias, backend
 

@@ -58,7 +58,7 @@ def mls_adversarial(
         steps: of the ascent, a forward and a backward pass each.
         radius: |δ| / |x|, √ε of the dtype unless given.
         per_sample: also return each sample's value.
-        seed: of the starts.
+        seed: of the starts; another device gives other ones for it.
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``.
         forward: ``(model, batch) -> (outputs, targets)``.
         progress: show a bar.

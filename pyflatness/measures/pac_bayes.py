@@ -137,7 +137,7 @@ def pac_bayes(
         tolerance: of the drop at which it ends.
         initial: θ⁰, the network before training, for the magnitude-aware form: a module like the model or a state dict.
         squared: noise of standard deviation σ², as in the authors' code.
-        seed: of the noise.
+        seed: of the noise; another device gives other noise for it.
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)``.
         progress: show a bar.

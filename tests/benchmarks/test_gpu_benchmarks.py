@@ -1,39 +1,80 @@
 """The GPU benchmarks' own work, small and on the CPU: what they time is set up right."""
 
-import importlib
-import sys
-
 import pytest
 import torch
 
 from pyflatness.contractions import cuda, reference
-from support import ROOT
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def gpu_layers(monkeypatch):
-    folder = ROOT / "benchmarks"
-    names = [path.stem for path in folder.glob("*.py")]
-    for name in names:  # some are tests' modules too
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(str(folder))
-    yield importlib.import_module("gpu_layers")
-    for name in names:
-        sys.modules.pop(name, None)
+def gpu_layers(benchmark_modules):
+    return benchmark_modules("gpu_layers")
 
 
-def test_rows_of_layers(gpu_layers):
-    cpu = torch.device("cpu")
-    model = torch.nn.Sequential(
+def model():
+    return torch.nn.Sequential(
         torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 16, 3, stride=2), torch.nn.ReLU(),
         torch.nn.Flatten(), torch.nn.Linear(3600, 10),
     ).eval()  # fmt: skip
-    network = gpu_layers.network("a network", model, 2, cpu, reference, rounds=1)
-    sequence = gpu_layers.sequence(2, 16, 128, cpu, reference, rounds=1)
-    for row in (network, sequence):
-        assert min(row.floor_ms, row.ours_ms, row.composed_ms) > 0
+
+
+def test_rows_of_layers(gpu_layers):
+    network = gpu_layers.network(model(), 2, CPU, reference, rounds=1)
+    call = gpu_layers.public_call(model(), 2, CPU, rounds=1)
+    sequence = gpu_layers.sequence(2, 16, 128, CPU, reference, rounds=1)
+    eigenvalues = gpu_layers.eigenvalues(20, 9, CPU, reference, rounds=1)
+    for row in (network, call, sequence, eigenvalues):
+        assert min(row.floor_ms, row.ours_ms, *row.others_ms.values()) > 0
+        assert {"reference", "torch"} & row.others_ms.keys()
+
+
+def test_precisions_are_put_back(gpu_layers):
+    kinds = torch.backends.cudnn.conv, torch.backends.cuda.matmul
+    before = [kind.fp32_precision for kind in kinds]
+    seen = []
+
+    def take(network, n, device):
+        seen.append([kind.fp32_precision for kind in kinds])
+        raise ZeroDivisionError
+
+    for convolutions, products in gpu_layers.PRECISIONS:
+        with pytest.raises(ZeroDivisionError):
+            gpu_layers.in_precision(convolutions, products, take, model, 2, CPU)
+    assert seen == [[*pair] for pair in gpu_layers.PRECISIONS]
+    assert [kind.fp32_precision for kind in kinds] == before
 
 
 @pytest.mark.parametrize("cuda_device", ["emulated"], indirect=True)
 def test_a_sequence_on_the_kernels(cuda_device, gpu_layers):
     gpu_layers.sequence(1, 16, 128, cuda_device, cuda, rounds=1)
+
+
+def test_a_row_that_fails_leaves_the_others(benchmark_modules, capsys):
+    gpu, rows = benchmark_modules("gpu"), benchmark_modules("gpu_rows")
+
+    def row(took):
+        return lambda: rows.Row(2.0, took, {"composed": 7.0}, 1.0, 3.0)
+
+    found = gpu.taken({"first": row(2.5), "second": lambda: 1 / 0, "third": row(4.0)})
+    assert [*found] == ["first", "third"]
+    said = capsys.readouterr()
+    assert ["FAILED" in line for line in said.out.splitlines()] == [False, True, False]
+    assert "ZeroDivisionError" in said.err
+    lines = gpu.markdown(found, "python benchmarks/gpu.py").splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    assert {len(line) for line in cells} == {1 + len(rows.COLUMNS)}
+    first, third = (dict(zip(cells[0], line, strict=True)) for line in cells[2:])
+    assert (first["work"], first["took / floor"], first["reached"]) == ("first", "1.25", "yes")
+    assert (third["work"], third["took / floor"], third["reached"]) == ("third", "2.00", "no")
+    assert "by `python benchmarks/gpu.py`" in lines[-1]
+
+
+def test_every_row_has_a_name_and_work(benchmark_modules):
+    works = [benchmark_modules(name).works(CPU) for name in ("gpu_head", "gpu_layers")]
+    names = [name for found in works for name in found]
+    assert len({*names}) == len(names)
+    assert all(
+        any(name.startswith(kind) for kind in ("head (", "ResNet-18, ", "linear ", "eigenvalues ")) for name in names
+    )
