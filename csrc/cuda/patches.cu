@@ -60,7 +60,7 @@ __global__ void patches_kernel(Patches<T> call) {
 template <typename T>
 int patches(const Layer& layer, const Strided<T>& inputs, T* out, void* stream) {
   const int64_t channels = layer.groups * layer.channels, positions = layer.positions();
-  const bool wide = packed(out, positions, positions);
+  const bool wide = packed(out, positions);
   const int64_t packs = positions / (wide ? kPack<T> : 1), planes = layer.n * channels;
   Patches<T> call{inputs.data, inputs.stride[0], inputs.stride[1], channels,  {},    {},
                   {},          {},               planes,           positions, packs, out};

@@ -67,7 +67,7 @@ template <typename T>
 int weighted(const T* matrices, const T* weight, int64_t count, int64_t groups, int64_t d, int64_t m, double* totals,
              double* by_column, double* by_row, void* stream) {
   const int64_t splits = blocks_of(m, kWeightedColumns);
-  const bool wide = packed(matrices, m, m) && packed(weight, m, m);
+  const bool wide = packed(matrices, m) && packed(weight, m);
   const Weighted<T> call{matrices, weight, groups, d, m, splits, totals, by_column, by_row};
   return launch(wide ? weighted_kernel<T, kPack<T>> : weighted_kernel<T, 1>,
                 dim3(static_cast<unsigned>(count * splits)), kRowWarps * kWarp, 0, stream, call);
