@@ -7,6 +7,7 @@ from .cuda_device import HALF, emulated, launch, missing, module, unavailable
 from .cuda_head import (
     exponentiate,
     exponentiate_tile,
+    mean_row,
     norms_about,
     pair_distances,
     rejoin,
@@ -24,6 +25,7 @@ __all__ = [
     "exponentiate",
     "exponentiate_tile",
     "gram",
+    "mean_row",
     "missing",
     "module",
     "norms_about",
