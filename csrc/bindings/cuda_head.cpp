@@ -12,6 +12,12 @@ int64_t grid_rows(int64_t n) {
   return n;
 }
 
+// Kernels count the elements of a row in 32 bits, and go a few thousand beyond its end.
+int64_t row_length(int64_t k) {
+  if (k > 1 << 30) throw std::invalid_argument("rows of " + std::to_string(k) + " elements, at most 2^30");
+  return k;
+}
+
 template <typename T>
 void bind_pair_distances(Array weight, int64_t d, int64_t m, Array out, uintptr_t stream) {
   const T* w = pointer<const T>("weight", weight, product(d, m));
@@ -38,7 +44,7 @@ void bind_softmax_variance(Array features, int64_t stride, Array weight, Array b
 template <typename T>
 void bind_exponentiate(Array logits, Array row_norms, double top_value, int64_t n, int64_t d, Array maximum, Array rest,
                        Array moment, Array top, uintptr_t stream) {
-  T* z = pointer<T>("logits", logits, product(grid_rows(n), grid_rows(d)));
+  T* z = pointer<T>("logits", logits, product(grid_rows(n), row_length(d)));
   const bool weighted = row_norms.second > 0;
   const T* norms = weighted ? pointer<const T>("row_norms", row_norms, d) : nullptr;
   T* largest = pointer<T>("maximum", maximum, n);
@@ -50,25 +56,37 @@ void bind_exponentiate(Array logits, Array row_norms, double top_value, int64_t 
         exponentiate(z, norms, static_cast<T>(top_value), n, d, largest, sums, moments, places, stream_of(stream)));
 }
 
-void bind_exponentiate_rounded(Array logits, Array bias, Array row_norms, int64_t n, int64_t d, Array maximum,
-                               Array out, Array rest, Array moment, Array top, uintptr_t stream) {
-  const float* z = pointer<const float>("logits", logits, product(grid_rows(n), grid_rows(d)));
-  const float* b = bias.second > 0 ? pointer<const float>("bias", bias, d) : nullptr;
-  const float* norms = pointer<const float>("row_norms", row_norms, d);
-  float* largest = pointer<float>("maximum", maximum, n);
-  auto* e = pointer<BFloat16>("out", out, product(n, d));
-  double* sums = pointer<double>("rest", rest, n);
-  double* moments = pointer<double>("moment", moment, n);
-  int64_t* places = pointer<int64_t>("top", top, n);
+template <typename T>
+ClassSums<T> sums_of(Array maximum, Array top, Array rest, Array moment, int64_t count) {
+  return {pointer<T>("maximum", maximum, count), pointer<int64_t>("top", top, count),
+          pointer<double>("rest", rest, count), pointer<double>("moment", moment, count)};
+}
+
+// The tile's own sums lie `apart`; 0: they are not wanted.
+template <typename T, typename Out>
+void bind_exponentiate_tile(Array logits, int64_t stride, Array bias, Array norms, int64_t classes, int64_t first,
+                            int64_t n, int64_t width, Array out, int64_t out_stride, Array maximum, Array top,
+                            Array rest, Array moment, Array own_maximum, Array own_top, Array own_rest,
+                            Array own_moment, int64_t apart, Array joining, Array factor, uintptr_t stream) {
+  if (first < 0 || width < 0 || width > classes - first)
+    throw std::invalid_argument(std::to_string(width) + " classes from " + std::to_string(first) +
+                                " on: sizes that are not those of an array of " + std::to_string(classes));
+  T* z = pointer<T>("logits", logits, strided(grid_rows(n), row_length(width), stride));
+  Out* e = pointer<Out>("out", out, strided(n, width, out_stride));
+  const T* b = bias.second > 0 ? pointer<const T>("bias", bias, classes) : nullptr;
+  const Running<T> running{sums_of<T>(maximum, top, rest, moment, n), pointer<const T>("norms", norms, classes),
+                           pointer<int64_t>("joining", joining, n), pointer<double>("factor", factor, n)};
+  ClassSums<T> own{};
+  if (apart != 0) own = sums_of<T>(own_maximum, own_top, own_rest, own_moment, strided(n, 1, apart));
   py::gil_scoped_release release;
-  check("exponentiate_rounded",
-        exponentiate_rounded(z, b, norms, n, d, largest, e, sums, moments, places, stream_of(stream)));
+  check("exponentiate_tile",
+        exponentiate_tile(z, stride, b, first, n, width, e, out_stride, running, own, apart, stream_of(stream)));
 }
 
 template <typename T>
 void bind_row_dots(Array a, int64_t stride_a, Array b, int64_t stride_b, int64_t n, int64_t k, Array out,
                    uintptr_t stream) {
-  const T* x = pointer<const T>("a", a, strided(grid_rows(n), k, stride_a));
+  const T* x = pointer<const T>("a", a, strided(grid_rows(n), row_length(k), stride_a));
   const T* y = pointer<const T>("b", b, strided(n, k, stride_b));
   double* o = pointer<double>("out", out, n);
   py::gil_scoped_release release;
@@ -78,7 +96,7 @@ void bind_row_dots(Array a, int64_t stride_a, Array b, int64_t stride_b, int64_t
 template <typename T>
 void bind_sigmoid_curvature(Array logits, Array coefficients, Array row_norms, int64_t n, int64_t d, Array out,
                             uintptr_t stream) {
-  const T* z = pointer<const T>("logits", logits, product(grid_rows(n), d));
+  const T* z = pointer<const T>("logits", logits, product(grid_rows(n), row_length(d)));
   const T* c = pointer<const T>("coefficients", coefficients, product(n, d));
   const T* norms = pointer<const T>("row_norms", row_norms, d);
   double* o = pointer<double>("out", out, n);
@@ -88,7 +106,7 @@ void bind_sigmoid_curvature(Array logits, Array coefficients, Array row_norms, i
 
 template <typename T, typename W>
 void bind_norms_about(Array weight, Array centre, int64_t d, int64_t m, Array out, uintptr_t stream) {
-  const W* w = pointer<const W>("weight", weight, product(grid_rows(d), m));
+  const W* w = pointer<const W>("weight", weight, product(grid_rows(d), row_length(m)));
   const T* c = pointer<const T>("centre", centre, m);
   T* o = pointer<T>("out", out, d);
   py::gil_scoped_release release;
@@ -98,7 +116,7 @@ void bind_norms_about(Array weight, Array centre, int64_t d, int64_t m, Array ou
 template <typename T, typename W>
 void bind_rejoin(Array summed, Array weight, Array centre, Array top, Array factor, int64_t n, int64_t d, int64_t m,
                  uintptr_t stream) {
-  T* sums = pointer<T>("summed", summed, product(grid_rows(n), m));
+  T* sums = pointer<T>("summed", summed, product(grid_rows(n), row_length(m)));
   const W* w = pointer<const W>("weight", weight, product(d, m));
   const T* c = centre.second > 0 ? pointer<const T>("centre", centre, m) : nullptr;
   const int64_t* places = pointer<const int64_t>("top", top, n);
@@ -108,18 +126,34 @@ void bind_rejoin(Array summed, Array weight, Array centre, Array top, Array fact
 }
 
 template <typename T, typename W>
+void bind_mean_row(Array summed, Array weight, Array centre, Array top, Array rest, Array uncentred, int64_t n,
+                   int64_t d, int64_t m, Array lengths, uintptr_t stream) {
+  T* sums = pointer<T>("summed", summed, product(grid_rows(n), row_length(m)));
+  const W* w = pointer<const W>("weight", weight, product(d, m));
+  const T* c = pointer<const T>("centre", centre, m);
+  const int64_t* places = pointer<const int64_t>("top", top, n);
+  const double* all = pointer<const double>("rest", rest, n);
+  const double* inside = uncentred.second > 0 ? pointer<const double>("uncentred", uncentred, n) : nullptr;
+  double* o = pointer<double>("lengths", lengths, product(3, n));
+  py::gil_scoped_release release;
+  check("mean_row", mean_row(sums, w, c, places, all, inside, n, d, m, o, stream_of(stream)));
+}
+
+template <typename T, typename W>
 void bind_spread(Array features, Array maximum, Array mean, Array weight, Array centre, Array bias, Array chosen,
-                 int64_t n, int64_t d, int64_t m, Array out, uintptr_t stream) {
+                 int64_t n, int64_t d, int64_t m, Array rows, Array partial, Array out, uintptr_t stream) {
   const T* x = pointer<const T>("features", features, product(grid_rows(n), m));
   const T* largest = pointer<const T>("maximum", maximum, n);
   const T* means = pointer<const T>("mean", mean, product(n, m));
   const W* w = pointer<const W>("weight", weight, product(d, m));
-  const T* c = pointer<const T>("centre", centre, m);
+  const T* c = centre.second > 0 ? pointer<const T>("centre", centre, m) : nullptr;
   const T* b = pointer<const T>("bias", bias, d);
-  const bool* rows = pointer<const bool>("chosen", chosen, n);
+  const bool* taken = pointer<const bool>("chosen", chosen, n);
+  int64_t* list = pointer<int64_t>("rows", rows, n + 1);
+  double* parts = pointer<double>("partial", partial, product(n, spread_splits(d)));
   double* o = pointer<double>("out", out, n);
   py::gil_scoped_release release;
-  check("spread", spread(x, largest, means, w, c, b, rows, n, d, m, o, stream_of(stream)));
+  check("spread", spread(x, largest, means, w, c, b, taken, n, d, m, list, parts, o, stream_of(stream)));
 }
 
 template <typename T>
@@ -136,6 +170,7 @@ template <typename T, typename W>
 void define_wide(py::module_& module, const std::string& suffix) {
   module.def(("norms_about" + suffix).c_str(), &bind_norms_about<T, W>);
   module.def(("rejoin" + suffix).c_str(), &bind_rejoin<T, W>);
+  module.def(("mean_row" + suffix).c_str(), &bind_mean_row<T, W>);
   module.def(("spread" + suffix).c_str(), &bind_spread<T, W>);
 }
 
@@ -143,13 +178,16 @@ void define_wide(py::module_& module, const std::string& suffix) {
 
 void define_head(py::module_& module) {
   module.attr("MAX_FUSED_OUTPUTS") = kMaxFusedOutputs;
+  module.def("spread_splits", &spread_splits);
   define<float>(module, "_f32");
   define<double>(module, "_f64");
   define_wide<float, float>(module, "_f32");
   define_wide<double, double>(module, "_f64");
   define_wide<float, BFloat16>(module, "_bf16");
   define_wide<float, Float16>(module, "_f16");
-  module.def("exponentiate_rounded_bf16", &bind_exponentiate_rounded);
+  module.def("exponentiate_tile_f32", &bind_exponentiate_tile<float, float>);
+  module.def("exponentiate_tile_f64", &bind_exponentiate_tile<double, double>);
+  module.def("exponentiate_tile_bf16", &bind_exponentiate_tile<float, BFloat16>);
 }
 
 }  // namespace pyflatness::cuda

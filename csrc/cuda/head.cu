@@ -206,7 +206,7 @@ int launch_softmax_variance(HeadCall<T> call, void* stream) {
   call.resident = Shape::kWidth * whole * sizeof(T) <= kMostResident ? whole : 0;
   const int64_t elements =
       Shape::kRows * Shape::kStride + Shape::kPairs + Shape::kWidth * (call.resident ? call.resident : Shape::kStride);
-  const bool wide = packed(call.features, call.stride, call.m) && packed(call.weight, call.m, call.m);
+  const bool wide = packed(call.features, call.stride) && packed(call.weight, call.m);
   const auto kernel =
       wide ? softmax_variance_kernel<T, Outputs, Group, kPack<T>> : softmax_variance_kernel<T, Outputs, Group, 1>;
   const dim3 grid(static_cast<unsigned>(blocks_of(call.n, Shape::kRows)));

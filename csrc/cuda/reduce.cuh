@@ -29,23 +29,17 @@ struct Largest {
   }
 };
 
+// Once in a kernel: nothing waits here until an earlier call's parts have been read.
 template <typename T>
 __device__ Largest<T> block_largest(Largest<T> own) {
   __shared__ Largest<T> parts[kMostWarps];
   for (int offset = kWarp / 2; offset > 0; offset /= 2)
     own.take({__shfl_xor_sync(kAllLanes, own.value, offset), __shfl_xor_sync(kAllLanes, own.place, offset)});
-  __syncthreads();
   if (threadIdx.x % kWarp == 0) parts[threadIdx.x / kWarp] = own;
   __syncthreads();
   Largest<T> largest = parts[0];
   for (int warp = 1; warp < static_cast<int>(blockDim.x) / kWarp; ++warp) largest.take(parts[warp]);
   return largest;
-}
-
-// Threads of a block that takes a row of k elements: a warp for every 256.
-inline int threads_for(int64_t k) {
-  const int64_t warps = blocks_of(k, 8 * kWarp);
-  return static_cast<int>(kWarp * (warps < 1 ? 1 : warps > 16 ? 16 : warps));
 }
 
 }  // namespace pyflatness::cuda

@@ -5,118 +5,184 @@
 namespace pyflatness::cuda {
 namespace {
 
-constexpr size_t kMostKept = 96 << 10;  // bytes of a row's logits in shared memory: two blocks stay on a processor
+// Bytes of a row's logits in shared memory: two large blocks stay on a processor, or four small ones, which compute
+// while another reads.
+constexpr size_t kMostKept = 96 << 10, kSmall = kMostKept / 2;
+constexpr int kFewThreads = 256;
 
 template <typename T, typename Out>
 struct Exponents {
-  const T* logits;     // [n, d]
+  T* logits;           // [n, d], row i at logits + i * stride; lost
+  int64_t stride;      //
   const T* bias;       // [d] or null
   const T* row_norms;  // [d] or null
-  T top_value;         //
+  T top_value;         // at a class that raises the maximum
   int64_t n, d;        //
+  Out* out;            // [n, d], row i at out + i * out_stride; may be the logits
+  int64_t out_stride;  //
   T* maximum;          // [n]
-  Out* out;            // [n, d], may be the logits
-  double* rest;        // [n]
-  double* moment;      // [n], written where row_norms is given
-  int64_t* top;        // [n]
+  ClassSums<T> own;    // [n], `apart`; not written where null
+  int64_t apart;       //
+  Running<T> running;  // null: no sums over earlier tiles
+  int64_t first;       // class of all tiles
 };
 
-template <int Width, typename T, typename Out>
-__device__ Pack<T, Width> logits_at(const Exponents<T, Out>& call, int64_t row, int64_t s) {
-  Pack<T, Width> z = load<Width>(call.logits + row * call.d + s);
-  if (call.bias) {
-    const Pack<T, Width> b = load<Width>(call.bias + s);
-#pragma unroll
-    for (int v = 0; v < Width; ++v) z.value[v] += b.value[v];
-  }
-  return z;
+// The sums of a row over the tiles before.
+template <typename T>
+struct Before {
+  int64_t top;
+  double rest, moment;
+  T norm;  // of the class `top`
+};
+
+template <int Count, typename T>
+__device__ Pack<T, Count> load_or_zeros(const T* array, int place) {
+  return array ? load<Count>(array + place) : Pack<T, Count>{};
+}
+
+template <typename Out, typename T>
+__device__ T exponential(T x) {
+  if constexpr (sizeof(Out) < sizeof(float))
+    return coarse_exp(x);
+  else
+    return exp(x);
 }
 
 // The sums are those of the values as they are written: rounded once.
-template <typename T, typename Out, int Width, bool Kept>
-__global__ void exponentiate_kernel(Exponents<T, Out> call) {
-  T* kept = dynamic_shared<T>();  // [d]
-  const int64_t row = blockIdx.x, step = static_cast<int64_t>(blockDim.x) * Width;
+template <typename T, typename Out, int Most, bool Kept, bool Runs>
+__global__ void __launch_bounds__(kMostThreads, sizeof(T) == 4 ? 2 : 1) exponentiate_kernel(Exponents<T, Out> call) {
+  const int64_t row = blockIdx.x;
+  T* const brought = call.logits + row * call.stride;
+  T* const z = Kept ? dynamic_shared<T>() : brought;  // a thread reads what it wrote itself, till the first barrier
+  if (Kept)
+    each_access<Most>(
+        call.d, [](auto, int) { return 0; },
+        [&](auto count, int s, int) { copy_async<sizeof(T) * count>(z + s, brought + s); });
+  const T old = call.maximum[row];
+  __shared__ Before<T> before;
+  if (Runs && threadIdx.x == 0) {  // on their way together with the copies
+    const ClassSums<T>& sums = call.running.sums;
+    const int64_t top = sums.top[row];
+    before = {top, sums.rest[row], sums.moment[row], top < 0 ? T(0) : call.running.norms[top]};
+  }
+  if (Kept) wait_for_copies();
   Largest<T> largest{-INFINITY, 0};
-#pragma unroll 4
-  for (int64_t s = threadIdx.x * Width; s < call.d; s += step) {
-    const Pack<T, Width> z = logits_at<Width>(call, row, s);
+  const auto take = [&](auto count, int s, const auto& pack) {  // a NaN shows in the sums
+    T most = pack.value[0];
 #pragma unroll
-    for (int v = 0; v < Width; ++v)
-      if (z.value[v] > largest.value) largest = {z.value[v], static_cast<int>(s) + v};  // a NaN shows in the sums
-    if (Kept) store(kept + s, z);
-  }
-  const T before = call.maximum[row];
+    for (int v = 1; v < count; ++v) most = fmax(most, pack.value[v]);
+    if (most > largest.value) largest = {most, s};
+  };
+  if (call.bias)
+    each_access<Most>(
+        call.d, [&](auto count, int s) { return load<count>(call.bias + s); },
+        [&](auto count, int s, auto& pack) {
+          const Pack<T, count> product = load<count>(z + s);
+#pragma unroll
+          for (int v = 0; v < count; ++v) pack.value[v] += product.value[v];
+          store(z + s, pack);
+          take(count, s, pack);
+        });
+  else
+    each_access<Most>(call.d, [&](auto count, int s) { return load<count>(z + s); }, take);
   largest = block_largest(largest);
-  const bool raised = largest.value > before;
-  const bool hidden = raised && isfinite(largest.value);  // infinity stays, and makes the sums NaN
-  const T maximum = raised ? largest.value : before;
-  const T reference = maximum > -INFINITY ? maximum : T(0);
-  double rest = 0, moment = 0;
-  for (int64_t s = threadIdx.x * Width; s < call.d; s += step) {
-    const Pack<T, Width> z = Kept ? load<Width>(kept + s) : logits_at<Width>(call, row, s);
-    const Pack<T, Width> norms = call.row_norms ? load<Width>(call.row_norms + s) : Pack<T, Width>{};
-    Pack<Out, Width> e;
-    T sum = 0, weighted = 0;
-#pragma unroll
-    for (int v = 0; v < Width; ++v) {
-      const bool top = raised && s + v == largest.place;
-      e.value[v] = narrowed<Out>(exp(z.value[v] - reference));
-      const T value = hidden && top ? T(0) : widen(e.value[v]);
-      sum += value;
-      weighted += value * norms.value[v];
-      if (top) e.value[v] = narrowed<Out>(call.top_value);
-    }
-    store(call.out + row * call.d + s, e);
-    rest += sum, moment += weighted;
+  const bool raised = largest.value > old;
+  const T maximum = raised ? largest.value : old, reference = maximum > -INFINITY ? maximum : T(0);
+  if (raised) {  // the place itself, in the access that was found
+    while (z[largest.place] != largest.value) ++largest.place;
+    __syncthreads();
+    if (threadIdx.x == 0 && isfinite(maximum)) z[largest.place] = -INFINITY;  // infinity stays: the sums are NaN
+    __syncthreads();
   }
+  Out* const out = call.out + row * call.out_stride;
+  double rest = 0, moment = 0;
+  each_access<Most>(
+      call.d, [&](auto count, int s) { return load_or_zeros<count>(call.row_norms, s); },
+      [&](auto count, int s, const auto& norms) {
+        Pack<T, count> pack = load<count>(z + s);
+#pragma unroll
+        for (int v = 0; v < count; ++v) pack.value[v] = exponential<Out>(pack.value[v] - reference);
+        const Pack<Out, count> written = narrowed<Out>(pack);
+        store(out + s, written);
+        T sum = 0, weighted = 0;
+#pragma unroll
+        for (int v = 0; v < count; ++v) {
+          const T value = widen(written.value[v]);
+          sum += value, weighted += value * norms.value[v];
+        }
+        rest += sum, moment += weighted;
+      });
   rest = block_sum(rest), moment = block_sum(moment);
   if (threadIdx.x > 0) return;
+  const int64_t top = raised ? call.first + largest.place : -1, place = row * call.apart;
   call.maximum[row] = maximum;
-  call.rest[row] = rest;
-  if (call.row_norms) call.moment[row] = moment;
-  call.top[row] = raised ? largest.place : -1;
+  if (raised) store(out + largest.place, narrowed<Out>(Pack<T, 1>{call.top_value}));
+  if (call.own.maximum) call.own.maximum[place] = maximum;
+  if (call.own.top) call.own.top[place] = top, call.own.rest[place] = rest;
+  if (call.own.moment) call.own.moment[place] = moment;
+  if constexpr (Runs) {  // the class that was the most probable one joins the others
+    const Running<T>& running = call.running;
+    const bool joins = raised && before.top >= 0;
+    const double factor = joins ? exp(static_cast<double>(old) - static_cast<double>(maximum)) : 1.0;
+    running.sums.rest[row] = factor * (before.rest + (joins ? 1 : 0)) + rest;
+    running.sums.moment[row] = factor * (before.moment + (joins ? before.norm : T(0))) + moment;
+    if (raised) running.sums.top[row] = top;
+    running.joining[row] = joins ? before.top : -1;
+    running.factor[row] = factor;
+  }
 }
 
-template <typename T, typename Out>
+template <bool Runs, typename T, typename Out>
 int launch_exponentiate(const Exponents<T, Out>& call, void* stream) {
   const size_t bytes = call.d * sizeof(T);
   const bool kept = bytes <= kMostKept;
-  const bool wide = packed(call.logits, call.d, call.d) && packed(call.out, call.d, call.d) &&
-                    (!call.bias || packed(call.bias, call.d, call.d)) &&
-                    (!call.row_norms || packed(call.row_norms, call.d, call.d));
+  const bool wide = packed(call.logits, call.stride) && packed(call.out, call.out_stride) &&
+                    (!call.bias || packed(call.bias, 0)) && (!call.row_norms || packed(call.row_norms, 0));
   constexpr int kWide = kPack<T>;
   const auto kernel =
-      wide ? (kept ? exponentiate_kernel<T, Out, kWide, true> : exponentiate_kernel<T, Out, kWide, false>)
-           : (kept ? exponentiate_kernel<T, Out, 1, true> : exponentiate_kernel<T, Out, 1, false>);
-  return launch(kernel, dim3(static_cast<unsigned>(call.n)), threads_for(call.d), kept ? bytes : 0, stream, call);
+      wide ? (kept ? exponentiate_kernel<T, Out, kWide, true, Runs> : exponentiate_kernel<T, Out, kWide, false, Runs>)
+           : (kept ? exponentiate_kernel<T, Out, 1, true, Runs> : exponentiate_kernel<T, Out, 1, false, Runs>);
+  const int threads = min(threads_for(call.d, wide ? kWide : 1), bytes <= kSmall ? kFewThreads : kMostThreads);
+  return launch(kernel, dim3(static_cast<unsigned>(call.n)), threads, kept ? bytes : 0, stream, call);
 }
 
-template <typename T, int Width>
-__global__ void row_dots_kernel(const T* a, int64_t stride_a, const T* b, int64_t stride_b, int64_t k, double* out) {
+template <typename T, int Most>
+__global__ void row_dots_kernel(const T* a, int64_t stride_a, const T* b, int64_t stride_b, int k, double* out) {
   a += blockIdx.x * stride_a, b += blockIdx.x * stride_b;
   double total = 0;
-#pragma unroll 4
-  for (int64_t j = threadIdx.x * Width; j < k; j += static_cast<int64_t>(blockDim.x) * Width) {
-    const Pack<T, Width> x = load<Width>(a + j), y = load<Width>(b + j);
-    T sum = 0;
+  each_access<Most>(
+      k, [&](auto count, int j) { return Two<Pack<T, count>>{load<count>(a + j), load<count>(b + j)}; },
+      [&](auto count, int, const auto& both) {
+        T sum = 0;
 #pragma unroll
-    for (int v = 0; v < Width; ++v) sum += x.value[v] * y.value[v];
-    total += sum;
-  }
+        for (int v = 0; v < count; ++v) sum += both.first.value[v] * both.second.value[v];
+        total += sum;
+      });
   total = block_sum(total);
   if (threadIdx.x == 0) out[blockIdx.x] = total;
 }
 
-template <typename T>
-__global__ void sigmoid_curvature_kernel(const T* logits, const T* coefficients, const T* row_norms, int64_t d,
+template <typename T, int Most>
+__global__ void sigmoid_curvature_kernel(const T* logits, const T* coefficients, const T* row_norms, int d,
                                          double* out) {
-  logits += blockIdx.x * d, coefficients += blockIdx.x * d;
+  logits += int64_t{blockIdx.x} * d, coefficients += int64_t{blockIdx.x} * d;
   double total = 0;
-  for (int64_t s = threadIdx.x; s < d; s += blockDim.x) {
-    const T e = exp(-fabs(logits[s]));  // the tail that does not cancel
-    total += coefficients[s] * row_norms[s] * e / ((e + T(1)) * (e + T(1)));
-  }
+  each_access<Most>(
+      d,
+      [&](auto count, int s) {
+        using Access = Pack<T, count>;
+        return Two<Access, Two<Access>>{load<count>(logits + s),
+                                        {load<count>(coefficients + s), load<count>(row_norms + s)}};
+      },
+      [&](auto count, int, const auto& all) {
+        T sum = 0;
+#pragma unroll
+        for (int v = 0; v < count; ++v) {
+          const T e = exp(-fabs(all.first.value[v]));  // the tail that does not cancel
+          sum += all.second.first.value[v] * all.second.second.value[v] * e / ((e + T(1)) * (e + T(1)));
+        }
+        total += sum;
+      });
   total = block_sum(total);
   if (threadIdx.x == 0) out[blockIdx.x] = total;
 }
@@ -126,33 +192,48 @@ __global__ void sigmoid_curvature_kernel(const T* logits, const T* coefficients,
 template <typename T>
 int exponentiate(T* logits, const T* row_norms, T top_value, int64_t n, int64_t d, T* maximum, double* rest,
                  double* moment, int64_t* top, void* stream) {
-  const Exponents<T, T> call{logits, nullptr, row_norms, top_value, n, d, maximum, logits, rest, moment, top};
-  return launch_exponentiate(call, stream);
+  const ClassSums<T> own{nullptr, top, rest, row_norms ? moment : nullptr};
+  const Exponents<T, T> call{logits, d, nullptr, row_norms, top_value, n, d, logits, d, maximum, own, 1, {}, 0};
+  return launch_exponentiate<false>(call, stream);
 }
 
-int exponentiate_rounded(const float* logits, const float* bias, const float* row_norms, int64_t n, int64_t d,
-                         float* maximum, BFloat16* out, double* rest, double* moment, int64_t* top, void* stream) {
-  const Exponents<float, BFloat16> call{logits, bias, row_norms, 0, n, d, maximum, out, rest, moment, top};
-  return launch_exponentiate(call, stream);
+template <typename T, typename Out>
+int exponentiate_tile(T* logits, int64_t stride, const T* bias, int64_t first, int64_t n, int64_t width, Out* out,
+                      int64_t out_stride, const Running<T>& running, const ClassSums<T>& own, int64_t apart,
+                      void* stream) {
+  const T* norms = running.norms + first;
+  const Exponents<T, Out> call{logits, stride,     bias ? bias + first : nullptr, norms, 0,     n,       width,
+                               out,    out_stride, running.sums.maximum,          own,   apart, running, first};
+  return launch_exponentiate<true>(call, stream);
 }
 
 template <typename T>
 int row_dots(const T* a, int64_t stride_a, const T* b, int64_t stride_b, int64_t n, int64_t k, double* out,
              void* stream) {
-  const bool wide = packed(a, stride_a, k) && packed(b, stride_b, k);
+  const bool wide = packed(a, stride_a) && packed(b, stride_b);
   const auto kernel = wide ? row_dots_kernel<T, kPack<T>> : row_dots_kernel<T, 1>;
-  return launch(kernel, dim3(static_cast<unsigned>(n)), threads_for(k), 0, stream, a, stride_a, b, stride_b, k, out);
+  const int threads = threads_for(k, wide ? kPack<T> : 1);
+  return launch(kernel, dim3(static_cast<unsigned>(n)), threads, 0, stream, a, stride_a, b, stride_b, k, out);
 }
 
 template <typename T>
 int sigmoid_curvature(const T* logits, const T* coefficients, const T* row_norms, int64_t n, int64_t d, double* out,
                       void* stream) {
-  return launch(sigmoid_curvature_kernel<T>, dim3(static_cast<unsigned>(n)), threads_for(d), 0, stream, logits,
-                coefficients, row_norms, d, out);
+  const bool wide = packed(logits, d) && packed(coefficients, d) && packed(row_norms, 0);
+  const auto kernel = wide ? sigmoid_curvature_kernel<T, kPack<T>> : sigmoid_curvature_kernel<T, 1>;
+  const int threads = threads_for(d, wide ? kPack<T> : 1);
+  return launch(kernel, dim3(static_cast<unsigned>(n)), threads, 0, stream, logits, coefficients, row_norms, d, out);
 }
 
 template int exponentiate(float*, const float*, float, int64_t, int64_t, float*, double*, double*, int64_t*, void*);
 template int exponentiate(double*, const double*, double, int64_t, int64_t, double*, double*, double*, int64_t*, void*);
+#define PYFLATNESS_TILE(T, Out)                                                                                      \
+  template int exponentiate_tile(T*, int64_t, const T*, int64_t, int64_t, int64_t, Out*, int64_t, const Running<T>&, \
+                                 const ClassSums<T>&, int64_t, void*);
+PYFLATNESS_TILE(float, float)
+PYFLATNESS_TILE(double, double)
+PYFLATNESS_TILE(float, BFloat16)
+#undef PYFLATNESS_TILE
 template int row_dots(const float*, int64_t, const float*, int64_t, int64_t, int64_t, double*, void*);
 template int row_dots(const double*, int64_t, const double*, int64_t, int64_t, int64_t, double*, void*);
 template int sigmoid_curvature(const float*, const float*, const float*, int64_t, int64_t, double*, void*);

@@ -6,60 +6,95 @@
 namespace pyflatness::cuda {
 namespace {
 
-template <typename T, typename W, int Width>
-__global__ void norms_about_kernel(const W* weight, const T* centre, int64_t m, T* out) {
-  weight += blockIdx.x * m;
+template <typename T>
+constexpr T kTiny = sizeof(T) == sizeof(double) ? T(0x1p-1022) : T(0x1p-126f);  // the smallest normal number
+
+template <typename T, typename W, int Most>
+__global__ void norms_about_kernel(const W* weight, const T* centre, int m, T* out) {
+  weight += int64_t{blockIdx.x} * m;
   double total = 0;
-#pragma unroll 4
-  for (int64_t j = threadIdx.x * Width; j < m; j += static_cast<int64_t>(blockDim.x) * Width) {
-    const Pack<W, Width> w = load<Width>(weight + j);
-    T sum = 0;
+  each_access<Most>(
+      m, [&](auto count, int j) { return load<count>(weight + j); },
+      [&](auto count, int j, const auto& pack) {
+        const Pack<T, count> c = load<count>(centre + j);
+        T sum = 0;
 #pragma unroll
-    for (int v = 0; v < Width; ++v) {
-      const T difference = widen(w.value[v]) - centre[j + v];
-      sum += difference * difference;
-    }
-    total += sum;
-  }
+        for (int v = 0; v < count; ++v) {
+          const T difference = widen(pack.value[v]) - c.value[v];
+          sum += difference * difference;
+        }
+        total += sum;
+      });
   total = block_sum(total);
   if (threadIdx.x == 0) out[blockIdx.x] = static_cast<T>(total);
 }
 
-template <typename T, typename W>
+template <typename T, typename W, int Most>
 __global__ void rejoin_kernel(T* summed, const W* weight, const T* centre, const int64_t* top, const double* factor,
-                              int64_t d, int64_t m) {
+                              int64_t d, int m) {
   const int64_t t = top[blockIdx.x];
   if (t < 0 || t >= d) return;
-  summed += blockIdx.x * m, weight += t * m;
+  summed += int64_t{blockIdx.x} * m, weight += t * m;
   const T scale = static_cast<T>(factor[blockIdx.x]);
-  for (int64_t j = threadIdx.x; j < m; j += blockDim.x)
-    summed[j] = (summed[j] + (widen(weight[j]) - (centre ? centre[j] : T(0)))) * scale;
+  each_access<Most>(
+      m,
+      [&](auto count, int j) {
+        return Two<Pack<T, count>, Pack<W, count>>{load<count>(summed + j), load<count>(weight + j)};
+      },
+      [&](auto count, int j, auto& both) {
+        const Pack<T, count> c = centre ? load<count>(centre + j) : Pack<T, count>{};
+#pragma unroll
+        for (int v = 0; v < count; ++v)
+          both.first.value[v] = (both.first.value[v] + (widen(both.second.value[v]) - c.value[v])) * scale;
+        store(summed + j, both.first);
+      });
 }
 
-// Warps take classes in turn. Rows that want this are few, and were lost to rounding: double throughout.
 template <typename T, typename W>
-__global__ void spread_kernel(const T* features, const T* maximum, const T* mean, const W* weight, const T* centre,
-                              const T* bias, const bool* chosen, int64_t d, int64_t m, double* out) {
-  const int64_t row = blockIdx.x;
-  if (!chosen[row]) {
-    if (threadIdx.x == 0) out[row] = 0;
-    return;
+struct MeanRow {
+  T* summed;                // [n, m]
+  const W* weight;          // [d, m]
+  const T* centre;          // [m]
+  const int64_t* top;       // [n]
+  const double* rest;       // [n]
+  const double* uncentred;  // [n] or null
+  int64_t n, d, m;          //
+  double* lengths;          // [3, n]
+};
+
+template <typename T, typename W, int Most>
+__global__ void mean_row_kernel(MeanRow<T, W> call) {
+  const int64_t row = blockIdx.x, t = call.top[row];
+  T* const summed = call.summed + row * call.m;
+  const W* const weight = call.weight + (t > 0 && t < call.d ? t : 0) * call.m;
+  const T rest = static_cast<T>(call.rest[row]), share = static_cast<T>(-1 / (1 + call.rest[row]));
+  const T others = rest > kTiny<T> ? rest : kTiny<T>;
+  const T inside = call.uncentred ? static_cast<T>(call.uncentred[row]) : T(0);
+  double squares[3] = {};
+  each_access<Most>(
+      static_cast<int>(call.m),
+      [&](auto count, int j) {
+        return Two<Pack<T, count>, Pack<W, count>>{load<count>(summed + j), load<count>(weight + j)};
+      },
+      [&](auto count, int j, auto& both) {
+        const Pack<T, count> centre = load<count>(call.centre + j);
+        T sum[3] = {};
+#pragma unroll
+        for (int v = 0; v < count; ++v) {
+          const T c = centre.value[v], w = widen(both.second.value[v]) - c;
+          const T about = both.first.value[v] - inside * c, mean = about / others, away = mean - w;
+          sum[0] += mean * mean, sum[1] += away * away, sum[2] += (about + w) * (about + w);
+          both.first.value[v] = mean + away * share + (call.uncentred ? c : T(0));
+        }
+        store(summed + j, both.first);
+#pragma unroll
+        for (int i = 0; i < 3; ++i) squares[i] += sum[i];
+      });
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    squares[i] = block_sum(squares[i]);
+    if (threadIdx.x == 0) call.lengths[i * call.n + row] = squares[i];
   }
-  features += row * m, mean += row * m;
-  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-  double total = 0;
-  for (int64_t s = threadIdx.x / kWarp; s < d; s += warps) {
-    double logit = 0, distance = 0;
-    for (int64_t j = lane; j < m; j += kWarp) {
-      const double w = static_cast<double>(widen(weight[s * m + j])) - centre[j], away = w - mean[j];
-      logit += features[j] * w;
-      distance += away * away;
-    }
-    logit = warp_sum(logit), distance = warp_sum(distance);
-    total += exp(logit + bias[s] - maximum[row]) * distance;
-  }
-  total = block_sum(lane == 0 ? total : 0.0);
-  if (threadIdx.x == 0) out[row] = total;
 }
 
 unsigned rows_of(int64_t n) { return static_cast<unsigned>(n); }
@@ -68,29 +103,34 @@ unsigned rows_of(int64_t n) { return static_cast<unsigned>(n); }
 
 template <typename T, typename W>
 int norms_about(const W* weight, const T* centre, int64_t d, int64_t m, T* out, void* stream) {
-  const auto kernel = packed(weight, m, m) ? norms_about_kernel<T, W, kPack<W>> : norms_about_kernel<T, W, 1>;
-  return launch(kernel, dim3(rows_of(d)), threads_for(m), 0, stream, weight, centre, m, out);
+  const bool wide = packed(weight, m) && packed(centre, 0);
+  const auto kernel = wide ? norms_about_kernel<T, W, kPack<W>> : norms_about_kernel<T, W, 1>;
+  return launch(kernel, dim3(rows_of(d)), threads_for(m, wide ? kPack<W> : 1), 0, stream, weight, centre, m, out);
 }
 
 template <typename T, typename W>
 int rejoin(T* summed, const W* weight, const T* centre, const int64_t* top, const double* factor, int64_t n, int64_t d,
            int64_t m, void* stream) {
-  return launch(rejoin_kernel<T, W>, dim3(rows_of(n)), threads_for(m), 0, stream, summed, weight, centre, top, factor,
-                d, m);
+  const bool wide = packed(summed, m) && packed(weight, m) && (!centre || packed(centre, 0));
+  const auto kernel = wide ? rejoin_kernel<T, W, kPack<W>> : rejoin_kernel<T, W, 1>;
+  return launch(kernel, dim3(rows_of(n)), threads_for(m, wide ? kPack<W> : 1), 0, stream, summed, weight, centre, top,
+                factor, d, m);
 }
 
 template <typename T, typename W>
-int spread(const T* features, const T* maximum, const T* mean, const W* weight, const T* centre, const T* bias,
-           const bool* chosen, int64_t n, int64_t d, int64_t m, double* out, void* stream) {
-  return launch(spread_kernel<T, W>, dim3(rows_of(n)), threads_for(d * kWarp), 0, stream, features, maximum, mean,
-                weight, centre, bias, chosen, d, m, out);
+int mean_row(T* summed, const W* weight, const T* centre, const int64_t* top, const double* rest,
+             const double* uncentred, int64_t n, int64_t d, int64_t m, double* lengths, void* stream) {
+  const bool wide = packed(summed, m) && packed(weight, m) && packed(centre, 0);
+  const auto kernel = wide ? mean_row_kernel<T, W, kPack<W>> : mean_row_kernel<T, W, 1>;
+  const MeanRow<T, W> call{summed, weight, centre, top, rest, uncentred, n, d, m, lengths};
+  return launch(kernel, dim3(rows_of(n)), threads_for(m, wide ? kPack<W> : 1), 0, stream, call);
 }
 
-#define PYFLATNESS_WIDE(T, W)                                                                                    \
-  template int norms_about(const W*, const T*, int64_t, int64_t, T*, void*);                                     \
-  template int rejoin(T*, const W*, const T*, const int64_t*, const double*, int64_t, int64_t, int64_t, void*);  \
-  template int spread(const T*, const T*, const T*, const W*, const T*, const T*, const bool*, int64_t, int64_t, \
-                      int64_t, double*, void*);
+#define PYFLATNESS_WIDE(T, W)                                                                                   \
+  template int norms_about(const W*, const T*, int64_t, int64_t, T*, void*);                                    \
+  template int rejoin(T*, const W*, const T*, const int64_t*, const double*, int64_t, int64_t, int64_t, void*); \
+  template int mean_row(T*, const W*, const T*, const int64_t*, const double*, const double*, int64_t, int64_t, \
+                        int64_t, double*, void*);
 PYFLATNESS_WIDE(float, float)
 PYFLATNESS_WIDE(double, double)
 PYFLATNESS_WIDE(float, BFloat16)

@@ -1,6 +1,7 @@
 """Choose a backend, a module with the functions of :mod:`.reference`, by its name."""
 
 from types import ModuleType
+from typing import Literal, get_args
 
 import torch
 
@@ -9,6 +10,11 @@ from . import compiled, cuda, reference
 
 NAMES = ("auto", "compiled", "reference")
 
+Work = Literal["heads", "layers", "eigenvalues"]
+"""What a backend is chosen for; ``"auto"`` takes the kernels on CUDA for those works only in which they are faster."""
+
+WORKS: tuple[Work, ...] = get_args(Work)
+
 
 def check(name: str) -> None:
     """Raise if there is no backend of that name."""
@@ -16,8 +22,10 @@ def check(name: str) -> None:
         raise BackendError(f"backend={name!r} does not exist; choose one of {', '.join(NAMES)}")
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
+def choose(name: str, device: torch.device, dtype: torch.dtype, work: Work) -> ModuleType:
     """Return the backend for tensors of a device and dtype; ``"auto"`` takes the compiled one where it can run.
+
+    On CUDA it does so for the works in ``cuda.AUTOMATIC``.
 
     Raises:
         BackendError: no such backend, or ``"compiled"`` asked for and unable to run.
@@ -29,17 +37,18 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
     reason = kernels.unavailable(device, dtype)
     if reason and name == "compiled":
         raise BackendError(reason)
-    return reference if reason or (name == "auto" and kernels is cuda and not cuda.AUTOMATIC) else kernels
+    slower = name == "auto" and kernels is cuda and work not in cuda.AUTOMATIC
+    return reference if reason or slower else kernels
 
 
-def choose_for_few(name: str, device: torch.device, dtype: torch.dtype) -> tuple[ModuleType, torch.device]:
+def choose_for_few(name: str, device: torch.device, dtype: torch.dtype, work: Work) -> tuple[ModuleType, torch.device]:
     """Return the backend for small things, and where they go: the CPU has kernels where a device has none.
 
     Raises:
         BackendError: see :func:`choose`.
     """
-    backend, cpu = choose(name, device, dtype), torch.device("cpu")
-    return (choose(name, cpu, dtype), cpu) if backend is reference else (backend, device)
+    backend, cpu = choose(name, device, dtype, work), torch.device("cpu")
+    return (choose(name, cpu, dtype, work), cpu) if backend is reference else (backend, device)
 
 
 def describe(backend: ModuleType) -> str:

@@ -19,24 +19,40 @@ from . import head_arguments
 from .arrays import array, dense, dense_rows, layer_sizes, plain, span, strided
 from .geometry import Geometry
 from .precision import promoted_dtype
-from .reference import Products, RowSum, exponentiate_rounded, norms_about, products, rejoin, spread
+from .reference import (
+    ClassSums,
+    MeanRow,
+    Products,
+    RowSum,
+    add_tile,
+    mean_row_by,
+    norms_about,
+    patches,
+    products,
+    rejoin,
+    spread,
+)
 
 __all__ = [
+    "ClassSums",
+    "MeanRow",
     "Products",
     "RowSum",
     "direct",
     "direct_gathered",
     "exponentiate",
-    "exponentiate_rounded",
+    "exponentiate_tile",
     "forced_direct_form",
     "forced_instruction_set",
     "gathering_pays",
     "gram",
     "instruction_set",
     "instruction_sets",
+    "mean_row",
     "norms_about",
     "pair_distances",
     "patch_gram",
+    "patches",
     "products",
     "rejoin",
     "row_dots",
@@ -158,6 +174,26 @@ def exponentiate(
     given = head_arguments.exponentiate(logits, row_norms, top_value, maximum)
     _kernel("exponentiate", *given.tensors)(*given.arguments, torch.get_num_threads())
     return given.results
+
+
+def exponentiate_tile(
+    logits: Tensor,
+    bias: Tensor | None,
+    norms: Tensor,
+    first: int,
+    sums: ClassSums,
+    rounded: Tensor | None = None,
+    own: ClassSums | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`.reference.exponentiate_tile`; ``logits`` contiguous."""
+    return add_tile(exponentiate, logits, bias, norms, first, sums, rounded, own)
+
+
+def mean_row(
+    summed: Tensor, weight: Tensor, centre: Tensor, sums: ClassSums, uncentred: Tensor | None, reach: bool
+) -> MeanRow:
+    """See :func:`.reference.mean_row`."""
+    return mean_row_by(row_dots, summed, weight, centre, sums, uncentred, reach)
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:

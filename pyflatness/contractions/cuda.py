@@ -6,7 +6,8 @@ from . import head_arguments
 from .cuda_device import HALF, emulated, launch, missing, module, unavailable
 from .cuda_head import (
     exponentiate,
-    exponentiate_rounded,
+    exponentiate_tile,
+    mean_row,
     norms_about,
     pair_distances,
     rejoin,
@@ -15,21 +16,23 @@ from .cuda_head import (
     softmax_variance,
     spread,
 )
-from .cuda_layers import direct, factored_gram, gram, patch_gram
+from .cuda_layers import patches, products
+from .reference import gram, patch_gram
 
 __all__ = [
     "HALF",
-    "direct",
     "emulated",
     "exponentiate",
-    "exponentiate_rounded",
-    "factored_gram",
+    "exponentiate_tile",
     "gram",
+    "mean_row",
     "missing",
     "module",
     "norms_about",
     "pair_distances",
     "patch_gram",
+    "patches",
+    "products",
     "rejoin",
     "row_dots",
     "sigmoid_curvature",
@@ -39,8 +42,8 @@ __all__ = [
     "unavailable",
 ]
 
-AUTOMATIC = False
-"""Whether ``backend="auto"`` takes these kernels: not before their tests have run on a GPU."""
+AUTOMATIC: frozenset[str] = frozenset()
+"""Works, of :data:`.backends.Work`, for which ``backend="auto"`` takes these kernels: where they were found faster."""
 
 
 def small_eigenvalues(matrices: Tensor) -> Tensor:

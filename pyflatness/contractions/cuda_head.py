@@ -5,9 +5,10 @@ from torch import Tensor
 
 from ..errors import BackendError
 from . import head_arguments
-from .arrays import array, dense
-from .cuda_device import HALF, SUFFIX, launch
+from .arrays import array, dense, span, strided
+from .cuda_device import HALF, SUFFIX, launch, module
 from .precision import promoted_dtype
+from .reference import ClassSums, MeanRow
 
 _WEIGHT_SUFFIX = {**SUFFIX, **HALF}
 
@@ -35,23 +36,29 @@ def exponentiate(
     return given.results
 
 
-def exponentiate_rounded(
-    logits: Tensor, bias: Tensor | None, row_norms: Tensor, maximum: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`.reference.exponentiate_rounded`; float32 logits, contiguous."""
-    n, d = logits.shape
-    given_bias = logits.new_empty(0) if bias is None else dense(bias)
-    row_norms, rounded = dense(row_norms), torch.empty_like(logits, dtype=torch.bfloat16)
-    rest = logits.new_empty(n, dtype=torch.float64)
-    moment, top = torch.empty_like(rest), logits.new_empty(n, dtype=torch.int64)
-    if logits.dtype != torch.float32:
-        raise BackendError(f"exponentiate_rounded: wants float32 logits, got {logits.dtype}")
+def exponentiate_tile(
+    logits: Tensor,
+    bias: Tensor | None,
+    norms: Tensor,
+    first: int,
+    sums: ClassSums,
+    rounded: Tensor | None = None,
+    own: ClassSums | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`.reference.exponentiate_tile`; of logits and ``rounded`` a row's elements are neighbours."""
+    (n, width), out = logits.shape, logits if rounded is None else rounded
+    given_bias, norms = logits.new_empty(0) if bias is None else dense(bias), dense(norms)
+    joining, factor = torch.empty_like(sums.top), torch.empty_like(sums.rest)
+    columns, apart = ([(0, 0)] * 4, 0) if own is None else ([span(column) for column in own], own.top.stride(0))
+    if rounded is not None and (logits.dtype, rounded.dtype) != (torch.float32, torch.bfloat16):
+        raise BackendError(f"exponentiate_tile: {logits.dtype} logits become float32 or bfloat16, not {rounded.dtype}")
     launch(
-        "exponentiate_rounded", [logits, given_bias, row_norms, maximum],
-        array(logits), array(given_bias), array(row_norms), n, d, array(maximum), array(rounded), array(rest),
-        array(moment), array(top), suffix="_bf16",
+        "exponentiate_tile", [logits, given_bias, norms, sums.maximum],
+        strided(logits), logits.stride(0), array(given_bias), array(norms), len(norms), first, n, width,
+        strided(out), out.stride(0), *map(array, sums), *columns, apart, array(joining), array(factor),
+        suffix="" if rounded is None else "_bf16",
     )  # fmt: skip
-    return rounded, rest, moment, top
+    return joining, factor
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
@@ -78,6 +85,20 @@ def norms_about(weight: Tensor, centre: Tensor) -> Tensor:
     return out
 
 
+def mean_row(
+    summed: Tensor, weight: Tensor, centre: Tensor, sums: ClassSums, uncentred: Tensor | None, reach: bool
+) -> MeanRow:
+    """See :func:`.reference.mean_row`; ``summed`` contiguous."""
+    weight, centre, given = dense(weight), dense(centre), sums.rest.new_empty(0) if uncentred is None else uncentred
+    (n, m), d = summed.shape, len(weight)
+    out = sums.rest.new_empty(3, n)
+    launch(
+        "mean_row", [summed, centre], array(summed), array(weight), array(centre), array(sums.top), array(sums.rest),
+        array(given), n, d, m, array(out), suffix=_weight_suffix("mean_row", weight, summed),
+    )  # fmt: skip
+    return MeanRow(out[0], out[1], out[2] if reach else None)
+
+
 def rejoin(summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, factor: Tensor) -> None:
     """See :func:`.reference.rejoin`; ``summed``, ``top`` and ``factor`` contiguous."""
     weight = dense(weight)
@@ -91,16 +112,18 @@ def rejoin(summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, f
 
 
 def spread(
-    features: Tensor, maximum: Tensor, mean: Tensor, weight: Tensor, centre: Tensor, bias: Tensor, chosen: Tensor
+    features: Tensor, maximum: Tensor, mean: Tensor, weight: Tensor, centre: Tensor | None, bias: Tensor, chosen: Tensor
 ) -> Tensor:
-    """See :func:`.reference.spread`."""
+    """See :func:`.reference.spread`; ``maximum`` and ``chosen`` contiguous."""
     features, mean, weight, bias = (dense(t) for t in (features, mean, weight, bias))
     (n, m), d = features.shape, len(weight)
-    out = features.new_empty(n, dtype=torch.float64)
+    given_centre = features.new_empty(0) if centre is None else dense(centre)
+    out, rows = features.new_empty(n, dtype=torch.float64), features.new_empty(n + 1, dtype=torch.int64)
+    partial = out.new_empty(n, module().spread_splits(d))
     launch(
-        "spread", [features, maximum, mean, centre, bias],
-        array(features), array(maximum), array(mean), array(weight), array(centre), array(bias), array(chosen),
-        n, d, m, array(out), suffix=_weight_suffix("spread", weight, features),
+        "spread", [features, maximum, mean, given_centre, bias],
+        array(features), array(maximum), array(mean), array(weight), array(given_centre), array(bias), array(chosen),
+        n, d, m, array(rows), array(partial), array(out), suffix=_weight_suffix("spread", weight, features),
     )  # fmt: skip
     return out
 

@@ -6,7 +6,7 @@ results are float64.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -113,22 +113,85 @@ def exponentiate(
     return rest, moment, torch.where(raised, top.squeeze(1), -1)
 
 
-def exponentiate_rounded(
-    logits: Tensor, bias: Tensor | None, row_norms: Tensor, maximum: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return :func:`exponentiate` of ``logits + bias`` in bfloat16, 0 at raised maxima; the logits may be lost.
+class ClassSums(NamedTuple):
+    """Hold sums over each row's classes but the most probable one t, relative to its exp(z).
+
+    Attributes:
+        maximum: z_t, (n,) in the logits' dtype; -inf before the first class.
+        top: t, (n,) int64; -1: there is none.
+        rest: ``Σ e_s`` with e_s = exp(z_s - z_t), (n,) float64.
+        moment: ``Σ e_s |w_s|²``, (n,) float64.
+    """
+
+    maximum: Tensor
+    top: Tensor
+    rest: Tensor
+    moment: Tensor
+
+
+def exponentiate_tile(
+    logits: Tensor,
+    bias: Tensor | None,
+    norms: Tensor,
+    first: int,
+    sums: ClassSums,
+    rounded: Tensor | None = None,
+    own: ClassSums | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Replace a tile of each row's logits by e = exp(z - maximum), in place, and add it to the row's sums.
+
+    Where the tile has a larger logit than the tiles before, its class becomes the row's most probable one: e is 0 at
+    its place, and the class that was the most probable one before joins the others.
+
+    Args:
+        logits: (n, width), of the classes from ``first`` on; its rows may be apart.
+        bias: (d,) of all classes, which is added to the logits; None: 0.
+        norms: ``|w_s|²`` of all classes, (d,).
+        first: the tile's first class.
+        sums: over the tiles before, (n,) each; takes the tile in, in place.
+        rounded: (n, width) bfloat16, takes e in place of the logits, which are lost; sums are those of what it takes.
+        own: takes the tile's own sums, (n,) each, maybe columns of a matrix: ``rest`` and ``moment`` relative to
+            ``maximum``, that of the row after this tile; ``top`` is the class that raised it, -1: none did.
 
     Returns:
-        The values (n, d), rounded once; ``rest`` and the sums weighted by ``row_norms`` (n,), of the rounded values;
-        the places of the maxima (n,).
+        What :func:`rejoin` takes: the classes (n,) that joined the others, -1 where none did, and the factors (n,) from
+        the old maximum to the new one, float64.
     """
-    logits = logits if bias is None else logits + bias
-    _, _, top = exponentiate(logits, None, 0.0, maximum)
-    rounded = logits.bfloat16()
-    values = rounded.to(logits.dtype)
-    sums = values.sum(dim=1, dtype=torch.float64), row_dots(values, row_norms.expand_as(values))
-    rest, moment = (rows.masked_fill_(maximum == torch.inf, torch.nan) for rows in sums)
-    return rounded, rest, moment, top
+    return add_tile(exponentiate, logits, bias, norms, first, sums, rounded, own)
+
+
+def add_tile(
+    exponentiate: Callable[[Tensor, Tensor | None, float, Tensor], tuple[Tensor, Tensor | None, Tensor]],
+    logits: Tensor,
+    bias: Tensor | None,
+    norms: Tensor,
+    first: int,
+    sums: ClassSums,
+    rounded: Tensor | None,
+    own: ClassSums | None,
+) -> tuple[Tensor, Tensor]:
+    """Do what :func:`exponentiate_tile` does by a backend's :func:`exponentiate`."""
+    before, tile = sums.maximum.clone(), slice(first, first + logits.shape[1])
+    if bias is not None:
+        logits.add_(bias[tile])
+    rest, moment, place = exponentiate(logits, None if rounded is not None else norms[tile], 0.0, sums.maximum)
+    if rounded is not None:
+        values = rounded.copy_(logits).to(logits.dtype)
+        both = values.sum(dim=1, dtype=torch.float64), row_dots(values, norms[tile].expand_as(values))
+        rest, moment = (rows.masked_fill_((place >= 0) & (sums.maximum == torch.inf), torch.nan) for rows in both)
+    assert moment is not None
+    raised = place >= 0
+    joining, top = torch.where(raised, sums.top, -1), place.add_(first)
+    joined = joining >= 0
+    factor = torch.where(joined, (before - sums.maximum).double().exp(), 1.0)
+    joined_norms = torch.where(joined, norms[joining.clamp_min(0)], 0.0)
+    sums.rest.add_(joined).mul_(factor).add_(rest)
+    sums.moment.add_(joined_norms).mul_(factor).add_(moment)
+    sums.top.copy_(torch.where(raised, top, sums.top))
+    if own is not None:
+        for column, values in zip(own, (sums.maximum, torch.where(raised, top, -1), rest, moment), strict=True):
+            column.copy_(values)
+    return joining, factor
 
 
 def norms_about(weight: Tensor, centre: Tensor) -> Tensor:
@@ -154,17 +217,74 @@ def rejoin(summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, f
         summed[index] = (summed[index] + rows) * factor[index].unsqueeze(1).to(summed.dtype)
 
 
+class MeanRow(NamedTuple):
+    """Hold squared lengths, (n,) float64, in which w_t is the row of a sample's most probable class.
+
+    Attributes:
+        others: of the mean of the other classes' rows.
+        away: of that mean less w_t.
+        reach: of ``Σ e_s w_s + w_t``; None where it was not asked for.
+    """
+
+    others: Tensor
+    away: Tensor
+    reach: Tensor | None
+
+
+def mean_row(
+    summed: Tensor, weight: Tensor, centre: Tensor, sums: ClassSums, uncentred: Tensor | None, reach: bool
+) -> MeanRow:
+    """Turn ``Σ e_s w_s`` over all classes but t into the mean of the rows of the weight, in place.
+
+    The lengths are those of rows less ``centre``.
+
+    Args:
+        summed: (n, m).
+        weight: (d, m), may be in half precision.
+        centre: (m,).
+        sums: those of each row over the same classes.
+        uncentred: (n,) float64, ``Σ e_s`` of what is in ``summed``, if that is of the rows as they are, and so will the
+            mean be; None: both are of the rows less the centre.
+        reach: whether that is wanted.
+    """
+    return mean_row_by(row_dots, summed, weight, centre, sums, uncentred, reach)
+
+
+def mean_row_by(
+    dots: Callable[[Tensor, Tensor], Tensor],
+    summed: Tensor,
+    weight: Tensor,
+    centre: Tensor,
+    sums: ClassSums,
+    uncentred: Tensor | None,
+    reach: bool,
+) -> MeanRow:
+    """Do what :func:`mean_row` does by a backend's :func:`row_dots`."""
+    dtype = summed.dtype
+    if uncentred is not None:
+        summed.addr_(uncentred.to(dtype), centre, alpha=-1)
+    top = promoted(weight[sums.top.clamp_min(0)]).sub_(centre)
+    whole = dots(*[summed + top] * 2) if reach else None
+    mean = summed.div_(sums.rest.to(dtype).clamp_min(torch.finfo(dtype).tiny).unsqueeze(1))
+    others, away = dots(mean, mean), top.neg_().add_(mean)
+    lengths = MeanRow(others, dots(away, away), whole)
+    mean.addcmul_(away, (-1 / (1 + sums.rest)).unsqueeze(1).to(dtype))
+    if uncentred is not None:
+        mean.add_(centre)
+    return lengths
+
+
 def spread(
-    features: Tensor, maximum: Tensor, mean: Tensor, weight: Tensor, centre: Tensor, bias: Tensor, chosen: Tensor
+    features: Tensor, maximum: Tensor, mean: Tensor, weight: Tensor, centre: Tensor | None, bias: Tensor, chosen: Tensor
 ) -> Tensor:
     """Return ``Σ_s exp(⟨φ_i, w_s - centre⟩ + b_s - maximum_i) |w_s - centre - mean_i|²``, (n,), 0 in rows not chosen.
 
-    An error in ``mean`` (n, m) enters squared. ``weight`` (d, m) may be in half precision.
+    An error in ``mean`` (n, m) enters squared. ``weight`` (d, m) may be in half precision; ``centre`` None: 0.
     """
     total = torch.zeros(len(features), dtype=torch.float64, device=features.device)
     index = chosen.nonzero().squeeze(1)
     if len(index):
-        rows = promoted(weight) - centre
+        rows = promoted(weight) if centre is None else promoted(weight) - centre
         scores = torch.addmm(bias, features[index], rows.t()).sub_(maximum[index].unsqueeze(1)).exp_()
         distances = torch.cdist(mean[index], rows, compute_mode="donot_use_mm_for_euclid_dist").square()
         total[index] = row_dots(scores, distances)
@@ -257,10 +377,15 @@ def products(gradients: Tensor, geometry: Geometry, factor: Tensor | None, weigh
     return Products(_squares(gradients), gram_weighted, _squares(weighted), by_column, weighted.sum(dim=3).flatten(1))
 
 
+def patches(inputs: Tensor, geometry: Geometry) -> Tensor:
+    """Return patches φ_p, (n, G, P, m), of any strides."""
+    return geometry.patches(inputs)
+
+
 def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:
     """Return ``⟨φ_p, φ_p'⟩`` for all pairs of positions, (n, G, P, P) in the inputs' dtype."""
-    patches = geometry.patches(inputs)
-    return patches @ patches.transpose(2, 3)
+    rows = geometry.patches(inputs)
+    return rows @ rows.transpose(2, 3)
 
 
 def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class SoftmaxVariance:
         self._chunk = max(1, entries // (2 * d))
         self._prepared: Tensor | None = None  # by the first call of `total`
         if self.route == "rows":
-            self._wide = WideHead(weight.contiguous(), centre(weight), shifted(bias, weight), backend, memory, rtol)
+            self._wide = WideHead(weight.contiguous(), centre(weight), bias, backend, memory, rtol)
 
     def __call__(self, features: Tensor) -> Tensor:
         """Return values (n,) float64 of features (n, m); a row with NaN or infinity in it gives a non-finite value."""

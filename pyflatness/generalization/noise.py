@@ -31,7 +31,8 @@ def truncated_normal_noise(features: Tensor, delta: float, *, draws: int = 1, se
         features: φ, (…, m), floating-point.
         delta: δ, positive.
         draws: how many for each feature vector.
-        seed: of a generator of its own; the global random state is left alone.
+        seed: of a generator of its own on the features' device, where another device has other numbers; the global
+            random state is left alone.
 
     Returns:
         (draws, …, m), of the features' dtype (at least float32) and device; 0 where φ is.
@@ -91,13 +92,14 @@ def radii(count: int, m: int, generator: torch.Generator) -> Tensor:
     return torch.cat(kept) if kept else torch.empty(0, dtype=torch.float64, device=generator.device)
 
 
-def orthonormal(groups: int, rows: int, m: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+def orthonormal(groups: int, rows: int, m: int, generator: torch.Generator, like: Tensor) -> Tensor:
     """Return the first rows (groups, rows, m) of Haar-distributed orthogonal matrices, independent by group.
 
-    The Q factor of a Gaussian matrix, with the signs of R's diagonal fixed: QR alone is not uniform.
+    The Q factor of a Gaussian matrix, with the signs of R's diagonal fixed: QR alone is not uniform. Its numbers are of
+    the dtype of ``like``, and go from the generator's device to that of ``like``.
     """
-    normal = torch.randn(groups, m, rows, generator=generator, dtype=dtype, device=generator.device)
-    q, r = torch.linalg.qr(normal)
-    signs = torch.where(r.diagonal(dim1=1, dim2=2) < 0, -1.0, 1.0).to(dtype)
+    normal = torch.randn(groups, m, rows, generator=generator, dtype=like.dtype, device=generator.device)
+    q, r = torch.linalg.qr(normal.to(like.device))
+    signs = torch.where(r.diagonal(dim1=1, dim2=2) < 0, -1.0, 1.0).to(like.dtype)
     rows_of: Tensor = (q * signs.unsqueeze(1)).transpose(1, 2)
     return rows_of

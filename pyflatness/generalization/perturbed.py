@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import interrupts
-from ..contractions import promoted, promoted_dtype
+from ..contractions import promoted
 from ..errors import InputError
 from ..model import calling, layers, uses
 from .noise import orthonormal
@@ -137,13 +137,12 @@ class Turns:
     def __init__(self, layer: nn.Module, generator: torch.Generator) -> None:
         matrix, _ = layers.matrix(layer)
         groups = layers.groups(layer)
-        self._dtype = promoted_dtype(matrix.dtype)
-        parts = matrix.to(self._dtype).view(groups, -1, matrix.shape[1]) if groups > 1 else matrix.to(self._dtype)[None]
+        parts = promoted(matrix).unflatten(0, (groups, -1))
         self._left = torch.linalg.qr(parts.transpose(1, 2)).R.transpose(1, 2)  # (groups, d / groups, rows)
         self._layer, self._generator, self.features = layer, generator, matrix.shape[1]
 
     def draw(self) -> Tensor:
         """Return a draw of wA, as a tensor of the shape of the layer's weight."""
         groups, _, rows = self._left.shape
-        turned = self._left @ orthonormal(groups, rows, self.features, self._generator, self._dtype)
+        turned = self._left @ orthonormal(groups, rows, self.features, self._generator, self._left)
         return layers.as_weight(self._layer, turned.flatten(0, 1))

@@ -50,9 +50,10 @@ class LayerForm:
         self._kind = kind = layers.kind_of(module)
         self._options = options
         weight = layers.matrix(module)[0]
-        self.backend = contractions.choose(options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
+        dtype = contractions.promoted_dtype(weight.dtype)
+        self.backend = contractions.choose(options.backend, weight.device, dtype, "layers")
         self._dense = options.conv == "affine" and kind.space > 0
-        self._memory = Budget(options.memory).buffers
+        self._memory = Budget(options.memory, device=weight.device).buffers
         self._sizes: set[tuple[int, ...]] = set()
         self._contraction: LayerContraction | None = None
         self._factor: Tensor | None = None
@@ -68,7 +69,12 @@ class LayerForm:
             return DenseContraction(dense, self.backend, self.quantities)
         if self._contraction is None:
             self._contraction = LayerContraction(
-                self.weight(run), self._kind.geometry, self.backend, self.quantities, memory=self._memory
+                self.weight(run),
+                self._kind.geometry,
+                self.backend,
+                self.quantities,
+                memory=self._memory,
+                convolution=self._kind.space > 0,
             )
         return self._contraction
 

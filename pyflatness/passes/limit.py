@@ -4,6 +4,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
 from ..errors import InputError
 from ..messages import duration
 
@@ -17,7 +21,8 @@ def check_passes(
         needed: backward passes or Hessian products of a micro-batch.
         most: ``max_passes=`` of the user.
         what: takes them and how many they are, the beginning of the message.
-        one: makes one of them; it is called, to see how long it takes, before the error is raised.
+        one: makes one of them, and returns tensors of it; it is called, to see how long it takes, before the error is
+            raised.
         samples: of the micro-batch.
         by_hessian: whether they are Hessian products, which the GGN value does without.
 
@@ -26,9 +31,9 @@ def check_passes(
     """
     if needed <= most:
         return
-    one()  # the first one has more to do
+    _wait_for(one())  # the first one has more to do
     start = time.perf_counter()
-    one()
+    _wait_for(one())
     seconds = time.perf_counter() - start
     ggn = "; or curvature='ggn' for the GGN value, another number" if by_hessian else ""
     raise InputError(
@@ -36,3 +41,9 @@ def check_passes(
         f"the {seconds:.2g} s that one took; pass max_passes={needed} to take that time, or probes= for a value "
         f"sampled from fewer, with a standard error{ggn}"
     )
+
+
+def _wait_for(made: Any) -> None:
+    """Wait until these tensors are there: a GPU begins when the host has asked for them."""
+    for device in {leaf.device for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and leaf.is_cuda}:
+        torch.cuda.synchronize(device)

@@ -13,12 +13,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def gpu_head(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    before = set(sys.modules)
-    yield __import__("gpu_head")
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+def gpu_head(benchmark_modules):
+    return benchmark_modules("gpu_head")
 
 
 def test_rows_of_heads(gpu_head):

@@ -15,29 +15,33 @@ def arguments(name, device, dtype=torch.float32):
     )
     out, moment, n = (torch.ones(4, dtype=torch.float64, device=device) for _ in range(3))
     place, chosen = torch.zeros(4, dtype=torch.int64, device=device), torch.ones(4, dtype=torch.bool, device=device)
-    low, half = torch.zeros(4, dtype=dtype, device=device), torch.ones(4, 3, dtype=torch.bfloat16, device=device)
+    list_, parts = torch.zeros(5, dtype=torch.int64, device=device), out.new_ones(4, cuda.module().spread_splits(3))
+    low = torch.zeros(4, dtype=dtype, device=device)
+    sums = low, place, out, moment
+    columns = [torch.zeros(7, dtype=rows.dtype, device=device) for rows in sums]  # every other element
     return {
         "pair_distances": [w, 3, 5, square],
         "softmax_variance": [x, 5, w, b, square, 4, 5, 3, out],
         "exponentiate": [z, b, 1.0, 4, 3, low, out, moment, place],
-        "exponentiate_rounded": [z, b, b.clone(), 4, 3, low, half, out, moment, place],
+        "exponentiate_tile": [z, 3, b, b.clone(), 3, 0, 4, 3, z.clone(), 3, *sums, *columns, 2, place.clone(), n],
         "row_dots": [x, 5, x, 5, 4, 5, out],
         "sigmoid_curvature": [z, z, b, 4, 3, out],
         "norms_about": [w, c, 3, 5, b],
         "rejoin": [x, w, c, place, n, 4, 3, 5],
-        "spread": [x, low, x, w, c, b, chosen, 4, 3, 5, out],
+        "mean_row": [x, w, c, place, out, moment, 4, 3, 5, torch.ones(12, dtype=torch.float64, device=device)],
+        "spread": [x, low, x, w, c, b, chosen, 4, 3, 5, list_, parts, out],
     }[name]
 
 
 KERNELS = [
-    "pair_distances", "softmax_variance", "exponentiate", "exponentiate_rounded", "row_dots", "sigmoid_curvature",
-    "norms_about", "rejoin", "spread",
+    "pair_distances", "softmax_variance", "exponentiate", "exponentiate_tile", "row_dots", "sigmoid_curvature",
+    "norms_about", "rejoin", "mean_row", "spread",
 ]  # fmt: skip
-OPTIONAL = {("exponentiate", 1), ("exponentiate_rounded", 1), ("rejoin", 2)}  # null where it has no elements
+OPTIONAL = {("exponentiate", 1), ("exponentiate_tile", 2), ("rejoin", 2), ("mean_row", 5), ("spread", 4)}  # may be null
 
 
 def call(name, values, dtype=torch.float32):
-    suffix = "_bf16" if name == "exponentiate_rounded" else "_f32" if dtype == torch.float32 else "_f64"
+    suffix = "_f32" if dtype == torch.float32 else "_f64"
     plain = [(v.data_ptr(), v.numel()) if isinstance(v, torch.Tensor) else v for v in values]
     stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
     return getattr(cuda.module(), name + suffix)(*plain, stream)
@@ -46,8 +50,6 @@ def call(name, values, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", KERNELS)
 def test_wrong_element_counts_are_refused(cuda_device, name, dtype):
-    if name == "exponentiate_rounded" and dtype == torch.float64:
-        pytest.skip("float32 only")
     values = arguments(name, cuda_device, dtype)
     call(name, values, dtype)
     for place in (place for place, value in enumerate(values) if isinstance(value, torch.Tensor)):

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyflatness import BackendError
 from pyflatness.contractions import SoftmaxVariance, cuda, reference
+from pyflatness.contractions.reference import ClassSums
 from support import truth
 from support.truth import exact_formula_error, tolerance
 
@@ -87,6 +88,12 @@ def test_softmax_variance(cuda_device, dtype, shape):
         return
     expected, limit = expected_and_limit(features, weight, bias)
     assert relative(found, expected) < limit
+
+
+def test_no_features(cuda_device):
+    """Every logit is the bias, and every row of the weight the same: none."""
+    features, weight, bias = head(cuda_device, 5, 30, 0, torch.float32)
+    assert fused(features, weight, bias).tolist() == [0.0] * 5
 
 
 def test_weights_too_large_for_shared_memory(cuda_device):
@@ -189,26 +196,59 @@ def test_exponentiate_a_row_longer_than_shared_memory(cuda_device, dtype):
     same_exponentials((*found, logits), (*reference.exponentiate(copies[0], norms, 1.0, copies[1]), copies[0]), 1e-5)
 
 
+KINDS = [(torch.float32, None), (torch.float64, None), (torch.float32, torch.bfloat16)]  # of logits, of what is rounded
+
+
+def class_sums(device, n, dtype):
+    rest, moment = torch.zeros(2, n, dtype=torch.float64, device=device)
+    maximum = torch.full((n,), -math.inf, dtype=dtype, device=device)
+    return ClassSums(maximum, torch.full((n,), -1, device=device), rest, moment)
+
+
+def tiles(backend, device, logits, widths, bias, norms, rounded, padding):
+    """All results of a backend, tile by tile: values, what joined, running sums, the tiles' own sums."""
+    n, dtype = len(logits), logits.dtype
+    sums, found, first = class_sums(device, n, dtype), [], 0
+    own = ClassSums(*(torch.zeros(n, len(widths), dtype=rows.dtype, device=device) for rows in sums))
+    for k, width in enumerate(widths):
+        values = torch.full((n, width + padding), 7.0, dtype=dtype, device=device)
+        values[:, :width] = logits[:, first : first + width]
+        out = None if rounded is None else torch.full_like(values, 7.0, dtype=rounded)
+        columns = ClassSums(*(matrix[:, k] for matrix in own)) if k else None  # the first tile's are not asked for
+        part = None if out is None else out[:, :width]
+        joined = backend.exponentiate_tile(values[:, :width], bias, norms, first, sums, part, columns)
+        written = values if out is None else out
+        assert (written[:, width:] == 7).all()
+        found += [written[:, :width].clone(), *joined, *(rows.clone() for rows in sums)]
+        first += width
+    return [*found, *own]
+
+
+@pytest.mark.parametrize(("dtype", "rounded"), KINDS)
 @pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("d", [1, 10, 64, 333])
-def test_exponentiate_rounded(cuda_device, biased, d):
-    logits = 3 * draw(cuda_device, 5, d)
-    logits[1, d // 2] = math.nan
-    logits[2, 0] = math.inf
-    bias = draw(cuda_device, d, seed=5) if biased else None
-    norms = draw(cuda_device, d, seed=4).square()
-    maximum = torch.full((5,), -math.inf, device=cuda_device)
-    maximum[3] = 50.0
-    copies = logits.clone(), maximum.clone()
-    values, rest, moment, top = cuda.exponentiate_rounded(logits, bias, norms, maximum)
-    expected = reference.exponentiate_rounded(copies[0], bias, norms, copies[1])
-    same_exponentials((values, rest, moment, top), expected, 2**-7)  # exponentials on two sides of a rounding
-    assert maximum.equal(copies[1])
-    kept = [0, 3, 4]
-    exact = values[kept].double()
-    torch.testing.assert_close(rest[kept], exact.sum(dim=1), rtol=1e-6, atol=0)
-    torch.testing.assert_close(moment[kept], (exact * norms.double()).sum(dim=1), rtol=1e-6, atol=0)
-    assert values[0, top[0]] == 0
+@pytest.mark.parametrize(("widths", "padding"), [((1, 1, 1), 0), ((10, 64, 7), 0), ((9, 70, 3), 1), ((8, 333), 11)])
+def test_exponentiate_tile(cuda_device, dtype, rounded, biased, widths, padding):
+    """Maxima in every tile, ties, masked classes, NaN and infinity; rows that begin at an access of 16 bytes or not."""
+    d = sum(widths)
+    logits = 3 * draw(cuda_device, 8, d, dtype=dtype)
+    logits[1, d // 2], logits[2, 0] = math.nan, math.inf
+    logits[3, d - 1], logits[4, 0] = 50.0, 50.0  # the most probable class in the last tile, in the first
+    logits[5], logits[6, : widths[0]] = -math.inf, -math.inf
+    logits[7] = logits[7, :1]  # all the same: the first is the maximum
+    bias = None if not biased else draw(cuda_device, d, dtype=dtype, seed=5)
+    norms = draw(cuda_device, d, dtype=dtype, seed=4).square()
+    given = logits, widths, bias, norms, rounded, padding
+    found, expected = (tiles(backend, cuda_device, *given) for backend in (cuda, reference))
+    limit = 2**-7 if rounded else 1e-5 if dtype == torch.float32 else 1e-13  # exponentials on two sides of a rounding
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=limit, atol=1e-30, equal_nan=True)
+    if not biased:
+        assert int(found[4][7]) == 0
+    values, rest, moment = (found[i].double() for i in (0, 5, 6))  # the first tile: exact sums
+    kept = [0, 3, 4, 6, 7]
+    torch.testing.assert_close(rest[kept], values[kept].sum(dim=1), rtol=1e-6, atol=0)
+    exact = (values * norms[: widths[0]].double()).sum(dim=1)
+    torch.testing.assert_close(moment[kept], exact[kept], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -267,6 +307,29 @@ def test_rows_of_the_weight(cuda_device, dtype, stored, shape):
     expected = reference.spread(*(t.double() for t in (features, maximum, mean)), *doubles, bias.double(), chosen)
     torch.testing.assert_close(found, expected, rtol=limit, atol=0)
     assert found[~chosen].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(("dtype", "stored"), PAIRS)
+@pytest.mark.parametrize("uncentred", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 9), (5, 600), (3, 64)])
+def test_mean_row(cuda_device, dtype, stored, shape, uncentred):
+    """About a centre or not; a row without other classes, one without any class."""
+    (d, m), n = shape, 5
+    weight, centre = draw(cuda_device, d, m).to(stored), draw(cuda_device, m, dtype=dtype, seed=1)
+    summed = draw(cuda_device, n, m, dtype=dtype, seed=2)
+    rest = draw(cuda_device, n, dtype=torch.float64, seed=3).exp()
+    rest[1], summed[1] = 0, 0
+    top = torch.tensor([0, d - 1, d // 2, -1, d - 1], device=cuda_device)
+    inside = rest * 0.75 if uncentred else None
+    sums = ClassSums(rest.to(dtype), top, rest, rest)
+    expected = summed.double().clone()
+    lengths = reference.mean_row(expected, weight.double(), centre.double(), sums, inside, True)
+    found = cuda.mean_row(summed, weight, centre, sums, inside, True)
+    limit = 2e-6 if dtype == torch.float32 else 1e-13
+    for ours, theirs in zip(found, lengths, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=50 * limit, atol=0)
+    torch.testing.assert_close(summed.double(), expected, rtol=limit, atol=50 * limit)
+    assert cuda.mean_row(summed, weight, centre, sums, inside, False).reach is None
 
 
 @pytest.mark.parametrize("stored", HALVES)
@@ -344,8 +407,8 @@ def test_the_host_waits_for_nothing(cuda_device, route, dtype):
 
 def test_wrong_tensors_are_refused(cuda_device):
     x = draw(cuda_device, 3, 4)
-    with pytest.raises(BackendError, match=r"wants float32 logits, got torch\.float64"):
-        cuda.exponentiate_rounded(x.double(), None, x[0].double(), x[:, 0].double())
+    with pytest.raises(BackendError, match=r"torch\.float64 logits become float32 or bfloat16, not torch\.bfloat16"):
+        cuda.exponentiate_tile(x.double(), None, x[0], 0, class_sums(cuda_device, 3, x.dtype), x.bfloat16())
     with pytest.raises(BackendError, match=r"the weight is torch\.bfloat16 on .* beside it torch\.float64"):
         cuda.norms_about(x.bfloat16(), x[0].double())
     with pytest.raises(BackendError, match="of one dtype"):

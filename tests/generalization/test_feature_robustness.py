@@ -44,7 +44,7 @@ def moved(model, name, weight):
 
 def test_orthonormal_rows_are_uniform():
     """First two moments of the Haar measure: E q = 0, E q_ij q_kl = δ_ik δ_jl / m; QR without signs fails the first."""
-    q = noise.orthonormal(40_000, 3, 3, torch.Generator().manual_seed(0), torch.float64)
+    q = noise.orthonormal(40_000, 3, 3, torch.Generator().manual_seed(0), torch.ones((), dtype=torch.float64))
     torch.testing.assert_close(q @ q.transpose(1, 2), torch.eye(3).double().expand_as(q), rtol=0, atol=1e-12)
     flat = q.flatten(1)
     error = 4 / 40_000**0.5
