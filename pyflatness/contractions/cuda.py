@@ -7,6 +7,7 @@ from .cuda_device import HALF, emulated, launch, missing, module, unavailable
 from .cuda_head import (
     exponentiate,
     exponentiate_tile,
+    mean_row,
     norms_about,
     pair_distances,
     rejoin,
@@ -15,21 +16,23 @@ from .cuda_head import (
     softmax_variance,
     spread,
 )
-from .cuda_layers import direct, factored_gram, gram, patch_gram
+from .cuda_layers import patches, products
+from .reference import gram, patch_gram
 
 __all__ = [
     "HALF",
-    "direct",
     "emulated",
     "exponentiate",
     "exponentiate_tile",
-    "factored_gram",
     "gram",
+    "mean_row",
     "missing",
     "module",
     "norms_about",
     "pair_distances",
     "patch_gram",
+    "patches",
+    "products",
     "rejoin",
     "row_dots",
     "sigmoid_curvature",

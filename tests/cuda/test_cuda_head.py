@@ -90,6 +90,12 @@ def test_softmax_variance(cuda_device, dtype, shape):
     assert relative(found, expected) < limit
 
 
+def test_no_features(cuda_device):
+    """Every logit is the bias, and every row of the weight the same: none."""
+    features, weight, bias = head(cuda_device, 5, 30, 0, torch.float32)
+    assert fused(features, weight, bias).tolist() == [0.0] * 5
+
+
 def test_weights_too_large_for_shared_memory(cuda_device):
     features, weight, bias = head(cuda_device, 5, 64, 700, torch.float32, spread=0.1)
     expected, limit = expected_and_limit(features, weight, bias)
@@ -301,6 +307,29 @@ def test_rows_of_the_weight(cuda_device, dtype, stored, shape):
     expected = reference.spread(*(t.double() for t in (features, maximum, mean)), *doubles, bias.double(), chosen)
     torch.testing.assert_close(found, expected, rtol=limit, atol=0)
     assert found[~chosen].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(("dtype", "stored"), PAIRS)
+@pytest.mark.parametrize("uncentred", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 9), (5, 600), (3, 64)])
+def test_mean_row(cuda_device, dtype, stored, shape, uncentred):
+    """About a centre or not; a row without other classes, one without any class."""
+    (d, m), n = shape, 5
+    weight, centre = draw(cuda_device, d, m).to(stored), draw(cuda_device, m, dtype=dtype, seed=1)
+    summed = draw(cuda_device, n, m, dtype=dtype, seed=2)
+    rest = draw(cuda_device, n, dtype=torch.float64, seed=3).exp()
+    rest[1], summed[1] = 0, 0
+    top = torch.tensor([0, d - 1, d // 2, -1, d - 1], device=cuda_device)
+    inside = rest * 0.75 if uncentred else None
+    sums = ClassSums(rest.to(dtype), top, rest, rest)
+    expected = summed.double().clone()
+    lengths = reference.mean_row(expected, weight.double(), centre.double(), sums, inside, True)
+    found = cuda.mean_row(summed, weight, centre, sums, inside, True)
+    limit = 2e-6 if dtype == torch.float32 else 1e-13
+    for ours, theirs in zip(found, lengths, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=50 * limit, atol=0)
+    torch.testing.assert_close(summed.double(), expected, rtol=limit, atol=50 * limit)
+    assert cuda.mean_row(summed, weight, centre, sums, inside, False).reach is None
 
 
 @pytest.mark.parametrize("stored", HALVES)
