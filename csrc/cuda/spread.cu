@@ -109,12 +109,18 @@ __device__ void add_tile(Shared<T, W>& shared, const Spread<T, W>& call, int64_t
         stored[own] = load<kPack<W>>(slice.weight + (own * kApart + lane) * kPitch<W> + v);
 #pragma unroll
       for (int part = 0; part < kPack<W>; part += kPack<T>) {
-        const auto centre = load<kPack<T>>(slice.centre + v + part);
         T w[kOwn][kPack<T>];
 #pragma unroll
         for (int own = 0; own < kOwn; ++own)
 #pragma unroll
-          for (int q = 0; q < kPack<T>; ++q) w[own][q] = widen(stored[own].value[part + q]) - centre.value[q];
+          for (int q = 0; q < kPack<T>; ++q) w[own][q] = widen(stored[own].value[part + q]);
+        if (call.centre) {
+          const auto centre = load<kPack<T>>(slice.centre + v + part);
+#pragma unroll
+          for (int own = 0; own < kOwn; ++own)
+#pragma unroll
+            for (int q = 0; q < kPack<T>; ++q) w[own][q] -= centre.value[q];
+        }
 #pragma unroll
         for (int r = 0; r < kRows<T>; ++r) {
           const auto feature = load<kPack<T>>(slice.features[row + r] + v + part);
