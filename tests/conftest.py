@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 
 from pyflatness.contractions import compiled, cuda, reference
-from support import ROOT, emulated
+from support import ROOT, emulated, interpreted
 from support.combinations import CUDA_DEVICES, ENGINES
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=40)

@@ -1,13 +1,17 @@
 """Choose a backend, a module with the functions of :mod:`.reference`, by its name."""
 
+import importlib
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from ..errors import BackendError
 from . import compiled, cuda, reference
+from .precision import promoted_dtype
 
-NAMES = ("auto", "compiled", "reference")
+NAMES = ("auto", "compiled", "triton", "reference")
+_TRITON = f"{__package__}.triton_head"  # imported where it is asked for: Triton takes its time
 
 
 def check(name: str) -> None:
@@ -18,6 +22,8 @@ def check(name: str) -> None:
 
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
     """Return the backend for tensors of a device and dtype; ``"auto"`` takes the compiled one where it can run.
+
+    ``"triton"`` does the same as ``"auto"``: it has something for heads alone, see :func:`choose_for_head`.
 
     Raises:
         BackendError: no such backend, or ``"compiled"`` asked for and unable to run.
@@ -32,6 +38,25 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
     return reference if reason or (name == "auto" and kernels is cuda and not cuda.AUTOMATIC) else kernels
 
 
+def choose_for_head(name: str, weight: Tensor) -> ModuleType:
+    """Return the backend for a head with this weight; ``"triton"`` is one for half precision on a GPU.
+
+    Raises:
+        BackendError: see :func:`choose`; or ``"triton"`` asked for without a GPU or without Triton.
+    """
+    if name == "triton":
+        if not weight.is_cuda:
+            raise BackendError(f'backend="triton" runs on a GPU, the weight is on {weight.device}; pass backend="auto"')
+        try:
+            triton_head = importlib.import_module(_TRITON)
+        except ImportError as error:
+            hint = "pip install 'pyflatness[triton]'"
+            raise BackendError(f'backend="triton" needs Triton: {hint} ({error})') from error
+        if triton_head.multiplies(weight, weight):
+            return triton_head
+    return choose(name, weight.device, promoted_dtype(weight.dtype))
+
+
 def choose_for_few(name: str, device: torch.device, dtype: torch.dtype) -> tuple[ModuleType, torch.device]:
     """Return the backend for small things, and where they go: the CPU has kernels where a device has none.
 
@@ -43,5 +68,5 @@ def choose_for_few(name: str, device: torch.device, dtype: torch.dtype) -> tuple
 
 
 def describe(backend: ModuleType) -> str:
-    """Return the name that results carry: ``"compiled"`` or ``"reference"``."""
-    return "reference" if backend is reference else "compiled"
+    """Return the name that results carry: ``"compiled"``, ``"triton"`` or ``"reference"``."""
+    return "reference" if backend is reference else "triton" if backend.__name__ == _TRITON else "compiled"

@@ -21,7 +21,7 @@ values can be, and tiles are put back, heaviest first, until it fits. A threshol
 probability left out relative to 1 - p_t.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -63,7 +63,9 @@ class Plan(NamedTuple):
     """What that takes on top of features and weight."""
 
 
-def plan(n: int, d: int, m: int, dtype: torch.dtype, memory: int, *, half: bool, keeps: bool) -> Plan:
+def plan(
+    n: int, d: int, m: int, dtype: torch.dtype, memory: int, *, half: bool, keeps: bool, fused: bool = False
+) -> Plan:
     """Return how many rows and classes fit the memory.
 
     Args:
@@ -73,6 +75,7 @@ def plan(n: int, d: int, m: int, dtype: torch.dtype, memory: int, *, half: bool,
         dtype: in which is computed.
         memory: bytes; sixteen rows and classes are always taken.
         half: whether products are in half precision: logits and exponentials beside each other, no copy of weights.
+        fused: whether exponentials are made without logits, in half precision.
         keeps: whether the exponentials of all classes stay until tiles are chosen.
     """
     item = dtype.itemsize
@@ -88,9 +91,10 @@ def plan(n: int, d: int, m: int, dtype: torch.dtype, memory: int, *, half: bool,
         rows = _down(max(16, (memory - weights) // row))
     elif half:
         rows = _down(min(n, _MOST_ROWS, max(16, memory // (8 * m * item))))
-        tile = _down(max(16, (memory - 4 * rows * m * item) // (rows * (item + _HALF))))
+        entry = _HALF if fused else item + _HALF
+        tile = _down(max(16, (memory - 4 * rows * m * item) // (rows * entry)))
         tile = min(d, _up(-(-d // -(-d // tile))))  # all about as wide
-        weights, row = 0, (item + _HALF) * tile + 4 * m * item
+        weights, row = 0, entry * tile + 4 * m * item
     else:
         # scores, and five matrices of m columns: a tile of weights, features, their sum, its mean, a difference
         entries = memory // item
@@ -163,9 +167,10 @@ class WideHead:
         half = self._takes_half(features)
         (d, m), dtype = self._weight.shape, promoted_dtype(features.dtype)
         memory = self._memory
-        if half and self._backend is not cuda:
+        fused = self._fuses(features)
+        if half and not fused and self._backend is not cuda:
             memory //= 3  # torch's operations leave as much between them
-        planned = plan(len(features), d, m, dtype, memory, half=half, keeps=self._rtol > 0)
+        planned = plan(len(features), d, m, dtype, memory, half=half, fused=fused, keeps=self._rtol > 0)
         chunks: Iterable[Tensor] = features.split(planned.rows)
         if not half:
             chunks = map(promoted, chunks)  # each when its turn comes
@@ -179,11 +184,17 @@ class WideHead:
 
     def _takes_half(self, features: Tensor) -> bool:
         both = features.dtype == self._weight.dtype == torch.bfloat16
-        return both and (features.is_cuda or self._backend is cuda)
+        return both and (features.is_cuda or self._backend is cuda) or self._fuses(features)
 
-    def _tiles(self, width: int) -> list[slice]:
-        d = len(self._weight)
-        return [slice(start, min(start + width, d)) for start in range(0, d, width)]
+    def _fuses(self, features: Tensor) -> bool:
+        """Return whether a kernel makes exponentials from features and weight."""
+        takes: Callable[[Tensor, Tensor], bool] | None = getattr(self._backend, "multiplies", None)
+        return takes is not None and self._rtol == 0 and takes(features, self._weight)
+
+    def _tiles(self, width: int, before: int = 0) -> list[slice]:
+        """Return tiles of so many classes, with one of another number before them."""
+        starts = sorted({0, *range(before, len(self._weight), width)})
+        return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(self._weight)], strict=True)]
 
     def _matrix(self, which: slice, half: bool) -> Tensor:
         """Return rows of the weight as products take them: in half precision as they are, else centred."""
@@ -209,7 +220,7 @@ class WideHead:
 
         On a GPU its rows begin at multiples of 64 elements; products take several times as long where they do not.
         """
-        padded = _up(width) if features.is_cuda or self._backend is cuda else width
+        padded = _up(width) if features.is_cuda or self._backend is cuda or self._fuses(features) else width
         return features.new_empty(len(features), padded, dtype=dtype)[:, :width]
 
     def _start(self, features: Tensor) -> tuple[ClassSums, Tensor]:
@@ -221,6 +232,8 @@ class WideHead:
 
     def _all(self, features: Tensor, width: int) -> _Sums:
         """Return the sums of all tiles, both products of one after the other; the host waits for nothing."""
+        if self._fuses(features):
+            return self._all_fused(features, width)
         half = self._takes_half(features)
         sums, summed = self._start(features)
         for tile in self._tiles(width):
@@ -229,6 +242,22 @@ class WideHead:
             self._backend.rejoin(summed, self._weight, None if half else self._centre, *joins)
             _multiply_add(values, matrix, summed)
             del values, matrix  # before the next tile's are made
+        return _Sums(sums, summed, sums.rest, None)
+
+    def _all_fused(self, features: Tensor, width: int) -> _Sums:
+        """Return the same from a kernel that makes exponentials without their logits in memory."""
+        backend, weight = self._backend, self._weight
+        sums, summed = self._start(features)
+        for tile in self._tiles(width, backend.FIRST_TILE):
+            interrupts.check()
+            values = self._room(features, tile.stop - tile.start, features.dtype)
+            early, late, factor = backend.multiply_exponentiate(
+                features, weight[tile], self._added, self._norms, tile.start, sums, values
+            )
+            backend.rejoin(summed, weight, None, early, factor)
+            _multiply_add(values, weight[tile], summed)
+            backend.rejoin(summed, weight, None, late, factor)
+            del values  # before the next tile's are made
         return _Sums(sums, summed, sums.rest, None)
 
     def _few(self, features: Tensor, width: int, scale: Tensor) -> Bounded:
@@ -335,7 +364,8 @@ class WideHead:
         if centre is None:  # there logits are of the weight as it is
             mean.add_(self._centre)
         d, m = self._weight.shape
-        width = d if self._backend is cuda else max(1, self._memory // (4 * m * single.itemsize))  # of a copy
+        in_place = self._backend is cuda or self._fuses(features)
+        width = d if in_place else max(1, self._memory // (4 * m * single.itemsize))  # of a copy
         squares = torch.zeros_like(maximum, dtype=torch.float64)
         for tile in self._tiles(width):
             squares += self._backend.spread(single, maximum, mean, self._weight[tile], centre, self._bias[tile], chosen)

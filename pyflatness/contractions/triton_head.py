@@ -1,0 +1,190 @@
+"""Compute wide heads by kernels in Triton's language: the first product with the exponential in its epilogue.
+
+The functions are those of :mod:`.reference`; what is not here is plain torch, from there. Beside them
+:func:`multiply_exponentiate` makes a tile's exponentials without its logits in memory.
+
+Before a tile's product is done nobody knows a row's largest logit. So its exponentials are relative to z_0, the largest
+one of the tiles before: bfloat16 has the exponents of float32 and the same precision at every size, and the sums are
+scaled when the tile is done. Where a logit lies so far above z_0 that sums might overflow, the rows around it are done
+again relative to the tile's own maximum. That is decided on the GPU, and happens seldom if the first tile, which settles
+z_0 for the others, is a small one. In both cases the sums are those of the rounded exponentials as they are written.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import triton_kernels as kernels
+from .arrays import dense
+from .cuda_device import on_device
+from .reference import (
+    ClassSums,
+    exponentiate,
+    exponentiate_tile,
+    pair_distances,
+    sigmoid_curvature,
+    softmax_variance,
+)
+
+__all__ = [
+    "FIRST_TILE",
+    "exponentiate",
+    "exponentiate_tile",
+    "multiply_exponentiate",
+    "multiplies",
+    "norms_about",
+    "pair_distances",
+    "rejoin",
+    "row_dots",
+    "sigmoid_curvature",
+    "softmax_variance",
+    "spread",
+]
+
+FIRST_TILE = 256
+"""Classes of the tile that goes before the others, and is done twice."""
+
+_DTYPES = (torch.bfloat16,)
+_ACCESS = 8  # elements of half precision in 16 bytes, at a multiple of which rows must begin
+ROWS = {"ROWS": 4, "WIDTH": 512}  # that a block of threads takes at once
+SETTLED = {"ROWS": 16, "AT_ONCE": 32}  # rows, and blocks of classes at once
+SPREAD = {"ROWS": 4, "CLASSES": 16, "DEPTH": 64}  # that a block of threads takes at once
+_SPANS, _AT_ONCE = 256, 8  # blocks of threads that share the classes of a row, and the rows
+
+
+class Blocks(NamedTuple):
+    """Hold how the product is cut into blocks, and how a block is computed."""
+
+    rows: int
+    classes: int
+    depth: int
+    """Features at once."""
+    warps: int
+    stages: int
+    """Blocks of features that are in shared memory or on their way there."""
+
+
+LARGE, SMALL = Blocks(128, 256, 64, 8, 3), Blocks(128, 128, 32, 8, 2)
+_LARGE_MEMORY = 214040  # bytes of shared memory that `LARGE` takes
+
+
+def multiplies(features: Tensor, weight: Tensor) -> bool:
+    """Return whether :func:`multiply_exponentiate` takes features (n, m) and a weight (d, m)."""
+    aligned = all(
+        t.stride(0) % _ACCESS == 0 and t.stride(1) == 1 and t.data_ptr() % 16 == 0 for t in (features, weight)
+    )
+    return aligned and features.dtype == weight.dtype and features.dtype in _DTYPES
+
+
+def multiply_exponentiate(
+    features: Tensor, weight: Tensor, bias: Tensor | None, norms: Tensor, first: int, sums: ClassSums, values: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Write the exponentials of ``features @ weight.T + bias`` and add them to each row's sums, without the logits.
+
+    Args:
+        features: (n, m).
+        weight: (width, m), the classes from ``first`` on.
+        bias: (d,) of all classes; None: 0.
+        norms: ``|w_s|²`` of all classes, (d,).
+        first: the tile's first class.
+        sums: over the tiles before, (n,) each; takes the tile in, in place.
+        values: (n, width), takes the exponentials, 0 at the class that became a row's most probable one; its rows begin
+            at multiples of 16 bytes.
+
+    Returns:
+        What :func:`rejoin` takes. The first classes (n,) join the sums before those of ``values`` are added, since
+        ``values`` are relative to the new maximum in their rows. The second ones (n,) join afterwards, and so does the
+        factor (n,), float64, since ``values`` are relative to the old maximum. -1: none in this row.
+    """
+    (n, m), width, device = features.shape, len(weight), features.device
+    blocks = _blocks(device)
+    row_blocks, class_blocks = -(-n // blocks.rows), -(-width // blocks.classes)
+    reference, joins = sums.maximum.clone(), sums.top.new_empty(2, n)
+    parts = maxima, rests, moments = sums.maximum.new_empty(3, class_blocks, n)
+    order = torch.arange(row_blocks, dtype=torch.int32, device=device)
+    count, factor = order.new_full((1,), row_blocks), torch.empty_like(sums.rest)
+
+    def multiply() -> None:
+        _launch(
+            kernels.product, device, (min(row_blocks * class_blocks, _programs(device)),),
+            TensorDescriptor.from_tensor(features, [blocks.rows, blocks.depth]),
+            TensorDescriptor.from_tensor(weight, [blocks.classes, blocks.depth]),
+            TensorDescriptor.from_tensor(values, [blocks.rows, blocks.classes]),
+            None if bias is None else bias[first:], norms[first:], reference, order, count, *parts, n, width, m,
+            ROWS=blocks.rows, CLASSES=blocks.classes, DEPTH=blocks.depth,
+            num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+
+    multiply()
+    count.zero_()
+    _launch(
+        kernels.surpassed, device, (row_blocks,), maxima, reference, order, count, n, class_blocks,
+        ROWS=blocks.rows, AT_ONCE=SETTLED["AT_ONCE"],
+    )  # fmt: skip
+    multiply()
+    _launch(
+        kernels.settle, device, (-(-n // SETTLED["ROWS"]),), *parts, norms, reference, values, *sums, *joins, factor,
+        first, n, width, class_blocks, values.stride(0), **SETTLED, CLASSES=blocks.classes,
+    )  # fmt: skip
+    return joins[0], joins[1], factor
+
+
+def norms_about(weight: Tensor, centre: Tensor) -> Tensor:
+    """See :func:`.reference.norms_about`."""
+    return _dots(weight, weight, centre).to(centre.dtype)
+
+
+def row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """See :func:`.reference.row_dots`."""
+    return _dots(a, b, None)
+
+
+def _dots(a: Tensor, b: Tensor, centre: Tensor | None) -> Tensor:
+    a, b = dense(a), dense(b)
+    out = torch.empty(len(a), dtype=torch.float64, device=a.device)
+    _launch(kernels.dots, a.device, _grid(len(a)), a, b, centre, out, *a.shape, **ROWS)
+    return out
+
+
+def rejoin(summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, factor: Tensor) -> None:
+    """See :func:`.reference.rejoin`."""
+    arguments = summed, dense(weight), centre, top, factor, *summed.shape
+    _launch(kernels.rejoin, summed.device, _grid(len(summed)), *arguments, **ROWS)
+
+
+def spread(
+    features: Tensor, maximum: Tensor, mean: Tensor, weight: Tensor, centre: Tensor | None, bias: Tensor, chosen: Tensor
+) -> Tensor:
+    """See :func:`.reference.spread`; the host does not learn which rows are chosen."""
+    (n, m), d = features.shape, len(weight)
+    span = -(-d // _SPANS)
+    order = chosen.int().argsort(descending=True)
+    out = torch.zeros(_SPANS, n, dtype=torch.float64, device=features.device)
+    _launch(
+        kernels.spread, features.device, (_AT_ONCE, -(-d // span)), dense(features), maximum, dense(mean),
+        dense(weight), centre, dense(bias), order, chosen.sum(), out, n, d, m, SPAN=span, **SPREAD,
+    )  # fmt: skip
+    return out.sum(dim=0)
+
+
+def _blocks(device: torch.device) -> Blocks:
+    if device.type != "cuda":
+        return LARGE
+    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return LARGE if memory >= _LARGE_MEMORY else SMALL
+
+
+def _programs(device: torch.device) -> int:
+    """Return how many blocks of threads a device holds at once; a few where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def _grid(rows: int) -> tuple[int]:
+    return (-(-rows // ROWS["ROWS"]),)
+
+
+def _launch(kernel: Any, device: torch.device, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    on_device(device, kernel[grid], *arguments, **constants)
