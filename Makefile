@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test soak test-oldest test-gpu lint kernels-check kernels-check-aarch64 bench bench-cpu bench-gpu clean
+.PHONY: setup demo test soak test-oldest test-gpu lint kernels-check kernels-check-aarch64 kernels-prove bench bench-cpu bench-gpu clean
 
 setup: $(READY)
 
@@ -28,8 +28,9 @@ test: setup
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Long checks, for before a release: the grids whose pairs `make test` runs, with every combination; thousands of random
-# networks and interrupts; coverage of the intervals; a thousand damaged checkpoints and hostile ones.
-soak: setup
+# networks and interrupts; coverage of the intervals; a thousand damaged checkpoints and hostile ones; the CUDA kernels'
+# accesses and barriers.
+soak: setup kernels-prove
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m soak -n auto --dist worksteal
 	$(BIN)/python tests/soak/checkpoints.py
 
@@ -56,6 +57,11 @@ kernels-check: setup
 	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir)
 	$(BIN)/cmake --build build/cuda --target _cuda
 	PYTHONPATH=build/cuda/csrc/cuda $(BIN)/python -c "import _cuda; print('imported:', _cuda.__file__)"
+
+# The CUDA kernels emulated: under sanitizers, and without each of their barriers, which some test must notice.
+kernels-prove: setup
+	$(BIN)/python tests/soak/bounds.py
+	$(BIN)/python tests/soak/barriers.py
 
 # The CPU kernels for aarch64: by Debian's g++-aarch64-linux-gnu, their check run by qemu-user. Not a part of CI.
 AARCH64 := aarch64-linux-gnu

@@ -4,23 +4,25 @@
   the bare sweep (:mod:`bare`), ``took`` the sweep with pyflatness's contractions, ``composed`` with contractions
   composed in torch, ``reference`` with those of pyflatness in plain torch.
 - The same by a user's call, whose overhead on the host counts.
+- The eigenvalues of small symmetric matrices, as measures of Jacobians take them: the floor is to read and write them
+  at the rate of a copy in the same run; ``torch`` is torch's own on the GPU, ``CPU`` the kernels there and two copies.
 - A linear layer of a transformer block in bfloat16: the floor is the multiply-adds of the cheaper route at the rate of
   a 4096 × 4096 product in the same run.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import ModuleType
 
 import bare
 import torch
-from gpu_rows import Row, Works, milliseconds, peak_mib
+from gpu_rows import Row, Works, bandwidth, milliseconds, peak_mib
 from networks import images, measurable, resnet18, settled
 from torch import Tensor, nn
 
 import pyflatness as pf
-from pyflatness.contractions import Geometry, LayerContraction, cuda, reference
+from pyflatness.contractions import Geometry, LayerContraction, compiled, cuda, reference
 from pyflatness.model import layers
 
 MEMORY = 512 << 20
@@ -35,11 +37,13 @@ PRECISIONS = (
 def works(device: torch.device) -> Works:
     """Return what makes each row."""
     found: dict[str, Callable[[], Row]] = {}
+    model = functools.cache(lambda: settled(resnet18()).to(device))
     for convolutions, products in PRECISIONS:
         said = f"ResNet-18, n = 256, convolutions {convolutions}, products {products}"
         for take, name in ((network, said), (public_call, f"{said}, pf.measure")):
-            found[name] = partial(in_precision, convolutions, products, take, resnet18, 256, device)
-    found["linear 4096 × 4096, 8 × 2048 tokens, bfloat16"] = partial(sequence, 8, 2048, 4096, device)
+            found[name] = functools.partial(in_precision, convolutions, products, take, model, 256, device)
+    found["linear 4096 × 4096, 8 × 2048 tokens, bfloat16"] = functools.partial(sequence, 8, 2048, 4096, device)
+    found["eigenvalues of 8192 matrices, 9 × 9, float64"] = functools.partial(eigenvalues, 8192, 9, device)
     return found
 
 
@@ -51,9 +55,9 @@ def in_precision(
     n: int,
     device: torch.device,
 ) -> Row:
-    """Return a row of a network of random weights while float32 work is done in these precisions."""
+    """Return the row of a network while float32 work is done in these precisions."""
     with precision(convolutions, products):
-        return take(settled(make()).to(device), n, device)
+        return take(make(), n, device)
 
 
 @contextlib.contextmanager
@@ -70,7 +74,7 @@ def precision(convolutions: str, products: str) -> Iterator[None]:
             kind.fp32_precision = found
 
 
-def network(model: nn.Module, n: int, device: torch.device, backend: ModuleType = cuda, rounds: int = 9) -> Row:
+def network(model: nn.Module, n: int, device: torch.device, backend: ModuleType = cuda, rounds: int = 5) -> Row:
     """Return relative flatness of all layers of a network on n images, 9 cotangents of 10 classes."""
     sweep, plain, x = Contracted(model, backend), Contracted(model, reference), images(n).to(device)
     check(sweep.values(x) / n, torch.stack([*bare.composed(sweep.bare, [x]).values()]))
@@ -143,6 +147,21 @@ def sequence(n: int, tokens: int, width: int, device: torch.device, backend: Mod
     places = tokens * width * width + 2 * tokens**2 * width  # R δ, and two Gram matrices
     floor = times.pop("product") * n * min(places, tokens * width**2 + width**3) / side**3
     return Row(floor, times.pop("ours"), times, peak_mib(ours, device), 1.3 * floor)
+
+
+def eigenvalues(count: int, size: int, device: torch.device, backend: ModuleType = cuda, rounds: int = 9) -> Row:
+    """Return the row of the eigenvalues of Gram matrices."""
+    factors = torch.randn(count, size, size, dtype=torch.float64, device=device)
+    matrices = factors @ factors.mT
+    alternatives = {
+        "ours": lambda: backend.small_eigenvalues(matrices),
+        "torch": lambda: torch.linalg.eigvalsh(matrices),
+        "CPU": lambda: compiled.small_eigenvalues(matrices.cpu()).to(device),
+    }
+    check(alternatives["ours"]().sum(dim=1), matrices.diagonal(dim1=1, dim2=2).sum(dim=1))
+    times = milliseconds(alternatives, device, rounds)
+    floor = (matrices.nbytes + matrices.nbytes / size) / bandwidth(device)
+    return Row(floor, times.pop("ours"), times, peak_mib(alternatives["ours"], device))
 
 
 class Contracted:

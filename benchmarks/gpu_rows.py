@@ -72,6 +72,14 @@ def peak_mib(function: Callable[[], Any], device: torch.device) -> float:
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20
 
 
+def bandwidth(device: torch.device) -> float:
+    """Return how many bytes are read in a millisecond, of a large copy: half of what it moves."""
+    source = torch.empty(2**28 if device.type == "cuda" else 2**20, device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    taken = milliseconds({"copy": lambda: target.copy_(source)}, device, 15)["copy"]
+    return 2 * source.nbytes / taken
+
+
 def _once(function: Callable[[], Any], device: torch.device) -> float:
     if device.type != "cuda":
         start = time.perf_counter()

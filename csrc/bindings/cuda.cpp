@@ -23,6 +23,12 @@ void small_eigenvalues(Array matrices, int64_t n, int64_t size, Array out, uintp
 
 }  // namespace
 
+#ifdef PYFLATNESS_EMULATED
+namespace emulation {
+void define(py::module_& module);  // tests/cuda_emulation/controls.cpp
+}
+#endif
+
 PYBIND11_MODULE(PYFLATNESS_CUDA_MODULE, module) {
   module.doc() = "CUDA kernels of pyflatness; see csrc/cpu/kernels.h for what each computes.";
   module.attr("MAX_EIGEN_SIZE") = kMaxEigenSize;
@@ -30,6 +36,6 @@ PYBIND11_MODULE(PYFLATNESS_CUDA_MODULE, module) {
   cuda::define_layers(module);
   cuda::define_head(module);
 #ifdef PYFLATNESS_EMULATED
-  module.def("set_order", [](int order) { emulation::order = order; }, "In which threads run between barriers.");
+  emulation::define(module);
 #endif
 }

@@ -27,7 +27,17 @@ from rich.text import Text
 from torch import Tensor
 
 from .. import __version__
-from ..contractions import DEFAULT_MEMORY, Geometry, LayerContraction, SoftmaxVariance, compiled, cuda, layer, reference
+from ..contractions import (
+    DEFAULT_MEMORY,
+    Geometry,
+    LayerContraction,
+    SoftmaxVariance,
+    backends,
+    compiled,
+    cuda,
+    layer,
+    reference,
+)
 from .output import show
 
 BUDGETS = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -200,9 +210,11 @@ def _cuda_kernels() -> str:
     reason = cuda.missing()
     if reason:
         return f"not built ({reason})"
-    if cuda.AUTOMATIC:
+    taken, left = ([work for work in backends.WORKS if (work in cuda.AUTOMATIC) is has] for has in (True, False))
+    if not left:
         return "built"
-    return "built, not yet run on a GPU: backend='auto' takes plain torch there, backend='compiled' asks for them"
+    said = f"takes them for {' and '.join(taken)} only" if taken else "does not take them"
+    return f"built; on a GPU backend='auto' {said}, backend='compiled' asks for them"
 
 
 def _cuda() -> str:

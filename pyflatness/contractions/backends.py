@@ -2,6 +2,7 @@
 
 import importlib
 from types import ModuleType
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +14,11 @@ from .precision import promoted_dtype
 NAMES = ("auto", "compiled", "triton", "reference")
 _TRITON = f"{__package__}.triton_head"  # imported where it is asked for: Triton takes its time
 
+Work = Literal["heads", "layers", "eigenvalues"]
+"""What a backend is chosen for; ``"auto"`` takes the kernels on CUDA for those works only in which they are faster."""
+
+WORKS: tuple[Work, ...] = get_args(Work)
+
 
 def check(name: str) -> None:
     """Raise if there is no backend of that name."""
@@ -20,10 +26,11 @@ def check(name: str) -> None:
         raise BackendError(f"backend={name!r} does not exist; choose one of {', '.join(NAMES)}")
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
+def choose(name: str, device: torch.device, dtype: torch.dtype, work: Work) -> ModuleType:
     """Return the backend for tensors of a device and dtype; ``"auto"`` takes the compiled one where it can run.
 
-    ``"triton"`` does the same as ``"auto"``: it has something for heads alone, see :func:`choose_for_head`.
+    On CUDA it does so for the works in ``cuda.AUTOMATIC``. ``"triton"`` is for heads alone, see
+    :func:`choose_for_head`, and the same as ``"auto"`` here.
 
     Raises:
         BackendError: no such backend, or ``"compiled"`` asked for and unable to run.
@@ -35,7 +42,8 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
     reason = kernels.unavailable(device, dtype)
     if reason and name == "compiled":
         raise BackendError(reason)
-    return reference if reason or (name == "auto" and kernels is cuda and not cuda.AUTOMATIC) else kernels
+    slower = name != "compiled" and kernels is cuda and work not in cuda.AUTOMATIC
+    return reference if reason or slower else kernels
 
 
 def choose_for_head(name: str, weight: Tensor) -> ModuleType:
@@ -54,17 +62,17 @@ def choose_for_head(name: str, weight: Tensor) -> ModuleType:
             raise BackendError(f'backend="triton" needs Triton: {hint} ({error})') from error
         if triton_head.multiplies(weight, weight):
             return triton_head
-    return choose(name, weight.device, promoted_dtype(weight.dtype))
+    return choose(name, weight.device, promoted_dtype(weight.dtype), "heads")
 
 
-def choose_for_few(name: str, device: torch.device, dtype: torch.dtype) -> tuple[ModuleType, torch.device]:
+def choose_for_few(name: str, device: torch.device, dtype: torch.dtype, work: Work) -> tuple[ModuleType, torch.device]:
     """Return the backend for small things, and where they go: the CPU has kernels where a device has none.
 
     Raises:
         BackendError: see :func:`choose`.
     """
-    backend, cpu = choose(name, device, dtype), torch.device("cpu")
-    return (choose(name, cpu, dtype), cpu) if backend is reference else (backend, device)
+    backend, cpu = choose(name, device, dtype, work), torch.device("cpu")
+    return (choose(name, cpu, dtype, work), cpu) if backend is reference else (backend, device)
 
 
 def describe(backend: ModuleType) -> str:

@@ -39,8 +39,8 @@ __all__ = [
     "unavailable",
 ]
 
-AUTOMATIC = False
-"""Whether ``backend="auto"`` takes these kernels: not before their tests have run on a GPU."""
+AUTOMATIC: frozenset[str] = frozenset()
+"""Works, of :data:`.backends.Work`, for which ``backend="auto"`` takes these kernels: where they were found faster."""
 
 
 def small_eigenvalues(matrices: Tensor) -> Tensor:

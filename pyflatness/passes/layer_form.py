@@ -49,7 +49,8 @@ class LayerForm:
         self._kind = kind = layers.kind_of(module)
         self._options = options
         weight = layers.matrix(module)[0]
-        self.backend = contractions.choose(options.backend, weight.device, contractions.promoted_dtype(weight.dtype))
+        dtype = contractions.promoted_dtype(weight.dtype)
+        self.backend = contractions.choose(options.backend, weight.device, dtype, "layers")
         self._dense = options.conv == "affine" and kind.space > 0
         self._memory = Budget(options.memory).buffers
         self._sizes: set[tuple[int, ...]] = set()

@@ -136,7 +136,8 @@ class _Sweep:
             certify=False,
             reserve=self._reserve,
         )
-        self._backend = contractions.choose(options.backend, torch.device("cpu"), torch.float64)  # raises early
+        # Here, since it raises.
+        self._backend = contractions.choose(options.backend, torch.device("cpu"), torch.float64, "eigenvalues")
         self._forms: dict[str, LayerForm] = {}
         self._calls: dict[str, int] = {}
         self._apart: dict[str, str] = {}
@@ -205,7 +206,7 @@ class _Sweep:
             for place in places:
                 place.add([next(gradients) for _ in place.edges])
         device = run.outputs.device
-        backend, where = contractions.choose_for_few(self._task.options.backend, device, torch.float64)
+        backend, where = contractions.choose_for_few(self._task.options.backend, device, torch.float64, "eigenvalues")
         self._backend = backend
         found = _MicroBatch(run.number, run.numbers.cpu())
         for place in places:

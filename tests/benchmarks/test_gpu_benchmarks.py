@@ -24,9 +24,10 @@ def test_rows_of_layers(gpu_layers):
     network = gpu_layers.network(model(), 2, CPU, reference, rounds=1)
     call = gpu_layers.public_call(model(), 2, CPU, rounds=1)
     sequence = gpu_layers.sequence(2, 16, 128, CPU, reference, rounds=1)
-    for row in (network, call, sequence):
+    eigenvalues = gpu_layers.eigenvalues(20, 9, CPU, reference, rounds=1)
+    for row in (network, call, sequence, eigenvalues):
         assert min(row.floor_ms, row.ours_ms, *row.others_ms.values()) > 0
-        assert {"reference"} <= row.others_ms.keys()
+        assert {"reference", "torch"} & row.others_ms.keys()
 
 
 def test_precisions_are_put_back(gpu_layers):
@@ -74,4 +75,6 @@ def test_every_row_has_a_name_and_work(benchmark_modules):
     works = [benchmark_modules(name).works(CPU) for name in ("gpu_head", "gpu_layers")]
     names = [name for found in works for name in found]
     assert len({*names}) == len(names)
-    assert all(any(name.startswith(kind) for kind in ("head (", "ResNet-18, ", "linear ")) for name in names)
+    assert all(
+        any(name.startswith(kind) for kind in ("head (", "ResNet-18, ", "linear ", "eigenvalues ")) for name in names
+    )

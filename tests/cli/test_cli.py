@@ -16,7 +16,7 @@ from scipy import stats
 import pyflatness as pf
 from pyflatness import cli
 from pyflatness.cli import demo, demo_networks, doctor
-from pyflatness.contractions import compiled, cuda
+from pyflatness.contractions import backends, compiled, cuda
 from pyflatness.generalization.correlation import STATISTICS, correlation
 
 TINY = [
@@ -92,8 +92,13 @@ def test_doctor_says_whether_the_cuda_kernels_are_there(monkeypatch: pytest.Monk
     monkeypatch.setattr("pyflatness.contractions.cuda_device._MISSING", "no nvcc")
     assert doctor._facts()["CUDA kernels"] == "not built (no nvcc)"
     monkeypatch.setattr("pyflatness.contractions.cuda_device._MISSING", "")
-    assert "not yet run on a GPU" in doctor._facts()["CUDA kernels"]
-    assert "backend='compiled' asks for them" in doctor._facts()["CUDA kernels"]
+    for works, said in (
+        ((), "backend='auto' does not take them, backend='compiled' asks for them"),
+        (("layers", "heads"), "backend='auto' takes them for heads and layers only, backend='compiled' asks for them"),
+        (backends.WORKS, "built"),
+    ):
+        monkeypatch.setattr(cuda, "AUTOMATIC", frozenset(works))
+        assert doctor._facts()["CUDA kernels"].endswith(said)
 
 
 def test_self_check_heads_are_flat_and_peaked() -> None:

@@ -12,7 +12,7 @@ import pyflatness as pf
 from pyflatness.contractions import backends, cuda
 from pyflatness.measures import MEASURES
 from support import hugging_face, unchanged
-from support.public_calls import CALLS, batches, network
+from support.public_calls import CALLS, OF_TENSORS, batches, network
 from support.values import facts
 
 LOSS = nn.CrossEntropyLoss()
@@ -238,3 +238,36 @@ def test_the_time_of_a_pass_is_that_of_the_gpu(cuda_device, monkeypatch):
     with pytest.raises(pf.InputError, match="max_passes=1"):
         pf.relative_flatness(network().to(cuda_device), LOSS, batches(), "body", max_passes=1)
     assert [torch.device(device).type for device in waited if device is not None] == ["cuda", "cuda"]
+
+
+@in_one_order
+@pytest.mark.parametrize("name", ["head_flatness", "authors_representativeness"])
+def test_calls_of_tensors(cuda_device, name):
+    given = torch.randn(12, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64), torch.arange(12) % 3
+    assert_close(OF_TENSORS[name](*moved(given, cuda_device), LOSS), OF_TENSORS[name](*given, LOSS), rel=1e-8)
+
+
+@on_a_gpu
+def test_reparameterize(cuda_device):
+    net = network().to(cuda_device)
+    other = pf.reparameterize(net, {"body": 2.0}, batches())
+    assert {parameter.device for parameter in other.parameters()} == {net.body.weight.device}
+    assert_close(other, pf.reparameterize(network(), {"body": 2.0}, batches()), rel=1e-12)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("from_files", [False, True])
+def test_scores(cuda_device, tmp_path, from_files):
+    from safetensors.torch import save_file
+
+    def scored(device):
+        models, given = {"first": network().to(device)}, {}
+        if from_files:
+            save_file(network().state_dict(), tmp_path / "first.safetensors")
+            models, given = [tmp_path / "first.safetensors"], {"model": lambda: network().to(device)}
+        return pf.score(models, batches(), LOSS, layers="*", measures=["relative_flatness", "trace"], **given)
+
+    expected, found = scored("cpu"), scored(cuda_device)
+    assert [row.error for row in found] == ["" for row in expected]
+    assert [row.value for row in found] == pytest.approx([row.value for row in expected], rel=1e-8)
+    assert [row.loss for row in found] == pytest.approx([row.loss for row in expected], rel=1e-8)

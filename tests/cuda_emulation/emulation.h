@@ -1,11 +1,13 @@
 // CUDA for one CPU thread, as far as csrc/cuda uses it, so that every kernel's arithmetic, indexing and barriers are
-// tested where no GPU is. Each CUDA thread is a fiber that runs until its next barrier. It says nothing of speed, of
-// memory order or of the compiler's own choices; it does find what a GPU may hide:
+// tested where no GPU is. Each CUDA thread is a fiber that runs until its next barrier. It says nothing of speed or of
+// the compiler's own choices; it does find what a GPU may hide:
 //
-// - a missing barrier: the order in which threads run between barriers can be turned round (`set_order`), with warps
-//   far ahead of others or side by side, and results must not change;
+// - a missing barrier: threads run between barriers in an order that can be chosen (`set_order`), with warps far ahead
+//   of others or side by side, and results must not change; built with races.cpp, every access is looked at besides;
 // - a barrier that not all threads reach, or threads that wait at different ones: an error;
-// - shared memory that nothing wrote: it is filled with NaNs (0xff) before each block.
+// - dynamic shared memory that nothing wrote: it is filled with NaNs (0xff) before each block. It is a block of the
+// heap
+//   of exactly the size asked for, so that the address sanitizer sees what lies beyond it.
 #pragma once
 
 #include <ucontext.h>
@@ -13,9 +15,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
+#include <numeric>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -25,7 +31,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
-#define __shared__ static  // one block at a time; not filled with NaNs, unlike the dynamic pool
+#define __shared__ static  // one block at a time; not filled with NaNs, unlike the dynamic one
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 #define __restrict__ __restrict
@@ -47,38 +53,94 @@ inline cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 
-inline dim3 threadIdx, blockIdx, blockDim, gridDim;
-
 namespace emulation {
 
-constexpr int kWarp = 32;
+constexpr int kWarp = 32, kMostWarps = 32, kMostThreads = kMostWarps * kWarp;
 constexpr size_t kStack = 128 << 10, kMostShared = 227 << 10;  // of a Hopper block
 
-enum class State { ready, at_block_barrier, at_warp_barrier, done };
+enum class State { ready, at_block_barrier, at_warp_barrier, at_exchange, done };
+enum class Effect { whole, of_warp, none };
 
 struct Fiber {
   ucontext_t context;
-  std::unique_ptr<char[]> stack{new char[kStack]};
   State state = State::done;
 };
 
+// Of a thread, those that it has not waited for yet.
+struct Copies {
+  struct {
+    void (*make)(void*, const void*);
+    void* to;
+    const void* from;
+  } each[256];
+  size_t count = 0;
+};
+
+// A barrier in the kernels, which tests weaken or leave out to see whether that is found.
+struct Site {
+  const char* file;
+  int line;
+  Effect effect;
+  char name[48];
+};
+
+// Whatever the threads share that is not the kernels' own memory.
 struct Block {
-  std::vector<Fiber> fibers;
-  int threads = 0, running = 0;
+  Fiber fibers[kMostThreads];
+  int threads = 0, running = -1;  // -1: none
+  Copies copies[kMostThreads];
   void (*body)(void*) = nullptr;
   void* arguments = nullptr;
   ucontext_t scheduler;
-  alignas(16) unsigned char slots[32][kWarp][16];  // what lanes hand to each other
-  alignas(16) unsigned char shared[kMostShared];
+  dim3 thread, index, size, grid;
+  uint32_t number = 0, first = 0;              // of all blocks, and of the launch's first
+  uint32_t passed = 0, passed_by[kMostWarps];  // barriers, of the block and of warps
+  unsigned char* shared = nullptr;             // dynamic shared memory
+  size_t shared_size = 0;
+  Site sites[256];                                         // seen so far
+  int seen = 0;                                            //
+  std::pair<std::string, Effect> changed;                  // of them, by name
+  char problem[256];                                       // the first of the launch
+  alignas(16) unsigned char slots[kMostWarps][kWarp][16];  // what lanes hand to each other
+  uint32_t fragments[2][kMostWarps][kWarp][32];  // two sets in turn: a lane that is one product ahead does not write
+  unsigned char turns[kMostWarps][kWarp];        // over what others still read
 };
 
 inline Block block;
-inline int order = 0;  // 0: warp after warp, 1: from the last, 2: odd threads first, all to the next barrier
+inline std::unique_ptr<char[]> stacks{new char[kMostThreads * kStack]};
+inline int order = 0;  // 0: warp after warp, 1: from the last, 2: odd threads first, all to the next barrier; from 3 on
+                       // random ones, for all or within warps
+inline int places[kMostThreads];  // of a random order
+inline std::mt19937 generator;
 
 inline void wait(State state) {
   Fiber& fiber = block.fibers[block.running];
   fiber.state = state;
   swapcontext(&fiber.context, &block.scheduler);
+}
+
+inline Site& site(const char* file, int line) {
+  for (int i = 0; i < block.seen; ++i)
+    if (block.sites[i].line == line && block.sites[i].file == file) return block.sites[i];
+  if (block.seen == std::size(block.sites)) std::abort();
+  Site& site = block.sites[block.seen++];
+  const char* name = std::strrchr(file, '/');
+  site = {file, line, Effect::whole};
+  std::snprintf(site.name, sizeof site.name, "%s:%d", name ? name + 1 : file, line);
+  if (block.changed.first == site.name) site.effect = block.changed.second;
+  return site;
+}
+
+// A barrier of a block or of a warp, where a kernel has it.
+inline void barrier(State state, const char* file, int line) {
+  const Effect effect = site(file, line).effect;
+  if (effect != Effect::none) wait(effect == Effect::of_warp ? State::at_warp_barrier : state);
+}
+
+// Changes what a barrier does, all others being as they are written.
+inline void change(const std::string& name, Effect effect) {
+  block.changed = {name, effect};
+  block.seen = 0;
 }
 
 inline void enter() {
@@ -87,10 +149,25 @@ inline void enter() {
   swapcontext(&block.fibers[block.running].context, &block.scheduler);
 }
 
+inline bool all_together() { return order == 2 || (order > 2 && order % 2); }
+
 inline int place(int turn) {
   if (order == 1) return block.threads - 1 - turn;
   if (order == 2) return turn < block.threads / 2 ? 2 * turn + 1 : 2 * (turn - block.threads / 2);
-  return turn;
+  return order == 0 ? turn : places[turn];
+}
+
+// A random order of the threads, or of the warps and of the lanes of each.
+inline void draw_order() {
+  std::iota(places, places + block.threads, 0);
+  if (all_together()) return std::shuffle(places, places + block.threads, generator);
+  int warps[kMostWarps];
+  std::iota(warps, warps + block.threads / kWarp, 0);
+  std::shuffle(warps, warps + block.threads / kWarp, generator);
+  for (int turn = 0; turn < block.threads; turn += kWarp) {
+    std::iota(places + turn, places + turn + kWarp, warps[turn / kWarp] * kWarp);
+    std::shuffle(places + turn, places + turn + kWarp, generator);
+  }
 }
 
 // Lets the threads [first, last) go on if all that are not done wait at a barrier of this kind.
@@ -103,6 +180,8 @@ inline bool release(int first, int last, State barrier) {
   }
   for (int i = first; i < last && any; ++i)
     if (block.fibers[i].state == barrier) block.fibers[i].state = State::ready;
+  if (any && barrier == State::at_block_barrier) ++block.passed;
+  if (any && barrier == State::at_warp_barrier) ++block.passed_by[first / kWarp];
   return any;
 }
 
@@ -114,8 +193,9 @@ inline bool run_ready(int first, int last) {
     if (block.fibers[i].state != State::ready) continue;
     any = true;
     block.running = i;
-    threadIdx = dim3(i, 0, 0);
+    block.thread = dim3(i, 0, 0);
     swapcontext(&block.scheduler, &block.fibers[i].context);
+    block.running = -1;
   }
   return any;
 }
@@ -124,21 +204,24 @@ inline void run_block() {
   for (int i = 0; i < block.threads; ++i) {
     Fiber& fiber = block.fibers[i];
     getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_sp = stacks.get() + i * kStack;
     fiber.context.uc_stack.ss_size = kStack;
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, enter, 0);
     fiber.state = State::ready;
   }
-  std::memset(block.shared, 0xff, sizeof block.shared);
-  const int together = order == 2 ? block.threads : kWarp;  // else a warp goes as far as the block's barriers let it
+  ++block.number;
+  std::memset(block.shared, 0xff, block.shared_size);
+  const int together =
+      all_together() ? block.threads : kWarp;  // else a warp goes as far as the block's barriers let it
   for (;;) {
     bool moved = false, done = true;
+    if (order > 2) draw_order();
     for (int turn = 0; turn < block.threads; turn += together)
       while (run_ready(turn, turn + together)) {
         moved = true;
         for (int first = 0; first < block.threads; first += kWarp)
-          release(first, first + kWarp, State::at_warp_barrier);
+          for (State barrier : {State::at_warp_barrier, State::at_exchange}) release(first, first + kWarp, barrier);
       }
     moved = release(0, block.threads, State::at_block_barrier) || moved;
     for (const Fiber& fiber : block.fibers) done = done && fiber.state == State::done;
@@ -147,28 +230,35 @@ inline void run_block() {
   }
 }
 
-// The value that another lane of the warp brings. All 32 must call it.
+// The value that another lane of the warp brings. All 32 must call it. It orders no accesses to memory.
 template <typename T>
 T exchange(T value, int source) {
   static_assert(sizeof(T) <= 16);
   const int warp = block.running / kWarp, lane = block.running % kWarp;
   std::memcpy(block.slots[warp][lane], &value, sizeof value);
-  wait(State::at_warp_barrier);
+  wait(State::at_exchange);
   T other;
   std::memcpy(&other, block.slots[warp][source], sizeof other);
-  wait(State::at_warp_barrier);
+  wait(State::at_exchange);
   return other;
 }
 
 }  // namespace emulation
+
+inline dim3 &threadIdx = emulation::block.thread, &blockIdx = emulation::block.index;
+inline dim3 &blockDim = emulation::block.size, &gridDim = emulation::block.grid;
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   *value = emulation::kMostShared;
   return cudaSuccess;
 }
 
-inline void __syncthreads() { emulation::wait(emulation::State::at_block_barrier); }
-inline void __syncwarp(unsigned = ~0u) { emulation::wait(emulation::State::at_warp_barrier); }
+inline void __syncthreads(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  emulation::barrier(emulation::State::at_block_barrier, file, line);
+}
+inline void __syncwarp(unsigned = ~0u, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  emulation::barrier(emulation::State::at_warp_barrier, file, line);
+}
 
 template <typename T>
 T __shfl_sync(unsigned, T value, int source) {
@@ -229,15 +319,20 @@ int launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
   };
   block.arguments = &call;
   block.threads = threads;
-  block.fibers.clear();
-  block.fibers.resize(threads);
-  blockDim = dim3(threads), gridDim = grid;
+  block.size = dim3(threads), block.grid = grid;
+  block.first = block.number + 1, block.problem[0] = 0;
+  const auto freed = [](unsigned char* memory) { ::operator delete[](memory, std::align_val_t{16}); };
+  const std::unique_ptr<unsigned char[], decltype(freed)> memory(new (std::align_val_t{16}) unsigned char[shared],
+                                                                 freed);
+  emulation::block.shared = memory.get(), block.shared_size = shared;
+  emulation::generator.seed(emulation::order);
   for (unsigned z = 0; z < grid.z; ++z)
     for (unsigned y = 0; y < grid.y; ++y)
       for (unsigned x = 0; x < grid.x; ++x) {
-        blockIdx = dim3(x, y, z);
+        block.index = dim3(x, y, z);
         emulation::run_block();
       }
+  if (block.problem[0]) throw std::runtime_error(block.problem);
   return cudaSuccess;
 }
 
@@ -251,10 +346,17 @@ inline uint32_t narrowed(float first, float second) { return nearest_bfloat16(fi
 
 inline float coarse_exp(float x) { return std::exp(x); }
 
+// A copy is made when its thread waits for it, no sooner.
 template <int Bytes>
 void copy_async(void* shared, const void* global) {
-  std::memcpy(shared, global, Bytes);
+  auto& copies = emulation::block.copies[emulation::block.running];
+  if (copies.count == std::size(copies.each)) std::abort();
+  copies.each[copies.count++] = {[](void* to, const void* from) { std::memcpy(to, from, Bytes); }, shared, global};
 }
-inline void wait_for_copies() {}
+inline void wait_for_copies() {
+  auto& copies = emulation::block.copies[emulation::block.running];
+  for (size_t i = 0; i < copies.count; ++i) copies.each[i].make(copies.each[i].to, copies.each[i].from);
+  copies.count = 0;
+}
 
 }  // namespace pyflatness::cuda

@@ -5,10 +5,6 @@
 
 namespace emulation {
 
-// Two sets in turn: a lane that is one call ahead does not write over what others still read.
-inline uint32_t fragments[2][32][kWarp][32];
-inline unsigned char turns[32][kWarp];
-
 inline float as_float(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
@@ -47,10 +43,10 @@ template <class Kind, int M, int N>
 void multiply_fragments(float (&c)[M][N][4], const uint32_t (&a)[M][4], const uint32_t (&b)[N][2]) {
   static_assert(4 * M + 2 * N <= 32);
   const int warp = emulation::block.running / kWarp, lane = emulation::block.running % kWarp;
-  auto& lanes = emulation::fragments[emulation::turns[warp][lane]++ % 2][warp];
+  auto& lanes = emulation::block.fragments[emulation::block.turns[warp][lane]++ % 2][warp];
   std::memcpy(lanes[lane], a, sizeof a);
   std::memcpy(lanes[lane] + 4 * M, b, sizeof b);
-  emulation::wait(emulation::State::at_warp_barrier);
+  emulation::wait(emulation::State::at_exchange);
   for (int i = 0; i < M; ++i)
     for (int j = 0; j < N; ++j)
       for (int e = 0; e < 4; ++e) {

@@ -25,10 +25,10 @@ TARGETS = {
 }
 TYPES = {
     **dict.fromkeys(("values", "weight"), "*bf16"),
-    **dict.fromkeys(("order", "count", "tops"), "*i32"),
+    **dict.fromkeys(("order", "count"), "*i32"),
     **dict.fromkeys(("top", "early", "late"), "*i64"),
     **dict.fromkeys(("rest", "moment", "factor", "out"), "*fp64"),
-    **dict.fromkeys(("n", "d", "m", "stride", "first", "blocks"), "i32"),
+    **dict.fromkeys(("n", "d", "m", "stride", "first", "blocks", "width"), "i32"),
 }
 """Of arguments; of all others: float32."""
 ALIGNED = {"m", "stride"}  # numbers that are multiples of 16
@@ -37,23 +37,30 @@ ALIGNED = {"m", "stride"}  # numbers that are multiples of 16
 def arguments(target):
     """Return each kernel's constants, warps, stages and types that are not those of :data:`TYPES`."""
     blocks = head.LARGE if target == "sm_90" else head.SMALL
+    sizes = {"ROWS": blocks.rows, "CLASSES": blocks.classes, "DEPTH": blocks.depth, "bias": None}
     tiles = {
-        name: f"tensordesc<bf16[{rows},{blocks.depth}]>"
-        for name, rows in (("features", blocks.rows), ("weight", blocks.classes))
+        name: f"tensordesc<bf16[{rows},{columns}]>"
+        for name, rows, columns in (
+            ("features", blocks.rows, blocks.depth),
+            ("weight", blocks.classes, blocks.depth),
+            ("values", blocks.rows, blocks.classes),
+        )
     }
-    product = {
-        "ROWS": blocks.rows, "CLASSES": blocks.classes, "DEPTH": blocks.depth, "FLATTEN": blocks.flatten,
-        "SPECIALIZE": blocks.specialize, "bias": None,
-    }  # fmt: skip
     at_once = head.SETTLED["AT_ONCE"]
     return {
-        "product": (kernels.product, product, blocks.warps, blocks.stages, tiles),
+        "product": (kernels.product, sizes, blocks.warps, blocks.stages, tiles),
         "surpassed": (kernels.surpassed, {"ROWS": blocks.rows, "AT_ONCE": at_once}, 4, 3, {}),
-        "settle": (kernels.settle, head.SETTLED, 4, 3, {}),
-        "norms_about": (kernels.dots, head.ROWS, 4, 3, {"a": "*bf16", "b": "*bf16"}),
-        "row_dots": (kernels.dots, {**head.ROWS, "centre": None}, 4, 3, {}),
+        "settle": (kernels.settle, {**head.SETTLED, "CLASSES": blocks.classes}, 4, 3, {}),
+        "dots, of norms_about": (kernels.dots, head.ROWS, 4, 3, {"a": "*bf16", "b": "*bf16"}),
+        "dots, of row_dots": (kernels.dots, {**head.ROWS, "centre": None}, 4, 3, {}),
         "rejoin": (kernels.rejoin, {**head.ROWS, "centre": None}, 4, 3, {}),
-        "spread": (kernels.spread, {**head.SPREAD, "SPAN": 2004}, 4, 3, {"order": "*i64", "count": "*i64"}),
+        "spread": (
+            kernels.spread,
+            {**head.SPREAD, "SPAN": 501, "centre": None},
+            4,
+            3,
+            {"order": "*i64", "count": "*i64"},
+        ),
     }
 
 
