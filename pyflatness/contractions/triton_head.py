@@ -80,14 +80,14 @@ def multiplies(features: Tensor, weight: Tensor) -> bool:
 
 
 def multiply_exponentiate(
-    features: Tensor, weight: Tensor, bias: Tensor | None, norms: Tensor, first: int, sums: ClassSums, values: Tensor
+    features: Tensor, weight: Tensor, bias: Tensor, norms: Tensor, first: int, sums: ClassSums, values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Write the exponentials of ``features @ weight.T + bias`` and add them to each row's sums, without the logits.
 
     Args:
         features: (n, m).
         weight: (width, m), the classes from ``first`` on.
-        bias: (d,) of all classes; None: 0.
+        bias: (d,) of all classes.
         norms: ``|w_s|²`` of all classes, (d,).
         first: the tile's first class.
         sums: over the tiles before, (n,) each; takes the tile in, in place.
@@ -113,7 +113,7 @@ def multiply_exponentiate(
             TensorDescriptor.from_tensor(features, [blocks.rows, blocks.depth]),
             TensorDescriptor.from_tensor(weight, [blocks.classes, blocks.depth]),
             TensorDescriptor.from_tensor(values, [blocks.rows, blocks.classes]),
-            None if bias is None else bias[first:], norms[first:], reference, order, count, *parts, n, width, m,
+            bias, norms, reference, order, count, *parts, first, n, width, m,
             ROWS=blocks.rows, CLASSES=blocks.classes, DEPTH=blocks.depth,
             num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip

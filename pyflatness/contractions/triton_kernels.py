@@ -9,9 +9,9 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(float("-inf"))
 
 
-@triton.jit(do_not_specialize=["n", "d", "m"])
+@triton.jit(do_not_specialize=["first", "n", "width", "m"])
 def product(
-    features, weight, values, bias, norms, reference, order, count, maxima, rests, moments, n, d, m,
+    features, weight, values, bias, norms, reference, order, count, maxima, rests, moments, first, n, width, m,
     ROWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Write exponentials of ``count`` blocks of rows, those that ``order`` names, and their sums by block of classes.
@@ -20,29 +20,25 @@ def product(
     and a few blocks of the weight stay in the cache. The next ones are on their way while these are finished.
     """
     row_blocks = tl.load(count)
-    blocks = row_blocks * tl.cdiv(d, CLASSES)
+    blocks = row_blocks * tl.cdiv(width, CLASSES)
     for index in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=True):
         row = tl.load(order + index % row_blocks) * ROWS
         block = index // row_blocks
-        first = block * CLASSES
         scores = tl.zeros((ROWS, CLASSES), tl.float32)
         for k in range(0, tl.cdiv(m, DEPTH)):
-            scores = tl.dot(features.load([row, k * DEPTH]), weight.load([first, k * DEPTH]).T, scores)
-        rows, classes = row + tl.arange(0, ROWS), first + tl.arange(0, CLASSES)
-        inside, present = rows < n, classes < d
-        if bias is None:
-            scores += tl.where(present, 0.0, _LOWEST)[None, :]
-        else:
-            scores += tl.load(bias + classes, mask=present, other=_LOWEST)[None, :]
+            scores = tl.dot(features.load([row, k * DEPTH]), weight.load([block * CLASSES, k * DEPTH]).T, scores)
+        rows, classes = row + tl.arange(0, ROWS), block * CLASSES + tl.arange(0, CLASSES)
+        inside, present = rows < n, classes < width
+        scores += tl.load(bias + first + classes, mask=present, other=_LOWEST)[None, :]
         about = _finite(tl.load(reference + rows, mask=inside, other=0.0))
-        rounded = tl.exp2((scores - about[:, None]) * _LOG2_E).to(values.dtype)
-        values.store([row, first], rounded)
+        rounded = tl.exp2(scores * _LOG2_E - (about * _LOG2_E)[:, None]).to(values.dtype)
+        values.store([row, block * CLASSES], rounded)
         written = rounded.to(tl.float32)
         place = block * n + rows
         tl.store(maxima + place, tl.max(scores, axis=1), mask=inside)
         tl.store(rests + place, tl.sum(written, axis=1), mask=inside)
-        weights = tl.load(norms + classes, mask=present, other=0.0)
-        tl.store(moments + place, tl.sum(written * weights[None, :], axis=1), mask=inside)
+        squares = tl.load(norms + first + classes, mask=present, other=0.0)
+        tl.store(moments + place, tl.sum(written * squares[None, :], axis=1), mask=inside)
 
 
 @triton.jit
@@ -178,7 +174,9 @@ def spread(
                 columns = k + tl.arange(0, DEPTH)
                 there = (columns < m)[None, :]
                 w = tl.load(
-                    weight + classes[:, None].to(tl.int64) * m + columns[None, :], mask=present[:, None] & there, other=0.0
+                    weight + classes[:, None].to(tl.int64) * m + columns[None, :],
+                    mask=present[:, None] & there,
+                    other=0.0,
                 ).to(tl.float32)
                 if centre is not None:
                     w -= tl.load(centre + columns, mask=columns < m, other=0.0)[None, :]

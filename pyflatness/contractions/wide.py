@@ -252,7 +252,7 @@ class WideHead:
             interrupts.check()
             values = self._room(features, tile.stop - tile.start, features.dtype)
             early, late, factor = backend.multiply_exponentiate(
-                features, weight[tile], self._added, self._norms, tile.start, sums, values
+                features, weight[tile], self._bias, self._norms, tile.start, sums, values
             )
             backend.rejoin(summed, weight, None, early, factor)
             _multiply_add(values, weight[tile], summed)
