@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test soak test-oldest test-gpu lint kernels-check kernels-check-aarch64 kernels-prove bench bench-cpu bench-gpu clean
+.PHONY: setup demo test soak test-oldest test-gpu lint kernels-check kernels-check-aarch64 kernels-prove
+.PHONY: bench bench-cpu bench-gpu clean
 
 setup: $(READY)
 
@@ -47,7 +48,8 @@ lint: setup
 CONFIGURE = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
 
 # The CPU kernels without Python under the sanitizers; no symbol that two instruction sets could share; the CUDA kernels
-# compiled as `pip install .` does where nvcc is, and their module imported, which needs no driver.
+# compiled as `pip install .` does where nvcc is, and their module imported, which needs no driver; what the compiler made
+# of them against docs/cuda-sass.md.
 kernels-check: setup
 	$(CONFIGURE) -B build/sanitize -DPYFLATNESS_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitize
@@ -57,6 +59,7 @@ kernels-check: setup
 	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir)
 	$(BIN)/cmake --build build/cuda --target _cuda
 	PYTHONPATH=build/cuda/csrc/cuda $(BIN)/python -c "import _cuda; print('imported:', _cuda.__file__)"
+	$(BIN)/python tests/sass.py
 
 # The CUDA kernels emulated: under sanitizers, and without each of their barriers, which some test must notice.
 kernels-prove: setup

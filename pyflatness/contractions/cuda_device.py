@@ -6,6 +6,7 @@ Every kernel runs on torch's current stream of the tensors' device and takes its
 """
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,21 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str:
         return f"the CUDA kernels need compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
     if dtype not in SUFFIX:
         return f"the CUDA kernels take float32 and float64, the tensors are {dtype}"
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    return _refused(_cuda, torch.device(device.type, index))
+
+
+@functools.cache
+def _refused(kernels: Any, device: torch.device) -> str:
+    """Return why a device launches nothing of a module, as where its driver is older than the CUDA of the build."""
+    one, out = torch.ones(1, device=device), torch.empty(1, dtype=torch.float64, device=device)
+    try:
+        on_stream("row_dots_f32", device, (one.data_ptr(), 1), 1, (one.data_ptr(), 1), 1, 1, 1, (out.data_ptr(), 1))
+    except RuntimeError as error:
+        return (
+            f"the CUDA kernels do not start on {device} ({error}): its driver must have the CUDA that they were built "
+            'with; update it, rebuild pyflatness with an older CUDA, or pass backend="reference"'
+        )
     return ""
 
 

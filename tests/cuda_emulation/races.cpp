@@ -39,11 +39,17 @@ constexpr uintptr_t kPage = 4096;
 struct Page {
   Byte bytes[kPage];
 };
+constexpr size_t kMostPages = 2048;  // that a launch leaves to the next one, which has no use for them
 std::unordered_map<uintptr_t, Page> pages;
 uintptr_t last = 0;
+uint32_t launch = 0;
 Page* page = nullptr;  // the last one
 
 Byte& byte_at(uintptr_t address) {
+  if (block.first != launch) {
+    launch = block.first;
+    if (pages.size() > kMostPages) pages.clear(), page = nullptr;
+  }
   if (page == nullptr || address / kPage != last) last = address / kPage, page = &pages[last];
   return page->bytes[address % kPage];
 }
