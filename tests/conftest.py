@@ -19,6 +19,7 @@ from support.combinations import CUDA_DEVICES, ENGINES
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("default")
+interpreted.choose()
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,12 @@ The functions are those of :mod:`.reference`; what is not here is plain torch, f
 :func:`multiply_exponentiate` makes a tile's exponentials without its logits in memory.
 
 Before a tile's product is done nobody knows a row's largest logit. So its exponentials are relative to z_0, the largest
-one of the tiles before: bfloat16 has the exponents of float32 and the same precision at every size, and the sums are
-scaled when the tile is done. Where a logit lies so far above z_0 that sums might overflow, the rows around it are done
-again relative to the tile's own maximum. That is decided on the GPU, and happens seldom if the first tile, which settles
-z_0 for the others, is a small one. In both cases the sums are those of the rounded exponentials as they are written.
+one of the tiles before: bfloat16 has the exponents of float32, and the same precision at every size. The sums are
+scaled when the tile is done. Where a logit lies so far above z_0 that sums might overflow, the rows near it are done
+again, relative to the tile's own maximum. That is decided on the GPU, and happens seldom if the first tile, which
+settles z_0 for the others, is a small one. The sums are always those of the rounded exponentials as they are written.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +32,8 @@ __all__ = [
     "FIRST_TILE",
     "exponentiate",
     "exponentiate_tile",
-    "multiply_exponentiate",
     "multiplies",
+    "multiply_exponentiate",
     "norms_about",
     "pair_distances",
     "rejoin",
@@ -103,7 +102,7 @@ def multiply_exponentiate(
     blocks = _blocks(device)
     row_blocks, class_blocks = -(-n // blocks.rows), -(-width // blocks.classes)
     reference, joins = sums.maximum.clone(), sums.top.new_empty(2, n)
-    parts = maxima, rests, moments = sums.maximum.new_empty(3, class_blocks, n)
+    parts = sums.maximum.new_empty(3, class_blocks, n)  # largest logits, sums of exponentials, weighted by norms
     order = torch.arange(row_blocks, dtype=torch.int32, device=device)
     count, factor = order.new_full((1,), row_blocks), torch.empty_like(sums.rest)
 
@@ -121,7 +120,7 @@ def multiply_exponentiate(
     multiply()
     count.zero_()
     _launch(
-        kernels.surpassed, device, (row_blocks,), maxima, reference, order, count, n, class_blocks,
+        kernels.surpassed, device, (row_blocks,), parts[0], reference, order, count, n, class_blocks,
         ROWS=blocks.rows, AT_ONCE=SETTLED["AT_ONCE"],
     )  # fmt: skip
     multiply()
@@ -173,7 +172,7 @@ def spread(
 def _blocks(device: torch.device) -> Blocks:
     if device.type != "cuda":
         return LARGE
-    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    memory = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # not on AMD
     return LARGE if memory >= _LARGE_MEMORY else SMALL
 
 

@@ -157,7 +157,7 @@ def spread(
     features, maximum, mean, weight, centre, bias, order, count, out, n, d, m,
     ROWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Write Σ_s e_s |w_s - centre - mean|² over a span of classes, for the ``count`` rows that ``order`` names first."""
+    """Write Σ_s e_s |w_s - centre - mean|² over a span of classes, for the first ``count`` rows of ``order``."""
     chosen = tl.load(count).to(tl.int32)
     last = tl.minimum(tl.program_id(1) * SPAN + SPAN, d)
     for listed in range(tl.program_id(0) * ROWS, chosen, tl.num_programs(0) * ROWS):

@@ -184,7 +184,7 @@ class WideHead:
 
     def _takes_half(self, features: Tensor) -> bool:
         both = features.dtype == self._weight.dtype == torch.bfloat16
-        return both and (features.is_cuda or self._backend is cuda) or self._fuses(features)
+        return (both and (features.is_cuda or self._backend is cuda)) or self._fuses(features)
 
     def _fuses(self, features: Tensor) -> bool:
         """Return whether a kernel makes exponentials from features and weight."""
