@@ -12,9 +12,9 @@ int64_t grid_rows(int64_t n) {
   return n;
 }
 
-// Kernels count the elements of a row in 32 bits.
+// Kernels count the elements of a row in 32 bits, and go a few thousand beyond its end.
 int64_t row_length(int64_t k) {
-  if (k > INT32_MAX) throw std::invalid_argument("rows of " + std::to_string(k) + " elements, at most 2^31 - 1");
+  if (k > 1 << 30) throw std::invalid_argument("rows of " + std::to_string(k) + " elements, at most 2^30");
   return k;
 }
 
@@ -126,6 +126,20 @@ void bind_rejoin(Array summed, Array weight, Array centre, Array top, Array fact
 }
 
 template <typename T, typename W>
+void bind_mean_row(Array summed, Array weight, Array centre, Array top, Array rest, Array uncentred, int64_t n,
+                   int64_t d, int64_t m, Array lengths, uintptr_t stream) {
+  T* sums = pointer<T>("summed", summed, product(grid_rows(n), row_length(m)));
+  const W* w = pointer<const W>("weight", weight, product(d, m));
+  const T* c = pointer<const T>("centre", centre, m);
+  const int64_t* places = pointer<const int64_t>("top", top, n);
+  const double* all = pointer<const double>("rest", rest, n);
+  const double* inside = uncentred.second > 0 ? pointer<const double>("uncentred", uncentred, n) : nullptr;
+  double* o = pointer<double>("lengths", lengths, product(3, n));
+  py::gil_scoped_release release;
+  check("mean_row", mean_row(sums, w, c, places, all, inside, n, d, m, o, stream_of(stream)));
+}
+
+template <typename T, typename W>
 void bind_spread(Array features, Array maximum, Array mean, Array weight, Array centre, Array bias, Array chosen,
                  int64_t n, int64_t d, int64_t m, Array rows, Array partial, Array out, uintptr_t stream) {
   const T* x = pointer<const T>("features", features, product(grid_rows(n), m));
@@ -156,6 +170,7 @@ template <typename T, typename W>
 void define_wide(py::module_& module, const std::string& suffix) {
   module.def(("norms_about" + suffix).c_str(), &bind_norms_about<T, W>);
   module.def(("rejoin" + suffix).c_str(), &bind_rejoin<T, W>);
+  module.def(("mean_row" + suffix).c_str(), &bind_mean_row<T, W>);
   module.def(("spread" + suffix).c_str(), &bind_spread<T, W>);
 }
 

@@ -122,15 +122,18 @@ template <int Most, typename Load, typename Use>
 __device__ void each_access(int k, Load load, Use use) {
   constexpr Elements<Most> most;
   const int whole = k / Most * Most, step = blockDim.x * Most;
-  for (int start = threadIdx.x * Most; start < whole; start += kBatch * step) {
+  const auto batch = [&](int start, auto there) {
     decltype(load(most, start)) held[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b)
-      if (start + b * step < whole) held[b] = load(most, start + b * step);
+      if (there(start + b * step)) held[b] = load(most, start + b * step);
 #pragma unroll
     for (int b = 0; b < kBatch; ++b)
-      if (start + b * step < whole) use(most, start + b * step, held[b]);
-  }
+      if (there(start + b * step)) use(most, start + b * step, held[b]);
+  };
+  int start = threadIdx.x * Most;
+  for (; start + (kBatch - 1) * step < whole; start += kBatch * step) batch(start, [](int) { return true; });
+  batch(start, [&](int j) { return j < whole; });
   if constexpr (Most > 1)
     for (int j = whole + threadIdx.x; j < k; j += blockDim.x) {
       auto held = load(Elements<1>{}, j);

@@ -110,6 +110,20 @@ int rejoin(T* summed,             // [n, m]
            const double* factor,  // [n]
            int64_t n, int64_t d, int64_t m, void* stream);
 
+// Sums e_s w_s over all classes but t = top[i], in summed[i], become the mean of all rows of the weight with t's 1.
+// lengths[0][i] = |mean of the others|^2, [1][i] = |that mean - w_t|^2, [2][i] = |summed + w_t|^2, of rows less
+// `centre`.
+template <typename T, typename W>
+int mean_row(T* summed,                // [n, m]
+             const W* weight,          // [d, m]
+             const T* centre,          // [m]
+             const int64_t* top,       // [n]
+             const double* rest,       // [n] sum of e_s
+             const double* uncentred,  // [n] or null: that of those in `summed`, if it and the mean are not less centre
+             int64_t n, int64_t d, int64_t m,
+             double* lengths,  // [3, n]
+             void* stream);
+
 // out[i] = sum_s exp(<phi_i, w_s - centre> + b_s - maximum[i]) |w_s - centre - mean[i]|^2 in the chosen rows, else 0.
 template <typename T, typename W>
 int spread(const T* features,   // [n, m]

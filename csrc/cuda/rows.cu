@@ -5,7 +5,10 @@
 namespace pyflatness::cuda {
 namespace {
 
-constexpr size_t kMostKept = 96 << 10;  // bytes of a row's logits in shared memory: two blocks stay on a processor
+// Bytes of a row's logits in shared memory: two large blocks stay on a processor, or four small ones, which compute
+// while another reads.
+constexpr size_t kMostKept = 96 << 10, kSmall = kMostKept / 2;
+constexpr int kFewThreads = 256;
 
 template <typename T, typename Out>
 struct Exponents {
@@ -24,29 +27,18 @@ struct Exponents {
   int64_t first;       // class of all tiles
 };
 
-// The sums of a row over the tiles before, read early.
+// The sums of a row over the tiles before.
 template <typename T>
 struct Before {
   int64_t top;
   double rest, moment;
   T norm;  // of the class `top`
-
-  __device__ Before(const Running<T>& running, int64_t row)
-      : top(running.sums.top[row]),
-        rest(running.sums.rest[row]),
-        moment(running.sums.moment[row]),
-        norm(top < 0 ? T(0) : running.norms[top]) {}
 };
 
 template <int Count, typename T>
 __device__ Pack<T, Count> load_or_zeros(const T* array, int place) {
   return array ? load<Count>(array + place) : Pack<T, Count>{};
 }
-
-struct Nothing {
-  template <typename... Arguments>
-  __device__ explicit Nothing(Arguments...) {}
-};
 
 template <typename Out, typename T>
 __device__ T exponential(T x) {
@@ -62,24 +54,37 @@ __global__ void __launch_bounds__(kMostThreads, sizeof(T) == 4 ? 2 : 1) exponent
   const int64_t row = blockIdx.x;
   T* const brought = call.logits + row * call.stride;
   T* const z = Kept ? dynamic_shared<T>() : brought;  // a thread reads what it wrote itself, till the first barrier
-  if (Kept) {
-    const auto copy = [&](auto count, int s, Nothing) { copy_async<sizeof(T) * count>(z + s, brought + s); };
-    each_access<Most>(call.d, [](auto, int) { return Nothing(); }, copy);
-  }
+  if (Kept)
+    each_access<Most>(
+        call.d, [](auto, int) { return 0; },
+        [&](auto count, int s, int) { copy_async<sizeof(T) * count>(z + s, brought + s); });
   const T old = call.maximum[row];
-  std::conditional_t<Runs, Before<T>, Nothing> before(call.running, row);
+  __shared__ Before<T> before;
+  if (Runs && threadIdx.x == 0) {  // on their way together with the copies
+    const ClassSums<T>& sums = call.running.sums;
+    const int64_t top = sums.top[row];
+    before = {top, sums.rest[row], sums.moment[row], top < 0 ? T(0) : call.running.norms[top]};
+  }
   if (Kept) wait_for_copies();
   Largest<T> largest{-INFINITY, 0};
-  each_access<Most>(
-      call.d, [&](auto count, int s) { return load_or_zeros<count>(call.bias, s); },
-      [&](auto count, int s, const auto& bias) {  // a NaN shows in the sums
-        Pack<T, count> pack = load<count>(z + s);
-        T most = -INFINITY;
+  const auto take = [&](auto count, int s, const auto& pack) {  // a NaN shows in the sums
+    T most = pack.value[0];
 #pragma unroll
-        for (int v = 0; v < count; ++v) pack.value[v] += bias.value[v], most = fmax(most, pack.value[v]);
-        if (call.bias) store(z + s, pack);
-        if (most > largest.value) largest = {most, s};
-      });
+    for (int v = 1; v < count; ++v) most = fmax(most, pack.value[v]);
+    if (most > largest.value) largest = {most, s};
+  };
+  if (call.bias)
+    each_access<Most>(
+        call.d, [&](auto count, int s) { return load<count>(call.bias + s); },
+        [&](auto count, int s, auto& pack) {
+          const Pack<T, count> product = load<count>(z + s);
+#pragma unroll
+          for (int v = 0; v < count; ++v) pack.value[v] += product.value[v];
+          store(z + s, pack);
+          take(count, s, pack);
+        });
+  else
+    each_access<Most>(call.d, [&](auto count, int s) { return load<count>(z + s); }, take);
   largest = block_largest(largest);
   const bool raised = largest.value > old;
   const T maximum = raised ? largest.value : old, reference = maximum > -INFINITY ? maximum : T(0);
@@ -137,7 +142,7 @@ int launch_exponentiate(const Exponents<T, Out>& call, void* stream) {
   const auto kernel =
       wide ? (kept ? exponentiate_kernel<T, Out, kWide, true, Runs> : exponentiate_kernel<T, Out, kWide, false, Runs>)
            : (kept ? exponentiate_kernel<T, Out, 1, true, Runs> : exponentiate_kernel<T, Out, 1, false, Runs>);
-  const int threads = threads_for(call.d, wide ? kWide : 1);
+  const int threads = min(threads_for(call.d, wide ? kWide : 1), bytes <= kSmall ? kFewThreads : kMostThreads);
   return launch(kernel, dim3(static_cast<unsigned>(call.n)), threads, kept ? bytes : 0, stream, call);
 }
 
@@ -160,7 +165,7 @@ __global__ void row_dots_kernel(const T* a, int64_t stride_a, const T* b, int64_
 template <typename T, int Most>
 __global__ void sigmoid_curvature_kernel(const T* logits, const T* coefficients, const T* row_norms, int d,
                                          double* out) {
-  logits += blockIdx.x * d, coefficients += blockIdx.x * d;
+  logits += int64_t{blockIdx.x} * d, coefficients += int64_t{blockIdx.x} * d;
   double total = 0;
   each_access<Most>(
       d,

@@ -19,10 +19,22 @@ from . import head_arguments
 from .arrays import array, dense, dense_rows, layer_sizes, plain, span, strided
 from .geometry import Geometry
 from .precision import promoted_dtype
-from .reference import ClassSums, Products, RowSum, add_tile, norms_about, products, rejoin, spread
+from .reference import (
+    ClassSums,
+    MeanRow,
+    Products,
+    RowSum,
+    add_tile,
+    mean_row_by,
+    norms_about,
+    products,
+    rejoin,
+    spread,
+)
 
 __all__ = [
     "ClassSums",
+    "MeanRow",
     "Products",
     "RowSum",
     "direct",
@@ -35,6 +47,7 @@ __all__ = [
     "gram",
     "instruction_set",
     "instruction_sets",
+    "mean_row",
     "norms_about",
     "pair_distances",
     "patch_gram",
@@ -172,6 +185,13 @@ def exponentiate_tile(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`.reference.exponentiate_tile`; ``logits`` contiguous."""
     return add_tile(exponentiate, logits, bias, norms, first, sums, rounded, own)
+
+
+def mean_row(
+    summed: Tensor, weight: Tensor, centre: Tensor, sums: ClassSums, uncentred: Tensor | None, reach: bool
+) -> MeanRow:
+    """See :func:`.reference.mean_row`."""
+    return mean_row_by(row_dots, summed, weight, centre, sums, uncentred, reach)
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:

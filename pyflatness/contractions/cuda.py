@@ -7,6 +7,7 @@ from .cuda_device import HALF, emulated, launch, missing, module, unavailable
 from .cuda_head import (
     exponentiate,
     exponentiate_tile,
+    mean_row,
     norms_about,
     pair_distances,
     rejoin,
@@ -25,6 +26,7 @@ __all__ = [
     "exponentiate_tile",
     "factored_gram",
     "gram",
+    "mean_row",
     "missing",
     "module",
     "norms_about",

@@ -8,7 +8,7 @@ from . import head_arguments
 from .arrays import array, dense, span, strided
 from .cuda_device import HALF, SUFFIX, launch, module
 from .precision import promoted_dtype
-from .reference import ClassSums
+from .reference import ClassSums, MeanRow
 
 _WEIGHT_SUFFIX = {**SUFFIX, **HALF}
 
@@ -83,6 +83,20 @@ def norms_about(weight: Tensor, centre: Tensor) -> Tensor:
     suffix = _weight_suffix("norms_about", weight, centre)
     launch("norms_about", [centre], array(weight), array(centre), d, m, array(out), suffix=suffix)
     return out
+
+
+def mean_row(
+    summed: Tensor, weight: Tensor, centre: Tensor, sums: ClassSums, uncentred: Tensor | None, reach: bool
+) -> MeanRow:
+    """See :func:`.reference.mean_row`; ``summed`` contiguous."""
+    weight, centre, given = dense(weight), dense(centre), sums.rest.new_empty(0) if uncentred is None else uncentred
+    (n, m), d = summed.shape, len(weight)
+    out = sums.rest.new_empty(3, n)
+    launch(
+        "mean_row", [summed, centre], array(summed), array(weight), array(centre), array(sums.top), array(sums.rest),
+        array(given), n, d, m, array(out), suffix=_weight_suffix("mean_row", weight, summed),
+    )  # fmt: skip
+    return MeanRow(out[0], out[1], out[2] if reach else None)
 
 
 def rejoin(summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, factor: Tensor) -> None:

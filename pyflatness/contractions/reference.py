@@ -217,6 +217,63 @@ def rejoin(summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, f
         summed[index] = (summed[index] + rows) * factor[index].unsqueeze(1).to(summed.dtype)
 
 
+class MeanRow(NamedTuple):
+    """Hold squared lengths, (n,) float64, in which w_t is the row of a sample's most probable class.
+
+    Attributes:
+        others: of the mean of the other classes' rows.
+        away: of that mean less w_t.
+        reach: of ``Σ e_s w_s + w_t``; None where it was not asked for.
+    """
+
+    others: Tensor
+    away: Tensor
+    reach: Tensor | None
+
+
+def mean_row(
+    summed: Tensor, weight: Tensor, centre: Tensor, sums: ClassSums, uncentred: Tensor | None, reach: bool
+) -> MeanRow:
+    """Turn ``Σ e_s w_s`` over all classes but t into the mean of the rows of the weight, in place.
+
+    The lengths are those of rows less ``centre``.
+
+    Args:
+        summed: (n, m).
+        weight: (d, m), may be in half precision.
+        centre: (m,).
+        sums: those of each row over the same classes.
+        uncentred: (n,) float64, ``Σ e_s`` of what is in ``summed``, if that is of the rows as they are, and so will the
+            mean be; None: both are of the rows less the centre.
+        reach: whether that is wanted.
+    """
+    return mean_row_by(row_dots, summed, weight, centre, sums, uncentred, reach)
+
+
+def mean_row_by(
+    dots: Callable[[Tensor, Tensor], Tensor],
+    summed: Tensor,
+    weight: Tensor,
+    centre: Tensor,
+    sums: ClassSums,
+    uncentred: Tensor | None,
+    reach: bool,
+) -> MeanRow:
+    """Do what :func:`mean_row` does by a backend's :func:`row_dots`."""
+    dtype = summed.dtype
+    if uncentred is not None:
+        summed.addr_(uncentred.to(dtype), centre, alpha=-1)
+    top = promoted(weight[sums.top.clamp_min(0)]).sub_(centre)
+    whole = dots(*[summed + top] * 2) if reach else None
+    mean = summed.div_(sums.rest.to(dtype).clamp_min(torch.finfo(dtype).tiny).unsqueeze(1))
+    others, away = dots(mean, mean), top.neg_().add_(mean)
+    lengths = MeanRow(others, dots(away, away), whole)
+    mean.addcmul_(away, (-1 / (1 + sums.rest)).unsqueeze(1).to(dtype))
+    if uncentred is not None:
+        mean.add_(centre)
+    return lengths
+
+
 def spread(
     features: Tensor, maximum: Tensor, mean: Tensor, weight: Tensor, centre: Tensor | None, bias: Tensor, chosen: Tensor
 ) -> Tensor:

@@ -21,8 +21,10 @@ from .arrays import dense
 from .cuda_device import on_device
 from .reference import (
     ClassSums,
+    MeanRow,
     exponentiate,
     exponentiate_tile,
+    mean_row_by,
     pair_distances,
     sigmoid_curvature,
     softmax_variance,
@@ -32,6 +34,7 @@ __all__ = [
     "FIRST_TILE",
     "exponentiate",
     "exponentiate_tile",
+    "mean_row",
     "multiplies",
     "multiply_exponentiate",
     "norms_about",
@@ -152,6 +155,18 @@ def rejoin(summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, f
     """See :func:`.reference.rejoin`."""
     arguments = summed, dense(weight), centre, top, factor, *summed.shape
     _launch(kernels.rejoin, summed.device, _grid(len(summed)), *arguments, **ROWS)
+
+
+def mean_row(
+    summed: Tensor, weight: Tensor, centre: Tensor, sums: ClassSums, uncentred: Tensor | None, reach: bool
+) -> MeanRow:
+    """See :func:`.reference.mean_row`."""
+    if reach:
+        return mean_row_by(row_dots, summed, weight, centre, sums, uncentred, reach)
+    others, away = sums.rest.new_empty(2, len(summed))
+    arguments = summed, dense(weight), centre, sums.top, sums.rest, uncentred, others, away, *summed.shape
+    _launch(kernels.mean_row, summed.device, _grid(len(summed)), *arguments, **ROWS)
+    return MeanRow(others, away, None)
 
 
 def spread(

@@ -152,6 +152,36 @@ def rejoin(summed, weight, centre, top, factor, n, m, ROWS: tl.constexpr, WIDTH:
             tl.store(places, (joined + tl.load(places, mask=fits, other=0.0)) * scale[:, None], mask=fits)
 
 
+@triton.jit(do_not_specialize=["n"])
+def mean_row(summed, weight, centre, top, rest, uncentred, others, away, n, m, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Turn the sums into means of the weight's rows, in place, and write squared lengths about the centre."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < n
+    classes = tl.maximum(tl.load(top + rows, mask=inside, other=0), 0)
+    others_rest = tl.load(rest + rows, mask=inside, other=1.0)
+    share = (1 / (1 + others_rest)).to(tl.float32)
+    divisor = tl.maximum(others_rest.to(tl.float32), 1.1754943508222875e-38)  # float32's least normal number
+    taken = tl.zeros((ROWS,), tl.float32)
+    if uncentred is not None:
+        taken = tl.load(uncentred + rows, mask=inside, other=0.0).to(tl.float32)
+    squares, distances = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
+    for first in range(0, m, WIDTH):
+        columns = first + tl.arange(0, WIDTH)
+        fits = inside[:, None] & (columns < m)[None, :]
+        about = tl.load(centre + columns, mask=columns < m, other=0.0)[None, :]
+        best = tl.load(weight + classes[:, None] * m + columns[None, :], mask=fits, other=0.0).to(tl.float32) - about
+        places = summed + rows[:, None].to(tl.int64) * m + columns[None, :]
+        mean = (tl.load(places, mask=fits, other=0.0) - taken[:, None] * about) / divisor[:, None]
+        squares += tl.where(fits, mean * mean, 0.0)
+        distances += tl.where(fits, (mean - best) * (mean - best), 0.0)
+        mean -= share[:, None] * (mean - best)
+        if uncentred is not None:
+            mean += about
+        tl.store(places, mean, mask=fits)
+    tl.store(others + rows, tl.sum(squares.to(tl.float64), axis=1), mask=inside)
+    tl.store(away + rows, tl.sum(distances.to(tl.float64), axis=1), mask=inside)
+
+
 @triton.jit(do_not_specialize=["n", "d"])
 def spread(
     features, maximum, mean, weight, centre, bias, order, count, out, n, d, m,

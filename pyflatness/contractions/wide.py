@@ -36,7 +36,8 @@ from .reference import ClassSums
 
 _CONDITION = 30.0  # amplification of rounding above which a row is done by differences
 _HALF = 2  # bytes of an element in half precision
-_MOST_ROWS = 2048  # at once where products are in half precision: the weight is read seldom enough
+_MOST_ROWS, _MOST_CLASSES = 4096, 12288  # at once where products are in half precision: four rows of logits fit a
+# processor's shared memory, and products are large enough
 _ATTEMPTS = 3  # at choosing tiles, before all are taken
 _BLOCK, _ALIGNED = 256, 64  # rows or columns that a product takes at once; classes
 _PARTS = 32  # tiles of classes to choose among, if they are not too narrow for a product
@@ -90,11 +91,11 @@ def plan(
         row += 5 * m * item
         rows = _down(max(16, (memory - weights) // row))
     elif half:
-        rows = _down(min(n, _MOST_ROWS, max(16, memory // (8 * m * item))))
-        entry = _HALF if fused else item + _HALF
-        tile = _down(max(16, (memory - 4 * rows * m * item) // (rows * entry)))
+        rows = _down(min(n, _MOST_ROWS, max(16, memory // (4 * m * item))))
+        entry, most = (_HALF, d) if fused else (item + _HALF, _MOST_CLASSES)
+        tile = _down(max(16, min(most, (memory - rows * m * item) // (rows * entry))))
         tile = min(d, _up(-(-d // -(-d // tile))))  # all about as wide
-        weights, row = 0, entry * tile + 4 * m * item
+        weights, row = 0, max(entry * tile + m * item, 3 * m * item)  # of a tile; at the end
     else:
         # scores, and five matrices of m columns: a tile of weights, features, their sum, its mean, a difference
         entries = memory // item
@@ -161,16 +162,20 @@ class WideHead:
         self._memory, self._rtol = memory, rtol
         self._added = None if bias is None else self._bias  # to products that a kernel adds it to
         self._norms = backend.norms_about(weight, centre)
+        self._multiplies: Callable[[Tensor, Tensor], bool] | None = None  # whether a kernel makes exponentials of these
+        if rtol == 0:
+            self._multiplies = getattr(backend, "multiplies", None)
+        self._in_place = backend is cuda or self._multiplies is not None  # kernels leave nothing between them
 
     def __call__(self, features: Tensor, scale: Tensor | None = None) -> Bounded:
         """Return values of (n, m) features; ``scale`` (n,) says what each row counts in the sum that ``rtol`` is of."""
         half = self._takes_half(features)
         (d, m), dtype = self._weight.shape, promoted_dtype(features.dtype)
         memory = self._memory
-        fused = self._fuses(features)
-        if half and not fused and self._backend is not cuda:
+        if half and not self._in_place:
             memory //= 3  # torch's operations leave as much between them
-        planned = plan(len(features), d, m, dtype, memory, half=half, fused=fused, keeps=self._rtol > 0)
+        keeps, fused = self._rtol > 0, self._fuses(features)
+        planned = plan(len(features), d, m, dtype, memory, half=half, keeps=keeps, fused=fused)
         chunks: Iterable[Tensor] = features.split(planned.rows)
         if not half:
             chunks = map(promoted, chunks)  # each when its turn comes
@@ -184,12 +189,11 @@ class WideHead:
 
     def _takes_half(self, features: Tensor) -> bool:
         both = features.dtype == self._weight.dtype == torch.bfloat16
-        return (both and (features.is_cuda or self._backend is cuda)) or self._fuses(features)
+        return (both and (features.is_cuda or self._in_place)) or self._fuses(features)
 
     def _fuses(self, features: Tensor) -> bool:
         """Return whether a kernel makes exponentials from features and weight."""
-        takes: Callable[[Tensor, Tensor], bool] | None = getattr(self._backend, "multiplies", None)
-        return takes is not None and self._rtol == 0 and takes(features, self._weight)
+        return self._multiplies is not None and self._multiplies(features, self._weight)
 
     def _tiles(self, width: int, before: int = 0) -> list[slice]:
         """Return tiles of so many classes, with one of another number before them."""
@@ -218,9 +222,9 @@ class WideHead:
     def _room(self, features: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """Return a matrix (n, width) to be written.
 
-        On a GPU its rows begin at multiples of 64 elements; products take several times as long where they do not.
+        On a GPU its rows begin at multiples of 64 elements, see :func:`_aligned`.
         """
-        padded = _up(width) if features.is_cuda or self._backend is cuda or self._fuses(features) else width
+        padded = _up(width) if features.is_cuda or self._in_place else width
         return features.new_empty(len(features), padded, dtype=dtype)[:, :width]
 
     def _start(self, features: Tensor) -> tuple[ClassSums, Tensor]:
@@ -333,42 +337,31 @@ class WideHead:
 
     def _finish(self, features: Tensor, sums: _Sums) -> Bounded:
         """Return values from the sums, whose ``summed`` is used up."""
-        maximum, top_class, rest, moment = sums.classes
-        backend, half, total = self._backend, self._takes_half(features), 1 + rest
-        dtype = sums.summed.dtype
-        if half:  # about the centre from here on
-            sums.summed.addr_(sums.weight.to(dtype), self._centre, alpha=-1)
-        top = promoted(self._weight[top_class.clamp_min(0)]).sub_(self._centre)
-        reach = None if sums.left_out is None else backend.row_dots(*[sums.summed + top] * 2).sqrt() / total
-        mean = sums.summed.div_(rest.to(dtype).clamp_min(torch.finfo(dtype).tiny).unsqueeze(1))
-        away = top.neg_().add_(mean)
-        between = rest / total.square() * backend.row_dots(away, away)
-        second = rest * backend.row_dots(mean, mean)
+        classes, backend, single = sums.classes, self._backend, promoted(features)
+        rest, moment, total = classes.rest, classes.moment, 1 + classes.rest
+        uncentred = sums.weight if self._takes_half(features) else None
+        bounded = sums.left_out is not None
+        lengths = backend.mean_row(sums.summed, self._weight, self._centre, classes, uncentred, bounded)
+        between = rest / total.square() * lengths.away
+        second = rest * lengths.others
         variance = ((moment - second) / total).clamp_min(0) + between
         ill = (moment + second) / total > _CONDITION * variance
-        mean.addcmul_(away, (-1 / total).unsqueeze(1).to(dtype))
-        variance = torch.where(ill, self._by_differences(features, maximum, mean, ill) / total, variance)
-        squares, lost = self._squares(features), maximum.isinf()
+        differences = self._by_differences(single, classes.maximum, sums.summed, ill, uncentred is not None)
+        variance = torch.where(ill, differences / total, variance)
+        squares, lost = backend.row_dots(single, single), classes.maximum.isinf()
         values = (squares * variance).masked_fill_(lost, torch.nan)
-        if sums.left_out is None or reach is None:
+        if sums.left_out is None:
             return Bounded(values, None)
-        left_out = sums.left_out / total
+        reach, left_out = lengths.reach.sqrt() / total, sums.left_out / total
         return Bounded(values, (squares * (2 * reach * left_out + left_out.square())).masked_fill_(lost, torch.nan))
 
-    def _by_differences(self, features: Tensor, maximum: Tensor, mean: Tensor, chosen: Tensor) -> Tensor:
-        """Return Σ_s e_s |w_s - μ|² of the chosen rows; an error in μ enters squared, so that the product's will do.
-
-        ``mean`` is used up.
-        """
-        single, centre = promoted(features), None if self._takes_half(features) else self._centre
-        if centre is None:  # there logits are of the weight as it is
-            mean.add_(self._centre)
+    def _by_differences(self, features: Tensor, maximum: Tensor, mean: Tensor, ill: Tensor, half: bool) -> Tensor:
+        """Return Σ_s e_s |w_s - μ|² of ill rows; an error in μ enters squared, so that the product's will do."""
         d, m = self._weight.shape
-        in_place = self._backend is cuda or self._fuses(features)
-        width = d if in_place else max(1, self._memory // (4 * m * single.itemsize))  # of a copy
-        squares = torch.zeros_like(maximum, dtype=torch.float64)
-        for tile in self._tiles(width):
-            squares += self._backend.spread(single, maximum, mean, self._weight[tile], centre, self._bias[tile], chosen)
+        width = d if self._in_place else max(1, self._memory // (4 * m * features.itemsize))  # of a copy
+        squares, centre = torch.zeros_like(maximum, dtype=torch.float64), None if half else self._centre
+        for tile in self._tiles(width):  # logits and the mean are of the weight as it is, or both about the centre
+            squares += self._backend.spread(features, maximum, mean, self._weight[tile], centre, self._bias[tile], ill)
         return squares
 
     def _squares(self, features: Tensor) -> Tensor:
@@ -381,14 +374,30 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """Return the product of two matrices in ``out``; of half precision in float32."""
     if a.dtype != torch.bfloat16:
         return torch.mm(a, b, out=out)
-    return torch.mm(a, b, torch.float32, out=out) if a.is_cuda else torch.mm(a.float(), b.float(), out=out)
+    for part in _aligned(b.shape[1]):
+        if a.is_cuda:
+            torch.mm(a, b[:, part], torch.float32, out=out[:, part])
+        else:
+            torch.mm(a.float(), b[:, part].float(), out=out[:, part])
+    return out
 
 
 def _multiply_add(a: Tensor, b: Tensor, total: Tensor) -> None:
     """Add the product of two matrices to ``total``; of half precision in float32."""
     if a.dtype != torch.bfloat16:
         total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, torch.float32, out=total)
-    else:
-        total.addmm_(a.float(), b.float())
+        return
+    for part in _aligned(len(b)):
+        if a.is_cuda:
+            torch.addmm(total, a[:, part], b[part], torch.float32, out=total)
+        else:
+            total.addmm_(a[:, part].float(), b[part].float())
+
+
+def _aligned(classes: int) -> list[slice]:
+    """Return what cuBLAS multiplies fast of so many classes, and the few others.
+
+    It takes eight times as long where their number does not fill whole accesses of 16 bytes, wherever rows begin.
+    """
+    whole = classes // _ALIGNED * _ALIGNED
+    return [part for part in (slice(0, whole), slice(whole, classes)) if part.start < part.stop]

@@ -21,7 +21,7 @@ def test_kernels_fit(tmp_path, target):
         [sys.executable, script, target], env=environment, capture_output=True, text=True, check=True
     )
     rows = [line.strip("|").split("|") for line in printed.stdout.splitlines()[2:]]
-    assert len(rows) == 7
+    assert len(rows) == 8
     for _, kernel, _, stack, shared in rows:
         assert int(shared.replace(",", "")) <= SHARED[target], kernel
         assert int(stack) == 0 or target == "sm_80", kernel

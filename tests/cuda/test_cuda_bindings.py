@@ -28,15 +28,16 @@ def arguments(name, device, dtype=torch.float32):
         "sigmoid_curvature": [z, z, b, 4, 3, out],
         "norms_about": [w, c, 3, 5, b],
         "rejoin": [x, w, c, place, n, 4, 3, 5],
+        "mean_row": [x, w, c, place, out, moment, 4, 3, 5, torch.ones(12, dtype=torch.float64, device=device)],
         "spread": [x, low, x, w, c, b, chosen, 4, 3, 5, list_, parts, out],
     }[name]
 
 
 KERNELS = [
     "pair_distances", "softmax_variance", "exponentiate", "exponentiate_tile", "row_dots", "sigmoid_curvature",
-    "norms_about", "rejoin", "spread",
+    "norms_about", "rejoin", "mean_row", "spread",
 ]  # fmt: skip
-OPTIONAL = {("exponentiate", 1), ("exponentiate_tile", 2), ("rejoin", 2), ("spread", 4)}  # null if it has none
+OPTIONAL = {("exponentiate", 1), ("exponentiate_tile", 2), ("rejoin", 2), ("mean_row", 5), ("spread", 4)}  # may be null
 
 
 def call(name, values, dtype=torch.float32):

@@ -303,6 +303,29 @@ def test_rows_of_the_weight(cuda_device, dtype, stored, shape):
     assert found[~chosen].count_nonzero() == 0
 
 
+@pytest.mark.parametrize(("dtype", "stored"), PAIRS)
+@pytest.mark.parametrize("uncentred", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 9), (5, 600), (3, 64)])
+def test_mean_row(cuda_device, dtype, stored, shape, uncentred):
+    """About a centre or not; a row without other classes, one without any class."""
+    (d, m), n = shape, 5
+    weight, centre = draw(cuda_device, d, m).to(stored), draw(cuda_device, m, dtype=dtype, seed=1)
+    summed = draw(cuda_device, n, m, dtype=dtype, seed=2)
+    rest = draw(cuda_device, n, dtype=torch.float64, seed=3).exp()
+    rest[1], summed[1] = 0, 0
+    top = torch.tensor([0, d - 1, d // 2, -1, d - 1], device=cuda_device)
+    inside = rest * 0.75 if uncentred else None
+    sums = ClassSums(rest.to(dtype), top, rest, rest)
+    expected = summed.double().clone()
+    lengths = reference.mean_row(expected, weight.double(), centre.double(), sums, inside, True)
+    found = cuda.mean_row(summed, weight, centre, sums, inside, True)
+    limit = 2e-6 if dtype == torch.float32 else 1e-13
+    for ours, theirs in zip(found, lengths, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=50 * limit, atol=0)
+    torch.testing.assert_close(summed.double(), expected, rtol=limit, atol=50 * limit)
+    assert cuda.mean_row(summed, weight, centre, sums, inside, False).reach is None
+
+
 @pytest.mark.parametrize("stored", HALVES)
 def test_every_number_in_half_precision(cuda_device, stored):
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(stored).to(cuda_device).view(-1, 1)

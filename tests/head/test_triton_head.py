@@ -160,3 +160,19 @@ def test_smaller_kernels(triton_head):
         triton_head.rejoin(found, weight, about, top, factor)
         reference.rejoin(expected, weight.double(), None if about is None else about.double(), top, factor)
         assert error(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize("uncentred", [True, False])
+def test_means_of_rows(triton_head, uncentred):
+    generator = torch.Generator().manual_seed(0)
+    summed, weight, centre = (torch.randn(*shape, generator=generator) for shape in ((21, 40), (70, 40), (40,)))
+    rest, maximum = torch.rand(21, generator=generator).double(), torch.zeros(21)
+    top = torch.randint(-1, 70, (21,), generator=generator)
+    summed, centre, weight = summed.to(DEVICE), centre.to(DEVICE), weight.to(DEVICE, DTYPE)
+    sums = ClassSums(*(rows.to(DEVICE) for rows in (maximum, top, rest, rest)))
+    expected, whole = summed.double(), sums.rest if uncentred else None
+    lengths = reference.mean_row(expected, weight.double(), centre.double(), sums, whole, False)
+    found = triton_head.mean_row(summed, weight, centre, sums, whole, False)
+    assert error(summed, expected) < 1e-5
+    assert error(found.others, lengths.others) < 1e-5
+    assert error(found.away, lengths.away) < 1e-5

@@ -27,7 +27,7 @@ TYPES = {
     **dict.fromkeys(("values", "weight"), "*bf16"),
     **dict.fromkeys(("order", "count"), "*i32"),
     **dict.fromkeys(("top", "early", "late"), "*i64"),
-    **dict.fromkeys(("rest", "moment", "factor", "out"), "*fp64"),
+    **dict.fromkeys(("rest", "moment", "factor", "out", "uncentred", "others", "away"), "*fp64"),
     **dict.fromkeys(("n", "d", "m", "stride", "first", "blocks", "width"), "i32"),
 }
 """Of arguments; of all others: float32."""
@@ -53,6 +53,7 @@ def arguments(target):
         "settle": (kernels.settle, {**head.SETTLED, "CLASSES": blocks.classes}, 4, 3, {}),
         "dots, of norms_about": (kernels.dots, head.ROWS, 4, 3, {"a": "*bf16", "b": "*bf16"}),
         "dots, of row_dots": (kernels.dots, {**head.ROWS, "centre": None}, 4, 3, {}),
+        "mean_row": (kernels.mean_row, head.ROWS, 4, 3, {}),
         "rejoin": (kernels.rejoin, {**head.ROWS, "centre": None}, 4, 3, {}),
         "spread": (
             kernels.spread,
