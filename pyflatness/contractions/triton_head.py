@@ -93,8 +93,8 @@ def multiply_exponentiate(
         norms: ``|w_s|²`` of all classes, (d,).
         first: the tile's first class.
         sums: over the tiles before, (n,) each; takes the tile in, in place.
-        values: (n, width), takes the exponentials, 0 at the class that became a row's most probable one; its rows begin
-            at multiples of 16 bytes.
+        values: (n, width), takes the exponentials, 0 at the class that became a row's most probable one. Its rows begin
+            at multiples of 16 bytes; what is behind them up to the next one is lost.
 
     Returns:
         What :func:`rejoin` takes. The first classes (n,) join the sums before those of ``values`` are added, since
@@ -109,24 +109,22 @@ def multiply_exponentiate(
     order = torch.arange(row_blocks, dtype=torch.int32, device=device)
     count, factor = order.new_full((1,), row_blocks), torch.empty_like(sums.rest)
 
-    def multiply() -> None:
-        _launch(
-            kernels.product, device, (min(row_blocks * class_blocks, _programs(device)),),
-            TensorDescriptor.from_tensor(features, [blocks.rows, blocks.depth]),
-            TensorDescriptor.from_tensor(weight, [blocks.classes, blocks.depth]),
-            TensorDescriptor.from_tensor(values, [blocks.rows, blocks.classes]),
-            bias, norms, reference, order, count, *parts, first, n, width, m,
-            ROWS=blocks.rows, CLASSES=blocks.classes, DEPTH=blocks.depth,
-            num_warps=blocks.warps, num_stages=blocks.stages,
-        )  # fmt: skip
-
-    multiply()
+    grid = (min(row_blocks * class_blocks, _programs(device)),)
+    product = (
+        TensorDescriptor.from_tensor(features, [blocks.rows, blocks.depth]),
+        TensorDescriptor.from_tensor(weight, [blocks.classes, blocks.depth]),
+        TensorDescriptor.from_tensor(values, [blocks.rows, blocks.classes]),
+        *(bias, norms, reference, order, count, *parts, first, n, width, m),
+    )
+    sizes = {"ROWS": blocks.rows, "CLASSES": blocks.classes, "DEPTH": blocks.depth, "PAIRS": _rounds_pairs(device)}
+    computed = {"num_warps": blocks.warps, "num_stages": blocks.stages}
+    _launch(kernels.product, device, grid, *product, **sizes, **computed)
     count.zero_()
     _launch(
         kernels.surpassed, device, (row_blocks,), parts[0], reference, order, count, n, class_blocks,
         ROWS=blocks.rows, AT_ONCE=SETTLED["AT_ONCE"],
     )  # fmt: skip
-    multiply()
+    _launch(kernels.product, device, grid, *product, **sizes, **computed)  # of the rows that were listed
     _launch(
         kernels.settle, device, (-(-n // SETTLED["ROWS"]),), *parts, norms, reference, values, *sums, *joins, factor,
         first, n, width, class_blocks, values.stride(0), **SETTLED, CLASSES=blocks.classes,
@@ -189,6 +187,11 @@ def _blocks(device: torch.device) -> Blocks:
         return LARGE
     memory = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # not on AMD
     return LARGE if memory >= _LARGE_MEMORY else SMALL
+
+
+def _rounds_pairs(device: torch.device) -> bool:
+    """Return whether a device has NVIDIA's instructions."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 def _programs(device: torch.device) -> int:

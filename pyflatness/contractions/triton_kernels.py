@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-_LIMIT = tl.constexpr(40.0)
-"""How far logits may lie above what their exponentials are relative to: e^40 of 2^20 classes is far from overflow."""
+_LIMIT = tl.constexpr(60.0)
+"""How far logits may lie above what their exponentials are relative to. Float32 ends at e^88; with e^60 for each of 2^20
+classes, e^14 are left for the length of a row of the weight."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(float("-inf"))
 
@@ -12,7 +13,7 @@ _LOWEST = tl.constexpr(float("-inf"))
 @triton.jit(do_not_specialize=["first", "n", "width", "m"])
 def product(
     features, weight, values, bias, norms, reference, order, count, maxima, rests, moments, first, n, width, m,
-    ROWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Write exponentials of ``count`` blocks of rows, those that ``order`` names, and their sums by block of classes.
 
@@ -31,7 +32,13 @@ def product(
         inside, present = rows < n, classes < width
         scores += tl.load(bias + first + classes, mask=present, other=_LOWEST)[None, :]
         about = _finite(tl.load(reference + rows, mask=inside, other=0.0))
-        rounded = tl.exp2(scores * _LOG2_E - (about * _LOG2_E)[:, None]).to(values.dtype)
+        exponentials = tl.exp2(scores * _LOG2_E - (about * _LOG2_E)[:, None])
+        if PAIRS:  # two are rounded at once: the product is 4 % faster than with Triton's own conversion
+            rounded = tl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [exponentials], dtype=values.dtype, is_pure=True, pack=2
+            )
+        else:
+            rounded = exponentials.to(values.dtype)
         values.store([row, block * CLASSES], rounded)
         written = rounded.to(tl.float32)
         place = block * n + rows

@@ -37,7 +37,7 @@ ALIGNED = {"m", "stride"}  # numbers that are multiples of 16
 def arguments(target):
     """Return each kernel's constants, warps, stages and types that are not those of :data:`TYPES`."""
     blocks = head.LARGE if target == "sm_90" else head.SMALL
-    sizes = {"ROWS": blocks.rows, "CLASSES": blocks.classes, "DEPTH": blocks.depth}
+    sizes = {"ROWS": blocks.rows, "CLASSES": blocks.classes, "DEPTH": blocks.depth, "PAIRS": target != "gfx942"}
     tiles = {
         name: f"tensordesc<bf16[{rows},{columns}]>"
         for name, rows, columns in (
