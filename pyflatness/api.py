@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import head, interrupts, losses, plan
+from . import head, interrupts, losses, plan, tensor_head
 from .errors import InputError
 from .measures import RELATIVE_FLATNESS, at_head, named
 from .measures.layer_values import LayerValues
 from .model import calling, uses
 from .model.selectors import Selector
+from .numerics.meeting import Group, joined
 from .options import MAX_PASSES, Options, check_relative_error
 from .passes.detached import TAKEN_AS_CONSTANT
 from .report import Estimate, Report, coverage
@@ -32,6 +33,7 @@ def head_flatness(
     reduction: str | None = None,
     backend: str = "auto",
     rtol: float = 0.0,
+    process_group: Group = None,
 ) -> Estimate:
     """Return the relative flatness of a linear head from its input features: exact, no derivative is taken.
 
@@ -52,11 +54,12 @@ def head_flatness(
         per_sample: also return each sample's value.
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"`` samples with NaN or infinity.
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
-        backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
+        backend: ``"auto"``, ``"compiled"``, ``"triton"`` (wide heads on a GPU, else as auto) or ``"reference"``.
         rtol: how far the value may be off, relative to it, for the sake of time. At a cross-entropy head of many
             classes, classes are then left out of the second of its two products where all of them together matter no
             more than that, which is guaranteed: ``estimate.bound`` says what the value can be off by. 0: exact. On CUDA
             the exact value is faster, so it is returned whatever ``rtol`` is.
+        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         The value in units of the loss, exact up to rounding, or to within its ``bound``.
@@ -76,8 +79,8 @@ def head_flatness(
     rtol = check_relative_error("rtol", rtol)
     options = Options(normalize=normalize, per_sample=per_sample, nan_policy=nan_policy, backend=backend, rtol=rtol)
     resolved = losses.resolve(loss, reduction)
-    with interrupts.held(), torch.inference_mode(False), torch.no_grad():
-        source = head.from_tensors(features, weight, bias, targets, resolved)
+    with joined(process_group) as group, interrupts.held(), torch.inference_mode(False), torch.no_grad():
+        source = tensor_head.from_tensors(features, weight, bias, targets, resolved, group)
         return at_head.relative_flatness(source, resolved, options)
 
 
@@ -103,6 +106,7 @@ def relative_flatness(
     seed: int = 0,
     max_passes: int = MAX_PASSES,
     progress: bool | None = None,
+    process_group: Group = None,
 ) -> Estimate:
     """Return the relative flatness κ of one layer of a model, with the loss over all of ``data`` as one batch.
 
@@ -146,7 +150,7 @@ def relative_flatness(
             all inputs and outputs, a row for every output pixel.
         normalize: ``"std"``: the measure of Theorem 4, invariant to every rescaling of neurons; reads the data twice.
         per_sample: also return each sample's value, (n,), whose mean is the value.
-        backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
+        backend: ``"auto"``, ``"compiled"``, ``"triton"`` (wide heads on a GPU, else as auto) or ``"reference"``.
         nan_policy: what to do about NaN or infinity in a sample: ``"raise"``, ``"propagate"`` (its own value, and so
             the mean, becomes NaN) or ``"omit"`` (left out of the data set, and counted).
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
@@ -160,6 +164,8 @@ def relative_flatness(
         max_passes: backward passes of a micro-batch, or Hessian products of a layer, that an exact value may take, and
             probes that a standard error may; more are an error that says how long they would take.
         progress: show a bar; None: on a terminal.
+        process_group: whose ranks make the call together, each with its own data, and all get the value of the whole
+            (docs/ranks.md). None: all ranks, where ``torch.distributed`` is initialised; False: this process alone.
 
     Returns:
         The value in units of the loss, its method and backend, and how many samples it is over.
@@ -191,6 +197,7 @@ def relative_flatness(
         reads=reads,
         ordered=options.by_sample,
         progress=progress,
+        process_group=process_group,
     ) as task:
         measurement, name = plan.of_layer(RELATIVE_FLATNESS, task, layer)
         return measurement.estimates()[name, RELATIVE_FLATNESS.name]
@@ -213,6 +220,7 @@ def block_traces(
     memory: int | None = None,
     max_passes: int = MAX_PASSES,
     progress: bool | None = None,
+    process_group: Group = None,
 ) -> Tensor:
     """Return the matrix T of block Hessian traces of one layer, of which relative flatness is ⟨w wᵀ, T⟩.
 
@@ -234,6 +242,7 @@ def block_traces(
         memory: bytes to hold at a time, as in :func:`relative_flatness`.
         max_passes: backward passes, or Hessian products, that it may take.
         progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         (d, d) float64 on the model's device.
@@ -251,13 +260,7 @@ def block_traces(
                [-0.294918,  0.294918]])
     """
     options = Options(
-        curvature,
-        conv=conv,
-        normalize=normalize,
-        backend=backend,
-        nan_policy=nan_policy,
-        memory=memory,
-        max_passes=max_passes,
+        *(curvature, None, None, conv, normalize, False, backend, nan_policy, memory), max_passes=max_passes
     )
     with session(
         *(model, loss, data, options),
@@ -266,6 +269,7 @@ def block_traces(
         reads=options.reads,
         ordered=options.by_sample,
         progress=progress,
+        process_group=process_group,
     ) as task:
         name, _ = head.find(task, layer)
         traces = LayerValues(task.only(name)).block_traces()
@@ -297,6 +301,7 @@ def measure(
     seed: int = 0,
     max_passes: int = MAX_PASSES,
     progress: bool | None = None,
+    process_group: Group = None,
 ) -> Report:
     """Return measures of many layers of a model, computed in one sweep over the data.
 
@@ -342,6 +347,7 @@ def measure(
         seed: of the random signs.
         max_passes: backward passes of a micro-batch, or Hessian products of a layer, that exact values may take.
         progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         ``report[layer, measure]`` and ``report[measure]`` are estimates, ``str(report)`` is a table;
@@ -374,6 +380,7 @@ def measure(
         reads=steps.reads,
         ordered=options.by_sample,
         progress=progress,
+        process_group=process_group,
     ) as task:
         task = task.of(layers)
         measurement = plan.Measurement(steps, task, named=by_name)

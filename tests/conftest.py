@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from hypothesis import settings
 
 from pyflatness.contractions import compiled, cuda, reference
 from support import ROOT, emulated, interpreted
-from support.combinations import CUDA_DEVICES, ENGINES
+from support.combinations import AT_RANDOM, CUDA_DEVICES, ENGINES, in_soak
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("default")
@@ -76,7 +77,7 @@ def emulated_cuda(_emulated_cuda):
     return _emulated_cuda
 
 
-@pytest.fixture(params=CUDA_DEVICES)
+@pytest.fixture(params=[*CUDA_DEVICES, *in_soak(AT_RANDOM)])
 def cuda_device(request):
     """Where tensors for the CUDA kernels go: a GPU, or the CPU with kernels compiled for it."""
     if request.param == "cuda":
@@ -88,7 +89,10 @@ def cuda_device(request):
     module = request.getfixturevalue("_emulated_cuda")
     if isinstance(module, str):
         pytest.skip(f"the CUDA kernels cannot be compiled for the CPU: {module}")
-    module.set_order(CUDA_DEVICES.index(request.param) - 1)
+    at_random = request.param == AT_RANDOM  # an order of the test's own
+    module.set_order(
+        3 + zlib.crc32(request.node.nodeid.encode()) % 10**6 if at_random else CUDA_DEVICES.index(request.param) - 1
+    )
     with cuda.emulated(module):
         yield torch.device("cpu")
 

@@ -29,12 +29,12 @@ struct Largest {
   }
 };
 
+// Once in a kernel: nothing waits here until an earlier call's parts have been read.
 template <typename T>
 __device__ Largest<T> block_largest(Largest<T> own) {
   __shared__ Largest<T> parts[kMostWarps];
   for (int offset = kWarp / 2; offset > 0; offset /= 2)
     own.take({__shfl_xor_sync(kAllLanes, own.value, offset), __shfl_xor_sync(kAllLanes, own.place, offset)});
-  __syncthreads();
   if (threadIdx.x % kWarp == 0) parts[threadIdx.x / kWarp] = own;
   __syncthreads();
   Largest<T> largest = parts[0];

@@ -108,7 +108,6 @@ def multiply_exponentiate(
     parts = sums.maximum.new_empty(3, class_blocks, n)  # largest logits, sums of exponentials, weighted by norms
     order = torch.arange(row_blocks, dtype=torch.int32, device=device)
     count, factor = order.new_full((1,), row_blocks), torch.empty_like(sums.rest)
-
     grid = (min(row_blocks * class_blocks, _programs(device)),)
     product = (
         TensorDescriptor.from_tensor(features, [blocks.rows, blocks.depth]),

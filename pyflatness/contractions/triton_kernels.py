@@ -4,8 +4,10 @@ import triton
 import triton.language as tl
 
 _LIMIT = tl.constexpr(60.0)
-"""How far logits may lie above what their exponentials are relative to. Float32 ends at e^88; with e^60 for each of 2^20
-classes, e^14 are left for the length of a row of the weight."""
+"""How far logits may lie above what their exponentials are relative to.
+
+Float32 ends at e^88; with e^60 for each of 2^20 classes, e^14 are left for the length of a row of the weight.
+"""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(float("-inf"))
 

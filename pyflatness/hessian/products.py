@@ -81,6 +81,9 @@ class Products:
             self.custom |= custom
 
         self._runner.each(self._seen, take)
+        self._shard = task.batches.shard
+        over.together(self._shard, {})
+        self.custom = {*self._shard.united("custom functions", {"": dict.fromkeys(self.custom, True)})[""]}
         self.samples, self._normaliser = over.samples, over.normaliser
         self.modules = self._runner.modules
         weights = [layers.matrix(module)[0] for module in self.modules.values()]
@@ -144,7 +147,8 @@ class Products:
                 sums[names] += product
 
         self._runner.each(lambda run: (run.number, self._of_run(run, sent)), take)
-        return {names: rows * inverse[names] / self._normaliser for names, rows in sums.items()}
+        whole = self._shard.sum("a product with the Hessian", {**sums})
+        return {names: whole[names] * inverse[names] / self._normaliser for names in sums}
 
     @torch.enable_grad()
     def _of_run(self, run: Run, vectors: Vectors) -> Vectors:

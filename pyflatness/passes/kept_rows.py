@@ -16,7 +16,7 @@ from .linearity import Calls, Users
 
 # As autograd's graph names them: by which of their inputs a gradient may come, if all of them have a row a sample.
 _OF_FIRST = re.compile(
-    r"(\w*Convolution|Mm|NativeBatchNorm|View|UnsafeView|ReshapeAlias|Slice|ConstantPadNd)Backward\d+|"
+    r"(\w*Convolution|Mm|(?:Native|Cudnn|Miopen)BatchNorm|View|UnsafeView|ReshapeAlias|Slice|ConstantPadNd)Backward\d+|"
     r"(Mean|Sum)Backward1"
 )
 _OF_SECOND = re.compile(r"AddmmBackward\d+")

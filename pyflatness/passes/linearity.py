@@ -140,7 +140,7 @@ _KINDS = {
         r"(\w*Convolution|Addmm|Mm|Bmm|Baddbmm|Addbmm|Mv|Dot|Mul|Linear|MkldnnLinear|PreluKernel|Embedding|"
         r"EmbeddingBag)Backward\d+"
     ),
-    "batch norm": re.compile(r"NativeBatchNormBackward\d+"),
+    "batch norm": re.compile(r"(Native|Cudnn|Miopen)BatchNormBackward\d+"),
     "norm": re.compile(r"Native(Layer|Group)NormBackward\d+"),
     "piecewise": re.compile(
         r"(Relu|LeakyRelu|Hardtanh|Threshold|Abs|Clamp\w*|Max|Min|Amax|Amin|Maximum|Minimum|Where|MaskedFill|"

@@ -26,7 +26,8 @@ _SMALL, _SMALL_IMAGES = 128 * 2**10, 512 * 2**10  # bytes of a gradient
 _POOLING = "MaxPool2DWithIndicesBackward0"
 _OPERATIONS = {
     *("AddmmBackward0", "MmBackward0", "ReluBackward0", "ViewBackward0", "UnsafeViewBackward0", "MeanBackward1"),
-    *("AddBackward0", "ConvolutionBackward0", "NativeBatchNormBackward0", _POOLING),
+    *("AddBackward0", "ConvolutionBackward0", _POOLING),
+    *("NativeBatchNormBackward0", "CudnnBatchNormBackward0"),
 }
 
 

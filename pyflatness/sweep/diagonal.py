@@ -86,8 +86,13 @@ class Diagonal:
         """
         signs = None if draws is None else Signs(self._task.options.seed, draws)
         error = partial(_non_finite, self.theta)
-        totals = Totals(self._task.loss.reduction, self._task.options, error, sampled=draws is not None)
+        shard = self._task.batches.shard
+        totals = Totals(self._task.loss.reduction, self._task.options, error, sampled=draws is not None, shard=shard)
         self._runner.each(partial(self._values, signs=signs), totals.add)
+        facts = {"not linear": self.nonlinear, "passes": {str(self.exact_passes): True}}
+        united = shard.united("parameters that the model is not linear in", facts)
+        self.nonlinear.update(united["not linear"])
+        self.exact_passes = max(map(int, united["passes"]))
         return totals.sums()
 
     def _values(self, run: Run, signs: Signs | None) -> Values:

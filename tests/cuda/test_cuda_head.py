@@ -90,6 +90,12 @@ def test_softmax_variance(cuda_device, dtype, shape):
     assert relative(found, expected) < limit
 
 
+def test_no_features(cuda_device):
+    """Every logit is the bias, and every row of the weight the same: none."""
+    features, weight, bias = head(cuda_device, 5, 30, 0, torch.float32)
+    assert fused(features, weight, bias).tolist() == [0.0] * 5
+
+
 def test_weights_too_large_for_shared_memory(cuda_device):
     features, weight, bias = head(cuda_device, 5, 64, 700, torch.float32, spread=0.1)
     expected, limit = expected_and_limit(features, weight, bias)

@@ -1,4 +1,6 @@
-"""Look whether anything fails without each of the CUDA kernels' barriers: ``python tests/soak/barriers.py``.
+"""Look whether anything fails without each of the CUDA kernels' barriers.
+
+    python tests/soak/barriers.py [FILE of csrc/cuda …]
 
 Each ``__syncthreads`` and ``__syncwarp`` in csrc/cuda is left out in turn, and each ``__syncthreads`` weakened to a
 ``__syncwarp``, in one build of the emulated kernels in which every access is looked at (``tests/cuda_emulation``). The
@@ -87,7 +89,8 @@ def main() -> int:
         raise SystemExit(f"fails with every barrier in its place: {whole.errors}")
     table = Table("barrier", "", "tests", "found by", "because", box=box.SIMPLE)
     survivors = []
-    all_mutants = [*mutants()]
+    files = {*sys.argv[1:]}
+    all_mutants = [mutant for mutant in mutants() if not files or mutant[0].partition(":")[0] in files]
     for place, change in all_mutants:
         tests = sorted((t for t, seen in whole.barriers.items() if place in seen), key=whole.seconds.__getitem__)
         {"left out": module.leave_out, "weakened": module.weaken}[change](place)

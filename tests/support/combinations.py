@@ -9,6 +9,7 @@ import pytest
 
 ENGINES = ["reference", *(f"compiled-{name}" for name in ("base", "avx2", "avx512"))]
 GPU = "cuda"
+AT_RANDOM = "emulated, threads at random"
 CUDA_DEVICES = [GPU, "emulated", "emulated, threads in reverse", "emulated, odd threads first"]
 FIXTURES = ("engine", "cuda_device")
 
