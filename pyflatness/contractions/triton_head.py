@@ -51,6 +51,7 @@ FIRST_TILE = 256
 
 _DTYPES = (torch.bfloat16,)
 _ACCESS = 8  # elements of half precision in 16 bytes, at a multiple of which rows must begin
+_ALIGNED = 64  # elements, at a multiple of which the rows of exponentials begin
 ROWS = {"ROWS": 4, "WIDTH": 512}  # that a block of threads takes at once
 SETTLED = {"ROWS": 16, "AT_ONCE": 32}  # rows, and blocks of classes at once
 SPREAD = {"ROWS": 4, "CLASSES": 16, "DEPTH": 64}  # that a block of threads takes at once
@@ -82,9 +83,9 @@ def multiplies(features: Tensor, weight: Tensor) -> bool:
 
 
 def multiply_exponentiate(
-    features: Tensor, weight: Tensor, bias: Tensor, norms: Tensor, first: int, sums: ClassSums, values: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Write the exponentials of ``features @ weight.T + bias`` and add them to each row's sums, without the logits.
+    features: Tensor, weight: Tensor, bias: Tensor, norms: Tensor, first: int, sums: ClassSums
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Make the exponentials of ``features @ weight.T + bias`` and add them to each row's sums, without the logits.
 
     Args:
         features: (n, m).
@@ -93,17 +94,17 @@ def multiply_exponentiate(
         norms: ``|w_s|²`` of all classes, (d,).
         first: the tile's first class.
         sums: over the tiles before, (n,) each; takes the tile in, in place.
-        values: (n, width), takes the exponentials, 0 at the class that became a row's most probable one. Its rows begin
-            at multiples of 16 bytes; what is behind them up to the next one is lost.
 
     Returns:
-        What :func:`rejoin` takes. The first classes (n,) join the sums before those of ``values`` are added, since
-        ``values`` are relative to the new maximum in their rows. The second ones (n,) join afterwards, and so does the
-        factor (n,), float64, since ``values`` are relative to the old maximum. -1: none in this row.
+        The exponentials (n, width), 0 at the class that became a row's most probable one; and what :func:`rejoin`
+        takes: classes (n,) that join Σ e_s w_s before the tile is added to it, as the row's exponentials are relative
+        to the new maximum, others (n,) that join afterwards, as theirs are relative to the old one, -1 for none, and
+        the factors (n,), float64, for both.
     """
     (n, m), width, device = features.shape, len(weight), features.device
     blocks = _blocks(device)
     row_blocks, class_blocks = -(-n // blocks.rows), -(-width // blocks.classes)
+    values = features.new_empty(n, -(-width // _ALIGNED) * _ALIGNED)[:, :width]
     reference, joins = sums.maximum.clone(), sums.top.new_empty(2, n)
     parts = sums.maximum.new_empty(3, class_blocks, n)  # largest logits, sums of exponentials, weighted by norms
     order = torch.arange(row_blocks, dtype=torch.int32, device=device)
@@ -128,7 +129,7 @@ def multiply_exponentiate(
         kernels.settle, device, (-(-n // SETTLED["ROWS"]),), *parts, norms, reference, values, *sums, *joins, factor,
         first, n, width, class_blocks, values.stride(0), **SETTLED, CLASSES=blocks.classes,
     )  # fmt: skip
-    return joins[0], joins[1], factor
+    return values, joins[0], joins[1], factor
 
 
 def norms_about(weight: Tensor, centre: Tensor) -> Tensor:

@@ -162,10 +162,8 @@ class WideHead:
         self._memory, self._rtol = memory, rtol
         self._added = None if bias is None else self._bias  # to products that a kernel adds it to
         self._norms = backend.norms_about(weight, centre)
-        self._multiplies: Callable[[Tensor, Tensor], bool] | None = None  # whether a kernel makes exponentials of these
-        if rtol == 0:
-            self._multiplies = getattr(backend, "multiplies", None)
-        self._in_place = backend is cuda or self._multiplies is not None  # kernels leave nothing between them
+        self._multiplies: Callable[[Tensor, Tensor], bool] | None = getattr(backend, "multiplies", None)
+        self._in_place = backend is cuda or (self._multiplies is not None and rtol == 0)  # nothing lies between kernels
 
     def __call__(self, features: Tensor, scale: Tensor | None = None) -> Bounded:
         """Return values of (n, m) features; ``scale`` (n,) says what each row counts in the sum that ``rtol`` is of."""
@@ -193,7 +191,7 @@ class WideHead:
 
     def _fuses(self, features: Tensor) -> bool:
         """Return whether a kernel makes exponentials from features and weight."""
-        return self._multiplies is not None and self._multiplies(features, self._weight)
+        return self._multiplies is not None and self._rtol == 0 and self._multiplies(features, self._weight)
 
     def _tiles(self, width: int, before: int = 0) -> list[slice]:
         """Return tiles of so many classes, with one of another number before them."""
@@ -224,7 +222,7 @@ class WideHead:
 
         On a GPU its rows begin at multiples of 64 elements, see :func:`_aligned`.
         """
-        padded = _up(width) if features.is_cuda or self._in_place else width
+        padded = _up(width) if features.is_cuda or self._backend is cuda else width
         return features.new_empty(len(features), padded, dtype=dtype)[:, :width]
 
     def _start(self, features: Tensor) -> tuple[ClassSums, Tensor]:
@@ -254,14 +252,13 @@ class WideHead:
         sums, summed = self._start(features)
         for tile in self._tiles(width, backend.FIRST_TILE):
             interrupts.check()
-            values = self._room(features, tile.stop - tile.start, features.dtype)
-            early, late, factor = backend.multiply_exponentiate(
-                features, weight[tile], self._bias, self._norms, tile.start, sums, values
-            )
+            matrix = weight[tile]
+            made = backend.multiply_exponentiate(features, matrix, self._bias, self._norms, tile.start, sums)
+            values, early, late, factor = made
             backend.rejoin(summed, weight, None, early, factor)
-            _multiply_add(values, weight[tile], summed)
+            _multiply_add(values, matrix, summed)
             backend.rejoin(summed, weight, None, late, factor)
-            del values  # before the next tile's are made
+            del made, values  # before the next tile's are made
         return _Sums(sums, summed, sums.rest, None)
 
     def _few(self, features: Tensor, width: int, scale: Tensor) -> Bounded:

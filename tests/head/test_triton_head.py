@@ -71,13 +71,11 @@ def add(triton_head, features, weight, bias, norms, tiles):
     """Sums over tiles, Σ e_s w_s, and the last tile's exponentials."""
     sums, summed = start(len(features)), torch.zeros_like(features, dtype=torch.float32)
     for first, stop in tiles:
-        room = torch.full((len(features), -(-(stop - first) // 8) * 8), 7, dtype=DTYPE, device=DEVICE)
-        values = room[:, : stop - first]
-        early, late, factor = triton_head.multiply_exponentiate(
-            features, weight[first:stop], bias, norms, first, sums, values
+        values, early, late, factor = triton_head.multiply_exponentiate(
+            features, weight[first:stop], bias, norms, first, sums
         )
+        assert values.shape == (len(features), stop - first)
         assert not bool(((early >= 0) & (late >= 0)).any())
-        assert bool(((room[:, stop - first :] == 7) | (room[:, stop - first :] == 0)).all())
         triton_head.rejoin(summed, weight, None, early, factor)
         summed += values.float() @ weight[first:stop].float()
         triton_head.rejoin(summed, weight, None, late, factor)
