@@ -156,9 +156,9 @@ def relative_flatness(
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)`` for models and batches that are called otherwise.
         memory: bytes to hold at a time beside model, data and result: at a head for the contraction (24 MiB unless
-            given), elsewhere (512 MiB) shared out among a micro-batch's graph, to which batches are cut, and what is
-            made of it. The least that is taken at a time is one sample, or at a head sixteen rows and classes;
-            ``estimate.notes`` says so where one sample takes more.
+            given), elsewhere (512 MiB, on a GPU a quarter of its memory) shared out among a micro-batch's graph, to
+            which batches are cut, and what is made of it. The least that is taken at a time is one sample, or at a head
+            sixteen rows and classes; ``estimate.notes`` says so where one sample takes more.
         seed: of the random signs, which belong to samples by their place in the data: with a number of probes one seed
             is one value, however data is cut into batches.
         max_passes: backward passes of a micro-batch, or Hessian products of a layer, that an exact value may take, and
@@ -337,13 +337,13 @@ def measure(
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``; a sample is left out of all layers.
         reduction: ``"mean"`` or ``"sum"``.
         forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes to hold at a time beside model, data and result (512 MiB), shared out among a micro-batch's graph,
-            to which batches are cut, and what is made of it. It does not go below one sample's graph; w wᵀ and its
-            root for relative flatness of a layer with fewer outputs d than inputs (about 24 d² bytes); about six
-            float64 matrices of a weight's size for normalised sharpness; up to nine copies of the parameters for
-            measures over all of them. On top come, by its size too, the Hessians of one layer's rows
-            (``relative_flatness_max``), and 1 GiB of vectors for Lanczos (that and ``lambda_max``), or ``memory`` where
-            that is more.
+        memory: bytes to hold at a time beside model, data and result (512 MiB, on a GPU a quarter of its memory),
+            shared out among a micro-batch's graph, to which batches are cut, and what is made of it. It does not go
+            below one sample's graph; w wᵀ and its root for relative flatness of a layer with fewer outputs d than
+            inputs (about 24 d² bytes); about six float64 matrices of a weight's size for normalised sharpness; up to
+            nine copies of the parameters for measures over all of them. On top come, by its size too, the Hessians of
+            one layer's rows (``relative_flatness_max``), and 1 GiB of vectors for Lanczos (that and ``lambda_max``), or
+            ``memory`` where that is more.
         seed: of the random signs.
         max_passes: backward passes of a micro-batch, or Hessian products of a layer, that exact values may take.
         progress: show a bar.

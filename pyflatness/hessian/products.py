@@ -63,7 +63,8 @@ class Products:
     def __init__(self, task: Task) -> None:
         check_filters(task)
         self._model, self._loss, self._options = task.model, task.loss, task.options
-        data = task.model, task.selection, task.batches, task.forward, Budget(task.options.memory)
+        budget = Budget.of(task.model, task.options.memory)
+        data = task.model, task.selection, task.batches, task.forward, budget
         self._runner = Runner(
             *data,
             by_sample=False,

@@ -42,7 +42,7 @@ class LayerValues:
             task.selection,
             task.batches,
             task.forward,
-            Budget(self._options.memory),
+            Budget.of(task.model, self._options.memory),
             partial(linearity.refuse_custom_functions, self._options),
             second_order=not self._options.by_ggn,
             order_matters=self._options.by_sample or not task.loss.convex,

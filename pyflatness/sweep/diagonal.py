@@ -59,7 +59,7 @@ class Diagonal:
         self.nonlinear: dict[str, str] = {}
         self.exact_passes = 0
         self._layers = LayerGradients(task, self.theta, adaptive=adaptive)
-        options, budget = task.options, Budget(task.options.memory, halved=True)
+        options, budget = task.options, Budget.of(task.model, task.options.memory, halved=True)
         self._per_sample = PerSampleParameters(task.model, task.forward, budget.work)
         self._runner = Runner(
             task.model,

@@ -38,7 +38,7 @@ class Heads:
     Args:
         runner: of the layers and data.
         loss: of the model's outputs.
-        memory: the user's, in bytes, or None; of these the formula takes the buffers.
+        memory: the user's, in bytes, or None; of these the formula takes the buffers, or less on a GPU.
         quantities: the wanted ones.
 
     Attributes:
@@ -47,7 +47,8 @@ class Heads:
     """
 
     def __init__(self, runner: Runner, loss: Loss, memory: int | None, quantities: Sequence[str]) -> None:
-        self._runner, self._loss, self._memory = runner, loss, Budget(memory).buffers
+        self._runner, self._loss, budget = runner, loss, Budget.of(runner.model, memory)
+        self._memory = min(budget.buffers, contractions.default_memory(budget.device))
         self.quantities = sorted(quantities, key=lambda name: QUANTITIES[name].at_head)
         self._others = [name for name in self.quantities if not QUANTITIES[name].at_head]
         self.columns = slice(len(self._others), len(self.quantities))

@@ -137,8 +137,9 @@ class _Sweep:
         self._of_weights = any(row.of_weight for row in self._wanted.values())
         self._inputs = inputs.Inputs(task.forward)
         options = task.options
+        budget = Budget.of(task.model, options.memory)
         self._runner = Runner(
-            *(task.model, task.selection, task.batches, self._inputs, Budget(options.memory)),
+            *(task.model, task.selection, task.batches, self._inputs, budget),
             order_matters=options.by_sample,
             certify=False,
             reserve=self._reserve,

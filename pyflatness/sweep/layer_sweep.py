@@ -85,7 +85,7 @@ class Sweep:
         self.quantities = self._heads.quantities
         self._forms: dict[str, LayerForm] = {}
         self._scales: Mapping[str, Tensor] = {}
-        self._budget = Budget(options.memory)
+        self._budget = Budget.of(runner.model, options.memory)
         self.backend = ""
         self.by_hessian: set[str] = set()
         self.exact_passes = 0
