@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 import pyflatness as pf
 from pyflatness.contractions import Geometry, LayerContraction, compiled, cuda, reference
+from pyflatness.contractions.layer import Contraction
 from pyflatness.model import layers
 
-MEMORY = 512 << 20
+MEMORY = 2 << 30  # for buffers, and three times as much for cotangents
 BEYOND = 20.0  # milliseconds that the contractions of ResNet-18 are to take at most beyond the sweep
 PRECISIONS = (
     ("tf32", "ieee"),
@@ -176,7 +177,12 @@ class Contracted:
         self.bare = bare.Sweep(model, measurable(model))
         self._forms = {
             name: LayerContraction(
-                layers.matrix(module)[0][None], layers.geometry(module), backend, ("gram_weighted",), memory=MEMORY
+                layers.matrix(module)[0][None],
+                layers.geometry(module),
+                backend,
+                ("gram_weighted",),
+                memory=MEMORY,
+                convolution=layers.is_convolution(module),
             )
             for name, module in self.bare.layers.items()
         }
@@ -185,21 +191,28 @@ class Contracted:
         """Return sums over the samples, (layers,)."""
         totals = {name: torch.zeros((), dtype=torch.float64, device=x.device) for name in self._forms}
         for inputs, signals in self.bare.passes([x]):
-            shares = {name: self._share(name, phi) for name, phi in inputs.items()}
+            contractions = {name: self._contraction(name, phi) for name, phi in inputs.items()}
             for gradients in signals:
                 for name, delta in gradients.items():
-                    totals[name] += shares[name](delta)
+                    contraction = contractions[name]
+                    contract = contraction.of if contraction.stack_size == 1 else contraction.hold
+                    found = contract(self._common(name, delta))
+                    if found is not None:
+                        totals[name] += found.values[0].sum()
+            for name, contraction in contractions.items():
+                found = contraction.rest()
+                if found is not None:
+                    totals[name] += found.values[0].sum()
         return torch.stack([*totals.values()])
 
-    def _share(self, name: str, phi: Tensor) -> Callable[[Tensor], Tensor]:
+    def _contraction(self, name: str, phi: Tensor) -> Contraction:
+        inputs = self._common(name, layers.kind_of(self.bare.layers[name]).pad(phi, phi))
+        return self._forms[name].at(inputs, 9, 3 * MEMORY)
+
+    def _common(self, name: str, tensor: Tensor) -> list[Tensor]:
         module = self.bare.layers[name]
         images = layers.is_convolution(module)  # one of each sample
-
-        def common(tensor: Tensor) -> list[Tensor]:
-            return layers.kind_of(module).in_common_form(tensor.unsqueeze(1) if images else tensor)
-
-        contraction = self._forms[name].at(common(layers.kind_of(module).pad(phi, phi)), 9)
-        return lambda delta: contraction.of(common(delta)).values[0].sum()
+        return layers.kind_of(module).in_common_form(tensor.unsqueeze(1) if images else tensor)
 
 
 def check(ours: Tensor, composed: Tensor, tolerance: float = 1e-2) -> None:

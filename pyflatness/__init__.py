@@ -1,7 +1,16 @@
 """Measure how flat the loss is around a trained network."""
 
 from .api import block_traces, head_flatness, measure, relative_flatness
-from .errors import BackendError, FlatnessError, InputError, MissingExtraError, NonFiniteError, NotYetError, StoreError
+from .errors import (
+    BackendError,
+    FlatnessError,
+    InputError,
+    MissingExtraError,
+    NonFiniteError,
+    NotYetError,
+    RankError,
+    StoreError,
+)
 from .generalization.authors import authors_representativeness
 from .generalization.bounds import (
     generalization_bound,
@@ -35,6 +44,7 @@ __all__ = [
     "MissingExtraError",
     "NonFiniteError",
     "NotYetError",
+    "RankError",
     "Report",
     "Scores",
     "StoreError",

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import head, interrupts, losses, plan
+from . import head, interrupts, losses, plan, tensor_head
 from .errors import InputError
 from .measures import RELATIVE_FLATNESS, at_head, named
 from .measures.layer_values import LayerValues
 from .model import calling, uses
 from .model.selectors import Selector
+from .numerics.meeting import Group, joined
 from .options import MAX_PASSES, Options, check_relative_error
 from .passes.detached import TAKEN_AS_CONSTANT
 from .report import Estimate, Report, coverage
@@ -32,6 +33,7 @@ def head_flatness(
     reduction: str | None = None,
     backend: str = "auto",
     rtol: float = 0.0,
+    process_group: Group = None,
 ) -> Estimate:
     """Return the relative flatness of a linear head from its input features: exact, no derivative is taken.
 
@@ -57,6 +59,7 @@ def head_flatness(
             classes, classes are then left out of the second of its two products where all of them together matter no
             more than that, which is guaranteed: ``estimate.bound`` says what the value can be off by. 0: exact. On CUDA
             the exact value is faster, so it is returned whatever ``rtol`` is.
+        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         The value in units of the loss, exact up to rounding, or to within its ``bound``.
@@ -76,8 +79,8 @@ def head_flatness(
     rtol = check_relative_error("rtol", rtol)
     options = Options(normalize=normalize, per_sample=per_sample, nan_policy=nan_policy, backend=backend, rtol=rtol)
     resolved = losses.resolve(loss, reduction)
-    with interrupts.held(), torch.inference_mode(False), torch.no_grad():
-        source = head.from_tensors(features, weight, bias, targets, resolved)
+    with joined(process_group) as group, interrupts.held(), torch.inference_mode(False), torch.no_grad():
+        source = tensor_head.from_tensors(features, weight, bias, targets, resolved, group)
         return at_head.relative_flatness(source, resolved, options)
 
 
@@ -103,6 +106,7 @@ def relative_flatness(
     seed: int = 0,
     max_passes: int = MAX_PASSES,
     progress: bool | None = None,
+    process_group: Group = None,
 ) -> Estimate:
     """Return the relative flatness κ of one layer of a model, with the loss over all of ``data`` as one batch.
 
@@ -152,14 +156,16 @@ def relative_flatness(
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)`` for models and batches that are called otherwise.
         memory: bytes to hold at a time beside model, data and result: at a head for the contraction (24 MiB unless
-            given), elsewhere (512 MiB) shared out among a micro-batch's graph, to which batches are cut, and what is
-            made of it. The least that is taken at a time is one sample, or at a head sixteen rows and classes;
-            ``estimate.notes`` says so where one sample takes more.
+            given), elsewhere (512 MiB, on a GPU a quarter of its memory) shared out among a micro-batch's graph, to
+            which batches are cut, and what is made of it. The least that is taken at a time is one sample, or at a head
+            sixteen rows and classes; ``estimate.notes`` says so where one sample takes more.
         seed: of the random signs, which belong to samples by their place in the data: with a number of probes one seed
             is one value, however data is cut into batches.
         max_passes: backward passes of a micro-batch, or Hessian products of a layer, that an exact value may take, and
             probes that a standard error may; more are an error that says how long they would take.
         progress: show a bar; None: on a terminal.
+        process_group: whose ranks make the call together, each with its own data, and all get the value of the whole
+            (docs/ranks.md). None: all ranks, where ``torch.distributed`` is initialised; False: this process alone.
 
     Returns:
         The value in units of the loss, its method and backend, and how many samples it is over.
@@ -191,6 +197,7 @@ def relative_flatness(
         reads=reads,
         ordered=options.by_sample,
         progress=progress,
+        process_group=process_group,
     ) as task:
         measurement, name = plan.of_layer(RELATIVE_FLATNESS, task, layer)
         return measurement.estimates()[name, RELATIVE_FLATNESS.name]
@@ -213,6 +220,7 @@ def block_traces(
     memory: int | None = None,
     max_passes: int = MAX_PASSES,
     progress: bool | None = None,
+    process_group: Group = None,
 ) -> Tensor:
     """Return the matrix T of block Hessian traces of one layer, of which relative flatness is ⟨w wᵀ, T⟩.
 
@@ -234,6 +242,7 @@ def block_traces(
         memory: bytes to hold at a time, as in :func:`relative_flatness`.
         max_passes: backward passes, or Hessian products, that it may take.
         progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         (d, d) float64 on the model's device.
@@ -251,13 +260,7 @@ def block_traces(
                [-0.294918,  0.294918]])
     """
     options = Options(
-        curvature,
-        conv=conv,
-        normalize=normalize,
-        backend=backend,
-        nan_policy=nan_policy,
-        memory=memory,
-        max_passes=max_passes,
+        *(curvature, None, None, conv, normalize, False, backend, nan_policy, memory), max_passes=max_passes
     )
     with session(
         *(model, loss, data, options),
@@ -266,6 +269,7 @@ def block_traces(
         reads=options.reads,
         ordered=options.by_sample,
         progress=progress,
+        process_group=process_group,
     ) as task:
         name, _ = head.find(task, layer)
         traces = LayerValues(task.only(name)).block_traces()
@@ -297,6 +301,7 @@ def measure(
     seed: int = 0,
     max_passes: int = MAX_PASSES,
     progress: bool | None = None,
+    process_group: Group = None,
 ) -> Report:
     """Return measures of many layers of a model, computed in one sweep over the data.
 
@@ -332,16 +337,17 @@ def measure(
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``; a sample is left out of all layers.
         reduction: ``"mean"`` or ``"sum"``.
         forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes to hold at a time beside model, data and result (512 MiB), shared out among a micro-batch's graph,
-            to which batches are cut, and what is made of it. It does not go below one sample's graph; w wᵀ and its
-            root for relative flatness of a layer with fewer outputs d than inputs (about 24 d² bytes); about six
-            float64 matrices of a weight's size for normalised sharpness; up to nine copies of the parameters for
-            measures over all of them. On top come, by its size too, the Hessians of one layer's rows
-            (``relative_flatness_max``), and 1 GiB of vectors for Lanczos (that and ``lambda_max``), or ``memory`` where
-            that is more.
+        memory: bytes to hold at a time beside model, data and result (512 MiB, on a GPU a quarter of its memory),
+            shared out among a micro-batch's graph, to which batches are cut, and what is made of it. It does not go
+            below one sample's graph; w wᵀ and its root for relative flatness of a layer with fewer outputs d than
+            inputs (about 24 d² bytes); about six float64 matrices of a weight's size for normalised sharpness; up to
+            nine copies of the parameters for measures over all of them. On top come, by its size too, the Hessians of
+            one layer's rows (``relative_flatness_max``), and 1 GiB of vectors for Lanczos (that and ``lambda_max``), or
+            ``memory`` where that is more.
         seed: of the random signs.
         max_passes: backward passes of a micro-batch, or Hessian products of a layer, that exact values may take.
         progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         ``report[layer, measure]`` and ``report[measure]`` are estimates, ``str(report)`` is a table;
@@ -374,6 +380,7 @@ def measure(
         reads=steps.reads,
         ordered=options.by_sample,
         progress=progress,
+        process_group=process_group,
     ) as task:
         task = task.of(layers)
         measurement = plan.Measurement(steps, task, named=by_name)

@@ -37,6 +37,10 @@ class NotYetError(InputError, NotImplementedError):
     """Report a sound request that this version does not serve yet."""
 
 
+class RankError(FlatnessError, RuntimeError):
+    """Report another process of a group that failed, does not answer, or makes another call."""
+
+
 class BackendError(FlatnessError, RuntimeError):
     """Report a backend that does not exist, or that cannot run here."""
 

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from . import losses
-from .contractions import promoted, promoted_dtype
 from .errors import FlatnessError, InputError
-from .losses.closure import REFUSAL, depends_on_more
 from .messages import check_tensor
 from .model import calling, layers, selectors, state, uses
 from .model.data import first, rows_of, same, size, take
 from .model.generators import Generators
 from .model.row_order import order_in_memory
+from .numerics.shard import Shard
 from .passes.independence import Spacing, check_unchanged, two_alone
 from .passes.task import Task
 
@@ -96,6 +95,11 @@ class Head:
         }
         if not self._candidates:
             raise InputError("layer: the model has no Linear layer; name the layer to measure")
+
+    @property
+    def shard(self) -> Shard:
+        """Return which part of all data it is."""
+        return self._data.shard
 
     def matrix(self) -> tuple[Tensor, Tensor | None]:
         """Return the weight (d, m) and the bias (d,) of the layer."""
@@ -236,7 +240,7 @@ class Head:
             with losses.of_batch(number):
                 return self._loss.terms(outputs, targets, dim)
 
-        terms, labels = _terms(self._loss, outputs.shape, outputs.device, targets, dim, made)
+        terms, labels = terms_of(self._loss, outputs.shape, outputs.device, targets, dim, made)
         return HeadBatch(features, samples, per_sample, number, terms, labels)
 
     def _features(self, call: calling.Call, outputs: Tensor, targets: Any) -> Tensor:
@@ -264,7 +268,7 @@ class Head:
         return outputs, targets, dim, order
 
 
-def _terms(
+def terms_of(
     loss: losses.Loss, shape: Sequence[int], device: torch.device, targets: Tensor | None, class_dim: int, made: Made
 ) -> tuple[Made, losses.Labels | None]:
     """Return what gives the terms of outputs, and the labels that say all of them; without these it is called here."""
@@ -290,7 +294,10 @@ def find(task: Task, layer: str | nn.Module | None) -> tuple[str, Head | None]:
         if not task.options.tolerance and layers.feeds_another(task.model, name):
             return name, None
     source = Head(task, name)
-    return (source.name, source) if source.established(task.batches.peek()) else (source.name, None)
+    found = source.established(task.batches.peek())
+    if not task.batches.shard.ranks.alone:
+        found = all(task.batches.shard.every(f"the head, layer {source.name!r}", found))
+    return source.name, source if found else None
 
 
 def _class_dim(outputs: Tensor, output: Tensor, loss: losses.Loss) -> int | None:
@@ -304,88 +311,3 @@ def _class_dim(outputs: Tensor, output: Tensor, loss: losses.Loss) -> int | None
     if isinstance(loss, losses.CrossEntropy):
         return 1 if 1 in same else None
     return same[-1] if same else None
-
-
-@dataclass
-class TensorHead:
-    """Hold a head given as tensors: one batch of rows."""
-
-    weight: Tensor
-    bias: Tensor | None
-    batch: HeadBatch
-    name: str = ""
-
-    def matrix(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight (d, m) and the bias (d,)."""
-        return self.weight, self.bias
-
-    def expected_rows(self, first: HeadBatch) -> int:
-        """Return how many rows there are."""
-        return first.features.shape[0]
-
-    def notes(self) -> tuple[str, ...]:
-        """Return no notes: nothing is known of a model around these tensors."""
-        return ()
-
-    def batches(self) -> Generator[HeadBatch, None, None]:
-        """Yield the one batch."""
-        yield self.batch
-
-
-def from_tensors(
-    features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None, loss: losses.Loss
-) -> TensorHead:
-    """Check the tensors of a head (features (n, …, m), weight (d, m), bias (d,)) and make rows of them."""
-    for what, tensor, ndim in (("features", features, 2), ("weight", weight, 2), ("bias", bias, 1)):
-        if what == "bias" and bias is None:
-            continue
-        tensor = check_tensor(what, tensor)
-        layers.check_dtype(what, tensor.dtype)
-        if tensor.ndim < ndim or (tensor.ndim > ndim and what != "features"):
-            raise InputError(f"{what}: {ndim} dimensions are wanted, got shape {tuple(tensor.shape)}")
-        same = tensor.dtype == features.dtype or promoted_dtype(tensor.dtype) == promoted_dtype(features.dtype)
-        if not same or tensor.device != features.device:
-            raise InputError(
-                f"{what} is {tensor.dtype} on {tensor.device}, features are {features.dtype} on {features.device}; "
-                "they must be of one kind"
-            )
-    d, m = weight.shape
-    if features.shape[-1] != m or d == 0:
-        raise InputError(f"features {tuple(features.shape)} do not fit weight {tuple(weight.shape)}: (n, m) and (d, m)")
-    if bias is not None and bias.shape[0] != d:
-        raise InputError(f"bias has {len(bias)} entries for {d} rows of weight")
-    if features.numel() == 0:
-        raise InputError(f"features: there are no samples in {tuple(features.shape)}")
-    rows, shape, custom = _detached(features), (*features.shape[:-1], d), isinstance(loss, losses.CustomLoss)
-    if targets is not None:
-        targets = _detached(check_tensor("targets", targets)).to(features.device)
-    if not custom and rows.ndim > 2:
-        rows = rows.reshape(-1, m)
-
-    def outputs(count: int) -> Tensor:
-        if not custom:  # it does not look at their values
-            return features.new_zeros(()).expand(shape)
-        return promoted(rows[:count]) @ promoted(weight).t() + (0 if bias is None else bias)
-
-    def made() -> losses.Terms:
-        return loss.terms(outputs(len(features)), targets, len(shape) - 1)
-
-    terms, labels = _terms(loss, shape, features.device, targets, len(shape) - 1, made)
-    if isinstance(loss, losses.CustomLoss) and targets is not None:
-        head = (weight,) if bias is None else (weight, bias)
-        if depends_on_more(loss, outputs(1), targets[:1], head):
-            raise InputError(REFUSAL)
-    samples = features.shape[0]
-    batch = HeadBatch(rows, samples, rows.shape[0] // samples, 0, terms, labels)
-    return TensorHead(_detached(weight), None if bias is None else _detached(bias), batch)
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor  # a call for nothing takes as long as a check
-
-
-def check_tensors(
-    features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None, loss: losses.Loss
-) -> None:
-    """Raise if the tensors of a head, or its targets, do not fit; see :func:`from_tensors`."""
-    from_tensors(features, weight, bias, targets, loss).batch.make_terms()

@@ -20,6 +20,7 @@ from .messages import is_out_of_memory
 from .model import layers, uses
 from .model.selectors import Selector
 from .numerics.accumulate import check_followed
+from .numerics.ranks import Ranks
 from .options import Options
 from .passes.task import Task
 from .report import Estimate
@@ -135,6 +136,10 @@ class Measurement:
         self.measured: set[str] = set()
 
     @property
+    def _ranks(self) -> Ranks:
+        return self._task.batches.shard.ranks
+
+    @property
     def skipped(self) -> dict[str, str]:
         """Return for each measure why there is no value of it, or none of the network."""
         return {row.name: self._reasons[row.name] for row in self._steps.wanted if row.name in self._reasons}
@@ -145,6 +150,7 @@ class Measurement:
         Raises:
             FlatnessError: of a measure that was named, or of all of them.
         """
+        self._ranks.check_alike("the choice of measures", {"measures": [row.name for row in self._steps.wanted]})
         for how, rows in self._steps.sweeps.items():
             options = self._task.options.normalized(how)
             if self._source is not None and self._take_head(self._source, rows, options):
@@ -165,6 +171,7 @@ class Measurement:
         self._take_jacobians()
         self._derive()
         self.measured.update(name for values in self._values.values() for name in values)
+        self._task.unite()
         return {
             (name, row.name): self._task.noted(estimate)
             for row in self._steps.wanted
@@ -177,7 +184,8 @@ class Measurement:
         The sweep cuts batches that are too large, and asks in every micro-batch whether the layer is the head.
         """
         try:
-            estimate = at_head.relative_flatness(source, self._task.loss, options)
+            with self._ranks.agreed("the pass for the head"):
+                estimate = at_head.relative_flatness(source, self._task.loss, options)
         except Exception as error:
             by_sweep = isinstance(error, head.NotTheHeadError) or is_out_of_memory(error)
             again = self._task.batches.repeatable and not self._task.forward.is_users  # which may count its calls
@@ -208,7 +216,8 @@ class Measurement:
             values.pop("", None)
         if row in self._steps.networks:
             try:
-                values[""] = row.of_network(self._task)
+                with self._ranks.agreed(f"{row.name} of the network"):
+                    values[""] = row.of_network(self._task)
             except InputError as error:
                 check_followed(self._task.options.nan_policy, error)
                 self._reasons[row.name] = f"of the network: {error}"
@@ -239,7 +248,8 @@ class Measurement:
     def _attempt_sweep(self, rows: Sequence[Measure]) -> Iterator[None]:
         """Let what stands in the way of all measures of a sweep be an error inside, unless others do without one."""
         try:
-            with contextlib.nullcontext() if RELATIVE_FLATNESS in rows else self._attempt(*rows):
+            alone = contextlib.nullcontext() if RELATIVE_FLATNESS in rows else self._attempt(*rows)
+            with self._ranks.agreed("a sweep"), alone:
                 yield
         except NoGraphError as error:
             if self._named or not self._steps.networks:
@@ -250,7 +260,8 @@ class Measurement:
     def _attempt(self, *rows: Measure) -> Iterator[None]:
         """Let what stands in the way of these measures inside be an error if they were named, else a reason."""
         try:
-            yield
+            with self._ranks.agreed(", ".join(row.name for row in rows)):
+                yield
         except InputError as error:
             check_followed(self._task.options.nan_policy, error)
             if self._named:

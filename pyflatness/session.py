@@ -5,6 +5,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -14,8 +15,9 @@ from . import losses
 from .errors import InputError
 from .losses import auto
 from .messages import shown
-from .model import calling, state
-from .model.data import Batches
+from .model import calling, fingerprint, shards, state
+from .numerics.meeting import Group, joined
+from .numerics.ranks import Ranks
 from .options import Options, check_flag
 from .passes.checked import Checked, explained
 from .passes.task import Task
@@ -74,6 +76,7 @@ def session(
     reads: int = 1,
     ordered: bool = False,
     progress: bool | None = None,
+    process_group: Group = None,
 ) -> Iterator[Task]:
     """Hold the user's model, loss and data ready to be measured; afterwards everything is as it was.
 
@@ -87,17 +90,42 @@ def session(
         reads: how often the data will be read.
         ordered: whether the samples have to come in the same order at each read.
         progress: whether reading shows a bar.
+        process_group: whose ranks make the call together, see :func:`.meeting.joined`.
 
     Raises:
         InputError: a model, loss or data that cannot be measured, see :func:`.state.observing`,
-            :func:`.losses.resolve`, :class:`.data.Batches` and :class:`.checked.Checked`.
+            :func:`.losses.resolve`, :func:`.shards.batches` and :class:`.checked.Checked`.
+        RankError: another rank fails or does not come; the ranks' models or options differ.
     """
     resolved = None if auto.is_auto(loss) else losses.resolve(loss, reduction)
     if forward is not None and not callable(forward):
         raise InputError(f"forward={shown(forward)}: a function (model, batch) -> (outputs, targets) is wanted")
     progress = None if progress is None else check_flag("progress", progress)
-    with explained(), state.observing(model) as (module, random):
-        batches = Batches(data, state.device(module), reads=reads, ordered=ordered, shown=progress)
+    options = options or Options()
+    with joined(process_group) as ranks, explained(), state.observing(model) as (module, random):
+        if not ranks.alone:
+            _check_same(ranks, module, resolved, options, reads)
+        batches = shards.batches(
+            *(data, state.device(module), ranks),
+            reads=reads,
+            ordered=ordered,
+            placed=options.sampled,
+            shown=progress,
+        )
         resolved = resolved or auto.of_model(module, batches.peek(), reduction)
         checked = Checked(module, resolved, forward, random)
-        yield Task(module, resolved, batches, checked, options or Options(), progress)
+        yield Task(module, resolved, batches, checked, options, progress)
+
+
+def _check_same(ranks: Ranks, model: nn.Module, loss: losses.Loss | None, options: Options, reads: int) -> None:
+    """Raise a RankError unless the ranks have the same model and want the same."""
+    ranks.check_alike(
+        "the beginning of the call",
+        {
+            "options": repr(replace(options, memory=None, backend="auto")),
+            "loss": None if loss is None else [type(loss).__name__, loss.reduction],
+            "reads of the data": reads,
+            "weights": fingerprint.of_tensors(model.named_parameters()),
+            "buffers": fingerprint.of_buffers(model),
+        },
+    )

@@ -27,6 +27,8 @@ from .model import calling, layers, state, uses
 from .model.data import first, leaves, map_tensors
 from .model.outputs import single
 from .model.uses import experts
+from .numerics import meeting
+from .numerics.meeting import Group
 from .options import check_count, check_number
 from .passes.linearity import users_of
 from .reparameterization.reparameterize import duplicate
@@ -107,6 +109,7 @@ def verify(
     reduction: str | None = None,
     forward: calling.Forward | None = None,
     progress: bool | None = None,
+    process_group: Group = None,
 ) -> Verification:
     """Compare the compiled and reference values with nested autograd, on the first samples of ``data``.
 
@@ -126,6 +129,7 @@ def verify(
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say.
         forward: ``(model, batch) -> (outputs, targets)``.
         progress: show a bar of the truth's backward passes.
+        process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
         The values and a verdict; ``bool()`` of it says whether all paths agree.
@@ -139,10 +143,13 @@ def verify(
         >>> bool(pf.verify(model, torch.nn.CrossEntropyLoss(), (torch.eye(3).double(), torch.tensor([0, 1, 1]))))
         True
     """
+    meeting.refuse(process_group, "verify")
     samples = check_count("samples", samples, 1, "a number of samples")
     if seconds is not None:
         seconds = check_number("seconds", seconds, "a number of seconds, 0 or more,", lambda given: given >= 0)
-    with session(model, loss, data, reduction=reduction, forward=forward, progress=progress) as task:
+    with session(
+        model, loss, data, reduction=reduction, forward=forward, progress=progress, process_group=False
+    ) as task:
         module = task.model
         batch = task.batches.peek()
         for part in leaves(batch):
@@ -163,7 +170,15 @@ def verify(
             if backend == "compiled" and compiled.unavailable(state.device(double), promoted_dtype(dtype)):
                 continue
             estimate = relative_flatness(
-                net, criterion, [part], layer, backend=backend, reduction=reduction, forward=forward, progress=False
+                net,
+                criterion,
+                [part],
+                layer,
+                backend=backend,
+                reduction=reduction,
+                forward=forward,
+                progress=False,
+                process_group=False,
             )
             found.append((dtype, estimate))
     estimate = found[0][1]

@@ -147,76 +147,25 @@ int small_eigenvalues(const double* matrices,  // [n, size, size]
                       double* out,  // [n, size]
                       void* stream);
 
-// What the numbers of a layer are and how they are multiplied: Element in memory, Sum for products and their sums.
-// Plain float32 and float64 are multiplied on CUDA cores, the others on tensor cores, which round float32 to TF32.
-struct F32 {
-  using Element = float;
-  using Sum = float;
-};
-struct F64 {
-  using Element = double;
-  using Sum = double;
-};
-struct Tf32 {
-  using Element = float;
-  using Sum = float;
-};
-struct Bf16 {
-  using Element = uint16_t;
-  using Sum = float;
-};
-struct F16 {
-  using Element = uint16_t;
-  using Sum = float;
-};
-
-// Columns of the tiles that `direct` makes M by, bytes of shared memory that a block of it asks for, and those that the
-// current device has for one.
-template <class Kind>
-int64_t direct_columns(int64_t rows, int64_t columns, bool rooted);
-template <class Kind>
-int64_t direct_shared(int64_t rows, int64_t columns, bool rooted, bool weighted);
-int shared_limit(int64_t* bytes);
-
-// Places along a side of the tiles of `gram`.
-int64_t gram_tile(int64_t positions, bool tensor_cores);
-
-// As the CPU's, but that each sum over a part of M is written apart. Offsets within a sample are below 2^31.
-template <class Kind>
-int direct(const Layer& layer,
-           const Strided<typename Kind::Element>& inputs,  // [n, groups * channels, size]
-           const Strided<typename Kind::Element>& signal,  // [n, groups * rows, places]
-           const typename Kind::Sum* root, int64_t roots,  // [groups, roots, rows] or null
-           const typename Kind::Sum* weight,               // [groups, rows, columns] or null
-           int64_t splits,                                 // 1 to the tiles of columns: blocks that share them
-           double* totals,                                 // [n, groups, splits, 3]
-           double* by_column,                              // [n, groups, columns]: weight o M over rows
-           double* by_row,                                 // [n, groups, splits, rows]: weight o M over columns
-           void* stream);
-
-// As the CPU's.
-template <class Kind>
-int patch_gram(const Layer& layer,
-               const Strided<typename Kind::Element>& inputs,  // [n, groups * channels, size]
-               typename Kind::Sum* out,                        // [n, groups, positions, positions]
-               void* stream);
-
-// Pairs of places of a block of sum_shifts.
-constexpr int kShiftThreads = 128;
-
-// out[p, p'] = Σ_taps pixel_gram[pixel(p) + tap, pixel(p') + tap], for layers of stride 1.
+// The patches of a layer, column by column: out[n, group, column, position] for T of 2, 4 or 8 bytes.
 template <typename T>
-int sum_shifts(const Layer& layer,
-               const T* pixel_gram,  // [n, groups, pixels, pixels]
-               T* out,               // [n, groups, positions, positions]
-               void* stream);
+int patches(const Layer& layer,        // its rows do not matter
+            const Strided<T>& inputs,  // [n, groups * channels, size], a channel's within 2^31
+            T* out,                    // [n, groups, columns, positions]
+            void* stream);
 
-// As the CPU's, but that each pair of tiles of places is written apart; zeros for those below the diagonal.
-template <class Kind>
-int gram(const Strided<typename Kind::Element>& a,  // [samples, groups, positions, r], the last stride unused
-         int64_t samples, int64_t groups, int64_t positions, int64_t r,
-         const typename Kind::Sum* g,  // [samples, groups, positions, positions], symmetric
-         double* out,                  // [samples, groups, tiles, tiles] with tiles of gram_tile places
-         void* stream);
+// Columns of a block of `weighted`.
+constexpr int64_t kWeightedColumns = 256;
+
+// |M|^2 and |weight o M|^2, and the sums of weight o M, for matrices M that belong to the groups in turn. `splits`
+// blocks share a matrix, kWeightedColumns columns each.
+template <typename T>
+int weighted(const T* matrices,  // [count, d, m]
+             const T* weight,    // [groups, d, m]
+             int64_t count, int64_t groups, int64_t d, int64_t m,
+             double* totals,     // [count, splits, 2]
+             double* by_column,  // [count, m]: over rows
+             double* by_row,     // [count, splits, d]: over the columns of a split
+             void* stream);
 
 }  // namespace pyflatness::cuda

@@ -16,15 +16,14 @@ from .cuda_head import (
     softmax_variance,
     spread,
 )
-from .cuda_layers import direct, factored_gram, gram, patch_gram
+from .cuda_layers import patches, products
+from .reference import gram, patch_gram
 
 __all__ = [
     "HALF",
-    "direct",
     "emulated",
     "exponentiate",
     "exponentiate_tile",
-    "factored_gram",
     "gram",
     "mean_row",
     "missing",
@@ -32,6 +31,8 @@ __all__ = [
     "norms_about",
     "pair_distances",
     "patch_gram",
+    "patches",
+    "products",
     "rejoin",
     "row_dots",
     "sigmoid_curvature",

@@ -5,14 +5,14 @@
     contraction.of(cotangent, sign)                for each cotangent δ: values and parts of :mod:`.quantities`
 
 :mod:`.routes` says by which ways the products are made, :mod:`.quantities` what they are made for. Cotangents of small
-layers, or that are zero at most positions, are worth being contracted several at a time: ``contraction.hold`` copies
-them until there are enough.
+layers, or that are zero at most positions, are worth being contracted several at a time, and by a matrix library all:
+``contraction.hold`` keeps them, or what is made of them, until there are enough.
 """
 
-import math
+import contextlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,21 +20,62 @@ from torch import Tensor
 from . import compiled, cuda
 from .factor import gram_factor
 from .geometry import Geometry
-from .precision import promoted, promoted_dtype
+from .precision import convolutions_in_tf32, float32_products, promoted, promoted_dtype
 from .quantities import Contribution, Wanted
 from .reference import Products
-from .routes import Both, Calls, Direct, Gathered, Gram, OnePosition, Prepared, Summed
+from .routes import Both, Calls, Direct, Gathered, Gram, OnePosition, Prepared, Route, Summed
+from .stacked import Stacked, Written
 
 ROUTES = ("direct", "gram")
 
-_MANY_ROWS = 256
+_MANY_ROWS = 1024
 """From here on the rounding of R to bfloat16 averages out of |R M|², if all its entries are of one size."""
 
-_FEWEST = 4
+_FEWEST, _FEWEST_STACKED = 4, 2
 """Cotangents that are worth being contracted together."""
 
 Sign = Tensor | float | None
 """Of a cotangent: one number, (n,), or None for +1."""
+
+Precision = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+class Stack(Protocol):
+    """Keep cotangents until they are contracted together."""
+
+    def put(self, number: int, cotangent: Tensor) -> None:
+        """Take a cotangent in as the one of this number."""
+
+    def taken(self, count: int) -> Products:
+        """Return the products of the first cotangents that were taken in, one behind the other."""
+
+
+class Copies:
+    """Keep copies of cotangents, for a route that takes several one behind the other.
+
+    They are copied, since what backward passes give may be part of a much larger tensor, and since when tensors of this
+    size are kept and freed in turn, the C library gives their pages back each time, which costs more than the copies.
+
+    Args:
+        size: how many.
+        buffer: of a cotangent, memory for so many.
+        products: the route.
+    """
+
+    def __init__(
+        self, size: int, buffer: Callable[[int, Tensor], Tensor], products: Callable[[Calls], Products]
+    ) -> None:
+        self._size, self._make, self._products = size, buffer, products
+
+    def put(self, number: int, cotangent: Tensor) -> None:
+        """Take a cotangent in as the one of this number."""
+        if number == 0:
+            self._buffer = self._make(self._size, cotangent)
+        self._buffer[number].copy_(cotangent)
+
+    def taken(self, count: int) -> Products:
+        """Return the products of the first cotangents that were taken in, one behind the other."""
+        return self._products([self._buffer[:count].flatten(0, 1)])
 
 
 class Contraction:
@@ -44,9 +85,10 @@ class Contraction:
         wanted: the quantities.
         products: of a cotangent, or of several one behind the other where ``stack_size`` are contracted at a time.
         entries: Σ_i sign_i M_i ∘ M_i of a cotangent and its sign, for quantities that come with it.
+        stack: where cotangents are held back.
         stack_size: how many cotangents :meth:`hold` contracts at a time.
-        buffer: of a cotangent, memory for so many.
         held: bytes that these take.
+        precision: entered around all products of float32.
     """
 
     def __init__(
@@ -54,33 +96,30 @@ class Contraction:
         wanted: Wanted,
         products: Callable[[Calls], Products],
         entries: Callable[[Calls, Sign], Tensor] | None = None,
+        stack: Stack | None = None,
         stack_size: int = 1,
-        buffer: Callable[[int, Tensor], Tensor] | None = None,
         held: int = 0,
+        precision: Precision = contextlib.nullcontext,
     ) -> None:
-        self._wanted, self._products, self._entries = wanted, products, entries
-        self.stack_size, self.held, self._make = stack_size, held, buffer
+        self._wanted, self._products, self._entries, self._precision = wanted, products, entries, precision
+        self._stack, self.stack_size, self.held = stack, stack_size, held
         self._signs: list[Sign] = []
 
     def of(self, cotangent: Calls, sign: Sign = None) -> Contribution:
         """Return the contribution of a cotangent by itself."""
-        found = self._wanted.contribution(self._products(cotangent), sign)
-        for name in self._wanted.entries:
-            assert self._entries is not None
-            found.parts[name] = self._entries(cotangent, sign)
+        with self._precision():
+            found = self._wanted.contribution(self._products(cotangent), sign)
+            for name in self._wanted.entries:
+                assert self._entries is not None
+                found.parts[name] = self._entries(cotangent, sign)
         return found
 
     def hold(self, cotangent: Calls, sign: Sign = None) -> Contribution | None:
-        """Return the contribution of the cotangents held back and this one; None if this one is held back too.
-
-        They are copied: what backward passes give may be part of a much larger tensor, and when tensors of this size
-        are kept and freed in turn, the C library gives their pages back each time, which costs more than the copies.
-        """
+        """Return the contribution of the cotangents held back and this one; None if this one is held back too."""
         (delta,) = cotangent
-        if not self._signs:
-            assert self._make is not None
-            self._buffer = self._make(self.stack_size, delta)
-        self._buffer[len(self._signs)].copy_(delta)
+        assert self._stack is not None
+        with self._precision():
+            self._stack.put(len(self._signs), delta)
         self._signs.append(sign)
         if len(self._signs) < self.stack_size:
             return None
@@ -92,16 +131,25 @@ class Contraction:
 
     def of_several(self, cotangents: Tensor, signs: Sequence[Sign]) -> Contribution:
         """Return the contribution of cotangents one behind the other, (k n, …); ``stack_size`` of them at most."""
-        count, sign = len(signs), None
-        if any(one is not None for one in signs):
-            each = cotangents.new_ones(len(cotangents) // count, dtype=torch.float64)
-            sign = torch.cat([each if one is None else each * one for one in signs])
-        return _over_cotangents(self._wanted.contribution(self._products([cotangents]), sign), count)
+        with self._precision():
+            return self._together(self._products([cotangents]), signs)
 
     def _released(self) -> Contribution:
         """Return the contribution of what is held back, and hold nothing from then on."""
-        held, signs, self._signs = self._buffer[: len(self._signs)], self._signs, []
-        return self.of_several(held.flatten(0, 1), signs)
+        signs, self._signs = self._signs, []
+        assert self._stack is not None
+        with self._precision():
+            return self._together(self._stack.taken(len(signs)), signs)
+
+    def _together(self, found: Products, signs: Sequence[Sign]) -> Contribution:
+        """Return the contribution of cotangents by the products of one behind those of another."""
+        sign = None
+        if any(one is not None for one in signs):
+            (values, *_) = (values for values in found if values is not None)
+            each = values.new_ones(len(values) // len(signs))
+            sign = torch.cat([each if one is None else each * one for one in signs])
+        contribution = self._wanted.contribution(found, sign)
+        return contribution._replace(values=contribution.values.unflatten(1, (len(signs), -1)).sum(dim=1))
 
 
 class LayerContraction:
@@ -114,6 +162,8 @@ class LayerContraction:
         quantities: names of :data:`.quantities.QUANTITIES`.
         memory: bytes for working buffers.
         route: of :data:`ROUTES`; None takes the cheaper.
+        convolution: whether the layer is one, and has float32 products on CUDA in cuDNN's precision: the contraction
+            takes the layer's own. That of half precision is TF32, which has all of its digits.
     """
 
     def __init__(
@@ -125,8 +175,11 @@ class LayerContraction:
         *,
         memory: int,
         route: str | None = None,
+        convolution: bool = False,
     ) -> None:
         self._wanted, self._route, self._device = Wanted(quantities), route, weight.device
+        self._on_cuda, self._half = weight.is_cuda or backend is cuda, promoted_dtype(weight.dtype) != weight.dtype
+        self._convolution, self._compiled = convolution, backend is compiled
         factor = gram_factor(promoted(weight)) if self._wanted.gram_factor else None
         self._prepared = Prepared(
             weight.shape,
@@ -134,7 +187,7 @@ class LayerContraction:
             backend,
             self._wanted.products,
             factor,
-            _as_bfloat16(factor, weight, backend),
+            _as_bfloat16(factor, weight) if self._on_cuda else None,
             promoted(weight) if self._wanted.weighted else None,
             memory,
         )
@@ -150,52 +203,81 @@ class LayerContraction:
             positions: (n, G d, elements) int32, where in a row each element of a cotangent is, -1: nowhere.
                 None: cotangents are whole. Only where :meth:`gathers` says so.
         """
-        layer, elements = self._prepared, None if positions is None else positions.shape[2]
+        elements = None if positions is None else positions.shape[2]
         stack_size = self.stack_size(inputs, count, held, elements)
         held = stack_size * self.cotangent_bytes(inputs, elements) if stack_size > 1 else 0
-        inputs = [layer.taken(part) for part in inputs]
-        route: Summed | Direct | Gathered | Gram | OnePosition | Both
-        if len(inputs) > 1:
-            route = Summed(layer, inputs)
-        elif self._route_of(inputs[0], count) == "direct":
-            route = Direct(layer, inputs[0], layer.factor) if stack_size == 1 else Gathered(layer, inputs[0], positions)
-        elif math.prod(layer.geometry.places(inputs[0].shape[2:])) == 1:
-            route = OnePosition(layer, inputs[0])
-        elif layer.weight is None:
-            route = Gram(layer, inputs[0], squares=layer.products.squares)
-        else:
-            by_gram = None if layer.factor is None else Gram(layer, inputs[0], squares=False)
-            route = Both(Direct(layer, inputs[0], None), by_gram)
 
         def entries(cotangent: Calls, sign: Sign) -> Tensor:
             return self.entries(inputs, cotangent, sign)
 
-        return Contraction(self._wanted, route.products, entries, stack_size, self.buffer, held)
+        with self._precision():
+            route = self._made(inputs, count, stack_size, positions)
+        stack: Stack = route if isinstance(route, Stacked) else Copies(stack_size, self.buffer, route.products)
+        return Contraction(self._wanted, route.products, entries, stack, stack_size, held, self._precision)
+
+    def _made(self, inputs: Calls, count: int, stack_size: int, positions: Tensor | None) -> Route:
+        """Return the route, prepared for these inputs."""
+        layer, phi = self._prepared, inputs[0]
+        if len(inputs) > 1:
+            return Summed(layer, inputs)
+        by_gram = self._route_of(phi, count) == "gram"
+        if by_gram and layer.places(phi) == 1:
+            return OnePosition(layer, phi)
+        if not self._compiled:
+            return self._of_library(phi, stack_size, by_gram=by_gram)
+        phi = promoted(phi)
+        if not by_gram:
+            return Direct(layer, phi, layer.factor) if stack_size == 1 else Gathered(layer, phi, positions)
+        if layer.weight is None:
+            return Gram(layer, phi, squares=layer.products.squares)
+        return Both(Direct(layer, phi, None), None if layer.factor is None else Gram(layer, phi, squares=False))
+
+    def _of_library(self, phi: Tensor, stack_size: int, *, by_gram: bool) -> Route:
+        """Return the route by products of torch's matrix library."""
+        layer = self._prepared
+        if layer.weight is None:
+            return Stacked(layer, phi, stack_size, by_gram=by_gram, squares=layer.products.squares)
+        if not by_gram or layer.factor is None:
+            return Written(layer, phi, layer.factor)
+        return Both(Written(layer, phi, None), Stacked(layer, phi, stack_size, by_gram=True, squares=False))
 
     def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
         """Return whether cotangents of some elements a row, each at a position of its own, can be contracted."""
-        return self.stack_size(inputs, count, held, elements) > 1 and self._route_of(inputs[0], count) == "direct"
+        if not self._compiled or self._route_of(inputs[0], count) == "gram":
+            return False
+        return self.stack_size(inputs, count, held, elements) > 1
 
     def stack_size(self, inputs: Calls, count: int, held: int, elements: int | None = None) -> int:
         """Return how many cotangents of so many had better be contracted at a time; 1: each alone.
 
-        Shared out evenly, of what ``held`` bytes hold: room for four at least, fewer are not worth the copy.
+        Shared out evenly, of what ``held`` bytes hold: room for some at least, fewer are not worth the copy.
         """
         if not held or len(inputs) > 1 or not self._wanted.plain:
             return 1
         phi, layer = inputs[0], self._prepared
-        if self._route_of(phi, count) == "gram":
-            suits = math.prod(layer.geometry.places(phi.shape[2:])) == 1
+        suits, fewest = True, _FEWEST
+        if layer.places(phi) == 1 and self._route_of(phi, count) == "gram":
+            held = min(held, layer.memory)
+        elif self._compiled:
+            held = min(held, layer.memory)
+            direct = self._route_of(phi, count) == "direct"
+            suits = direct and compiled.gathering_pays(phi, layer.geometry, layer.shape[1])
         else:
-            suits = layer.backend is compiled and compiled.gathering_pays(phi, layer.geometry, layer.shape[1])
-        most = min(held, layer.memory) // max(1, self.cotangent_bytes(inputs, elements))
-        return -(-count // -(-count // most)) if suits and min(most, count) >= _FEWEST else 1
+            fewest = _FEWEST_STACKED
+        most = held // max(1, self.cotangent_bytes(inputs, elements))
+        return -(-count // -(-count // most)) if suits and min(most, count) >= fewest else 1
 
     def cotangent_bytes(self, inputs: Calls, elements: int | None = None) -> int:
-        """Return what a cotangent takes, for the inputs of a layer's calls joined; of some elements a row, or whole."""
-        groups, d, _ = self._prepared.shape
-        each = math.prod(self._prepared.geometry.places(inputs[0].shape[2:])) if elements is None else elements
-        return len(inputs[0]) * groups * d * each * promoted_dtype(inputs[0].dtype).itemsize
+        """Return what a cotangent takes, for the inputs of a layer's calls joined; of some elements a row, or whole.
+
+        Where a matrix library contracts it, that is what is made of it.
+        """
+        layer, phi = self._prepared, inputs[0]
+        groups, d, _ = layer.shape
+        if not self._compiled and layer.factor is not None and layer.places(phi) > 1:
+            d = layer.factor.shape[1] + (d if layer.products.squares else 0)
+        each = layer.places(phi) if elements is None else elements
+        return len(phi) * groups * d * each * promoted_dtype(phi.dtype).itemsize
 
     def buffer(self, count: int, cotangent: Tensor) -> Tensor:
         """Return memory for so many such cotangents, (count, n, …): the same at every call, so that its pages stay."""
@@ -211,17 +293,25 @@ class LayerContraction:
 
     def cheaper(self, inputs: Tensor, count: int) -> str:
         """Return the route with fewer multiply-adds, for so many cotangents."""
-        layer = self._prepared
+        layer, places = self._prepared, self._prepared.places(inputs)
         _, d, m = layer.shape
-        places = math.prod(layer.geometry.places(inputs.shape[2:]))
         r = 0 if layer.factor is None else layer.factor.shape[1]
-        pairs = (r + (d if self._wanted.squares else 0)) * places**2
-        gram = r * d * places + pairs + m * places**2 / max(1, count)
-        made = layer.weight is not None and places > 1  # M, in either case
-        return "gram" if gram < (0 if made else d * m * places) + r * d * m else "direct"
+        rows = r + (d if self._wanted.squares else 0)
+        gram = r * d * places + rows * places**2 + m * places**2 / max(1, count)
+        if layer.weight is not None and places > 1:  # M is made in either case
+            direct = r * d * m
+        elif self._compiled:
+            direct = d * m * places + r * d * m
+        else:
+            direct = r * d * places + rows * m * places
+        return "gram" if gram < direct else "direct"
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
         """Return Σ_i coefficient_i M_i M_iᵀ, (G, d, d) float64."""
+        with self._precision():
+            return self._traces(inputs, cotangent, coefficients)
+
+    def _traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
         layer = self._prepared
         groups, d, m = layer.shape
         total = coefficients.new_zeros(groups, d, d)
@@ -247,7 +337,7 @@ class LayerContraction:
         rows = layer.geometry.rows(promoted(cotangent[0]))
         signs = None if sign is None else (rows.new_ones(len(rows)) * sign).view(-1, 1, 1, 1)
         if len(inputs) == 1 and rows.shape[2] == 1:
-            patches = layer.geometry.patches(inputs[0]).squeeze(2)
+            patches = layer.patches(inputs[0]).squeeze(2)
             left = rows.square() if signs is None else rows.square() * signs
             return torch.einsum("ngd,ngm->gdm", left.squeeze(2).double(), patches.double().square())
         chunk = max(1, layer.memory // (rows.element_size() * groups * m * (2 * d + rows.shape[2])))  # M and patches
@@ -257,23 +347,28 @@ class LayerContraction:
             total += (gradients if signs is None else gradients.mul_(signs[some])).sum(dim=0)
         return total
 
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context for float32 products as precise as the layer's own."""
+        if not self._on_cuda:
+            return contextlib.nullcontext()
+        if self._half:
+            return float32_products(tf32=True)
+        if self._convolution:
+            return float32_products(tf32=convolutions_in_tf32())
+        return contextlib.nullcontext()
+
     def _route_of(self, inputs: Tensor, count: int) -> str:
         return self._route or self.cheaper(inputs, count)
 
 
-def _over_cotangents(found: Contribution, count: int) -> Contribution:
-    """Return the sum of values that come for so many cotangents one behind the other."""
-    return found._replace(values=found.values.unflatten(1, (count, -1)).sum(dim=1))
-
-
-def _as_bfloat16(factor: Tensor | None, weight: Tensor, backend: ModuleType) -> Tensor | None:
+def _as_bfloat16(factor: Tensor | None, weight: Tensor) -> Tensor | None:
     """Return R for products with cotangents of bfloat16; None where its rounding could show.
 
     wᵀ is such already. Another R is multiplied by an orthogonal matrix, which leaves |R M|² alone and makes its entries
     of one size: of Cholesky's factor few count, and their rounding would not average out.
     """
     _, d, m = weight.shape
-    if factor is None or backend is not cuda or weight.dtype != torch.bfloat16 or min(d, m) < _MANY_ROWS:
+    if factor is None or weight.dtype != torch.bfloat16 or min(d, m) < _MANY_ROWS:
         return None
     if m > d:
         directions = torch.randn(

@@ -4,6 +4,7 @@ Logits in bf16 step by 0.125 at 20.
 """
 
 import contextlib
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -34,3 +35,38 @@ def squared_norms(matrix: Tensor, backend: ModuleType, memory: int) -> Tensor:
         return norms
     chunks = map(promoted, matrix.split(max(1, memory // (4 * max(1, matrix.shape[1])))))
     return torch.cat([backend.row_dots(chunk, chunk) for chunk in chunks])
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return products of matrices (n, …), of half precision as float32."""
+    if promoted_dtype(a.dtype) != a.dtype and a.is_cuda:
+        product: Tensor = torch.bmm(a, b, out_dtype=torch.float32)
+        return product
+    return torch.bmm(promoted(a), promoted(b))
+
+
+def convolutions_in_tf32() -> bool:
+    """Return whether convolutions of float32 on CUDA round their factors to TF32, which is torch's default."""
+    convolutions: Any = torch.backends.cudnn
+    return bool(convolutions.conv.fp32_precision == "tf32")
+
+
+@contextlib.contextmanager
+def float32_products(*, tf32: bool) -> Iterator[None]:
+    """Let float32 products on CUDA round their factors to TF32 or not, inside a ``with`` block.
+
+    It is the process's setting, which other threads see for that time. Afterwards it is as it was: a setting that is
+    inherited is inherited again.
+    """
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    if tf32 == (before == "tf32"):
+        yield
+        return
+    matmul.fp32_precision = "tf32" if tf32 else "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = "none"
+        if matmul.fp32_precision != before:
+            matmul.fp32_precision = before

@@ -377,10 +377,15 @@ def products(gradients: Tensor, geometry: Geometry, factor: Tensor | None, weigh
     return Products(_squares(gradients), gram_weighted, _squares(weighted), by_column, weighted.sum(dim=3).flatten(1))
 
 
+def patches(inputs: Tensor, geometry: Geometry) -> Tensor:
+    """Return patches φ_p, (n, G, P, m), of any strides."""
+    return geometry.patches(inputs)
+
+
 def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:
     """Return ``⟨φ_p, φ_p'⟩`` for all pairs of positions, (n, G, P, P) in the inputs' dtype."""
-    patches = geometry.patches(inputs)
-    return patches @ patches.transpose(2, 3)
+    rows = geometry.patches(inputs)
+    return rows @ rows.transpose(2, 3)
 
 
 def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:

@@ -7,18 +7,20 @@ are chosen by :mod:`.layer`, by their multiply-adds per sample and cotangent, K 
 - :class:`Gram`: Σ_pp' ⟨φ_p, φ_p'⟩ ⟨R δ_p, R δ_p'⟩: r d P + r P² + m P² / K. Late convolutions, sequences; with one
   position it is |φ|² |R δ|² (:class:`OnePosition`).
 
-There is no such form of w ∘ M: M is made for it (:class:`Both`), but for one position, where M = δ φᵀ.
+There is no such form of w ∘ M: M is made for it (:class:`Both`), but for one position, where M = δ φᵀ. The two are for
+the kernels in C++; where there are none :mod:`.stacked` has their counterparts.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from . import cuda, reference
+from . import compiled, reference
 from .geometry import Geometry
 from .precision import promoted, promoted_dtype
 from .quantities import Made
@@ -55,14 +57,23 @@ class Prepared:
     weight: Tensor | None
     memory: int
 
-    def taken(self, tensor: Tensor) -> Tensor:
-        """Return it as the kernels take it: half precision as it is, where they do, else as float32."""
-        return tensor if self.backend is cuda and tensor.dtype in cuda.HALF else promoted(tensor)
+    def places(self, phi: Tensor) -> int:
+        """Return how many positions the layer has on inputs."""
+        return math.prod(self.geometry.places(phi.shape[2:]))
+
+    def chunk(self, elements: int, dtype: torch.dtype) -> int:
+        """Return how many samples, of so many elements each once they are promoted, the memory for buffers holds."""
+        return max(1, self.memory // (promoted_dtype(dtype).itemsize * max(1, elements)))
+
+    def patches(self, phi: Tensor) -> Tensor:
+        """Return φ by position, (n, G, P, m)."""
+        patches: Tensor = self.backend.patches(phi, self.geometry)
+        return patches
 
     def gradients(self, inputs: Calls, cotangent: Calls) -> Tensor:
         """Return M, (n, G, d, m)."""
         first, *others = (
-            self.geometry.rows(promoted(delta)).transpose(2, 3) @ self.geometry.patches(promoted(x))
+            self.geometry.rows(promoted(delta)).transpose(2, 3) @ self.patches(promoted(x))
             for x, delta in zip(inputs, cotangent, strict=True)
         )
         return sum(others, start=first)
@@ -82,22 +93,9 @@ class Direct:
 
     def products(self, cotangent: Calls) -> Products:
         """Return the products of a cotangent."""
-        layer, phi, delta = self._layer, self._phi, self._layer.taken(cotangent[0])
-        if delta.dtype != phi.dtype:
-            phi, delta = promoted(phi), promoted(delta)
-        dtype = promoted_dtype(delta.dtype)
-        factor, weight = self._factor, layer.weight
-        factor, weight = None if factor is None else factor.to(dtype), None if weight is None else weight.to(dtype)
-        if layer.backend is not reference:
-            return cast(Products, layer.backend.direct(phi, delta, layer.geometry, factor, weight))
-        groups, d, m = layer.shape  # the reference writes patches and M out, and w ∘ M
-        places = delta.shape[2] * delta.shape[3] * delta.shape[4]
-        chunk = max(1, layer.memory // (phi.element_size() * groups * m * (places + (2 if weight is None else 6) * d)))
-        parts = [
-            reference.direct(x, y, layer.geometry, factor, weight)
-            for x, y in zip(phi.split(chunk), delta.split(chunk), strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else joined(parts)
+        phi, delta = promoted(self._phi), promoted(cotangent[0])
+        factor, weight = (None if t is None else t.to(delta.dtype) for t in (self._factor, self._layer.weight))
+        return compiled.direct(phi, delta, self._layer.geometry, factor, weight)
 
 
 class Gathered:
@@ -114,9 +112,8 @@ class Gathered:
 
     def products(self, cotangents: Calls) -> Products:
         """Return the products of cotangents of which all samples of one are behind those of another."""
-        layer, each = self._layer, self._layer.taken(cotangents[0]).split(len(self._phi))
-        found = layer.backend.direct_gathered(self._phi, each, layer.geometry, layer.factor, self._positions)
-        return cast(Products, found)
+        layer, each = self._layer, promoted(cotangents[0]).split(len(self._phi))
+        return compiled.direct_gathered(self._phi, each, layer.geometry, layer.factor, self._positions)
 
 
 class Gram:
@@ -132,22 +129,26 @@ class Gram:
 
     def __init__(self, layer: Prepared, phi: Tensor, *, squares: bool) -> None:
         self._layer, self._squares = layer, squares
-        self._gram = layer.backend.patch_gram(phi, layer.geometry)
+        self._gram = compiled.patch_gram(phi, layer.geometry)
 
     def products(self, cotangent: Calls) -> Products:
         """Return the products of a cotangent."""
         layer, gram = self._layer, self._gram
-        rows = layer.geometry.rows(layer.taken(cotangent[0]))
+        rows = layer.geometry.rows(promoted(cotangent[0]))
         squares = gram_weighted = None
-        if layer.half_factor is not None and rows.dtype == torch.bfloat16:
-            gram_weighted = cuda.factored_gram(layer.half_factor, rows, gram)
-        elif layer.factor is not None:
-            full = promoted(rows)  # float16 would leave its range
+        if layer.factor is not None:
             # of a convolution's cotangent as it lies in memory: R (r, d) times (d, P)
-            gram_weighted = layer.backend.gram((layer.factor.to(full.dtype) @ full.mT).mT, gram)
+            gram_weighted = compiled.gram((layer.factor.to(rows.dtype) @ rows.mT).mT, gram)
         if self._squares:
-            squares = layer.backend.gram(rows, gram)
+            squares = compiled.gram(rows, gram)
         return Products(squares, gram_weighted, None, None, None)
+
+
+class Route(Protocol):
+    """Know what has been prepared of a layer's inputs."""
+
+    def products(self, cotangent: Calls) -> Products:
+        """Return the products of a cotangent."""
 
 
 class Both:
@@ -158,7 +159,7 @@ class Both:
         by_gram: the route to |R M|²; None if that is not wanted.
     """
 
-    def __init__(self, by_gradients: Direct, by_gram: Gram | None) -> None:
+    def __init__(self, by_gradients: Route, by_gram: Route | None) -> None:
         self._by_gradients, self._by_gram = by_gradients, by_gram
 
     def products(self, cotangent: Calls) -> Products:
@@ -201,7 +202,7 @@ class OnePosition:
     def products(self, cotangent: Calls) -> Products:
         """Return the products of a cotangent; without those of w ∘ M of several, one behind the other."""
         layer, made = self._layer, self._layer.products
-        delta = promoted(layer.geometry.rows(layer.taken(cotangent[0])))  # n, G, 1, d
+        delta = promoted(layer.geometry.rows(cotangent[0]))  # n, G, 1, d
         rows = delta.squeeze(2)
         squares = gram_weighted = weighted = by_column = by_row = None
         if layer.factor is not None:
@@ -249,7 +250,8 @@ class Summed:
         """Return the products of a cotangent."""
         layer, gradients = self._layer, self._layer.gradients(self._inputs, cotangent)
         factor, weight = (None if t is None else t.to(gradients.dtype) for t in (layer.factor, layer.weight))
-        return reference.products(gradients, layer.geometry, factor, weight)
+        found: Products = layer.backend.products(gradients, layer.geometry, factor, weight)
+        return found
 
 
 def joined(parts: Sequence[Products]) -> Products:

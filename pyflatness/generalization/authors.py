@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import head, interrupts, losses
+from .. import interrupts, losses, tensor_head
 from ..contractions import promoted
 from ..losses import Loss
 from ..messages import check_tensor
+from ..numerics import meeting
+from ..numerics.meeting import Group
 from ..options import check_count, check_seed
 from ..session import public
 from .representativeness import FOLDS, Fit, assigned, refit
@@ -38,6 +40,7 @@ def authors_representativeness(
     fit: Fit | None = None,
     seed: int = 0,
     reduction: str | None = None,
+    process_group: Group = None,
 ) -> float:
     """Return the quantity that the authors' code calls representativeness, to compare with published figures.
 
@@ -54,6 +57,7 @@ def authors_representativeness(
         fit: (features, targets) -> (weight, bias) on the sample of each fold, as in the authors' notebook.
         seed: of the folds.
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
+        process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
         The mean over the folds.
@@ -68,6 +72,7 @@ def authors_representativeness(
         >>> abs(value - 0.693147 * (1 - 0.398942 / 2)) < 1e-6  # log 2, and K = 1/√(2π) divided by |S| = 2
         True
     """
+    meeting.refuse(process_group, "authors_representativeness")
     folds, seed = check_count("folds", folds, 2), check_seed("seed", seed)
     resolved = losses.resolve(loss, reduction)
     features, targets = check_tensor("features", features), check_tensor("targets", targets)
@@ -76,7 +81,7 @@ def authors_representativeness(
         values = []
         for k in range(folds):
             w, b = (weight, bias) if fit is None else refit(fit, features[places != k], targets[places != k])
-            head.check_tensors(features, w, b, targets, resolved)
+            tensor_head.check_tensors(features, w, b, targets, resolved)
             outputs = promoted(features) @ promoted(w).t() + (0 if b is None else promoted(b))
             values.append(_fold(promoted(features).double(), outputs, targets, places == k, resolved))
     return sum(values) / folds

@@ -27,6 +27,8 @@ from ..measures import RELATIVE_FLATNESS
 from ..model import calling, data, layers
 from ..model.data import Batches
 from ..model.selectors import Selector
+from ..numerics import meeting
+from ..numerics.meeting import Group
 from ..options import check_count, check_draws, check_number, check_seed
 from ..plan import of_layer
 from ..report import Estimate
@@ -146,6 +148,7 @@ def generalization_bound(
     reduction: str | None = None,
     forward: calling.Forward | None = None,
     progress: bool | None = None,
+    process_group: Group = None,
 ) -> GeneralizationBound:
     """Return the approximate bound of the generalisation gap by relative flatness and representativeness.
 
@@ -167,6 +170,7 @@ def generalization_bound(
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)``.
         progress: show a bar.
+        process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
         The bound, its terms, and the gap beside it.
@@ -185,11 +189,14 @@ def generalization_bound(
         >>> abs(parts.gap - found.measured.gap) < 1e-12, found.delta == 300 ** (-1 / 12)
         (True, True)
     """
+    meeting.refuse(process_group, "generalization_bound", "generalization_gap and relative_flatness are, ")
     folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
     seed = check_seed("seed", seed)
     kappa = None if kappa is None else _number("kappa", kappa)
     delta = None if delta is None else check_number("delta", delta)
-    with session(model, loss, train, reduction=reduction, forward=forward, reads=3, progress=progress) as task:
+    with session(
+        model, loss, train, reduction=reduction, forward=forward, reads=3, progress=progress, process_group=False
+    ) as task:
         name, source = head.find(task, layer)
         perturbed = Perturbed(task.model, name, task.forward, head=source is not None)
         m = _features(perturbed, name)

@@ -32,6 +32,7 @@ from ..model import calling
 from ..model.data import Batches, size
 from ..model.selectors import Selector
 from ..numerics.accumulate import Accumulator, check_together, omits
+from ..numerics.meeting import Group
 from ..numerics.variances import standard_error
 from ..options import Options, check_draws, check_number
 from ..plan import of_layer
@@ -141,6 +142,7 @@ def feature_robustness(
     reduction: str | None = None,
     forward: calling.Forward | None = None,
     progress: bool | None = None,
+    process_group: Group = None,
 ) -> FeatureRobustness:
     """Return feature robustness of a layer, averaged over orthogonal matrices, beside the parabola that κ predicts.
 
@@ -159,6 +161,7 @@ def feature_robustness(
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)``.
         progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         The curve, its standard errors, and the parabola.
@@ -183,7 +186,17 @@ def feature_robustness(
     options = Options(nan_policy=nan_policy, seed=seed)
     if omits(options.nan_policy):
         raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
-    with session(model, loss, data, options, reduction=reduction, forward=forward, reads=2, progress=progress) as task:
+    with session(
+        model,
+        loss,
+        data,
+        options,
+        reduction=reduction,
+        forward=forward,
+        reads=2,
+        progress=progress,
+        process_group=process_group,
+    ) as task:
         name, source = head.find(task, layer)
         perturbed = Perturbed(task.model, name, task.forward, head=source is not None)
         turns = Turns(perturbed.layer, torch.Generator("cpu").manual_seed(options.seed))
@@ -234,6 +247,9 @@ class _Curve:
                 displaced = self._perturbed.displaced(by_weight(self._perturbed.layer, weight), self._scales)
                 for place, outputs in enumerate(displaced):
                     row[place] += self._checked(self._loss.value(outputs, targets), number, " with turned features")
+        sums = {"rises": values, "own": torch.tensor(own, dtype=torch.float64, device="cpu")}
+        sums = over.together(self._batches.shard, sums)
+        values, own = sums["rises"], float(sums["own"])
         self.samples, self.loss = over.samples, own / over.normaliser
         self.rises.extend(values.view(len(turned), -1, 2).mean(dim=2) / over.normaliser - self.loss)
 

@@ -26,6 +26,8 @@ from ..losses import CustomLoss, Loss, risk
 from ..model import calling
 from ..model.data import size
 from ..numerics.accumulate import Accumulator, normaliser
+from ..numerics.meeting import Group
+from ..numerics.shard import Shard
 from ..options import Options
 from ..passes.task import Task
 from ..session import public, session
@@ -105,6 +107,7 @@ def generalization_gap(
     reduction: str | None = None,
     forward: calling.Forward | None = None,
     progress: bool | None = None,
+    process_group: Group = None,
 ) -> GeneralizationGap:
     """Return loss and accuracy of a model on training and test data, by one read of each.
 
@@ -120,6 +123,7 @@ def generalization_gap(
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)``.
         progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         Both, and their differences, with standard errors over the samples.
@@ -139,7 +143,9 @@ def generalization_gap(
         (0.5, 0.5)
     """
     policy = Options(nan_policy=nan_policy).nan_policy
-    with session(model, loss, train, reduction=reduction, forward=forward, progress=progress) as task:
+    with session(
+        model, loss, train, reduction=reduction, forward=forward, progress=progress, process_group=process_group
+    ) as task:
         return GeneralizationGap(performance(task, policy), performance(task.on(test), policy))
 
 
@@ -163,6 +169,12 @@ def performance(task: Task, nan_policy: str = "raise") -> Performance:
         if classes:
             right, counting = risk.judged(outputs, targets, loss, number)
             accuracies.add(torch.stack([right & counting, counting]).flatten(1), count)
+    shard = task.batches.shard
+    over.together(shard, {})
+    losses.together(shard)
+    classes = all(shard.every("the targets", classes))
+    if classes:
+        accuracies.together(shard)
     over.check()
     normaliser(losses.weight)
     found = losses.value, accuracies.value if classes and accuracies.weight else None
@@ -180,6 +192,10 @@ class _Ratio:
         """Take in values and weights of the terms of some samples in order, or of groups of samples, (2, terms)."""
         whole = samples if terms.shape[1] % samples == 0 else terms.shape[1]
         self._parts.append(terms.double().view(2, whole, -1).sum(dim=2).cpu())
+
+    def together(self, shard: Shard) -> None:
+        """Take in the samples of other ranks, where the read of the data ends."""
+        self._parts = [shard.rows("losses and accuracies", self._sums)]
 
     @property
     def _sums(self) -> Tensor:

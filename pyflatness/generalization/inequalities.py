@@ -21,6 +21,7 @@ from ..measures.layer_values import LayerValues
 from ..measures.normalized_sharpness import NORMALIZED_SHARPNESS, Minimum, minimised
 from ..model import calling
 from ..model.selectors import Selector
+from ..numerics.meeting import Group
 from ..options import MAX_PASSES, Options, check_flag, check_number
 from ..passes.task import Task
 from ..session import public, session
@@ -188,6 +189,7 @@ def bounds(
     memory: int | None = None,
     max_passes: int = MAX_PASSES,
     progress: bool | None = None,
+    process_group: Group = None,
 ) -> Bounds:
     """Return the bounds of "From Loss Flatness to Compressed Representations", layer by layer, with both sides.
 
@@ -210,6 +212,7 @@ def bounds(
         memory: bytes for a part's graph, layer inputs and Jacobians, to which batches are cut (512 MiB).
         max_passes: backward passes of a micro-batch, one for each output, that the Jacobian may take.
         progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         ``bounds[layer, equation]`` and ``bounds[equation]`` are inequalities, ``str(bounds)`` a table.
@@ -231,7 +234,9 @@ def bounds(
     if sharpness is not None and not (isinstance(sharpness, str) and sharpness == _ALL):
         sharpness = check_number("sharpness", sharpness, f"a number or {_ALL!r}", lambda given: not math.isnan(given))
     reads = 1 + normalized + (sharpness == _ALL)
-    with session(model, loss, data, options, forward=forward, reads=reads, progress=progress) as task:
+    with session(
+        model, loss, data, options, forward=forward, reads=reads, progress=progress, process_group=process_group
+    ) as task:
         task = task.of(layers)
         least = _least(task) if normalized else {}
         scales = {name: minimum.columns for name, minimum in least.items()}

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import head, interrupts, losses
+from .. import interrupts, losses, tensor_head
 from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss, risk
 from ..messages import check_tensor, shown
-from ..numerics import accumulate
+from ..numerics import accumulate, meeting
+from ..numerics.meeting import Group
 from ..numerics.variances import standard_error
 from ..options import check_count, check_draws, check_number, check_seed
 from ..report import intervals
@@ -127,6 +128,7 @@ def representativeness(
     test: tuple[Tensor, Tensor] | None = None,
     seed: int = 0,
     reduction: str | None = None,
+    process_group: Group = None,
 ) -> Representativeness:
     """Return the representativeness of a sample in the feature space of a linear head (plug-in of Eq. 3).
 
@@ -147,6 +149,7 @@ def representativeness(
         test: features and targets that w was not fitted to, for E_gen = E_Rep + E_F of the whole sample.
         seed: of folds and noise; another device gives other noise for it.
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another; the values are means.
+        process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
         The value, and the decomposition of each fold.
@@ -165,6 +168,7 @@ def representativeness(
         >>> abs(parts.gap - parts.representativeness - parts.robustness) < 1e-12
         True
     """
+    meeting.refuse(process_group, "representativeness")
     resolved = losses.resolve(loss, reduction)
     folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
     seed = check_seed("seed", seed)
@@ -329,7 +333,7 @@ class _Head:
 
     def __init__(self, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Any, loss: Loss) -> None:
         targets = check_tensor("targets", targets)
-        head.check_tensors(features, weight, bias, targets, loss)
+        tensor_head.check_tensors(features, weight, bias, targets, loss)
         if features.ndim != 2:
             raise InputError(f"features: one vector a sample, (n, m), is wanted, got shape {tuple(features.shape)}")
         self.loss, self.features, self.targets = loss, promoted(features.detach()), targets.detach().to(features.device)

@@ -63,7 +63,8 @@ class Products:
     def __init__(self, task: Task) -> None:
         check_filters(task)
         self._model, self._loss, self._options = task.model, task.loss, task.options
-        data = task.model, task.selection, task.batches, task.forward, Budget(task.options.memory)
+        budget = Budget.of(task.model, task.options.memory)
+        data = task.model, task.selection, task.batches, task.forward, budget
         self._runner = Runner(
             *data,
             by_sample=False,
@@ -81,6 +82,9 @@ class Products:
             self.custom |= custom
 
         self._runner.each(self._seen, take)
+        self._shard = task.batches.shard
+        over.together(self._shard, {})
+        self.custom = {*self._shard.united("custom functions", {"": dict.fromkeys(self.custom, True)})[""]}
         self.samples, self._normaliser = over.samples, over.normaliser
         self.modules = self._runner.modules
         weights = [layers.matrix(module)[0] for module in self.modules.values()]
@@ -144,7 +148,8 @@ class Products:
                 sums[names] += product
 
         self._runner.each(lambda run: (run.number, self._of_run(run, sent)), take)
-        return {names: rows * inverse[names] / self._normaliser for names, rows in sums.items()}
+        whole = self._shard.sum("a product with the Hessian", {**sums})
+        return {names: whole[names] * inverse[names] / self._normaliser for names in sums}
 
     @torch.enable_grad()
     def _of_run(self, run: Run, vectors: Vectors) -> Vectors:

@@ -85,8 +85,9 @@ class RowSweep:
 
     def __init__(self, task: Task) -> None:
         check_filters(task)
+        task.batches.shard.ranks.refuse("relative_flatness_max", "leave it out of measures=, ")
         self._task, self._options = task, task.options
-        self._budget = budget = Budget(task.options.memory, halved=True)
+        self._budget = budget = Budget.of(task.model, task.options.memory, halved=True)
         approve = partial(linearity.refuse_custom_functions, task.options)
         self._runner = Runner(
             *(task.model, task.selection, task.batches, task.forward, budget, approve),

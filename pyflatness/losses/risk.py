@@ -125,4 +125,5 @@ def at(
             error = partial(NonFiniteError, f"{what}; no sample is left out of it, whatever nan_policy says")
             check_together(nan_policy, math.isfinite(value), error)
             sums[place] += value
-    return [Risk(total / over.normaliser, over.samples) for total in sums]
+    totals = over.together(batches.shard, {"sums": torch.tensor(sums, dtype=torch.float64, device="cpu")})["sums"]
+    return [Risk(total / over.normaliser, over.samples) for total in totals.tolist()]

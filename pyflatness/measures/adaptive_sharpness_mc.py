@@ -24,6 +24,7 @@ from torch import nn
 
 from ..losses import risk
 from ..model import calling, parameters, state
+from ..numerics.meeting import Group
 from ..numerics.variances import standard_error
 from ..options import Options, check_draws, check_flag, check_number
 from ..report import Estimate
@@ -47,6 +48,7 @@ def adaptive_sharpness_mc(
     reduction: str | None = None,
     forward: calling.Forward | None = None,
     progress: bool | None = None,
+    process_group: Group = None,
 ) -> Estimate:
     """Return a network's average-case adaptive sharpness: the mean rise of the loss under noise of size ρ |θ_j|.
 
@@ -68,6 +70,7 @@ def adaptive_sharpness_mc(
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)``.
         progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         The value with its standard error over draws, of ``draws - 1`` degrees of freedom.
@@ -87,9 +90,19 @@ def adaptive_sharpness_mc(
     rho, draws, scaled = check_number("rho", rho), check_draws("draws", draws, 2), check_flag("scaled", scaled)
     options = Options(nan_policy=nan_policy, seed=seed)
     with session(
-        model, loss, data, options, reduction=reduction, forward=forward, reads=draws + 1, progress=progress
+        model,
+        loss,
+        data,
+        options,
+        reduction=reduction,
+        forward=forward,
+        reads=draws + 1,
+        progress=progress,
+        process_group=process_group,
     ) as task:
-        return task.noted(_estimate(task, rho, draws, scaled=scaled))
+        estimate = _estimate(task, rho, draws, scaled=scaled)
+        task.unite()
+        return task.noted(estimate)
 
 
 def _estimate(task: Task, rho: float = RHO, draws: int = DRAWS, *, scaled: bool = True) -> Estimate:

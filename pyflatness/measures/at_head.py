@@ -22,6 +22,7 @@ from ..errors import InputError, NonFiniteError
 from ..head import HeadBatch
 from ..model import layers
 from ..numerics.accumulate import Accumulator, masked, non_finite
+from ..numerics.shard import Shard
 from ..options import Options
 from ..passes import normalize
 from ..report import Estimate
@@ -31,6 +32,10 @@ class Source(Protocol):
     """Describe a head and its data: rows of features and loss terms, batch by batch."""
 
     name: str
+
+    @property
+    def shard(self) -> Shard:
+        """Return which part of all data it is."""
 
     def batches(self) -> Generator[HeadBatch, None, None]:
         """Read the data once."""
@@ -134,6 +139,10 @@ class _Sum:
         return _non_finite(self._source.name, batch, bad)
 
     def estimate(self) -> Estimate:
+        shard = self._source.shard
+        if not shard.ranks.alone:
+            own = torch.tensor([self._value, self._bound], dtype=torch.float64, device="cpu")
+            self._value, self._bound = self._over.together(shard, {"values": own})["values"].tolist()
         normaliser = self._over.normaliser
         return Estimate(
             value=self._value / normaliser,
@@ -142,7 +151,7 @@ class _Sum:
             method="head",
             exact=self._bound == 0,
             backend=self._backend,
-            per_sample=self._over.per_sample(self._contributions) if self._options.per_sample else None,
+            per_sample=self._over.per_sample(self._contributions, shard) if self._options.per_sample else None,
             layer=self._source.name,
             omitted=self._over.omitted,
             notes=(*self._source.notes(), *self._scale_note()),
@@ -162,6 +171,7 @@ def _feature_scale(source: Source, options: Options) -> Tensor:
             counted = _kept(over, batch, bad, partial(_non_finite, source.name))
             kept = _used(batch) & (~bad if counted is None else counted)
             deviations.add((batch.features if bool(kept.all()) else batch.features[kept]).flatten(0, -2))
+    deviations.together(source.shard, source.name)
     return deviations.scale()
 
 

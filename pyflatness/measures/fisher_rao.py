@@ -46,6 +46,8 @@ def _values(task: Task) -> Values:
         kept = _kept(over, squares.isfinite(), count, number)
         over.add(count, float(masked(weights, kept).sum()))
         total += float(masked(squares.where(squares.isfinite(), torch.nan), kept).sum())
+    own = torch.tensor(total, dtype=torch.float64, device="cpu")
+    total = float(over.together(task.batches.shard, {"squares": own})["squares"])
     over.check()
     value = math.nan if math.isnan(total) else math.sqrt(total / over.normaliser)
     estimate = Estimate(

@@ -24,7 +24,7 @@ def lambda_max(task: Task) -> Values:
     products = Products(task)
     every = tuple(products.modules)
     blocks = dict.fromkeys([*((name,) for name in every), every])  # a single layer is the network too
-    found = largest(products, list(blocks), Budget(task.options.memory), task.options.seed)
+    found = largest(products, list(blocks), Budget.of(task.model, task.options.memory), task.options.seed)
     estimates = {name: _estimate(task, products, found[name,], name) for name in every}
     return {**estimates, "": _estimate(task, products, found[every], "")}
 

@@ -42,7 +42,7 @@ class LayerValues:
             task.selection,
             task.batches,
             task.forward,
-            Budget(self._options.memory),
+            Budget.of(task.model, self._options.memory),
             partial(linearity.refuse_custom_functions, self._options),
             second_order=not self._options.by_ggn,
             order_matters=self._options.by_sample or not task.loss.convex,
@@ -65,6 +65,8 @@ class LayerValues:
         """
         wanted = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
         kind = AdaptiveSweep if self._options.probes == "adaptive" else Sweep
+        if kind is AdaptiveSweep:
+            self._task.batches.shard.ranks.refuse("probes='adaptive'", "pass probes=k, a number of probes, ")
         sweep = kind(self._runner, self._loss, self._options, wanted)
         target = self._options.target_stderr
         if target is None:
@@ -154,7 +156,8 @@ class LayerValues:
             blocks[:] = [blocks[0] + traces if blocks else traces]
 
         sweep.block_traces(_LARGEST_MATRIX, take)
-        matrix: Tensor = torch.block_diag(*(blocks[0] / totals.over.normaliser))
+        (total,) = totals.over.together(self._task.batches.shard, {"blocks": blocks[0]}).values()
+        matrix: Tensor = torch.block_diag(*(total / totals.over.normaliser))
         return matrix
 
     def _sums(self, sweep: Sweep, draws: range | None) -> Sums:
@@ -164,11 +167,13 @@ class LayerValues:
             sweep.by_groups(totals.add)
         else:
             self._runner.each(sweep.work(draws), totals.add)
+        sweep.unite()
         return totals.sums()
 
     def _totals(self, *, sampled: bool = False) -> Totals:
         error = partial(layer_error, self._runner.selected)
-        return Totals(self._loss.reduction, self._options, error, sampled=sampled)
+        shard = self._task.batches.shard
+        return Totals(self._loss.reduction, self._options, error, sampled=sampled, shard=shard)
 
     def _is_hessian(self, name: str, sweep: Sweep) -> bool:
         """Return whether an exact value of the layer is certain to be the Hessian's."""

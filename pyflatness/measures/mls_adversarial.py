@@ -21,7 +21,9 @@ from .. import interrupts
 from ..errors import InputError
 from ..model import calling, inputs, state
 from ..model import data as batching
+from ..numerics import meeting
 from ..numerics.accumulate import Accumulator, non_finite
+from ..numerics.meeting import Group
 from ..options import Options, check_count, check_number
 from ..passes import recorder
 from ..passes.task import Task
@@ -30,6 +32,7 @@ from ..session import public, session
 from .base import Measure
 
 STEPS = 20
+_INSTEAD = "take mls, which has the value by Jacobians, "
 
 
 @public
@@ -45,6 +48,7 @@ def mls_adversarial(
     nan_policy: str = "raise",
     forward: calling.Forward | None = None,
     progress: bool | None = None,
+    process_group: Group = None,
 ) -> Estimate:
     """Return how much a small change of the input changes the outputs at most, by gradient ascent on the change.
 
@@ -62,6 +66,7 @@ def mls_adversarial(
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``.
         forward: ``(model, batch) -> (outputs, targets)``.
         progress: show a bar.
+        process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
         The value, an estimate from below; it has no standard error, since more steps, not more draws, improve it.
@@ -78,14 +83,16 @@ def mls_adversarial(
         >>> round(pf.mls_adversarial(model, torch.nn.CrossEntropyLoss(), data).value, 4)
         3.0
     """
+    meeting.refuse(process_group, "mls_adversarial", _INSTEAD)
     steps = check_count("steps", steps, 1, "a number of steps")
     radius = None if radius is None else check_number("radius", radius)
     options = Options(per_sample=per_sample, nan_policy=nan_policy, seed=seed)
-    with session(model, loss, data, options, forward=forward, progress=progress) as task:
+    with session(model, loss, data, options, forward=forward, progress=progress, process_group=False) as task:
         return _estimate(task, steps, radius)
 
 
 def _estimate(task: Task, steps: int = STEPS, radius: float | None = None) -> Estimate:
+    task.batches.shard.ranks.refuse("mls_adversarial", _INSTEAD)
     generator = torch.Generator(state.device(task.model)).manual_seed(task.options.seed)
     found, over = [], Accumulator(task.options.nan_policy)
     with recorder.frozen(task.model):

@@ -37,6 +37,7 @@ from ..errors import InputError, NonFiniteError
 from ..losses import risk
 from ..model import calling, layers, parameters, state
 from ..model.data import size
+from ..numerics.meeting import Group
 from ..options import Options, check_count, check_draws, check_flag, check_number
 from ..reparameterization.folding import Folding
 from ..reparameterization.reparameterize import duplicate
@@ -121,6 +122,7 @@ def pac_bayes(
     reduction: str | None = None,
     forward: calling.Forward | None = None,
     progress: bool | None = None,
+    process_group: Group = None,
 ) -> PacBayes:
     """Return PAC-Bayes flatness 1/σ²: Gaussian noise of size σ on all parameters costs 0.1 of accuracy.
 
@@ -141,6 +143,7 @@ def pac_bayes(
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)``.
         progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         σ, flatness, their standard errors, bounds, and the drops of all draws.
@@ -164,7 +167,15 @@ def pac_bayes(
     reads = _reads(draws, steps) * (1 if initial is None else 2)
     options = Options(seed=seed)
     with session(
-        model, loss, data, options, reduction=reduction, forward=forward, reads=reads, progress=progress
+        model,
+        loss,
+        data,
+        options,
+        reduction=reduction,
+        forward=forward,
+        reads=reads,
+        progress=progress,
+        process_group=process_group,
     ) as task:
         return _Search(task, drop, draws, steps, tolerance, squared=squared).result(initial)
 
@@ -262,6 +273,9 @@ class _Search:
             if not values and bool(outputs.isnan().any()):
                 raise NonFiniteError(f"batch {number}: the model's outputs have NaN in them, so it has no accuracy")
             right, total, samples = right + int(hits.sum()), total + len(hits), samples + size(batch)
+        counts = torch.tensor([right, total, samples], dtype=torch.float64, device="cpu")
+        found = self._task.batches.shard.sum("an accuracy", {"counts": counts})["counts"]
+        right, total, samples = map(int, found.tolist())
         if total == 0:
             raise InputError("targets: every one is ignored, so there is no accuracy")
         self._samples = samples

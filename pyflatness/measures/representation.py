@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..model import calling, uses
 from ..model.selectors import Selector
+from ..numerics.meeting import Group
 from ..options import MAX_PASSES, Options, check_count, check_names
 from ..report import Estimate, Report, coverage
 from ..session import public, session
@@ -198,6 +199,7 @@ def representation(
     memory: int | None = None,
     max_passes: int = MAX_PASSES,
     progress: bool | None = None,
+    process_group: Group = None,
 ) -> Report:
     """Return how sensitive the outputs are to the model's input and to every layer's, by many measures together.
 
@@ -218,6 +220,7 @@ def representation(
         memory: bytes for a micro-batch's graph, layer inputs and Jacobians, to which batches are cut (512 MiB).
         max_passes: backward passes of a micro-batch, one for each output, that the Jacobian may take.
         progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         ``report[layer, measure]`` at a layer's input; ``report[measure]`` at the model's, or of the network.
@@ -240,9 +243,10 @@ def representation(
     options = Options(
         per_sample=per_sample, backend=backend, nan_policy=nan_policy, memory=memory, max_passes=max_passes
     )
-    with session(model, loss, data, options, forward=forward, progress=progress) as task:
+    with session(model, loss, data, options, forward=forward, progress=progress, process_group=process_group) as task:
         task = task.of(layers)
         samples = jacobians.measured(task, {need for row in rows for need in row.needs}, top)
+        task.unite()
         covered = [task.selection.modules[name] for name in samples.layers]
         left_out = uses.left_out(task.model, covered)
         why = uses.reasons(task.model, left_out)

@@ -8,11 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from .. import interrupts, progress
 from ..errors import InputError
 from ..messages import check_tensor
+from ..numerics.shard import WHOLE
 from .fingerprint import Fingerprint
 
 _BATCH_SIZE = 256  # samples of a tuple of tensors that go through the model together
@@ -29,6 +37,9 @@ class Batches:
         ordered: whether the samples have to come in the same order at each read.
         shown: whether reading shows a progress bar; see :func:`.progress.track`.
 
+    Attributes:
+        shard: which part of all data it is, where they are spread over ranks.
+
     Raises:
         InputError: no data, tensors of different lengths, or something that cannot be iterated (as often as needed).
     """
@@ -36,7 +47,7 @@ class Batches:
     def __init__(
         self, data: Any, device: torch.device, *, reads: int = 1, ordered: bool = False, shown: bool | None = None
     ) -> None:
-        self._device, self._shown, self._ordered = device, shown, ordered
+        self._device, self._shown, self._ordered, self.shard = device, shown, ordered, WHOLE
         self._tensors: tuple[Tensor, ...] = ()
         if isinstance(data, tuple) and data and isinstance(data[0], (Tensor, np.ndarray)):
             self._tensors = _parts(data)
@@ -62,18 +73,23 @@ class Batches:
 
     def peek(self) -> Any:
         """Return the first batch, without taking it from the data: the read that gave it goes on where it stopped."""
-        if self._begun is not None:
-            return to_device(self._begun[0][-1], self._device)
-        taken: list[Any] = []
-        source = _fetched(self._cut())
-        for batch in source:
-            taken.append(batch)
-            if _checked_size(batch, len(taken) - 1) > 0:
-                break
-        if not taken or size(taken[-1]) == 0:
-            raise InputError("data: there are no samples in it")
-        self._begun = taken, source
-        return to_device(taken[-1], self._device)
+        if self.is_empty():
+            raise no_samples()
+        assert self._begun is not None
+        return to_device(self._begun[0][-1], self._device)
+
+    def is_empty(self) -> bool:
+        """Return whether there are no samples; see :meth:`peek`."""
+        if self._begun is None:
+            taken: list[Any] = []
+            source = _fetched(self._cut())
+            for batch in source:
+                taken.append(batch)
+                if _checked_size(batch, len(taken) - 1) > 0:
+                    break
+            self._begun = taken, source
+        taken, _ = self._begun
+        return not taken or size(taken[-1]) == 0
 
     def __len__(self) -> int:
         """Return the number of batches; 0 if the data cannot tell."""
@@ -113,9 +129,28 @@ class Batches:
                     read.add(_with_samples(batch, samples), samples)
                 yield to_device(batch, self._device)
         if empty:
-            raise InputError("data: there are no samples in it")
+            raise no_samples()
         if self._compared:
             self._compare(read)
+
+    def count(self) -> int:
+        """Return how many samples there are for sure, if need be by a read of the data.
+
+        Raises:
+            InputError: that would need a read, and the data can be read once.
+        """
+        if self._tensors or isinstance(self._data, (tuple, list)):
+            return self.samples
+        if _promised(self._data) and self._data.collate_fn is default_collate:
+            return _sampled(self._data)
+        if not self.repeatable:
+            raise InputError(
+                f"data: {type(self._data).__name__} can be read once, and its samples have to be counted before they "
+                "are measured, since random probes belong to samples by their places in the data of all ranks; pass a "
+                "list of batches or a DataLoader"
+            )
+        self._compared = True
+        return sum(size(batch) for batch in self)
 
     def _compare(self, read: Fingerprint) -> None:
         """Raise if a later read gave other data than the first one."""
@@ -169,6 +204,25 @@ def _promised(data: Any) -> int:
     if type(data) is not DataLoader or type(data.batch_sampler) is not BatchSampler:
         return 0
     return len(data) if type(data.sampler) in (SequentialSampler, RandomSampler) else 0
+
+
+def _sampled(loader: Any) -> int:
+    """Return how many samples a loader of torch's takes from its sampler."""
+    count = len(loader.sampler)
+    return count - count % loader.batch_size if loader.drop_last else count
+
+
+def distributed(data: Any) -> tuple[DistributedSampler[Any], int] | None:
+    """Return torch's sampler of one rank's samples, and how many of these a loader takes; None of other data."""
+    plain = isinstance(data, DataLoader) and type(data.batch_sampler) is BatchSampler
+    if not plain or not isinstance(data.sampler, DistributedSampler):
+        return None
+    return data.sampler, _sampled(data)
+
+
+def no_samples() -> InputError:
+    """Return the error of data without samples."""
+    return InputError("data: there are no samples in it")
 
 
 def _fetched(batches: Iterable[Any]) -> Iterator[Any]:

@@ -1,14 +1,15 @@
-"""Tell whether two reads of the user's data gave the same samples.
+"""Tell whether two reads of the user's data gave the same samples, and whether two models have the same weights.
 
 Every sample has a number, made in whole-number arithmetic of up to 64 entries of each of its tensors, their bits taken
 as an integer. The sum of these numbers over a read depends neither on the order of the samples nor on the cut into
 batches, and has no rounding; a sum in which every number is mixed with the sample's place depends on the order alone.
 """
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _ENTRIES = 64  # of a tensor of a sample, spread evenly over it
 _ODD = 0x2545F4914F6CDD1D  # multiplied with modulo 2⁶⁴, it moves every bit upwards
@@ -58,6 +59,27 @@ class Fingerprint:
             return False
         padded = len(self._shapes | other._shapes) > 1
         return padded or int(self._sum) == int(other._sum) or self.same_order(other)
+
+
+def of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return what is remembered of named tensors: names, shapes and up to 64 entries of each."""
+    total = 0
+    for name, tensor in tensors:
+        shape = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        empty = tensor.numel() == 0 or tensor.is_meta  # accelerate keeps the weights of such a module elsewhere
+        number = 0 if empty else int(_numbers(tensor.detach().unsqueeze(0)))
+        total += zlib.crc32(f"{shape} {number}".encode())
+    return f"{total:x}"
+
+
+def of_buffers(model: nn.Module) -> str:
+    """Return what is remembered of the buffers that a model is saved with, such as the statistics of BatchNorm."""
+    return of_tensors(
+        (f"{prefix}.{name}", buffer)
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    )
 
 
 def _numbers(tensor: Tensor) -> Tensor:

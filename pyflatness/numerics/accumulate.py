@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, NonFiniteError
+from .shard import WHOLE, Key, Parts, Shard
 
 NAN_POLICIES = "raise", "propagate", "omit"
+_SAMPLES = "samples"  # among sums over ranks
 
 Error = Callable[[], NonFiniteError]
 """Make the error for "raise". It may raise another itself, of weights, where leaving out samples would not help."""
@@ -135,6 +137,21 @@ class Accumulator:
         """Take in a batch: how many samples it has, and the weight of those that count if a mean is by weights."""
         self._seen, self._weight = self._seen + samples, self._weight + weight
 
+    def together(self, shard: Shard, parts: Parts) -> dict[Key, Tensor]:
+        """Take in the samples of the other ranks, where a read of the data ends; return sums of values over all ranks.
+
+        Args:
+            shard: of the data that were read.
+            parts: sums over this rank's samples.
+        """
+        if shard.ranks.alone:
+            return dict(parts)
+        own = torch.tensor([self._seen, self._weight, self.omitted], dtype=torch.float64, device="cpu")
+        sums = shard.sum("the end of a read of the data", {**parts, _SAMPLES: own})
+        seen, self._weight, omitted = sums.pop(_SAMPLES).tolist()
+        self._seen, self.omitted = int(seen), int(omitted)
+        return sums
+
     def check(self) -> None:
         """Raise if no sample counts.
 
@@ -160,10 +177,12 @@ class Accumulator:
         self.check()
         return normaliser(self._weight, self._reduction)
 
-    def per_sample(self, contributions: Sequence[Tensor]) -> Tensor:
+    def per_sample(self, contributions: Sequence[Tensor], shard: Shard = WHOLE) -> Tensor:
         """Return n times what each sample adds to the value, (…, n), so that their mean is the value.
 
         Args:
             contributions: of the batches in order, not yet divided; NaN for a sample that was left out.
+            shard: of the data.
         """
-        return torch.cat([*contributions], dim=-1) * (self.samples / self.normaliser)
+        rows = shard.rows("the values of samples", torch.cat([*contributions], dim=-1))
+        return rows * (self.samples / self.normaliser)

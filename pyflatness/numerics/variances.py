@@ -4,8 +4,13 @@ Draws are independent over samples, so that a sum's variance V is the sum of its
 their squares come its degrees of freedom (:mod:`.intervals`).
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from .shard import Shard
 
 
 class Variances:
@@ -31,6 +36,23 @@ class Variances:
         """Take in variances of n samples and the squares of the independent ones in them, (2, …, n)."""
         self._sums = self._sums.to(found.device) + found.sum(dim=-1)
 
+    def together(self, shard: Shard) -> None:
+        """Take in what the other ranks took in, where a read of the data ends."""
+        if shard.ranks.alone or self._sums.ndim == 0:
+            return
+        if self._probes != 1:
+            self._sums = shard.sum("the variances of samples", {"sums": self._sums})["sums"]
+            return
+        assert self._origin is not None
+        own = {
+            "sums": self._sums,
+            "origin": self._origin.squeeze(-1),
+            "samples": torch.tensor(self._samples, device="cpu"),
+        }
+        found = shard.each("the variances of samples", own)
+        self._origin, self._samples = found[0]["origin"].unsqueeze(-1), sum(int(each["samples"]) for each in found)
+        self._sums = sum((_moved(each, found[0]["origin"]) for each in found), start=torch.zeros_like(found[0]["sums"]))
+
     def result(self) -> tuple[Tensor, Tensor] | None:
         """Return the variance of the sum over samples of the mean over probes, and its degrees of freedom, (…) each.
 
@@ -53,6 +75,12 @@ class Variances:
         if n < 2:
             return torch.full_like(first, torch.inf), unknown
         return (second - first**2 / n).clamp_min(0) * (n / (n - 1)), unknown
+
+
+def _moved(found: Mapping[Any, Tensor], origin: Tensor) -> Tensor:
+    """Return sums of n values and of their squares, (2, …), less another origin than they were taken from."""
+    (first, second), shift, n = found["sums"], found["origin"] - origin, found["samples"]
+    return torch.stack([first + n * shift, second + 2 * shift * first + n * shift**2])
 
 
 def standard_error(draws: Tensor, factor: float = 1.0) -> Tensor:

@@ -44,12 +44,37 @@ class KnownLayers:
         self._relied_on: set[str] = set()  # layers whose layout gave a value already
         self._idle: dict[str, frozenset[int]] = {}  # calls of layers that outputs do not depend on, by number
         self._detached: set[str] = set()  # left out like layers that do not run: without a path, or mixed
+        self._elsewhere: set[str] = set()  # layers that ran on other ranks
         self.unseen: set[str] = set()
 
     @property
     def modules(self) -> dict[str, nn.Module]:
         """Return the chosen layers that ran, in the model's order."""
-        return {name: module for name, module in self._selected.items() if name in self._layouts}
+        ran = self._layouts.keys() | self._elsewhere
+        return {name: module for name, module in self._selected.items() if name in ran}
+
+    @property
+    def left_out(self) -> set[str]:
+        """Return layers that ran and are left out, like those that do not run."""
+        return self._detached
+
+    def unite(self, ran: Collection[str], left_out: Collection[str]) -> None:
+        """Take in what all ranks found in their samples.
+
+        Args:
+            ran: layers that ran on some.
+            left_out: layers that some leave out.
+
+        Raises:
+            InputError: a layer has a value on some ranks, and is left out on others.
+        """
+        both = [name for name in self._selected if name in ran and name in left_out]
+        if both:
+            raise InputError(
+                f"layer {both[0]!r}: it has a value for samples of some ranks, and is left out for those of others "
+                "(rows that cannot be told apart by sample, or no path from it to the outputs); choose other layers"
+            )
+        self._elsewhere = {*ran} - self._layouts.keys()
 
     def layouts(self) -> dict[str, Layout]:
         """Return where each layer that ran keeps the samples."""
@@ -92,7 +117,7 @@ class KnownLayers:
             InputError: an expert that was named did not run, nor any other layer.
         """
         if self._samples:
-            self._check_ran(self._layouts.keys() | self._detached)
+            self._check_ran(self._layouts.keys() | self._detached | self._elsewhere)
 
     def _check_ran(self, names: Collection[str]) -> None:
         """Raise if a layer that was named is not among those that ran, or if none is."""

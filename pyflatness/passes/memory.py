@@ -3,7 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
 DEFAULT_MEMORY = 512 * 2**20
+_CPU = torch.device("cpu")
 _BUFFERS = 24 * 2**20  # near to what a processor's caches hold
 _HELD_BACK = 48 * 2**20
 _BASES = 2**30
@@ -14,9 +18,10 @@ _SECOND_ORDER = 3  # about the memory that a graph takes together with that of i
 class Budget:
     """Share out the bytes of ``memory=`` among what a sweep holds at the same time.
 
-    - ``buffers``: an eighth, at most 24 MiB, for the working buffers of a layer's contraction, one layer at a time.
-    - ``held_back``: an eighth, at most 48 MiB, for cotangents of all layers that are contracted several at a time;
-      nothing if ``halved``.
+    - ``buffers``: an eighth, at most 24 MiB but on a GPU, for the working buffers of a layer's contraction, one layer
+      at a time.
+    - ``held_back``: an eighth, at most 48 MiB, on a GPU a half, for cotangents of all layers that are contracted
+      several at a time; nothing if ``halved``.
     - ``work``: a half if ``halved``, else nothing, for what a measure holds besides: parameters of each sample's own
       with their graph, or rows kept of all data.
     - ``graph``: the rest, for the graph of a micro-batch, with its layer inputs and output gradients.
@@ -28,22 +33,33 @@ class Budget:
       all blocks of λ_max. With fewer vectors it takes more products, each of which may read the data.
 
     Attributes:
-        asked: the user's ``memory``, in bytes; None takes :data:`DEFAULT_MEMORY`.
+        asked: the user's ``memory``, in bytes; None takes :data:`DEFAULT_MEMORY`, on a GPU a quarter of all that it has
+            (and not of what is free, so that the same call cuts the same micro-batches every time).
         halved: whether a measure holds something besides.
+        device: of the model.
     """
 
     asked: int | None
     halved: bool = False
+    device: torch.device = _CPU
+
+    @classmethod
+    def of(cls, model: nn.Module, asked: int | None, *, halved: bool = False) -> "Budget":
+        """Return the budget for work on a model, which is where its first parameter is."""
+        first = next(model.parameters(), None)
+        return cls(asked, halved, _CPU if first is None else first.device)
 
     @property
     def buffers(self) -> int:
         """Return the bytes for the buffers of contractions."""
-        return min(_BUFFERS, self._total // 8)
+        return self._total // 8 if self._on_gpu else min(_BUFFERS, self._total // 8)
 
     @property
     def held_back(self) -> int:
         """Return the bytes for cotangents that are held back."""
-        return 0 if self.halved else min(_HELD_BACK, self._total // 8)
+        if self.halved:
+            return 0
+        return self._total // 2 if self._on_gpu else min(_HELD_BACK, self._total // 8)
 
     @property
     def work(self) -> int:
@@ -67,7 +83,13 @@ class Budget:
 
     @property
     def _total(self) -> int:
-        return self.asked or DEFAULT_MEMORY
+        if self.asked or not self._on_gpu:
+            return self.asked or DEFAULT_MEMORY
+        return int(torch.cuda.get_device_properties(self.device).total_memory) // 4
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
 
 @dataclass

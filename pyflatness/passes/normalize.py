@@ -19,6 +19,7 @@ from ..losses import Loss
 from ..model import layers
 from ..numerics import accumulate
 from ..numerics.accumulate import non_finite, omits
+from ..numerics.shard import Shard
 from . import cotangents
 from .cotangents import Cotangents
 from .recorder import Call
@@ -47,16 +48,35 @@ class FeatureScale:
         rows = features.double()
         mean = rows.mean(dim=0)
         squares = (rows - mean).square().sum(dim=0)
-        largest = rows.abs().amax(dim=0)
+        self._merge(len(rows), mean, squares, rows.abs().amax(dim=0))
+
+    def _merge(self, rows: int, mean: Tensor, squares: Tensor, largest: Tensor) -> None:
         if self.rows == 0:
-            self.rows, self._mean, self._squares, self._largest = len(rows), mean, squares, largest
+            self.rows, self._mean, self._squares, self._largest = rows, mean, squares, largest
             return
-        total = self.rows + len(rows)
+        total = self.rows + rows
         shift = mean - self._mean
-        self._squares = self._squares + squares + shift.square() * (self.rows * len(rows) / total)
-        self._mean = self._mean + shift * (len(rows) / total)
+        self._squares = self._squares + squares + shift.square() * (self.rows * rows / total)
+        self._mean = self._mean + shift * (rows / total)
         self._largest = torch.maximum(self._largest, largest)
         self.rows = total
+
+    def together(self, shard: Shard, name: str) -> None:
+        """Take in the rows of other ranks, where a read of the data ends; ``name`` is the layer's."""
+        if shard.ranks.alone:
+            return
+        own = {
+            "rows": torch.tensor(self.rows, device="cpu"),
+            "eps": torch.tensor(self._eps, dtype=torch.float64, device="cpu"),
+        }
+        own |= {"mean": self._mean, "squares": self._squares, "largest": self._largest} if self.rows else {}
+        found, device = shard.each(f"the deviations of layer {name!r}", own), self._device
+        self.rows = 0
+        for each in found:
+            rows = int(each["rows"])
+            if rows:
+                self._eps = float(each["eps"])
+                self._merge(rows, *(each[key].to(device) for key in ("mean", "squares", "largest")))
 
     def scale(self) -> Tensor:
         """Return σ_j, (m,) float64; |c| for a constant feature, 0 for one that is zero throughout (and drops out).
@@ -91,6 +111,12 @@ class TokenScale:
             total.to(counts.device).index_add(0, columns.tokens.flatten(), values.flatten())
             for total, values in ((self._sums, counts), (self._squares, counts.square()))
         )
+
+    def together(self, shard: Shard, name: str) -> None:
+        """See :meth:`FeatureScale.together`."""
+        own = {"rows": torch.tensor(self.rows, device="cpu"), "sums": self._sums, "squares": self._squares}
+        found = shard.sum(f"the deviations of layer {name!r}", own)
+        self.rows, self._sums, self._squares = int(found["rows"]), found["sums"], found["squares"]
 
     def scale(self) -> Tensor:
         """Return σ_j, (m,) float64, as :meth:`FeatureScale.scale` does."""
@@ -141,15 +167,20 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
     """
     deviations: dict[str, FeatureScale | TokenScale] = {}
 
+    def of(name: str) -> FeatureScale | TokenScale:
+        if name not in deviations:
+            module = runner.selected[name]
+            tokens = layers.kind_of(module).tokens
+            deviations[name] = TokenScale(layers.matrix(module)[0].shape[1]) if tokens else FeatureScale()
+        return deviations[name]
+
     def take(rows: dict[str, Tensor]) -> None:
         for name, kept in rows.items():
-            if name not in deviations:
-                module = runner.selected[name]
-                tokens = layers.kind_of(module).tokens
-                deviations[name] = TokenScale(layers.matrix(module)[0].shape[1]) if tokens else FeatureScale()
-            deviations[name].add(kept)
+            of(name).add(kept)
 
     runner.each(lambda run: _rows(runner, run, loss, nan_policy), take)
+    for name in runner.modules if not runner.batches.shard.ranks.alone else ():
+        of(name).together(runner.batches.shard, name)
     return {name: deviation.scale() for name, deviation in deviations.items()}
 
 

@@ -166,7 +166,7 @@ class Runner:
             done = 0
             for number, batch in enumerate(self.batches):
                 seen, samples = self._dry_run(batch, first=True), data.size(batch)
-                numbers = torch.arange(done, done + samples, device="cpu")
+                numbers = self.batches.shard.numbers(done, samples)
                 compare = seen is None and self.cuttable and self._spacing.due(number, done)
                 for place in self._micro_batches.places(samples, samples):
                     cut = partial(data.part, batch, place.start, place.stop)
@@ -180,7 +180,25 @@ class Runner:
                         place.done = True
                         take(result)
                 done += samples
+            self._unite()
             self._known.finish()
+
+    def _unite(self) -> None:
+        """Take in what other ranks found out in their samples, where a read of the data ends."""
+        shard = self.batches.shard
+        if shard.ranks.alone:
+            return
+        found = {
+            "ran": dict.fromkeys(self._known.modules, True),
+            "left out": dict.fromkeys(self._known.left_out, True),
+            "not linear": self._certificate.reasons,
+            "notes": dict.fromkeys(self.notes, True),
+        }
+        united = shard.united("the layers that ran", found)
+        self._known.unite(united["ran"].keys(), united["left out"].keys())
+        self._certificate.reasons.update(united["not linear"])
+        self._approve(self._certificate.reasons)
+        self._micro_batches.notes = (*united["notes"],)
 
     def repeat(
         self, run: Repeatable, rows: Tensor, work: Callable[[Run, slice], Result], take: Callable[[Result], None]

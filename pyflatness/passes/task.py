@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..losses import Loss
-from ..model import selectors, state, uses
+from ..model import selectors, shards, state, uses
 from ..model.data import Batches
 from ..model.selectors import Selection, Selector
 from ..options import Options
@@ -46,20 +46,38 @@ class Task:
 
     def of(self, layers: Selector | Sequence[Selector] | None) -> "Task":
         """Return the task with the layers that selectors mean, see :func:`.selectors.select`."""
-        return replace(self, selection=selectors.select(self.model, layers))
+        return self._with(selectors.select(self.model, layers))
 
     def only(self, layer: str) -> "Task":
         """Return the task with one layer, by its qualified name, which has to run."""
-        return replace(self, selection=Selection({layer: uses.layer(self.model, layer)}, frozenset([layer])))
+        return self._with(Selection({layer: uses.layer(self.model, layer)}, frozenset([layer])))
+
+    def _with(self, selection: Selection) -> "Task":
+        """Return the task with these layers, which are the same on all ranks."""
+        ranks = self.batches.shard.ranks
+        if not ranks.alone:
+            ranks.check_alike("the choice of layers", {"layers": ", ".join(selection.modules)})
+        return replace(self, selection=selection)
 
     def on(self, data: Any) -> "Task":
         """Return the task with other data, to be read once."""
-        return replace(self, batches=Batches(data, state.device(self.model), shown=self.progress))
+        ranks = self.batches.shard.ranks
+        return replace(self, batches=shards.batches(data, state.device(self.model), ranks, shown=self.progress))
+
+    def unite(self) -> None:
+        """Take in what other ranks found out about the forward pass, before :meth:`noted`."""
+        shard = self.batches.shard
+        if not shard.ranks.alone:
+            found = shard.every("the end of the measurement", [self.forward.notes or (), self.forward.detaches])
+            self.forward.notes = tuple(dict.fromkeys(note for notes, _ in found for note in notes))
+            self.forward.detaches = any(detaches for _, detaches in found)
 
     def noted(self, estimate: Estimate) -> Estimate:
         """Return an estimate with notes on the loss and the model's forward pass, where they matter to a reader."""
         if self.forward.notes and estimate.method not in _WITHOUT_LOSS:
             estimate = replace(estimate, notes=(*estimate.notes, *self.forward.notes))
+        if self.batches.shard.notes and estimate.samples:
+            estimate = replace(estimate, notes=(*estimate.notes, *self.batches.shard.notes))
         if self.forward.detaches and estimate.method not in _WITHOUT_DERIVATIVES:
             estimate = replace(estimate, exact=False, notes=(*estimate.notes, TAKEN_AS_CONSTANT))
         return estimate

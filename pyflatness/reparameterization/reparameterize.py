@@ -75,7 +75,9 @@ def reparameterize(
     """
     inplace = check_flag("inplace", inplace)
     batches = [(data, None)] if isinstance(data, Tensor) else data
-    with session(model, nn.MSELoss(), batches, forward=forward, reads=2) as task:  # no loss has a part in it
+    with session(
+        model, nn.MSELoss(), batches, forward=forward, reads=2, process_group=False
+    ) as task:  # no loss has a part in it
         module = task.model
         wanted = _factors(module, factors)
         batch = task.batches.peek()

@@ -143,6 +143,7 @@ def _values(
             reads=reads,
             ordered=options.by_sample,
             progress=False,
+            process_group=False,
         ) as task:
             measurement, layer = plan.of_layer(row, task, unit.selectors[0] if unit.selectors else None)
             estimate = measurement.estimates()[layer, row.name]
@@ -153,6 +154,7 @@ def _values(
         measures=names,
         forward=forward,
         progress=False,
+        process_group=False,
         **asdict(request.options),
     )
     return report.by_measure(), report.skipped
@@ -160,5 +162,5 @@ def _values(
 
 def _last(model: nn.Module, loss: Any, data: Any) -> str:
     """Return the last Linear that ran."""
-    with session(model, loss, data) as task:
+    with session(model, loss, data, process_group=False) as task:
         return head.find(task, None)[0]

@@ -29,8 +29,9 @@ class Contracted:
         forms: layers by name.
         names: of those that are contracted.
         count: about how many cotangents will come.
-        hold: bytes of cotangents of all layers that may be held back, at most half of them of one layer; contributions
-            then come late, of several cotangents together, and :meth:`rest` has to be asked.
+        hold: bytes of cotangents of all layers that may be held back, at most half of them of one layer, or on a GPU
+            as many cotangents of every layer; contributions then come late, of several cotangents together, and
+            :meth:`rest` has to be asked.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class Contracted:
         self._waiting: list[tuple[Tensor, Sign]] = []
         left = hold
         with contractions.full_precision(run.outputs):
+            shares = _even_shares(run, names, hold) if run.outputs.is_cuda else {}
             for name in names:
                 layer, inputs, pooled = forms[name].contraction(run), forms[name].inputs(run), forms[name].pooled(run)
-                share, positions = min(left, hold // 2), None
+                share, positions = shares.get(name, min(left, hold // 2)), None
                 if pooled is not None and layer.gathers(inputs, count, share, pooled.elements):
                     self._elsewhere[name], positions = pooled.edge, pooled.positions()
                 self._contractions[name] = found = layer.at(inputs, count, share, positions)
@@ -143,3 +145,14 @@ class Contracted:
     def _in_form(self, gradients: Mapping[str, Sequence[Tensor]], sign: Sign) -> Arrivals:
         for name, gradient in gradients.items():
             yield name, self._contract[name], self._forms[name].cotangent(self._run, gradient), sign
+
+
+def _even_shares(run: Run, names: Iterable[str], memory: int) -> dict[str, int]:
+    """Return each layer's share of the memory for as many cotangents of every layer; none if that is not two."""
+    outputs = {name: [call.output for call in run.calls(name)] for name in names}
+    needed = {
+        name: sum(output.numel() * contractions.promoted_dtype(output.dtype).itemsize for output in each)
+        for name, each in outputs.items()
+    }
+    together = memory // max(1, sum(needed.values()))
+    return {name: together * each for name, each in needed.items()} if together > 1 else {}

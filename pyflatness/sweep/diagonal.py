@@ -59,7 +59,7 @@ class Diagonal:
         self.nonlinear: dict[str, str] = {}
         self.exact_passes = 0
         self._layers = LayerGradients(task, self.theta, adaptive=adaptive)
-        options, budget = task.options, Budget(task.options.memory, halved=True)
+        options, budget = task.options, Budget.of(task.model, task.options.memory, halved=True)
         self._per_sample = PerSampleParameters(task.model, task.forward, budget.work)
         self._runner = Runner(
             task.model,
@@ -86,8 +86,13 @@ class Diagonal:
         """
         signs = None if draws is None else Signs(self._task.options.seed, draws)
         error = partial(_non_finite, self.theta)
-        totals = Totals(self._task.loss.reduction, self._task.options, error, sampled=draws is not None)
+        shard = self._task.batches.shard
+        totals = Totals(self._task.loss.reduction, self._task.options, error, sampled=draws is not None, shard=shard)
         self._runner.each(partial(self._values, signs=signs), totals.add)
+        facts = {"not linear": self.nonlinear, "passes": {str(self.exact_passes): True}}
+        united = shard.united("parameters that the model is not linear in", facts)
+        self.nonlinear.update(united["not linear"])
+        self.exact_passes = max(map(int, united["passes"]))
         return totals.sums()
 
     def _values(self, run: Run, signs: Signs | None) -> Values:

@@ -18,6 +18,7 @@ from ..contractions.quantities import QUANTITIES
 from ..losses import Curvature, Loss
 from ..model import layers
 from ..model.row_order import order_in_memory
+from ..numerics.shard import Shard
 from ..passes.cotangents import Cotangents
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
@@ -37,7 +38,7 @@ class Heads:
     Args:
         runner: of the layers and data.
         loss: of the model's outputs.
-        memory: the user's, in bytes, or None; of these the formula takes the buffers.
+        memory: the user's, in bytes, or None; of these the formula takes the buffers, or less on a GPU.
         quantities: the wanted ones.
 
     Attributes:
@@ -46,7 +47,8 @@ class Heads:
     """
 
     def __init__(self, runner: Runner, loss: Loss, memory: int | None, quantities: Sequence[str]) -> None:
-        self._runner, self._loss, self._memory = runner, loss, Budget(memory).buffers
+        self._runner, self._loss, budget = runner, loss, Budget.of(runner.model, memory)
+        self._memory = min(budget.buffers, contractions.default_memory(budget.device))
         self.quantities = sorted(quantities, key=lambda name: QUANTITIES[name].at_head)
         self._others = [name for name in self.quantities if not QUANTITIES[name].at_head]
         self.columns = slice(len(self._others), len(self.quantities))
@@ -81,6 +83,12 @@ class Heads:
     def always(self, names: Iterable[str], quantity: str) -> bool:
         """Return whether a quantity came by its formula in every run of some layers."""
         return QUANTITIES[quantity].at_head and all(self._always.get(name, False) for name in names)
+
+    def unite(self, shard: Shard) -> None:
+        """Take in which layers were something else than a head on other ranks."""
+        for always in shard.every("the heads", self._always):
+            for name, is_head in always.items():
+                self._always[name] = self._always.get(name, True) and is_head
 
     def _order(self, run: Run, sent: Cotangents, form: LayerForm) -> Tensor | None:
         """Return which rows of a head's output the loss terms read; empty: all in their order; None: it is no head."""

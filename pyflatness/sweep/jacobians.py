@@ -19,6 +19,7 @@ from ..errors import InputError, NonFiniteError
 from ..model import inputs, layers
 from ..numerics import spectra
 from ..numerics.accumulate import Accumulator, non_finite
+from ..numerics.shard import Shard
 from ..passes.dry_run import Findings
 from ..passes.forms import form_of
 from ..passes.layer_form import LayerForm
@@ -77,11 +78,17 @@ class Samples:
 
 @dataclass
 class _MicroBatch:
-    """Hold the quantities of a micro-batch at every place, and its samples' numbers."""
+    """Hold the quantities of a micro-batch at every place, and how many samples it has."""
 
     number: int
-    numbers: Tensor
+    samples: int
     values: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    def of(self, place: str, name: str) -> Tensor:
+        """Return a quantity of each sample, (n,); of a layer that did not run, whose J is 0, what that of zero is."""
+        found = self.values.get(place, {}).get(name)
+        zero = QUANTITIES[name].of_zero
+        return torch.full((self.samples,), zero, dtype=torch.float64, device="cpu") if found is None else found.cpu()
 
     def fine(self) -> Tensor:
         """Return which samples have finite values at all places, (n,)."""
@@ -130,8 +137,9 @@ class _Sweep:
         self._of_weights = any(row.of_weight for row in self._wanted.values())
         self._inputs = inputs.Inputs(task.forward)
         options = task.options
+        budget = Budget.of(task.model, options.memory)
         self._runner = Runner(
-            *(task.model, task.selection, task.batches, self._inputs, Budget(options.memory)),
+            *(task.model, task.selection, task.batches, self._inputs, budget),
             order_matters=options.by_sample,
             certify=False,
             reserve=self._reserve,
@@ -150,29 +158,50 @@ class _Sweep:
 
         def take(micro_batch: _MicroBatch) -> None:
             over.kept(micro_batch.fine(), micro_batch.error)
-            over.add(len(micro_batch.numbers))
+            over.add(micro_batch.samples)
             taken.append(micro_batch)
 
         self._runner.each(self._measure, take)
+        shard = self._task.batches.shard
+        over.together(shard, {})
         over.check()
         fine = torch.cat([micro_batch.fine() for micro_batch in taken])
-        kept = fine if over.omitted else torch.ones_like(fine)
-        found: dict[str, dict[str, Tensor]] = {}
+        wanted: dict[str, dict[str, bool]] = {}
         for micro_batch in taken:
-            for place, quantities in micro_batch.values.items():
-                for name, values in quantities.items():
-                    # A layer that did not run for a sample has no effect on its outputs: its J is 0.
-                    empty = torch.full((len(kept),), QUANTITIES[name].of_zero, dtype=torch.float64, device="cpu")
-                    found.setdefault(place, {}).setdefault(name, empty)[micro_batch.numbers] = values
-        for quantities in found.values():
-            for whole in quantities.values():
-                whole[~fine] = torch.nan
+            for place, held in micro_batch.values.items():
+                wanted.setdefault(place, {}).update(dict.fromkeys(held, True))
+        wanted = self._united(shard, wanted)
+        keys = [(place, name) for place, held in wanted.items() for name in held]
+        each = [torch.cat([micro_batch.of(*key) for micro_batch in taken]) for key in keys]
+        *rows, fine = shard.rows("the values of samples", torch.stack([*each, fine.double()])) if keys else [fine]
+        fine = fine.bool()
+        kept = fine if over.omitted else torch.ones_like(fine)
+        found: dict[str, dict[str, Tensor]] = {place: {} for place in wanted}
+        for (place, name), whole in zip(keys, rows, strict=True):
+            found[place][name] = whole.masked_fill(~fine, torch.nan)
         names = tuple(name for name in self._task.selection.modules if name in found)
         if self._runner.modules and not names:
             raise self._no_places()
         backend = contractions.describe(self._backend)
         passed = frozenset(self._passed)
         return Samples(self._task, names, self._width, kept, self._calls, self._apart, passed, backend, found)
+
+    def _united(self, shard: Shard, wanted: dict[str, dict[str, bool]]) -> dict[str, dict[str, bool]]:
+        """Return quantities by place, of all ranks, and take in what these found out about layers."""
+        if shard.ranks.alone:
+            return wanted
+        apart = {name: why for name, why in self._apart.items() if why}
+        facts = {"apart": apart, "passed": dict.fromkeys(self._passed, True)}
+        united = shard.united("what is known of layers", facts)
+        self._passed |= united["passed"].keys()
+        for calls in shard.every("the calls of layers", self._calls):
+            self._calls = {name: max(count, self._calls.get(name, 0)) for name, count in (self._calls | calls).items()}
+        places: dict[str, dict[str, bool]] = {}
+        for held in shard.every("the Jacobians", wanted):
+            for place, names in held.items():
+                places[place] = {**places.get(place, {}), **names}
+        self._apart = {place: united["apart"].get(place, "") for place in places}
+        return places
 
     def _reserve(self, found: Findings) -> int:
         """Return how many bytes J takes a sample."""
@@ -208,7 +237,7 @@ class _Sweep:
         device = run.outputs.device
         backend, where = contractions.choose_for_few(self._task.options.backend, device, torch.float64, "eigenvalues")
         self._backend = backend
-        found = _MicroBatch(run.number, run.numbers.cpu())
+        found = _MicroBatch(run.number, run.samples)
         for place in places:
             found.values[place.name] = place.values(
                 self._wanted, lambda matrices: spectra.eigenvalues(matrices.to(where), backend), self._top

@@ -85,7 +85,7 @@ class Sweep:
         self.quantities = self._heads.quantities
         self._forms: dict[str, LayerForm] = {}
         self._scales: Mapping[str, Tensor] = {}
-        self._budget = Budget(options.memory)
+        self._budget = Budget.of(runner.model, options.memory)
         self.backend = ""
         self.by_hessian: set[str] = set()
         self.exact_passes = 0
@@ -108,6 +108,18 @@ class Sweep:
             InputError: as :meth:`work`; the matrix would take more than ``limit`` bytes.
         """
         self._runner.each(partial(self._block_traces, limit=limit), take)
+
+    def unite(self) -> None:
+        """Take in how values came about on other ranks, where a read of the data ends."""
+        shard = self._runner.batches.shard
+        if shard.ranks.alone:
+            return
+        facts = {"hessian": dict.fromkeys(self.by_hessian, True), "passes": {str(self.exact_passes): True}}
+        united = shard.united("how values came about", facts)
+        self.by_hessian.update(united["hessian"])
+        self.exact_passes = max(map(int, united["passes"]))
+        self._heads.unite(shard)
+        self._make_forms()  # of layers that ran on other ranks alone
 
     def method(self, names: Iterable[str], quantity: str) -> str:
         """Return how exact values of some layers came about: "head", "ggn" or "hessian"; of several ways the last."""

@@ -10,11 +10,14 @@ from torch import Tensor, nn
 from ..errors import NonFiniteError
 from ..model import layers
 from ..numerics.accumulate import Accumulator, finite_samples, masked, non_finite
+from ..numerics.shard import WHOLE, Shard
 from ..numerics.variances import Variances
 from ..options import Options
 from .layer_sweep import Values
 
 _AGREEING = 1e-6  # of a value: by less than so much probes differ by chance or by rounding, which tells of no error
+
+_VALUES = "values"  # beside the parts, among sums over ranks
 
 OR_OVERFLOW = "(or squares beyond the dtype's range)"
 
@@ -39,7 +42,7 @@ class Sums:
     per_sample: Tensor | None
     samples: int
     omitted: int
-    parts: Mapping[tuple[str, str], Tensor]
+    parts: Mapping[tuple[str, ...], Tensor]
 
     def uncertainty(self, row: int, column: int) -> tuple[float | None, float | None]:
         """Return the standard error of a value and its degrees of freedom, each None where there is none."""
@@ -74,6 +77,7 @@ class Totals:
         options: of the user; whether each sample's values are kept, and the policy for NaN.
         error: makes that of values and which samples (n,) are fine; see :data:`.accumulate.Error`.
         sampled: whether values are means over probes; for those sampled in groups their variances say so.
+        shard: of the data that the samples are of.
 
     Attributes:
         over: the samples so far.
@@ -86,13 +90,14 @@ class Totals:
         error: Callable[[Values, Tensor], NonFiniteError],
         *,
         sampled: bool = False,
+        shard: Shard = WHOLE,
     ) -> None:
         self.over = Accumulator(options.nan_policy, reduction)
-        self._per_sample, self._sampled, self._error = options.per_sample, sampled, error
+        self._per_sample, self._sampled, self._error, self._shard = options.per_sample, sampled, error, shard
         self._sums = torch.zeros((), dtype=torch.float64, device="cpu")
         self._variances = Variances()
         self._contributions: list[Tensor] = []
-        self._parts: dict[tuple[str, str], Tensor] = {}
+        self._parts: dict[tuple[str, ...], Tensor] = {}
 
     def add(self, micro_batch: Values) -> None:
         """Take in the values of some samples.
@@ -119,25 +124,29 @@ class Totals:
             self._contributions.append(masked(means, kept, torch.nan))
 
     def sums(self) -> Sums:
-        """Return the sums of all values so far.
+        """Return the sums of all values, of all ranks, when a read of the data is over.
 
         Raises:
             NonFiniteError: every sample was left out.
             InputError: no target counts.
         """
+        found = self.over.together(self._shard, {_VALUES: self._sums, **self._parts})
+        self._sums = found.pop(_VALUES)
+        self._parts = {key: part for key, part in found.items() if isinstance(key, tuple)}
+        self._variances.together(self._shard)
         normaliser = self.over.normaliser
         values = (self._sums / normaliser).cpu()
         errors = dof = None
-        found = self._variances.result()
-        if found is not None:
-            variance, dof = (each.cpu() for each in found)
+        spread = self._variances.result()
+        if spread is not None:
+            variance, dof = (each.cpu() for each in spread)
             errors = (variance.sqrt() / normaliser).masked_fill(~values.isfinite(), torch.nan)
             dof = dof.masked_fill(errors <= _AGREEING * values.abs(), torch.nan)
         return Sums(
             values=values,
             errors=errors,
             dof=dof,
-            per_sample=self.over.per_sample(self._contributions) if self._per_sample else None,
+            per_sample=self.over.per_sample(self._contributions, self._shard) if self._per_sample else None,
             samples=self.over.samples,
             omitted=self.over.omitted,
             parts={key: (summed / normaliser).cpu() for key, summed in self._parts.items()},

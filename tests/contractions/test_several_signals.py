@@ -203,10 +203,11 @@ def test_how_many_signals_at_a_time():
 
     assert together([one], linear) == 9
     assert together([one], linear, signals=3) == 1
-    assert together([two], linear) == 1
+    assert together([two], linear) == 9
+    assert together([two], linear, compiled) == 1
     assert together([one, one], linear) == 1
     assert together([one], groups) == 9
-    assert together([one], linear, route="direct") == 1
+    assert together([one], linear, route="direct") == 9
     assert together([one], linear, quantities=("gram_weighted", "weighted")) == 1
     assert together([one], linear, quantities=("diagonal",)) == 1
     assert together([plane], five, compiled) == 9
@@ -215,8 +216,12 @@ def test_how_many_signals_at_a_time():
     assert together([plane], five, compiled, rows=40, route="direct") == 9
     assert together([plane], five, compiled, rows=41, route="direct") == 1  # whose matrices would leave the cache
     assert together([torch.zeros(2, 16, 1, 16, 9000)], five, compiled, at_most=2**40, memory=2**40) == 1  # or image
-    assert together([plane], five, cuda) == 1
-    assert together([plane], five, reference) == 1
+    for backend in (cuda, reference):
+        assert together([plane], five, backend) == 9
+        assert together([plane], five, backend, memory=1, at_most=4 * 2 * 16 * 12 * 12 * 4) == 3
+        assert together([plane], five, backend, at_most=2 * 16 * 12 * 12 * 4) == 1
+        assert together([plane], five, backend, quantities=("squares", "gram_weighted"), at_most=2**17) == 3
+        assert together([plane], five, backend, quantities=("by_row",)) == 1
     assert together([plane, plane], five, compiled) == 1
     assert together([plane], five, compiled, quantities=("by_row",)) == 1
     for most, count in ((9, 9), (8, 5), (5, 5), (4, 3), (3, 1), (0, 1)):

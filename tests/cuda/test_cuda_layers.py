@@ -1,6 +1,4 @@
-"""The CUDA kernels of layers, on a GPU and emulated on the CPU, against the reference in float64."""
-
-import contextlib
+"""The CUDA kernels of layers, on a GPU and emulated on the CPU, against the reference."""
 
 import pytest
 import torch
@@ -11,191 +9,40 @@ from pyflatness import BackendError
 from pyflatness.contractions import cuda, reference
 from pyflatness.contractions.geometry import Geometry
 from support import layer_cases as layers
-from support.cuda_layers import CASES, KINDS, in_one_order, layer
-from support.layer_cases import ONE
+from support.cuda_layers import CASES, in_one_order, layer, moved
 
-kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-@pytest.fixture
-def precision(kind):
-    """Inside the test, torch's own precision of float32 products is what the kind asks for."""
-    with tf32() if kind == "tf32" else contextlib.nullcontext():
-        yield
+kinds = pytest.mark.parametrize("kind", ["float32", "float64", "bfloat16", "float16"])
+WIDE = {"float32": torch.float32, "float64": torch.float64}
 
 
-@contextlib.contextmanager
-def tf32():
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
-
-
-def limits(kind):
-    """Of |M|², |R M|² and |w ∘ M|² and of Gram matrices; of sums over w ∘ M, relative to |w ∘ M|."""
-    if kind in ("float32", "float64"):
-        return (layers.limit(KINDS[kind]),) * 5
-    if kind == "tf32":
-        return 1e-3, 2e-3, 1e-3, 1e-3, 2e-3
-    return 1e-5, 1e-3, 1e-5, 1e-5, 1e-5  # R M is made in TF32
-
-
-def check_direct(kind, inputs, signal, geometry, root, weight):
-    values = cuda.direct(inputs, signal, geometry, root, weight)
-    expected = reference.direct(*layers.double(inputs, signal, geometry, root, weight))
-    for name, value, truth, limit in zip(
-        values._fields, values, expected, (*limits(kind)[:3], *[limits(kind)[4]] * 2), strict=True
-    ):
+def check_products(gradients, geometry, root, weight):
+    values = cuda.products(gradients, geometry, root, weight)
+    expected = reference.products(*layers.double(gradients, geometry, root, weight))
+    for name, value, truth in zip(values._fields, values, expected, strict=True):
         if truth is None:
             assert value is None
             continue
         assert value.dtype == torch.float64
         assert value.shape == truth.shape
+        # sums of signed terms: relative to the terms' own size
         size = truth if name in ("squares", "gram_weighted", "weighted") else expected.weighted.sqrt().unsqueeze(1)
-        assert float(((value - truth).abs() / size).max()) < limit, name
+        assert float(((value - truth).abs() / size).max()) < layers.limit(gradients.dtype), name
 
 
-def check_grams(kind, inputs, signal, geometry):
-    limit = limits(kind)[3]
-    truth = reference.patch_gram(inputs.double(), geometry)
-    values = cuda.patch_gram(inputs, geometry)
-    lengths = geometry.patches(inputs.double()).square().sum(dim=3).sqrt()
-    assert values.dtype == (torch.float64 if kind == "float64" else torch.float32)
-    assert values.shape == truth.shape
-    assert float(((values - truth).abs() / (lengths.unsqueeze(2) * lengths.unsqueeze(3))).max()) < limit
-    rows = geometry.rows(signal)
-    for a in (rows, rows.contiguous()):
-        result = cuda.gram(a, truth.to(values.dtype))
-        expected = reference.gram(a.double(), truth)
-        assert result.dtype == torch.float64
-        assert float(((result - expected).abs() / expected).max()) < limit
+def matrices(case, dtype, device, n=3):
+    """M and the rest of ``products`` for a layer."""
+    _, _, geometry, root, weight = layer(case, "float64", device)
+    gradients = torch.randn(n, *weight.shape, dtype=torch.float64).to(device)
+    return [t if isinstance(t, Geometry) else t.to(dtype) for t in (gradients, geometry, root, weight)]
 
 
-@in_one_order
 @kinds
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_layers(cuda_device, precision, kind, case):
-    arguments = layer(case, kind, cuda_device)
-    check_direct(kind, *arguments)
-    check_grams(kind, *arguments[:3])
-
-
+@pytest.mark.parametrize("layout", layers.LAYOUTS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @in_one_order
-@kinds
-@pytest.mark.parametrize("layout", layers.LAYOUTS[1:])
-@pytest.mark.parametrize("name", ["groups", "3-D", "sequence", "wide sequence"])
-def test_layouts(cuda_device, precision, kind, layout, name):
-    arguments = layer(CASES[name], kind, cuda_device, layout)
-    check_direct(kind, *arguments)
-    check_grams(kind, *arguments[:3])
-
-
-@in_one_order
-@kinds
-@pytest.mark.parametrize("roots", [0, 1, 64, 70])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_what_is_not_asked_for(cuda_device, precision, kind, roots, weighted):
-    *arguments, weight = layer(CASES["late block"], kind, cuda_device, roots=roots)
-    check_direct(kind, *arguments, weight if weighted else None)
-
-
-@in_one_order
-@kinds
-@pytest.mark.parametrize(
-    "name", ["late block", "groups", "downsampling", "many rows", "tile for tile", "wide sequence"]
-)
-def test_whole_numbers_have_no_rounding(cuda_device, precision, kind, name):
-    """Every product and sum of these is exact in every kind of numbers: a misplaced element shows whatever its size."""
-    values = layer(CASES[name], "float64", torch.device("cpu"), roots=70)
-    whole = [t if isinstance(t, Geometry) else t.round().clamp(-1, 1) for t in values]
-    half = KINDS[kind] in cuda.HALF
-    dtypes = [KINDS[kind]] * 3 + [torch.float32 if half else KINDS[kind]] * 2
-    arguments = [t if isinstance(t, Geometry) else t.to(d).to(cuda_device) for t, d in zip(whole, dtypes, strict=True)]
-    for value, truth in zip(cuda.direct(*arguments), reference.direct(*whole), strict=True):
-        assert torch.equal(value.cpu(), truth)
-    inputs, signal, geometry = arguments[:3]
-    gram = cuda.patch_gram(inputs, geometry)
-    assert torch.equal(gram.double().cpu(), reference.patch_gram(whole[0], geometry))
-    assert torch.equal(
-        cuda.gram(geometry.rows(signal), gram).cpu(), reference.gram(geometry.rows(whole[1]), gram.cpu().double())
-    )
-
-
-@pytest.mark.parametrize(
-    "name", ["late block", "depthwise", "groups", "sequence", "downsampling", "more rows than a tile"]
-)
-@kinds
-def test_the_order_of_threads_changes_nothing(emulated_cuda, precision, kind, name):
-    inputs, signal, *rest = layer(CASES[name], kind, torch.device("cpu"))
-    found = []
-    for order in range(3):
-        emulated_cuda.set_order(order)
-        with cuda.emulated(emulated_cuda):
-            gram = cuda.patch_gram(inputs, rest[0])
-            found.append([*cuda.direct(inputs, signal, *rest), gram, cuda.gram(rest[0].rows(signal), gram)])
-    emulated_cuda.set_order(0)
-    for values in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(values, found[0], strict=True))
-
-
-@in_one_order
-@kinds
-@pytest.mark.parametrize("blocks", [1, 6])
-def test_blocks_of_several_tiles(cuda_device, precision, monkeypatch, kind, blocks):
-    monkeypatch.setattr("pyflatness.contractions.cuda_layers._multiprocessors", lambda device: 1)
-    monkeypatch.setattr("pyflatness.contractions.cuda_layers._BLOCKS", blocks)
-    check_direct(kind, *layer((2, 1, 64, 20, (1, 4, 4), (1, 3, 3), ONE, ONE), kind, cuda_device))
-    check_direct(kind, *layer((2, 1, 64, 200, (1, 4, 4), (1, 3, 3), ONE, ONE), kind, cuda_device))
-
-
-@in_one_order
-@kinds
-def test_large_tiles_of_places(cuda_device, precision, kind):
-    """From 256 places on, tensor cores take tiles of 128: here two and a part, in 16-byte accesses and without."""
-    for r, layout in ((16, "contiguous"), (13, "transposed")):
-        rows = layers.layout(torch.randn(1, 1, 1, 260, r), layout)[:, :, 0].to(KINDS[kind]).to(cuda_device)
-        gram = reference.patch_gram(torch.randn(1, 5, 260, 1, 1, device=cuda_device), Geometry())
-        expected = reference.gram(rows.double(), gram.double())
-        result = cuda.gram(rows, gram.to(torch.float64 if kind == "float64" else torch.float32))
-        assert float(((result - expected).abs() / expected).max()) < limits(kind)[3]
-
-
-@in_one_order
-@pytest.mark.parametrize("kind", ["float32", "float64", "bfloat16"])
-def test_more_rows_than_fit_shared_memory(cuda_device, precision, kind):
-    arguments = layer((1, 1, 3, 3500, (1, 3, 4), (1, 2, 2), ONE, ONE), kind, cuda_device)
-    check_direct(kind, *arguments)
-
-
-@in_one_order
-@kinds
-def test_no_samples(cuda_device, precision, kind):
-    inputs, signal, geometry, root, weight = layer((0, *CASES["groups"][1:]), kind, cuda_device)
-    values = cuda.direct(inputs, signal, geometry, root, weight)
-    assert [len(value) for value in values] == [0] * 5
-    gram = cuda.patch_gram(inputs, geometry)
-    assert cuda.gram(geometry.rows(signal), gram).shape == (0,)
-
-
-@in_one_order
-@kinds
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_in_its_sample(cuda_device, precision, kind, bad):
-    for name in ("3-D", "groups"):  # by tiles, and small
-        for spoiled in range(2):
-            inputs, signal, geometry, root, weight = layer((3, *CASES[name][1:]), kind, cuda_device)
-            clean = cuda.direct(inputs, signal, geometry, root, weight)
-            grams = cuda.patch_gram(inputs, geometry)
-            (inputs, signal)[spoiled][1, -1, -1, 0, 0] = bad
-            for value, before in zip(cuda.direct(inputs, signal, geometry, root, weight), clean, strict=True):
-                assert torch.equal(value[::2], before[::2])
-                assert not value[1].isfinite().all()
-            broken = cuda.patch_gram(inputs, geometry)
-            torch.testing.assert_close(broken[::2], grams[::2], rtol=0, atol=0)
-            assert cuda.gram(geometry.rows(signal), broken).isfinite().tolist() == [True, False, True]
+def test_patches(cuda_device, kind, layout, case):
+    inputs, _, geometry, *_ = layer(case, kind, cuda_device, layout)
+    assert torch.equal(cuda.patches(inputs, geometry), geometry.patches(inputs))
 
 
 sizes = st.tuples(*[st.integers(1, 5)] * 3)
@@ -204,53 +51,108 @@ sizes = st.tuples(*[st.integers(1, 5)] * 3)
 @in_one_order
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(
-    st.integers(1, 2), st.integers(1, 3), st.integers(1, 20), st.integers(1, 40), sizes,
-    st.tuples(*[st.integers(1, 3)] * 3), st.tuples(*[st.integers(1, 3)] * 3), st.tuples(*[st.integers(1, 2)] * 3),
-    st.sampled_from(layers.LAYOUTS), st.integers(0, 20), st.booleans(), st.sampled_from(list(KINDS)), st.integers(0, 3),
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 6), sizes, st.tuples(*[st.integers(1, 3)] * 3),
+    st.tuples(*[st.integers(1, 3)] * 3), st.tuples(*[st.integers(1, 2)] * 3), st.sampled_from(layers.LAYOUTS),
+    st.sampled_from(["float32", "float64", "bfloat16"]),
 )  # fmt: skip
-def test_any_layer(
-    cuda_device, n, groups, channels, rows, extra, kernel, stride, dilation, layout, roots, weighted, kind, s
-):
+def test_patches_of_any_layer(cuda_device, n, groups, channels, extra, kernel, stride, dilation, layout, kind):
     size = tuple(e + d * (k - 1) for e, d, k in zip(extra, dilation, kernel, strict=True))
-    case = (n, groups, channels, rows, size, kernel, stride, dilation)
-    *arguments, weight = layer(case, kind, cuda_device, layout, roots, seed=s)
-    with tf32() if kind == "tf32" else contextlib.nullcontext():
-        values = cuda.direct(*arguments, weight if weighted else None)
-        gram = cuda.patch_gram(arguments[0], arguments[2])
-    slack = 3 if kind == "tf32" else 1  # few numbers, whose rounding does not average out
-    expected = reference.direct(*layers.double(*arguments, weight))
-    size = expected.squares, expected.gram_weighted, expected.weighted
-    scales = [*size, *[expected.weighted.sqrt().unsqueeze(1)] * 2]
-    bounds = [*limits(kind)[:3], *[limits(kind)[4]] * 2]
-    for value, truth, scale, bound in zip(values, expected, scales, bounds, strict=True):
-        if value is not None:
-            assert float(((value - truth).abs() / scale).max()) < slack * bound
-    truth = reference.patch_gram(arguments[0].double(), arguments[2])
-    lengths = truth.diagonal(dim1=2, dim2=3).sqrt()
-    error = (gram - truth).abs() / (lengths.unsqueeze(2) * lengths.unsqueeze(3))
-    assert float(error.max()) < slack * limits(kind)[3]
+    inputs, _, geometry, *_ = layer((n, groups, channels, 1, size, kernel, stride, dilation), kind, cuda_device, layout)
+    assert torch.equal(cuda.patches(inputs, geometry), geometry.patches(inputs))
+
+
+@in_one_order
+def test_patches_of_expanded_inputs(cuda_device):
+    geometry = Geometry(1, (1, 3, 3))
+    for shape in ((2, 1, 1, 9, 9), (1, 6, 1, 1, 1), (2, 6, 1, 9, 1)):
+        inputs = torch.randn(shape).to(cuda_device).expand(2, 6, 1, 9, 9)
+        assert torch.equal(cuda.patches(inputs, geometry), geometry.patches(inputs))
+
+
+@in_one_order
+def test_patches_that_begin_anywhere(cuda_device):
+    """Neither inputs nor their rows begin at a multiple of an access's size."""
+    whole = moved(torch.randn(2, 3, 1, 11, 13), cuda_device)
+    for kernel, stride in (((1, 2, 2), (1, 1, 1)), ((1, 3, 2), (1, 2, 3))):
+        for start in range(4):
+            inputs, geometry = whole[:, 1:, :, start:, start:], Geometry(1, kernel, stride)
+            assert torch.equal(cuda.patches(inputs, geometry), geometry.patches(inputs))
+
+
+@pytest.mark.parametrize("dtype", WIDE.values(), ids=WIDE)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@in_one_order
+def test_products(cuda_device, dtype, case):
+    check_products(*matrices(case, dtype, cuda_device))
+
+
+@pytest.mark.parametrize("dtype", WIDE.values(), ids=WIDE)
+@pytest.mark.parametrize("size", [(1, 255), (1, 256), (9, 257), (8, 512), (70, 1030), (17, 1)])
+@in_one_order
+def test_products_of_any_size(cuda_device, dtype, size):
+    """Around the columns of a block, and the rows of its warps."""
+    d, m = size
+    for groups in (1, 3):
+        arguments = matrices((1, groups, m, d, *[(1, 1, 1)] * 4), dtype, cuda_device)
+        check_products(*arguments)
+        check_products(*arguments[:2], None, arguments[3])
+        check_products(*arguments[:3], None)
+
+
+@in_one_order
+def test_products_of_whole_numbers_have_no_rounding(cuda_device):
+    gradients, geometry, root, weight = matrices(CASES["groups"], torch.float64, torch.device("cpu"))
+    whole = [t.round().clamp(-1, 1) for t in (gradients, root, weight)]
+    expected = reference.products(whole[0], geometry, *whole[1:])
+    for dtype in WIDE.values():
+        made, *others = (t.to(cuda_device, dtype) for t in whole)
+        for value, truth in zip(cuda.products(made, geometry, *others), expected, strict=True):
+            assert torch.equal(value.cpu(), truth)
+
+
+@pytest.mark.parametrize("name", ["late block", "depthwise", "groups", "sequence"])
+def test_the_order_of_threads_changes_nothing(emulated_cuda, name):
+    arguments, found = matrices(CASES[name], torch.float32, torch.device("cpu")), []
+    inputs, _, geometry, *_ = layer(CASES[name], "float32", torch.device("cpu"))
+    for order in range(3):
+        emulated_cuda.set_order(order)
+        with cuda.emulated(emulated_cuda):
+            found.append([*cuda.products(*arguments), cuda.patches(inputs, geometry)])
+    emulated_cuda.set_order(0)
+    for values in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(values, found[0], strict=True))
+
+
+@in_one_order
+def test_no_samples(cuda_device):
+    inputs, _, geometry, *_ = layer((0, *CASES["groups"][1:]), "float32", cuda_device)
+    assert cuda.patches(inputs, geometry).shape[0] == 0
+    arguments = matrices(CASES["groups"], torch.float32, cuda_device, n=0)
+    assert [len(value) for value in cuda.products(*arguments)] == [0] * 5
+
+
+@in_one_order
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_in_its_sample(cuda_device, bad):
+    gradients, *rest = matrices(CASES["groups"], torch.float32, cuda_device)
+    clean = cuda.products(gradients, *rest)
+    gradients[1, -1, -1, 0] = bad
+    for value, before in zip(cuda.products(gradients, *rest), clean, strict=True):
+        assert torch.equal(value[::2], before[::2])
+        assert not value[1].isfinite().all()
 
 
 @in_one_order
 def test_tensors_of_the_wrong_kind_are_refused(cuda_device):
-    inputs, signal, geometry, root, weight = layer(CASES["groups"], "float32", cuda_device)
-    with pytest.raises(BackendError, match=r"direct: wants .* got torch\.float32 on .*, torch\.float64 on"):
-        cuda.direct(inputs, signal.double(), geometry, root, weight)
-    with pytest.raises(
-        BackendError, match=r"direct: beside torch\.float32 .* wants torch\.float32, got torch\.float64"
-    ):
-        cuda.direct(inputs, signal, geometry, root.double(), weight)
-    with pytest.raises(
-        BackendError, match=r"gram: beside torch\.bfloat16 .* wants torch\.float32, got torch\.bfloat16"
-    ):
-        cuda.gram(geometry.rows(signal).bfloat16(), cuda.patch_gram(inputs, geometry).bfloat16())
-    with pytest.raises(BackendError, match=r"patch_gram: wants .* got torch\.int64"):
-        cuda.patch_gram(inputs.long(), geometry)
-    with pytest.raises(BackendError, match="inputs of 2 samples, cotangents of 1"):
-        cuda.direct(inputs, signal[:1], geometry, root, weight)
+    gradients, geometry, root, weight = matrices(CASES["groups"], torch.float32, cuda_device)
+    with pytest.raises(BackendError, match=r"products: wants .* got torch\.float32 on .*, torch\.float64 on"):
+        cuda.products(gradients, geometry, root, weight.double())
+    inputs, _, geometry, *_ = layer(CASES["groups"], "float32", cuda_device)
+    with pytest.raises(BackendError, match=r"patches: wants .* got torch\.int64"):
+        cuda.patches(inputs.long(), geometry)
 
 
 def test_without_a_device(monkeypatch):
     monkeypatch.setattr("pyflatness.contractions.cuda_device._MISSING", "there is no module")
     with pytest.raises(BackendError, match="there is no module"):
-        cuda.patch_gram(torch.ones(1, 1, 1, 2, 2), Geometry())
+        cuda.patches(torch.ones(1, 1, 1, 2, 2), Geometry(1, (1, 1, 2)))

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from pyflatness.passes.memory import DEFAULT_MEMORY, Budget, MicroBatches
 
@@ -42,6 +43,31 @@ def test_the_shares_are_the_whole(memory, halved):
     assert sum(shares) == (memory or DEFAULT_MEMORY)
     assert min(shares) >= 0
     assert budget.graph >= sum(shares) * 3 / 8
+
+
+class Properties:
+    total_memory = 10**9
+
+
+@pytest.mark.parametrize("halved", [False, True])
+@pytest.mark.parametrize("memory", [None, 1, 10**6, 2**34])
+def test_on_a_gpu(monkeypatch, memory, halved):
+    """A quarter of all that it has, and no share is bounded by what a processor's caches hold."""
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: Properties)
+    budget = Budget(memory, halved, torch.device("cuda", 1))
+    whole = memory or 10**9 // 4
+    assert (budget.buffers, budget.held_back, budget.work) == (
+        whole // 8,
+        *((0, whole // 2) if halved else (whole // 2, 0)),
+    )
+    assert budget.buffers + budget.held_back + budget.work + budget.graph == whole == budget.blocks
+
+
+def test_the_device_is_that_of_the_model():
+    weights = torch.nn.Linear(2, 3, device="meta")
+    model = torch.nn.Sequential(torch.nn.ReLU(), weights)
+    assert Budget.of(model, 7, halved=True) == Budget(7, True, torch.device("meta"))
+    assert Budget.of(torch.nn.ReLU(), None) == Budget(None)
 
 
 @pytest.mark.parametrize("taken", [3, 10**4, 10**9])

@@ -1,0 +1,151 @@
+"""Hold one rank's part of data that are spread over the processes of a group.
+
+The place of a sample in all data is that of its shard's samples one after another, in the order of the ranks; where all
+ranks read by torch's ``DistributedSampler``, it is the place in that sampler's order of the whole data set, which does
+not depend on the number of ranks. A rank without samples is lent a batch of another's: what is found out of a batch
+(which layers run, which one is the head) it finds out too, and adds nothing.
+"""
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from ..errors import InputError
+from ..numerics.ranks import Ranks
+from ..numerics.shard import Shard
+from .data import Batches, distributed, no_samples
+
+
+def batches(
+    data: Any,
+    device: torch.device,
+    ranks: Ranks,
+    *,
+    reads: int = 1,
+    ordered: bool = False,
+    placed: bool = False,
+    shown: bool | None = None,
+) -> Batches:
+    """Return the user's data as batches, see :class:`.data.Batches`, and as a part of those of all ranks.
+
+    Args:
+        data: of this rank.
+        device: where batches go.
+        ranks: that have the parts.
+        reads: how often they are read.
+        ordered: whether the order matters.
+        placed: whether the places of samples in all data have to be known.
+        shown: whether a bar is shown; None: on a terminal, by the first rank.
+
+    Raises:
+        InputError: no rank has samples; places that cannot be known; a batch that cannot be lent.
+    """
+    if shown is None and ranks.rank > 0:
+        shown = False
+    own = Batches(data, device, reads=reads, ordered=ordered, shown=shown)
+    if ranks.alone:
+        return own
+    own.shard, lender = _shard(data, own, ranks, placed=placed)
+    if lender is None:
+        return own
+    lent = _lent(own, lender)
+    if own.shard.counts:
+        return own
+    borrowed = Batches([lent], device, reads=reads, shown=False)
+    borrowed.shard = own.shard
+    return borrowed
+
+
+def _shard(data: Any, own: Batches, ranks: Ranks, *, placed: bool) -> tuple[Shard, int | None]:
+    """Return which part this rank has, and which rank lends a batch if there is one that has no samples."""
+    empty, sampler = own.is_empty(), distributed(data)
+    place = None if sampler is None else _place(*sampler)
+    count = 0 if empty or not placed else own.count() if place is None else place["taken"]
+    facts = ranks.exchange("the sizes of the shards", {"empty": empty, "place": place, "count": count})
+    if all(fact["empty"] for fact in facts):
+        raise no_samples()
+    empties = [fact["empty"] for fact in facts]
+    lender = empties.index(False) if any(empties) else None
+    places = [fact["place"] for fact in facts]
+    if place is not None and all(places) and _are_of_one_order(places):
+        return Shard(ranks, not empty, place["start"], place["step"], _notes(places)), lender
+    return Shard(ranks, not empty, sum(fact["count"] for fact in facts[: ranks.rank])), lender
+
+
+def _place(sampler: DistributedSampler[Any], taken: int) -> dict[str, int]:
+    """Return which places a sampler's samples have in the order of the whole data set, which ends with repeated ones.
+
+    Args:
+        sampler: of a rank.
+        taken: how many of its samples a loader takes.
+    """
+    whole: int = len(sampler.dataset)  # type: ignore[arg-type]
+    start, step = sampler.rank, sampler.num_replicas
+    return {
+        "start": start,
+        "step": step,
+        "taken": taken,
+        "whole": whole,
+        "again": sum(start + step * k >= whole for k in range(max(0, taken - 2), taken)),
+        "dropped": max(0, whole - sampler.total_size),
+    }
+
+
+def _are_of_one_order(places: Sequence[Mapping[str, int]]) -> bool:
+    """Return whether samplers have different samples of one data set."""
+    starts, steps = ({place[name] for place in places} for name in ("start", "step"))
+    return len(starts) == len(places) and len(steps) == 1
+
+
+def _notes(places: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
+    """Return what a reader should know of the samplers of all ranks."""
+    whole, again, dropped = places[0]["whole"], sum(place["again"] for place in places), places[0]["dropped"]
+    notes = []
+    if again:
+        notes.append(
+            f"DistributedSampler repeats {again} of the {whole} samples, to give every rank as many, and these count "
+            "twice; Subset(dataset, range(rank, len(dataset), ranks)) in a loader without it has each once"
+        )
+    if dropped:
+        notes.append(f"DistributedSampler(drop_last=True) leaves out {dropped} of the {whole} samples")
+    return tuple(notes)
+
+
+def _lent(own: Batches, lender: int) -> Any:
+    """Return the first batch of the rank that lends one, where it is needed; the others send it, or pass it on.
+
+    It is sent as tensors, numbers and strings in tuples, lists and dicts.
+
+    Raises:
+        InputError: there is something else in it.
+    """
+    ranks, message = own.shard.ranks, io.BytesIO()
+    if ranks.rank == lender:
+        torch.save(_plain(own.peek()), message)
+    received = ranks.broadcast(message.getvalue(), lender)
+    if own.shard.counts:
+        return None
+    try:
+        return torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"data: rank {ranks.rank} has no samples, and a batch of rank {lender} holds more than tensors, numbers "
+            "and strings, so that it is not sent over; give every rank one batch at least"
+        ) from error
+
+
+def _plain(batch: Any) -> Any:
+    """Return a batch with tensors on the CPU, in containers of Python's."""
+    if isinstance(batch, Tensor):
+        return batch.detach().cpu().clone()
+    if isinstance(batch, Mapping):
+        return {key: _plain(part) for key, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        parts = [_plain(part) for part in batch]
+        return tuple(parts) if isinstance(batch, tuple) else parts
+    return batch

@@ -1,0 +1,118 @@
+"""Make rows of a linear head that is given as tensors."""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from . import losses
+from .contractions import promoted, promoted_dtype
+from .errors import InputError
+from .head import HeadBatch, terms_of
+from .losses.closure import REFUSAL, depends_on_more
+from .messages import check_tensor
+from .model import fingerprint, layers
+from .numerics.ranks import ALONE, Ranks
+from .numerics.shard import WHOLE, Shard
+
+
+@dataclass
+class TensorHead:
+    """Hold a head given as tensors: one batch of rows."""
+
+    weight: Tensor
+    bias: Tensor | None
+    batch: HeadBatch
+    name: str = ""
+    shard: Shard = WHOLE
+
+    def matrix(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight (d, m) and the bias (d,)."""
+        return self.weight, self.bias
+
+    def expected_rows(self, first: HeadBatch) -> int:
+        """Return how many rows there are."""
+        return first.features.shape[0]
+
+    def notes(self) -> tuple[str, ...]:
+        """Return no notes: nothing is known of a model around these tensors."""
+        return ()
+
+    def batches(self) -> Generator[HeadBatch, None, None]:
+        """Yield the one batch."""
+        yield self.batch
+
+
+def from_tensors(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor | None,
+    loss: losses.Loss,
+    ranks: Ranks = ALONE,
+) -> TensorHead:
+    """Check the tensors of a head (features (n, …, m), weight (d, m), bias (d,)) and make rows of them.
+
+    They are those of one of some ranks, of which single ones may have no samples.
+    """
+    for what, tensor, ndim in (("features", features, 2), ("weight", weight, 2), ("bias", bias, 1)):
+        if what == "bias" and bias is None:
+            continue
+        tensor = check_tensor(what, tensor)
+        layers.check_dtype(what, tensor.dtype)
+        if tensor.ndim < ndim or (tensor.ndim > ndim and what != "features"):
+            raise InputError(f"{what}: {ndim} dimensions are wanted, got shape {tuple(tensor.shape)}")
+        same = tensor.dtype == features.dtype or promoted_dtype(tensor.dtype) == promoted_dtype(features.dtype)
+        if not same or tensor.device != features.device:
+            raise InputError(
+                f"{what} is {tensor.dtype} on {tensor.device}, features are {features.dtype} on {features.device}; "
+                "they must be of one kind"
+            )
+    d, m = weight.shape
+    if features.shape[-1] != m or d == 0:
+        raise InputError(f"features {tuple(features.shape)} do not fit weight {tuple(weight.shape)}: (n, m) and (d, m)")
+    if bias is not None and bias.shape[0] != d:
+        raise InputError(f"bias has {len(bias)} entries for {d} rows of weight")
+    counts = features.numel() > 0
+    if not ranks.alone:
+        named = (("weight", weight), ("bias", weight[:0] if bias is None else bias))
+        ranks.check_alike("the beginning of the call", {"weights": fingerprint.of_tensors(named)})
+    if not (counts if ranks.alone else any(ranks.exchange("the sizes of the shards", counts))):
+        raise InputError(f"features: there are no samples in {tuple(features.shape)}")
+    if not counts:  # a sample that adds nothing stands for those of the others
+        features = features.new_zeros(1, *features.shape[1:])
+        targets = None if targets is None else targets.new_zeros(1, *targets.shape[1:])
+    rows, shape, custom = _detached(features), (*features.shape[:-1], d), isinstance(loss, losses.CustomLoss)
+    if targets is not None:
+        targets = _detached(check_tensor("targets", targets)).to(features.device)
+    if not custom and rows.ndim > 2:
+        rows = rows.reshape(-1, m)
+
+    def outputs(count: int) -> Tensor:
+        if not custom:  # it does not look at their values
+            return features.new_zeros(()).expand(shape)
+        return promoted(rows[:count]) @ promoted(weight).t() + (0 if bias is None else bias)
+
+    def made() -> losses.Terms:
+        return loss.terms(outputs(len(features)), targets, len(shape) - 1)
+
+    terms, labels = terms_of(loss, shape, features.device, targets, len(shape) - 1, made)
+    if isinstance(loss, losses.CustomLoss) and targets is not None:
+        head = (weight,) if bias is None else (weight, bias)
+        if depends_on_more(loss, outputs(1), targets[:1], head):
+            raise InputError(REFUSAL)
+    samples = features.shape[0]
+    batch = HeadBatch(rows, samples, rows.shape[0] // samples, 0, terms, labels)
+    shard = WHOLE if ranks.alone else Shard(ranks, counts)
+    return TensorHead(_detached(weight), None if bias is None else _detached(bias), batch, shard=shard)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor  # a call for nothing takes as long as a check
+
+
+def check_tensors(
+    features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None, loss: losses.Loss
+) -> None:
+    """Raise if the tensors of a head, or its targets, do not fit; see :func:`from_tensors`."""
+    from_tensors(features, weight, bias, targets, loss).batch.make_terms()

@@ -1,0 +1,84 @@
+"""Errors in calls over the ranks of a process group: all ranks end, with the error of the one that has it."""
+
+import re
+
+import pytest
+
+import pyflatness as pf
+from support import rank_cases, ranks
+
+# case -> the error of each of two ranks: its class, and what its message begins with
+ERRORS = {
+    "nan_raised": [(pf.NonFiniteError, r"rank 1: batch 0: 1 of 14 samples have NaN")] * 2,
+    "nan_raised_at_the_head": [(pf.NonFiniteError, r"rank 1: batch 0: 1 of 14 rows have NaN")] * 2,
+    "nan_raised_of_every_measure": [(pf.NonFiniteError, r"rank 1: batch 0: ")] * 2,
+    "error_in_reading": [(pf.RankError, "rank 1: ValueError: no such file"), (ValueError, "no such file")],
+    "error_in_the_model": [
+        (pf.RankError, "rank 1: RuntimeError: mat1 and mat2"),
+        (pf.InputError, r"model: model\(inputs\) on the inputs \(14, 4\)"),
+    ],
+    "error_of_all": [(pf.InputError, "layer: nothing is called 'none'|layer")] * 2,
+    "no_samples": [(pf.InputError, "data: there are no samples in it")] * 2,
+    "other_options": [(pf.RankError, "rank 1 has other options than rank 0")] * 2,
+    "other_weights": [(pf.RankError, "rank 1 has other weights than rank 0")] * 2,
+    "other_buffers": [(pf.RankError, "rank 1 has other buffers than rank 0 .* BatchNorm")] * 2,
+    "other_calls": [(pf.RankError, "ranks have lost each other in this call: rank 0 is at the head, .* rank 1 at the")]
+    * 2,
+    "other_layers": [(pf.RankError, "rank 1 has other layers than rank 0")] * 2,
+    "other_measures": [(pf.RankError, "rank 1 has other measures than rank 0")] * 2,
+    "other_losses": [(pf.RankError, "rank 1 has other loss than rank 0")] * 2,
+    "other_head": [(pf.RankError, "rank 1 has other weights than rank 0")] * 2,
+    "objects_in_batches": [(pf.InputError, "rank 1: data: rank 1 has no samples, and a batch of rank 0 holds")] * 2,
+    "adaptive": [(pf.NotYetError, r"probes='adaptive' .* 2 ranks .* pass probes=k")] * 2,
+    "not_a_group": [(pf.InputError, "process_group='world': a torch.distributed.ProcessGroup")] * 2,
+}
+OTHERS = "left_out_of_one_rank", "refused", "interrupted", "on_one_rank", "afterwards"
+
+
+@pytest.fixture(scope="module")
+def found():
+    return ranks.outcomes("support.rank_failures", [*ERRORS, *OTHERS], 2)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_every_rank_ends_with_the_error_of_the_one_that_has_it(found, name):
+    for (kind, beginning), error in zip(ERRORS[name], found[name], strict=True):
+        assert isinstance(error, kind), error
+        assert re.match(beginning, str(error)), error
+
+
+def test_samples_of_one_rank_can_all_be_left_out(found):
+    for estimate in found["left_out_of_one_rank"]:
+        assert (estimate.omitted, estimate.samples) == (9, 14)
+        assert estimate == found["left_out_of_one_rank"][0]
+    inputs, targets = rank_cases.data()
+    expected = pf.relative_flatness(rank_cases.model(), rank_cases.LOSS, (inputs[9:], targets[9:]))
+    assert float(found["left_out_of_one_rank"][0]) == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_calls_that_need_all_data_in_one_place_say_so(found):
+    for calls in found["refused"]:
+        for name, error in calls.items():
+            assert isinstance(error, pf.NotYetError), name
+            assert name in str(error)
+            assert "process_group=False" in str(error)
+
+
+def test_an_interrupt_of_one_rank_ends_all(found):
+    error, interrupted = found["interrupted"]
+    assert isinstance(error, pf.RankError)
+    assert str(error).startswith("rank 1: KeyboardInterrupt")
+    assert interrupted == "interrupted"
+
+
+def test_a_call_on_one_rank_ends_with_a_way_out(found):
+    (error, first), (nothing, second) = found["on_one_rank"]
+    assert nothing is None
+    assert re.search("Rank 1 did not come within .* s$", str(error)), error
+    assert "process_group=False" in str(error)
+    assert first == second == 1.0  # what rank 1 sent was not taken for an answer
+
+
+def test_nothing_is_left_of_calls_that_failed(found):
+    expected = float(pf.relative_flatness(rank_cases.model(), rank_cases.LOSS, rank_cases.data()))
+    assert found["afterwards"] == pytest.approx([expected] * 2, rel=1e-12)

@@ -1,0 +1,31 @@
+"""docs/ranks.md says of every public call that reads data, and of every measure, whether it is there over ranks."""
+
+import inspect
+import re
+
+import pyflatness as pf
+from pyflatness.measures import MEASURES
+from support import ROOT, rank_cases
+
+PAGE = (ROOT / "docs" / "ranks.md").read_text("utf-8")
+BY_THEMSELVES = {"score", "reparameterize"}  # which read data, and never together
+
+
+def rows(header):
+    """Return the first two columns of the table with this header."""
+    table = PAGE.split(f"| {header} | over ranks |\n|---|---|\n")[1].split("\n\n")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE))
+
+
+def test_every_call_on_data_is_listed():
+    calls = [name for name in pf.__all__ if inspect.isroutine(getattr(pf, name))]
+    together = {name for name in calls if "process_group" in inspect.signature(getattr(pf, name)).parameters}
+    assert rows("call").keys() == together | BY_THEMSELVES
+
+
+def test_every_measure_is_listed():
+    assert [*rows("measure")] == [row.name for row in MEASURES]
+
+
+def test_measures_that_are_refused_are_those_of_the_page():
+    assert {name for name, said in rows("measure").items() if said.startswith("refused")} == rank_cases.REFUSED

@@ -1,0 +1,59 @@
+"""A script for torchrun: it prints what all ranks find, or ends as it is told to.
+
+torchrun --nproc-per-node 2 rank_script.py FOLDER [die]
+"""
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import pyflatness as pf
+
+
+def dataset(samples=25):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(samples, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(3, (samples,), generator=generator))
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double().eval()
+
+
+class Dying(DataLoader):
+    """A loader whose process ends at its second batch."""
+
+    def __iter__(self):
+        for number, batch in enumerate(super().__iter__()):
+            if number == 1:
+                os._exit(1)
+            yield batch
+
+
+def main(folder, kind=""):
+    if kind == "die":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others, too
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sampler = DistributedSampler(dataset(), size, rank, shuffle=False)
+    loader = (Dying if kind == "die" and rank == 1 else DataLoader)(dataset(), batch_size=4, sampler=sampler)
+    try:
+        network = DistributedDataParallel(model())
+        report = pf.measure(network, nn.CrossEntropyLoss(), loader, measures=["relative_flatness", "trace"])
+        Path(folder, f"{rank}").write_text(report.to_json())
+    except pf.RankError as error:
+        Path(folder, f"{rank}").write_text(str(error))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,41 @@
+"""Run the same functions in several processes of one ``torch.distributed`` group, and hand back what each gave."""
+
+import importlib
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+
+def outcomes(module: str, names: list[str], size: int) -> dict[str, list[Any]]:
+    """Return by name what each rank's ``getattr(module, name)(rank, size)`` returned, or the error that it raised.
+
+    Args:
+        module: to import, where the functions are.
+        names: of functions, called one after another in processes that are started once.
+        size: how many processes.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_run, (module, names, size, folder), nprocs=size, join=True)
+        found = [pickle.loads(Path(folder, f"{rank}").read_bytes()) for rank in range(size)]
+    return {name: [each[name] for each in found] for name in names}
+
+
+def _run(rank: int, module: str, names: list[str], size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
+    cases, found = importlib.import_module(module), {}
+    for name in names:
+        torch.manual_seed(0)
+        try:
+            found[name] = getattr(cases, name)(rank, size)
+        except Exception as error:
+            found[name] = error
+    Path(folder, f"{rank}").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
