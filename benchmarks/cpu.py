@@ -6,16 +6,17 @@ the figures to those in a file and prints them all: a table in parts, each of th
 PyHessian are optional (``pip install '.[peers]' pyhessian``); their figures are left out where they are missing.
 
 The works are those of :mod:`head`, :mod:`layers` and :mod:`hessian`, timed in turn with their floors. ``where it goes``
-has the shares of the figure that parts of one more call take under cProfile, which makes Python's part of it larger.
+has the shares of the figure that parts of further calls take: every millisecond it is looked which one runs.
 """
 
 import argparse
-import cProfile
 import json
-import pstats
+import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
 import bare
 import layers
@@ -29,13 +30,15 @@ from timing import in_turn
 import head
 import hessian
 
+_INTERVAL, _PROFILED = 1e-3, 1.0  # seconds between two looks at what runs, and of all of them at least
 HEADS = ("head (1, ", "head (50000, ", "LeNet5")  # beginnings of the rows of the head's table
 
-# By a name for it, a part's functions: the end of their file's path, and how their names begin. No part is in another.
+# By a name for it, a part's functions: the end of their file's path, and how their names begin. What these call is of
+# the part too, whatever it is.
 LAYERS = {
     "some samples first": [("dry_run.py", "run")],
     "forward": [("checked.py", "_watched")],
-    "backward": [("~", "<method 'run_backward'")],
+    "backward": [("autograd/graph.py", "_engine_run_backward")],
     "w wᵀ and its factor": [("factor.py", "gram_factor")],
     "contraction": [("routes.py", "products"), ("routes.py", "__init__")],
 }
@@ -69,18 +72,41 @@ class Figure:
 
 
 def parts_of(call: Callable[[], object], figure: float, named: Mapping[str, list[tuple[str, str]]]) -> str:
-    """Return where the time of a call goes: its parts' shares of a figure."""
-    profile = cProfile.Profile()
-    profile.runcall(call)
-    stats = pstats.Stats(profile)
-    whole: float = stats.total_tt  # type: ignore[attr-defined]
-    times = dict.fromkeys(named, 0.0)
-    for (path, _, function), (_, _, _, cumulative, _) in stats.stats.items():  # type: ignore[attr-defined]
+    """Return where the time of calls goes: their parts' shares of a figure, by what runs every millisecond.
+
+    Python looks when an operation of torch is over, so that a look counts for all of the time since the last one.
+    """
+    times = dict.fromkeys([*named, "the rest"], 0.0)
+    start = last = time.perf_counter()
+
+    def look(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        times[_part(frame, named)] += now - last
+        last = now
+
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _INTERVAL, _INTERVAL)
+    try:
+        while time.perf_counter() - start < _PROFILED:
+            call()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    whole = sum(times.values())
+    return ", ".join(f"{part} {figure * seconds / whole:.2f}" for part, seconds in times.items())
+
+
+def _part(frame: FrameType | None, named: Mapping[str, list[tuple[str, str]]]) -> str:
+    """Return the outermost part whose function is running."""
+    found = "the rest"
+    while frame is not None:
+        path, function = frame.f_code.co_filename, frame.f_code.co_name
         for part, functions in named.items():
             if any(path.endswith(end) and function.startswith(begin) for end, begin in functions):
-                times[part] += cumulative
-    times["the rest"] = whole - sum(times.values())
-    return ", ".join(f"{part} {figure * time / whole:.2f}" for part, time in times.items())
+                found = part
+        frame = frame.f_back
+    return found
 
 
 def heads(rounds: int) -> Iterator[Figure]:

@@ -1,10 +1,23 @@
-"""Timing that holds on a noisy machine: alternatives in turn, medians, and ratios taken round by round."""
+"""Timing that holds on a noisy machine: alternatives in turn, medians, and ratios taken round by round.
 
+A call on all cores takes several times as long while another process has one of them, since its threads wait for each
+other; and that is not the same factor for all alternatives. Linux says how long a process's threads were ready to run
+and had no core, so a call that was disturbed is timed again.
+"""
+
+import contextlib
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+_WARM = 0.001  # seconds of uncounted calls in front of those that are timed; one call may take longer
+_DISTURBED = 0.02  # seconds of waiting for a core, for each second of a call
+_PATIENCE = 20.0  # seconds that the calls of :func:`in_turn` which are timed again may take altogether
+_PAUSE = 0.02  # seconds in front of such a call, for the other process to get done
 
 
 @dataclass(frozen=True)
@@ -29,18 +42,46 @@ def in_turn(
     repeats: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Time every alternative once a round: the mean of some calls in a row, after an uncounted one.
+    """Time every alternative once a round, there and back: the mean of some calls in a row, after uncounted ones.
 
-    Without that call an alternative would find its data in a cache, or not, by what ran before it. One call in a row is
-    for work too long for that to matter, and has no other in front.
+    Without these an alternative would find its data in a cache, or not, by what ran before it. What is larger than
+    the caches of a core is still felt some calls later, so every second round goes backwards. One call in a row is for
+    work too long for all that to matter, and has none in front. What was disturbed by another process is timed
+    again while patience lasts; then the least disturbed time counts.
     """
     seconds: dict[str, list[float]] = {name: [] for name in alternatives}
-    for _ in range(rounds):
-        for name, function in alternatives.items():
-            if repeats > 1:
-                function()
-            start = clock()
-            for _ in range(repeats):
-                function()
-            seconds[name].append((clock() - start) / repeats)
+    patience = _PATIENCE
+    for number in range(rounds):
+        for name in [*alternatives][:: -1 if number % 2 else 1]:
+            function = alternatives[name]
+            share, found = _timed(function, repeats, clock)
+            start = time.perf_counter()
+            while share > _DISTURBED and patience > time.perf_counter() - start:
+                time.sleep(_PAUSE)
+                share, found = min((share, found), _timed(function, repeats, clock))
+            patience -= time.perf_counter() - start
+            seconds[name].append(found)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def _timed(function: Callable[[], Any], repeats: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """Return the share of the time that was waited for a core, and the mean seconds of some calls."""
+    waited, start = _waited(), time.perf_counter()
+    while repeats > 1:
+        function()
+        if time.perf_counter() - start > _WARM:
+            break
+    start = clock()
+    for _ in range(repeats):
+        function()
+    seconds = clock() - start
+    return (_waited() - waited) / max(seconds, math.ulp(0.0)), seconds / repeats
+
+
+def _waited() -> float:
+    """Return the seconds that this process's threads were ready to run and had no core; 0 where the system is mute."""
+    total = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, IndexError):  # a thread that has just ended
+            total += int(path.read_text().split()[1])
+    return total / 1e9

@@ -74,18 +74,13 @@ def plan(n: int, d: int, m: int, dtype: torch.dtype, memory: int, *, half: bool,
         dtype: in which is computed.
         memory: bytes; sixteen rows and classes are always taken.
         half: whether products are in half precision: logits and exponentials beside each other, no copy of weights.
-        keeps: whether the exponentials of all classes stay until tiles are chosen.
+        keeps: whether the exponentials of all classes stay until tiles are chosen; not in half precision.
     """
     item = dtype.itemsize
     if keeps:
         tile = max(_NARROW, min(_WIDE, -(-d // _PARTS)))
-        if half:
-            tile = min(d, _up(tile))
-            weights, row = 0, _HALF * d + item * tile
-        else:
-            tile = min(d, tile, max(16, memory // (8 * m * item)))
-            weights, row = 2 * tile * m * item, item * d
-        row += 5 * m * item
+        tile = min(d, tile, max(16, memory // (8 * m * item)))
+        weights, row = 2 * tile * m * item, (d + 5 * m) * item
         rows = _down(max(16, (memory - weights) // row))
     elif half:
         rows = _down(min(n, _MOST_ROWS, max(16, memory // (4 * m * item))))
@@ -148,14 +143,15 @@ class WideHead:
         bias: (d,); None: 0.
         backend: a module from :func:`.backends.choose`.
         memory: bytes for working buffers.
-        rtol: error that may be made to save time, relative to the sum over a chunk of rows; 0: none.
+        rtol: error that may be made to save time, relative to the sum over a chunk of rows; 0: none. On CUDA it saves
+            none, and none is made.
     """
 
     def __init__(
         self, weight: Tensor, centre: Tensor, bias: Tensor | None, backend: ModuleType, memory: int, rtol: float
     ) -> None:
         self._weight, self._centre, self._bias, self._backend = weight, centre, shifted(bias, weight), backend
-        self._memory, self._rtol = memory, rtol
+        self._memory, self._rtol = memory, 0.0 if weight.is_cuda or backend is cuda else rtol
         self._added = None if bias is None else self._bias  # to products that a kernel adds it to
         self._norms = backend.norms_about(weight, centre)
 
@@ -186,7 +182,7 @@ class WideHead:
         d = len(self._weight)
         return [slice(start, min(start + width, d)) for start in range(0, d, width)]
 
-    def _matrix(self, which: slice, half: bool) -> Tensor:
+    def _matrix(self, which: slice, half: bool = False) -> Tensor:
         """Return rows of the weight as products take them: in half precision as they are, else centred."""
         return self._weight[which] if half else promoted(self._weight[which]) - self._centre
 
@@ -234,13 +230,13 @@ class WideHead:
 
     def _few(self, features: Tensor, width: int, scale: Tensor) -> Bounded:
         """Make the logits of all tiles, then the second product of those that matter."""
-        half, tiles = self._takes_half(features), self._tiles(width)
+        tiles = self._tiles(width)
         classes, summed = self._start(features)
         own = ClassSums(*(rows.new_empty(len(rows), len(tiles)) for rows in classes))
         values = []
         for k, tile in enumerate(tiles):
             columns = ClassSums(*(matrix[:, k] for matrix in own))
-            values.append(self._exponentials(features, tile, self._matrix(tile, half), classes, columns)[0])
+            values.append(self._exponentials(features, tile, self._matrix(tile), classes, columns)[0])
         rest, moment, shrink = self._settle(values, tiles, classes, own)
         left_out = (rest * moment).sqrt()
         classes = classes._replace(rest=rest.sum(dim=1), moment=moment.sum(dim=1))
@@ -250,7 +246,7 @@ class WideHead:
         done, attempts = len(order), 0  # tiles order[done:] are summed
         while True:
             for k in order[count:done]:
-                product = _multiply(values[k], self._matrix(tiles[k], half), torch.empty_like(summed))
+                product = _multiply(values[k], self._matrix(tiles[k]), torch.empty_like(summed))
                 summed.addcmul_(product, shrink[:, k, None].to(summed.dtype))
             done, gone, attempts = count, order[:count], attempts + 1
             sums = sums._replace(

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from .. import interrupts
 from ..contractions import promoted
-from ..contractions.factor import gram_factor
 from ..contractions.quantities import QUANTITIES, Contribution
 from ..messages import is_out_of_memory, second_derivatives
 from ..numerics.signs import Signs
@@ -93,7 +92,7 @@ class BlockTraces:
         self._weight, whole = promoted(form.weight(run)), promoted(form.whole_weight(run))
         self._quantities, self._most = quantities, most
         self._traced = [name for name in quantities if QUANTITIES[name].of_block_trace]
-        self._basis = _basis(whole, self._traced)
+        self._basis = _basis(whole, self._traced, partial(form.factor, run))
         others = [name for name in quantities if name not in self._traced]
         self._entries = Entries(self._weight, form.kernel_elements, others, whole)
         self._everything = None
@@ -298,11 +297,11 @@ def differentiable(
     return second_derivatives(f"{what} {listed}: an operation behind it has no second derivative", advice)
 
 
-def _basis(weight: Tensor, quantities: Sequence[str]) -> Basis:
+def _basis(weight: Tensor, quantities: Sequence[str], factor: Callable[[], Tensor]) -> Basis:
     """Return, for relative flatness alone, the rows of R, min(d, m) of them; else unit vectors, d."""
     weighted = [QUANTITIES[name].gram_factor for name in quantities]
     if weighted == [True]:
-        rows = gram_factor(weight)
+        rows = factor()
         return Basis(rows.shape[1], rows, [None])
     gram = weight.double() @ weight.double().mT if any(weighted) else None
     return Basis(weight.shape[1], None, [gram if by_gram else None for by_gram in weighted])

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .. import contractions
 from ..contractions import DenseContraction, LayerContraction, TokenContraction, promoted
+from ..contractions.factor import gram_factor
 from ..errors import InputError
 from ..model import layers
 from ..options import Options
@@ -55,6 +56,7 @@ class LayerForm:
         self._memory = Budget(options.memory, device=weight.device).buffers
         self._sizes: set[tuple[int, ...]] = set()
         self._contraction: LayerContraction | None = None
+        self._factor: Tensor | None = None
 
     def of(self, quantities: Sequence[str]) -> "LayerForm":
         """Return the layer's form for other quantities."""
@@ -93,6 +95,12 @@ class LayerForm:
     def whole_weight(self, run: Run) -> Tensor:
         """Return the weight (G, d, m) with all of its columns, also those that no input of a run has."""
         return self.weight(run)
+
+    def factor(self, run: Run) -> Tensor:
+        """Return R (G, r, d), RᵀR = w wᵀ of :meth:`whole_weight`: made once, unless runs may have other weights."""
+        if self._factor is None or self._dense:
+            self._factor = gram_factor(promoted(self.whole_weight(run)))
+        return self._factor
 
     @property
     def matrix(self) -> Tensor:

@@ -343,8 +343,8 @@ def test_every_number_in_half_precision(cuda_device, stored):
         torch.testing.assert_close(summed, bits[top].float(), rtol=0, atol=0, equal_nan=True)
 
 
-def variance(features, weight, bias, route="rows", **options):
-    return SoftmaxVariance(weight, bias, cuda, rows=len(features), route=route, memory=1, **options)(features)
+def variance(features, weight, bias, route="rows"):
+    return SoftmaxVariance(weight, bias, cuda, rows=len(features), route=route, memory=1)(features)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -432,8 +432,7 @@ def test_the_order_of_threads_changes_nothing(request):
                 values.append(fused(*head(cpu, 35, d, 45, torch.float32)))
             features, weight, bias = head(cpu, 20, 300, 20, torch.float32)
             for dtype in (torch.float32, torch.float64, torch.bfloat16):
-                for rtol in (0.0, 0.2):
-                    values.append(variance(features.to(dtype), weight.to(dtype), bias.to(dtype), rtol=rtol))
+                values.append(variance(features.to(dtype), weight.to(dtype), bias.to(dtype)))
             values.append(cuda.sigmoid_curvature(features, features, weight[0].square()))
             found.append(values)
     for values in found[1:]:
