@@ -43,7 +43,8 @@ def head_flatness(
     Args:
         features: φ, (n, m) or (n, …, m), of any floating-point dtype; dimension 0 counts samples, those between are
             positions. Half precision is computed in float32.
-        weight: w, (d, m), of the features' dtype and device (half precision may stand beside float32).
+        weight: w, (d, m), of the features' dtype and device (half precision may stand beside float32). A ``DTensor``
+            whose rows are spread over ranks, for cross-entropy: all of these have the same features (docs/ranks.md).
         bias: (d,) or None.
         targets: what ``loss`` takes, with classes last: class indices (n, …), or values (n, …, d). None where the
             curvature does not depend on them (cross-entropy without class weights, squared error, binary

@@ -198,20 +198,13 @@ class WideHead:
         """Return rows of the weight as products take them: in half precision as they are, else centred."""
         return self._weight[which] if half else promoted(self._weight[which]) - self._centre
 
-    def _exponentials(
-        self, features: Tensor, tile: slice, matrix: Tensor, sums: ClassSums, own: ClassSums | None = None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return those of a tile, and what joins the sums for them; see :func:`.reference.exponentiate_tile`."""
+    def _scores(self, features: Tensor, tile: slice, matrix: Tensor) -> Tensor:
+        """Return the logits of a tile; in half precision without the bias."""
         interrupts.check()
-        half, width = matrix.dtype == torch.bfloat16, tile.stop - tile.start
-        scores = self._room(features, width, self._centre.dtype)
-        if half:
-            _multiply(features, matrix.t(), scores)
-        else:
-            torch.addmm(self._bias[tile], features, matrix.t(), out=scores)
-        bias, rounded = (self._added, self._room(features, width, torch.bfloat16)) if half else (None, None)
-        joins = self._backend.exponentiate_tile(scores, bias, self._norms, tile.start, sums, rounded, own)
-        return scores if rounded is None else rounded, joins
+        scores = self._room(features, tile.stop - tile.start, self._centre.dtype)
+        if matrix.dtype == torch.bfloat16:
+            return _multiply(features, matrix.t(), scores)
+        return torch.addmm(self._bias[tile], features, matrix.t(), out=scores)
 
     def _room(self, features: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """Return a matrix (n, width) to be written.
@@ -236,10 +229,14 @@ class WideHead:
         sums, summed = self._start(features)
         for tile in self._tiles(width):
             matrix = self._matrix(tile, half)
-            values, joins = self._exponentials(features, tile, matrix, sums)
+            scores, bias, rounded = self._scores(features, tile, matrix), None, None
+            if half:
+                bias, rounded = self._added, self._room(features, scores.shape[1], torch.bfloat16)
+            joins = self._backend.exponentiate_tile(scores, bias, self._norms, tile.start, sums, rounded)
+            values = scores if rounded is None else rounded
             self._backend.rejoin(summed, self._weight, None if half else self._centre, *joins)
             _multiply_add(values, matrix, summed)
-            del values, matrix  # before the next tile's are made
+            del scores, rounded, values, matrix  # before the next tile's are made
         return _Sums(sums, summed, sums.rest, None)
 
     def _all_fused(self, features: Tensor, width: int) -> _Sums:
@@ -261,11 +258,16 @@ class WideHead:
         """Make the logits of all tiles, then the second product of those that matter."""
         tiles = self._tiles(width)
         classes, summed = self._start(features)
-        own = ClassSums(*(rows.new_empty(len(rows), len(tiles)) for rows in classes))
-        values = []
-        for k, tile in enumerate(tiles):
-            columns = ClassSums(*(matrix[:, k] for matrix in own))
-            values.append(self._exponentials(features, tile, self._matrix(tile), classes, columns)[0])
+        maximum, top, values, parts = classes.maximum, classes.top, [], []
+        for tile in tiles:
+            scores = self._scores(features, tile, self._matrix(tile))
+            rest, moment, place = self._backend.exponentiate(scores, self._norms[tile], 0.0, maximum)
+            found = torch.where(place >= 0, place + tile.start, -1)
+            top = torch.where(found >= 0, found, top)
+            values.append(scores)
+            parts.append(ClassSums(maximum.clone(), found, rest, moment))
+        own = ClassSums(*(torch.stack(rows, dim=1) for rows in zip(*parts, strict=True)))
+        classes = classes._replace(top=top)
         rest, moment, shrink = self._settle(values, tiles, classes, own)
         left_out = (rest * moment).sqrt()
         classes = classes._replace(rest=rest.sum(dim=1), moment=moment.sum(dim=1))
