@@ -15,6 +15,7 @@ import time
 import traceback
 
 import gpu_head
+import gpu_kernels
 import gpu_layers
 import torch
 from gpu_rows import COLUMNS, Row, Works
@@ -35,7 +36,7 @@ def main() -> int:
     reason = cuda.unavailable(device, torch.float32)
     if reason:
         sys.exit(f"benchmarks/gpu.py: {reason}; `make test-gpu` builds them for this GPU")
-    works = {**gpu_layers.works(device), **gpu_head.works(device)}
+    works = {**gpu_layers.works(device), **gpu_kernels.works(device), **gpu_head.works(device)}
     chosen = {work: take for work, take in works.items() if any(name in work for name in names)}
     if not chosen:
         parser.error(f"no row's name has {' or '.join(names)} in it; there are {'; '.join(works)}")

@@ -99,8 +99,10 @@ def public_call(model: nn.Module, n: int, device: torch.device, backend: str = "
     sweep = bare.Sweep(model, measurable(model))
     data = images(n).to(device), (torch.arange(n) % 10).to(device)
 
-    def measured(backend: str) -> Tensor:
-        report = pf.measure(model, "cross_entropy", data, measures="relative_flatness", backend=backend, progress=False)
+    def measured(backend: str, memory: int | None = None) -> Tensor:
+        report = pf.measure(
+            model, "cross_entropy", data, measures="relative_flatness", backend=backend, memory=memory, progress=False
+        )
         return torch.tensor([report[name, "relative_flatness"].value for name in sweep.layers])
 
     check(measured(backend), measured("reference"))
@@ -108,6 +110,7 @@ def public_call(model: nn.Module, n: int, device: torch.device, backend: str = "
         {
             "sweep": lambda: sweep.run([data[0]]),
             "ours": lambda: measured(backend),
+            "memory=512 MiB": lambda: measured(backend, 512 << 20),
             "reference": lambda: measured("reference"),
         },
         device,

@@ -22,6 +22,7 @@ from .model import calling, layers, selectors, state, uses
 from .model.data import first, rows_of, same, size, take
 from .model.generators import Generators
 from .model.row_order import order_in_memory
+from .numerics.ranks import ALONE, Ranks
 from .numerics.shard import Shard
 from .passes.independence import Spacing, check_unchanged, two_alone
 from .passes.task import Task
@@ -95,6 +96,11 @@ class Head:
         }
         if not self._candidates:
             raise InputError("layer: the model has no Linear layer; name the layer to measure")
+
+    @property
+    def classes(self) -> Ranks:
+        """Return the ranks that the rows of the weight are spread over: none, such models are refused."""
+        return ALONE
 
     @property
     def shard(self) -> Shard:

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from . import losses
 from .contractions import promoted, promoted_dtype
-from .errors import InputError
+from .errors import InputError, NotYetError
 from .head import HeadBatch, terms_of
 from .losses.closure import REFUSAL, depends_on_more
 from .messages import check_tensor
 from .model import fingerprint, layers
+from .model.checks import is_spread
 from .numerics.ranks import ALONE, Ranks
 from .numerics.shard import WHOLE, Shard
 
@@ -25,6 +26,7 @@ class TensorHead:
     batch: HeadBatch
     name: str = ""
     shard: Shard = WHOLE
+    classes: Ranks = ALONE
 
     def matrix(self) -> tuple[Tensor, Tensor | None]:
         """Return the weight (d, m) and the bias (d,)."""
@@ -53,8 +55,13 @@ def from_tensors(
 ) -> TensorHead:
     """Check the tensors of a head (features (n, …, m), weight (d, m), bias (d,)) and make rows of them.
 
-    They are those of one of some ranks, of which single ones may have no samples.
+    They are those of one of some ranks, of which single ones may have no samples. Where the weight is a ``DTensor``,
+    the ranks have its rows in place of samples.
     """
+    total, classes = weight.shape[0] if isinstance(weight, Tensor) and weight.ndim else 0, ALONE
+    if isinstance(weight, Tensor) and is_spread(weight):
+        features, weight, bias, targets = _own_rows(features, weight, bias, targets, loss, ranks)
+        classes, ranks = ranks, ALONE
     for what, tensor, ndim in (("features", features, 2), ("weight", weight, 2), ("bias", bias, 1)):
         if what == "bias" and bias is None:
             continue
@@ -69,7 +76,7 @@ def from_tensors(
                 "they must be of one kind"
             )
     d, m = weight.shape
-    if features.shape[-1] != m or d == 0:
+    if features.shape[-1] != m or total == 0:
         raise InputError(f"features {tuple(features.shape)} do not fit weight {tuple(weight.shape)}: (n, m) and (d, m)")
     if bias is not None and bias.shape[0] != d:
         raise InputError(f"bias has {len(bias)} entries for {d} rows of weight")
@@ -82,7 +89,7 @@ def from_tensors(
     if not counts:  # a sample that adds nothing stands for those of the others
         features = features.new_zeros(1, *features.shape[1:])
         targets = None if targets is None else targets.new_zeros(1, *targets.shape[1:])
-    rows, shape, custom = _detached(features), (*features.shape[:-1], d), isinstance(loss, losses.CustomLoss)
+    rows, shape, custom = _detached(features), (*features.shape[:-1], total), isinstance(loss, losses.CustomLoss)
     if targets is not None:
         targets = _detached(check_tensor("targets", targets)).to(features.device)
     if not custom and rows.ndim > 2:
@@ -104,7 +111,46 @@ def from_tensors(
     samples = features.shape[0]
     batch = HeadBatch(rows, samples, rows.shape[0] // samples, 0, terms, labels)
     shard = WHOLE if ranks.alone else Shard(ranks, counts)
-    return TensorHead(_detached(weight), None if bias is None else _detached(bias), batch, shard=shard)
+    return TensorHead(_detached(weight), None if bias is None else _detached(bias), batch, shard=shard, classes=classes)
+
+
+def _own_rows(
+    features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None, loss: losses.Loss, ranks: Ranks
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return features, this rank's rows of weight and bias, and targets.
+
+    Raises:
+        InputError: a weight that is spread otherwise than by rows, or over other ranks.
+        NotYetError: another loss than cross-entropy.
+        RankError: the ranks have other features or targets.
+    """
+    mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
+    if len(placements) != 1 or not placements[0].is_shard(0) or mesh.size() != ranks.size:
+        raise InputError(
+            f"weight: a DTensor with {placements} over {mesh}; one whose rows are spread over the ranks that make the "
+            "call is wanted, (Shard(0),), and process_group=weight.device_mesh.get_group() where that is not all ranks"
+        )
+    if not isinstance(loss, losses.CrossEntropy):
+        raise NotYetError("weight: its rows can be spread over ranks (a DTensor) for cross-entropy alone")
+    rows: Tensor = weight.to_local()  # type: ignore[attr-defined]
+    counts = ranks.exchange("the rows of the weight", len(rows))
+    features, targets = _whole(features), None if targets is None else _whole(targets)
+    if bias is not None:
+        bias = _whole(bias)
+        if bias.shape != (len(weight),):
+            raise InputError(f"bias has shape {tuple(bias.shape)} for {len(weight)} rows of weight")
+        bias = bias.split(counts)[ranks.rank]
+    given = [(name, tensor) for name, tensor in (("features", features), ("targets", targets)) if tensor is not None]
+    ranks.check_alike("the beginning of the call", {"features or targets": fingerprint.of_tensors(given)})
+    return features, rows, bias, targets
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return what all ranks have of a tensor together."""
+    if not (isinstance(tensor, Tensor) and is_spread(tensor)):
+        return tensor
+    whole: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    return whole
 
 
 def _detached(tensor: Tensor) -> Tensor:

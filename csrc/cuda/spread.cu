@@ -7,12 +7,15 @@
 namespace pyflatness::cuda {
 namespace {
 
-constexpr int kSpreadThreads = 128, kOwn = 2, kTile = kSpreadThreads * kOwn;  // classes of a thread, of a tile
+constexpr int kSpreadThreads = 128, kSides = 2;             // the two halves of a warp have the same classes
+constexpr int kApart = kSpreadThreads / kSides, kOwn = 4;  // classes of a thread: how far apart, how many
+constexpr int kTile = kApart * kOwn;
 constexpr int64_t kMostSplits = 512, kMostBlocks = 1024;
-constexpr int kInFlight = 8;  // accesses of a thread that are on their way at once
 
 template <typename T>
-constexpr int kGroup = sizeof(T) == sizeof(double) ? 4 : 8;  // rows that share a read
+constexpr int kRows = sizeof(T) == sizeof(double) ? 2 : 4;  // of a thread
+template <typename T>
+constexpr int kGroup = kRows<T> * kSides;  // rows that share a read
 template <typename W>
 constexpr int kSlice = 128 / sizeof(W);  // features at a time
 template <typename W>
@@ -33,83 +36,95 @@ struct Spread {
 };
 
 template <typename T, typename W>
-struct Slices {
+struct Slice {
   W weight[kTile * kPitch<W>];
   T centre[kSlice<W>], features[kGroup<T>][kSlice<W>], mean[kGroup<T>][kSlice<W>];
+};
+
+template <typename T, typename W>
+struct Shared {
+  Slice<T, W> slices[2];  // one is read while the other comes
   int64_t rows[kGroup<T>];
   double totals[kGroup<T>];
 };
 
-// Rows of the weight from `first` on, features from `start` on; 0 beyond both ends.
-template <int Width, typename T, typename W>
-__device__ void fetch_weight(Slices<T, W>& shared, const Spread<T, W>& call, int64_t first, int64_t start) {
-  constexpr int kAccesses = kSlice<W> / Width, kStep = kSpreadThreads / kAccesses;  // of a row; rows at once
-  const int own = threadIdx.x / kAccesses, v = threadIdx.x % kAccesses * Width;
-  const W* source = call.weight + (first + own) * call.m + start + v;
-  W* target = shared.weight + own * kPitch<W> + v;
-  const int there = static_cast<int>(start + v < call.m ? min(call.d - first - own, int64_t{kTile}) : 0);
-#pragma unroll 1
-  for (int row = 0; row < kTile; row += kInFlight * kStep) {
-    Pack<W, Width> fetched[kInFlight];
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      fetched[i] = row + i * kStep < there ? load<Width>(source) : Pack<W, Width>{};
-      source += kStep * call.m;
-    }
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) store(target + (row + i * kStep) * kPitch<W>, fetched[i]);
-  }
+// Brings an access to shared memory, whole ones without waiting for them; 0 where there is nothing.
+template <int Width, typename E>
+__device__ void bring(E* shared, const E* global, bool there) {
+  if (!there)
+    store(shared, Pack<E, Width>{});
+  else if constexpr (Width == kPack<E>)
+    copy_async<sizeof(Pack<E, Width>)>(shared, global);
+  else
+    store(shared, load<Width>(global));
 }
 
-// What the group has beside the weight; rows and features that are not there are 0, and add nothing.
-template <int Width, typename T, typename W>
-__device__ void fetch_rows(Slices<T, W>& shared, const Spread<T, W>& call, int64_t start) {
-  constexpr int kAccesses = kSlice<W> / Width;
+// Features from `start` on of the weight's rows from `first` on, and of the group's.
+template <bool Packed, typename T, typename W>
+__device__ void fetch(Slice<T, W>& slice, const int64_t* rows, const Spread<T, W>& call, int64_t first, int64_t start) {
+  constexpr int kWide = Packed ? kPack<W> : 1, kAccesses = kSlice<W> / kWide, kStep = kSpreadThreads / kAccesses;
+  const int own = threadIdx.x / kAccesses, place = threadIdx.x % kAccesses * kWide;
+  const W* source = call.weight + (first + own) * call.m + start + place;
+  const int there = static_cast<int>(start + place < call.m ? min(call.d - first, int64_t{kTile}) : 0);
+#pragma unroll 4
+  for (int s = 0; s < kTile; s += kStep) {
+    bring<kWide>(slice.weight + (own + s) * kPitch<W> + place, source, own + s < there);
+    source += kStep * call.m;
+  }
+  constexpr int kCount = Packed ? kPack<T> : 1;
 #pragma unroll 1
-  for (int access = threadIdx.x; access < kGroup<T> * kAccesses; access += kSpreadThreads) {
-    const int r = access / kAccesses, v = access % kAccesses * Width;
-    const int64_t place = shared.rows[r] * call.m + start + v;
-    const bool there = shared.rows[r] >= 0 && start + v < call.m;
-    const auto feature = there ? load<Width>(call.features + place) : Pack<T, Width>{};
-    const auto mean = there ? load<Width>(call.mean + place) : Pack<T, Width>{};
-    store(shared.features[r] + v, feature), store(shared.mean[r] + v, mean);
+  for (int access = threadIdx.x; access < kGroup<T> * kSlice<W> / kCount; access += kSpreadThreads) {
+    const int r = access * kCount / kSlice<W>, v = access * kCount % kSlice<W>;
+    const int64_t from = rows[r] * call.m + start + v;
+    const bool inside = rows[r] >= 0 && start + v < call.m;
+    bring<kCount>(slice.features[r] + v, call.features + from, inside);
+    bring<kCount>(slice.mean[r] + v, call.mean + from, inside);
   }
 #pragma unroll 1
-  for (int v = threadIdx.x * Width; v < kSlice<W>; v += kSpreadThreads * Width)
-    store(shared.centre + v,
-          call.centre && start + v < call.m ? load<Width>(call.centre + start + v) : Pack<T, Width>{});
+  for (int v = threadIdx.x * kCount; v < kSlice<W>; v += kSpreadThreads * kCount)
+    bring<kCount>(slice.centre + v, call.centre + start + v, call.centre && start + v < call.m);
 }
 
-// Adds the exponentials of a thread's own classes, times their distances, for every row of the group. Products are in T
+// Adds up the exponentials of a tile's classes, times their distances, for every row of the group. Products are in T
 // over a slice; what logits sum up to goes on in double, since exponentials have their error.
 template <bool Packed, typename T, typename W>
-__device__ void add_tile(Slices<T, W>& shared, const Spread<T, W>& call, int64_t first) {
-  double logits[kGroup<T>][kOwn] = {};
-  T distances[kGroup<T>][kOwn] = {};
-  for (int64_t start = 0; start < call.m; start += kSlice<W>) {
-    __syncthreads();  // the slice before has been read
-    fetch_rows<Packed ? kPack<T> : 1>(shared, call, start);
-    fetch_weight<Packed ? kPack<W> : 1>(shared, call, first, start);
-    __syncthreads();
-    T product[kGroup<T>][kOwn] = {}, square[kGroup<T>][kOwn] = {};
+__device__ void add_tile(Shared<T, W>& shared, const Spread<T, W>& call, int64_t first) {
+  const int side = threadIdx.x / (kWarp / kSides) % kSides, row = side * kRows<T>;
+  const int lane = threadIdx.x / kWarp * (kWarp / kSides) + threadIdx.x % (kWarp / kSides);
+  double logits[kRows<T>][kOwn] = {};
+  T distances[kRows<T>][kOwn] = {};
+  fetch<Packed>(shared.slices[0], shared.rows, call, first, 0);
+  for (int64_t start = 0, stage = 0; start < call.m; start += kSlice<W>, stage = 1 - stage) {
+    wait_for_copies();
+    __syncthreads();  // this slice is there, and the one before has been read
+    if (start + kSlice<W> < call.m)
+      fetch<Packed>(shared.slices[1 - stage], shared.rows, call, first, start + kSlice<W>);
+    const Slice<T, W>& slice = shared.slices[stage];
+    T product[kRows<T>][kOwn] = {}, square[kRows<T>][kOwn] = {};
 #pragma unroll 1
     for (int v = 0; v < kSlice<W>; v += kPack<W>) {
       Pack<W, kPack<W>> stored[kOwn];
 #pragma unroll
       for (int own = 0; own < kOwn; ++own)
-        stored[own] = load<kPack<W>>(shared.weight + (own * kSpreadThreads + threadIdx.x) * kPitch<W> + v);
+        stored[own] = load<kPack<W>>(slice.weight + (own * kApart + lane) * kPitch<W> + v);
 #pragma unroll
       for (int part = 0; part < kPack<W>; part += kPack<T>) {
-        const auto centre = load<kPack<T>>(shared.centre + v + part);
         T w[kOwn][kPack<T>];
 #pragma unroll
         for (int own = 0; own < kOwn; ++own)
 #pragma unroll
-          for (int q = 0; q < kPack<T>; ++q) w[own][q] = widen(stored[own].value[part + q]) - centre.value[q];
+          for (int q = 0; q < kPack<T>; ++q) w[own][q] = widen(stored[own].value[part + q]);
+        if (call.centre) {
+          const auto centre = load<kPack<T>>(slice.centre + v + part);
 #pragma unroll
-        for (int r = 0; r < kGroup<T>; ++r) {
-          const auto feature = load<kPack<T>>(shared.features[r] + v + part);
-          const auto mean = load<kPack<T>>(shared.mean[r] + v + part);
+          for (int own = 0; own < kOwn; ++own)
+#pragma unroll
+            for (int q = 0; q < kPack<T>; ++q) w[own][q] -= centre.value[q];
+        }
+#pragma unroll
+        for (int r = 0; r < kRows<T>; ++r) {
+          const auto feature = load<kPack<T>>(slice.features[row + r] + v + part);
+          const auto mean = load<kPack<T>>(slice.mean[row + r] + v + part);
 #pragma unroll
           for (int q = 0; q < kPack<T>; ++q)
 #pragma unroll
@@ -122,7 +137,7 @@ __device__ void add_tile(Slices<T, W>& shared, const Spread<T, W>& call, int64_t
       }
     }
 #pragma unroll
-    for (int r = 0; r < kGroup<T>; ++r)
+    for (int r = 0; r < kRows<T>; ++r)
 #pragma unroll
       for (int own = 0; own < kOwn; ++own) {
         logits[r][own] += product[r][own];
@@ -130,25 +145,27 @@ __device__ void add_tile(Slices<T, W>& shared, const Spread<T, W>& call, int64_t
       }
   }
 #pragma unroll
-  for (int r = 0; r < kGroup<T>; ++r) {
-    if (shared.rows[r] < 0) return;
-    const double maximum = call.maximum[shared.rows[r]];
+  for (int r = 0; r < kRows<T>; ++r) {
+    const int64_t place = shared.rows[row + r];
+    const double maximum = place < 0 ? 0.0 : call.maximum[place];
     double sum = 0;
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {
-      const int64_t s = first + own * kSpreadThreads + threadIdx.x;
+      const int64_t s = first + own * kApart + lane;
       if (s < call.d) sum += exp(logits[r][own] + call.bias[s] - maximum) * distances[r][own];
     }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) shared.totals[r] += sum;
+#pragma unroll
+    for (int other = 0; other < kSides; ++other) {
+      const double total = block_sum(side == other ? sum : 0.0);  // behind its barriers the last slice has been read
+      if (threadIdx.x == 0) shared.totals[other * kRows<T> + r] += total;
+    }
   }
 }
 
 // Groups in turn take the same classes, so that blocks that run together find these in the cache.
 template <bool Packed, typename T, typename W>
-__global__ void __launch_bounds__(kSpreadThreads, 3)
-    spread_kernel(Spread<T, W> call) {
-  auto& shared = *dynamic_shared<Slices<T, W>>();
+__global__ void __launch_bounds__(kSpreadThreads, 2) spread_kernel(Spread<T, W> call) {
+  auto& shared = *dynamic_shared<Shared<T, W>>();
   const int64_t count = call.rows[call.n], groups = (count + kGroup<T> - 1) / kGroup<T>;
   const int64_t tiles = (call.d + kTile - 1) / kTile, share = (tiles + call.splits - 1) / call.splits * kTile;
   for (int64_t item = blockIdx.x; item < groups * call.splits; item += gridDim.x) {
@@ -220,7 +237,7 @@ int spread(const T* features, const T* maximum, const T* mean, const W* weight, 
   const bool wide = packed(weight, m) && packed(features, m) && packed(mean, m) && packed(centre, 0);
   const auto kernel = wide ? spread_kernel<true, T, W> : spread_kernel<false, T, W>;
   const Spread<T, W> call{features, maximum, mean, weight, centre, bias, rows, n, d, m, splits, partial};
-  status = launch(kernel, dim3(blocks_for(groups * splits)), kSpreadThreads, sizeof(Slices<T, W>), stream, call);
+  status = launch(kernel, dim3(blocks_for(groups * splits)), kSpreadThreads, sizeof(Shared<T, W>), stream, call);
   if (status != 0) return status;
   return launch(add_splits_kernel, dim3(blocks_for(n)), threads_for(splits, 1), 0, stream, partial, rows, n, splits, out);
 }

@@ -22,10 +22,12 @@ from ..errors import InputError, NonFiniteError
 from ..head import HeadBatch
 from ..model import layers
 from ..numerics.accumulate import Accumulator, masked, non_finite
+from ..numerics.ranks import Ranks
 from ..numerics.shard import Shard
 from ..options import Options
 from ..passes import normalize
 from ..report import Estimate
+from . import split_head
 
 
 class Source(Protocol):
@@ -36,6 +38,10 @@ class Source(Protocol):
     @property
     def shard(self) -> Shard:
         """Return which part of all data it is."""
+
+    @property
+    def classes(self) -> Ranks:
+        """Return the ranks that the rows of the weight are spread over."""
 
     def batches(self) -> Generator[HeadBatch, None, None]:
         """Read the data once."""
@@ -66,7 +72,12 @@ def relative_flatness(source: Source, loss: losses.Loss, options: Options) -> Es
                     weight, bias, backend = total.take_weight()
                     memory = options.memory or contractions.default_memory(weight.device)
                     rows = source.expected_rows(batch)
-                    curvature = loss.curvature(weight, bias, backend, rows, memory, options.tolerance)
+                    make = partial(loss.curvature, weight, bias, backend, rows, memory)
+                    if source.classes.alone:
+                        curvature = make(options.tolerance)
+                    else:
+                        own = make(0.0) if len(weight) else None
+                        curvature = split_head.over(source.classes, own, weight, bias, memory)
                 total.add(batch, curvature)
             del batch  # or its memory stands in the way of the next one's
     return total.estimate()
@@ -85,8 +96,7 @@ class _Sum:
         weight, bias = self._source.matrix()
         if self._scale is not None:
             weight = normalize.apply(self._scale, weight)
-        dtype = contractions.promoted_dtype(weight.dtype)
-        backend = contractions.choose(self._options.backend, weight.device, dtype, "heads")
+        backend = contractions.choose_for_head(self._options.backend, weight)
         self._backend = contractions.describe(backend)
         return weight, bias, backend
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -27,7 +27,7 @@ def _check_kind(name: str, module: nn.Module) -> None:
             "pass the nn.Module that it was made from, with the same weights (load_state_dict)"
         )
     for own, parameter in module._parameters.items():
-        if type(parameter).__name__ == "DTensor":  # by name: importing its module takes as long as importing this one
+        if parameter is not None and is_spread(parameter):
             raise InputError(
                 f"model: its parameter {_joined(name, own)!r} is a DTensor, spread over processes (FSDP2 or tensor "
                 "parallelism); load the full weights into a model that is not (torch.distributed.checkpoint.state_dict."
@@ -62,6 +62,11 @@ def _check_values(name: str, module: nn.Module) -> None:
                 f"model: {_joined(name, own)!r}, {tuple(tensor.shape)}, is on the meta device and has no values; load "
                 "the model first"
             )
+
+
+def is_spread(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, spread over processes."""
+    return type(tensor).__name__ == "DTensor"  # by name: importing its module takes as long as importing this one
 
 
 def _joined(*names: str) -> str:

@@ -1,5 +1,7 @@
 """The GPU benchmarks' own work, small and on the CPU: what they time is set up right."""
 
+import functools
+
 import pytest
 import torch
 
@@ -72,9 +74,22 @@ def test_a_row_that_fails_leaves_the_others(benchmark_modules, capsys):
 
 
 def test_every_row_has_a_name_and_work(benchmark_modules):
-    works = [benchmark_modules(name).works(CPU) for name in ("gpu_head", "gpu_layers")]
+    works = [benchmark_modules(name).works(CPU) for name in ("gpu_head", "gpu_kernels", "gpu_layers")]
     names = [name for found in works for name in found]
     assert len({*names}) == len(names)
-    assert all(
-        any(name.startswith(kind) for kind in ("head (", "ResNet-18, ", "linear ", "eigenvalues ")) for name in names
-    )
+    kinds = "head (", "kernel ", "ResNet-18, ", "linear ", "eigenvalues "
+    assert all(name.startswith(kinds) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("exponentiate_tile", (3, 40)), ("norms_about", (6, 8)), ("rejoin", (3, 8)), ("mean_row", (3, 8)),
+        ("row_dots", (3, 8)), ("sigmoid_curvature", (3, 10)),
+    ],
+)  # fmt: skip
+def test_rows_of_kernels(benchmark_modules, name, sizes):
+    kernels = benchmark_modules("gpu_kernels")
+    row = kernels.row(functools.partial(getattr(kernels, name), *sizes), CPU, reference, rounds=1)
+    assert row.ours_ms > 0
+    assert row.note.endswith("GB/s")

@@ -214,7 +214,7 @@ def test_out_of_memory(cuda_device, backend):
     """Micro-batches are halved until they fit; the first one asks for more than there is."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 8192), nn.ReLU(), nn.Linear(8192, 4)).to(cuda_device)
-    data = torch.randn(4096, 64, device=cuda_device), torch.arange(4096, device=cuda_device) % 4
+    data = [(torch.randn(4096, 64, device=cuda_device), torch.arange(4096, device=cuda_device) % 4)]
     options = {"layers": "0", "measures": "relative_flatness", "backend": backend}
     expected = pf.measure(model, LOSS, data, memory=64 * 2**20, **options)
     torch.cuda.empty_cache()

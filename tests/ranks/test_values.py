@@ -16,8 +16,10 @@ CASES = (
     *("feature_robustness", "generalization_gap", "tokens", "nan_propagated", "nan_omitted"),
     *("nan_omitted_at_the_head", "nan_omitted_of_every_measure", "nan_omitted_normalized", "wrapped", "subgroup"),
     *("by_sampler", "without_the_rest", "counted_first", "callable_loss", "detached_on_some_ranks"),
+    *("vocabulary_of_7", "vocabulary_of_2", "vocabulary_at_a_minimum", "vocabulary_of_weighted_terms"),
+    "vocabulary_with_nan",
 )
-FLOAT32 = "head_of_float32", "hidden_layer_of_float32"
+FLOAT32 = "head_of_float32", "hidden_layer_of_float32", "vocabulary_of_many"
 WITH_TWO = "head", "hidden_layer_normalized", "probes", "one_probe", "every_measure", "nan_omitted", "by_sampler"
 OF_TWO = "layers_of_some_ranks", "by_sampler_shuffled", "with_repeats"  # cases that are for two ranks
 

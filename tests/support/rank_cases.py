@@ -8,6 +8,8 @@ import math
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -265,6 +267,38 @@ def detached_on_some_ranks(rank, size):
     whole = inputs[order], targets[order]
     pairs = [*zip(*(held.split(1) for held in part(rank, size, whole)), strict=True)]
     return pf.relative_flatness(Gated().double().eval(), LOSS, pairs, "first")
+
+
+def vocabulary(classes, size=1.0, dtype=torch.float64, kind=LOSS, change=None, **options):
+    """A head whose rows are spread over the ranks, each of which has all features."""
+
+    def case(rank, ranks):
+        generator = torch.Generator().manual_seed(7)
+        features, weight = (torch.randn(n, 4, generator=generator, dtype=dtype) for n in (12, classes))
+        bias = torch.randn(classes, generator=generator, dtype=dtype)
+        targets = torch.randint(classes, (12,), generator=generator)
+        if change is not None:
+            change(features)
+        weight = weight * size
+        if ranks > 1:
+            weight = distribute_tensor(weight, init_device_mesh("cpu", (ranks,)), [Shard(0)])
+        return pf.head_flatness(features, weight, bias, targets, loss=kind, **options)
+
+    return case
+
+
+def one_nan(features):
+    features[5, 1] = math.nan
+
+
+vocabulary_of_7 = vocabulary(7, per_sample=True)
+vocabulary_of_2 = vocabulary(2)  # of three ranks one has no row
+vocabulary_of_many = vocabulary(50_257, dtype=torch.float32)
+vocabulary_at_a_minimum = vocabulary(300, size=30.0, normalize="std")
+vocabulary_of_weighted_terms = vocabulary(
+    7, kind=nn.CrossEntropyLoss(weight=torch.linspace(0.5, 2, 7).double(), ignore_index=2, label_smoothing=0.1)
+)
+vocabulary_with_nan = vocabulary(7, change=one_nan, nan_policy="omit", per_sample=True)
 
 
 def callable_loss(rank, size):

@@ -6,6 +6,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import pyflatness as pf
 from support import rank_cases
@@ -94,6 +96,26 @@ def other_losses(rank, size):
 def other_head(rank, size):
     features, targets = part(rank, size)
     return pf.head_flatness(features, torch.ones(3, 5).double() * (rank + 1), targets=targets)
+
+
+def columns_of_a_head(rank, size):
+    weight = distribute_tensor(torch.ones(3, 6), init_device_mesh("cpu", (size,)), [Shard(1)])
+    return pf.head_flatness(torch.ones(4, 6), weight)
+
+
+def rows_of_another_loss(rank, size):
+    weight = distribute_tensor(torch.ones(3, 6), init_device_mesh("cpu", (size,)), [Shard(0)])
+    return pf.head_flatness(torch.ones(4, 6), weight, loss="mse_loss")
+
+
+def other_features(rank, size):
+    weight = distribute_tensor(torch.ones(3, 6), init_device_mesh("cpu", (size,)), [Shard(0)])
+    return pf.head_flatness(torch.ones(4, 6) + rank, weight)
+
+
+def wrong_bias(rank, size):
+    weight = distribute_tensor(torch.ones(3, 6), init_device_mesh("cpu", (size,)), [Shard(0)])
+    return pf.head_flatness(torch.ones(4, 6), weight, torch.ones(2))
 
 
 def objects_in_batches(rank, size):
