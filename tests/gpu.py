@@ -27,7 +27,17 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "gpu"
-SELECTED = ["-q", "-k", "cuda and not emulated", "-p", "no:cacheprovider", "-p", "support.launches", "-W", "default"]
+SELECTED = [
+    "-q",
+    "-k",
+    "(cuda or triton_head) and not emulated",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "support.launches",
+    "-W",
+    "default",
+]
 OPTIONAL = {"test_cli.py": ("click", "scipy", "sklearn", "matplotlib")}  # what some files import besides
 NEEDED = ("torch", "pybind11", "numpy", "rich", "pytest", "hypothesis")
 WORKERS = min(6, os.cpu_count() or 1)

@@ -10,6 +10,7 @@ nothing else.
 
 import argparse
 import concurrent.futures
+import difflib
 import importlib.util
 import os
 import re
@@ -77,11 +78,12 @@ def main() -> int:
     found = HEAD.format(version=version, command=COMMAND) + "\n".join(rows) + "\n"
     if write:
         PAGE.write_text(found, encoding="utf-8")
-    changed = sorted({*found.splitlines()} ^ {*stored.splitlines()})
-    print(*changed, f"{len(rows)} kernels, {len(changed)} lines changed", sep="\n")
-    if changed and not write:
+    changes = difflib.unified_diff(stored.splitlines(), found.splitlines(), "stored", "compiled", lineterm="", n=0)
+    print(*changes, f"{len(rows)} kernels", sep="\n")
+    if found != stored and not write:
         print(f"docs/cuda-sass.md is not what the compiler makes: look at the lines above, then {COMMAND}")
-    return int(bool(changed) and not write)
+        return 1
+    return 0
 
 
 def tool(name: str) -> str | None:

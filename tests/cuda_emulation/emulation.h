@@ -102,8 +102,6 @@ struct Block {
   std::pair<std::string, Effect> changed;                  // of them, by name
   char problem[256];                                       // the first of the launch
   alignas(16) unsigned char slots[kMostWarps][kWarp][16];  // what lanes hand to each other
-  uint32_t fragments[2][kMostWarps][kWarp][32];  // two sets in turn: a lane that is one product ahead does not write
-  unsigned char turns[kMostWarps][kWarp];        // over what others still read
 };
 
 inline Block block;
@@ -346,9 +344,13 @@ inline uint32_t narrowed(float first, float second) { return nearest_bfloat16(fi
 
 inline float coarse_exp(float x) { return std::exp(x); }
 
-// A copy is made when its thread waits for it, no sooner.
+// A copy may be made at any time until its thread has waited for it: what was there is lost at once, what comes is
+// there at the end.
 template <int Bytes>
 void copy_async(void* shared, const void* global) {
+  uint32_t nothing[Bytes / sizeof(uint32_t)];
+  std::fill(std::begin(nothing), std::end(nothing), ~0u);
+  std::memcpy(shared, nothing, Bytes);
   auto& copies = emulation::block.copies[emulation::block.running];
   if (copies.count == std::size(copies.each)) std::abort();
   copies.each[copies.count++] = {[](void* to, const void* from) { std::memcpy(to, from, Bytes); }, shared, global};

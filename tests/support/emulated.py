@@ -20,6 +20,11 @@ CHECKS = {
 """What ``PYFLATNESS_EMULATED`` may be, with the compiler's options; ``bounds`` wants the libraries preloaded."""
 
 
+def chosen():
+    """Which of the checks the module is compiled for."""
+    return os.environ.get("PYFLATNESS_EMULATED", "races" if sys.platform == "linux" else "plain")
+
+
 def build():
     """The module; a string that says why not, if it cannot be compiled."""
     target = compiled()
@@ -41,7 +46,7 @@ def compiled():
     except ImportError:
         return "pybind11 is not installed"
 
-    check = os.environ.get("PYFLATNESS_EMULATED", "races" if sys.platform == "linux" else "plain")
+    check = chosen()
     kernels = sorted((ROOT / "csrc/cuda").glob("*.cu"))
     plain = [*sorted((ROOT / "csrc/bindings").glob("cuda*.cpp")), *sorted(EMULATION.glob("*.cpp"))]
     headers = [*(ROOT / "csrc").glob("*/*.*h"), *EMULATION.glob("*.h")]
