@@ -1,10 +1,10 @@
 """Data over ranks: two processes of one thread against one process of one thread, and what a call takes besides.
 
 Run from the project's root: ``python benchmarks/ranks.py``. It starts two ranks with gloo. On the same work and data,
-in turn: ``one`` is rank 0 with all of it while rank 1 waits, ``two`` both with a half each, ``ratio`` the first over the
-second, and ``ratio of work`` the same of the processor's time that rank 0 takes, which other processes of the machine
-change less. ``small`` is a call whose work is next to nothing: what meeting, agreeing and adding up take. ``messages``
-is how many exchanges rank 0 takes part in, and ``bytes`` what it sends in them.
+in turn: ``one`` is rank 0 with all of it while rank 1 waits, ``two`` both with a half each, ``ratio`` the first over
+the second, and ``ratio of work`` the same of the processor's time that rank 0 takes, which other processes of the
+machine change less. ``small`` is a call whose work is next to nothing: what meeting, agreeing and adding up take.
+``messages`` is how many exchanges rank 0 takes part in, and ``bytes`` what it sends in them.
 """
 
 import socket
