@@ -207,6 +207,7 @@ inline void run_block() {
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, enter, 0);
     fiber.state = State::ready;
+    block.copies[i].count = 0;
   }
   ++block.number;
   std::memset(block.shared, 0xff, block.shared_size);
