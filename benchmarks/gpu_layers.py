@@ -110,7 +110,7 @@ def public_call(model: nn.Module, n: int, device: torch.device, backend: str = "
         {
             "sweep": lambda: sweep.run([data[0]]),
             "ours": lambda: measured(backend),
-            "memory=16 GiB": lambda: measured(backend, 16 << 30),
+            "memory=512 MiB": lambda: measured(backend, 512 << 20),
             "reference": lambda: measured("reference"),
         },
         device,

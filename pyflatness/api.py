@@ -55,7 +55,7 @@ def head_flatness(
         per_sample: also return each sample's value.
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"`` samples with NaN or infinity.
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
-        backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
+        backend: ``"auto"``, ``"compiled"``, ``"triton"`` (wide heads on a GPU, else as auto) or ``"reference"``.
         rtol: how far the value may be off, relative to it, for the sake of time. At a cross-entropy head of many
             classes, classes are then left out of the second of its two products where all of them together matter no
             more than that, which is guaranteed: ``estimate.bound`` says what the value can be off by. 0: exact. On CUDA
@@ -151,7 +151,7 @@ def relative_flatness(
             all inputs and outputs, a row for every output pixel.
         normalize: ``"std"``: the measure of Theorem 4, invariant to every rescaling of neurons; reads the data twice.
         per_sample: also return each sample's value, (n,), whose mean is the value.
-        backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
+        backend: ``"auto"``, ``"compiled"``, ``"triton"`` (wide heads on a GPU, else as auto) or ``"reference"``.
         nan_policy: what to do about NaN or infinity in a sample: ``"raise"``, ``"propagate"`` (its own value, and so
             the mean, becomes NaN) or ``"omit"`` (left out of the data set, and counted).
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.

@@ -15,11 +15,12 @@ import torch
 from hypothesis import settings
 
 from pyflatness.contractions import compiled, cuda, reference
-from support import ROOT, emulated
+from support import ROOT, emulated, interpreted
 from support.combinations import AT_RANDOM, CUDA_DEVICES, ENGINES, in_soak
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("default")
+interpreted.choose()
 
 
 @dataclass(frozen=True)

@@ -56,31 +56,23 @@ void bind_exponentiate(Array logits, Array row_norms, double top_value, int64_t 
         exponentiate(z, norms, static_cast<T>(top_value), n, d, largest, sums, moments, places, stream_of(stream)));
 }
 
-template <typename T>
-ClassSums<T> sums_of(Array maximum, Array top, Array rest, Array moment, int64_t count) {
-  return {pointer<T>("maximum", maximum, count), pointer<int64_t>("top", top, count),
-          pointer<double>("rest", rest, count), pointer<double>("moment", moment, count)};
-}
-
-// The tile's own sums lie `apart`; 0: they are not wanted.
 template <typename T, typename Out>
 void bind_exponentiate_tile(Array logits, int64_t stride, Array bias, Array norms, int64_t classes, int64_t first,
                             int64_t n, int64_t width, Array out, int64_t out_stride, Array maximum, Array top,
-                            Array rest, Array moment, Array own_maximum, Array own_top, Array own_rest,
-                            Array own_moment, int64_t apart, Array joining, Array factor, uintptr_t stream) {
+                            Array rest, Array moment, Array joining, Array factor, uintptr_t stream) {
   if (first < 0 || width < 0 || width > classes - first)
     throw std::invalid_argument(std::to_string(width) + " classes from " + std::to_string(first) +
                                 " on: sizes that are not those of an array of " + std::to_string(classes));
   T* z = pointer<T>("logits", logits, strided(grid_rows(n), row_length(width), stride));
   Out* e = pointer<Out>("out", out, strided(n, width, out_stride));
   const T* b = bias.second > 0 ? pointer<const T>("bias", bias, classes) : nullptr;
-  const Running<T> running{sums_of<T>(maximum, top, rest, moment, n), pointer<const T>("norms", norms, classes),
-                           pointer<int64_t>("joining", joining, n), pointer<double>("factor", factor, n)};
-  ClassSums<T> own{};
-  if (apart != 0) own = sums_of<T>(own_maximum, own_top, own_rest, own_moment, strided(n, 1, apart));
+  const Running<T> running{pointer<T>("maximum", maximum, n),         pointer<int64_t>("top", top, n),
+                           pointer<double>("rest", rest, n),          pointer<double>("moment", moment, n),
+                           pointer<const T>("norms", norms, classes), pointer<int64_t>("joining", joining, n),
+                           pointer<double>("factor", factor, n)};
   py::gil_scoped_release release;
   check("exponentiate_tile",
-        exponentiate_tile(z, stride, b, first, n, width, e, out_stride, running, own, apart, stream_of(stream)));
+        exponentiate_tile(z, stride, b, first, n, width, e, out_stride, running, stream_of(stream)));
 }
 
 template <typename T>

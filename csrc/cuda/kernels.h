@@ -47,19 +47,13 @@ int exponentiate(T* logits,           // [n, d]
                  int64_t* top,    // [n]
                  void* stream);
 
-// Sums over each row's classes but the most probable one t, relative to its exp(z_t).
-template <typename T>
-struct ClassSums {
-  T* maximum;      // [n] z_t; -infinity before the first class
-  int64_t* top;    // [n] t; -1: none
-  double* rest;    // [n] sum_s e_s
-  double* moment;  // [n] sum_s e_s |w_s|^2
-};
-
-// Sums over the tiles so far, and what `rejoin` takes.
+// Sums over each row's classes but the most probable one t so far, relative to its exp(z_t); and what `rejoin` takes.
 template <typename T>
 struct Running {
-  ClassSums<T> sums;
+  T* maximum;        // [n] z_t; -infinity before the first class
+  int64_t* top;      // [n] t; -1: none
+  double* rest;      // [n] sum_s e_s
+  double* moment;    // [n] sum_s e_s |w_s|^2
   const T* norms;    // [classes] |w_s|^2
   int64_t* joining;  // [n] the class that was t before, where this tile has a larger logit; else -1
   double* factor;    // [n] from the maximum before to the one now
@@ -73,9 +67,7 @@ int exponentiate_tile(T* logits,  // [n, width], row i at logits + i * stride; l
                       const T* bias,  // [classes] or null
                       int64_t first, int64_t n, int64_t width,
                       Out* out,  // [n, width], row i at out + i * out_stride; may be the logits
-                      int64_t out_stride, const Running<T>& running,
-                      const ClassSums<T>& own,  // the tile's, with the maximum so far; those of a row `apart`; or null
-                      int64_t apart, void* stream);
+                      int64_t out_stride, const Running<T>& running, void* stream);
 
 template <typename T>
 int row_dots(const T* a,  // [n, k], row i at a + i * stride_a

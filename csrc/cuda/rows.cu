@@ -20,11 +20,8 @@ struct Exponents {
   int64_t n, d;        //
   Out* out;            // [n, d], row i at out + i * out_stride; may be the logits
   int64_t out_stride;  //
-  T* maximum;          // [n]
-  ClassSums<T> own;    // [n], `apart`; not written where null
-  int64_t apart;       //
-  Running<T> running;  // null: no sums over earlier tiles
-  int64_t first;       // class of all tiles
+  int64_t first;       // the first class
+  Running<T> running;  // or a call's own sums: its `norms`, `joining` and `factor` are null
 };
 
 // The sums of a row over the tiles before.
@@ -58,12 +55,12 @@ __global__ void __launch_bounds__(kMostThreads, sizeof(T) == 4 ? 2 : 1) exponent
     each_access<Most>(
         call.d, [](auto, int) { return 0; },
         [&](auto count, int s, int) { copy_async<sizeof(T) * count>(z + s, brought + s); });
-  const T old = call.maximum[row];
+  const Running<T>& running = call.running;
+  const T old = running.maximum[row];
   __shared__ Before<T> before;
   if (Runs && threadIdx.x == 0) {  // on their way together with the copies
-    const ClassSums<T>& sums = call.running.sums;
-    const int64_t top = sums.top[row];
-    before = {top, sums.rest[row], sums.moment[row], top < 0 ? T(0) : call.running.norms[top]};
+    const int64_t top = running.top[row];
+    before = {top, running.rest[row], running.moment[row], top < 0 ? T(0) : running.norms[top]};
   }
   if (Kept) wait_for_copies();
   Largest<T> largest{-INFINITY, 0};
@@ -114,22 +111,20 @@ __global__ void __launch_bounds__(kMostThreads, sizeof(T) == 4 ? 2 : 1) exponent
       });
   rest = block_sum(rest), moment = block_sum(moment);
   if (threadIdx.x > 0) return;
-  const int64_t top = raised ? call.first + largest.place : -1, place = row * call.apart;
-  call.maximum[row] = maximum;
+  const int64_t top = raised ? call.first + largest.place : -1;
+  running.maximum[row] = maximum;
   if (raised) store(out + largest.place, narrowed<Out>(Pack<T, 1>{call.top_value}));
-  if (call.own.maximum) call.own.maximum[place] = maximum;
-  if (call.own.top) call.own.top[place] = top, call.own.rest[place] = rest;
-  if (call.own.moment) call.own.moment[place] = moment;
   if constexpr (Runs) {  // the class that was the most probable one joins the others
-    const Running<T>& running = call.running;
     const bool joins = raised && before.top >= 0;
     const double factor = joins ? exp(static_cast<double>(old) - static_cast<double>(maximum)) : 1.0;
-    running.sums.rest[row] = factor * (before.rest + (joins ? 1 : 0)) + rest;
-    running.sums.moment[row] = factor * (before.moment + (joins ? before.norm : T(0))) + moment;
-    if (raised) running.sums.top[row] = top;
+    rest += factor * (before.rest + (joins ? 1 : 0));
+    moment += factor * (before.moment + (joins ? before.norm : T(0)));
     running.joining[row] = joins ? before.top : -1;
     running.factor[row] = factor;
   }
+  if (raised || !Runs) running.top[row] = top;
+  running.rest[row] = rest;
+  if (running.moment) running.moment[row] = moment;
 }
 
 template <bool Runs, typename T, typename Out>
@@ -192,18 +187,17 @@ __global__ void sigmoid_curvature_kernel(const T* logits, const T* coefficients,
 template <typename T>
 int exponentiate(T* logits, const T* row_norms, T top_value, int64_t n, int64_t d, T* maximum, double* rest,
                  double* moment, int64_t* top, void* stream) {
-  const ClassSums<T> own{nullptr, top, rest, row_norms ? moment : nullptr};
-  const Exponents<T, T> call{logits, d, nullptr, row_norms, top_value, n, d, logits, d, maximum, own, 1, {}, 0};
+  const Running<T> own{maximum, top, rest, row_norms ? moment : nullptr, nullptr, nullptr, nullptr};
+  const Exponents<T, T> call{logits, d, nullptr, row_norms, top_value, n, d, logits, d, 0, own};
   return launch_exponentiate<false>(call, stream);
 }
 
 template <typename T, typename Out>
 int exponentiate_tile(T* logits, int64_t stride, const T* bias, int64_t first, int64_t n, int64_t width, Out* out,
-                      int64_t out_stride, const Running<T>& running, const ClassSums<T>& own, int64_t apart,
-                      void* stream) {
+                      int64_t out_stride, const Running<T>& running, void* stream) {
   const T* norms = running.norms + first;
-  const Exponents<T, Out> call{logits, stride,     bias ? bias + first : nullptr, norms, 0,     n,       width,
-                               out,    out_stride, running.sums.maximum,          own,   apart, running, first};
+  const Exponents<T, Out> call{logits, stride, bias ? bias + first : nullptr, norms, 0, n, width, out, out_stride,
+                               first,  running};
   return launch_exponentiate<true>(call, stream);
 }
 
@@ -229,7 +223,7 @@ template int exponentiate(float*, const float*, float, int64_t, int64_t, float*,
 template int exponentiate(double*, const double*, double, int64_t, int64_t, double*, double*, double*, int64_t*, void*);
 #define PYFLATNESS_TILE(T, Out)                                                                                      \
   template int exponentiate_tile(T*, int64_t, const T*, int64_t, int64_t, int64_t, Out*, int64_t, const Running<T>&, \
-                                 const ClassSums<T>&, int64_t, void*);
+                                 void*);
 PYFLATNESS_TILE(float, float)
 PYFLATNESS_TILE(double, double)
 PYFLATNESS_TILE(float, BFloat16)

@@ -3,7 +3,7 @@
 ``kernels in C++ (compiled) or torch (reference)  ->  contractions (here)  ->  losses  ->  measures``
 """
 
-from .backends import check, choose, choose_for_few, describe
+from .backends import check, choose, choose_for_few, choose_for_head, describe
 from .dense import DenseContraction
 from .geometry import Geometry
 from .layer import LayerContraction
@@ -28,6 +28,7 @@ __all__ = [
     "check",
     "choose",
     "choose_for_few",
+    "choose_for_head",
     "default_memory",
     "describe",
     "full_precision",

@@ -183,10 +183,9 @@ def exponentiate_tile(
     first: int,
     sums: ClassSums,
     rounded: Tensor | None = None,
-    own: ClassSums | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`.reference.exponentiate_tile`; ``logits`` contiguous."""
-    return add_tile(exponentiate, logits, bias, norms, first, sums, rounded, own)
+    return add_tile(exponentiate, logits, bias, norms, first, sums, rounded)
 
 
 def mean_row(

@@ -120,7 +120,7 @@ def on_stream(kernel: str, device: torch.device, *arguments: Any) -> None:
     on_device(device, getattr(module(), kernel), *arguments, stream)
 
 
-def on_device(device: torch.device, function: Any, *arguments: Any) -> Any:
+def on_device(device: torch.device, function: Any, *arguments: Any, **named: Any) -> Any:
     """Call a function while the device is the current one, and return its result."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        return function(*arguments)
+        return function(*arguments, **named)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..errors import BackendError
 from . import head_arguments
-from .arrays import array, dense, span, strided
+from .arrays import array, dense, strided
 from .cuda_device import HALF, SUFFIX, launch, module
 from .precision import promoted_dtype
 from .reference import ClassSums, MeanRow
@@ -43,19 +43,17 @@ def exponentiate_tile(
     first: int,
     sums: ClassSums,
     rounded: Tensor | None = None,
-    own: ClassSums | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`.reference.exponentiate_tile`; of logits and ``rounded`` a row's elements are neighbours."""
     (n, width), out = logits.shape, logits if rounded is None else rounded
     given_bias, norms = logits.new_empty(0) if bias is None else dense(bias), dense(norms)
     joining, factor = torch.empty_like(sums.top), torch.empty_like(sums.rest)
-    columns, apart = ([(0, 0)] * 4, 0) if own is None else ([span(column) for column in own], own.top.stride(0))
     if rounded is not None and (logits.dtype, rounded.dtype) != (torch.float32, torch.bfloat16):
         raise BackendError(f"exponentiate_tile: {logits.dtype} logits become float32 or bfloat16, not {rounded.dtype}")
     launch(
         "exponentiate_tile", [logits, given_bias, norms, sums.maximum],
         strided(logits), logits.stride(0), array(given_bias), array(norms), len(norms), first, n, width,
-        strided(out), out.stride(0), *map(array, sums), *columns, apart, array(joining), array(factor),
+        strided(out), out.stride(0), *map(array, sums), array(joining), array(factor),
         suffix="" if rounded is None else "_bf16",
     )  # fmt: skip
     return joining, factor

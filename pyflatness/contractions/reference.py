@@ -136,7 +136,6 @@ def exponentiate_tile(
     first: int,
     sums: ClassSums,
     rounded: Tensor | None = None,
-    own: ClassSums | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Replace a tile of each row's logits by e = exp(z - maximum), in place, and add it to the row's sums.
 
@@ -150,14 +149,12 @@ def exponentiate_tile(
         first: the tile's first class.
         sums: over the tiles before, (n,) each; takes the tile in, in place.
         rounded: (n, width) bfloat16, takes e in place of the logits, which are lost; sums are those of what it takes.
-        own: takes the tile's own sums, (n,) each, maybe columns of a matrix: ``rest`` and ``moment`` relative to
-            ``maximum``, that of the row after this tile; ``top`` is the class that raised it, -1: none did.
 
     Returns:
         What :func:`rejoin` takes: the classes (n,) that joined the others, -1 where none did, and the factors (n,) from
         the old maximum to the new one, float64.
     """
-    return add_tile(exponentiate, logits, bias, norms, first, sums, rounded, own)
+    return add_tile(exponentiate, logits, bias, norms, first, sums, rounded)
 
 
 def add_tile(
@@ -168,7 +165,6 @@ def add_tile(
     first: int,
     sums: ClassSums,
     rounded: Tensor | None,
-    own: ClassSums | None,
 ) -> tuple[Tensor, Tensor]:
     """Do what :func:`exponentiate_tile` does by a backend's :func:`exponentiate`."""
     before, tile = sums.maximum.clone(), slice(first, first + logits.shape[1])
@@ -188,9 +184,6 @@ def add_tile(
     sums.rest.add_(joined).mul_(factor).add_(rest)
     sums.moment.add_(joined_norms).mul_(factor).add_(moment)
     sums.top.copy_(torch.where(raised, top, sums.top))
-    if own is not None:
-        for column, values in zip(own, (sums.maximum, torch.where(raised, top, -1), rest, moment), strict=True):
-            column.copy_(values)
     return joining, factor
 
 

@@ -21,7 +21,7 @@ values can be, and tiles are put back, heaviest first, until it fits. A threshol
 probability left out relative to 1 - p_t.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -64,7 +64,9 @@ class Plan(NamedTuple):
     """What that takes on top of features and weight."""
 
 
-def plan(n: int, d: int, m: int, dtype: torch.dtype, memory: int, *, half: bool, keeps: bool) -> Plan:
+def plan(
+    n: int, d: int, m: int, dtype: torch.dtype, memory: int, *, half: bool, keeps: bool, fused: bool = False
+) -> Plan:
     """Return how many rows and classes fit the memory.
 
     Args:
@@ -75,6 +77,7 @@ def plan(n: int, d: int, m: int, dtype: torch.dtype, memory: int, *, half: bool,
         memory: bytes; sixteen rows and classes are always taken.
         half: whether products are in half precision: logits and exponentials beside each other, no copy of weights.
         keeps: whether the exponentials of all classes stay until tiles are chosen; not in half precision.
+        fused: whether exponentials are made without logits, in half precision.
     """
     item = dtype.itemsize
     if keeps:
@@ -84,9 +87,10 @@ def plan(n: int, d: int, m: int, dtype: torch.dtype, memory: int, *, half: bool,
         rows = _down(max(16, (memory - weights) // row))
     elif half:
         rows = _down(min(n, _MOST_ROWS, max(16, memory // (4 * m * item))))
-        tile = _down(max(16, min(_MOST_CLASSES, (memory - rows * m * item) // (rows * (item + _HALF)))))
+        entry, most = (_HALF, d) if fused else (item + _HALF, _MOST_CLASSES)
+        tile = _down(max(16, min(most, (memory - rows * m * item) // (rows * entry))))
         tile = min(d, _up(-(-d // -(-d // tile))))  # all about as wide
-        weights, row = 0, max((item + _HALF) * tile + m * item, 3 * m * item)  # of a tile; at the end
+        weights, row = 0, max(entry * tile + m * item, 3 * m * item)  # of a tile; at the end
     else:
         # scores, and five matrices of m columns: a tile of weights, features, their sum, its mean, a difference
         entries = memory // item
@@ -154,15 +158,18 @@ class WideHead:
         self._memory, self._rtol = memory, 0.0 if weight.is_cuda or backend is cuda else rtol
         self._added = None if bias is None else self._bias  # to products that a kernel adds it to
         self._norms = backend.norms_about(weight, centre)
+        self._multiplies: Callable[[Tensor, Tensor], bool] | None = getattr(backend, "multiplies", None)
+        self._in_place = backend is cuda or self._multiplies is not None  # nothing lies between kernels
 
     def __call__(self, features: Tensor, scale: Tensor | None = None) -> Bounded:
         """Return values of (n, m) features; ``scale`` (n,) says what each row counts in the sum that ``rtol`` is of."""
         half = self._takes_half(features)
         (d, m), dtype = self._weight.shape, promoted_dtype(features.dtype)
         memory = self._memory
-        if half and self._backend is not cuda:
+        if half and not self._in_place:
             memory //= 3  # torch's operations leave as much between them
-        planned = plan(len(features), d, m, dtype, memory, half=half, keeps=self._rtol > 0)
+        keeps, fused = self._rtol > 0, self._fuses(features)
+        planned = plan(len(features), d, m, dtype, memory, half=half, keeps=keeps, fused=fused)
         chunks: Iterable[Tensor] = features.split(planned.rows)
         if not half:
             chunks = map(promoted, chunks)  # each when its turn comes
@@ -176,30 +183,28 @@ class WideHead:
 
     def _takes_half(self, features: Tensor) -> bool:
         both = features.dtype == self._weight.dtype == torch.bfloat16
-        return both and (features.is_cuda or self._backend is cuda)
+        return (both and (features.is_cuda or self._in_place)) or self._fuses(features)
 
-    def _tiles(self, width: int) -> list[slice]:
-        d = len(self._weight)
-        return [slice(start, min(start + width, d)) for start in range(0, d, width)]
+    def _fuses(self, features: Tensor) -> bool:
+        """Return whether a kernel makes exponentials from features and weight."""
+        return self._multiplies is not None and self._multiplies(features, self._weight)
+
+    def _tiles(self, width: int, before: int = 0) -> list[slice]:
+        """Return tiles of so many classes, with one of another number before them."""
+        starts = sorted({0, *range(before, len(self._weight), width)})
+        return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(self._weight)], strict=True)]
 
     def _matrix(self, which: slice, half: bool = False) -> Tensor:
         """Return rows of the weight as products take them: in half precision as they are, else centred."""
         return self._weight[which] if half else promoted(self._weight[which]) - self._centre
 
-    def _exponentials(
-        self, features: Tensor, tile: slice, matrix: Tensor, sums: ClassSums, own: ClassSums | None = None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return those of a tile, and what joins the sums for them; see :func:`.reference.exponentiate_tile`."""
+    def _scores(self, features: Tensor, tile: slice, matrix: Tensor) -> Tensor:
+        """Return the logits of a tile; in half precision without the bias."""
         interrupts.check()
-        half, width = matrix.dtype == torch.bfloat16, tile.stop - tile.start
-        scores = self._room(features, width, self._centre.dtype)
-        if half:
-            _multiply(features, matrix.t(), scores)
-        else:
-            torch.addmm(self._bias[tile], features, matrix.t(), out=scores)
-        bias, rounded = (self._added, self._room(features, width, torch.bfloat16)) if half else (None, None)
-        joins = self._backend.exponentiate_tile(scores, bias, self._norms, tile.start, sums, rounded, own)
-        return scores if rounded is None else rounded, joins
+        scores = self._room(features, tile.stop - tile.start, self._centre.dtype)
+        if matrix.dtype == torch.bfloat16:
+            return _multiply(features, matrix.t(), scores)
+        return torch.addmm(self._bias[tile], features, matrix.t(), out=scores)
 
     def _room(self, features: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """Return a matrix (n, width) to be written.
@@ -218,25 +223,51 @@ class WideHead:
 
     def _all(self, features: Tensor, width: int) -> _Sums:
         """Return the sums of all tiles, both products of one after the other; the host waits for nothing."""
+        if self._fuses(features):
+            return self._all_fused(features, width)
         half = self._takes_half(features)
         sums, summed = self._start(features)
         for tile in self._tiles(width):
             matrix = self._matrix(tile, half)
-            values, joins = self._exponentials(features, tile, matrix, sums)
+            scores, bias, rounded = self._scores(features, tile, matrix), None, None
+            if half:
+                bias, rounded = self._added, self._room(features, scores.shape[1], torch.bfloat16)
+            joins = self._backend.exponentiate_tile(scores, bias, self._norms, tile.start, sums, rounded)
+            values = scores if rounded is None else rounded
             self._backend.rejoin(summed, self._weight, None if half else self._centre, *joins)
             _multiply_add(values, matrix, summed)
-            del values, matrix  # before the next tile's are made
+            del scores, rounded, values, matrix  # before the next tile's are made
+        return _Sums(sums, summed, sums.rest, None)
+
+    def _all_fused(self, features: Tensor, width: int) -> _Sums:
+        """Return the same from a kernel that makes exponentials without their logits in memory."""
+        backend, weight = self._backend, self._weight
+        sums, summed = self._start(features)
+        for tile in self._tiles(width, backend.FIRST_TILE):
+            interrupts.check()
+            matrix = weight[tile]
+            made = backend.multiply_exponentiate(features, matrix, self._bias, self._norms, tile.start, sums)
+            values, early, late, factor = made
+            backend.rejoin(summed, weight, None, early, factor)
+            _multiply_add(values, matrix, summed)
+            backend.rejoin(summed, weight, None, late, factor)
+            del made, values  # before the next tile's are made
         return _Sums(sums, summed, sums.rest, None)
 
     def _few(self, features: Tensor, width: int, scale: Tensor) -> Bounded:
         """Make the logits of all tiles, then the second product of those that matter."""
         tiles = self._tiles(width)
         classes, summed = self._start(features)
-        own = ClassSums(*(rows.new_empty(len(rows), len(tiles)) for rows in classes))
-        values = []
-        for k, tile in enumerate(tiles):
-            columns = ClassSums(*(matrix[:, k] for matrix in own))
-            values.append(self._exponentials(features, tile, self._matrix(tile), classes, columns)[0])
+        maximum, top, values, parts = classes.maximum, classes.top, [], []
+        for tile in tiles:
+            scores = self._scores(features, tile, self._matrix(tile))
+            rest, moment, place = self._backend.exponentiate(scores, self._norms[tile], 0.0, maximum)
+            found = torch.where(place >= 0, place + tile.start, -1)
+            top = torch.where(found >= 0, found, top)
+            values.append(scores)
+            parts.append(ClassSums(maximum.clone(), found, rest, moment))
+        own = ClassSums(*(torch.stack(rows, dim=1) for rows in zip(*parts, strict=True)))
+        classes = classes._replace(top=top)
         rest, moment, shrink = self._settle(values, tiles, classes, own)
         left_out = (rest * moment).sqrt()
         classes = classes._replace(rest=rest.sum(dim=1), moment=moment.sum(dim=1))
@@ -322,7 +353,7 @@ class WideHead:
     def _by_differences(self, features: Tensor, maximum: Tensor, mean: Tensor, ill: Tensor, half: bool) -> Tensor:
         """Return Σ_s e_s |w_s - μ|² of ill rows; an error in μ enters squared, so that the product's will do."""
         d, m = self._weight.shape
-        width = d if self._backend is cuda else max(1, self._memory // (4 * m * features.itemsize))  # of a copy
+        width = d if self._in_place else max(1, self._memory // (4 * m * features.itemsize))  # of a copy
         squares, centre = torch.zeros_like(maximum, dtype=torch.float64), None if half else self._centre
         for tile in self._tiles(width):  # logits and the mean are of the weight as it is, or both about the centre
             squares += self._backend.spread(features, maximum, mean, self._weight[tile], centre, self._bias[tile], ill)

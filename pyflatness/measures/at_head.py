@@ -96,8 +96,7 @@ class _Sum:
         weight, bias = self._source.matrix()
         if self._scale is not None:
             weight = normalize.apply(self._scale, weight)
-        dtype = contractions.promoted_dtype(weight.dtype)
-        backend = contractions.choose(self._options.backend, weight.device, dtype, "heads")
+        backend = contractions.choose_for_head(self._options.backend, weight)
         self._backend = contractions.describe(backend)
         return weight, bias, backend
 

@@ -20,7 +20,7 @@ from ..losses import Curvature
 from ..numerics.ranks import Ranks
 from ..numerics.shard import Shard
 
-_SENT = 2**20  # numbers of each rank that are sent at a time
+_SENT = 2**22  # numbers of all ranks that are sent at a time
 
 
 def over(ranks: Ranks, own: Curvature | None, weight: Tensor, bias: Tensor | None, memory: int) -> Curvature:
@@ -45,7 +45,7 @@ def _by_row(
     features: Tensor,
     scale: Tensor,
 ) -> Bounded:
-    count = max(1, _SENT // (features.shape[1] + 2))
+    count = max(1, _SENT // (shard.ranks.size * (features.shape[1] + 2)))
     chunks = []
     for rows, counts in zip(features.split(count), scale.split(count), strict=True):
         variances = rows.new_zeros(len(rows), dtype=torch.float64) if own is None else own.by_row(rows, counts).values

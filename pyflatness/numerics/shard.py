@@ -18,7 +18,7 @@ Key = Any
 """A string, or a tuple of strings."""
 Parts = Mapping[Key, Tensor]
 
-_CHUNK = 2**21  # numbers of each rank that are summed at a time
+_CHUNK = 2**23  # numbers of all ranks that are summed at a time
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ class Shard:
         for key, place in zip(shapes, flat.split(sizes), strict=True):
             if self.counts and key in parts:
                 place.copy_(parts[key].detach().flatten())
-        pieces = torch.cat([self._summed(chunk) for chunk in flat.split(_CHUNK)]).split(sizes)
+        pieces = torch.cat([self._summed(chunk) for chunk in flat.split(max(1, _CHUNK // self.ranks.size))]).split(
+            sizes
+        )
         return {
             key: piece.view(shape).to(parts[key].device if key in parts else piece.device)
             for (key, shape), piece in zip(shapes.items(), pieces, strict=True)

@@ -42,7 +42,7 @@ class Estimate(float):
             measures without second derivatives ``"forward-mode"``, ``"monte-carlo"`` or ``"weights"``, of Jacobians
             ``"jacobian"`` or ``"ascent"``.
         exact: True only if the value is the definition's up to rounding (that of the loss Hessian, where it is of one).
-        backend: ``"compiled"`` or ``"reference"``.
+        backend: ``"compiled"``, ``"triton"`` or ``"reference"``.
         per_sample: (n,) float64, ``n`` times each sample's contribution, so that the mean is ``value``; None unless
             asked for. Under ``nan_policy="omit"`` an omitted sample holds NaN, and the mean over the others is
             ``value``.

@@ -17,13 +17,11 @@ def arguments(name, device, dtype=torch.float32):
     place, chosen = torch.zeros(4, dtype=torch.int64, device=device), torch.ones(4, dtype=torch.bool, device=device)
     list_, parts = torch.zeros(5, dtype=torch.int64, device=device), out.new_ones(4, cuda.module().spread_splits(3))
     low = torch.zeros(4, dtype=dtype, device=device)
-    sums = low, place, out, moment
-    columns = [torch.zeros(7, dtype=rows.dtype, device=device) for rows in sums]  # every other element
     return {
         "pair_distances": [w, 3, 5, square],
         "softmax_variance": [x, 5, w, b, square, 4, 5, 3, out],
         "exponentiate": [z, b, 1.0, 4, 3, low, out, moment, place],
-        "exponentiate_tile": [z, 3, b, b.clone(), 3, 0, 4, 3, z.clone(), 3, *sums, *columns, 2, place.clone(), n],
+        "exponentiate_tile": [z, 3, b, b.clone(), 3, 0, 4, 3, z.clone(), 3, low, place, out, moment, place.clone(), n],
         "row_dots": [x, 5, x, 5, 4, 5, out],
         "sigmoid_curvature": [z, z, b, 4, 3, out],
         "norms_about": [w, c, 3, 5, b],

@@ -36,7 +36,7 @@ ERRORS = {
     "adaptive": [(pf.NotYetError, r"probes='adaptive' .* 2 ranks .* pass probes=k")] * 2,
     "not_a_group": [(pf.InputError, "process_group='world': a torch.distributed.ProcessGroup")] * 2,
 }
-OTHERS = "left_out_of_one_rank", "refused", "interrupted", "on_one_rank", "afterwards"
+OTHERS = "left_out_of_one_rank", "refused", "interrupted", "on_one_rank", "in_parts", "afterwards"
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,14 @@ def test_calls_that_need_all_data_in_one_place_say_so(found):
             assert isinstance(error, pf.NotYetError), name
             assert name in str(error)
             assert "process_group=False" in str(error)
+
+
+def test_what_is_sent_may_be_larger_than_a_message(found):
+    expected = {("of", "tuples"): [3.0 * k for k in range(10)], "one": 2.0, "more": [[1.0, 1.0], [1.0, 1.0]]}
+    for lengths, sums, head in found["in_parts"]:
+        assert lengths == [9000, 18000]
+        assert sums == expected
+        assert head == pytest.approx(float(rank_cases.vocabulary_of_7(0, 1)), rel=1e-12)
 
 
 def test_an_interrupt_of_one_rank_ends_all(found):

@@ -2,6 +2,7 @@
 
 import math
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import pyflatness as pf
+from pyflatness.measures import split_head
+from pyflatness.numerics import shard
+from pyflatness.numerics.meeting import joined
 from support import rank_cases
 from support.rank_cases import LOSS, data, model, part
 
@@ -169,6 +173,18 @@ def on_one_rank(rank, size):
     dist.all_reduce(sent)
     store.set_timeout(timedelta(seconds=60))
     return found, float(sent)
+
+
+def in_parts(rank, size):
+    """Messages longer than a packet, and sums that are taken in parts."""
+    with joined(None) as group, mock.patch.object(shard, "_CHUNK", 6):
+        said = group.exchange("a long message", "a" * 9000 * (rank + 1))
+        held = {("of", "tuples"): torch.arange(10.0) * (rank + 1), "one": torch.tensor(1)}
+        held = held if rank == 0 else {**held, "more": torch.ones(2, 2)}
+        sums = shard.Shard(group).sum("sums", held)
+    with mock.patch.object(split_head, "_SENT", 50):
+        head = rank_cases.vocabulary_of_7(rank, size)
+    return [len(text) for text in said], {key: tensor.tolist() for key, tensor in sums.items()}, float(head)
 
 
 def interrupted(rank, size):

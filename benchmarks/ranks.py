@@ -1,0 +1,135 @@
+"""Data over ranks: two processes of one thread against one process of one thread, and what a call takes besides.
+
+Run from the project's root: ``python benchmarks/ranks.py``. It starts two ranks with gloo. On the same work and data,
+in turn: ``one`` is rank 0 with all of it while rank 1 waits, ``two`` both with a half each, ``ratio`` the first over
+the second, and ``ratio of work`` the same of the processor's time that rank 0 takes, which other processes of the
+machine change less. ``small`` is a call whose work is next to nothing: what meeting, agreeing and adding up take.
+``messages`` is how many exchanges rank 0 takes part in, and ``bytes`` what it sends in them.
+"""
+
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from networks import resnet20
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import pyflatness as pf
+from pyflatness.numerics.ranks import Ranks
+
+Data = tuple[torch.Tensor, ...]
+Work = tuple[Callable[..., object], nn.Module, Data]
+
+LOSS = nn.CrossEntropyLoss()
+ROUNDS = 5
+
+
+def multilayer() -> nn.Module:
+    """Return a network of three linear layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)).eval()
+
+
+def data(samples: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random inputs and classes."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(samples, *shape, generator=generator), torch.randint(10, (samples,), generator=generator)
+
+
+def layers(model: nn.Module, mine: Data, **options: Any) -> object:
+    """Measure all layers by one sweep."""
+    return pf.measure(model, LOSS, mine, measures=["relative_flatness", "trace"], **options)
+
+
+def largest(model: nn.Module, mine: Data, **options: Any) -> object:
+    """Find the largest eigenvalues, by many reads of the data."""
+    return pf.measure(model, LOSS, mine, measures=["lambda_max"], **options)
+
+
+def head(model: nn.Module, mine: Data, **options: Any) -> object:
+    """Measure the head."""
+    return pf.relative_flatness(model, LOSS, mine, **options)
+
+
+def works() -> dict[str, Work]:
+    """Return by name a call, its model and all data."""
+    torch.manual_seed(0)
+    return {
+        "all layers of a network of three, n = 8,192": (layers, multilayer(), data(8192, 64)),
+        "all layers of a ResNet-20, n = 64": (layers, resnet20().eval(), data(64, 3, 32, 32)),
+        "λ_max of a network of three, n = 2,048": (largest, multilayer(), data(2048, 64)),
+        "small: a head, n = 2": (head, multilayer(), data(2, 64)),
+    }
+
+
+class Counted:
+    """Count what is sent, inside."""
+
+    def __enter__(self) -> "Counted":
+        self.messages = self.bytes = 0
+        self._before = Ranks.gathered
+
+        def gathered(ranks: Ranks, tensor: torch.Tensor) -> list[torch.Tensor]:
+            self.messages, self.bytes = self.messages + 1, self.bytes + tensor.numel() * tensor.itemsize
+            return self._before(ranks, tensor)
+
+        Ranks.gathered = gathered  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        Ranks.gathered = self._before  # type: ignore[method-assign]
+
+
+def timed(call: Callable[[], object]) -> tuple[float, float]:
+    """Return seconds of a call, and of this process's work in it."""
+    start, worked = time.perf_counter(), time.process_time()
+    call()
+    return time.perf_counter() - start, time.process_time() - worked
+
+
+def medians(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the median seconds, and those of work."""
+    seconds, work = zip(*times, strict=True)
+    return statistics.median(seconds), statistics.median(work)
+
+
+def run(rank: int, size: int, port: int) -> None:
+    """Time everything on one of the ranks; the first prints the table."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    table = Table("work", "one", "two", "ratio", "ratio of work", "messages", "bytes")
+    for name, (call, model, whole) in works().items():
+        mine = tuple(held[rank::size] for held in whole)
+        together = partial(call, model, mine)
+        together()
+        one, two = [], []
+        for _ in range(ROUNDS):
+            if rank == 0:
+                one.append(timed(partial(call, model, whole, process_group=False)))
+            dist.barrier()
+            two.append(timed(together))
+            dist.barrier()
+        with Counted() as counted:
+            together()
+        if rank == 0:
+            (first, alone), (second, half) = medians(one), medians(two)
+            times = f"{1e3 * first:.3g} ms", f"{1e3 * second:.3g} ms", f"{first / second:.2f}", f"{alone / half:.2f}"
+            table.add_row(name, *times, f"{counted.messages}", f"{counted.bytes:,}")
+    if rank == 0:
+        Console(width=140).print(table)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    multiprocessing.spawn(run, (2, port), nprocs=2)
