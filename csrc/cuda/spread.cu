@@ -181,7 +181,6 @@ __global__ void __launch_bounds__(kSpreadThreads, 2) spread_kernel(Spread<T, W> 
     if (threadIdx.x == 0)
       for (int r = 0; r < kGroup<T> && first + r < count; ++r)
         call.partial[(first + r) * call.splits + split] = shared.totals[r];
-    __syncthreads();  // rows have been read
   }
 }
 
