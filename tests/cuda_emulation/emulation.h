@@ -207,6 +207,7 @@ inline void run_block() {
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, enter, 0);
     fiber.state = State::ready;
+    block.copies[i].count = 0;
   }
   ++block.number;
   std::memset(block.shared, 0xff, block.shared_size);
@@ -224,6 +225,7 @@ inline void run_block() {
     moved = release(0, block.threads, State::at_block_barrier) || moved;
     for (const Fiber& fiber : block.fibers) done = done && fiber.state == State::done;
     if (done) return;
+    if (!moved && block.problem[0]) return;
     if (!moved) throw std::runtime_error("emulated CUDA: threads of a block wait at different barriers");
   }
 }
@@ -329,8 +331,8 @@ int launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
       for (unsigned x = 0; x < grid.x; ++x) {
         block.index = dim3(x, y, z);
         emulation::run_block();
+        if (block.problem[0]) throw std::runtime_error(block.problem);
       }
-  if (block.problem[0]) throw std::runtime_error(block.problem);
   return cudaSuccess;
 }
 

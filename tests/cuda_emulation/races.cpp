@@ -59,8 +59,7 @@ bool within(uintptr_t address, const T* first, const T* last) {
   return address >= reinterpret_cast<uintptr_t>(first) && address < reinterpret_cast<uintptr_t>(last);
 }
 
-void say(const char* what, int other, uintptr_t address, bool shared, const void* from) {
-  if (block.problem[0]) return;
+void describe(const char* what, int other, uintptr_t address, bool shared, const void* from) {
   const auto* start = shared && within(address, block.shared, block.shared + block.shared_size)
                           ? reinterpret_cast<char*>(block.shared)
                           : &__bss_start;
@@ -72,6 +71,12 @@ void say(const char* what, int other, uintptr_t address, bool shared, const void
       block.running, block.index.x, block.index.y, block.index.z, what, with, shared ? "shared" : "global",
       static_cast<size_t>(shared ? address - reinterpret_cast<uintptr_t>(start) : address),
       reinterpret_cast<const char*>(from) - &__ehdr_start);
+}
+
+// The thread stops: what it would go on with is of no meaning, and might keep it in a loop for ever.
+void say(const char* what, int other, uintptr_t address, bool shared, const void* from) {
+  if (block.problem[0] == 0) describe(what, other, address, shared, from);
+  emulation::wait(emulation::State::done);
 }
 
 void look(uintptr_t address, size_t size, bool write, const void* from) {
