@@ -42,7 +42,7 @@ __all__ = [
     "unavailable",
 ]
 
-AUTOMATIC: frozenset[str] = frozenset()
+AUTOMATIC = frozenset({"heads", "layers", "eigenvalues"})
 """Works, of :data:`.backends.Work`, for which ``backend="auto"`` takes these kernels: where they were found faster."""
 
 
