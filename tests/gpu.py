@@ -43,6 +43,10 @@ NEEDED = ("torch", "pybind11", "numpy", "rich", "pytest", "hypothesis")
 WORKERS = min(6, os.cpu_count() or 1)
 LATE, KERNEL = "the time for these tests is over", "kernel"  # what support.launches writes into reports
 UNSANITIZED = ("test_cuda_streams.py", "test_cuda_public_calls.py")  # large ones; torch's kernels rather than ours
+UNRACED = (  # under racecheck cuBLAS's bfloat16 products of 16 classes stop with an illegal access
+    "tests/cuda/test_cuda_spread.py::test_one_call_for_all_classes_of_a_chunk[cuda]",
+    "tests/cuda/test_cuda_spread.py::test_ill_conditioned_rows_among_others[cuda-dtype2]",
+)
 KERNELS = "pyflatness"  # in every kernel's name: torch's own are not looked at
 GRACE = 60  # seconds for a test that has begun, and for the sanitizer's report
 
@@ -214,6 +218,7 @@ def sanitized(tool: str, seconds: float) -> Outcome:
     chosen += ["--report-api-errors", "no"] if "--report-api-errors" in said else []
     command = [sanitizer, "--tool", tool, *chosen, "--target-processes", "all", "--error-exitcode", "1"]
     tests = [name for name in files("tests/cuda/test_*.py") if not name.endswith(UNSANITIZED)]
+    tests += [f"--deselect={test}" for test in UNRACED] if tool == "racecheck" else []
     until = time.time() + seconds
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYFLATNESS_UNTIL": str(until)}
     reports = [BUILD / f"{tool}-{share}.xml" for share in range(WORKERS)]

@@ -58,7 +58,8 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str:
 @functools.cache
 def _refused(kernels: Any, device: torch.device) -> str:
     """Return why a device launches nothing of a module, as where its driver is older than the CUDA of the build."""
-    one, out = torch.ones(1, device=device), torch.empty(1, dtype=torch.float64, device=device)
+    one = torch.ones(1, dtype=torch.float32, device=device)
+    out = torch.empty(1, dtype=torch.float64, device=device)
     try:
         on_stream("row_dots_f32", device, (one.data_ptr(), 1), 1, (one.data_ptr(), 1), 1, 1, 1, (out.data_ptr(), 1))
     except RuntimeError as error:

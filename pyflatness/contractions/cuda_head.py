@@ -6,9 +6,9 @@ from torch import Tensor
 from ..errors import BackendError
 from . import head_arguments
 from .arrays import array, dense, strided
+from .class_sums import ClassSums, MeanRow
 from .cuda_device import HALF, SUFFIX, launch, module
 from .precision import promoted_dtype
-from .reference import ClassSums, MeanRow
 
 _WEIGHT_SUFFIX = {**SUFFIX, **HALF}
 

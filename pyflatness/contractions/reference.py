@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .centre import centre, shifted
+from .class_sums import ClassSums, MeanRow
 from .geometry import Geometry, Triple
 from .precision import promoted
 
@@ -113,22 +114,6 @@ def exponentiate(
     return rest, moment, torch.where(raised, top.squeeze(1), -1)
 
 
-class ClassSums(NamedTuple):
-    """Hold sums over each row's classes but the most probable one t, relative to its exp(z).
-
-    Attributes:
-        maximum: z_t, (n,) in the logits' dtype; -inf before the first class.
-        top: t, (n,) int64; -1: there is none.
-        rest: ``Σ e_s`` with e_s = exp(z_s - z_t), (n,) float64.
-        moment: ``Σ e_s |w_s|²``, (n,) float64.
-    """
-
-    maximum: Tensor
-    top: Tensor
-    rest: Tensor
-    moment: Tensor
-
-
 def exponentiate_tile(
     logits: Tensor,
     bias: Tensor | None,
@@ -208,20 +193,6 @@ def rejoin(summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, f
         rows = promoted(weight[top[index]])
         rows = rows if centre is None else rows - centre
         summed[index] = (summed[index] + rows) * factor[index].unsqueeze(1).to(summed.dtype)
-
-
-class MeanRow(NamedTuple):
-    """Hold squared lengths, (n,) float64, in which w_t is the row of a sample's most probable class.
-
-    Attributes:
-        others: of the mean of the other classes' rows.
-        away: of that mean less w_t.
-        reach: of ``Σ e_s w_s + w_t``; None where it was not asked for.
-    """
-
-    others: Tensor
-    away: Tensor
-    reach: Tensor | None
 
 
 def mean_row(

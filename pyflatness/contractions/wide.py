@@ -31,8 +31,8 @@ from torch import Tensor
 from .. import interrupts
 from . import cuda
 from .centre import shifted
+from .class_sums import ClassSums
 from .precision import promoted, promoted_dtype
-from .reference import ClassSums
 
 _CONDITION = 30.0  # amplification of rounding above which a row is done by differences
 _HALF = 2  # bytes of an element in half precision

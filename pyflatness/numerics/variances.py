@@ -47,7 +47,7 @@ class Variances:
         own = {
             "sums": self._sums,
             "origin": self._origin.squeeze(-1),
-            "samples": torch.tensor(self._samples, device="cpu"),
+            "samples": torch.tensor(self._samples, dtype=torch.int64, device="cpu"),
         }
         found = shard.each("the variances of samples", own)
         self._origin, self._samples = found[0]["origin"].unsqueeze(-1), sum(int(each["samples"]) for each in found)

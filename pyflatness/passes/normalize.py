@@ -66,7 +66,7 @@ class FeatureScale:
         if shard.ranks.alone:
             return
         own = {
-            "rows": torch.tensor(self.rows, device="cpu"),
+            "rows": torch.tensor(self.rows, dtype=torch.int64, device="cpu"),
             "eps": torch.tensor(self._eps, dtype=torch.float64, device="cpu"),
         }
         own |= {"mean": self._mean, "squares": self._squares, "largest": self._largest} if self.rows else {}
@@ -114,7 +114,8 @@ class TokenScale:
 
     def together(self, shard: Shard, name: str) -> None:
         """See :meth:`FeatureScale.together`."""
-        own = {"rows": torch.tensor(self.rows, device="cpu"), "sums": self._sums, "squares": self._squares}
+        rows = torch.tensor(self.rows, dtype=torch.int64, device="cpu")
+        own = {"rows": rows, "sums": self._sums, "squares": self._squares}
         found = shard.sum(f"the deviations of layer {name!r}", own)
         self.rows, self._sums, self._squares = int(found["rows"]), found["sums"], found["squares"]
 

@@ -231,11 +231,11 @@ def test_backends_have_the_same_operations():
 
 def test_choosing_a_backend():
     cpu, half = torch.device("cpu"), torch.float16
-    assert choose("auto", cpu, torch.float32) is compiled
-    assert choose("auto", cpu, half) is reference
-    assert choose("auto", torch.device("meta"), torch.float32) is reference
-    assert choose("reference", cpu, torch.float32) is reference
-    with pytest.raises(BackendError, match=r"choose one of auto, compiled, reference"):
-        choose("fast", cpu, torch.float32)
+    assert choose("auto", cpu, torch.float32, "layers") is compiled
+    assert choose("auto", cpu, half, "layers") is reference
+    assert choose("auto", torch.device("meta"), torch.float32, "layers") is reference
+    assert choose("reference", cpu, torch.float32, "layers") is reference
+    with pytest.raises(BackendError, match=r"choose one of auto, compiled, triton, reference"):
+        choose("fast", cpu, torch.float32, "layers")
     with pytest.raises(BackendError, match=r"float32 and float64, the tensors are torch.float16"):
-        choose("compiled", cpu, half)
+        choose("compiled", cpu, half, "layers")

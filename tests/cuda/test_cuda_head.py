@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyflatness import BackendError
 from pyflatness.contractions import SoftmaxVariance, cuda, reference
-from pyflatness.contractions.reference import ClassSums
+from pyflatness.contractions.class_sums import ClassSums
 from support import truth
 from support.truth import exact_formula_error, tolerance
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyflatness.contractions import SoftmaxVariance, reference
-from pyflatness.contractions.reference import ClassSums
+from pyflatness.contractions.class_sums import ClassSums
 from support import interpreted, truth
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'pyflatness[triton]'")
