@@ -1,6 +1,7 @@
 """Engines: every backend and instruction set that this machine can run."""
 
 import contextlib
+import importlib
 import os
 import shutil
 import sys
@@ -61,6 +62,19 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for name in set(sys.modules) - before:
         if name in ("tiny", "lenet5", "broken", "package", "package.inner") or name.endswith(".py"):
             del sys.modules[name]
+
+
+@pytest.fixture
+def benchmark_modules(monkeypatch: pytest.MonkeyPatch):
+    """A function that imports a module of the benchmarks, which lie outside the package, by its name."""
+    folder = ROOT / "benchmarks"
+    names = [path.stem for path in folder.glob("*.py")]
+    for name in names:  # some are tests' modules too
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="session")
