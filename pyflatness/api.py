@@ -157,9 +157,9 @@ def relative_flatness(
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)`` for models and batches that are called otherwise.
         memory: bytes to hold at a time beside model, data and result: at a head for the contraction (24 MiB unless
-            given), elsewhere (512 MiB, on a GPU a quarter of its memory) shared out among a micro-batch's graph, to
-            which batches are cut, and what is made of it. The least that is taken at a time is one sample, or at a head
-            sixteen rows and classes; ``estimate.notes`` says so where one sample takes more.
+            given, on a GPU 416), elsewhere (512 MiB, on a GPU a quarter of its memory) shared out among a micro-batch's
+            graph, to which batches are cut, and what is made of it. The least that is taken at a time is one sample, or
+            at a head sixteen rows and classes; ``estimate.notes`` says so where one sample takes more.
         seed: of the random signs, which belong to samples by their place in the data: with a number of probes one seed
             is one value, however data is cut into batches.
         max_passes: backward passes of a micro-batch, or Hessian products of a layer, that an exact value may take, and

@@ -183,12 +183,13 @@ class Measurement:
 
         The sweep cuts batches that are too large, and asks in every micro-batch whether the layer is the head.
         """
+        again = self._task.batches.repeatable and not self._task.forward.is_users  # which may count its calls
+        again = all(self._ranks.exchange("whether the data can be read again", again))
         try:
             with self._ranks.agreed("the pass for the head"):
                 estimate = at_head.relative_flatness(source, self._task.loss, options)
         except Exception as error:
             by_sweep = isinstance(error, head.NotTheHeadError) or is_out_of_memory(error)
-            again = self._task.batches.repeatable and not self._task.forward.is_users  # which may count its calls
             if not by_sweep or options.tolerance or not again:
                 raise
             return False

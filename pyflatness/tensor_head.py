@@ -125,7 +125,7 @@ def _own_rows(
         RankError: the ranks have other features or targets.
     """
     mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
-    if len(placements) != 1 or not placements[0].is_shard(0) or mesh.size() != ranks.size:
+    if len(placements) != 1 or not placements[0].is_shard(0) or mesh.mesh.flatten().tolist() != ranks.processes:
         raise InputError(
             f"weight: a DTensor with {placements} over {mesh}; one whose rows are spread over the ranks that make the "
             "call is wanted, (Shard(0),), and process_group=weight.device_mesh.get_group() where that is not all ranks"

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 AUTOMATIC = frozenset({"heads", "layers", "eigenvalues"})
-"""Works, of :data:`.backends.Work`, for which ``backend="auto"`` takes these kernels: where they were found faster."""
+"""Works, of :data:`.backends.Work`, for which ``backend="auto"`` takes these kernels: faster than what it took before."""
 
 
 def small_eigenvalues(matrices: Tensor) -> Tensor:

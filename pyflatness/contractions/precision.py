@@ -4,12 +4,15 @@ Logits in bf16 step by 0.125 at 20.
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_SETTING = threading.RLock()  # of torch for the process: two threads that put it back in turn would leave it changed
 
 
 def promoted(tensor: Tensor) -> Tensor:
@@ -55,18 +58,19 @@ def convolutions_in_tf32() -> bool:
 def float32_products(*, tf32: bool) -> Iterator[None]:
     """Let float32 products on CUDA round their factors to TF32 or not, inside a ``with`` block.
 
-    It is the process's setting, which other threads see for that time. Afterwards it is as it was: a setting that is
-    inherited is inherited again.
+    It is the process's setting, which other threads see for that time; blocks of several threads come one by one.
+    Afterwards it is as it was: a setting that is inherited is inherited again, as is one that is the inherited one.
     """
     matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    if tf32 == (before == "tf32"):
-        yield
-        return
-    matmul.fp32_precision = "tf32" if tf32 else "ieee"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = "none"
-        if matmul.fp32_precision != before:
-            matmul.fp32_precision = before
+    with _SETTING:
+        before = matmul.fp32_precision
+        if tf32 == (before == "tf32"):
+            yield
+            return
+        matmul.fp32_precision = "tf32" if tf32 else "ieee"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = "none"
+            if matmul.fp32_precision != before:
+                matmul.fp32_precision = before

@@ -43,12 +43,14 @@ class Ranks:
     Attributes:
         rank: of this process in the group.
         size: how many there are.
+        processes: their numbers among all processes, in the order of ranks.
     """
 
     def __init__(self, group: Any = None, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
         self._group, self._device = group, device
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+        self.processes = [0] if group is None else dist.get_process_group_ranks(group)
 
     @property
     def alone(self) -> bool:
