@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 AUTOMATIC = frozenset({"heads", "layers", "eigenvalues"})
-"""Works, of :data:`.backends.Work`, for which ``backend="auto"`` takes these kernels, as they are faster than before."""
+"""Works, of :data:`.backends.Work`, for which ``backend="auto"`` takes these kernels: they are faster than before."""
 
 
 def small_eigenvalues(matrices: Tensor) -> Tensor:
