@@ -33,8 +33,6 @@ from .reference import (
 )
 
 __all__ = [
-    "ClassSums",
-    "MeanRow",
     "Products",
     "RowSum",
     "direct",

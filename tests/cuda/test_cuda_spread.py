@@ -7,6 +7,7 @@ import torch
 
 from pyflatness.contractions import SoftmaxVariance, cuda, cuda_head, reference, wide
 from support import truth
+from support.cuda_heads import draw
 
 PAIRS = {  # what is computed in, and what the weight is stored in
     "float32": (torch.float32, torch.float32),
@@ -15,11 +16,6 @@ PAIRS = {  # what is computed in, and what the weight is stored in
     "float16": (torch.float32, torch.float16),
 }
 LIMIT = {torch.float32: 1e-5, torch.float64: 1e-13}
-
-
-def draw(device, *shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
 
 def case(device, n, d, m, dtype, stored):
