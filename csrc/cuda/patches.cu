@@ -62,8 +62,8 @@ int patches(const Layer& layer, const Strided<T>& inputs, T* out, void* stream) 
   const int64_t channels = layer.groups * layer.channels, positions = layer.positions();
   const bool wide = packed(out, positions);
   const int64_t packs = positions / (wide ? kPack<T> : 1), planes = layer.n * channels;
-  Patches<T> call{inputs.data, inputs.stride[0], inputs.stride[1], channels,  {},    {},
-                  {},          {},               planes,           positions, packs, out};
+  Patches<T> call{inputs.data, inputs.stride[0], inputs.stride[1], channels, {}, {}, {},
+                  {},          planes,           positions,        packs,    out};
   for (int i = 0; i < 3; ++i) {
     const int64_t pixel = layer.size[i] > 1 ? inputs.stride[2 + i] : 0;
     call.places[i] = static_cast<int32_t>(layer.places[i]), call.kernel[i] = static_cast<int32_t>(layer.kernel[i]);

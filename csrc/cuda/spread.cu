@@ -7,7 +7,7 @@
 namespace pyflatness::cuda {
 namespace {
 
-constexpr int kSpreadThreads = 128, kSides = 2;             // the two halves of a warp have the same classes
+constexpr int kSpreadThreads = 128, kSides = 2;            // the two halves of a warp have the same classes
 constexpr int kApart = kSpreadThreads / kSides, kOwn = 4;  // classes of a thread: how far apart, how many
 constexpr int kTile = kApart * kOwn;
 constexpr int64_t kMostSplits = 512, kMostBlocks = 1024;
@@ -238,7 +238,8 @@ int spread(const T* features, const T* maximum, const T* mean, const W* weight, 
   const Spread<T, W> call{features, maximum, mean, weight, centre, bias, rows, n, d, m, splits, partial};
   status = launch(kernel, dim3(blocks_for(groups * splits)), kSpreadThreads, sizeof(Shared<T, W>), stream, call);
   if (status != 0) return status;
-  return launch(add_splits_kernel, dim3(blocks_for(n)), threads_for(splits, 1), 0, stream, partial, rows, n, splits, out);
+  return launch(add_splits_kernel, dim3(blocks_for(n)), threads_for(splits, 1), 0, stream, partial, rows, n, splits,
+                out);
 }
 
 #define PYFLATNESS_SPREAD(T, W)                                                                                  \

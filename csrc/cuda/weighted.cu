@@ -9,12 +9,12 @@ constexpr int kRowWarps = 8;  // of a block; each takes every eighth row
 
 template <typename T>
 struct Weighted {
-  const T* matrices;              // [count, d, m]
-  const T* weight;                // [groups, d, m]
-  int64_t groups, d, m, splits;   //
-  double* totals;                 // [count, splits, 2]
-  double* by_column;              // [count, m]
-  double* by_row;                 // [count, splits, d]
+  const T* matrices;             // [count, d, m]
+  const T* weight;               // [groups, d, m]
+  int64_t groups, d, m, splits;  //
+  double* totals;                // [count, splits, 2]
+  double* by_column;             // [count, m]
+  double* by_row;                // [count, splits, d]
 };
 
 // A block has kWeightedColumns columns of a matrix: a lane every 32nd pack of them.
