@@ -13,7 +13,7 @@ from torch import nn
 from .bilinear import Bilinear
 from .convolution import Convolution
 from .embedding import Embedding, EmbeddingBag
-from .linear import Linear, TransposedLinear
+from .linear import Linear, PermutedLinear, TransposedLinear
 from .transposed_convolution import TransposedConvolution
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "Linear",
+    "PermutedLinear",
     "TransposedConvolution",
     "TransposedLinear",
     "Use",
