@@ -109,6 +109,6 @@ def test_random_state_is_left_alone(tmp_path):
 def test_initial_weights(name):
     made = training._initialized(functools.partial(networks.fully_connected, 400, 300, 2), Recipe("sgd", 1, 1, 0, name))
     spread = {"xavier_normal": (2 / 700) ** 0.5, "kaiming_uniform": (2 / 400) ** 0.5, "uniform": 0.1 / 3**0.5}
-    assert float(made.fc1.weight.std()) == pytest.approx(spread.get(name, 0.1**0.5), rel=0.01)
+    assert made.fc1.weight.std().item() == pytest.approx(spread.get(name, 0.1**0.5), rel=0.01)
     assert not made.fc1.bias.any()
     assert isinstance(made.fc2, nn.Linear)
