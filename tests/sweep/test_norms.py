@@ -27,12 +27,10 @@ def expected_of(case, layer, curvature="auto"):
 @pytest.mark.parametrize("curvature", ["auto", "ggn"])
 @pytest.mark.parametrize("name", CASES)
 def test_sums(name, curvature):
-    """Relative flatness is Σ γ_s² ∂²E/∂γ_s², and so are other sums over single weights; in cuts, by sample, by neuron."""
+    """Relative flatness is Σ γ_s² ∂²E/∂γ_s², as other sums over single weights are; in cuts, by sample, by neuron."""
     case = CASES[name]
     options = {"curvature": curvature, "layers": [*case.layers], "measures": SUMS, "per_sample": True}
-    reports = [
-        pf.measure(case.build(), case.loss, grid.batches(case, size), **options) for size in (case.samples, 1)
-    ]
+    reports = [pf.measure(case.build(), case.loss, grid.batches(case, size), **options) for size in (case.samples, 1)]
     for layer in case.layers:
         weight, diagonal, _ = expected_of(case, layer, curvature)
         each = weight.square() * diagonal
@@ -76,9 +74,21 @@ def test_of_the_whole_block(name):
             torch.testing.assert_close(found, torch.diag(diagonal), rtol=1e-8, atol=1e-12)
 
 
+def test_matrix_norms_are_the_largest_weight_and_the_root_of_their_squares():
+    case = CASES["norms in a block"]
+    names = ["matrix_normalized_sharpness", "matrix_normalized_sharpness_frobenius"]
+    options = {"layers": [*case.layers], "measures": names, "curvature": "ggn"}
+    report = pf.measure(case.build(), case.loss, grid.batches(case), **options)
+    found = [expected_of(case, layer, "ggn") for layer in case.layers]
+    roots = [float(diagonal.sum().sqrt()) for _, diagonal, _ in found]
+    for name, order in zip(names, (float("inf"), 2), strict=True):
+        norms = [float(torch.linalg.vector_norm(weight, order)) for weight, _, _ in found]
+        assert report[name].value == approx(sum(norm * root for norm, root in zip(norms, roots, strict=True)))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_normalized_sharpness_is_twice_a_weight_times_the_root_of_its_curvature(name):
-    """min over a of H a + w²/a = 2 |w| √H for each weight by itself."""
+    """The minimum over a of H a + w²/a is 2 |w| √H, for each weight by itself."""
     case = CASES[name]
     options = {"layers": [*case.layers], "curvature": "ggn", "measures": "normalized_sharpness"}
     report = pf.measure(case.build(), case.loss, grid.batches(case), **options)
