@@ -14,6 +14,7 @@ from .bilinear import Bilinear
 from .convolution import Convolution
 from .embedding import Embedding, EmbeddingBag
 from .linear import Linear, PermutedLinear, TransposedLinear
+from .scale import Scale, is_scale
 from .transposed_convolution import TransposedConvolution
 
 __all__ = [
@@ -25,12 +26,14 @@ __all__ = [
     "EmbeddingBag",
     "Linear",
     "PermutedLinear",
+    "Scale",
     "TransposedConvolution",
     "TransposedLinear",
     "Use",
     "base",
     "find",
     "is_plain",
+    "is_scale",
     "obstacle",
 ]
 
@@ -115,6 +118,8 @@ def find(module: nn.Module) -> Linear | None:
     found = base(module)
     if found is not None:
         return _OF_CLASS[found].make(module)
+    if is_scale(module):
+        return Scale(module)
     return _TRANSPOSED_LINEAR if _is_transposed(module) else None
 
 

@@ -22,9 +22,11 @@ class Linear:
         least_dims: that inputs have, with one for samples.
         groups: separate matrices that the weight is made of.
         class_dim: the dimension of the output that holds rows.
+        row_dims: dimensions of the output that rows take where they are last.
         pointwise: whether every position is multiplied by the same matrix, once.
         repeats_inputs: whether padding repeats pixels of the input.
         geometry: which (padded) inputs a position sees.
+        computes: what the output is, for messages.
     """
 
     space = 0
@@ -33,9 +35,11 @@ class Linear:
     least_dims = 2
     groups = 1
     class_dim = -1
+    row_dims = 1
     pointwise = True
     repeats_inputs = False
     geometry = Geometry()
+    computes = "W φ + b of its weight and input"
 
     def as_matrix(self, weight: Tensor) -> Tensor:
         """Return a tensor of the shape of the weight as (d, m)."""
