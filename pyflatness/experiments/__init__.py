@@ -3,10 +3,18 @@
 import difflib
 
 from ..errors import InputError
-from . import p21_fig6
+from . import c24_pairs, c24_tightness, c24_transformers, c24_trends, p21_fig6
 from .experiment import Experiment
 
-EXPERIMENTS: tuple[Experiment, ...] = (p21_fig6.EXPERIMENT,)
+EXPERIMENTS: tuple[Experiment, ...] = (
+    p21_fig6.EXPERIMENT,
+    c24_trends.CONVOLUTIONAL,
+    c24_transformers.EXPERIMENT,
+    c24_tightness.EXPERIMENT,
+    c24_pairs.CONVOLUTIONAL,
+    c24_pairs.PERCEPTRON,
+    c24_trends.PERCEPTRON,
+)
 
 
 def named(name: str) -> Experiment:
