@@ -41,9 +41,9 @@ def run(bench: Bench) -> Found:
         (*findings, Finding("Spearman of the correlation with the separation", rank.value, rank.low, rank.high)),
         f"Over {settings['repetitions']} data sets each the correlation (Pearson, 95 % bootstrap intervals) of "
         f"relative flatness with the gap is {_said(low)} at class separation {first:g} and {_said(high)} at {last:g}. "
-        f"That it rises with the separation is {'seen' if low[2] < high[1] else 'not seen'} between these two, and over "
-        f"all separations its rank correlation with the separation is {rank.value:.2f}. Features that went through "
-        f"the network's inverse and back differ by at most a relative {max(columns['round_trip']):.1g}.",
+        f"That it rises with the separation is {'seen' if low[2] < high[1] else 'not seen'} between these two, and "
+        f"over all separations its rank correlation with the separation is {rank.value:.2f}. Features that went "
+        f"through the network's inverse and back differ by at most a relative {max(columns['round_trip']):.1g}.",
         lambda figure: _draw(figure, rows),
         size=(6.0, 4.0),
     )
