@@ -19,10 +19,13 @@ from .generalization.bounds import (
 )
 from .generalization.correlation import correlations
 from .generalization.correlation_figures import plot_correlation, plot_correlation_matrix
+from .generalization.density_constants import density_constants
 from .generalization.feature_robustness import feature_robustness
 from .generalization.gap import generalization_gap
 from .generalization.granulated import granulated_kendall
 from .generalization.inequalities import bounds
+from .generalization.label_constancy import label_constancy
+from .generalization.matrix_robustness import largest_robustness, matrix_robustness
 from .generalization.mutual_information import conditional_mutual_information
 from .generalization.noise import truncated_normal_noise
 from .generalization.representativeness import representativeness
@@ -60,11 +63,15 @@ __all__ = [
     "causal_lm",
     "conditional_mutual_information",
     "correlations",
+    "density_constants",
     "feature_robustness",
     "generalization_bound",
     "generalization_gap",
     "granulated_kendall",
     "head_flatness",
+    "label_constancy",
+    "largest_robustness",
+    "matrix_robustness",
     "measure",
     "mls_adversarial",
     "pac_bayes",
