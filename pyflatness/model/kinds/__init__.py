@@ -13,7 +13,7 @@ from torch import nn
 from .bilinear import Bilinear
 from .convolution import Convolution
 from .embedding import Embedding, EmbeddingBag
-from .linear import Linear, TransposedLinear
+from .linear import Linear, PermutedLinear, TransposedLinear
 from .scale import Scale, is_scale
 from .transposed_convolution import TransposedConvolution
 
@@ -25,6 +25,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "Linear",
+    "PermutedLinear",
     "Scale",
     "TransposedConvolution",
     "TransposedLinear",
