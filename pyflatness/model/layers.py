@@ -246,4 +246,4 @@ def _weight(module: nn.Module) -> Tensor:
 
 def _bias(module: nn.Module) -> Tensor | None:
     bias = getattr(module, "bias", None)
-    return spread.whole(bias).detach() if isinstance(bias, Tensor) else None
+    return spread.whole(bias).detach().flatten() if isinstance(bias, Tensor) else None
