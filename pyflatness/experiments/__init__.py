@@ -8,6 +8,7 @@ from . import (
     c24_tightness,
     c24_transformers,
     c24_trends,
+    grid,
     p19_fig3,
     p19_fig4,
     p19_fig5,
@@ -36,6 +37,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     c24_pairs.CONVOLUTIONAL,
     c24_pairs.PERCEPTRON,
     c24_trends.PERCEPTRON,
+    grid.EXPERIMENT,
 )
 
 
