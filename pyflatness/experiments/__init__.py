@@ -3,7 +3,20 @@
 import difflib
 
 from ..errors import InputError
-from . import p19_fig3, p19_fig4, p19_fig5, p19_fig6, p21_fig3, p21_fig4, p21_fig6, p21_fig7, p21_fig8
+from . import (
+    p19_fig1,
+    p19_fig2,
+    p19_fig3,
+    p19_fig4,
+    p19_fig5,
+    p19_fig6,
+    p19_table1,
+    p21_fig3,
+    p21_fig4,
+    p21_fig6,
+    p21_fig7,
+    p21_fig8,
+)
 from .experiment import Experiment
 
 EXPERIMENTS: tuple[Experiment, ...] = (
@@ -12,10 +25,13 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     p21_fig6.EXPERIMENT,
     p21_fig7.EXPERIMENT,
     p21_fig8.EXPERIMENT,
+    p19_fig1.EXPERIMENT,
+    p19_fig2.EXPERIMENT,
     p19_fig3.EXPERIMENT,
     p19_fig4.EXPERIMENT,
     p19_fig5.EXPERIMENT,
     p19_fig6.EXPERIMENT,
+    p19_table1.EXPERIMENT,
 )
 
 
