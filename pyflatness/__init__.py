@@ -1,6 +1,8 @@
 """Measure how flat the loss is around a trained network."""
 
 from .api import block_traces, head_flatness, measure, relative_flatness
+from .curvature import changes
+from .curvature.cost_of_change import cost_of_change
 from .errors import (
     BackendError,
     FlatnessError,
@@ -54,7 +56,9 @@ __all__ = [
     "block_traces",
     "bounds",
     "causal_lm",
+    "changes",
     "correlations",
+    "cost_of_change",
     "feature_robustness",
     "generalization_bound",
     "generalization_gap",

@@ -53,11 +53,16 @@ def _gap(model, loss, data, **options):
     return pf.generalization_gap(model, loss, data, data, **options)
 
 
+def _cost_of_change(model, loss, data, **options):
+    return pf.cost_of_change(model, loss, data, {"0": torch.full((6, 4), 0.1)}, **options)
+
+
 def _reparameterize(model, loss, data, **options):
     return pf.reparameterize(model, {"0": 2.0}, data, **options)
 
 
 _gap.__signature__ = inspect.signature(pf.generalization_gap)
+_cost_of_change.__signature__ = inspect.signature(pf.cost_of_change)
 _reparameterize.__signature__ = inspect.signature(pf.reparameterize)
 
 # name -> (model, loss, data, **options)
@@ -74,6 +79,7 @@ ON_MODELS = {
     "feature_robustness": _few(pf.feature_robustness, draws=2),
     "generalization_gap": _gap,
     "generalization_bound": _few(pf.generalization_bound, folds=2, draws=2),
+    "cost_of_change": _cost_of_change,
     "reparameterize": _reparameterize,
 }
 # name -> (features, weight, bias, targets, **options)

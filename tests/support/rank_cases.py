@@ -135,6 +135,11 @@ def generalization_gap(rank, size):
     return pf.generalization_gap(model(), LOSS, train, test)
 
 
+def cost_of_change(rank, size):
+    network = model()
+    return pf.cost_of_change(network, LOSS, part(rank, size), pf.changes.rounded(network, 4), by_trace=True)
+
+
 def tokens(rank, size):
     torch.manual_seed(1)
     network = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 3)).double().eval()

@@ -99,6 +99,10 @@ CALLS = {
     "feature_robustness": (Many, lambda m: pf.feature_robustness(m, LOSS, _data(), "tail", draws=2, alphas=[0.1])),
     "generalization_bound": (Plain, lambda m: pf.generalization_bound(m, LOSS, _data(), draws=2)),
     "generalization_gap": (Many, lambda m: pf.generalization_gap(m, LOSS, _data(), _data())),
+    "cost_of_change": (
+        Many,
+        lambda m: pf.cost_of_change(m, LOSS, _data(), pf.changes.rounded(m, 4), by_trace=True, probes=2),
+    ),
     "reparameterize": (Plain, lambda m: pf.reparameterize(m, {"body": 2.0}, _data()).state_dict()),
     "head_flatness": (Plain, lambda m: pf.head_flatness(*_phi())),
     "representativeness": (Plain, lambda m: pf.representativeness(*_phi(), draws=2)),
