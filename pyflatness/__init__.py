@@ -3,6 +3,7 @@
 from .api import block_traces, head_flatness, measure, relative_flatness
 from .curvature import changes
 from .curvature.cost_of_change import cost_of_change
+from .curvature.spectrum import Spectrum, spectrum
 from .errors import (
     BackendError,
     FlatnessError,
@@ -49,6 +50,7 @@ __all__ = [
     "RankError",
     "Report",
     "Scores",
+    "Spectrum",
     "StoreError",
     "Verification",
     "adaptive_sharpness_mc",
@@ -73,6 +75,7 @@ __all__ = [
     "representativeness",
     "score",
     "spectral_robustness_bound",
+    "spectrum",
     "truncated_normal_noise",
     "uniform_robustness_bound",
     "verify",

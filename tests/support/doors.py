@@ -80,6 +80,7 @@ ON_MODELS = {
     "generalization_gap": _gap,
     "generalization_bound": _few(pf.generalization_bound, folds=2, draws=2),
     "cost_of_change": _cost_of_change,
+    "spectrum": _few(pf.spectrum, k=1),
     "reparameterize": _reparameterize,
 }
 # name -> (features, weight, bias, targets, **options)

@@ -95,6 +95,7 @@ def _change(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.Report
 
 
 CALLS: dict[str, Callable[..., Any]] = {
+    "spectrum": partial(pf.spectrum, k=2, which="both", density=True, probes=2, steps=5),
     "cost_of_change": _change,
     "cost_of_change, ggn, by trace": partial(_change, curvature="ggn", by_trace=True, measured=False),
     "representation": pf.representation,
