@@ -21,9 +21,12 @@ from .generalization.bounds import (
     uniform_robustness_bound,
 )
 from .generalization.correlation import correlations, plot_correlation
+from .generalization.density_constants import density_constants
 from .generalization.feature_robustness import feature_robustness
 from .generalization.gap import generalization_gap
 from .generalization.inequalities import bounds
+from .generalization.label_constancy import label_constancy
+from .generalization.matrix_robustness import largest_robustness, matrix_robustness
 from .generalization.noise import truncated_normal_noise
 from .generalization.representativeness import representativeness
 from .measures.adaptive_sharpness_mc import adaptive_sharpness_mc
@@ -61,10 +64,14 @@ __all__ = [
     "changes",
     "correlations",
     "cost_of_change",
+    "density_constants",
     "feature_robustness",
     "generalization_bound",
     "generalization_gap",
     "head_flatness",
+    "label_constancy",
+    "largest_robustness",
+    "matrix_robustness",
     "measure",
     "mls_adversarial",
     "pac_bayes",

@@ -99,7 +99,7 @@ def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return the effective weight (d, m), a filter to a row, and the bias (d,) of a supported layer, detached."""
     weight, bias = module.weight, getattr(module, "bias", None)
     assert isinstance(weight, Tensor)
-    return as_matrix(module, weight.detach()), bias.detach() if isinstance(bias, Tensor) else None
+    return as_matrix(module, weight.detach()), bias.detach().flatten() if isinstance(bias, Tensor) else None
 
 
 def as_matrix(module: nn.Module, weight: Tensor) -> Tensor:

@@ -200,8 +200,8 @@ class Recorder:
             ).about({name: "its input has no dimension for samples"})
         if self._checking and not layers.computes(module, inputs, output, coefficients):
             raise InputError(
-                f"layer {name!r} ({type(module).__name__}): its output is not W φ + b of its weight and input; its "
-                "forward is replaced (by an adapter, quantisation, …) and cannot be measured"
+                f"layer {name!r} ({type(module).__name__}): its output is not {kind.computes}; its forward is replaced "
+                "(by an adapter, quantisation, …) and cannot be measured"
             )
         if self._checking:
             self._check_weight(name, module)
