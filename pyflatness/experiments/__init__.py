@@ -3,10 +3,20 @@
 import difflib
 
 from ..errors import InputError
-from . import p21_fig6
+from . import p19_fig3, p19_fig4, p19_fig5, p19_fig6, p21_fig3, p21_fig4, p21_fig6, p21_fig7, p21_fig8
 from .experiment import Experiment
 
-EXPERIMENTS: tuple[Experiment, ...] = (p21_fig6.EXPERIMENT,)
+EXPERIMENTS: tuple[Experiment, ...] = (
+    p21_fig3.EXPERIMENT,
+    p21_fig4.EXPERIMENT,
+    p21_fig6.EXPERIMENT,
+    p21_fig7.EXPERIMENT,
+    p21_fig8.EXPERIMENT,
+    p19_fig3.EXPERIMENT,
+    p19_fig4.EXPERIMENT,
+    p19_fig5.EXPERIMENT,
+    p19_fig6.EXPERIMENT,
+)
 
 
 def named(name: str) -> Experiment:

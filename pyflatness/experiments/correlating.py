@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..generalization.correlation import Correlations, correlations, plot_correlation
+from ..generalization.correlation import Correlations, correlations
+from ..generalization.correlation_figures import plot_correlation
 from .experiment import Finding
 from .zoo import Networks
 
