@@ -3,10 +3,40 @@
 import difflib
 
 from ..errors import InputError
-from . import p21_fig6
+from . import (
+    c24_pairs,
+    c24_tightness,
+    c24_transformers,
+    c24_trends,
+    p19_fig3,
+    p19_fig4,
+    p19_fig5,
+    p19_fig6,
+    p21_fig3,
+    p21_fig4,
+    p21_fig6,
+    p21_fig7,
+    p21_fig8,
+)
 from .experiment import Experiment
 
-EXPERIMENTS: tuple[Experiment, ...] = (p21_fig6.EXPERIMENT,)
+EXPERIMENTS: tuple[Experiment, ...] = (
+    p21_fig3.EXPERIMENT,
+    p21_fig4.EXPERIMENT,
+    p21_fig6.EXPERIMENT,
+    p21_fig7.EXPERIMENT,
+    p21_fig8.EXPERIMENT,
+    p19_fig3.EXPERIMENT,
+    p19_fig4.EXPERIMENT,
+    p19_fig5.EXPERIMENT,
+    p19_fig6.EXPERIMENT,
+    c24_trends.CONVOLUTIONAL,
+    c24_transformers.EXPERIMENT,
+    c24_tightness.EXPERIMENT,
+    c24_pairs.CONVOLUTIONAL,
+    c24_pairs.PERCEPTRON,
+    c24_trends.PERCEPTRON,
+)
 
 
 def named(name: str) -> Experiment:

@@ -1,5 +1,7 @@
 """Define what an experiment is: what it claims to redo, what it works with, and what it hands back."""
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,20 @@ class Bench:
     folder: Path
     data_dir: Path | None = None
     shown: bool | None = None
+
+    def once(self, key: str, compute: Callable[[], Any]) -> Any:
+        """Return what a function does, or did when it was called with this key before; numbers, texts and lists.
+
+        Args:
+            key: names all that the outcome depends on.
+            compute: the function.
+        """
+        path = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        if not path.exists():
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps({"key": key, "outcome": compute()}), encoding="utf-8")
+            part.replace(path)
+        return json.loads(path.read_text(encoding="utf-8"))["outcome"]
 
 
 @dataclass(frozen=True)

@@ -104,14 +104,18 @@ def train(
     paths = {name: folder / f"{name}.safetensors" for name in recipes}
     with progress.bar("training", len(recipes), shown) as advance:
         for names in _groups(recipes, until.together):
-            missing = [name for name in names if not paths[name].exists()]
+            asked = {name: _asked(recipes[name], until, len(data[1])) for name in names}
+            missing = [name for name in names if not _is_there(paths[name], asked[name], until)]
             advance(len(names) - len(missing), "")
+            for name in missing:
+                del paths[name]
             if missing and until.epochs:
-                group = _Group(network, {name: recipes[name] for name in names}, folder, missing)
+                group = _Group(network, {name: recipes[name] for name in names}, _saved_group(folder, asked), missing)
                 for name, state, facts in group.trained(data, until, advance):
-                    _save(state, facts, paths[name])
+                    paths[name] = folder / f"{name}.safetensors"
+                    _save(state, asked[name] | facts, paths[name])
                     advance(1, "")
-    return {name: path for name, path in paths.items() if path.exists()}
+    return {name: paths[name] for name in recipes if name in paths}
 
 
 def metadata(path: Path) -> dict[str, str]:
@@ -120,6 +124,27 @@ def metadata(path: Path) -> dict[str, str]:
 
     with safe_open(path, "pt") as file:
         return dict(file.metadata() or {})
+
+
+def _asked(recipe: Recipe, until: Until, samples: int) -> dict[str, Any]:
+    """Return what a network's weights follow from, besides the architecture and the samples themselves."""
+    return {**asdict(recipe), "samples": samples, "target": until.loss}
+
+
+def _is_there(path: Path, asked: Mapping[str, Any], until: Until) -> bool:
+    """Return whether a checkpoint is there that was trained as is asked, or about which nothing is known."""
+    if not path.exists():
+        return False
+    told = metadata(path)
+    if any(told.get(key) != text for key, text in _texts(asked).items()):
+        return not told
+    ended = told["converged"] == "true" or not math.isfinite(float(told["loss"]))
+    return ended or until.epochs in (0, int(told["epochs"]))
+
+
+def _saved_group(folder: Path, asked: Mapping[str, Any]) -> Path:
+    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+    return folder / f".group-{key}.safetensors"
 
 
 def _groups(recipes: Mapping[str, Recipe], together: int) -> Iterator[list[str]]:
@@ -138,19 +163,18 @@ class _Group:
     Args:
         network: makes one.
         recipes: of all networks of the group, which are the same whenever training goes on.
-        folder: where the group is saved.
+        path: where the group is saved.
         missing: the networks that are not done yet.
     """
 
     def __init__(
-        self, network: Callable[[], nn.Module], recipes: Mapping[str, Recipe], folder: Path, missing: Sequence[str]
+        self, network: Callable[[], nn.Module], recipes: Mapping[str, Recipe], path: Path, missing: Sequence[str]
     ) -> None:
         first = next(iter(recipes.values()))
         self._names, self._epoch, self._recipes = [*recipes], 0, recipes
         self._title = f"{first.optimizer}, batches of {first.batch_size}"
         self._batch_size = first.batch_size
-        key = hashlib.sha256(json.dumps([*recipes]).encode()).hexdigest()[:16]
-        self._path = folder / f".group-{key}.safetensors"
+        self._path = path
         made = [_initialized(network, recipe) for recipe in recipes.values()]
         self._parameters, _ = stack_module_state(made)
         self._optimizer = OPTIMIZERS[first.optimizer]([*self._parameters.values()], lr=1.0)
@@ -173,7 +197,7 @@ class _Group:
                 name, loss = self._names[place], float(losses[place])
                 state = {key: value[place].detach().clone() for key, value in self._parameters.items()}
                 facts = {"epochs": self._epoch, "loss": loss, "converged": loss < until.loss}
-                yield name, state, asdict(self._recipes[name]) | facts
+                yield name, state, facts
             self._keep([not ended for ended in done.tolist()])
             if time.monotonic() - saved > _SAVED_EVERY:
                 self._save()
@@ -262,7 +286,9 @@ def _save(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], path: Path) -
 
     part = path.with_name(f".{path.name}.part")
     plain = {name: value.contiguous() for name, value in tensors.items()}
-    save_file(
-        plain, part, {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
-    )
+    save_file(plain, part, _texts(facts))
     part.replace(path)
+
+
+def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}

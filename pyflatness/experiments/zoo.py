@@ -17,6 +17,7 @@ from .training import Recipe, Until
 
 Data = tuple[Tensor, Tensor]
 
+_COMPARED = 256  # samples on which a network with other weights is held against the first
 _PARTS = 40  # of the networks that are scored between two steps of the bar
 
 
@@ -85,7 +86,37 @@ class Networks:
         }
 
 
-def networks(bench: Bench, zoo: Zoo, asked: Sequence[Asked], *, change: "Change | None" = None) -> Networks:
+@dataclass(frozen=True)
+class Change:
+    """Describe other weights of every network, by which it computes the same function.
+
+    Attributes:
+        name: of the folder that keeps them, within the zoo's.
+        of: makes the other network of one that is loaded, of the data's first samples, and of the network's number.
+    """
+
+    name: str
+    of: Callable[[nn.Module, Tensor, int], nn.Module]
+
+    def made(self, bench: Bench, zoo: Zoo, paths: Mapping[str, Path]) -> dict[str, Path]:
+        """Write the checkpoints that are not there yet, and return all."""
+        from safetensors.torch import load_file, save_file
+
+        folder = bench.folder / zoo.name / self.name
+        folder.mkdir(parents=True, exist_ok=True)
+        places = {name: number for number, name in enumerate(zoo.recipes)}
+        changed = {name: folder / path.name for name, path in paths.items()}
+        network, (inputs, _) = zoo.network().eval(), zoo.first(_COMPARED)
+        for name, path in changed.items():
+            if not path.exists():
+                network.load_state_dict(load_file(paths[name]))
+                part = path.with_name(f".{path.name}.part")
+                save_file(self.of(network, inputs, places[name]).state_dict(), part)
+                part.replace(path)
+        return changed
+
+
+def networks(bench: Bench, zoo: Zoo, asked: Sequence[Asked], *, change: Change | None = None) -> Networks:
     """Train what is not trained yet, score it, and return the table.
 
     Args:
@@ -119,35 +150,6 @@ def networks(bench: Bench, zoo: Zoo, asked: Sequence[Asked], *, change: "Change 
         if name not in failures
     }
     return Networks(columns, tuple(row["name"] for row in rows if row["name"] in ended), failures)
-
-
-@dataclass(frozen=True)
-class Change:
-    """Describe other weights of every network, by which it computes the same function.
-
-    Attributes:
-        name: of the folder that keeps them, within the zoo's.
-        of: makes the other network of one that is loaded, and of its number.
-    """
-
-    name: str
-    of: Callable[[nn.Module, int], nn.Module]
-
-    def made(self, bench: Bench, zoo: Zoo, paths: Mapping[str, Path]) -> dict[str, Path]:
-        """Write the checkpoints that are not there yet, and return all."""
-        from safetensors.torch import load_file, save_file
-
-        folder = bench.folder / zoo.name / self.name
-        folder.mkdir(parents=True, exist_ok=True)
-        changed = {name: folder / path.name for name, path in paths.items()}
-        network = zoo.network().eval()
-        for number, (name, path) in enumerate(changed.items()):
-            if not path.exists():
-                network.load_state_dict(load_file(paths[name]))
-                part = path.with_name(f".{path.name}.part")
-                save_file(self.of(network, number).state_dict(), part)
-                part.replace(path)
-        return changed
 
 
 def several(recipes: Mapping[str, Recipe], seeds: int) -> dict[str, Recipe]:

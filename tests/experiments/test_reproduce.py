@@ -57,7 +57,7 @@ def test_a_tiny_experiment(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["p21-fig"], "there are p21-fig6"),
+        (["p21-fig66"], "there are p21-fig6"),
         (["p21-fig6", "--set", "seed=1"], "there is no setting 'seed'; there are images, seeds"),
         (["p21-fig6", "--scale", "paper"], "say where with --data-dir"),
         (["p21-fig6", "--scale", "paper", "--data-dir", "."], "cifar10 is not in"),

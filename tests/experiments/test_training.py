@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -112,3 +112,27 @@ def test_initial_weights(name):
     assert made.fc1.weight.std().item() == pytest.approx(spread.get(name, 0.1**0.5), rel=0.01)
     assert not made.fc1.bias.any()
     assert isinstance(made.fc2, nn.Linear)
+
+
+def test_networks_of_other_recipes_are_trained_anew(tmp_path):
+    """Under one name: another learning rate, target, number of samples or of epochs; not what has nothing to say."""
+
+    def trained(rate, until, count=50):
+        inputs, labels = data()
+        paths = training.train(
+            network, {"a": Recipe("sgd", 16, rate, 0)}, (inputs[:count], labels[:count]), until, tmp_path
+        )
+        return load_file(paths["a"])["fc1.weight"]
+
+    known = [trained(0.1, Until(0.0, 2))]
+    for rate, until, count in (
+        *((0.2, Until(0.0, 2), 50), (0.2, Until(0.01, 2), 50)),
+        *((0.2, Until(0.01, 3), 50), (0.2, Until(0.01, 3), 40)),
+    ):
+        known.append(trained(rate, until, count))
+        assert not torch.equal(known[-1], known[-2]) or (until.loss > 0 and until.epochs == 2)
+        assert torch.equal(trained(rate, until, count), known[-1])
+    assert torch.equal(trained(0.2, Until(0.01, 0), 40), known[-1])
+    assert not training.train(network, {"a": Recipe("sgd", 16, 0.3, 0)}, data(), Until(0.0, 0), tmp_path)
+    save_file({"fc1.weight": known[0]}, tmp_path / "a.safetensors")
+    assert torch.equal(trained(0.3, Until(0.0, 2)), known[0])
