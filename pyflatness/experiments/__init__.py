@@ -4,6 +4,10 @@ import difflib
 
 from ..errors import InputError
 from . import (
+    c24_pairs,
+    c24_tightness,
+    c24_transformers,
+    c24_trends,
     p19_fig1,
     p19_fig2,
     p19_fig3,
@@ -32,6 +36,12 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     p19_fig5.EXPERIMENT,
     p19_fig6.EXPERIMENT,
     p19_table1.EXPERIMENT,
+    c24_trends.CONVOLUTIONAL,
+    c24_transformers.EXPERIMENT,
+    c24_tightness.EXPERIMENT,
+    c24_pairs.CONVOLUTIONAL,
+    c24_pairs.PERCEPTRON,
+    c24_trends.PERCEPTRON,
 )
 
 

@@ -15,8 +15,8 @@ def run(bench: Bench) -> Found:
     return Found(
         found.columns,
         tuple(correlating.findings(with_gap, [largest, trace], {largest: "significant", trace: "0.91"})),
-        f"Over {with_gap.points} networks the correlations with the generalisation error (Pearson, 95 % bootstrap "
-        f"intervals over networks) are {correlating.said(with_gap, largest)} for κ = ‖w‖² λ_max and "
+        f"Over {with_gap.points} networks the correlations with the generalisation error (Pearson, "
+        f"{correlating.intervals(found)}) are {correlating.said(with_gap, largest)} for κ = ‖w‖² λ_max and "
         f"{correlating.said(with_gap, trace)} for κ_τ = ‖w‖² Tr(H), beside the paper's 0.91. "
         f"{len(positive)} of 2 are above zero with the whole interval, and that of κ_τ is "
         f"{'higher, as in the paper' if second > first else 'not higher'}. The paper's error, sums of losses with test "

@@ -18,7 +18,7 @@ def run(bench: Bench) -> Found:
     return Found(
         after.columns | {f"{name}, before": before.columns[name] for name in shown},
         tuple(correlating.findings(two, shown, paper)),
-        f"Over {two.points} networks the correlations with the gap (Pearson, 95 % bootstrap intervals over networks) "
+        f"Over {two.points} networks the correlations with the gap (Pearson, {correlating.intervals(after)}) "
         f"are: {'; '.join(pairs)}.",
         lambda figure: correlating.scatter(figure, after, shown, columns=2),
         after.failures,

@@ -32,7 +32,7 @@ def run(bench: Bench) -> Found:
         ),
         f"Of {two.points} networks {', '.join(still) or 'no measure'} kept the value, to a relative {_ROUNDING:g}, "
         f"{'as' if {*still} == {*claimed} else 'other ones than'} claimed. Correlations of the others with the "
-        f"gap (Pearson, 95 % bootstrap intervals over networks): {others}.",
+        f"gap (Pearson, {correlating.intervals(after)}): {others}.",
         lambda figure: correlating.scatter(figure, after, shown),
         after.failures,
     )

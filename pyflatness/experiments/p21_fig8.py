@@ -18,7 +18,7 @@ def run(bench: Bench) -> Found:
         found.columns,
         tuple(correlating.findings(with_gap, shown, paper)),
         f"Over {with_gap.points} networks the correlation of relative flatness of {other} with the gap is "
-        f"{correlating.said(with_gap, shown[0])} (Pearson, 95 % bootstrap interval over networks), and that of {head}, "
+        f"{correlating.said(with_gap, shown[0])} (Pearson, {correlating.intervals(found)}), and that of {head}, "
         f"the head, {correlating.said(with_gap, shown[1])}. It is {'lower' if first < second else 'not lower'} at the "
         f"other layer, and {'' if correlating.is_positive(with_gap, shown[0]) else 'not shown to be '}above zero.",
         lambda figure: correlating.scatter(figure, found, shown),
