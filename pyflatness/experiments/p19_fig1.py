@@ -8,6 +8,11 @@ def run(bench: Bench) -> Found:
     """Train, measure, and correlate."""
     networks, (head, _) = p19_minima.minima(bench), p21_minima.layers(bench)
     found = p19_minima.with_error(bench, networks, zoo.networks(bench, networks, p19_minima.asked(bench, networks)))
+    return judged(found, head)
+
+
+def judged(found: zoo.Networks, head: str) -> Found:
+    """Return what a table of networks says of the claim."""
     largest, trace = f"scaled_lambda_max {head}", f"scaled_trace {head}"
     with_gap = correlating.with_gap(found, [largest, trace])
     first, second = (correlating.ends(with_gap, name, "Pearson")[0] or 0.0 for name in (largest, trace))

@@ -11,7 +11,11 @@ def run(bench: Bench) -> Found:
     asked = p19_minima.asked(bench, networks)
     before = zoo.networks(bench, networks, asked)
     after = zoo.networks(bench, networks, asked, change=BY_LAYERS)
-    shown = [f"{measure} {head}" for measure in asked[0].measures]
+    return judged(before, after, [f"{measure} {head}" for measure in asked[0].measures])
+
+
+def judged(before: zoo.Networks, after: zoo.Networks, shown: list[str]) -> Found:
+    """Return what tables of networks at both weights say of the claim."""
     one, two = correlating.with_gap(before, shown), correlating.with_gap(after, shown)
     pairs = [f"{name} {correlating.said(one, name)} before and {correlating.said(two, name)} after" for name in shown]
     paper = {name: "as before" if name.startswith("scaled") else "very weak" for name in shown}

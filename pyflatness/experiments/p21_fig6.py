@@ -26,12 +26,15 @@ def columns(head: str) -> list[str]:
 def run(bench: Bench) -> Found:
     """Train, measure, and correlate."""
     networks, (head, _) = p21_minima.zoo(bench), p21_minima.layers(bench)
-    found = zoo.networks(bench, networks, asked(bench, networks))
+    return judged(zoo.networks(bench, networks, asked(bench, networks)), head)
+
+
+def judged(found: zoo.Networks, head: str) -> Found:
+    """Return what a table of networks says of the claim."""
     ours = columns(head)
     others = [f"{name} {head}" for name in BESIDES] + ["relative_flatness network", "trace network"]
     with_gap = correlating.with_gap(found, [*ours, *others])
     paper = {ours[0]: "the highest of all measures", "fisher_rao network": "the lowest of all measures"}
-
     return Found(
         found.columns,
         tuple(correlating.findings(with_gap, [*ours, *others], paper) + partial(found, ours) + losses(found)),

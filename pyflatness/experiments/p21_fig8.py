@@ -7,7 +7,11 @@ from .experiment import Bench, Experiment, Found
 def run(bench: Bench) -> Found:
     """Measure all layers, and correlate."""
     networks, (head, other) = p21_minima.zoo(bench), p21_minima.layers(bench)
-    found = zoo.networks(bench, networks, p21_fig6.asked(bench, networks))
+    return judged(zoo.networks(bench, networks, p21_fig6.asked(bench, networks)), head, other)
+
+
+def judged(found: zoo.Networks, head: str, other: str) -> Found:
+    """Return what a table of networks says of the claim."""
     rest = [name for name in found.columns if name.startswith("relative_flatness ")]
     shown = [f"relative_flatness {other}", f"relative_flatness {head}"]
     shown += [name for name in rest if name not in shown]
