@@ -8,6 +8,7 @@ from torch.nn.utils import parametrize
 
 from ...report import coverage
 from .. import kinds
+from ..spread import is_spread
 from . import experts, recurrent
 from .use import Source, Use
 
@@ -62,6 +63,7 @@ def _is_candidate(module: nn.Module, key: str, parameter: Tensor) -> bool:
     """Return whether a parameter may turn out to be the weight of a linear operation, by its shape."""
     return (
         not nn.parameter.is_lazy(parameter)
+        and not is_spread(parameter)
         and coverage.is_weight(module, key, parameter)
         and parameter.ndim <= _MOST_DIMENSIONS
         and parameter.layout == torch.strided
