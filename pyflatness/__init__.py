@@ -1,6 +1,9 @@
 """Measure how flat the loss is around a trained network."""
 
 from .api import block_traces, head_flatness, measure, relative_flatness
+from .curvature import changes
+from .curvature.cost_of_change import cost_of_change
+from .curvature.spectrum import Spectrum, spectrum
 from .errors import (
     BackendError,
     FlatnessError,
@@ -31,6 +34,7 @@ from .generalization.mutual_information import conditional_mutual_information
 from .generalization.noise import truncated_normal_noise
 from .generalization.representativeness import representativeness
 from .generalization.sign_error import sign_error
+from .invariances import invariances
 from .measures.adaptive_sharpness_mc import adaptive_sharpness_mc
 from .measures.mls_adversarial import mls_adversarial
 from .measures.pac_bayes import pac_bayes
@@ -55,6 +59,7 @@ __all__ = [
     "RankError",
     "Report",
     "Scores",
+    "Spectrum",
     "StoreError",
     "Verification",
     "adaptive_sharpness_mc",
@@ -62,8 +67,10 @@ __all__ = [
     "block_traces",
     "bounds",
     "causal_lm",
+    "changes",
     "conditional_mutual_information",
     "correlations",
+    "cost_of_change",
     "density_constants",
     "feature_robustness",
     "generalization_bound",
@@ -71,6 +78,7 @@ __all__ = [
     "granulated_kendall",
     "head_flatness",
     "interpolation_error",
+    "invariances",
     "label_constancy",
     "largest_robustness",
     "matrix_robustness",
@@ -86,6 +94,7 @@ __all__ = [
     "score",
     "sign_error",
     "spectral_robustness_bound",
+    "spectrum",
     "truncated_normal_noise",
     "uniform_robustness_bound",
     "verify",
