@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from .. import kinds
-from ..kinds import Convolution, Linear, TransposedLinear
+from ..kinds import Convolution, Linear, Together, TransposedLinear
 from . import watched
 from .experts import Route
 from .operations import LINEAR, Operation
@@ -25,6 +25,7 @@ class Use(kinds.Use):
         name: of the layer.
         source: the parameter.
         rows: which of its rows; None: all. A number is an expert of a mixture.
+        home: the kind whose matrix it is, where uses of several kinds are taken together; else None.
 
     Attributes:
         weight: detached, as the operation has it that the parameter is used in.
@@ -39,12 +40,15 @@ class Use(kinds.Use):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, name: str, source: "Source", rows: slice | int | None = None) -> None:
+    def __init__(
+        self, name: str, source: "Source", rows: slice | int | None = None, home: Linear | None = None
+    ) -> None:
         super().__init__()
         self.name, self.source, self.rows, self.refusal, self.ran = name, source, rows, "", False
         weight = source.parameter.detach()
         self.weight, self.bias = weight if rows is None else weight[rows], None
-        self.kind, self.routed = _by_shape(self.weight), isinstance(rows, int)
+        self.kind = _by_shape(self.weight) if home is None else Together(home)
+        self._together, self.routed = home is not None, isinstance(rows, int)
         row = weight[0].numel()
         start, stop, _ = _as_slice(rows).indices(len(weight))
         self.entries = range(start * row, stop * row)  # of the parameter
@@ -63,7 +67,8 @@ class Use(kinds.Use):
     def takes(self, kind: Linear, weight: Tensor, inputs: Tensor, bias: Tensor | None) -> bool:
         """Return whether a call of this kind is one that layers can have, and of the kind that the others are."""
         return (
-            (not self.ran or (kind is self.kind and weight.shape == self.weight.shape))
+            (self._together or not self.ran or kind is self.kind)
+            and (weight.shape == self.weight.shape or not (self._together or self.ran))
             and inputs.is_floating_point() != kind.tokens
             and inputs.ndim >= kind.least_dims
             and (bias is None or (bias.ndim == 1 and bias.dtype == self.source.parameter.dtype))
@@ -74,7 +79,8 @@ class Use(kinds.Use):
     ) -> Tensor:
         """Return ``run(inputs)``, seen by the hooks of a layer of this kind, weight and bias."""
         if not self.ran:
-            self.kind, self.weight, self.ran = kind, weight, True
+            self.kind, self.weight, self.ran = self.kind if self._together else kind, weight, True
+        self.called_as = kind if self._together else None
         self.bias, self._run = bias, run
         try:
             outputs: Tensor = self(inputs)
@@ -98,6 +104,7 @@ class Source:
         nodes: where uses that are not followed end in autograd's graph, while it is watched: by way of the module, or
             of a reference that was kept elsewhere, in a list or a function.
         route: see :class:`.watched.Source`.
+        varies: whether the weight that was computed of it was not the same at every call.
     """
 
     parameter: Tensor
@@ -110,6 +117,7 @@ class Source:
     nodes: set[Node] = field(default_factory=set)
     _flag: bool = False  # whether the parameter required a gradient before
     route: Route | None = None
+    varies: bool = False
     _attached: dict[str, Use] = field(default_factory=dict)
     _of_entries: dict[range, Use] = field(default_factory=dict)  # the same by the entries of the parameter
     _watched: dict[str, Use] = field(default_factory=dict)  # ever
@@ -151,6 +159,11 @@ class Source:
             experts = "expert" if len(idle) == 1 else "experts"
             return f"no token of the data is routed to {experts} {', '.join(idle[:_LISTED])}{more}"
         return refusal or self.why_unused()
+
+    @property
+    def name(self) -> str:
+        """See :class:`.watched.Source`."""
+        return next(iter(self._attached or self.uses), "")
 
     @property
     def attached(self) -> dict[str, Use]:
@@ -248,6 +261,7 @@ class Source:
         if operation.rows(weight) is not weight or use.name not in self._attached:
             return None
         if use.ran and not (weight.shape == use.weight.shape and torch.equal(weight, use.weight)):
+            self.varies = True
             return None
         behind = _leaves(operation.weight.grad_fn)
         if not all(isinstance(leaf, nn.Parameter) for leaf in behind):
