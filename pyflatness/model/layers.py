@@ -83,7 +83,7 @@ def why_idle(model: nn.Module, module: nn.Module) -> str:
     if isinstance(module, nn.EmbeddingBag):
         return _OFFSETS
     others = ties(model, module)
-    return f"its module is not called (its weight is that of {', '.join(others)} too)" if others else _IDLE
+    return f"{_IDLE}, and its weight is that of {', '.join(others)} too" if others else _IDLE
 
 
 def is_convolution(module: nn.Module) -> bool:

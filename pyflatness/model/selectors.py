@@ -75,6 +75,8 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
         chosen |= meant
     both = usable | scales
     found = {name: both[name] for name in every if name in chosen} | whole
+    for use in (layer for name, layer in found.items() if name in named and isinstance(layer, Use)):
+        use.named = True
     return Selection(found, frozenset(named | whole.keys()))
 
 

@@ -228,6 +228,44 @@ def test_a_use_that_is_not_linear_is_refused_by_its_name(function):
     assert model.a.weight.requires_grad
 
 
+TWO_KINDS = {  # of a parameter that is no module's weight; whether its matrix is the transposed parameter
+    "there and back": (lambda net, x: F.linear(F.linear(x, net.w), net.w.t()), (6, 4), False),
+    "linear and matmul": (lambda net, x: F.linear(x, net.w) + x @ net.w, (4, 4), False),
+    "matmul and linear": (lambda net, x: x @ net.w + F.linear(x, net.w), (4, 4), True),
+    "looked up and multiplied": (
+        lambda net, x: F.linear(F.embedding((x > 0).sum(2), net.w), net.w)[..., :4], (6, 4), True),
+}  # fmt: skip
+
+
+class OfTwoKinds(nn.Module):
+    def __init__(self, hidden, shape):
+        super().__init__()
+        self.hidden, self.w = hidden, nn.Parameter(normal(5, *shape))
+        self.head = nn.Linear(4, 3).double()
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.hidden(self, x)).mean(1))
+
+
+@pytest.mark.parametrize("name", TWO_KINDS)
+def test_a_parameter_in_operations_of_two_kinds_is_one_layer_where_it_is_named(name):
+    hidden, shape, transposed = TWO_KINDS[name]
+    model, x, y = OfTwoKinds(hidden, shape), normal(6, 3, 2, 4), torch.arange(3)
+    report = pf.measure(model, LOSS, (x, y), measures=SUMS)
+    assert report.layers == ("head",)
+    assert "layers='w' takes all of its linear uses together" in report.why_uncovered["w"]
+    named = pf.measure(model, LOSS, [(x[:1], y[:1]), (x[1:], y[1:])], measures=SUMS, layers=["w", "head"])
+    matrix = truth.hessian(lambda w: LOSS(torch.func.functional_call(model, {"w": w}, (x,)), y), model.w.detach())
+    weight = model.w.detach()
+    if transposed:
+        matrix, weight = matrix.permute(1, 0, 3, 2), weight.t()
+    for measure, value in expected_of(matrix, weight, 1, 1).items():
+        assert named["w", measure].value == approx(value), measure
+        assert named["head", measure].value == approx(report["head", measure].value)
+    assert named.uncovered == {}
+    assert pf.verify(model, LOSS, (x, y), "w")
+
+
 def test_what_has_no_meaning_for_all_uses_together():
     model, x, y, layer, _ = built("embedding and head, of the head")
     with pytest.raises(

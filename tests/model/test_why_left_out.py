@@ -47,7 +47,7 @@ REASONS = {
     "pairs of positions": (lambda: Net(relative, embed=nn.Embedding(7, 3), codes=nn.Embedding(7, 2),
         head=nn.Linear(12, 3)), "codes.weight",
         "what it looks up is of all samples, and cannot be told apart by sample"),
-    "not called, shared": (shared, "shared.weight", "its module is not called (its weight is that of embed too)"),
+    "not called, shared": (shared, "shared.weight", "its module is not called, and its weight is that of embed too"),
     "not called": (lambda: Net(lambda net, x: net.head(net.embed(x).sum(1)), embed=nn.Embedding(7, 3),
         other=nn.Linear(3, 3), head=nn.Linear(3, 3)), "other.weight", "its module is not called"),
     "detached": (lambda: Net(detached, embed=nn.Embedding(7, 3), other=nn.Linear(3, 3), head=nn.Linear(3, 3)),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from .. import kinds
+from .. import calling, kinds
 from ..kinds import Convolution, Linear, Together, TransposedLinear
 from . import watched
 from .experts import Route
@@ -34,6 +34,7 @@ class Use(kinds.Use):
         routed: whether the layer is an expert, which runs where a token is routed to it.
         ran: whether it did.
         refusal: why it cannot be measured; empty as long as it can.
+        named: whether it was asked for by its name, and so for all of its uses, whatever their kinds are.
     """
 
     kind: Linear
@@ -45,6 +46,7 @@ class Use(kinds.Use):
     ) -> None:
         super().__init__()
         self.name, self.source, self.rows, self.refusal, self.ran = name, source, rows, "", False
+        self.named = self._several = self._settled = False
         weight = source.parameter.detach()
         self.weight, self.bias = weight if rows is None else weight[rows], None
         self.kind = _by_shape(self.weight) if home is None else Together(home)
@@ -65,7 +67,14 @@ class Use(kinds.Use):
         return self._run(inputs)
 
     def takes(self, kind: Linear, weight: Tensor, inputs: Tensor, bias: Tensor | None) -> bool:
-        """Return whether a call of this kind is one that layers can have, and of the kind that the others are."""
+        """Return whether a call of this kind is one that layers can have, and of the kind that the others are.
+
+        A layer that was named may turn out to be of several kinds in a dry run, before anything relies on what it is.
+        """
+        if self.ran and not self._together and kind is not self.kind and weight.shape == self.weight.shape:
+            self._several = self.rows is None and not self.source.effective
+            if self._several and self.named and not self._settled:
+                self._together, self.kind = True, Together(self.kind)
         return (
             (self._together or not self.ran or kind is self.kind)
             and (weight.shape == self.weight.shape or not (self._together or self.ran))
@@ -74,6 +83,13 @@ class Use(kinds.Use):
             and (bias is None or (bias.ndim == 1 and bias.dtype == self.source.parameter.dtype))
         )
 
+    @property
+    def hint(self) -> str:
+        """Return what can be done about uses of several kinds; empty where there are none, or it was done."""
+        if not self._several or self._together:
+            return ""
+        return f" (in operations of several kinds; layers={self.name!r} takes all of its linear uses together)"
+
     def call(
         self, kind: Linear, weight: Tensor, inputs: Tensor, bias: Tensor | None, run: Callable[[Tensor], Tensor]
     ) -> Tensor:
@@ -81,6 +97,7 @@ class Use(kinds.Use):
         if not self.ran:
             self.kind, self.weight, self.ran = self.kind if self._together else kind, weight, True
         self.called_as = kind if self._together else None
+        self._settled |= not calling.is_dry_run()
         self.bias, self._run = bias, run
         try:
             outputs: Tensor = self(inputs)
@@ -201,6 +218,7 @@ class Source:
         """Return in what else the weight takes part."""
         parts = [name for name, use in self.uses.items() if isinstance(use.rows, slice)]
         hint = f" ({', '.join(parts)} may be measured instead)" if parts else ""
+        hint += "".join(use.hint for use in self.uses.values())
         return f"its weight is used in {', '.join(self._functions) or 'what torch does not tell of'}{hint}"
 
     def _part(self, operation: Operation, weight: Tensor, part: Tensor) -> Tensor | None:
