@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..messages import shown
-from . import uses
+from . import spread, uses
 from .kinds import CLASSES, SUPPORTED, is_scale
 from .layers import is_supported, why_not_supported
 from .uses import Use
@@ -73,6 +73,8 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
         if not meant:
             raise InputError(f"layer {names[0]!r} {why_not_supported(every[names[0]])}{_inside(usable, names[0])}")
         chosen |= meant
+        if meant & scales.keys():
+            spread.refuse("the weight of a normalisation")
     both = usable | scales
     found = {name: both[name] for name in every if name in chosen} | whole
     for use in (layer for name, layer in found.items() if name in named and isinstance(layer, Use)):

@@ -13,7 +13,7 @@ from torch import nn
 from .bilinear import Bilinear
 from .convolution import Convolution
 from .embedding import Embedding, EmbeddingBag
-from .linear import Linear, TransposedLinear
+from .linear import Linear, PermutedLinear, TransposedLinear
 from .scale import Scale, is_scale
 from .together import Together
 from .transposed_convolution import TransposedConvolution
@@ -26,6 +26,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "Linear",
+    "PermutedLinear",
     "Scale",
     "Together",
     "TransposedConvolution",

@@ -124,3 +124,31 @@ class TransposedLinear(Linear):
     def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
         """Return W φ + b as transformers' layer computes it, but in one dtype."""
         return inputs @ weight if bias is None else inputs @ weight + bias
+
+
+class PermutedLinear(Linear):
+    """A linear layer that keeps its weight in more dimensions, of which some are rows and some columns.
+
+    An example is a projection of queries (heads, m, d), a matrix of heads · d rows.
+
+    Args:
+        shape: of the weight.
+        rows: which of its dimensions are rows.
+    """
+
+    def __init__(self, shape: Sequence[int], rows: Sequence[int]) -> None:
+        self._order = (*rows, *(dim for dim in range(len(shape)) if dim not in rows))
+        self._sizes, self._rows = [shape[dim] for dim in self._order], len(rows)
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        """Return a tensor of the shape of the weight as (d, m)."""
+        return weight.permute(self._order).flatten(self._rows).flatten(0, self._rows - 1)
+
+    def as_weight(self, matrix: Tensor) -> Tensor:
+        """Return a (d, m) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
+        inverse = [self._order.index(dim) for dim in range(len(self._order))]
+        return matrix.reshape(self._sizes).permute(inverse)
+
+    def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
+        """Return W φ + b."""
+        return F.linear(inputs, self.as_matrix(weight), bias)

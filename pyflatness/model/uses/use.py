@@ -11,11 +11,12 @@ from .. import calling, kinds
 from ..kinds import Convolution, Linear, Together, TransposedLinear
 from . import watched
 from .experts import Route
-from .operations import LINEAR, Operation
+from .operation import LINEAR, Operation
 from .watched import Watched
 
 _TRANSPOSED = TransposedLinear()
 _LISTED = 6  # experts in a message
+_OF_A_PART = "an operation on a part of it"
 
 
 class Use(kinds.Use):
@@ -24,15 +25,15 @@ class Use(kinds.Use):
     Args:
         name: of the layer.
         source: the parameter.
-        rows: which of its rows; None: all. A number is an expert of a mixture.
+        rows: which of its rows; None: all. A number is one of the matrices that it has, without the dimension.
+        routed: whether that is an expert of a mixture, which runs where a token is routed to it.
         home: the kind whose matrix it is, where uses of several kinds are taken together; else None.
 
     Attributes:
         weight: detached, as the operation has it that the parameter is used in.
         bias: of the last call.
         kind: how the weight is a matrix: as its shape says, until the layer ran.
-        routed: whether the layer is an expert, which runs where a token is routed to it.
-        ran: whether it did.
+        ran: whether the layer ran.
         refusal: why it cannot be measured; empty as long as it can.
         named: whether it was asked for by its name, and so for all of its uses, whatever their kinds are.
     """
@@ -42,15 +43,22 @@ class Use(kinds.Use):
     bias: Tensor | None
 
     def __init__(
-        self, name: str, source: "Source", rows: slice | int | None = None, home: Linear | None = None
+        self,
+        name: str,
+        source: "Source",
+        rows: slice | int | None = None,
+        *,
+        routed: bool = False,
+        home: Linear | None = None,
     ) -> None:
         super().__init__()
-        self.name, self.source, self.rows, self.refusal, self.ran = name, source, rows, "", False
+        self.name, self.source, self.rows, self.routed = name, source, rows, routed
+        self.refusal, self.ran = "", False
         self.named = self._several = self._settled = False
         weight = source.parameter.detach()
         self.weight, self.bias = weight if rows is None else weight[rows], None
         self.kind = _by_shape(self.weight) if home is None else Together(home)
-        self._together, self.routed = home is not None, isinstance(rows, int)
+        self._together = home is not None
         row = weight[0].numel()
         start, stop, _ = _as_slice(rows).indices(len(weight))
         self.entries = range(start * row, stop * row)  # of the parameter
@@ -212,7 +220,7 @@ class Source:
 
     def note(self, name: str) -> None:
         """See :class:`.watched.Source`."""
-        self._functions[name.strip("_")] = None
+        self._functions[name] = None
 
     def why_otherwise(self) -> str:
         """Return in what else the weight takes part."""
@@ -223,9 +231,8 @@ class Source:
 
     def _part(self, operation: Operation, weight: Tensor, part: Tensor) -> Tensor | None:
         """Do an operation on a view of the parameter."""
-        kind, rows = operation.kind, part
+        kind, rows = operation.kind, operation.rows(part)
         if kind is LINEAR:
-            rows = operation.rows(part)
             if _is_broadcast(operation.inputs, rows):
                 return None
             while rows.ndim > 2 and (rows.shape[0] == 1 or rows.stride(0) == 0):
@@ -235,6 +242,8 @@ class Source:
             if not rows.is_contiguous() and rows.t().is_contiguous():
                 kind, rows = _TRANSPOSED, rows.t()
         if not rows.is_contiguous() or rows.untyped_storage()._cdata != self.parameter.untyped_storage()._cdata:
+            if part.numel() < self.parameter.numel():
+                self._functions[_OF_A_PART] = None
             return None
         start = rows.storage_offset() - self.parameter.storage_offset()
         entries = range(start, start + rows.numel())
@@ -246,7 +255,7 @@ class Source:
         if not touched:
             return operation.back(operation.run(operation.inputs, weight, operation.bias))
         if not inside or kind is not LINEAR or weight.shape != rows.shape:
-            self._functions["an operation on a part of it"] = None
+            self._functions[_OF_A_PART] = None
             return None
         return self._cut(sorted(inside, key=lambda use: use.entries.start), entries, rows, operation, weight)
 

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from ...errors import InputError
 from . import operations
-from .operations import Operation, each_of
+from .operation import Operation
+from .operations import each_of
 
 _VIEWS = {"t", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute", "view", "reshape", "flatten"}
 _VIEWS |= {"unflatten", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "select", "narrow", "unsqueeze"}
@@ -51,7 +52,7 @@ class Source(Protocol):
         """Return the result of an operation on the weight, or None to have it done as any other."""
 
     def note(self, name: str) -> None:
-        """Take in that the weight took part in some other function, by its name."""
+        """Take in that the weight took part in some other function, by its name and what is odd about it."""
 
 
 class Watched(Tensor):
@@ -77,9 +78,9 @@ class Watched(Tensor):
         if inner is not None:
             return inner(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            operation = operations.read(func, args, kwargs, cls)
-            if operation is not None:
-                result = operation.weight.source.used(operation)  # type: ignore[attr-defined]
+            found = operations.read(func, args, kwargs, cls)
+            if isinstance(found, Operation):
+                result = found.weight.source.used(found)  # type: ignore[attr-defined]
                 if result is not None:
                     return result
             try:
@@ -88,7 +89,7 @@ class Watched(Tensor):
                 if "leaf Variable that requires grad" in str(error):
                     raise _changed_in_place(func, args) from error
                 raise
-            return _followed(func, args, kwargs, result)
+            return _followed(func, args, kwargs, result, found if isinstance(found, str) else "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return a copy of the parameter, as a module that is copied in the forward pass has it."""
@@ -115,18 +116,16 @@ def leaf(weight: Tensor, source: Source) -> tuple[Watched, Node]:
 def _changed_in_place(func: Any, args: tuple[Any, ...]) -> InputError:
     """Return the error for an operation that modifies a weight, of which torch has no derivative."""
     weight = next(part for several in args for part in each_of(several) if isinstance(part, Watched))
-    name, why = (
-        weight.source.name,
-        f"the forward pass changes its weight in place, by {getattr(func, '__name__', func)}",
-    )
+    name = weight.source.name
+    why = f"the forward pass changes its weight in place, by {getattr(func, '__name__', func)}"
     return InputError(
         f"layer {name!r}: {why}, so that there is no derivative in it; write it out of place (w = w.clamp(…)), under "
         "torch.no_grad(), or change the weight before the call"
     ).about({name: why})
 
 
-def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Return the result of a function, watched if it is a weight still."""
+def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, why: str) -> Any:
+    """Return the result of a function, watched if it is a weight still; ``why`` says what is odd about it."""
     given = [part for several in (*args, *kwargs.values()) for part in each_of(several) if isinstance(part, Watched)]
     if not given or not _has_numbers(result):
         return result
@@ -145,7 +144,7 @@ def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     for one in given:
         if one.source.effective and isinstance(result, Tensor) and result.numel() == one.source.parameter.numel():
             return _as_watched(result, one.source, None, 0)
-        one.source.note(name)
+        one.source.note(f"{name.strip('_')} {why}".rstrip())
     return result
 
 
