@@ -64,7 +64,7 @@ def whole(model: nn.Module, name: str) -> Use | None:
     if holder is None or parameter is None or key != "weight" or not kinds.is_plain(holder):
         return None
     home = kinds.find(holder)
-    if home is None or is_spread(parameter) or not _is_candidate(holder, key, parameter):
+    if home is None or not _is_candidate(holder, key, parameter):
         return None
     places = [
         (module, own) for module in model.modules() for own, other in module._parameters.items() if other is parameter
