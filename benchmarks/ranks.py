@@ -75,17 +75,17 @@ class Counted:
 
     def __enter__(self) -> "Counted":
         self.messages = self.bytes = 0
-        self._before = Ranks.gathered
+        self._before = Ranks._sent
 
-        def gathered(ranks: Ranks, tensor: torch.Tensor) -> list[torch.Tensor]:
+        def sent(ranks: Ranks, tensor: torch.Tensor, *arguments: Any, **options: Any) -> list[torch.Tensor]:
             self.messages, self.bytes = self.messages + 1, self.bytes + tensor.numel() * tensor.itemsize
-            return self._before(ranks, tensor)
+            return self._before(ranks, tensor, *arguments, **options)
 
-        Ranks.gathered = gathered  # type: ignore[method-assign]
+        Ranks._sent = sent  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        Ranks.gathered = self._before  # type: ignore[method-assign]
+        Ranks._sent = self._before  # type: ignore[method-assign]
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:

@@ -215,7 +215,7 @@ def _sampled(loader: Any) -> int:
 def distributed(data: Any) -> tuple[DistributedSampler[Any], int] | None:
     """Return torch's sampler of one rank's samples, and how many of these a loader takes; None of other data."""
     plain = isinstance(data, DataLoader) and type(data.batch_sampler) is BatchSampler
-    if not plain or not isinstance(data.sampler, DistributedSampler):
+    if not plain or type(data.sampler) is not DistributedSampler:  # another class may deal them out otherwise
         return None
     return data.sampler, _sampled(data)
 
