@@ -75,17 +75,17 @@ class Counted:
 
     def __enter__(self) -> "Counted":
         self.messages = self.bytes = 0
-        self._before = Ranks._sent
+        self._before = Ranks._gather
 
         def sent(ranks: Ranks, tensor: torch.Tensor, *arguments: Any, **options: Any) -> list[torch.Tensor]:
             self.messages, self.bytes = self.messages + 1, self.bytes + tensor.numel() * tensor.itemsize
             return self._before(ranks, tensor, *arguments, **options)
 
-        Ranks._sent = sent  # type: ignore[method-assign]
+        Ranks._gather = sent  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        Ranks._sent = self._before  # type: ignore[method-assign]
+        Ranks._gather = self._before  # type: ignore[method-assign]
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:

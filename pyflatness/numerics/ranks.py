@@ -9,12 +9,15 @@ A rank that fails takes part in one more exchange, with its error. The others, w
 next, raise that error too (:meth:`Ranks.agreed`). So that this cannot be mistaken for an answer, every exchange begins
 with a packet of one size. What does not fit into it follows when a second packet of each rank has said that nothing can
 go wrong any more: memory is there, and interrupts wait (:meth:`Ranks.gathered`).
+
+Of a tensor whose parts are spread over the ranks, one may ask for the whole at any time (:meth:`Ranks.whole`). The
+others hand over their parts wherever they wait: so ranks need not make the same passes, nor as many.
 """
 
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +57,7 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.processes = [0] if group is None else dist.get_process_group_ranks(group)
+        self._parts: Mapping[str, Callable[[], Tensor]] = {}
 
     @property
     def alone(self) -> bool:
@@ -106,14 +110,29 @@ class Ranks:
             if rank is not None:
                 raise RankError(f"rank {rank} has other {what} than rank 0 ({found[rank][what]}; {first}): {_ALIKE}")
 
+    def hand_over(self, parts: Mapping[str, Callable[[], Tensor]]) -> None:
+        """Hand over this rank's parts of some tensors from now on, whenever another rank asks for the whole.
+
+        Args:
+            parts: what makes a part, by name; of one name those of all ranks have the same size.
+        """
+        self._parts = parts
+
+    def whole(self, name: str, into: Tensor | None = None) -> Tensor:
+        """Return all ranks' parts of a tensor, (ranks, entries of a part).
+
+        Args:
+            name: of what :meth:`hand_over` was given.
+            into: memory for it.
+
+        Raises:
+            FlatnessError: of a rank that failed, or that does not answer.
+        """
+        self._heard({"wanted": name})
+        return self._sent(name, into)
+
     def _exchanged(self, told: Mapping[str, Any], own: BaseException | None = None) -> list[Any]:
-        found = [json.loads(text) for text in self._messages(json.dumps(told).encode())]
-        errors = {rank: _Told(*each["error"]) for rank, each in enumerate(found) if "error" in each}
-        if errors:
-            error = _together(errors, self.size, own)
-            if error is own:
-                raise error
-            raise error from own
+        found = self._heard(told, own)
         steps = [each["step"] for each in found]
         if len(set(steps)) > 1:
             rank = next(rank for rank, step in enumerate(steps) if step != steps[0])
@@ -126,12 +145,43 @@ class Ranks:
             )
         return [each["fact"] for each in found]
 
+    def _heard(self, told: Mapping[str, Any], own: BaseException | None = None) -> list[dict[str, Any]]:
+        """Return what all ranks tell, when this one has been asked for all parts that it was to be asked for first.
+
+        Of ranks that ask for parts of different tensors the first is served first. So the others wait for it to come to
+        where they are, and from there on one message serves all.
+        """
+        while True:
+            found = [json.loads(text) for text in self._messages(json.dumps(told).encode())]
+            errors = {rank: _Told(*each["error"]) for rank, each in enumerate(found) if "error" in each}
+            if errors:
+                error = _together(errors, self.size, own)
+                if error is own:
+                    raise error
+                raise error from own
+            wanted = next((each["wanted"] for each in found if "wanted" in each), None)
+            if wanted == told.get("wanted"):
+                return found
+            self._sent(str(wanted))
+
+    def _sent(self, name: str, into: Tensor | None = None) -> Tensor:
+        """Send this rank's part of a tensor, which all send now; return all parts, (ranks, entries of a part)."""
+        part = self._parts[name]()
+        whole = part.new_empty(self.size * part.numel()) if into is None else into
+        sent, received = part, whole
+        if part.device.type != "cpu" and self._device.type == "cpu":
+            sent, received = part.cpu(), torch.empty_like(whole, device="cpu")
+        self._wait(lambda: dist.all_gather([*received.chunk(self.size)], sent, group=self._group, async_op=True))
+        if received is not whole:
+            whole.copy_(received)
+        return whole.view(self.size, -1)
+
     def _messages(self, message: bytes) -> list[bytes]:
         """Return every rank's message."""
         packet = torch.zeros(_PACKET, dtype=torch.uint8, device="cpu")
         packet[:8] = torch.tensor([len(message)], dtype=torch.int64, device="cpu").view(torch.uint8)
         packet[8 : 8 + len(message)] = _bytes(message[: _PACKET - 8])
-        found = self._sent(packet, self._room(packet), interruptible=True)
+        found = self._gather(packet, self._room(packet), interruptible=True)
         lengths = [int(each[:8].clone().view(torch.int64)) for each in found]
         rest = max(lengths) - (_PACKET - 8)
         if rest > 0:
@@ -153,7 +203,7 @@ class Ranks:
         room = self._room(held)
         if step:
             self._ready(step)
-        return self._sent(held, room)
+        return self._gather(held, room)
 
     def _ready(self, step: str) -> None:
         """Wait until all ranks are about to send tensors, between which nothing may fail."""
@@ -163,7 +213,7 @@ class Ranks:
         """Return where every rank's tensor will be."""
         return [torch.empty_like(tensor, device=self._device) for _ in range(self.size)]
 
-    def _sent(self, tensor: Tensor, room: list[Tensor], *, interruptible: bool = False) -> list[Tensor]:
+    def _gather(self, tensor: Tensor, room: list[Tensor], *, interruptible: bool = False) -> list[Tensor]:
         """Send a tensor, and return every rank's, on the CPU."""
         held = tensor.to(self._device)
         self._wait(lambda: dist.all_gather(room, held, group=self._group, async_op=True), interruptible=interruptible)

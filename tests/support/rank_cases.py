@@ -18,7 +18,11 @@ import pyflatness as pf
 
 SAMPLES = 23
 CUTS = {1: (0, SAMPLES), 2: (0, 9, SAMPLES), 3: (0, 4, 4, SAMPLES)}  # uneven shards, and of three ranks an empty one
-REFUSED = {"relative_flatness_max", "mls_adversarial"}  # measures that are not there over ranks
+REFUSED = {
+    "relative_flatness_max",
+    "mls_adversarial",
+    "normalized_mls_adversarial",
+}  # measures that are not there over ranks
 LOSS = nn.CrossEntropyLoss()
 WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5]).double(), ignore_index=2)
 

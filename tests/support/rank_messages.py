@@ -50,13 +50,13 @@ def long_messages(rank, size):
 
 def what_was_sent(rank, size):
     """The numbers of messages that few numbers, many and several parts of many take, and what comes of them."""
-    counted, before, found = [], Ranks._sent, {}
+    counted, before, found = [], Ranks._gather, {}
 
     def sent(ranks, *arguments, **options):
         counted.append(arguments[0].numel())
         return before(ranks, *arguments, **options)
 
-    with joined(None) as group, mock.patch.object(Ranks, "_sent", sent):
+    with joined(None) as group, mock.patch.object(Ranks, "_gather", sent):
         for name, numbers, chunk in (("few", 3, 100), ("many", MANY, 10_000), ("parts", MANY, 2 * MANY)):
             counted.clear()
             with mock.patch.object(shard, "_CHUNK", chunk):

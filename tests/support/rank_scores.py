@@ -110,7 +110,7 @@ def lost(rank, size):
 
     class Losing(nn.Sequential):
         def forward(self, x):
-            mock.patch.object(Ranks, "_sent", sent).start()
+            mock.patch.object(Ranks, "_gather", sent).start()
             return super().forward(x)
 
     try:

@@ -97,6 +97,14 @@ CALLS = {
     "representation": (Many, lambda m: pf.representation(m, LOSS, _data())),
     "bounds": (Plain, lambda m: pf.bounds(m, LOSS, _data())),
     "feature_robustness": (Many, lambda m: pf.feature_robustness(m, LOSS, _data(), "tail", draws=2, alphas=[0.1])),
+    "matrix_robustness": (
+        Many,
+        lambda m: pf.matrix_robustness(m, LOSS, _data(), "tail", matrix=torch.eye(5), alphas=[0.1]),
+    ),
+    "largest_robustness": (
+        Many,
+        lambda m: pf.largest_robustness(m, LOSS, _data(), "tail", delta=0.1, starts=1, steps=2),
+    ),
     "generalization_bound": (Plain, lambda m: pf.generalization_bound(m, LOSS, _data(), draws=2)),
     "generalization_gap": (Many, lambda m: pf.generalization_gap(m, LOSS, _data(), _data())),
     "reparameterize": (Plain, lambda m: pf.reparameterize(m, {"body": 2.0}, _data()).state_dict()),

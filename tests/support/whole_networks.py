@@ -169,6 +169,15 @@ def of_features() -> Iterator[Entry]:
     columns = {name: torch.rand(12, generator=draw).tolist() for name in ("gap", "trace", "relative_flatness")}
     yield "correlations", partial(pf.correlations, columns, seed=1)
     yield "correlations, one", partial(pf.correlations, columns, "trace")
+    columns |= {"depth": [1, 2, 3] * 4, "optimiser": ["sgd"] * 6 + ["adam"] * 6}
+    clusters = {"clusters": ["depth", "optimiser"], "permutations": 99}
+    yield "correlations, clusters", partial(pf.correlations, columns, "trace", **clusters)
+    yield (
+        "correlations, given",
+        partial(pf.correlations, columns, "trace", given="relative_flatness", interval="fisher"),
+    )
+    for function in (pf.granulated_kendall, pf.conditional_mutual_information, pf.sign_error):
+        yield function.__name__, partial(function, columns, "trace", "gap", ["depth", "optimiser"])
 
 
 def _broken(case: Case, call: Callable[..., Any], *args: Any, kind: str, **options: Any) -> Any:

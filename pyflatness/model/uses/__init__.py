@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from ...report import coverage
-from .. import calling, kinds
+from .. import calling, kinds, spread
 from . import besides, experts
 from .candidates import sources
 from .use import Source, Use
@@ -161,6 +161,8 @@ def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
             found[name] = f"its weight is used in {others} outside of the layer too"
         elif source is not None and (why := source.why_left_out()):
             found[name] = why
+        elif source is None and not kinds.is_plain(module) and spread.is_held():
+            found[name] = "it is spread over ranks, and used otherwise than by a layer that is a module"
         elif source is None and not kinds.is_plain(module) and parameter is not None and not parameter.is_contiguous():
             found[name] = (
                 "its entries are in another order in memory (channels_last, a transpose); copy it, .contiguous()"
