@@ -220,6 +220,15 @@ def distributed(data: Any) -> tuple[DistributedSampler[Any], int] | None:
     return data.sampler, _sampled(data)
 
 
+def repeated(data: Any) -> int:
+    """Return how many samples accelerate's loaders repeat, on all ranks together, to make their batches even."""
+    sampler = getattr(data, "batch_sampler", None)
+    if type(sampler).__name__ != "BatchSamplerShard" or not sampler.even_batches or sampler.drop_last:
+        return 0
+    batches = len(sampler) * (1 if sampler.split_batches else sampler.num_processes)
+    return batches * sampler.batch_size - len(sampler.batch_sampler.sampler) if sampler.batch_size else 0
+
+
 def no_samples() -> InputError:
     """Return the error of data without samples."""
     return InputError("data: there are no samples in it")
