@@ -1,6 +1,9 @@
 """Measure how flat the loss is around a trained network."""
 
 from .api import block_traces, head_flatness, measure, relative_flatness
+from .curvature import changes
+from .curvature.cost_of_change import cost_of_change
+from .curvature.spectrum import Spectrum, spectrum
 from .errors import (
     BackendError,
     FlatnessError,
@@ -54,6 +57,7 @@ __all__ = [
     "RankError",
     "Report",
     "Scores",
+    "Spectrum",
     "StoreError",
     "Verification",
     "adaptive_sharpness_mc",
@@ -61,8 +65,10 @@ __all__ = [
     "block_traces",
     "bounds",
     "causal_lm",
+    "changes",
     "conditional_mutual_information",
     "correlations",
+    "cost_of_change",
     "density_constants",
     "feature_robustness",
     "generalization_bound",
@@ -84,6 +90,7 @@ __all__ = [
     "score",
     "sign_error",
     "spectral_robustness_bound",
+    "spectrum",
     "truncated_normal_noise",
     "uniform_robustness_bound",
     "verify",

@@ -3,7 +3,21 @@
 import difflib
 
 from ..errors import InputError
-from . import p19_fig3, p19_fig4, p19_fig5, p19_fig6, p21_fig3, p21_fig4, p21_fig6, p21_fig7, p21_fig8
+from . import (
+    c24_pairs,
+    c24_tightness,
+    c24_transformers,
+    c24_trends,
+    p19_fig3,
+    p19_fig4,
+    p19_fig5,
+    p19_fig6,
+    p21_fig3,
+    p21_fig4,
+    p21_fig6,
+    p21_fig7,
+    p21_fig8,
+)
 from .experiment import Experiment
 
 EXPERIMENTS: tuple[Experiment, ...] = (
@@ -16,6 +30,12 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     p19_fig4.EXPERIMENT,
     p19_fig5.EXPERIMENT,
     p19_fig6.EXPERIMENT,
+    c24_trends.CONVOLUTIONAL,
+    c24_transformers.EXPERIMENT,
+    c24_tightness.EXPERIMENT,
+    c24_pairs.CONVOLUTIONAL,
+    c24_pairs.PERCEPTRON,
+    c24_trends.PERCEPTRON,
 )
 
 
