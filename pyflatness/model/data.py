@@ -222,7 +222,7 @@ def distributed(data: Any) -> tuple[DistributedSampler[Any], int] | None:
 
 def repeated(data: Any) -> int:
     """Return how many samples accelerate's loaders repeat, on all ranks together, to make their batches even."""
-    sampler = getattr(data, "batch_sampler", None)
+    sampler: Any = getattr(data, "batch_sampler", None)
     if type(sampler).__name__ != "BatchSamplerShard" or not sampler.even_batches or sampler.drop_last:
         return 0
     batches = len(sampler) * (1 if sampler.split_batches else sampler.num_processes)
