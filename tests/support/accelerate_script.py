@@ -1,6 +1,6 @@
-"""A script for ``accelerate launch``: it measures a model and loaders that accelerate has prepared.
+"""A script for torchrun: it measures a model and loaders that accelerate has prepared.
 
-accelerate launch --cpu --num_processes 2 accelerate_script.py FOLDER
+torchrun --nproc-per-node 2 accelerate_script.py FOLDER
 """
 
 import sys
