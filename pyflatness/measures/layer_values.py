@@ -165,7 +165,8 @@ class LayerValues:
             blocks[:] = [blocks[0] + traces if blocks else traces]
 
         sweep.block_traces(_LARGEST_MATRIX, take)
-        (total,) = totals.over.together(self._task.batches.shard, {"blocks": blocks[0]}).values()
+        own = {"blocks": blocks[0]} if blocks[0].ndim else {}  # a layer may run in the samples of other ranks alone
+        (total,) = totals.over.together(self._task.batches.shard, own).values()
         matrix: Tensor = torch.block_diag(*(total / totals.over.normaliser))
         return matrix
 
