@@ -286,7 +286,12 @@ class _Loss:
                 moved = by_weight(self._layer, layers.as_weight(self._layer, change.flatten(0, 1)))
                 (outputs,) = self._perturbed.displaced(moved, (1.0,))
                 value = task.loss.value(outputs, targets)
-                if change.requires_grad and value.requires_grad:
+                if change.requires_grad:
+                    if not value.requires_grad:
+                        raise InputError(
+                            f"batch {number}: the loss has no gradient in the output of layer {self.name!r}: it is "
+                            "computed without torch's autograd, or from detached tensors"
+                        )
                     (found,) = torch.autograd.grad(value, change)
                     gradient = found if gradient is None else gradient + found
             total += _finite(float(value), number)

@@ -251,7 +251,7 @@ def test_models(name):
 
 @pytest.mark.parametrize("name", [name for name in ON_MODELS if name not in WITHOUT_LOSS])
 def test_losses(name):
-    only_called = {"generalization_gap", "adaptive_sharpness_mc"}
+    only_called = {"generalization_gap", "adaptive_sharpness_mc", "matrix_robustness", "largest_robustness"}
     for loss, use, match in LOSSES.values():
         if use is not Use.NAMED and name in WITHOUT_USE_OF_LOSS:
             continue
@@ -298,7 +298,10 @@ def test_calls_that_do_not_fit_are_type_errors_as_in_python(call, match):
 def test_every_public_call_is_here():
     """Those that take a model, or features and a weight; of `score` it is what makes one, of a row for each."""
     calls = {name: getattr(pf, name) for name in pf.__all__ if inspect.isfunction(getattr(pf, name))}
-    assert {name for name, call in calls.items() if doors.takes(call, "model")} == {*ON_MODELS, "causal_lm", "score"}
+    assert {name for name, call in calls.items() if doors.takes(call, "model")} == {
+        *(*ON_MODELS, "causal_lm", "score"),
+        *("interpolation_error", "invariances"),  # of targets as outputs are; measures of two models
+    }
     assert {name for name, call in calls.items() if doors.takes(call, "weight")} == {*ON_TENSORS}
 
 
