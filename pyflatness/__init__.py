@@ -35,6 +35,7 @@ from .generalization.mutual_information import conditional_mutual_information
 from .generalization.noise import truncated_normal_noise
 from .generalization.representativeness import representativeness
 from .generalization.sign_error import sign_error
+from .invariances import invariances
 from .measures.adaptive_sharpness_mc import adaptive_sharpness_mc
 from .measures.mls_adversarial import mls_adversarial
 from .measures.pac_bayes import pac_bayes
@@ -80,6 +81,7 @@ __all__ = [
     "granulated_kendall",
     "head_flatness",
     "keskar_sharpness",
+    "invariances",
     "label_constancy",
     "largest_robustness",
     "matrix_robustness",
