@@ -100,6 +100,7 @@ def _change(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.Report
 
 
 CALLS: dict[str, Callable[..., Any]] = {
+    "interpolation_error": lambda model, loss, data: pf.interpolation_error(model, data),
     "worst_case_sharpness": partial(pf.worst_case_sharpness, steps=4, restarts=2, bound=True, adaptive=True, m=3),
     "keskar_sharpness": partial(pf.keskar_sharpness, steps=3),
     "critical_sharpness": _critical,
