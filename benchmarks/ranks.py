@@ -4,7 +4,8 @@ Run from the project's root: ``python benchmarks/ranks.py``. It starts two ranks
 in turn: ``one`` is rank 0 with all of it while rank 1 waits, ``two`` both with a half each, ``ratio`` the first over
 the second, and ``ratio of work`` the same of the processor's time that rank 0 takes, which other processes of the
 machine change less. ``small`` is a call whose work is next to nothing: what meeting, agreeing and adding up take.
-``messages`` is how many exchanges rank 0 takes part in, and ``bytes`` what it sends in them.
+``messages`` is how many exchanges rank 0 takes part in, and ``bytes`` what it sends in them. Under FSDP2 each of the two
+has half of the weights too, and in one process the model is not wrapped.
 """
 
 import socket
@@ -21,12 +22,15 @@ from networks import resnet20
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import pyflatness as pf
 from pyflatness.numerics.ranks import Ranks
 
 Data = tuple[torch.Tensor, ...]
-Work = tuple[Callable[..., object], nn.Module, Data]
+Work = tuple[Callable[..., object], nn.Module, nn.Module, Data]
+"""A call, the model in one process and on two ranks, and all data."""
 
 LOSS = nn.CrossEntropyLoss()
 ROUNDS = 5
@@ -54,6 +58,28 @@ def largest(model: nn.Module, mine: Data, **options: Any) -> object:
     return pf.measure(model, LOSS, mine, measures=["lambda_max"], **options)
 
 
+def sampled(model: nn.Module, mine: Data, **options: Any) -> object:
+    """Measure all layers by two probes."""
+    return pf.measure(model, LOSS, mine, measures=["relative_flatness"], curvature="ggn", probes=2, **options)
+
+
+def wide() -> nn.Module:
+    """Return a network of four blocks of 2.1 million weights each."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024, bias=False), nn.ReLU()) for _ in range(4)
+    ]
+    return nn.Sequential(*blocks, nn.Linear(1024, 10)).eval()
+
+
+def sharded(model: nn.Sequential) -> nn.Module:
+    """Spread a network over the ranks, each of its blocks by itself."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model[:-1]:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def head(model: nn.Module, mine: Data, **options: Any) -> object:
     """Measure the head."""
     return pf.relative_flatness(model, LOSS, mine, **options)
@@ -62,12 +88,17 @@ def head(model: nn.Module, mine: Data, **options: Any) -> object:
 def works() -> dict[str, Work]:
     """Return by name a call, its model and all data."""
     torch.manual_seed(0)
-    return {
+    whole = {
         "all layers of a network of three, n = 8,192": (layers, multilayer(), data(8192, 64)),
         "all layers of a ResNet-20, n = 64": (layers, resnet20().eval(), data(64, 3, 32, 32)),
         "λ_max of a network of three, n = 2,048": (largest, multilayer(), data(2048, 64)),
         "small: a head, n = 2": (head, multilayer(), data(2, 64)),
     }
+    of_fsdp = {
+        "FSDP2: two probes of 8.4 million weights, n = 1,024": (sampled, wide(), sharded(wide()), data(1024, 1024)),
+        "FSDP2: its head, n = 1,024": (head, wide(), sharded(wide()), data(1024, 1024)),
+    }
+    return {name: (call, model, model, held) for name, (call, model, held) in whole.items()} | of_fsdp
 
 
 class Counted:
@@ -75,17 +106,22 @@ class Counted:
 
     def __enter__(self) -> "Counted":
         self.messages = self.bytes = 0
-        self._before = Ranks.gathered
+        self._before = Ranks.gathered, Ranks._sent
 
         def gathered(ranks: Ranks, tensor: torch.Tensor) -> list[torch.Tensor]:
             self.messages, self.bytes = self.messages + 1, self.bytes + tensor.numel() * tensor.itemsize
-            return self._before(ranks, tensor)
+            return self._before[0](ranks, tensor)
 
-        Ranks.gathered = gathered  # type: ignore[method-assign]
+        def sent(ranks: Ranks, name: str, into: torch.Tensor | None = None) -> torch.Tensor:
+            found = self._before[1](ranks, name, into)
+            self.messages, self.bytes = self.messages + 1, self.bytes + found[0].numel() * found.itemsize
+            return found
+
+        Ranks.gathered, Ranks._sent = gathered, sent  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        Ranks.gathered = self._before  # type: ignore[method-assign]
+        Ranks.gathered, Ranks._sent = self._before  # type: ignore[method-assign]
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
@@ -106,9 +142,9 @@ def run(rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     table = Table("work", "one", "two", "ratio", "ratio of work", "messages", "bytes")
-    for name, (call, model, whole) in works().items():
+    for name, (call, model, spread, whole) in works().items():
         mine = tuple(held[rank::size] for held in whole)
-        together = partial(call, model, mine)
+        together = partial(call, spread, mine)
         together()
         one, two = [], []
         for _ in range(ROUNDS):
