@@ -4,8 +4,8 @@ Run from the project's root: ``python benchmarks/ranks.py``. It starts two ranks
 in turn: ``one`` is rank 0 with all of it while rank 1 waits, ``two`` both with a half each, ``ratio`` the first over
 the second, and ``ratio of work`` the same of the processor's time that rank 0 takes, which other processes of the
 machine change less. ``small`` is a call whose work is next to nothing: what meeting, agreeing and adding up take.
-``messages`` is how many exchanges rank 0 takes part in, and ``bytes`` what it sends in them. Under FSDP2 each of the two
-has half of the weights too, and in one process the model is not wrapped.
+``messages`` is how many exchanges rank 0 takes part in, and ``bytes`` what it sends in them. Under FSDP2 each of the
+two has half of the weights too, and in one process the model is not wrapped.
 """
 
 import socket
