@@ -1,6 +1,9 @@
 """Measure how flat the loss is around a trained network."""
 
 from .api import block_traces, head_flatness, measure, relative_flatness
+from .curvature import changes
+from .curvature.cost_of_change import cost_of_change
+from .curvature.spectrum import Spectrum, spectrum
 from .errors import (
     BackendError,
     FlatnessError,
@@ -30,6 +33,7 @@ from .generalization.mutual_information import conditional_mutual_information
 from .generalization.noise import truncated_normal_noise
 from .generalization.representativeness import representativeness
 from .generalization.sign_error import sign_error
+from .invariances import invariances
 from .measures.adaptive_sharpness_mc import adaptive_sharpness_mc
 from .measures.mls_adversarial import mls_adversarial
 from .measures.pac_bayes import pac_bayes
@@ -54,6 +58,7 @@ __all__ = [
     "RankError",
     "Report",
     "Scores",
+    "Spectrum",
     "StoreError",
     "Verification",
     "adaptive_sharpness_mc",
@@ -61,14 +66,17 @@ __all__ = [
     "block_traces",
     "bounds",
     "causal_lm",
+    "changes",
     "conditional_mutual_information",
     "correlations",
+    "cost_of_change",
     "density_constants",
     "feature_robustness",
     "generalization_bound",
     "generalization_gap",
     "granulated_kendall",
     "head_flatness",
+    "invariances",
     "label_constancy",
     "largest_robustness",
     "matrix_robustness",
@@ -84,6 +92,7 @@ __all__ = [
     "score",
     "sign_error",
     "spectral_robustness_bound",
+    "spectrum",
     "truncated_normal_noise",
     "uniform_robustness_bound",
     "verify",

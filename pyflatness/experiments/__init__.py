@@ -3,7 +3,24 @@
 import difflib
 
 from ..errors import InputError
-from . import p19_fig3, p19_fig4, p19_fig5, p19_fig6, p21_fig3, p21_fig4, p21_fig6, p21_fig7, p21_fig8
+from . import (
+    c24_pairs,
+    c24_tightness,
+    c24_transformers,
+    c24_trends,
+    p19_fig1,
+    p19_fig2,
+    p19_fig3,
+    p19_fig4,
+    p19_fig5,
+    p19_fig6,
+    p19_table1,
+    p21_fig3,
+    p21_fig4,
+    p21_fig6,
+    p21_fig7,
+    p21_fig8,
+)
 from .experiment import Experiment
 
 EXPERIMENTS: tuple[Experiment, ...] = (
@@ -12,10 +29,19 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     p21_fig6.EXPERIMENT,
     p21_fig7.EXPERIMENT,
     p21_fig8.EXPERIMENT,
+    p19_fig1.EXPERIMENT,
+    p19_fig2.EXPERIMENT,
     p19_fig3.EXPERIMENT,
     p19_fig4.EXPERIMENT,
     p19_fig5.EXPERIMENT,
     p19_fig6.EXPERIMENT,
+    p19_table1.EXPERIMENT,
+    c24_trends.CONVOLUTIONAL,
+    c24_transformers.EXPERIMENT,
+    c24_tightness.EXPERIMENT,
+    c24_pairs.CONVOLUTIONAL,
+    c24_pairs.PERCEPTRON,
+    c24_trends.PERCEPTRON,
 )
 
 

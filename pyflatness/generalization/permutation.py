@@ -42,8 +42,8 @@ def described(permutations: int, clusters: NDArray[np.intp] | None, within: bool
 def orders(n: int, clusters: NDArray[np.intp] | None, within: bool, count: int, seed: int) -> NDArray[np.intp]:
     """Return the order found and random others: which network's value each of n networks gets, (1 + count, n).
 
-    Clusters of different sizes are laid one after the other, in their new order, onto the old ones, so that a few
-    networks at the borders get values of two clusters.
+    A cluster that is larger than the one whose values it gets has some of them several times, and a smaller one lacks
+    some. Such an order is no permutation, but one value for a cluster is dealt out exactly.
 
     Args:
         n: networks.
@@ -56,14 +56,19 @@ def orders(n: int, clusters: NDArray[np.intp] | None, within: bool, count: int, 
     shuffled = generator.permuted(np.tile(np.arange(n), (count, 1)), axis=1)
     if clusters is None:
         return np.concatenate([np.arange(n)[None], shuffled])
-    ranks = np.tile(np.arange(clusters.max() + 1), (count, 1))
+    sizes = np.bincount(clusters)
+    starts = sizes.cumsum() - sizes
+    by_cluster = np.argsort(clusters, kind="stable")
+    places = np.empty(n, dtype=np.intp)  # of each network in its cluster
+    places[by_cluster] = np.arange(n) - np.repeat(starts, sizes)
+    sources = np.tile(np.arange(len(sizes)), (count, 1))
     if not within:
-        ranks = generator.permuted(ranks, axis=1)
-    blocks = np.argsort(np.take_along_axis(ranks, clusters[shuffled], axis=1), axis=1, kind="stable")
-    found = np.empty((1 + count, n), dtype=np.intp)
-    found[0] = np.arange(n)
-    found[1:, np.argsort(clusters, kind="stable")] = np.take_along_axis(shuffled, blocks, axis=1)
-    return found
+        sources = generator.permuted(sources, axis=1)
+    source = sources[:, clusters]
+    inside = np.argsort(clusters[shuffled], axis=1, kind="stable")
+    mixed = np.take_along_axis(shuffled, inside, axis=1)  # the networks of one cluster after the other, in random order
+    found = np.take_along_axis(mixed, starts[source] + places % sizes[source], axis=1)
+    return np.concatenate([np.arange(n)[None], found])
 
 
 def p_values(
@@ -96,7 +101,7 @@ def p_values(
     for number, measure in enumerate(measures):
         each = np.repeat(products(statistic, [measure, target, *given], sample), len(permuted), axis=0)
         each[:, 0, 1] = each[:, 1, 0] = found[number]
-        each[:, 1, 1] = fixed[0, 0] - fixed[0, 1:] @ slopes
+        each[:, 1, 1] = fixed[0, 0] - fixed[0, 1:] @ slopes  # as in the order found, also where values are repeated
         each[:, 1, 2:] = each[:, 2:, 1] = found[len(measures) :].T
         p[number] = _beyond(partial(cosines(each)))
     return p

@@ -75,6 +75,22 @@ def test_orders_keep_clusters_whole_or_inside():
     assert (sources[1:] != clusters).any(axis=1).mean() > 0.9
 
 
+def test_clusters_of_different_sizes_get_the_values_of_one_cluster():
+    clusters = np.repeat(np.arange(4), [1, 2, 4, 3])[np.random.default_rng(2).permutation(10)]
+    orders = permutation.orders(10, clusters, False, 300, seed=0)
+    of_clusters = np.stack(
+        [clusters[orders][:, np.flatnonzero(clusters == cluster)[0]] for cluster in range(4)], axis=1
+    )
+    assert (np.sort(of_clusters, axis=1) == np.arange(4)).all()
+    assert len({tuple(row) for row in of_clusters}) == 24
+    for row in orders:
+        for cluster in range(4):
+            times = np.bincount(row[clusters == cluster], minlength=10)
+            source = clusters[row[clusters == cluster][0]]
+            assert (times[clusters != source] == 0).all()
+            assert np.ptp(times[clusters == source]) <= 1  # as evenly as may be
+
+
 def test_a_measure_of_the_recipe_alone_says_nothing_within_recipes():
     generator = np.random.default_rng(0)
     recipe = generator.normal(size=6)[CLUSTERS]
@@ -89,13 +105,13 @@ def test_a_measure_of_the_recipe_alone_says_nothing_within_recipes():
     assert within > 0.05
 
 
-def rejected(clusters, within=False, runs=200, size=0.1):
+def rejected(clusters, within=False, runs=200, size=0.1, truth=CLUSTERS):
     """How often a true null hypothesis is rejected at the level ``size``."""
     generator = np.random.default_rng(1)
     count = 0
     for run in range(runs):
-        x, y = (generator.normal(size=6)[CLUSTERS] + 0.3 * generator.normal(size=24) for _ in range(2))
-        orders = permutation.orders(24, clusters, within, 199, seed=run)
+        x, y = (generator.normal(size=24)[truth] + 0.3 * generator.normal(size=len(truth)) for _ in range(2))
+        orders = permutation.orders(len(truth), clusters, within, 199, seed=run)
         count += permutation.p_values("Spearman", [x], y, [], orders)[0] <= size
     return count
 
@@ -104,6 +120,9 @@ def test_permuting_networks_of_clusters_is_wrong_and_permuting_clusters_is_right
     assert rejected(None) > 2 * 20  # 20 of 200 are due
     for within in (False, True):
         assert 6 <= rejected(CLUSTERS, within) <= 38  # 20 ± 4.2 standard deviations of 4.24
+    unequal = np.repeat(np.arange(7), [1, 2, 3, 4, 5, 8, 9])
+    assert rejected(None, truth=unequal) > 2 * 20
+    assert 6 <= rejected(unequal, truth=unequal) <= 38
 
 
 def test_adjusted_p_values():

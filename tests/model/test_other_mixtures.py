@@ -170,7 +170,7 @@ def test_experts_that_compute_something_else():
     model.experts.__class__ = wrapped
     report = pf.measure(model, LOSS, (X, Y), measures=MEASURES)
     (why,) = refused(report, routed=True)
-    assert why == "the experts compute something else than those of transformers"
+    assert why == "the mixture computes something else than what is measured in its place"
     assert report["router", "trace"].value == pytest.approx(truth(model, "router")[1], rel=1e-8)
 
 

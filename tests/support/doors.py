@@ -53,11 +53,16 @@ def _gap(model, loss, data, **options):
     return pf.generalization_gap(model, loss, data, data, **options)
 
 
+def _cost_of_change(model, loss, data, **options):
+    return pf.cost_of_change(model, loss, data, {"0": torch.full((6, 4), 0.1)}, **options)
+
+
 def _reparameterize(model, loss, data, **options):
     return pf.reparameterize(model, {"0": 2.0}, data, **options)
 
 
 _gap.__signature__ = inspect.signature(pf.generalization_gap)
+_cost_of_change.__signature__ = inspect.signature(pf.cost_of_change)
 _reparameterize.__signature__ = inspect.signature(pf.reparameterize)
 
 # name -> (model, loss, data, **options)
@@ -76,6 +81,8 @@ ON_MODELS = {
     "largest_robustness": _few(pf.largest_robustness, delta=0.1, starts=1, steps=2),
     "generalization_gap": _gap,
     "generalization_bound": _few(pf.generalization_bound, folds=2, draws=2),
+    "cost_of_change": _cost_of_change,
+    "spectrum": _few(pf.spectrum, k=1),
     "reparameterize": _reparameterize,
 }
 # name -> (features, weight, bias, targets, **options)

@@ -139,6 +139,16 @@ def generalization_gap(rank, size):
     return pf.generalization_gap(model(), LOSS, train, test)
 
 
+def cost_of_change(rank, size):
+    network = model()
+    return pf.cost_of_change(network, LOSS, part(rank, size), pf.changes.rounded(network, 4), by_trace=True)
+
+
+def spectrum(rank, size):
+    found = pf.spectrum(model(), LOSS, part(rank, size), k=2, which="both", density=True, probes=2, steps=4)
+    return {"values": found.eigenvalues, "nodes": found.density.nodes, "samples": found.samples}
+
+
 def tokens(rank, size):
     torch.manual_seed(1)
     network = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 3)).double().eval()

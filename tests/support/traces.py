@@ -107,6 +107,11 @@ CALLS = {
     ),
     "generalization_bound": (Plain, lambda m: pf.generalization_bound(m, LOSS, _data(), draws=2)),
     "generalization_gap": (Many, lambda m: pf.generalization_gap(m, LOSS, _data(), _data())),
+    "cost_of_change": (
+        Many,
+        lambda m: pf.cost_of_change(m, LOSS, _data(), pf.changes.rounded(m, 4), by_trace=True, probes=2),
+    ),
+    "spectrum": (Plain, lambda m: pf.spectrum(m, LOSS, _data(), k=1, density=True, probes=1, steps=3)),
     "reparameterize": (Plain, lambda m: pf.reparameterize(m, {"body": 2.0}, _data()).state_dict()),
     "head_flatness": (Plain, lambda m: pf.head_flatness(*_phi())),
     "representativeness": (Plain, lambda m: pf.representativeness(*_phi(), draws=2)),

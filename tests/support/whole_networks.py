@@ -90,7 +90,14 @@ def _shuffled(
     return call(model, loss, Shuffled(data, changed=changed), **options)
 
 
+def _change(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.Report:
+    return pf.cost_of_change(model, loss, data, pf.changes.rounded(model, 4), **options)
+
+
 CALLS: dict[str, Callable[..., Any]] = {
+    "spectrum": partial(pf.spectrum, k=2, which="both", density=True, probes=2, steps=5),
+    "cost_of_change": _change,
+    "cost_of_change, ggn, by trace": partial(_change, curvature="ggn", by_trace=True, measured=False),
     "representation": pf.representation,
     "representation, top, by sample": partial(pf.representation, top=2, per_sample=True),
     "representation, tight": partial(pf.representation, memory=1, backend="reference"),

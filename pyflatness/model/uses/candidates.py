@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 from ...report import coverage
 from .. import kinds
 from ..spread import is_spread
-from . import experts
+from . import experts, recurrent
 from .use import Source, Use
 
 _MOST_DIMENSIONS = 5  # of a weight: those of filters in three dimensions
@@ -55,7 +55,8 @@ def sources(model: nn.Module) -> list[Source]:
 def _is_of_torch(module: nn.Module) -> bool:
     """Return whether a module is one of torch's that computes with parameters of its own, not in functions of torch."""
     kind = type(module)
-    return kind.__module__.startswith("torch.nn.modules") and kind not in _WITH_FUNCTIONS
+    own = kind.__module__.startswith("torch.nn.modules") and kind not in _WITH_FUNCTIONS
+    return own and not recurrent.weights(module)
 
 
 def _is_candidate(module: nn.Module, key: str, parameter: Tensor) -> bool:
