@@ -3,9 +3,10 @@
 Run from the project's root: ``python benchmarks/ranks.py``. It starts two ranks with gloo. On the same work and data,
 in turn: ``one`` is rank 0 with all of it while rank 1 waits, ``two`` both with a half each, ``ratio`` the first over
 the second, and ``ratio of work`` the same of the processor's time that rank 0 takes, which other processes of the
-machine change less. ``small`` is a call whose work is next to nothing: what meeting, agreeing and adding up take.
-``messages`` is how many exchanges rank 0 takes part in, and ``bytes`` what it sends in them. Under FSDP2 each of the
-two has half of the weights too, and in one process the model is not wrapped.
+machine change less. ``group of one`` is what rank 0 takes in a process group of its own, over ``one``. ``small`` is a
+call whose work is next to nothing: what meeting, agreeing and adding up take. ``messages`` is how many exchanges rank 0
+takes part in, and ``bytes`` what it sends in them. Under FSDP2 each of the two has half of the weights too, and in one
+process the model is not wrapped.
 """
 
 import socket
@@ -106,22 +107,22 @@ class Counted:
 
     def __enter__(self) -> "Counted":
         self.messages = self.bytes = 0
-        self._before = Ranks.gathered, Ranks._sent
+        self._before = Ranks._gather, Ranks._sent
 
-        def gathered(ranks: Ranks, tensor: torch.Tensor) -> list[torch.Tensor]:
+        def sent(ranks: Ranks, tensor: torch.Tensor, *arguments: Any, **options: Any) -> list[torch.Tensor]:
             self.messages, self.bytes = self.messages + 1, self.bytes + tensor.numel() * tensor.itemsize
-            return self._before[0](ranks, tensor)
+            return self._before[0](ranks, tensor, *arguments, **options)
 
-        def sent(ranks: Ranks, name: str, into: torch.Tensor | None = None) -> torch.Tensor:
+        def part(ranks: Ranks, name: str, into: torch.Tensor | None = None) -> torch.Tensor:
             found = self._before[1](ranks, name, into)
             self.messages, self.bytes = self.messages + 1, self.bytes + found[0].numel() * found.itemsize
             return found
 
-        Ranks.gathered, Ranks._sent = gathered, sent  # type: ignore[method-assign]
+        Ranks._gather, Ranks._sent = sent, part  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        Ranks.gathered, Ranks._sent = self._before  # type: ignore[method-assign]
+        Ranks._gather, Ranks._sent = self._before  # type: ignore[method-assign]
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
@@ -141,23 +142,26 @@ def run(rank: int, size: int, port: int) -> None:
     """Time everything on one of the ranks; the first prints the table."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    table = Table("work", "one", "two", "ratio", "ratio of work", "messages", "bytes")
+    table = Table("work", "one", "two", "ratio", "ratio of work", "group of one", "messages", "bytes")
+    alone = [dist.new_group([each]) for each in range(size)][rank]
     for name, (call, model, spread, whole) in works().items():
         mine = tuple(held[rank::size] for held in whole)
         together = partial(call, spread, mine)
         together()
-        one, two = [], []
+        one, own, two = [], [], []
         for _ in range(ROUNDS):
             if rank == 0:
                 one.append(timed(partial(call, model, whole, process_group=False)))
+                own.append(timed(partial(call, model, whole, process_group=alone)))
             dist.barrier()
             two.append(timed(together))
             dist.barrier()
         with Counted() as counted:
             together()
         if rank == 0:
-            (first, alone), (second, half) = medians(one), medians(two)
-            times = f"{1e3 * first:.3g} ms", f"{1e3 * second:.3g} ms", f"{first / second:.2f}", f"{alone / half:.2f}"
+            (first, work), (second, half), (grouped, _) = medians(one), medians(two), medians(own)
+            ratios = f"{first / second:.2f}", f"{work / half:.2f}", f"{grouped / first:.3f}"
+            times = f"{1e3 * first:.3g} ms", f"{1e3 * second:.3g} ms", *ratios
             table.add_row(name, *times, f"{counted.messages}", f"{counted.bytes:,}")
     if rank == 0:
         Console(width=140).print(table)

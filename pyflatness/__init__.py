@@ -27,6 +27,7 @@ from .generalization.feature_robustness import feature_robustness
 from .generalization.gap import generalization_gap
 from .generalization.granulated import granulated_kendall
 from .generalization.inequalities import bounds
+from .generalization.interpolation import interpolation_error
 from .generalization.label_constancy import label_constancy
 from .generalization.matrix_robustness import largest_robustness, matrix_robustness
 from .generalization.mutual_information import conditional_mutual_information
@@ -76,6 +77,7 @@ __all__ = [
     "generalization_gap",
     "granulated_kendall",
     "head_flatness",
+    "interpolation_error",
     "invariances",
     "label_constancy",
     "largest_robustness",

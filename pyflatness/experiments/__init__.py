@@ -8,6 +8,7 @@ from . import (
     c24_tightness,
     c24_transformers,
     c24_trends,
+    grid,
     p19_fig1,
     p19_fig2,
     p19_fig3,
@@ -42,6 +43,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     c24_pairs.CONVOLUTIONAL,
     c24_pairs.PERCEPTRON,
     c24_trends.PERCEPTRON,
+    grid.EXPERIMENT,
 )
 
 
