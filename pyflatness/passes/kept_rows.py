@@ -83,13 +83,14 @@ def repeated(outputs: Tensor, users: Users, calls: Calls, samples: int) -> set[s
 def _keeping(outputs: Tensor, users: Users, samples: int) -> _Kept:
     """Return the last operations, from the outputs on, that leave every sample's rows where they are."""
     kept = _Kept()
-    stack = [outputs.grad_fn] if _has_rows(tuple(outputs.shape), samples) else []
+    stack = [outputs.grad_fn] if outputs.grad_fn is not None and _has_rows(tuple(outputs.shape), samples) else []
     while stack:
         node = stack.pop()
-        if node is None or node in kept.of_all or not kept.nodes.issuperset(users.get(node, ())):
+        if node in kept.nodes or node in kept.of_all or not kept.nodes.issuperset(users.get(node, ())):
             continue
-        sources = {place: source for place, (source, _) in enumerate(node.next_functions) if source is not None}
-        shape, inputs = _shape(node, 0), {place: _shape(*node.next_functions[place]) for place in sources}
+        taken = {place: (source, number) for place, (source, number) in enumerate(node.next_functions) if source}
+        sources = {place: source for place, (source, _) in taken.items()}
+        shape, inputs = _shape(node, 0), {place: _shape(*each) for place, each in taken.items()}
         of_all = {place for place, size in inputs.items() if _is_of_all(node, size, shape, samples)}
         inputs = {place: size for place, size in inputs.items() if place not in of_all}
         if _keeps(node, shape, inputs, samples):
