@@ -287,10 +287,14 @@ class LayerContraction:
         return self._wanted.nothing(samples, (groups, d, m, self._prepared.geometry.kernel_elements), self._device)
 
     def carries(self, inputs: Calls, count: int) -> bool:
-        """Return whether |R M|², alone wanted, takes the fewest multiply-adds from wᵀ δ, made elsewhere."""
+        """Return whether |R M|², alone wanted, takes the fewest multiply-adds from wᵀ δ, made elsewhere.
+
+        That of half precision is rounded to it, which R δ is not.
+        """
         layer, places = self._prepared, self._prepared.places(inputs[0])
         alone = layer.factor_rows > 0 and self._wanted.plain and not self._wanted.squares
-        if not (alone and self._compiled and self._route is None and places > 1 and len(inputs) == 1):
+        suits = self._compiled and not self._half and self._route is None
+        if not (alone and suits and places > 1 and len(inputs) == 1):
             return False
         m = layer.shape[2]
         return m * places**2 * (1 + 1 / max(1, count)) < min(self._multiply_adds(places, count).values())

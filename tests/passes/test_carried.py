@@ -182,6 +182,14 @@ def test_what_autocast_rounds_is_not_taken(taken: list[str]) -> None:
     assert "layer" not in taken
 
 
+def test_half_precision_is_not_taken(taken: list[str]) -> None:
+    model = made(Net).bfloat16()
+    data = (X.bfloat16(), Y)
+    found = pf.measure(model, LOSS, data, layers=LAYER, measures="relative_flatness", curvature="ggn", progress=False)
+    assert "layer" not in taken
+    assert found["layer", "relative_flatness"].value == pytest.approx(value(made(Net)), rel=0.1)
+
+
 def test_other_quantities_take_the_cotangent(taken: list[str]) -> None:
     model = made(Net)
     pf.measure(model, LOSS, (X, Y), layers=LAYER, measures=["relative_flatness", "trace"], progress=False)
