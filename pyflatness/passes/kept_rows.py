@@ -18,7 +18,7 @@ from .linearity import Calls, Users
 
 # As autograd's graph names them: by which of their inputs a gradient may come, if all of these have each sample's rows.
 _OF_FIRST = re.compile(
-    r"(\w*Convolution|Mm|Linear|(?:Native|Cudnn|Miopen)BatchNorm|Native(?:Layer|Group)Norm|Softmax|LogSoftmax|"
+    r"(\w*Convolution|Mm|(?:Native|Cudnn|Miopen)BatchNorm|Native(?:Layer|Group)Norm|Softmax|LogSoftmax|"
     r"ConstantPadNd|Expand|Transpose|Permute|Slice|Select|Split|SplitWithSizes|Unbind)Backward\d+|(Mean|Sum)Backward1"
 )
 _OF_SECOND = re.compile(r"AddmmBackward\d+")
