@@ -1,6 +1,7 @@
 """Draw the profile of a language model over its depth: relative flatness of every layer, with standard errors.
 
-Run from the project's root: ``python benchmarks/depth.py FIGURE.png [--probes K] [--stories N]``. The model is the
+Run from the project's root: ``python benchmarks/depth.py FIGURE.png [--probes K] [--stories N]``, or ``--exact`` for
+the figure, which holds sampled values of all layers against exact ones on one token of each story. The model is the
 story-telling Llama of 260,000 weights in ``../shared/models``, the data stories that were sampled from it. The GGN
 value is sampled by K probes of each story, all layers by one backward pass a probe, and the head is exact. Needs
 transformers and matplotlib.
@@ -9,6 +10,7 @@ transformers and matplotlib.
 import argparse
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib
@@ -28,6 +30,22 @@ def stories(count: int) -> Tensor:
     return torch.from_numpy(np.load(FOLDER / "stories_tokens.npz")["input_ids"][:count].astype(np.int64))
 
 
+def with_single_targets(count: int, longest: int) -> list[dict[str, Tensor]]:
+    """Return batches of stories, by length, that are cut behind their one counted token, at a random place.
+
+    Args:
+        count: of the stories.
+        longest: tokens that a story has at most.
+    """
+    places = torch.randint(1, longest, (count,), generator=torch.Generator().manual_seed(0))
+    batches = []
+    for part in places.argsort().split(32):
+        tokens = stories(count)[part, : int(places[part].max()) + 1]
+        last = places[part, None] == torch.arange(tokens.shape[1])
+        batches.append({"input_ids": tokens, "labels": tokens.where(last, -100)})
+    return batches
+
+
 def model() -> nn.Module:
     """Return the model in eval mode."""
     import transformers
@@ -39,6 +57,26 @@ def measured(count: int, probes: int) -> pf.Report:
     """Return relative flatness of all layers on some stories."""
     data = [{"input_ids": part} for part in stories(count).split(32)]
     return pf.measure(model(), data=data, measures="relative_flatness", probes=probes, curvature="ggn")
+
+
+def compared(count: int, probes: int) -> Iterator[str]:
+    """Yield lines on exact values of all layers, and sampled ones, on one token of each story."""
+    data, options = with_single_targets(count, 64), {"measures": "relative_flatness", "curvature": "ggn"}
+    start = time.process_time()
+    exact = pf.measure(model(), data=data, **options)
+    yield f"{len(exact.layers)} layers, {sum(batch['input_ids'].numel() for batch in data):,} tokens"
+    yield f"exact: {time.process_time() - start:.0f} s of CPU"
+    scores = []
+    for seed in range(16):
+        start = time.process_time()
+        sampled = pf.measure(model(), data=data, probes=probes, seed=seed, **options)
+        seconds = time.process_time() - start
+        pairs = [(exact[name, "relative_flatness"], sampled[name, "relative_flatness"]) for name in exact.layers[:-1]]
+        scores.append(torch.tensor([(found.value - known.value) / found.stderr for known, found in pairs]))
+        z = scores[-1]
+        yield f"seed {seed}: max |z| {z.abs().max():.2f}, mean z² {z.square().mean():.2f}, {seconds:.1f} s of CPU"
+    z = torch.stack(scores)
+    yield f"all: max |z| {z.abs().max():.2f}, mean z² {z.square().mean():.2f}, median |z| {z.abs().median():.2f}"
 
 
 def drawn(report: pf.Report, path: Path) -> None:
@@ -63,10 +101,16 @@ def drawn(report: pf.Report, path: Path) -> None:
 def main() -> None:
     """Measure, draw, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figure", type=Path)
+    parser.add_argument("figure", type=Path, nargs="?")
+    parser.add_argument("--exact", action="store_true")
     parser.add_argument("--probes", type=int, default=8)
     parser.add_argument("--stories", type=int, default=256)
     arguments = parser.parse_args()
+    if arguments.exact:
+        for line in compared(arguments.stories, arguments.probes):
+            print(line, flush=True)
+    if arguments.figure is None:
+        return
     start = time.perf_counter()
     report = measured(arguments.stories, arguments.probes)
     print(report)

@@ -21,7 +21,8 @@ from timing import in_turn
 
 import pyflatness as pf
 from pyflatness.generalization import tables
-from pyflatness.generalization.correlation import STATISTICS, Correlations
+from pyflatness.generalization.coefficients import STATISTICS
+from pyflatness.generalization.correlation import Correlations
 from pyflatness.measures import MEASURES
 from pyflatness.model import selectors
 from pyflatness.options import Options

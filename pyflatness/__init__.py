@@ -1,6 +1,9 @@
 """Measure how flat the loss is around a trained network."""
 
 from .api import block_traces, head_flatness, measure, relative_flatness
+from .curvature import changes
+from .curvature.cost_of_change import cost_of_change
+from .curvature.spectrum import Spectrum, spectrum
 from .errors import (
     BackendError,
     FlatnessError,
@@ -17,12 +20,19 @@ from .generalization.bounds import (
     spectral_robustness_bound,
     uniform_robustness_bound,
 )
-from .generalization.correlation import correlations, plot_correlation
+from .generalization.correlation import correlations
+from .generalization.correlation_figures import plot_correlation, plot_correlation_matrix
+from .generalization.density_constants import density_constants
 from .generalization.feature_robustness import feature_robustness
 from .generalization.gap import generalization_gap
+from .generalization.granulated import granulated_kendall
 from .generalization.inequalities import bounds
+from .generalization.label_constancy import label_constancy
+from .generalization.matrix_robustness import largest_robustness, matrix_robustness
+from .generalization.mutual_information import conditional_mutual_information
 from .generalization.noise import truncated_normal_noise
 from .generalization.representativeness import representativeness
+from .generalization.sign_error import sign_error
 from .measures.adaptive_sharpness_mc import adaptive_sharpness_mc
 from .measures.mls_adversarial import mls_adversarial
 from .measures.pac_bayes import pac_bayes
@@ -47,6 +57,7 @@ __all__ = [
     "RankError",
     "Report",
     "Scores",
+    "Spectrum",
     "StoreError",
     "Verification",
     "adaptive_sharpness_mc",
@@ -54,21 +65,32 @@ __all__ = [
     "block_traces",
     "bounds",
     "causal_lm",
+    "changes",
+    "conditional_mutual_information",
     "correlations",
+    "cost_of_change",
+    "density_constants",
     "feature_robustness",
     "generalization_bound",
     "generalization_gap",
+    "granulated_kendall",
     "head_flatness",
+    "label_constancy",
+    "largest_robustness",
+    "matrix_robustness",
     "measure",
     "mls_adversarial",
     "pac_bayes",
     "plot_correlation",
+    "plot_correlation_matrix",
     "relative_flatness",
     "reparameterize",
     "representation",
     "representativeness",
     "score",
+    "sign_error",
     "spectral_robustness_bound",
+    "spectrum",
     "truncated_normal_noise",
     "uniform_robustness_bound",
     "verify",

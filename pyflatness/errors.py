@@ -33,6 +33,22 @@ class NoGraphError(InputError):
     """Report a layer that runs without recording a graph, so that nothing can be differentiated in it."""
 
 
+class PassesError(InputError):
+    """Report an exact value that takes more passes than ``max_passes=`` allows.
+
+    Attributes:
+        what: takes them, and how many they are.
+        needed: passes of a micro-batch.
+    """
+
+    what, needed = "", 0
+
+    def taking(self, what: str, needed: int) -> "PassesError":
+        """Return the error, with its attributes set."""
+        self.what, self.needed = what, needed
+        return self
+
+
 class NotYetError(InputError, NotImplementedError):
     """Report a sound request that this version does not serve yet."""
 

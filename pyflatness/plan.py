@@ -17,7 +17,7 @@ from .measures import RELATIVE_FLATNESS, Measure, at_head, with_bases
 from .measures.base import Values
 from .measures.layer_values import LayerValues
 from .messages import is_out_of_memory
-from .model import layers, uses
+from .model import layers, spread, uses
 from .model.selectors import Selector
 from .numerics.accumulate import check_followed
 from .numerics.ranks import Ranks
@@ -69,7 +69,8 @@ def plan(wanted: Sequence[Measure], options: Options, *, networks: bool = False)
     of_jacobians = tuple(row for row in rows if row.of_jacobians is not None)
     alone = sum(row.reads for row in computed) + len(of_network)
     swept = sum(options.normalized(how).reads for how in sweeps)
-    reads = swept + bool(of_jacobians) + alone + (options.target_stderr is not None and bool(computed or of_network))
+    jacobians = bool(of_jacobians) + sum(row.reads - 1 for row in of_jacobians)
+    reads = swept + jacobians + alone + (options.target_stderr is not None and bool(computed or of_network))
     derived = tuple(row for row in rows if row.derive is not None)
     return Plan(tuple(wanted), sweeps, of_network, computed, of_jacobians, derived, reads)
 
@@ -167,6 +168,8 @@ class Measurement:
         for row in self._steps.computed:
             assert row.compute is not None
             with self._attempt(row):
+                if row.reads:
+                    spread.refuse(row.name)
                 self._values[row.name] = row.compute(self._task)
         self._take_jacobians()
         self._derive()
@@ -218,6 +221,7 @@ class Measurement:
         if row in self._steps.networks:
             try:
                 with self._ranks.agreed(f"{row.name} of the network"):
+                    spread.refuse(row.name)
                     values[""] = row.of_network(self._task)
             except InputError as error:
                 check_followed(self._task.options.nan_policy, error)
@@ -228,6 +232,7 @@ class Measurement:
         if not rows:
             return
         with self._attempt(*rows):
+            spread.refuse(", ".join(row.name for row in rows))
             samples = jacobians.measured(self._task, {need for row in rows for need in row.needs})
             self.measured.update(samples.layers)
             for row in rows:

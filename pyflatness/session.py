@@ -77,6 +77,7 @@ def session(
     ordered: bool = False,
     progress: bool | None = None,
     process_group: Group = None,
+    spread: bool = False,
 ) -> Iterator[Task]:
     """Hold the user's model, loss and data ready to be measured; afterwards everything is as it was.
 
@@ -91,6 +92,7 @@ def session(
         ordered: whether the samples have to come in the same order at each read.
         progress: whether reading shows a bar.
         process_group: whose ranks make the call together, see :func:`.meeting.joined`.
+        spread: whether the model's parameters may be spread over these ranks, see :mod:`.spread`.
 
     Raises:
         InputError: a model, loss or data that cannot be measured, see :func:`.state.observing`,
@@ -102,7 +104,11 @@ def session(
         raise InputError(f"forward={shown(forward)}: a function (model, batch) -> (outputs, targets) is wanted")
     progress = None if progress is None else check_flag("progress", progress)
     options = options or Options()
-    with joined(process_group) as ranks, explained(), state.observing(model) as (module, random):
+    with (
+        joined(process_group) as ranks,
+        explained(),
+        state.observing(model, ranks if spread else None) as (module, random),
+    ):
         if not ranks.alone:
             _check_same(ranks, module, resolved, options, reads)
         batches = shards.batches(

@@ -12,7 +12,7 @@ from .head import HeadBatch, terms_of
 from .losses.closure import REFUSAL, depends_on_more
 from .messages import check_tensor
 from .model import fingerprint, layers
-from .model.checks import is_spread
+from .model.spread import is_spread
 from .numerics.ranks import ALONE, Ranks
 from .numerics.shard import WHOLE, Shard
 

@@ -35,11 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from .measures import measures
     from .merge import merge
     from .output import checked
+    from .reproduce import reproduce
     from .score import score
     from .show import show
     from .verify import verify
 
-    commands = [demo, doctor, example_zoo, export, gc, layers, ls, measures, merge, score, show, verify]
+    commands = [demo, doctor, example_zoo, export, gc, layers, ls, measures, merge, reproduce, score, show, verify]
     group = click.Group("pyflatness", help="How flat is the loss around a trained network.", commands=commands)
     group = click.version_option(__version__, prog_name="pyflatness")(group)
     try:

@@ -24,7 +24,8 @@ from rich.table import Table
 
 from .. import __version__
 from ..errors import MissingExtraError
-from ..generalization.correlation import STATISTICS, Correlation, correlation
+from ..generalization.coefficients import STATISTICS
+from ..generalization.correlation import Correlation, correlation
 from ..messages import printable
 from . import demo_networks
 from .demo_networks import Row
@@ -75,8 +76,8 @@ def write(folder: Path, rows: list[Row], correlations: list[Correlation], seed: 
     results = {
         "seed": seed,
         "versions": _versions(),
-        "correlations": [_plain(item) for item in correlations],
-        "networks": [_plain(row) for row in rows],
+        "correlations": [_plain(item.to_dict()) for item in correlations],
+        "networks": [_plain(asdict(row)) for row in rows],
     }
     table = io.StringIO()
     writer = csv.DictWriter(table, [field.name for field in fields(Row)], lineterminator="\n")
@@ -169,9 +170,9 @@ def _style(network: str, converged: bool) -> dict[str, Any]:
     }
 
 
-def _plain(item: Row | Correlation) -> dict[str, Any]:
-    """Return an item's fields for JSON, which knows no NaN."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(item).items()}
+def _plain(cells: dict[str, Any]) -> dict[str, Any]:
+    """Return cells for JSON, which knows no NaN."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in cells.items()}
 
 
 def _versions() -> dict[str, str]:

@@ -6,6 +6,7 @@ With ``--out`` the rows go to a CSV file (:mod:`.score_csv`), with ``--store`` t
 
 import functools
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import losses
-from ..errors import InputError
+from ..api import measure
+from ..errors import InputError, PassesError
 from ..losses import auto
 from ..measures import MEASURES, named
 from ..messages import printable
-from ..model import hugging_face
+from ..model import hugging_face, state
+from ..model.data import Batches
+from ..model.data import first as first_of
 from ..model.layers import unwrap
 from ..options import MAX_PASSES, Options
 from ..scoring import checkpoints, data_specs, executors, listing, metadata, pretrained, specs
@@ -233,6 +237,8 @@ def score(
     )
     if auto.is_auto(criterion) and hugging_face.inner(unwrap(run.network(next(iter(run.models))))) is None:
         raise click.UsageError("--loss: the model is none of Hugging Face's; pass the loss that it was trained with")
+    if auto.is_auto(criterion) and selectors:
+        _check_passes(run)
     if out is not None:
         score_csv.write(run, out, shown=progress)
     if store is not None:
@@ -246,6 +252,31 @@ def score(
             executor if found else "serial", workers, where, retry=retry, ends=fingerprint == "ends", shown=progress
         )
         score_store.write(run, path, columns, how, dry_run=dry_run)
+
+
+def _check_passes(run: Run) -> None:
+    """Raise if exact values of a language model take too many passes, by one sample, before anything is measured.
+
+    Raises:
+        UsageError: they do, and no probes are asked for.
+    """
+    request, one = run.request, replace(run.request.options, max_passes=1)
+    if one.probes is not None or one.target_stderr is not None:
+        return
+    network = run.network(next(iter(run.models)))
+    try:
+        first = next(iter(Batches(run.bench.data, state.device(network))))
+        options = {**asdict(one), "layers": request.selectors, "measures": request.measures}
+        measure(network, request.loss, [first_of(first, 1)], **options, progress=False)
+    except PassesError as error:
+        if error.needed > request.options.max_passes:
+            raise click.UsageError(
+                f"--layers: {error.what} for one sample, more than --max-passes {request.options.max_passes}; pass "
+                "--probes 8 for values that are sampled by 8 backward passes, with standard errors (and --curvature "
+                "ggn for those of the GGN, without Hessian products), or --max-passes N to take the time"
+            ) from None
+    except Exception:  # of the user's model and data: whatever it is, the rows have it
+        return
 
 
 def _loss(name: str, text: str) -> Any:

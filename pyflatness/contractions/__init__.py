@@ -8,6 +8,7 @@ from .dense import DenseContraction
 from .geometry import Geometry
 from .layer import LayerContraction
 from .precision import full_precision, promoted, promoted_dtype, squared_norms
+from .quantities import needs_weight
 from .reference import RowSum
 from .softmax import DEFAULT_MEMORY, FUSED_OUTPUTS, Labels, SoftmaxVariance, default_memory
 from .tokens import Columns, TokenContraction
@@ -32,6 +33,7 @@ __all__ = [
     "default_memory",
     "describe",
     "full_precision",
+    "needs_weight",
     "promoted",
     "promoted_dtype",
     "squared_norms",

@@ -193,6 +193,12 @@ class Wanted:
         return Contribution(zeros(len(self), samples), parts)
 
 
+def needs_weight(names: Sequence[str]) -> bool:
+    """Return whether some quantities need the entries of a layer's weight."""
+    wanted = Wanted(names)
+    return wanted.gram_factor or wanted.weighted
+
+
 def _squares(unit: Unit, total: Tensor) -> None:
     total += unit.entries.sum(dim=1)
 

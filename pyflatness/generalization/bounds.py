@@ -10,6 +10,10 @@ plug-in of a ψ fitted on each fold's sample is :func:`pyflatness.representative
 Uniform over all |A| ≤ δ, at a minimum and to second order, from other measures:
 
     E_F ≤ δ² d/2 κ^φ (Theorem 14)         E_F ≤ δ²/2 |w|² λ_max (Petzka et al. 2019, appendix C.1)
+
+With the first of them the gap is bounded for every distribution of feature matrices |A| < δ, so that the most
+representative one can be taken (Theorem 15; ``uniform=True``). Here that is a choice among the kernels of bandwidth
+rδ|φ|, r = ¼, ½, ¾, 1. The theorem's statement has a sum over the rows in front of κ^φ, which its proof has not.
 """
 
 import math
@@ -24,12 +28,13 @@ from .. import head
 from ..errors import InputError
 from ..losses import Loss
 from ..measures import RELATIVE_FLATNESS
+from ..measures.relative_flatness_max import relative_flatness_max
 from ..model import calling, data, layers
 from ..model.data import Batches
 from ..model.selectors import Selector
 from ..numerics import meeting
 from ..numerics.meeting import Group
-from ..options import check_count, check_draws, check_number, check_seed
+from ..options import check_count, check_draws, check_flag, check_number, check_seed
 from ..plan import of_layer
 from ..report import Estimate
 from ..session import public, session
@@ -37,6 +42,8 @@ from . import noise
 from .gap import GeneralizationGap, performance
 from .perturbed import Change, Perturbed
 from .representativeness import DRAWS, FOLDS, Representativeness, Sums, assigned, default_delta, summary
+
+_SHARES = (0.25, 0.5, 0.75, 1.0)  # of δ, the bandwidths that Theorem 15 chooses among
 
 
 def uniform_robustness_bound(delta: float, rows: int, maximal_flatness: float) -> float:
@@ -95,10 +102,10 @@ class GeneralizationBound:
 
     Attributes:
         bound: ``flatness`` + ``representativeness.magnitude``.
-        flatness: δ² κ / (2m).
+        flatness: δ² κ / (2m); of the uniform bound δ² d/2 κ^φ.
         representativeness: by folds; its ``test`` is E_gen = E_Rep + E_F with the test data.
-        kappa: κ, of the mean loss.
-        delta: δ.
+        kappa: κ, or κ^φ of the uniform bound, of the mean loss.
+        delta: δ; the noise's is that of ``representativeness``, which is smaller where the uniform bound chose so.
         features: m.
         samples: n.
         layer: whose features these are.
@@ -140,6 +147,7 @@ def generalization_bound(
     layer: Selector | None = None,
     *,
     test: Any = None,
+    uniform: bool = False,
     delta: float | None = None,
     kappa: Estimate | float | None = None,
     folds: int = FOLDS,
@@ -162,8 +170,11 @@ def generalization_bound(
         train: the training data, as for :func:`pyflatness.relative_flatness`; read several times.
         layer: a Linear layer that gets one feature vector a sample; None takes the last Linear that ran.
         test: test data, for the measured gap and its decomposition E_gen = E_Rep + E_F.
+        uniform: Theorem 15: δ² d/2 κ^φ in the place of δ² κ/(2m), at a minimum, and of four bandwidths of the noise
+            that of the least |E_Rep|; it takes Lanczos and four times the noise.
         delta: δ; None: n^(-1/(4+m)).
-        kappa: κ, if it is known or to be found with options; of the same loss and reduction.
+        kappa: κ, or κ^φ with ``uniform=True``, if it is known or to be found with options; of the same loss and
+            reduction.
         folds: of the training data, for representativeness.
         draws: pairs ±ξ of noise for each sample, at least 2.
         seed: of folds and noise; another device gives other noise for it.
@@ -192,7 +203,7 @@ def generalization_bound(
     meeting.refuse(process_group, "generalization_bound", "generalization_gap and relative_flatness are, ")
     folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
     seed = check_seed("seed", seed)
-    kappa = None if kappa is None else _number("kappa", kappa)
+    kappa, uniform = None if kappa is None else _number("kappa", kappa), check_flag("uniform", uniform)
     delta = None if delta is None else check_number("delta", delta)
     with session(
         model, loss, train, reduction=reduction, forward=forward, reads=3, progress=progress, process_group=False
@@ -203,22 +214,36 @@ def generalization_bound(
         samples = sum(data.size(batch) for batch in task.batches)
         delta = default_delta(samples, m) if delta is None else delta
         places = assigned(samples, folds, seed)
-        sums = _sums(perturbed, task.loss, task.batches, places, (folds, draws), delta, seed)
+        shares = _SHARES if uniform else (1.0,)
+        every = [
+            (_sums(perturbed, task.loss, task.batches, places, (folds, draws), share * delta, seed), share * delta)
+            for share in shares
+        ]
+        rows = int(layers.matrix(perturbed.layer)[0].shape[0])
         measured = None if test is None else GeneralizationGap(performance(task), performance(task.on(test)))
         if kappa is None:
-            measurement, _ = of_layer(RELATIVE_FLATNESS, task, name)
-            kappa = measurement.estimates()[name, RELATIVE_FLATNESS.name]
-    mean_kappa = float(kappa) / (1.0 if task.loss.reduction == "mean" else sums.normaliser())
-    found = summary(
-        [sums.against_the_rest([k]) for k in range(folds)],
-        None if measured is None else sums.against(measured.test.loss),
-        delta=delta,
-        features=m,
-        samples=samples,
-        draws=draws,
-        refitted=False,
+            if uniform:
+                kappa = relative_flatness_max(task.of(name))[name]
+            else:
+                measurement, _ = of_layer(RELATIVE_FLATNESS, task, name)
+                kappa = measurement.estimates()[name, RELATIVE_FLATNESS.name]
+    mean_kappa = float(kappa) / (1.0 if task.loss.reduction == "mean" else every[0][0].normaliser())
+    found = min(
+        (
+            summary(
+                [sums.against_the_rest([k]) for k in range(folds)],
+                None if measured is None else sums.against(measured.test.loss),
+                delta=bandwidth,
+                features=m,
+                samples=samples,
+                draws=draws,
+                refitted=False,
+            )
+            for sums, bandwidth in every
+        ),
+        key=lambda candidate: candidate.magnitude,
     )
-    flatness = delta**2 * mean_kappa / (2 * m)
+    flatness = uniform_robustness_bound(delta, rows, mean_kappa) if uniform else delta**2 * mean_kappa / (2 * m)
     return GeneralizationBound(
         flatness + found.magnitude, flatness, found, mean_kappa, delta, m, samples, name, measured
     )

@@ -1,34 +1,29 @@
-"""Correlate measures with the generalisation gap over networks, with bootstrap intervals.
+"""Correlate measures with the generalisation gap over networks, with intervals and p-values.
 
-Pearson's r, Spearman's ρ and Kendall's τ_b, each with the 95 % percentile interval of the paired bootstrap. All
-networks of a table count; one is left out only by its name, and then drawn hollow and counted.
+Pearson's r, Spearman's ρ and Kendall's τ_b. All networks of a table count; one is left out only by its name.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..report import views
-from .tables import Networks, Vector, read
+from . import intervals, permutation
+from .coefficients import STATISTICS, coefficients, whole
+from .tables import Vector, listed, read
 
 if TYPE_CHECKING:
     import pandas
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_RESAMPLES = 2000
-_FEWEST = 5  # networks that an interval takes
-_WIDE = 100  # a measure whose largest value is so many times the smallest is drawn logarithmically
 
 
 @dataclass(frozen=True)
 class Correlation:
-    """Hold how two quantities go together over the networks, and the 95 % bootstrap interval.
+    """Hold how two quantities go together over the networks, and the 95 % interval.
 
     Attributes:
         measure: the one quantity.
@@ -36,6 +31,9 @@ class Correlation:
         value: the correlation; NaN where it is not defined, of a quantity that is constant.
         low: the lower end of the interval; NaN where there is no value, and for fewer than 5 networks, too few for one.
         high: the upper end, likewise.
+        p: the permutation p-value; None if it was not asked for, NaN where there is no value.
+        p_holm: p adjusted for the number of measures, by Holm.
+        p_bh: p adjusted for the number of measures, by Benjamini and Hochberg.
     """
 
     measure: str
@@ -43,10 +41,18 @@ class Correlation:
     value: float
     low: float
     high: float
+    p: float | None = None
+    p_holm: float | None = None
+    p_bh: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes by name, without p-values that were not asked for."""
+        return {name: cell for name, cell in asdict(self).items() if cell is not None}
 
     def __str__(self) -> str:
         ends = "–" if math.isnan(self.low) else f"{self.low:.2f}, {self.high:.2f}"
-        return f"{self.statistic} {self.value:.2f} [{ends}]"
+        p = "" if self.p is None else f", p = {self.p:.2g} (Holm {self.p_holm:.2g}, B–H {self.p_bh:.2g})"
+        return f"{self.statistic} {self.value:.2f} [{ends}]{p}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,12 +64,18 @@ class Correlations:
         y: what the measures are held against.
         points: networks that count.
         excluded: names of those that do not.
+        given: columns that are held fixed.
+        clusters: in how many clusters the networks are; None if they are taken as independent.
+        method: how the intervals, and p-values if there are any, are made.
     """
 
     rows: tuple[Correlation, ...]
     y: str
     points: int
     excluded: tuple[str, ...]
+    given: tuple[str, ...] = ()
+    clusters: int | None = None
+    method: str = "95 % bootstrap intervals"
 
     def __getitem__(self, key: tuple[str, str]) -> Correlation:
         for row in self.rows:
@@ -72,18 +84,20 @@ class Correlations:
         raise InputError(f"correlations: no {key!r}; there are {[(r.measure, r.statistic) for r in self.rows]}")
 
     def to_frame(self) -> "pandas.DataFrame":
-        """Return a data frame with a row for each measure and statistic.
+        """Return a data frame with a row for each measure and statistic, with p-values if there are any.
 
         Raises:
             MissingExtraError: without pandas.
         """
-        return views.rows_frame([{**asdict(row), "y": self.y, "points": self.points} for row in self.rows])
+        return views.rows_frame([{**row.to_dict(), "y": self.y, "points": self.points} for row in self.rows])
 
     def __str__(self) -> str:
         width = max(len(row.measure) for row in self.rows)
         lines = [f"{row.measure:<{width}}  {row}" for row in self.rows]
+        given = f" given {', '.join(self.given)}" if self.given else ""
+        clusters = "" if self.clusters is None else f" in {self.clusters} clusters"
         out = f", {len(self.excluded)} excluded: {', '.join(self.excluded)}" if self.excluded else ""
-        return "\n".join([f"with {self.y}, {self.points} networks{out}; 95 % bootstrap intervals", *lines])
+        return "\n".join([f"with {self.y}{given}, {self.points} networks{clusters}{out}; {self.method}", *lines])
 
     __repr__ = __str__
 
@@ -96,11 +110,16 @@ def correlations(
     exclude: Collection[str] = (),
     test: Any = None,
     seed: int = 0,
+    interval: str = "bootstrap",
+    clusters: str | Sequence[str] | None = None,
+    given: str | Sequence[str] = (),
+    permutations: int = 0,
+    within: bool = False,
 ) -> Correlations:
     """Return the correlations of measures with the generalisation gap (or another column) over networks.
 
-    Pearson, Spearman and Kendall (τ_b), each with the 95 % percentile interval of 2,000 paired bootstrap resamples. For
-    fewer than 5 networks there is no interval: resamples of so few say next to nothing of other networks.
+    Pearson, Spearman and Kendall (τ_b), each with a 95 % interval. For fewer than 5 networks or 5 clusters there is no
+    interval: so few say next to nothing of others. ``docs/statistics.md`` says how often intervals contain the truth.
 
     Args:
         table: a pandas data frame or dict of lists with a column for each measure, or the path of a CSV file, also of
@@ -109,91 +128,59 @@ def correlations(
         y: a column.
         exclude: names of rows to leave out; nothing else is left out.
         test: a table of the same networks on test data: ``gap`` is its ``loss`` less that of ``table``.
-        seed: of the resampling.
+        seed: of the resampling and the permutations.
+        interval: ``"bootstrap"``: the percentiles of 2,000 resamples. ``"fisher"``: atanh r is taken as normal.
+        clusters: columns. Networks that are equal in all of them are of one cluster and not independent, such as those
+            of one recipe. The bootstrap draws whole clusters, the variance of Fisher's z is their jackknife's.
+        given: columns that are held fixed, such as the training loss, in partial correlations: with one column z,
+            (r_xy - r_xz r_yz) / √((1 - r_xz²) (1 - r_yz²)), with all three r by the same statistic.
+        permutations: how many orders of ``y`` the p-values are made with, such as 9,999; 0: none. Whole clusters are
+            permuted where there are some. Each statistic's p-values are adjusted for the number of measures.
+        within: permute ``y`` inside of the clusters alone, which asks about differences between networks of a cluster.
 
     Returns:
         Every measure and statistic; NaN for a column that is constant, and for the interval of fewer than 5 networks.
 
     Raises:
-        InputError: no such columns or rows, or a number that is not finite in a row that counts.
+        InputError: no such columns or rows, an unknown option, a number that is not finite in a row that counts, or a
+            column held fixed that is constant.
 
     Example:
         >>> import pyflatness as pf
         >>> found = pf.correlations({"kappa": [1, 2, 3, 4, 5], "gap": [1, 3, 2, 5, 4]})
         >>> round(found["kappa", "Kendall"].value, 6), found.points
         (0.6, 5)
+        >>> table = {"kappa": [3, 4, 1, 2, 7, 8, 5, 6, 9, 12], "gap": [1, 2, 3, 5, 4, 6, 8, 7, 10, 9]}
+        >>> table |= {"recipe": ["a", "a", "b", "b", "c", "c", "d", "d", "e", "e"]}
+        >>> print(pf.correlations(table, interval="fisher", clusters="recipe"))
+        with gap, 10 networks in 5 clusters; 95 % intervals by Fisher's z and the jackknife over clusters
+        kappa  Pearson 0.72 [-0.19, 0.96]
+        kappa  Spearman 0.72 [-0.08, 0.96]
+        kappa  Kendall 0.51 [-0.20, 0.87]
     """
     networks = read(table, test)
     kept = networks.kept(exclude)
-    others = tuple(name for name in networks.measures if name != y)
-    wanted = others if x is None else (x,) if isinstance(x, str) else tuple(x)
+    held, grouping = listed(given), listed(clusters or ())
+    others = tuple(name for name in networks.measures if name not in {y, *held, *grouping})
+    wanted = others if x is None else listed(x)
     if not wanted:
         raise InputError(f"table: there is no column of numbers but {y!r}")
-    against = _finite(networks, y, kept)
+    target, *fixed = (networks.finite(name, kept) for name in (y, *held))
+    for name, column in zip(held, fixed, strict=True):
+        if np.ptp(column) == 0:
+            raise InputError(f"given: {name!r} is constant, so that there is nothing to hold fixed")
+    groups = networks.groups(grouping, kept)[0] if grouping else None
+    measures = {name: networks.finite(name, kept) for name in wanted}
+    find = intervals.finder(interval, len(target), len(held), groups, seed)
+    tests = _tests([*measures.values()], target, fixed, groups, permutations, within, seed)
     rows = []
-    for name in wanted:
-        values = _finite(networks, name, kept)
-        rows += [Correlation(name, how, *correlation(values, against, how, seed)) for how in STATISTICS]
-    return Correlations(tuple(rows), y, int(kept.sum()), _names(networks, ~kept))
-
-
-def plot_correlation(
-    table: Any,
-    x: str,
-    y: str = "gap",
-    *,
-    exclude: Collection[str] = (),
-    test: Any = None,
-    seed: int = 0,
-    path: str | Path | None = None,
-    axes: "Axes | None" = None,
-) -> "tuple[Figure, Axes]":
-    """Draw a measure against the generalisation gap as a scatter plot, with the correlations above it.
-
-    Every network is drawn; those in ``exclude`` hollow, counted in the legend and left out of the correlations.
-
-    Args:
-        table: as for :func:`pyflatness.correlations`, like all that follow but the last two.
-        x: a column.
-        y: a column.
-        exclude: names of rows.
-        test: a table of the same networks on test data.
-        seed: of the resampling.
-        path: where the figure is written too; its ending is its format.
-        axes: matplotlib's, to draw into; None: those of a new figure.
-
-    Returns:
-        Figure and axes of matplotlib, outside of pyplot.
-
-    Raises:
-        InputError: as :func:`pyflatness.correlations`.
-        MissingExtraError: without matplotlib.
-
-    Example:
-        >>> import pyflatness as pf
-        >>> figure, axes = pf.plot_correlation({"kappa": [1, 2, 3, 4, 5], "gap": [1, 3, 2, 5, 4]}, x="kappa")
-        >>> axes.get_title().splitlines()[0].startswith("Pearson 0.80")
-        True
-    """
-    found = correlations(table, x, y, exclude=exclude, test=test, seed=seed)
-    networks = read(table, test)
-    kept, values, against = networks.kept(exclude), networks.column(x), networks.column(y)
-    figure, axes = views.figure() if axes is None else (cast("Figure", axes.get_figure()), axes)
-    axes.plot(values[kept], against[kept], "o", color="C0", label=f"{found.points} networks")
-    if found.excluded:
-        label = f"{len(found.excluded)} excluded by name, not in the correlations"
-        axes.plot(values[~kept], against[~kept], "o", color="C0", fillstyle="none", label=label)
-    drawn = values[np.isfinite(values)]
-    if drawn.min() > 0 and drawn.max() > _WIDE * drawn.min():
-        axes.set_xscale("log")
-    axes.set_title("\n".join(map(str, found.rows)), fontsize=10)
-    axes.set_xlabel(x)
-    axes.set_ylabel("generalisation gap" if y == "gap" else y)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    if path is not None:
-        figure.savefig(path)
-    return figure, axes
+    for number, (name, values) in enumerate(measures.items()):
+        for how in STATISTICS:
+            found = _value_and_ends(how, [values, target, *fixed], find)
+            rows.append(Correlation(name, how, *found, *(float(p[number]) for p in tests.get(how, ()))))
+    count = None if groups is None else int(groups.max()) + 1
+    method = intervals.described(interval, groups is not None) + permutation.described(permutations, groups, within)
+    return Correlations(tuple(rows), y, len(target), networks.named(~kept), held, count, method)
 
 
 def correlation(x: Vector, y: Vector, statistic: str, seed: int) -> tuple[float, float, float]:
@@ -209,51 +196,31 @@ def correlation(x: Vector, y: Vector, statistic: str, seed: int) -> tuple[float,
         The value and the ends of its interval, which are NaN for n < 5; all NaN if x or y is constant or has an entry
         that is not finite.
     """
-    aspect = STATISTICS[statistic]
-    value = _cosine(x, y, aspect)
-    if np.isnan(value) or len(x) < _FEWEST:
-        return value, math.nan, math.nan
-    draws = np.random.default_rng(seed).integers(len(x), size=(_RESAMPLES, len(x)))
-    resampled = np.array([_cosine(x[draw], y[draw], aspect) for draw in draws])
-    low, high = np.percentile(resampled[np.isfinite(resampled)], [2.5, 97.5])
-    return value, float(low), float(high)
+    if not (np.isfinite(x).all() and np.isfinite(y).all()):
+        return math.nan, math.nan, math.nan
+    return _value_and_ends(statistic, [x, y], intervals.finder("bootstrap", len(x), 0, None, seed))
 
 
-def _signs(values: Vector) -> Vector:
-    """Return the order of every pair, (n, n)."""
-    return np.sign(values[:, None] - values)
+def _value_and_ends(statistic: str, columns: list[Vector], find: intervals.Finder) -> tuple[float, float, float]:
+    value = float(coefficients(statistic, columns, whole(len(columns[0])))[0])
+    if math.isnan(value):
+        return value, value, value
+    return value, *find(value, statistic, columns)
 
 
-# Each statistic is the cosine of the angle between one aspect of x and the same of y.
-STATISTICS: dict[str, Callable[[Vector], Vector]] = {
-    "Pearson": lambda values: (values - values.mean()) / np.ptp(values),
-    "Spearman": lambda values: _signs(values).sum(axis=1),  # ranks (of ties, the mean rank), centred and doubled
-    "Kendall": lambda values: _signs(values).ravel(),  # τ_b
-}
-
-
-def _cosine(x: Vector, y: Vector, aspect: Callable[[Vector], Vector]) -> float:
-    for values in (x, y):
-        if not np.isfinite(values).all() or np.ptp(values) == 0:
-            return math.nan
-    a, b = aspect(x), aspect(y)
-    return float(a @ b / np.sqrt((a @ a) * (b @ b)))
-
-
-def _finite(networks: Networks, column: str, kept: Any) -> Vector:
-    """Return the numbers of a column that count, all finite."""
-    values = networks.column(column)
-    bad = _names(networks, kept & ~np.isfinite(values))
-    if bad:
-        raise InputError(
-            f"table: {column!r} is empty, NaN or infinite for {', '.join(bad[:5])}{' …' if len(bad) > 5 else ''}; "
-            "to leave them out, name them in exclude="
-        )
-    if not kept.any():
-        raise InputError("exclude: every row is excluded")
-    counting: Vector = values[kept]
-    return counting
-
-
-def _names(networks: Networks, chosen: Any) -> tuple[str, ...]:
-    return tuple(name for name, wanted in zip(networks.names, chosen, strict=True) if wanted)
+def _tests(
+    measures: list[Vector],
+    target: Vector,
+    fixed: list[Vector],
+    groups: NDArray[np.intp] | None,
+    permutations: int,
+    within: bool,
+    seed: int,
+) -> dict[str, tuple[Vector, Vector, Vector]]:
+    """Return the p-values of every measure by statistic: plain, by Holm, and by Benjamini and Hochberg."""
+    permutation.check(permutations, groups, within)
+    if not permutations:
+        return {}
+    orders = permutation.orders(len(target), groups, within, permutations, seed)
+    plain = {how: permutation.p_values(how, measures, target, fixed, orders) for how in STATISTICS}
+    return {how: (p, permutation.holm(p), permutation.benjamini_hochberg(p)) for how, p in plain.items()}

@@ -82,6 +82,15 @@ class GeneralizationGap:
         return self.train.accuracy - self.test.accuracy
 
     @property
+    def summed_gap(self) -> float:
+        """Return n_train/n_test Σ_test - Σ_train = n_train ``gap``, sums of losses in the place of means.
+
+        It is the generalisation error of Petzka et al. (2019), who have five times as many training samples as test
+        samples: 5 Σ_test - Σ_train. Σ is over samples, of the mean loss of the terms of each.
+        """
+        return self.train.samples * self.gap
+
+    @property
     def gap_stderr(self) -> float | None:
         """Return the standard error of ``gap`` over the samples of both sets; None if one has none.
 

@@ -5,7 +5,7 @@ What they are made of, and when they are guaranteed, is in :mod:`.measures.bound
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,15 +15,18 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..measures.bounds import NEEDS, NO_GUARANTEE, LayerTerms, NetworkTerms, mean, product
-from ..measures.interpolation_sharpness import INTERPOLATION_SHARPNESS, HalfSquaredError
+from ..measures.adaptive_sharpness import ADAPTIVE_SHARPNESS
+from ..measures.base import Measure
+from ..measures.bounds import NEEDS, NO_GUARANTEE, LayerTerms, NetworkTerms, at_interpolation, mean, product
+from ..measures.interpolation_sharpness import HalfSquaredError
 from ..measures.layer_values import LayerValues
 from ..measures.normalized_sharpness import NORMALIZED_SHARPNESS, Minimum, minimised
 from ..model import calling
 from ..model.selectors import Selector
 from ..numerics.meeting import Group
-from ..options import MAX_PASSES, Options, check_flag, check_number
+from ..options import MAX_PASSES, Options, check_count, check_flag, check_number
 from ..passes.task import Task
+from ..report import Estimate
 from ..session import public, session
 from ..sweep import jacobians
 
@@ -174,6 +177,38 @@ def _of_network(net: NetworkTerms) -> list[Bound]:
     ]
 
 
+def _by_power(layer: LayerTerms, squares: Tensor, power: int) -> list[Bound]:
+    """Return Eq. 6 for another power than 2, in logarithms; ``squares`` are |∂f_i/∂θ|_F², (n,)."""
+    left, factor = _log_mean(layer.s, power), power * float(layer.ratios.max().log())
+    what = f"log of mean s_max^{power}, by the smallest |x| and "
+    return [
+        Bound(f"6{of}, k = {power}", layer.name, what + by, left, factor + _log_mean(g, power), True, layer.caveat)
+        for of, by, g in ((", W", "W", layer.g), ("", "θ", squares.sqrt()))
+    ]
+
+
+def _log_mean(values: Tensor, power: int) -> float:
+    """Return the logarithm of the mean of a power, for powers that would overflow."""
+    return float((power * values.log()).logsumexp(dim=0)) - math.log(len(values))
+
+
+def _adaptive(net: NetworkTerms, weighted: Mapping[str, float], everything: float) -> list[Bound]:
+    """Return Eq. 44 of each layer: by its own weight, by the trainable parameters that there are.
+
+    Args:
+        net: the layers.
+        weighted: by layer, (1/n) Σ_i |W ∘ ∂f_i/∂W|_F².
+        everything: (1/n) Σ_i Σ_j θ_j² |∂f_i/∂θ_j|².
+    """
+    rows = []
+    for layer in net.layers:
+        assert layer.scaled is not None
+        left, what = mean(layer.scaled) / layer.rows, "mean |J diag(x)|_F² / d, by "
+        rows.append(Bound("44, W", layer.name, what + "W ∘ ∂f/∂W", left, weighted[layer.name], caveat=layer.caveat))
+        rows.append(Bound("44", layer.name, what + "Eq. 41 over all parameters", left, everything, caveat=layer.caveat))
+    return rows
+
+
 @public
 def bounds(
     model: nn.Module,
@@ -183,6 +218,8 @@ def bounds(
     layers: Selector | Sequence[Selector] | None = None,
     sharpness: float | str | None = None,
     normalized: bool = False,
+    adaptive: bool = False,
+    powers: Sequence[int] = (),
     nan_policy: str = "raise",
     backend: str = "auto",
     forward: calling.Forward | None = None,
@@ -193,9 +230,9 @@ def bounds(
 ) -> Bounds:
     """Return the bounds of "From Loss Flatness to Compressed Representations", layer by layer, with both sides.
 
-    Eq. 5, 6, 9 to 12, 17 (and its sum over layers, appendix A), 35, 37 at λ = ½ and σ = σ' = 1 or those of Eq. 36, 48;
-    see docs/measures.md for the symbols. One forward pass and one backward pass per output. The left side of Eq. 17 is,
-    of a layer at the start of a residual block, at the input of what follows the block's sum.
+    Eq. 5, 6 (k = 2), 9 to 12, 17 (and its sum over layers, appendix A), 35, 37 at λ = ½ and σ = σ' = 1 or those of
+    Eq. 36, 48; see docs/measures.md for the symbols. One forward pass and one backward pass per output. The left side
+    of Eq. 17 is, of a layer at the start of a residual block, at the input of what follows the block's sum.
 
     Args:
         model: in eval mode; left as it was found.
@@ -206,6 +243,10 @@ def bounds(
             from elsewhere, (1/n) Σ_i |∂f_i/∂θ|_F². None: of the chosen layers' weights.
         normalized: Eq. 37 also for the σ, σ' at which its right-hand side is least, by a sweep more; of layers with one
             position. With H_sj = (1/n) Σ_i |∂f_i/∂w_sj|² that is Eq. 36, normalised sharpness at an interpolation.
+        adaptive: Eq. 44 (Proposition E.4) too, with adaptive sharpness at an interpolation, Eq. 41, on its right-hand
+            side: of the layer's weight, and of all trainable parameters; by two sweeps more.
+        powers: k other than 2 for which Eq. 6 is wanted too, in logarithms. Its θ are the chosen layers' weights, with
+            ``sharpness="all"`` all trainable parameters.
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``.
         backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
         forward: ``(model, batch) -> (outputs, targets)``.
@@ -230,23 +271,32 @@ def bounds(
         (True, True)
     """
     options = Options(backend=backend, nan_policy=nan_policy, memory=memory, max_passes=max_passes)
-    normalized = check_flag("normalized", normalized)
+    normalized, adaptive = check_flag("normalized", normalized), check_flag("adaptive", adaptive)
+    powers = [check_count("powers", power, 1, "whole numbers") for power in powers]
     if sharpness is not None and not (isinstance(sharpness, str) and sharpness == _ALL):
         sharpness = check_number("sharpness", sharpness, f"a number or {_ALL!r}", lambda given: not math.isnan(given))
-    reads = 1 + normalized + (sharpness == _ALL)
+        if powers:
+            raise InputError(f"powers: Eq. 6 takes |∂f_i/∂θ| of every sample; pass sharpness=None or {_ALL!r}")
+    reads = 1 + normalized + 2 * adaptive + (sharpness == _ALL)
     with session(
         model, loss, data, options, forward=forward, reads=reads, progress=progress, process_group=process_group
     ) as task:
         task = task.of(layers)
         least = _least(task) if normalized else {}
         scales = {name: minimum.columns for name, minimum in least.items()}
-        samples = jacobians.measured(task, NEEDS, scales=scales)
-        if sharpness == _ALL and INTERPOLATION_SHARPNESS.compute is not None:
-            sharpness = INTERPOLATION_SHARPNESS.compute(task)[""].value
+        samples = jacobians.measured(task, (*NEEDS, "scaled") if adaptive else NEEDS, scales=scales)
+        every = at_interpolation(task, per_sample=bool(powers)) if sharpness == _ALL else None
+        weighted = _weighted(task) if adaptive else {}
+        everything = at_interpolation(task, adaptive=True).value if adaptive else 0.0
+    if every is not None:
+        sharpness = every.value
     net = NetworkTerms(samples, None if sharpness is None else float(sharpness))
+    squares = net.squares if every is None or every.per_sample is None else every.per_sample.cpu()[samples.kept]
     rows: list[Bound] = []
     for layer, behind in zip(net.layers, [*net.layers[1:], None], strict=True):
         rows += _of_layer(net, layer, behind, least.get(layer.name))
+        rows += [bound for power in powers for bound in _by_power(layer, squares, power)]
+    rows += _adaptive(net, weighted, everything) if adaptive else []
     return Bounds((*rows, *_of_network(net)), net.sharpness, net.samples, net.outputs)
 
 
@@ -259,7 +309,17 @@ def _least(task: Task) -> dict[str, Minimum]:
             found[name] = minimised(diagonal[0].double().cpu(), weight[0].double().cpu())
         return 0.0, ""
 
-    options = replace(task.options, curvature="ggn")
-    values = LayerValues(replace(task, loss=HalfSquaredError(), options=options))
-    values.estimates([replace(NORMALIZED_SHARPNESS, of_parts=keep)])
+    _by_interpolation(task, replace(NORMALIZED_SHARPNESS, of_parts=keep))
     return found
+
+
+def _weighted(task: Task) -> dict[str, float]:
+    """Return (1/n) Σ_i |W ∘ ∂f_i/∂W|_F² of each layer."""
+    found = _by_interpolation(task, ADAPTIVE_SHARPNESS)
+    return {name: estimate.value / estimate.samples for (name, _), estimate in found.items() if name}
+
+
+def _by_interpolation(task: Task, measure: Measure) -> dict[tuple[str, str], Estimate]:
+    """Return a measure's sums over samples, of ½|f_i - y_i|² at f_i = y_i."""
+    options = replace(task.options, curvature="ggn")
+    return LayerValues(replace(task, loss=HalfSquaredError(), options=options)).estimates([measure])

@@ -9,7 +9,7 @@ import csv
 import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,13 @@ class Networks:
         names: of the rows.
         columns: numbers by name; NaN where a cell is empty.
         measures: columns that are measures, as far as that is known; else all.
+        texts: columns that are not numbers, such as the name of an optimiser; "" where a cell is empty.
     """
 
     names: tuple[str, ...]
     columns: dict[str, Vector]
     measures: tuple[str, ...]
+    texts: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def column(self, name: str) -> Vector:
         """Return one column.
@@ -50,10 +52,53 @@ class Networks:
             InputError: there is none of that name.
         """
         if name not in self.columns:
-            near = difflib.get_close_matches(name, self.columns) or [*self.columns]
             hint = "; pass test=, the same networks scored on test data" if name == "gap" else ""
-            raise InputError(f"table: no column of numbers {name!r}; there are {', '.join(near[:8])}{hint}")
+            raise InputError(f"table: no column of numbers {name!r}; there are {_near(name, self.columns)}{hint}")
         return self.columns[name]
+
+    def finite(self, name: str, kept: NDArray[np.bool_]) -> Vector:
+        """Return the numbers of a column in the rows that count, all finite.
+
+        Raises:
+            InputError: there is no such column, no row counts, or a number is missing or not finite.
+        """
+        values = self.column(name)
+        self._whole(name, np.isfinite(values), kept, "empty, NaN or infinite")
+        return values[kept]
+
+    def groups(self, names: Sequence[str], kept: NDArray[np.bool_]) -> tuple[NDArray[np.intp], tuple[str, ...]]:
+        """Return the group of each row that counts, (rows,), and labels: rows of a group are equal in some columns.
+
+        Raises:
+            InputError: there is no such column, or it has an empty cell.
+        """
+        columns = []
+        for name in names:
+            if name in self.columns:
+                cells = ["" if math.isnan(cell) else f"{cell:.15g}" for cell in self.columns[name]]
+            elif name in self.texts:
+                cells = [*self.texts[name]]
+            else:
+                raise InputError(f"table: no column {name!r}; there are {_near(name, [*self.columns, *self.texts])}")
+            self._whole(name, np.array([cell != "" for cell in cells]), kept, "empty")
+            columns.append([cell for cell, counts in zip(cells, kept, strict=True) if counts])
+        rows = [*zip(*columns, strict=True)]
+        places = {row: place for place, row in enumerate(dict.fromkeys(rows))}
+        return np.array([places[row] for row in rows], dtype=np.intp), tuple(map(", ".join, places))
+
+    def _whole(self, column: str, good: NDArray[np.bool_], kept: NDArray[np.bool_], what: str) -> None:
+        bad = self.named(kept & ~good)
+        if bad:
+            raise InputError(
+                f"table: {column!r} is {what} for {', '.join(bad[:5])}{' …' if len(bad) > 5 else ''}; "
+                "to leave them out, name them in exclude="
+            )
+        if not kept.any():
+            raise InputError("exclude: every row is excluded")
+
+    def named(self, chosen: NDArray[np.bool_]) -> tuple[str, ...]:
+        """Return the names of some rows."""
+        return tuple(name for name, wanted in zip(self.names, chosen, strict=True) if wanted)
 
     def kept(self, exclude: Collection[str]) -> NDArray[np.bool_]:
         """Return which rows are not excluded, (rows,), by name or by the file name in it.
@@ -69,6 +114,11 @@ class Networks:
                 near = difflib.get_close_matches(name, self.names) or self.names[:3]
                 raise InputError(f"exclude: {name!r} is not in the table; did you mean {', '.join(near)}?")
         return np.array([aliases.isdisjoint(exclude) for aliases in known], dtype=np.bool_)
+
+
+def listed(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Return one name or several as a tuple."""
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def read(table: Any, test: Any = None) -> Networks:
@@ -92,7 +142,7 @@ def read(table: Any, test: Any = None) -> Networks:
             f"test: {len(missing)} of the {len(networks.names)} networks are not in it, e.g. {missing[0]!r}"
         )
     gap = np.array([losses[name] for name in networks.names]) - networks.column("loss")
-    return Networks(networks.names, {**networks.columns, "gap": gap}, networks.measures)
+    return replace(networks, columns={**networks.columns, "gap": gap})
 
 
 def _networks(table: Any, what: str) -> Networks:
@@ -106,9 +156,8 @@ def _networks(table: Any, what: str) -> Networks:
     label = next((name for name in _NAMES if name in cells), None)
     rows = range(lengths.pop()) if index is None else index
     names = tuple(map(str, rows if label is None else cells[label]))
-    columns = {name: numbers for name, column in cells.items() if (numbers := _numbers(column)) is not None}
-    columns.pop(label or "", None)
-    return Networks(names, columns, tuple(columns))
+    columns, texts = _sorted({name: column for name, column in cells.items() if name != label})
+    return Networks(names, columns, tuple(columns), texts)
 
 
 def _cells(table: Any, what: str) -> tuple[dict[str, Sequence[Any]], Sequence[Any] | None]:
@@ -142,9 +191,8 @@ def _scored(cells: Mapping[str, Sequence[Any]], what: str) -> Networks:
         if not math.isnan(_number(row["value"])):
             layers.setdefault(row["measure"], set()).add(row["layer"])
     columns: dict[str, Vector] = {}
-    settings = {
-        name: numbers for name in cells if name not in _OF_VALUES and (numbers := _numbers(cells[name])) is not None
-    }
+    settings, written = _sorted({name: column for name, column in cells.items() if name not in _OF_VALUES})
+    texts = {name: [""] * len(places) for name in written}
     for row in rows:
         several = len(layers.get(row["measure"], ())) > 1
         name = f"{row['measure']} {row['layer'] or 'network'}" if several else row["measure"]
@@ -158,8 +206,18 @@ def _scored(cells: Mapping[str, Sequence[Any]], what: str) -> Networks:
             if key == name and not math.isnan(column[place]):
                 raise InputError(f"{what}: {row['checkpoint']!r} has two rows of {name!r}")
             column[place] = value
+        for key in texts:
+            texts[key][place] = _text(row[key]) or texts[key][place]
     beside = {"loss", "accuracy", *settings}
-    return Networks(tuple(places), columns, tuple(name for name in columns if name not in beside))
+    measures = tuple(name for name in columns if name not in beside)
+    return Networks(tuple(places), columns, measures, {name: tuple(column) for name, column in texts.items()})
+
+
+def _sorted(cells: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Vector], dict[str, tuple[str, ...]]]:
+    """Return the columns that are numbers, and the others as text."""
+    numbers = {name: _numbers(column) for name, column in cells.items()}
+    texts = {name: tuple(map(_text, cells[name])) for name, column in numbers.items() if column is None}
+    return {name: column for name, column in numbers.items() if column is not None}, texts
 
 
 def _numbers(column: Sequence[Any]) -> Vector | None:
@@ -172,3 +230,11 @@ def _numbers(column: Sequence[Any]) -> Vector | None:
 
 def _number(cell: Any) -> float:
     return math.nan if cell is None or cell == "" else float(cell)
+
+
+def _text(cell: Any) -> str:
+    return "" if cell is None or str(cell) in ("nan", "<NA>") else str(cell)  # these are pandas' empty cells
+
+
+def _near(name: str, known: Collection[str]) -> str:
+    return ", ".join((difflib.get_close_matches(name, known) or [*known])[:8])

@@ -32,6 +32,7 @@ from .. import interrupts
 from ..contractions import promoted
 from ..contractions.quantities import QUANTITIES, Contribution
 from ..messages import is_out_of_memory, second_derivatives
+from ..model import layers
 from ..numerics.signs import Signs
 from ..passes import linearity
 from ..passes.layer_form import LayerForm
@@ -253,7 +254,8 @@ class BlockTraces:
         added = self._weight.new_zeros(run.samples, groups, columns, d).requires_grad_()
 
         def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-            inputs = args[0] if args else next(iter(kwargs.values()))
+            inputs = layers.kind_of(module).inputs_of(args, kwargs)
+            assert inputs is not None
             return output + form.placed(run, form.patches(run, (inputs, output)) @ added, output)
 
         def products(directions: Tensor) -> Tensor:

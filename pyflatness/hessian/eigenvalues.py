@@ -26,10 +26,15 @@ def largest(products: Products, blocks: Sequence[Names], budget: Budget, seed: i
     sizes = {names: products.size(names) for names in blocks}
     basis = max(1, budget.bases // (8 * sum(sizes.values())))
     generator = torch.Generator().manual_seed(seed)
-    tolerance = _TOLERANCE if products.eps < _TOLERANCE else max(_COARSE_TOLERANCE, products.eps)
+    tolerance = tolerance_of(products)
     searches = {}
     for names, size in sizes.items():
         start = torch.randn(1, size, generator=generator, dtype=torch.float64, device="cpu").to(products.device)
         start = products.allowed(names, start)
         searches[names] = lanczos.largest(start, tolerance=tolerance, size=basis)
     return lanczos.solved_in_step(searches, products)
+
+
+def tolerance_of(products: Products) -> float:
+    """Return how small residuals can be made, relative to the block's norm."""
+    return _TOLERANCE if products.eps < _TOLERANCE else max(_COARSE_TOLERANCE, products.eps)

@@ -24,9 +24,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .. import contractions
 from ..errors import NonFiniteError, NotYetError
 from ..model import calling, layers
+from ..model.selectors import Selection
 from ..numerics.accumulate import Accumulator, check_together
 from ..options import Options
-from ..passes import cotangents, linearity, normalize
+from ..passes import cotangents, dry_run, linearity, normalize
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
@@ -38,6 +39,11 @@ Vectors = dict[Names, Tensor]
 """For a block: (b, N), some vectors in the space of its weights."""
 
 _GRAPHS = 4  # the graph of second derivatives takes about so many times the memory of the forward pass's
+
+
+def for_second_derivatives(found: dry_run.Findings) -> int:
+    """Return the bytes a sample that the graph of derivatives takes beside that of the forward pass."""
+    return (_GRAPHS - 1) * found.bytes
 
 
 class Products:
@@ -60,19 +66,12 @@ class Products:
         NotYetError: ``conv="affine"``.
     """
 
+    _what = "layer"  # that vectors are in the weights of, for messages
+
     def __init__(self, task: Task) -> None:
-        check_filters(task)
-        self._model, self._loss, self._options = task.model, task.loss, task.options
-        budget = Budget.of(task.model, task.options.memory)
-        data = task.model, task.selection, task.batches, task.forward, budget
-        self._runner = Runner(
-            *data,
-            by_sample=False,
-            certify=False,
-            reserve=lambda found: (_GRAPHS - 1) * found.bytes,
-            inside=self._weights_as_leaves,
-        )
+        self._task, self._model, self._loss, self._options = task, task.model, task.loss, task.options
         self._leaves: dict[str, Tensor] = {}  # layer -> its effective weight, as its calls see it
+        self._runner = self._made_runner()
         over = Accumulator(self._options.nan_policy, task.loss.reduction)
         self.custom: set[str] = set()
 
@@ -86,21 +85,44 @@ class Products:
         over.together(self._shard, {})
         self.custom = {*self._shard.united("custom functions", {"": dict.fromkeys(self.custom, True)})[""]}
         self.samples, self._normaliser = over.samples, over.normaliser
+        self._spreads: dict[str, Tensor] = {}
+        self._set_up()
+
+    def _made_runner(self) -> Runner:
+        check_filters(self._task)
+        return Runner(
+            *self._data(self._task.selection, self._task.forward),
+            by_sample=False,
+            certify=False,
+            reserve=for_second_derivatives,
+            inside=self._weights_as_leaves,
+        )
+
+    def _data(self, selection: Selection, forward: calling.Forward) -> tuple[Any, ...]:
+        task = self._task
+        return task.model, selection, task.batches, forward, Budget.of(task.model, task.options.memory)
+
+    def _set_up(self) -> None:
+        """Take in where the weights are, when it is known which layers run, and what they are multiplied by."""
         self.modules = self._runner.modules
         weights = [layers.matrix(module)[0] for module in self.modules.values()]
         self.device, self.eps = weights[0].device, max(torch.finfo(weight.dtype).eps for weight in weights)
-        self._spreads: dict[str, Tensor] = {}
-        if task.options.normalize:
-            scales = normalize.feature_scales(Runner(*data), task.loss, task.options.nan_policy)
+        if self._options.normalize:
+            runner = Runner(*self._data(self._task.selection, self._task.forward))
+            scales = normalize.feature_scales(runner, self._loss, self._options.nan_policy)
             self._spreads = {name: spread(module, scales[name]) for name, module in self.modules.items()}
 
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
         """Return samples, normaliser of a micro-batch, and the layers with custom functions behind them."""
-        custom = linearity.read(linearity.users_of(run.outputs), linearity.edges_of(run.recorder.calls)).custom
-        linearity.refuse_custom_functions(self._options, dict.fromkeys(sorted(custom), linearity.CUSTOM))
+        custom = linearity.read(linearity.users_of(run.outputs), self._edges(run)).custom
+        linearity.refuse_custom_functions(self._options, dict.fromkeys(sorted(custom), linearity.CUSTOM), self._what)
         sent = cotangents.of_run(run, self._loss)
         self._check(run.number, not math.isnan(sent.weight))
         return run.samples, sent.weight, custom
+
+    def _edges(self, run: Run) -> linearity.Edges:
+        """Return where each layer enters the graph of a run."""
+        return linearity.edges_of(run.recorder.calls)
 
     @contextlib.contextmanager
     def _weights_as_leaves(self) -> Iterator[None]:
@@ -118,7 +140,7 @@ class Products:
 
     def size(self, names: Names) -> int:
         """Return N, the entries of a vector for these layers."""
-        return sum(layers.matrix(self.modules[name])[0].numel() for name in names)
+        return sum(self._shape(name).numel() for name in names)
 
     def allowed(self, names: Names, vectors: Tensor) -> Tensor:
         """Return vectors (b, N) with zeros for features that drop out under ``normalize``."""
@@ -154,7 +176,8 @@ class Products:
     @torch.enable_grad()
     def _of_run(self, run: Run, vectors: Vectors) -> Vectors:
         advice = "eigenvalues, of the GGN too, cannot do without"
-        with contractions.full_precision(run.outputs), block_traces.differentiable(run.recorder.calls, advice):
+        names = [*run.recorder.calls] or [*self._leaves]
+        with contractions.full_precision(run.outputs), block_traces.differentiable(names, advice, self._what):
             multiply = self._ggn(run) if self._options.by_ggn else self._hessian(run)
             return {names: torch.stack([multiply(names, row) for row in rows]) for names, rows in vectors.items()}
 
@@ -195,15 +218,28 @@ class Products:
     def _along(self, gradients: Mapping[str, Tensor], names: Names, vector: Tensor) -> Tensor:
         """Return ⟨gradients, v⟩, float64."""
         total = torch.zeros((), dtype=torch.float64, device=vector.device)
-        for name, entries in zip(names, vector.split([self.size((name,)) for name in names]), strict=True):
-            module = self.modules[name]
-            direction = layers.as_weight(module, entries.view(layers.matrix(module)[0].shape))
+        for name, direction in self.as_weights(names, vector).items():
             total = total + (gradients[name] * direction.to(gradients[name].dtype)).sum(dtype=torch.float64)
         return total
 
+    def as_weights(self, names: Names, vector: Tensor) -> dict[str, Tensor]:
+        """Return a vector (N,) as tensors of the shape of the layers' weights."""
+        parts = zip(names, vector.split([self.size((name,)) for name in names]), strict=True)
+        return {name: self._as_weight(name, entries.view(self._shape(name))) for name, entries in parts}
+
+    def _shape(self, name: str) -> torch.Size:
+        """Return the shape of a layer's matrix (d, m)."""
+        return layers.matrix(self.modules[name])[0].shape
+
+    def _as_weight(self, name: str, matrix: Tensor) -> Tensor:
+        return layers.as_weight(self.modules[name], matrix)
+
+    def _as_matrix(self, name: str, weight: Tensor) -> Tensor:
+        return layers.as_matrix(self.modules[name], weight)
+
     def _joined(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return gradients as one vector (N,) float64."""
-        return torch.cat([layers.as_matrix(self.modules[n], g).flatten().double() for n, g in gradients.items()])
+        return torch.cat([self._as_matrix(n, g).flatten().double() for n, g in gradients.items()])
 
     def _inverse_spread(self, names: Names) -> Tensor:
         """Return the inverse of what each entry is multiplied by, (N,), or (1,) where nothing is normalised."""

@@ -44,8 +44,8 @@ def of_model(model: nn.Module, batch: Any, reduction: Reduction | None = None) -
             than these three of its ``logits``.
     """
     few = _few(model, batch)
-    own, inputs = _with_labels(model, few)
-    loss = _found(own, inputs["labels"], reduction)
+    own, inputs, labels = _with_labels(model, few)
+    loss = _found(own, labels, reduction)
     with calling.aside(), torch.no_grad():
         _check(model, few, _own_loss(model, own, inputs), loss)
     return loss
@@ -53,8 +53,8 @@ def of_model(model: nn.Module, batch: Any, reduction: Reduction | None = None) -
 
 def unchecked(model: nn.Module, batch: Any) -> Loss:
     """Return what :func:`of_model` does, of a model and data for which it was called already."""
-    own, inputs = _with_labels(model, batch)
-    return _found(own, inputs["labels"], None)
+    own, _, labels = _with_labels(model, batch)
+    return _found(own, labels, None)
 
 
 def _few(model: nn.Module, batch: Any) -> Any:
@@ -65,8 +65,8 @@ def _few(model: nn.Module, batch: Any) -> Any:
     return few if most * vocabulary <= _MOST_LOGITS else data.first(batch, 1)
 
 
-def _with_labels(model: nn.Module, batch: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the model of transformers, and what to call it with for its own loss."""
+def _with_labels(model: nn.Module, batch: Any) -> tuple[nn.Module, dict[str, Any], Any]:
+    """Return the model of transformers, what to call it with for its own loss, and its labels."""
     own = hugging_face.inner(model)
     if own is None:
         raise InputError(
@@ -74,9 +74,11 @@ def _with_labels(model: nn.Module, batch: Any) -> tuple[nn.Module, dict[str, Any
             f"{type(model).__name__} is none; pass the loss that it was trained with, as loss='cross_entropy'"
         )
     if isinstance(batch, Mapping):
-        return own, {**batch, "labels": hugging_face.prepared(own, batch).targets}
+        prepared = hugging_face.prepared(own, batch)
+        labels = {} if prepared.spans else {"labels": prepared.targets}
+        return own, {**batch, **labels}, prepared.targets
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return own, {getattr(own, "main_input_name", "input_ids"): batch[0], "labels": batch[1]}
+        return own, {getattr(own, "main_input_name", "input_ids"): batch[0], "labels": batch[1]}, batch[1]
     raise InputError(f"data: batches are mappings with the model's inputs and `labels`, got a {type(batch).__name__}")
 
 

@@ -9,13 +9,14 @@ from .adaptive_sharpness import ADAPTIVE_SHARPNESS
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC
 from .base import Measure
 from .fisher_rao import FISHER_RAO
+from .interpolation_adaptive_sharpness import INTERPOLATION_ADAPTIVE_SHARPNESS
 from .interpolation_sharpness import INTERPOLATION_SHARPNESS
 from .lambda_max import LAMBDA_MAX
 from .matrix_normalized_sharpness import MATRIX_NORMALIZED_SHARPNESS, MATRIX_NORMALIZED_SHARPNESS_FROBENIUS
-from .mls_adversarial import MLS_ADVERSARIAL
+from .mls_adversarial import MLS_ADVERSARIAL, NORMALIZED_MLS_ADVERSARIAL
 from .neuron_flatness import NEURON_FLATNESS, NEURON_FLATNESS_MAX, NEURON_FLATNESS_ROWS, NEURON_FLATNESS_ROWS_MAX
 from .normalized_sharpness import NORMALIZED_SHARPNESS
-from .pac_bayes import PAC_BAYES
+from .pac_bayes import PAC_BAYES, PAC_BAYES_MAGNITUDE
 from .relative_flatness import RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD
 from .relative_flatness_max import RELATIVE_FLATNESS_MAX
 from .scaled import LARGEST_SCALED_LAMBDA_MAX, LARGEST_SCALED_TRACE, SCALED_LAMBDA_MAX, SCALED_TRACE
@@ -35,6 +36,7 @@ MEASURES = (
     LARGEST_SCALED_LAMBDA_MAX,
     SHARPNESS,
     INTERPOLATION_SHARPNESS,
+    INTERPOLATION_ADAPTIVE_SHARPNESS,
     ADAPTIVE_SHARPNESS,
     NEURON_FLATNESS,
     NEURON_FLATNESS_MAX,
@@ -46,9 +48,11 @@ MEASURES = (
     ADAPTIVE_SHARPNESS_MC,
     FISHER_RAO,
     PAC_BAYES,
+    PAC_BAYES_MAGNITUDE,
     WEIGHT_NORM,
     *representation.ROWS,
     MLS_ADVERSARIAL,
+    NORMALIZED_MLS_ADVERSARIAL,
     *bounds.ROWS,
 )
 

@@ -6,10 +6,13 @@ N outputs, and S the sharpness at an interpolation, (1/n) Σ_i |∂f_i/∂θ|_F�
     mls_bound         |W|₂ √(mean 1/|x_i|²) √(mean g_i²)  ≥ mls                                  C of Eq. 48
     nmls_bound        √(mean_i Σ_l |W_l|₂²/|x_i^l|²) √S  ≥ nmls                                  Eq. 12
     log_volume_bound  log of (1/n) √(Σ_i |W|₂^2N/|x_i|^2N) (nS/N)^(N/2)  ≥ log of volume         Eq. 9; network: Eq. 10
+    mls_sharpness_bound  |W|₂ √(mean 1/|x_i|²) √S, S over all trainable parameters  ≥ mls        Eq. 11, D of Eq. 48;
+                         of the network √(mean_i Σ_l |W_l|₂²/|x_i^l|²) √S  ≥ nmls                Eq. 12
 
 ``pf.bounds`` lists all of the paper's steps with their left sides. The paper's S is over all parameters, which are
 more: the S here gives smaller right-hand sides for which the proofs hold as well; ``sharpness="all"`` takes theirs.
-With ``normalized=True`` Eq. 37 is there for the scales σ, σ' of Eq. 36 too, at which its right-hand side is least. A
+With ``normalized=True`` Eq. 37 is there for the scales σ, σ' of Eq. 36 too, at which its right-hand side is least, with
+``adaptive=True`` Eq. 44, and Eq. 6 for other powers than 2 with ``powers=``. A
 convolution's W has a filter to a row, its groups are matrices of their own, and |W|₂ is the largest of theirs. Where an
 input is zero the right-hand sides are infinite.
 
@@ -27,6 +30,7 @@ than J at a later layer's input, as it is where that input is the sum.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,7 +39,8 @@ from ..errors import InputError
 from ..model import layers as layer_weights
 from ..report import Estimate
 from ..sweep.jacobians import Samples
-from .base import Measure, Values
+from . import interpolation_sharpness
+from .base import Measure, Task, Values
 from .representation import COST
 
 NEEDS = ("log_volume", "weights", "past", "rescaled")
@@ -47,6 +52,7 @@ class LayerTerms:
     """Hold what the inequalities of one layer are made of; tensors are (n,) float64, norms are not squared."""
 
     def __init__(self, samples: Samples, name: str) -> None:
+        self.rows = layer_weights.matrix(samples.task.selection.modules[name])[0].shape[0]
         self.name, self.apart, self.passed = name, samples.apart[name], name in samples.passed
         self.caveat = self.apart or ("its input goes another way too" if self.passed else "")
         module = samples.task.selection.modules[name]
@@ -59,6 +65,7 @@ class LayerTerms:
         self.log_volume = samples.counted(name, "log_volume")
         self.g = samples.counted(name, "weights").sqrt()
         self.past = samples.counted(name, "past")
+        self.scaled = samples.counted(name, "scaled") if samples.has(name, "scaled") else None
         self.rescaled = samples.counted(name, "rescaled").sqrt() if samples.has(name, "rescaled") else None
 
     @property
@@ -109,6 +116,11 @@ class NetworkTerms:
                 reached.append(layer)
         return self.layers[0] in reached
 
+    @property
+    def squares(self) -> Tensor:
+        """Return |∂f_i/∂θ|_F² of each sample, θ the chosen layers' weights, (n,)."""
+        return torch.stack([layer.g.square() for layer in self.layers]).sum(dim=0)
+
     def nmls(self) -> float:
         """Return the right-hand side of Eq. 12."""
         ratios = torch.stack([layer.ratios.square() for layer in self.layers])
@@ -148,6 +160,12 @@ def product(factor: float, *others: float) -> float:
     return factor if math.isinf(factor) else factor * math.prod(others)
 
 
+def at_interpolation(task: Task, *, adaptive: bool = False, per_sample: bool = False) -> Estimate:
+    """Return the exact interpolation sharpness over all trainable parameters, whatever is sampled of other measures."""
+    options = replace(task.options, probes=None, target_stderr=None, per_sample=per_sample)
+    return interpolation_sharpness.estimate(replace(task, options=options), adaptive=adaptive)
+
+
 def _estimate(samples: Samples, value: float, layer: str, caveat: str) -> Estimate:
     return Estimate(
         value=value,
@@ -178,6 +196,16 @@ def _log_volume_bounds(samples: Samples) -> Values:
     return {**found, "": _estimate(samples, net.log_volume(net.layers), "", net.caveat)}
 
 
+def _sharpness_bounds(samples: Samples) -> Values:
+    net = NetworkTerms(samples, at_interpolation(samples.task).value)
+    root = math.sqrt(net.sharpness)
+    found = {
+        layer.name: _estimate(samples, product(layer.spread, layer.spectral, root), layer.name, layer.caveat)
+        for layer in net.layers
+    }
+    return {**found, "": _estimate(samples, net.nmls(), "", net.caveat)}
+
+
 MLS_BOUND = Measure(
     name="mls_bound",
     formula="|W|₂ √(mean_i 1/|x_i|²) √(mean_i |∂f_i/∂W|_F²)",
@@ -204,4 +232,13 @@ LOG_VOLUME_BOUND = Measure(
     needs=NEEDS,
     cost=COST,
 )
-ROWS = (MLS_BOUND, NMLS_BOUND, LOG_VOLUME_BOUND)
+MLS_SHARPNESS_BOUND = Measure(
+    name="mls_sharpness_bound",
+    formula="|W|₂ √(mean_i 1/|x_i|²) √S; network: √(mean_i Σ_l |W_l|₂²/|x_i^l|²) √S; S = mean_i |∂f_i/∂θ|_F², all θ",
+    source="From Loss Flatness to Compressed Representations, Eq. 11 (Eq. 48, D) and 12",
+    of_jacobians=_sharpness_bounds,
+    needs=NEEDS,
+    cost=f"{COST}; and a sweep for S, one backward pass per output",
+    reads=2,
+)
+ROWS = (MLS_BOUND, NMLS_BOUND, LOG_VOLUME_BOUND, MLS_SHARPNESS_BOUND)

@@ -31,9 +31,10 @@ class HalfSquaredError(SquaredError):
         return uniform(outputs.numel() // outputs.shape[class_dim], 1.0, 1.0, outputs.device)
 
 
-def _estimate(task: Task) -> Estimate:
+def estimate(task: Task, *, adaptive: bool = False) -> Estimate:
+    """Return (1/n) Σ_i Σ_j a_j² |∂f_i/∂θ_j|² over all trainable parameters; ``adaptive``: a_j = θ_j, else 1."""
     options = replace(task.options, curvature="ggn")
-    found = diagonal.estimate(replace(task, loss=HalfSquaredError(), options=options), certify=False)
+    found = diagonal.estimate(replace(task, loss=HalfSquaredError(), options=options), adaptive=adaptive, certify=False)
     return replace(
         found,
         value=found.value / found.samples,
@@ -48,7 +49,7 @@ INTERPOLATION_SHARPNESS = Measure(
     formula="(1/n) Σ_i |∂f_i/∂θ|², θ all trainable parameters",
     source="From Loss Flatness to Compressed Representations, Eq. 3",
     of_layers=False,
-    compute=lambda task: {"": _estimate(task)},
+    compute=lambda task: {"": estimate(task)},
     granularity="network",
     cost="a sweep of its own: one backward pass per output",
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..contractions.quantities import QUANTITIES
 from ..errors import InputError, NotYetError
-from ..model import layers
+from ..model import layers, spread
 from ..numerics.accumulate import omits
 from ..passes import linearity
 from ..passes.memory import Budget
@@ -43,13 +43,21 @@ class LayerValues:
             task.batches,
             task.forward,
             Budget.of(task.model, self._options.memory),
-            partial(linearity.refuse_custom_functions, self._options),
+            self._approve,
             second_order=not self._options.by_ggn,
             order_matters=self._options.by_sample or not task.loss.convex,
             certify=not (
                 self._options.by_ggn and self._options.draws is not None
             ),  # a sampled GGN value is never exact
         )
+
+    def _approve(self, nonlinear: Mapping[str, str]) -> None:
+        """Raise if values of layers that are not linear cannot be had."""
+        linearity.refuse_custom_functions(self._options, nonlinear)
+        if nonlinear and not self._options.by_ggn:
+            first = next(iter(nonlinear))
+            what = f"a value of second derivatives, as of layer {first!r}, in whose weight the model is not linear,"
+            spread.refuse(what, "pass curvature='ggn' for the GGN value, or ")
 
     def estimates(
         self, measures: Sequence[Measure], attempt: Attempt = lambda _: contextlib.nullcontext()

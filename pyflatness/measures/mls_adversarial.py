@@ -5,7 +5,8 @@
 by ascent on δ from a random start: each step takes δ to the sphere's point in the direction of the gradient of
 ½ |f(x + δ) - f(x)|², which for small r is JᵀJ δ, so that the steps are those of the power method. The value of a sample
 is the largest quotient seen on the way; for r → 0 and up to rounding it is at most s_max, and comes close to it from
-below as steps are made: by about (s_2/s_1)^(2k) after k of them. At the model's input alone; r is the square root of
+below as steps are made: by about (s_2/s_1)^(2k) after k of them. ``normalized_mls_adversarial`` is the mean of
+|x_i|² s_max², normalised MLS (Definition F.1), by the same ascent. At the model's input alone; r is the square root of
 the dtype's ε unless given, small enough for the derivative and large enough for the difference to have digits.
 
 C24: "From Loss Flatness to Compressed Representations".
@@ -24,7 +25,7 @@ from ..model import data as batching
 from ..numerics import meeting
 from ..numerics.accumulate import Accumulator, non_finite
 from ..numerics.meeting import Group
-from ..options import Options, check_count, check_number
+from ..options import Options, check_count, check_flag, check_number
 from ..passes import recorder
 from ..passes.task import Task
 from ..report import Estimate
@@ -43,6 +44,7 @@ def mls_adversarial(
     *,
     steps: int = STEPS,
     radius: float | None = None,
+    normalized: bool = False,
     per_sample: bool = False,
     seed: int = 0,
     nan_policy: str = "raise",
@@ -61,6 +63,7 @@ def mls_adversarial(
         data: as for :func:`pyflatness.relative_flatness`; each batch goes through the model whole.
         steps: of the ascent, a forward and a backward pass each.
         radius: |δ| / |x|, √ε of the dtype unless given.
+        normalized: mean_i |x_i|² s_max², normalised MLS (Definition F.1), in the place of mean_i s_max.
         per_sample: also return each sample's value.
         seed: of the starts; another device gives other ones for it.
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``.
@@ -86,18 +89,22 @@ def mls_adversarial(
     meeting.refuse(process_group, "mls_adversarial", _INSTEAD)
     steps = check_count("steps", steps, 1, "a number of steps")
     radius = None if radius is None else check_number("radius", radius)
+    normalized = check_flag("normalized", normalized)
     options = Options(per_sample=per_sample, nan_policy=nan_policy, seed=seed)
     with session(model, loss, data, options, forward=forward, progress=progress, process_group=False) as task:
-        return _estimate(task, steps, radius)
+        return _estimate(task, steps, radius, normalized=normalized)
 
 
-def _estimate(task: Task, steps: int = STEPS, radius: float | None = None) -> Estimate:
+def _estimate(task: Task, steps: int = STEPS, radius: float | None = None, *, normalized: bool = False) -> Estimate:
     task.batches.shard.ranks.refuse("mls_adversarial", _INSTEAD)
     generator = torch.Generator(state.device(task.model)).manual_seed(task.options.seed)
     found, over = [], Accumulator(task.options.nan_policy)
     with recorder.frozen(task.model):
         for number, batch in enumerate(task.batches):
-            values = _Ascent(task, batch, number, radius).values(steps, generator)
+            ascent = _Ascent(task, batch, number, radius)
+            values = ascent.values(steps, generator)
+            if normalized:
+                values = ascent.sizes.square() * values.square()
             fine = values.isfinite()
             over.kept(fine, partial(non_finite, number, fine, "in their input, outputs or derivatives"))
             over.add(len(values))
@@ -113,12 +120,16 @@ def _estimate(task: Task, steps: int = STEPS, radius: float | None = None) -> Es
         backend="reference",
         per_sample=each if task.options.per_sample else None,
         omitted=over.omitted,
-        notes=(f"mls_adversarial: from below, {steps} steps",),
+        notes=(f"{'normalized_' if normalized else ''}mls_adversarial: from below, {steps} steps",),
     )
 
 
 class _Ascent:
-    """Follow the gradient upward on the changes of one batch's inputs."""
+    """Follow the gradient upward on the changes of one batch's inputs.
+
+    Attributes:
+        sizes: |x_i|, (n,) float64.
+    """
 
     def __init__(self, task: Task, batch: Any, number: int, radius: float | None) -> None:
         found = inputs.first_floating(batch)
@@ -128,7 +139,8 @@ class _Ascent:
                 "have no derivative); mls has values at the inputs of layers"
             )
         self._task, self._batch, self._input, self._samples = task, batch, found, batching.size(batch)
-        self._size = _norms(found) * (torch.finfo(found.dtype).eps ** 0.5 if radius is None else radius)
+        self.sizes = _norms(found)
+        self._size = self.sizes * (torch.finfo(found.dtype).eps ** 0.5 if radius is None else radius)
         self._size = torch.where(self._size == 0, torch.finfo(found.dtype).eps ** 0.5, self._size)
         with torch.no_grad():
             self._start = self._outputs(found)
@@ -186,4 +198,14 @@ MLS_ADVERSARIAL = Measure(
     granularity="network",
     invariant="layer-wise, neuron-wise",
     cost=f"{STEPS + 2} forward passes and {STEPS} backward passes",
+)
+NORMALIZED_MLS_ADVERSARIAL = Measure(
+    name="normalized_mls_adversarial",
+    formula="mean_i |x_i|² max_δ |f(x_i + δ) - f(x_i)|² / |δ|², |δ| small, by gradient ascent",
+    source="From Loss Flatness to Compressed Representations, Definition F.1 and Eq. 47",
+    of_layers=False,
+    compute=lambda task: {"": _estimate(task, normalized=True)},
+    granularity="network",
+    invariant="layer-wise, neuron-wise",
+    cost=MLS_ADVERSARIAL.cost,
 )

@@ -9,10 +9,11 @@ of the noise, so that the drop of each draw is one function of σ. BatchNorm is 
 first, so that numbers which only scale each other do not count. With θ the weights (parameters of two dimensions and
 more) of which there are ω, θ⁰ those before training, n samples, ε = 1e-3:
 
-    bound            |θ|² / (4σ²) + log(n/σ) + 10
+    bound            |θ|² / (4σ²) + log(n/σ) + 10                      initial: |θ-θ⁰|² in the place of |θ|²
     magnitude-aware  ¼ Σ_j log[(ε² + (σ²+1) |θ-θ⁰|²/ω) / (ε² + σ² (θ_j-θ⁰_j)²)] + log(n/σ) + 10
 
-where σ of the second is found by a bisection of its own, u_j ~ N(0, σ²θ_j² + ε²). The authors' code passes σ² (and
+the second also with |θ|² in the place of |θ-θ⁰|² (Jiang et al. 2020). σ of the second, scored as
+``pac_bayes_magnitude``, is found by a bisection of its own, u_j ~ N(0, σ²θ_j² + ε²). The authors' code passes σ² (and
 σ²θ_j² + ε²) as standard deviations; ``squared=True`` does so. It is not invariant to rescalings.
 
 Standard errors over the draws are by the delta method. Where the mean drop D grows as σ^p,
@@ -74,6 +75,16 @@ class Bisection:
         """Return the mean of ``drops``."""
         return sum(self.drops) / len(self.drops)
 
+    @property
+    def flatness(self) -> float:
+        """Return 1/σ², the smaller the flatter."""
+        return 1 / self.sigma**2
+
+    @property
+    def flatness_stderr(self) -> float | None:
+        """Return the standard error of ``flatness``; None where there is none of ``sigma``."""
+        return None if self.stderr is None else 2 * self.stderr / self.sigma**3
+
 
 @dataclass(frozen=True)
 class PacBayes(Bisection):
@@ -85,6 +96,8 @@ class PacBayes(Bisection):
         bound: |θ|² / (4σ²) + log(n/σ) + 10.
         magnitude: the search for σ of the magnitude-aware form; None without initial weights.
         magnitude_bound: that form.
+        initial_bound: |θ-θ⁰|² / (4σ²) + log(n/σ) + 10; None without initial weights.
+        magnitude_origin_bound: the magnitude-aware form with |θ|² in the place of |θ-θ⁰|².
         unfolded: names of BatchNorm layers that follow no layer of their own: their scale and shift stay parameters.
     """
 
@@ -94,16 +107,8 @@ class PacBayes(Bisection):
     magnitude: Bisection | None = None
     magnitude_bound: float | None = None
     unfolded: tuple[str, ...] = ()
-
-    @property
-    def flatness(self) -> float:
-        """Return 1/σ², the smaller the flatter."""
-        return 1 / self.sigma**2
-
-    @property
-    def flatness_stderr(self) -> float | None:
-        """Return the standard error of ``flatness``; None where there is none of ``sigma``."""
-        return None if self.stderr is None else 2 * self.stderr / self.sigma**3
+    initial_bound: float | None = None
+    magnitude_origin_bound: float | None = None
 
 
 @public
@@ -201,6 +206,7 @@ class _Search:
         self._drop, self._steps, self._tolerance, self._squared = drop, steps, tolerance, squared
         self._folding = Folding(task.model, task.batches.peek(), task.forward)
         self._model = self._folding.of(task.model)
+        self.unfolded = self._folding.alone
         self._theta = parameters.every(self._model)
         seeds = torch.Generator().manual_seed(task.options.seed)
         self._seeds: list[int] = torch.randint(2**62, (draws,), generator=seeds, device="cpu").tolist()
@@ -213,12 +219,16 @@ class _Search:
         weights = [w.double() for w in self._theta.values() if w.ndim > 1]
         norm = sum(float(w.square().sum()) for w in weights)
         rest = math.log(self._samples / found.sigma) + 10
-        magnitude = bound = None
+        magnitude = bound = of_initial = of_origin = None
         if before is not None:
-            magnitude = self._bisected(accuracy, lambda sigma: lambda w: (sigma**2 * w.square() + EPSILON**2).sqrt())
+            magnitude = self._bisected(accuracy, _by_magnitude)
             steps = [w.double() - before[name].double() for name, w in self._theta.items() if w.ndim > 1]
-            bound = _magnitude_bound(torch.cat([s.flatten() for s in steps]), magnitude.sigma)
-            bound += math.log(self._samples / magnitude.sigma) + 10
+            step = torch.cat([s.flatten() for s in steps])
+            bound, of_origin = (
+                _magnitude_bound(step, mean, magnitude.sigma) + math.log(self._samples / magnitude.sigma) + 10
+                for mean in (step.square().mean(), norm / len(step))
+            )
+            of_initial = float(step.square().sum()) / (4 * found.sigma**2) + rest
         return PacBayes(
             *(found.sigma, found.bracket, found.drops, found.reached, found.stderr),
             accuracy=accuracy,
@@ -226,8 +236,15 @@ class _Search:
             bound=norm / (4 * found.sigma**2) + rest,
             magnitude=magnitude,
             magnitude_bound=bound,
-            unfolded=self._folding.alone,
+            unfolded=self.unfolded,
+            initial_bound=of_initial,
+            magnitude_origin_bound=of_origin,
         )
+
+    def by_magnitude(self) -> tuple[Bisection, float, int]:
+        """Return the search with noise in proportion to the weights, the network's accuracy, and n."""
+        accuracy = self._accuracy({})
+        return self._bisected(accuracy, _by_magnitude), accuracy, self._samples
 
     def _bisected(self, accuracy: float, spread: Callable[[float], Callable[[Tensor], Any]]) -> Bisection:
         lower, upper = 0.0, LARGEST
@@ -292,28 +309,50 @@ class _Search:
         return parameters.every(self._folding.of(other))
 
 
-def _magnitude_bound(steps: Tensor, sigma: float) -> float:
-    mean = steps.square().mean()
+def _by_magnitude(sigma: float) -> Callable[[Tensor], Tensor]:
+    """Return the deviation √(σ² θ_j² + ε²) of the noise on each entry."""
+    return lambda w: (sigma**2 * w.square() + EPSILON**2).sqrt()
+
+
+def _magnitude_bound(steps: Tensor, mean: float | Tensor, sigma: float) -> float:
     ratios = (EPSILON**2 + (sigma**2 + 1) * mean) / (EPSILON**2 + sigma**2 * steps.square())
     return float(ratios.log().sum()) / 4
 
 
 def _values(task: Task) -> Values:
-    found = _Search(task).result()
+    search = _Search(task)
+    found = search.result()
+    note = f"{_said(PAC_BAYES.name, found, found.accuracy)}; bound {found.bound:.5g}"
+    return _estimates(PAC_BAYES.name, found, found.samples, note, search)
+
+
+def _by_magnitude_values(task: Task) -> Values:
+    search = _Search(task)
+    found, accuracy, samples = search.by_magnitude()
+    return _estimates(
+        PAC_BAYES_MAGNITUDE.name, found, samples, _said(PAC_BAYES_MAGNITUDE.name, found, accuracy), search
+    )
+
+
+def _said(name: str, found: Bisection, accuracy: float) -> str:
     low, high = min(found.drops), max(found.drops)
-    notes = [
-        f"pac_bayes: σ = {found.sigma:.5g} lowers the accuracy of {found.accuracy:.4g} by {found.drop:.3g} "
-        f"({low:.3g} to {high:.3g} in {len(found.drops)} draws); bound {found.bound:.5g}"
-    ]
+    return (
+        f"{name}: σ = {found.sigma:.5g} lowers the accuracy of {accuracy:.4g} by {found.drop:.3g} "
+        f"({low:.3g} to {high:.3g} in {len(found.drops)} draws)"
+    )
+
+
+def _estimates(name: str, found: Bisection, samples: int, note: str, search: "_Search") -> Values:
+    notes = [note]
     if not found.reached:
-        notes.append(f"pac_bayes: no σ was found at which the accuracy drops by {DROP}; σ is where the search ended")
-    if found.unfolded:
-        notes.append(f"pac_bayes: BatchNorm that follows no layer of its own: {', '.join(found.unfolded)}")
+        notes.append(f"{name}: no σ was found at which the accuracy drops by {DROP}; σ is where the search ended")
+    if search.unfolded:
+        notes.append(f"{name}: BatchNorm that follows no layer of its own: {', '.join(search.unfolded)}")
     return {
         "": Estimate(
             value=found.flatness,
             stderr=found.flatness_stderr,
-            samples=found.samples,
+            samples=samples,
             method="monte-carlo",
             exact=False,
             backend="reference",
@@ -332,4 +371,14 @@ PAC_BAYES = Measure(
     granularity="network",
     cost=f"up to {_reads(DRAWS, STEPS)} forward passes",
     reads=_reads(DRAWS, STEPS),
+)
+PAC_BAYES_MAGNITUDE = Measure(
+    name="pac_bayes_magnitude",
+    formula="1/σ², σ the noise N(0, σ² θ_j² + 1e-6) on all parameters θ_j that lowers the accuracy by 0.1",
+    source="Jiang et al. 2020; Petzka et al. 2021, appendix C.2",
+    of_layers=False,
+    compute=_by_magnitude_values,
+    granularity="network",
+    cost=PAC_BAYES.cost,
+    reads=PAC_BAYES.reads,
 )

@@ -235,7 +235,10 @@ def by_keywords(
     """Call a model by keyword arguments.
 
     Outputs (n, T, C) for labels (n, T), as models of tokens give them, come as (n, C, T), as cross-entropy wants them.
+    Where an answer begins and ends is for cross-entropy a choice among the T tokens, (n, T, 2).
     """
+    if batch.spans:
+        return hugging_face.span_logits(model(**batch.inputs), batch.targets)
     logits, targets = tensor(model(**batch.inputs)), batch.targets
     if isinstance(targets, Tensor) and not targets.is_floating_point() and 2 <= targets.ndim == logits.ndim - 1:
         logits = logits.movedim(-1, 1)

@@ -2,23 +2,30 @@
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..errors import InputError
+from .spread import WHOLE, is_spread
 
 
-def check_modules(named: Sequence[tuple[str, nn.Module]]) -> None:
-    """Raise an InputError that names the first of a model's modules that cannot be measured as it is."""
-    for check in (_check_kind, _check_mode, _check_values):
+def check_modules(named: Sequence[tuple[str, nn.Module]], *, spread: bool = False) -> None:
+    """Raise an InputError that names the first of a model's modules that cannot be measured as it is.
+
+    Args:
+        named: the modules.
+        spread: whether parameters may be spread over ranks.
+    """
+    for check in (partial(_check_kind, spread=spread), _check_mode, _check_values):
         for name, module in named:
             check(name, module)
 
 
-def _check_kind(name: str, module: nn.Module) -> None:
+def _check_kind(name: str, module: nn.Module, *, spread: bool) -> None:
     """Raise for a module that takes no hooks, and for parameters that are not all there."""
     if isinstance(module, torch.jit.ScriptModule):
         what = f"{name!r} is" if name else "it is"
@@ -26,12 +33,23 @@ def _check_kind(name: str, module: nn.Module) -> None:
             f"model: {what} compiled by torch.jit ({type(module).__name__}), which calls its layers past all hooks; "
             "pass the nn.Module that it was made from, with the same weights (load_state_dict)"
         )
+    if type(module).__name__ == "FullyShardedDataParallel":
+        what = f"{name!r} is" if name else "it is"
+        raise InputError(
+            f"model: {what} a FullyShardedDataParallel (FSDP1), which gathers its parameters only while all ranks make "
+            f"the same passes; models under FSDP2 (torch.distributed.fsdp.fully_shard) can be measured, or {WHOLE}"
+        )
     for own, parameter in module._parameters.items():
-        if parameter is not None and is_spread(parameter):
+        if parameter is not None and is_spread(parameter) and not spread:
             raise InputError(
                 f"model: its parameter {_joined(name, own)!r} is a DTensor, spread over processes (FSDP2 or tensor "
-                "parallelism); load the full weights into a model that is not (torch.distributed.checkpoint.state_dict."
-                "get_model_state_dict with full_state_dict=True) and measure that"
+                f"parallelism); {WHOLE}"
+            )
+        if hasattr(parameter, "ds_id"):
+            raise InputError(
+                f"model: its parameter {_joined(name, own)!r} is spread over processes by DeepSpeed ZeRO-3; load the "
+                "full weights (zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint) into a model that is not and "
+                "measure that"
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise InputError("model: it has lazy layers whose weights are not initialised; run it once on a batch")
@@ -62,11 +80,6 @@ def _check_values(name: str, module: nn.Module) -> None:
                 f"model: {_joined(name, own)!r}, {tuple(tensor.shape)}, is on the meta device and has no values; load "
                 "the model first"
             )
-
-
-def is_spread(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor, spread over processes."""
-    return type(tensor).__name__ == "DTensor"  # by name: importing its module takes as long as importing this one
 
 
 def _joined(*names: str) -> str:

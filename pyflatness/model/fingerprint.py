@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from .spread import is_spread
+
 _ENTRIES = 64  # of a tensor of a sample, spread evenly over it
 _ODD = 0x2545F4914F6CDD1D  # multiplied with modulo 2⁶⁴, it moves every bit upwards
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
@@ -62,11 +64,12 @@ class Fingerprint:
 
 
 def of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return what is remembered of named tensors: names, shapes and up to 64 entries of each."""
+    """Return what is remembered of named tensors: names, shapes, and up to 64 entries of each that is all here."""
     total = 0
     for name, tensor in tensors:
         shape = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        empty = tensor.numel() == 0 or tensor.is_meta  # accelerate keeps the weights of such a module elsewhere
+        # What is on the meta device accelerate keeps elsewhere; of what is spread over ranks each has other entries.
+        empty = tensor.numel() == 0 or tensor.is_meta or is_spread(tensor)
         number = 0 if empty else int(_numbers(tensor.detach().unsqueeze(0)))
         total += zlib.crc32(f"{shape} {number}".encode())
     return f"{total:x}"

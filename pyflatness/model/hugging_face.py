@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
@@ -36,11 +37,14 @@ class Prepared:
         inputs: the model's keyword arguments, without labels.
         targets: the labels.
         shifted: whether outputs at a position are about the label of the next one.
+        spans: whether targets are the first and last token of an answer, (n, 2), for which outputs have two logits a
+            token.
     """
 
     inputs: dict[str, Any]
     targets: Any
-    shifted: bool
+    shifted: bool = False
+    spans: bool = False
 
 
 def inner(model: nn.Module) -> nn.Module | None:
@@ -64,18 +68,55 @@ def prepared(model: nn.Module, batch: Mapping[str, Any]) -> Prepared:
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     own, targets = inner(model), batch.get("labels")
     if own is None:
-        return Prepared(inputs, batch["labels"], False)
+        return Prepared(inputs, batch["labels"])
+    if finds_spans(own):
+        return _of_spans(own, batch)
     causal = is_causal(own)
     if targets is None:
         if not causal:
             raise InputError(
                 f"data: batches have no `labels`, which {type(own).__name__} needs; there are {', '.join(inputs)}"
+                f"{_MASK if any(kind.__name__.endswith('ForMaskedLM') for kind in _kinds(own)) else ''}"
             )
         targets = causal_labels(batch)
     tokens = isinstance(targets, Tensor) and targets.ndim == 2 and not targets.is_floating_point()
     if tokens and _generates(own) and not {"decoder_input_ids", "decoder_inputs_embeds"} & {*inputs}:
         inputs["decoder_input_ids"] = _decoder_inputs(own, targets)
     return Prepared(inputs, targets, causal and tokens)
+
+
+def finds_spans(model: nn.Module) -> bool:
+    """Return whether a model of transformers says where in a text an answer begins and ends."""
+    return any(kind.__name__.endswith("ForQuestionAnswering") for kind in _kinds(model))
+
+
+def _of_spans(model: nn.Module, batch: Mapping[str, Any]) -> Prepared:
+    """Return a batch of questions, whose positions at or behind the end of the text are ignored, as the model does."""
+    positions = [one for name in _POSITIONS if isinstance(one := batch.get(name), Tensor) and one.numel() == len(one)]
+    if len(positions) < len(_POSITIONS):
+        raise InputError(
+            f"data: batches have no {' and '.join(map(repr, _POSITIONS))}, one number for each sample, which "
+            f"{type(model).__name__} needs; there are {', '.join(batch)}"
+        )
+    inputs = {key: value for key, value in batch.items() if key not in (*_POSITIONS, "labels")}
+    targets = torch.stack([one.reshape(-1).clamp(min=0) for one in positions], dim=1)
+    return Prepared(inputs, targets, spans=True)
+
+
+def span_logits(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits (n, T, 2) of the first and the last token of an answer, and the targets that are in the text.
+
+    Raises:
+        InputError: the model has no such logits.
+    """
+    logits = [one for name in _SPAN_LOGITS if isinstance(one := getattr(outputs, name, None), Tensor)]
+    if len(logits) < len(_SPAN_LOGITS):
+        raise InputError(
+            f"model: it gives {type(outputs).__name__} without `start_logits` and `end_logits`; pass forward=, a "
+            "function (model, batch) -> (outputs, targets)"
+        )
+    both = torch.stack(logits, dim=-1)
+    return both, targets.masked_fill(targets >= both.shape[1], IGNORED)
 
 
 def is_causal(model: nn.Module) -> bool:
@@ -158,3 +199,6 @@ def _is_of(model: nn.Module, package: str, name: str = "") -> bool:
 
 
 _PACKAGES = ("transformers", "transformers_modules")
+_POSITIONS = ("start_positions", "end_positions")
+_SPAN_LOGITS = ("start_logits", "end_logits")
+_MASK = " (of files of texts, mask=0.15 makes them, with random tokens masked)"

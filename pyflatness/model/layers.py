@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..contractions import Geometry, full_precision, promoted
 from ..errors import InputError, NonFiniteError
-from . import kinds
+from . import kinds, spread
 from .kinds import SUPPORTED, Linear
 from .uses import Use, besides
 
@@ -97,9 +97,7 @@ def feeds_another(model: nn.Module, name: str) -> bool:
 
 def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return the effective weight (d, m), a filter to a row, and the bias (d,) of a supported layer, detached."""
-    weight, bias = module.weight, getattr(module, "bias", None)
-    assert isinstance(weight, Tensor)
-    return as_matrix(module, weight.detach()), bias.detach() if isinstance(bias, Tensor) else None
+    return as_matrix(module, _weight(module)), _bias(module)
 
 
 def as_matrix(module: nn.Module, weight: Tensor) -> Tensor:
@@ -172,7 +170,7 @@ def computes(module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Te
     """
     if output.is_meta or output.numel() == 0:
         return True
-    kind, weight, bias = kind_of(module), _weight(module), matrix(module)[1]
+    kind, weight, bias = kind_of(module), _weight(module), _bias(module)
     with full_precision(inputs):
         expected, output = kind.at_ends(inputs.detach(), output.detach(), weight, coefficients)
         expected = expected.movedim(kind.class_dim, -1)
@@ -186,11 +184,12 @@ def computes(module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Te
 
 def check_measurable(name: str, module: nn.Module) -> None:
     """Raise unless the layer's weights are numbers that the contractions can take."""
-    weight, bias = matrix(module)
+    weight, bias = module.weight, getattr(module, "bias", None)
+    assert isinstance(weight, Tensor)
     if weight.is_meta:
         raise InputError(f"layer {name!r}: its weights are on the meta device; load the model first")
     check_dtype(f"layer {name!r}: weight", weight.dtype)
-    if bias is not None and bias.dtype != weight.dtype:
+    if isinstance(bias, Tensor) and bias.dtype != weight.dtype:
         raise InputError(f"layer {name!r}: weight is {weight.dtype}, bias {bias.dtype}; they must be of one dtype")
 
 
@@ -242,4 +241,9 @@ def tie_notes(model: nn.Module, layer: nn.Module) -> tuple[str, ...]:
 def _weight(module: nn.Module) -> Tensor:
     weight = module.weight
     assert isinstance(weight, Tensor)
-    return weight.detach()
+    return spread.whole(weight).detach()
+
+
+def _bias(module: nn.Module) -> Tensor | None:
+    bias = getattr(module, "bias", None)
+    return spread.whole(bias).detach().flatten() if isinstance(bias, Tensor) else None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..messages import shown
 from . import uses
-from .kinds import CLASSES, SUPPORTED
+from .kinds import CLASSES, SUPPORTED, is_scale
 from .layers import is_supported, why_not_supported
 from .uses import Use
 
@@ -35,12 +35,14 @@ class Selection:
 
 
 def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) -> Selection:
-    """Return the supported layers that selectors mean; None means all of them.
+    """Return the supported layers that selectors mean; None means all of them, but for normalisations.
+
+    A pattern means normalisations where it matches no other layer.
 
     Raises:
         InputError: a selector that matches nothing, or nothing that can be measured; near names are listed.
     """
-    every, usable = _every(model)
+    every, usable, scales = _every(model)
     if selectors is None:
         found = {name: layer for name, layer in usable.items() if not (isinstance(layer, Use) and layer.refusal)}
         if not found:
@@ -57,26 +59,29 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
     named = set()
     first_name = {module: name for name, module in reversed(every.items())}
     for selector in selectors:
-        matching = _matching(model, every, usable.keys(), selector)
+        matching = _matching(model, every, (usable.keys(), scales.keys()), selector)
         names = [first_name[every[name]] for name in matching]  # a shared module has several
         if not isinstance(selector, str) or selector in every:
             named.update(names)
-        if usable.keys().isdisjoint(names):
+        meant = usable.keys() & names or scales.keys() & names
+        if not meant:
             raise InputError(f"layer {names[0]!r} {why_not_supported(every[names[0]])}{_inside(usable, names[0])}")
-        chosen.update(usable.keys() & names)
-    return Selection({name: layer for name, layer in usable.items() if name in chosen}, frozenset(named))
+        chosen |= meant
+    both = usable | scales
+    return Selection({name: both[name] for name in every if name in chosen}, frozenset(named))
 
 
 def layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return all layers of a model that can be measured, or may turn out to be, by name and in its order."""
+    """Return the layers of a model that are measured by default, or may turn out to be, by name and in its order."""
     return _every(model)[1]
 
 
-def _every(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """Return all that a name may mean, modules by each of their names, and those that are layers, by the first."""
+def _every(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module], dict[str, nn.Module]]:
+    """Return all that a name may mean, modules by each of their names, and by the first layers, and normalisations."""
     stand_ins = uses.of(model)
     every: dict[str, nn.Module] = {}
     usable: dict[str, nn.Module] = {}
+    scales: dict[str, nn.Module] = {}
     behind: dict[str, list[str]] = {}
     for name in stand_ins:
         behind.setdefault(name.rpartition(".")[0], []).append(name)
@@ -86,11 +91,13 @@ def _every(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]
         every[name] = module
         if module not in seen and (name in stand_ins or is_supported(module)):
             usable[name] = stand_ins.get(name) or module
+        elif module not in seen and is_scale(module):
+            scales[name] = module
         for parameter in behind.get(name, ()) if module not in seen else ():
             if parameter not in modules:
                 every[parameter] = usable[parameter] = stand_ins[parameter]
         seen.add(module)
-    return every, usable
+    return every, usable, scales
 
 
 def one(model: nn.Module, selector: Selector) -> str:
@@ -105,7 +112,10 @@ def one(model: nn.Module, selector: Selector) -> str:
     return matches[0]
 
 
-def _matching(model: nn.Module, every: Mapping[str, nn.Module], usable: Collection[str], selector: Any) -> list[str]:
+def _matching(
+    model: nn.Module, every: Mapping[str, nn.Module], usable: tuple[Collection[str], ...], selector: Any
+) -> list[str]:
+    """Return the names that a selector means; of globs those of the first kind of layers that has any."""
     if isinstance(selector, nn.Module):
         names = [name for name, module in every.items() if module is selector][:1]
         if not names:
@@ -119,8 +129,9 @@ def _matching(model: nn.Module, every: Mapping[str, nn.Module], usable: Collecti
         raise InputError(f"layer: {wanted}, got {type(selector).__name__} {shown(selector)}{hint}")
     names = [selector] if selector in every else _by_pattern(every, usable, selector)
     if not names:
-        _check_no_parameter(model, usable, selector)
-        near = difflib.get_close_matches(selector, [name for name in every if name]) or [*usable]
+        layers = [name for names in usable for name in names]
+        _check_no_parameter(model, layers, selector)
+        near = difflib.get_close_matches(selector, [name for name in every if name]) or layers
         raise InputError(f"layer: nothing in the model matches {selector!r}; did you mean {', '.join(near[:5])}?")
     return names
 
@@ -146,7 +157,7 @@ def _inside(usable: Collection[str], name: str) -> str:
     return f"; the layers inside of it are {name + '.*'!r} ({inside[0]!r}, …)" if inside else ""
 
 
-def _by_pattern(every: Mapping[str, nn.Module], usable: Collection[str], pattern: str) -> list[str]:
+def _by_pattern(every: Mapping[str, nn.Module], usable: tuple[Collection[str], ...], pattern: str) -> list[str]:
     kind, _, rest = pattern.partition(":")
     if kind == "type" and rest:
         return [name for name, module in every.items() if name and type(module).__name__ == rest]
@@ -156,4 +167,5 @@ def _by_pattern(every: Mapping[str, nn.Module], usable: Collection[str], pattern
         except re.error as error:
             raise InputError(f"layer: {pattern!r} is not a regular expression ({error})") from None
         return [name for name in every if name and expression.fullmatch(name)]
-    return [name for name in usable if fnmatch.fnmatchcase(name, pattern)]
+    found = ([name for name in names if fnmatch.fnmatchcase(name, pattern)] for names in usable)
+    return next(filter(None, found), [])

@@ -20,7 +20,8 @@ from torch.nn.utils import parametrize
 
 from .. import interrupts
 from ..errors import InputError
-from . import layers, uses
+from ..numerics.ranks import Ranks
+from . import layers, spread, uses
 from .calling import replaced_forward
 from .checks import check_modules
 from .generators import Generators, OutsideTorch, Randomness
@@ -30,8 +31,12 @@ _PATIENCE = 0.1  # seconds between looks for an interrupt while another thread h
 
 
 @contextlib.contextmanager
-def observing(model: nn.Module) -> Iterator[tuple[nn.Module, Randomness]]:
+def observing(model: nn.Module, ranks: Ranks | None = None) -> Iterator[tuple[nn.Module, Randomness]]:
     """Hold the user's own module ready to be run without gradients; afterwards everything is as it was.
+
+    Args:
+        model: the user's.
+        ranks: which make the call, if its parameters may be spread over them; see :mod:`.spread`.
 
     Inside are the module without its wrappers, and what it may draw random numbers from.
 
@@ -48,17 +53,20 @@ def observing(model: nn.Module) -> Iterator[tuple[nn.Module, Randomness]]:
             interrupts.check()
         try:
             with contextlib.ExitStack() as stack:
-                yield _prepared(model, stack)
+                yield _prepared(model, stack, ranks)
         finally:
             _turn.release()
 
 
-def _prepared(model: nn.Module, stack: contextlib.ExitStack) -> tuple[nn.Module, Randomness]:
+def _prepared(model: nn.Module, stack: contextlib.ExitStack, ranks: Ranks | None) -> tuple[nn.Module, Randomness]:
     """Make a model ready for :func:`observing`; the stack undoes what is done."""
     model = layers.unwrap(model)
     named = [*model.named_modules()]  # a walk takes long for what it is
     modules = [module for _, module in named]
-    check_modules(named)
+    sharded = ranks is not None and spread.is_sharded(model)
+    check_modules(named, spread=sharded)
+    if ranks is not None and sharded:
+        stack.enter_context(spread.held(model, ranks))
     random = Randomness(Generators(modules), OutsideTorch())  # the user's model and data may draw; we do not
     stack.callback(random.of_torch.put_back, random.of_torch.states())
     stack.callback(random.outside.put_back)
@@ -70,6 +78,8 @@ def _prepared(model: nn.Module, stack: contextlib.ExitStack) -> tuple[nn.Module,
     stack.callback(_put_back_values, [(buffer, buffer._version, buffer.clone()) for buffer in buffers])
     stack.callback(put_back, attributes(modules))
     stack.enter_context(uses.held(model))
+    if sharded:
+        uses.of(model)  # while no module has its parameters gathered
     for module in modules:  # those of the user's would be called in our backward passes, and may change gradients
         if module._backward_hooks or module._backward_pre_hooks:
             vars(module).update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())

@@ -66,8 +66,8 @@ def largest(start: Tensor, *, tolerance: float, size: int, limit: int | None = N
         if not bool(image.isfinite().all()):  # the caller said that NaN is to be handed on
             nothing = start.new_full((len(start),), torch.nan)
             return Ritz(nothing, nothing, products, converged=False)
-        coefficients, rest = _orthogonalised(basis, image)
-        projected = _bordered(projected, coefficients)
+        coefficients, rest = orthogonalised(basis, image)
+        projected = bordered(projected, coefficients)
         values, vectors = torch.linalg.eigh(projected)
         norm = rest.norm(dim=1)
         small = norm * vectors[:, -1, -1].abs() <= tolerance * values.abs().amax(dim=1)
@@ -107,7 +107,7 @@ def solved_in_step(
     return found
 
 
-def _orthogonalised(basis: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+def orthogonalised(basis: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
     """Return coefficients (b, k) in the basis and the rest (b, N); twice, or rounding brings converged vectors back."""
     coefficients = image.new_zeros(basis.shape[:2])
     for _ in range(2):
@@ -117,7 +117,7 @@ def _orthogonalised(basis: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
     return coefficients, image
 
 
-def _bordered(projected: Tensor, coefficients: Tensor) -> Tensor:
+def bordered(projected: Tensor, coefficients: Tensor) -> Tensor:
     """Return T with the coefficients of the newest vector's product as last row and column."""
     size = coefficients.shape[1]
     bordered = projected.new_zeros(len(projected), size, size)

@@ -7,12 +7,15 @@ and numbers in tensors, by ``all_gather``; nothing is unpickled.
 
 A rank that fails takes part in one more exchange, with its error. The others, who wait for it where they will meet
 next, raise that error too (:meth:`Ranks.agreed`).
+
+Of a tensor whose parts are spread over the ranks, one may ask for the whole at any time (:meth:`Ranks.whole`). The
+others hand over their parts wherever they wait: so ranks need not make the same passes, nor as many.
 """
 
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +54,7 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.processes = [0] if group is None else dist.get_process_group_ranks(group)
+        self._parts: Mapping[str, Callable[[], Tensor]] = {}
 
     @property
     def alone(self) -> bool:
@@ -99,14 +103,29 @@ class Ranks:
             if rank is not None:
                 raise RankError(f"rank {rank} has other {what} than rank 0 ({found[rank][what]}; {first}): {_ALIKE}")
 
+    def hand_over(self, parts: Mapping[str, Callable[[], Tensor]]) -> None:
+        """Hand over this rank's parts of some tensors from now on, whenever another rank asks for the whole.
+
+        Args:
+            parts: what makes a part, by name; of one name those of all ranks have the same size.
+        """
+        self._parts = parts
+
+    def whole(self, name: str, into: Tensor | None = None) -> Tensor:
+        """Return all ranks' parts of a tensor, (ranks, entries of a part).
+
+        Args:
+            name: of what :meth:`hand_over` was given.
+            into: memory for it.
+
+        Raises:
+            FlatnessError: of a rank that failed, or that does not answer.
+        """
+        self._heard({"wanted": name})
+        return self._sent(name, into)
+
     def _exchanged(self, told: Mapping[str, Any], own: BaseException | None = None) -> list[Any]:
-        found = [json.loads(text) for text in self._messages(json.dumps(told).encode())]
-        errors = {rank: each["error"] for rank, each in enumerate(found) if "error" in each}
-        if errors:
-            error = _together(errors, self.size, own)
-            if error is own:
-                raise error
-            raise error from own
+        found = self._heard(told, own)
         steps = [each["step"] for each in found]
         if len(set(steps)) > 1:
             rank = next(rank for rank, step in enumerate(steps) if step != steps[0])
@@ -117,6 +136,37 @@ class Ranks:
                 )
             )
         return [each["fact"] for each in found]
+
+    def _heard(self, told: Mapping[str, Any], own: BaseException | None = None) -> list[dict[str, Any]]:
+        """Return what all ranks tell, when this one has been asked for all parts that it was to be asked for first.
+
+        Of ranks that ask for parts of different tensors the first is served first. So the others wait for it to come to
+        where they are, and from there on one message serves all.
+        """
+        while True:
+            found = [json.loads(text) for text in self._messages(json.dumps(told).encode())]
+            errors = {rank: each["error"] for rank, each in enumerate(found) if "error" in each}
+            if errors:
+                error = _together(errors, self.size, own)
+                if error is own:
+                    raise error
+                raise error from own
+            wanted = next((each["wanted"] for each in found if "wanted" in each), None)
+            if wanted == told.get("wanted"):
+                return found
+            self._sent(str(wanted))
+
+    def _sent(self, name: str, into: Tensor | None = None) -> Tensor:
+        """Send this rank's part of a tensor, which all send now; return all parts, (ranks, entries of a part)."""
+        part = self._parts[name]()
+        whole = part.new_empty(self.size * part.numel()) if into is None else into
+        sent, received = part, whole
+        if part.device.type != "cpu" and self._device.type == "cpu":
+            sent, received = part.cpu(), torch.empty_like(whole, device="cpu")
+        self._wait(lambda: dist.all_gather([*received.chunk(self.size)], sent, group=self._group, async_op=True))
+        if received is not whole:
+            whole.copy_(received)
+        return whole.view(self.size, -1)
 
     def _messages(self, message: bytes) -> list[bytes]:
         """Return every rank's message."""

@@ -112,7 +112,8 @@ def _layouts(modules: Mapping[str, nn.Module], recorder: Recorder, samples: int)
     found = {}
     for name, calls in recorder.calls.items():
         output = calls[0].output
-        dims = 1 if layers.is_convolution(modules[name]) else output.ndim - 1
+        kind = layers.kind_of(modules[name])
+        dims = 1 if kind.class_dim == 1 else output.ndim - kind.row_dims
         found[name] = tuple(batch_layout.candidates(output.shape, samples, dims))
     return found
 

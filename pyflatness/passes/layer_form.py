@@ -11,10 +11,11 @@ from ..contractions import DenseContraction, LayerContraction, TokenContraction,
 from ..contractions.factor import gram_factor
 from ..contractions.layer import Contraction
 from ..errors import InputError
-from ..model import layers
+from ..model import layers, spread
 from ..options import Options
 from . import carried, normalize, pooled
 from .batch_layout import Layout
+from .gathered import Gathered
 from .memory import Budget
 from .pooled import Pooled
 from .runner import Run
@@ -51,34 +52,54 @@ class LayerForm:
         self.name, self._module, self._scale, self.quantities = name, module, scale, quantities
         self._kind = kind = layers.kind_of(module)
         self._options = options
-        weight = layers.matrix(module)[0]
+        weight = module.weight
+        assert isinstance(weight, Tensor)
         dtype = contractions.promoted_dtype(weight.dtype)
         self.backend = contractions.choose(options.backend, weight.device, dtype, "layers")
         self._dense = options.conv == "affine" and kind.space > 0
+        if self._dense:
+            spread.refuse("conv='affine'", "pass conv='filter', or ")
         self._memory = Budget(options.memory, device=weight.device).buffers
         self._sizes: set[tuple[int, ...]] = set()
-        self._contraction: LayerContraction | None = None
+        self._contraction: LayerContraction | TokenContraction | None = None
         self._factor: Tensor | None = None
 
     def of(self, quantities: Sequence[str]) -> "LayerForm":
         """Return the layer's form for other quantities."""
         return type(self)(self.name, self._module, quantities, self._options, self._scale)
 
-    def contraction(self, run: Run) -> LayerContraction | DenseContraction | TokenContraction:
+    def contraction(self, run: Run) -> LayerContraction | DenseContraction | TokenContraction | Gathered:
         """Return the contraction for the layer's calls in this run."""
         if self._dense:
             dense = Dense(self._module, self._scale, self._size(run), run.calls(self.name)[0].output)
             return DenseContraction(dense, self.backend, self.quantities)
         if self._contraction is None:
-            self._contraction = LayerContraction(
-                self.weight(run),
-                self._kind.geometry,
-                self.backend,
-                self.quantities,
-                memory=self._memory,
-                convolution=self._kind.space > 0,
-            )
+            if not spread.has_weight_of(self._module):
+                self._contraction = self._of(self.whole_weight(run))
+            elif contractions.needs_weight(self.quantities):
+                return Gathered(lambda: self._of(self.whole_weight(run)))
+            else:
+                self._contraction = self._of(self._without_entries())
         return self._contraction
+
+    def _of(self, weight: Tensor) -> LayerContraction | TokenContraction:
+        """Return the contraction with a weight (G, d, m)."""
+        return LayerContraction(
+            weight,
+            self._kind.geometry,
+            self.backend,
+            self.quantities,
+            memory=self._memory,
+            convolution=self._kind.space > 0,
+        )
+
+    def _without_entries(self) -> Tensor:
+        """Return a tensor of the weight's form (G, d, m) which takes no memory."""
+        weight = self._module.weight
+        assert isinstance(weight, Tensor)
+        empty = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+        matrix: Tensor = layers.as_matrix(self._module, empty).unflatten(0, (self._kind.groups, -1))
+        return matrix
 
     def weight(self, run: Run) -> Tensor:
         """Return the weight (G, d, m) for inputs as :meth:`inputs` has them."""

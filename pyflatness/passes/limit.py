@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..errors import InputError
+from ..errors import PassesError
 from ..messages import duration
 
 
@@ -27,7 +27,7 @@ def check_passes(
         by_hessian: whether they are Hessian products, which the GGN value does without.
 
     Raises:
-        InputError: they are more.
+        PassesError: they are more.
     """
     if needed <= most:
         return
@@ -36,11 +36,11 @@ def check_passes(
     _wait_for(one())
     seconds = time.perf_counter() - start
     ggn = "; or curvature='ggn' for the GGN value, another number" if by_hessian else ""
-    raise InputError(
+    raise PassesError(
         f"{what}, more than max_passes={most}, and about {duration(needed * seconds)} for each {samples} samples by "
         f"the {seconds:.2g} s that one took; pass max_passes={needed} to take that time, or probes= for a value "
         f"sampled from fewer, with a standard error{ggn}"
-    )
+    ).taking(what, needed)
 
 
 def _wait_for(made: Any) -> None:

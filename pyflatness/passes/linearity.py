@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import InputError
+from ..model import spread
 from ..numerics.directions import Directions
 from ..options import Options
 from .recorder import Call, Recorder
@@ -103,6 +104,8 @@ def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: I
     found = {name: RECURRENT for name, made in calls.items() if feeds_itself(made)}
     found |= dict.fromkeys(reading.custom, CUSTOM)
     rest = {name: edges[name] for name in edges if name not in reading.proven | found.keys()}
+    if rest and spread.is_held():  # weights are there in first backward passes only
+        return found | dict.fromkeys(rest, NONLINEAR)
     if rest:
         random = Directions()
         gradients = recorder.gradients(outputs, random.like(outputs), create_graph=True)
@@ -147,7 +150,8 @@ _KINDS = {
         r"Gather|Sort|Topk|Add|Sub|Rsub|Neg|Sum|Mean|Cumsum|\w*Pool[123]?D?\w*|\w*Pad\w*|Upsample\w+|PixelShuffle|"
         r"View|UnsafeView|ReshapeAlias|Reshape|Alias|T|Transpose|Permute|Movedim|Unsqueeze|Squeeze|Expand|Repeat|Flatten|"
         r"Unflatten|Cat|Stack|Split\w*|UnsafeSplit\w*|Chunk|Slice|Select|Narrow|Index|IndexSelect|Unbind|Unfold|Flip|Roll|"
-        r"Diagonal|AsStrided|Clone|ToCopy|Col2Im|Im2Col)Backward\d+|(torch::autograd::)?CopyBackwards"
+        r"Diagonal|AsStrided|Clone|ToCopy|Col2Im|Im2Col)Backward\d+|(torch::autograd::)?CopyBackwards|"
+        r"Register(Pre|Post)BackwardFunctionBackward"  # of FSDP2: they hand on what they get
     ),
 }
 _OF_TORCH = re.compile(r"\w+Backward\d+|(torch::autograd::)?CopyBackwards|torch::autograd::CopySlices")
@@ -254,7 +258,11 @@ def _is_piecewise(node: Node, varied: Collection[Node] | None = None) -> bool:
 
 
 def _is_of_torch(node: Node) -> bool:
-    return not isinstance(cast(object, node), BackwardCFunction) and _has_name_of_torch(node.name())
+    held = cast(object, node)
+    if isinstance(held, BackwardCFunction):
+        made_by: type = type(held)._forward_cls  # type: ignore[attr-defined]
+        return made_by.__module__.startswith("torch.distributed.fsdp.")
+    return _has_name_of_torch(node.name())
 
 
 @functools.lru_cache(maxsize=1024)

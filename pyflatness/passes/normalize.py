@@ -274,7 +274,7 @@ def _by_sample(module: nn.Module, run: Run, name: str) -> Tensor:
     parts = []
     for call in run.calls(name):
         inputs = run.samples_first(name, call.inputs.detach())
-        if kind.space:
+        if kind.class_dim == 1:
             inputs = inputs.movedim(2, -1)
         parts.append(inputs.reshape(run.samples, -1, inputs.shape[-1]))
     return torch.cat(parts, dim=1)

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .. import interrupts
 from ..errors import InputError, NoGraphError
 from ..messages import check_tensor
-from ..model import layers
+from ..model import layers, spread
 from ..model.calling import is_aside, version
 from ..model.uses import Use
 from ..model.uses.experts import Route
@@ -200,8 +200,8 @@ class Recorder:
             ).about({name: "its input has no dimension for samples"})
         if self._checking and not layers.computes(module, inputs, output, coefficients):
             raise InputError(
-                f"layer {name!r} ({type(module).__name__}): its output is not W φ + b of its weight and input; its "
-                "forward is replaced (by an adapter, quantisation, …) and cannot be measured"
+                f"layer {name!r} ({type(module).__name__}): its output is not {kind.computes}; its forward is replaced "
+                "(by an adapter, quantisation, …) and cannot be measured"
             )
         if self._checking:
             self._check_weight(name, module)
@@ -217,6 +217,8 @@ class Recorder:
     def _check_weight(self, name: str, module: nn.Module) -> None:
         """Raise if the forward pass has put another weight into a layer, of which its own is not the values."""
         before, now = self._weights[name], module._parameters.get("weight")
+        if before is not None and spread.is_spread(before):  # the forward pass has it whole
+            return
         if before is not None and now is not before and not (now is not None and torch.equal(before, now)):
             raise InputError(
                 f"layer {name!r} ({type(module).__name__}): its weight in the forward pass is not the model's "
@@ -228,7 +230,7 @@ class Recorder:
 @contextlib.contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """Let no parameter require a gradient inside; each is as it was afterwards."""
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    flags = [(parameter, parameter.requires_grad) for parameter in (*model.parameters(), *spread.parameters())]
     if any(parameter.is_inference() for parameter, _ in flags):
         raise InputError(
             "model: its parameters were made in inference mode and take no part in a graph; copy it outside"

@@ -25,13 +25,10 @@ class TokenForm(LayerForm):
     """
 
     pointwise = False
-    _of_tokens: TokenContraction | None = None
 
-    def contraction(self, run: Run) -> TokenContraction:
-        """Return the contraction for the layer's calls in this run."""
-        if self._of_tokens is None:
-            self._of_tokens = TokenContraction(self.matrix, self.backend, self.quantities)
-        return self._of_tokens
+    def _of(self, weight: Tensor) -> TokenContraction:
+        """Return the contraction with a weight (1, d, m)."""
+        return TokenContraction(weight, self.backend, self.quantities)
 
     def weight(self, run: Run) -> Tensor:
         """Return the columns of the run's tokens, (1, d, U), for inputs as :meth:`patches` has them."""

@@ -116,6 +116,8 @@ def read_parquet(
     tokenizer: str | None = None,
     length: int | None = None,
     truncate: int | None = None,
+    mask: float | None = None,
+    seed: int = 0,
     batch_size: int = 8,
 ) -> Any:
     """Return columns of a Parquet file as inputs (n, columns), and one as targets (n,); or batches of its texts.
@@ -130,6 +132,8 @@ def read_parquet(
         tokenizer: of texts; see :func:`.texts.batches`, as for the rest.
         length: tokens of a packed sample.
         truncate: tokens that a text is cut to.
+        mask: the part of the tokens that a masked language model is to find.
+        seed: of the masks.
         batch_size: of batches of texts.
 
     Raises:
@@ -144,8 +148,8 @@ def read_parquet(
         if words is not None:
             table = file.read(columns=_of_text(file.schema_arrow.names, words, targets)).slice(0, count)
             labels = None if targets is None else table[targets].to_pylist()
-            options: dict[str, Any] = {"length": length, "truncate": truncate, "batch_size": batch_size}
-            return texts.batches(table[words].to_pylist(), labels, tokenizer, **options)
+            options: dict[str, Any] = {"length": length, "truncate": truncate, "mask": mask, "seed": seed}
+            return texts.batches(table[words].to_pylist(), labels, tokenizer, **options, batch_size=batch_size)
         target = _chosen(file.schema_arrow.names, targets, TARGETS, "targets")
         rest = [name for name in file.schema_arrow.names if name != target]
         names = rest if inputs is None else [inputs] if isinstance(inputs, str) else [*inputs]
@@ -175,6 +179,8 @@ def read_hugging_face(
     tokenizer: str | None = None,
     length: int | None = None,
     truncate: int | None = None,
+    mask: float | None = None,
+    seed: int = 0,
     batch_size: int = 256,
 ) -> Any:
     """Return batches of a data set that ``save_to_disk`` of Hugging Face's datasets has written.
@@ -193,10 +199,12 @@ def read_hugging_face(
         channels: of images.
         mean: of images.
         std: of images.
-        text: as in :func:`read_parquet`, like the next three.
+        text: as in :func:`read_parquet`, like the next five.
         tokenizer: of texts.
         length: tokens of a packed sample.
         truncate: tokens that a text is cut to.
+        mask: the part of the tokens that a masked language model is to find.
+        seed: of the masks.
         batch_size: of the batches.
 
     Raises:
@@ -219,8 +227,8 @@ def read_hugging_face(
     if words is not None:
         _of_text(found.column_names, words, targets)
         labels = None if targets is None else found[targets][:]
-        options: dict[str, Any] = {"length": length, "truncate": truncate, "batch_size": batch_size}
-        return texts.batches(found[words][:], labels, tokenizer, **options)
+        options: dict[str, Any] = {"length": length, "truncate": truncate, "mask": mask, "seed": seed}
+        return texts.batches(found[words][:], labels, tokenizer, **options, batch_size=batch_size)
     first = _chosen(found.column_names, inputs, INPUTS, "inputs")
     second = _chosen(found.column_names, targets, TARGETS, "targets")
     if isinstance(found.features[first], datasets.Image):

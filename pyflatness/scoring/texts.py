@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..messages import shown
+from ..model.hugging_face import IGNORED
 from . import pretrained
 
 Batch = dict[str, Tensor]
@@ -28,6 +29,8 @@ def read_file(
     text: str = "text",
     targets: str | None = None,
     sample_by: str = "line",
+    mask: float | None = None,
+    seed: int = 0,
     count: int | None = None,
     batch_size: int = 8,
 ) -> list[Batch]:
@@ -39,7 +42,10 @@ def read_file(
         length: tokens of a packed sample.
         truncate: tokens that a text is cut to.
         text: the key of JSON objects that has the text.
-        targets: the key that has the label of a text; none are taken unless it is given.
+        targets: the key that has the label of a text, or the text that is to be made of it; none are taken unless it is
+            given.
+        mask: the part of the tokens that a masked language model is to find.
+        seed: of the masks.
         sample_by: what a text of ``.txt`` is: a ``line``, a ``paragraph`` between empty lines, or the ``file``.
         count: take so many texts, from the first on.
         batch_size: of the batches.
@@ -59,7 +65,8 @@ def read_file(
         raise InputError(f"targets: {path.name} has texts alone; .jsonl, Parquet and data sets can have labels")
     else:
         texts, labels = [*itertools.islice(_parts(content, sample_by), count)], None
-    return batches(texts, labels, tokenizer, length=length, truncate=truncate, batch_size=batch_size)
+    options: dict[str, Any] = {"length": length, "truncate": truncate, "mask": mask, "seed": seed}
+    return batches(texts, labels, tokenizer, **options, batch_size=batch_size)
 
 
 def batches(
@@ -69,6 +76,8 @@ def batches(
     *,
     length: int | None = None,
     truncate: int | None = None,
+    mask: float | None = None,
+    seed: int = 0,
     batch_size: int = 8,
 ) -> list[Batch]:
     """Return texts as batches of a model's keyword arguments.
@@ -78,16 +87,23 @@ def batches(
     token that ends a text between them where the tokenizer has one, and a sample is ``length`` of them; what is left at
     the end is dropped.
 
+    With ``mask`` tokens are drawn for a masked language model to find, by transformers' own collator: of those that are
+    drawn 80 % are masked, 10 % are replaced by random ones, and the labels of all others are ignored. The same seed
+    draws the same, text by text, whatever the batches are.
+
     Args:
         texts: at least one.
-        labels: a number, or several, for each text; None: none.
+        labels: a number, or several, for each text, or a text that is to be made of it; None: none.
         tokenizer: see :func:`.pretrained.tokenizer`.
         length: tokens of a packed sample.
         truncate: tokens that a text is cut to.
+        mask: the probability with which a token is drawn, in (0, 1); None: none is.
+        seed: of what is drawn.
         batch_size: of the batches.
 
     Raises:
-        InputError: no tokenizer, no texts, or what is none; labels that are no numbers, or of packed texts.
+        InputError: no tokenizer, no texts, or what is none; labels that are neither numbers nor texts, or of texts that
+            are packed or masked; a tokenizer without a token for masks.
     """
     if tokenizer is None:
         raise InputError(
@@ -97,23 +113,57 @@ def batches(
     odd = next((held for held in texts if not isinstance(held, str)), None)
     if odd is not None or not texts:
         raise InputError(f"texts: {'a text is wanted, got ' + shown(odd) if texts else 'there are none'}")
+    if labels is not None and (length is not None or mask is not None):
+        packed = length is not None
+        raise InputError(
+            f"{'length' if packed else 'mask'}: {'packed' if packed else 'masked'} texts have no labels of their own; "
+            f"pass {'truncate' if packed else 'no mask'}, or no targets"
+        )
     encoder = pretrained.tokenizer(tokenizer)
-    cut = {} if truncate is None else {"truncation": True, "max_length": truncate}
-    encoded = encoder([*texts], verbose=False, **cut)
-    if length is not None:
-        if labels is not None:
-            raise InputError("length: packed texts have no labels of their own; pass truncate, or no targets")
-        return _packed(encoded["input_ids"], encoder.eos_token_id, length, batch_size)
     if encoder.pad_token is None:
         encoder.pad_token = encoder.eos_token or encoder.convert_ids_to_tokens(0)  # it is masked
-    found = []
-    for start in range(0, len(texts), batch_size):
+    cut = {} if truncate is None else {"truncation": True, "max_length": truncate}
+    encoded = dict(encoder([*texts], verbose=False, **cut))
+    if length is not None:
+        encoded = {"input_ids": _packed(encoded["input_ids"], encoder.eos_token_id, length)}
+    found: Sequence[Any] | None = labels
+    if mask is not None:
+        encoded["input_ids"], found = _masked(encoded["input_ids"], encoder, mask, seed)
+    elif labels is not None and all(isinstance(label, str) for label in labels):
+        found = encoder(text_target=[*labels], verbose=False, **cut)["input_ids"]
+    made = []
+    for start in range(0, len(encoded["input_ids"]), batch_size):
         rows = {key: held[start : start + batch_size] for key, held in encoded.items()}
-        batch = dict(encoder.pad(rows, padding_side="right", return_tensors="pt"))
-        if labels is not None:
-            batch["labels"] = _tensor(labels[start : start + batch_size])
-        found.append(batch)
-    return found
+        batch = rows if length is not None else encoder.pad(rows, padding_side="right")
+        made.append({key: torch.tensor(held, device="cpu") for key, held in batch.items()})
+        if found is not None:
+            some = found[start : start + batch_size]
+            made[-1]["labels"] = _tensor(some) if found is labels else _padded(some)
+    return made
+
+
+def _masked(
+    encoded: Sequence[Sequence[int]], encoder: Any, mask: float, seed: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the tokens of texts, some of them masked, and the labels."""
+    import transformers
+
+    if not isinstance(mask, (int, float)) or not 0 < mask < 1:
+        raise InputError(f"mask: a probability between 0 and 1 is wanted, got {shown(mask)}")
+    if encoder.mask_token is None:
+        raise InputError("mask: the tokenizer has no token for masks; is its model a masked language model?")
+    collator = transformers.DataCollatorForLanguageModeling(encoder, mlm_probability=mask)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        each = [collator.torch_call([{"input_ids": [*row]}]) for row in encoded]
+    return tuple([one[name][0].tolist() for one in each] for name in ("input_ids", "labels"))  # type: ignore[return-value]
+
+
+def _padded(labels: Sequence[Sequence[int]]) -> Tensor:
+    """Return labels of tokens as one tensor, ignored where a text has no more."""
+    longest = max(map(len, labels))
+    rows = [[*row, *[IGNORED] * (longest - len(row))] for row in labels]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
 def cut(arrays: Mapping[str, Tensor], batch_size: int) -> list[Batch]:
@@ -125,7 +175,7 @@ def cut(arrays: Mapping[str, Tensor], batch_size: int) -> list[Batch]:
     ]
 
 
-def _packed(encoded: Sequence[Sequence[int]], end: int | None, length: int, batch_size: int) -> list[Batch]:
+def _packed(encoded: Sequence[Sequence[int]], end: int | None, length: int) -> list[list[int]]:
     tokens: list[int] = []
     for row in encoded:
         tokens += row
@@ -134,10 +184,7 @@ def _packed(encoded: Sequence[Sequence[int]], end: int | None, length: int, batc
     count = len(tokens) // length
     if count == 0:
         raise InputError(f"length={length}: all texts together have {len(tokens)} tokens")
-    return cut(
-        {"input_ids": torch.tensor(tokens[: count * length], dtype=torch.int64, device="cpu").view(count, length)},
-        batch_size,
-    )
+    return [tokens[place * length : (place + 1) * length] for place in range(count)]
 
 
 def _parts(content: str, sample_by: str) -> Iterator[str]:

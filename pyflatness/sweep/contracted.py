@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge
 from .. import contractions
 from ..contractions.layer import Contraction, Sign
 from ..contractions.quantities import Contribution
+from ..passes.gathered import GatheredContraction
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 from ..passes.tail import Tail
@@ -38,6 +39,7 @@ class Contracted:
         self, run: Run, forms: Mapping[str, LayerForm], names: Iterable[str], count: int, *, hold: int = 0
     ) -> None:
         self._run, self._forms = run, forms
+        self._contract: dict[str, Callable[[Any, Any], Contribution | None]] = {}
         self._contractions: dict[str, Contraction] = {}
         self._elsewhere: dict[str, GradientEdge] = {}
         self._gradients: Mapping[str, Sequence[Tensor]] = {}
@@ -54,9 +56,14 @@ class Contracted:
                 share, positions = shares.get(name, min(left, hold // 2)), None
                 if pooled is not None and layer.gathers(inputs, count, share, pooled.elements):
                     self._elsewhere[name], positions = pooled.edge, pooled.positions()
-                self._contractions[name] = found = layer.at(inputs, count, share, positions)
+                found = layer.at(inputs, count, share, positions)
                 left -= found.held
-        self._contract = {name: one.of if one.stack_size == 1 else one.hold for name, one in self._contractions.items()}
+                self._contract[name] = found.of
+                if isinstance(found, GatheredContraction):
+                    continue
+                self._contractions[name] = found
+                if found.stack_size > 1:
+                    self._contract[name] = found.hold
         self._tail = self._small_tail() if hold and count > 1 else None
         self._at_once = self._most_at_once(count, left)
 

@@ -22,12 +22,13 @@ from ..errors import InputError
 from ..hessian import block_traces
 from ..hessian.block_traces import BlockTraces, Value
 from ..losses import Loss
-from ..model import layers
+from ..model import layers, spread
 from ..numerics.accumulate import counting, finite_samples
 from ..numerics.signs import Signs
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
 from ..passes.forms import form_of
+from ..passes.gathered import Gathered
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
@@ -151,7 +152,8 @@ class Sweep:
         if forms and by_directions is None:
             self.exact_passes = max(self.exact_passes, sent.passes)
             count = sent.passes if signs is None else len(signs.draws)
-            held_back = self._budget.held_back if signs is None else 0
+            # Several cotangents go through operations whose weights are there in backward passes of the model alone.
+            held_back = self._budget.held_back if signs is None and not spread.is_held() else 0
             contracted = Contracted(run, forms, forms, count, hold=held_back)
             for name in forms if sent.passes == 0 else ():
                 _add(parts, name, forms[name].contraction(run).nothing(run.samples))
@@ -182,7 +184,7 @@ class Sweep:
         self, run: Run, sent: cotangents.Cotangents, forms: Mapping[str, LayerForm]
     ) -> dict[str, Tensor] | None:
         """Return the values of all layers by directions, see :mod:`.directions`; None where cotangents are better."""
-        if not directions.are_fewer(run, sent, forms, self._options.max_passes):
+        if spread.is_held() or not directions.are_fewer(run, sent, forms, self._options.max_passes):
             return None
         if any(self._runner.why_not_linear(name) == linearity.CUSTOM for name in forms):
             return None  # a function whose second derivative may be missing without a sign
@@ -253,6 +255,7 @@ class Sweep:
         """Return Σ_i T_i (G, d, d) of one layer over the kept samples, and Tr T_i, (n,), by square-root factors."""
         form = self._forms[name]
         layer, inputs = form.contraction(run), [_masked(part, kept) for part in form.inputs(run)]
+        assert not isinstance(layer, Gathered)  # such models are refused
         with contractions.full_precision(run.outputs):
             contraction = layer.at(inputs, sent.passes)
         total, traces = torch.zeros_like(sent.sample_weights.sum()), torch.zeros_like(sent.sample_weights)

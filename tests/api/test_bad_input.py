@@ -42,7 +42,7 @@ def test_layers_that_are_not_there():
     refused(pf.InputError, r"a name, glob, .* is wanted, got int", Encoder(), layer=[3])
     refused(pf.InputError, r"the model has no Linear layer", nn.Conv1d(4, 3, 1), data=(X[..., None], Y[:, None]))
     refused(pf.InputError, r"layer '1' is a ReLU; what can be measured is Linear, Conv1d.* transformers", layer="1")
-    refused(pf.InputError, r"is a LayerNorm", net(nn.LayerNorm(8)), layer="type:LayerNorm")
+    refused(pf.InputError, r"is a LayerNorm", net(nn.LayerNorm(8, elementwise_affine=False)), layer="type:LayerNorm")
     with pytest.raises(pf.InputError, match="an empty list"):
         pf.measure(net(), LOSS, (X, Y), layers=[])
     with pytest.raises(pf.InputError, match="has none that can be measured"):

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -84,6 +86,37 @@ def test_checkpoints_of_a_model_in_a_store(
     found = {Path(row["checkpoint"]).name: float(row["value"]) for row in rows(tmp_path / "runs.csv")}
     for seed, name in ((1, "model.safetensors"), (2, "model.safetensors.index.json"), (0, "elsewhere")):
         assert found[name] == pytest.approx(pf.relative_flatness(word_models.llama(seed), data=batches).value, rel=1e-6)
+
+
+def test_too_many_passes_are_refused_before_anything_is_measured(
+    folder: Path, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, given = tmp_path / "out.csv", ("--model", f"hf:{folder}", "--data", data)
+    assert status("score", *given, "--layers", "*", "--max-passes", "50", "--out", str(out)) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--layers: layer 'model.embed_tokens': its exact Hessian value takes" in said
+    assert "more than --max-passes 50; pass --probes 8 for values that are sampled" in said
+    assert not out.exists()
+    assert (
+        status("score", *given, "--layers", "*.v_proj", "--max-passes", "50", "--probes", "2", "--out", str(out)) == 0
+    )
+    assert status("score", *given, "--layers", "lm_head", "--max-passes", "1", "--out", str(out)) == 0
+    assert len(rows(out)) == 1
+
+
+def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/models.md shows can be run as it stands, and gives what it says."""
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    part = page[page.index("### From the command line") :]
+    monkeypatch.chdir(tmp_path)
+    exec(part.split("```python\n")[1].split("```")[0], {})
+    command = part[part.index("    $ pyflatness ") :].split("tiny.csv")[0].replace("\\\n", " ") + "tiny.csv"
+    assert status(*shlex.split(command)[2:]) == 0
+    shown = re.findall(r"^ +hf:tiny +(\S+) +relative_flatness +([\d.e-]+)", part, re.MULTILINE)
+    assert {row["layer"]: float(row["value"]) for row in rows(Path("tiny.csv")) if row["layer"]} == {
+        layer: pytest.approx(float(value), rel=0.01) for layer, value in shown
+    }
+    assert len(shown) == 3
 
 
 @pytest.mark.soak

@@ -99,13 +99,16 @@ def test_rows_of_data_that_changed_under_one_name_are_told_apart(store: Path) ->
 
 
 def test_correlations_take_an_export_with_its_settings(store: Path) -> None:
-    (table := store.with_name("runs.json")).write_text(json.dumps({"first": {"lr": 0.1}, "second": {"lr": 0.2}}))
+    (table := store.with_name("runs.json")).write_text(
+        json.dumps({"first": {"lr": 0.1, "rule": "sgd"}, "second": {"lr": 0.2}})
+    )
     out = store.with_suffix(".csv")
     assert status("export", str(store), "--out", str(out), "--metadata", str(table)) == 0
     found = tables.read(out)
     assert found.names == ("first", "second", "bad")
     assert sorted(value for value in found.column("lr") if value == value) == [0.1, 0.2]
     assert "lr" not in found.measures
+    assert found.texts["rule"] == ("sgd", "", "")
     assert not {"seconds", "schema", "low"} & {*found.columns}
 
 

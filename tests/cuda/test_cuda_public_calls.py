@@ -16,7 +16,10 @@ from support.public_calls import CALLS, OF_TENSORS, batches, network
 from support.values import facts
 
 LOSS = nn.CrossEntropyLoss()
-SAMPLED = {"pac_bayes", "adaptive_sharpness_mc", "mls_adversarial", "generalization_bound"}
+SAMPLED = {
+    *("pac_bayes", "pac_bayes_magnitude", "adaptive_sharpness_mc", "generalization_bound"),
+    *("mls_adversarial", "normalized_mls_adversarial"),
+}
 """From a generator of the model's device."""
 DETERMINISTIC = [measure.name for measure in MEASURES if measure.name not in SAMPLED]
 BACKENDS = ["reference", "compiled"]

@@ -170,7 +170,7 @@ def test_experts_that_compute_something_else():
     model.experts.__class__ = wrapped
     report = pf.measure(model, LOSS, (X, Y), measures=MEASURES)
     (why,) = refused(report, routed=True)
-    assert why == "the experts compute something else than those of transformers"
+    assert why == "the mixture computes something else than what is measured in its place"
     assert report["router", "trace"].value == pytest.approx(truth(model, "router")[1], rel=1e-8)
 
 
@@ -232,7 +232,28 @@ def in_a_loop(net, x):
     return result.view(x.shape)
 
 
-@pytest.mark.parametrize("mix", [by_bmm_over_all, by_bmm_with_samples_in_front, by_einsum, by_einsum_of_two, in_a_loop])
+@pytest.mark.parametrize(
+    ("mix", "places"),
+    [
+        (by_bmm_over_all, lambda w: w.transpose(1, 2)),
+        (by_einsum_of_two, lambda w: w.transpose(1, 2).flatten(0, 1)[None]),
+    ],
+)
+def test_all_experts_over_all_tokens_are_a_layer(mix, places):
+    """By a product for each expert they are groups, by one product for all of them rows of one matrix."""
+    model = Own(mix)
+    report = pf.measure(model, LOSS, (X, Y), measures=MEASURES)
+    assert report.layers == ("w", "router", "head")
+    hessian = weight_truth.hessian(model, lambda net: LOSS(net(X), Y), "w")
+    w, kappa = model.w.detach().flatten(), 0.0
+    for rows in places(torch.arange(w.numel()).view(model.w.shape)):
+        blocks = hessian[rows.flatten()][:, rows.flatten()].view(*rows.shape, *rows.shape)
+        kappa += float(torch.einsum("sm,tm,sjtj->", w[rows], w[rows], blocks))
+    found = [report["w", measure].value for measure in MEASURES]
+    assert found == pytest.approx([kappa, float(hessian.trace())], rel=1e-8)
+
+
+@pytest.mark.parametrize("mix", [by_bmm_with_samples_in_front, by_einsum, in_a_loop])
 def test_own_ways_are_named_and_left_out(mix):
     model = Own(mix)
     report = pf.measure(model, LOSS, (X, Y), measures=MEASURES)

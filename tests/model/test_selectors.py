@@ -25,10 +25,11 @@ class Recurrent(nn.Module):
     ("name", "message"),
     [
         ("head.weight", "'head.weight' is a parameter and no layer; the layer that it belongs to is 'head'"),
-        ("cell.weight_hh_l0", r"is a parameter and no layer; nn.LSTM computes with it in a kernel of its own"),
-        ("block.0.weight", "is a parameter and no layer; it is no weight of a linear operation"),
+        ("block.0.weight", "is a parameter and no layer; the layer that it belongs to is 'block.0'"),
+        ("block.0.bias", "is a parameter and no layer; the layer that it belongs to is 'block.0'"),
+        ("cell.bias_hh_l0", "is a parameter and no layer; nn.LSTM computes with it in a kernel of its own"),
         ("block", r"layer 'block' is a Sequential; .*; the layers inside of it are 'block\.\*' \('block.1', …\)$"),
-        ("cell", "layer 'cell' is a LSTM; what can be measured is .*transformers$"),
+        ("cell", r"layer 'cell' is a LSTM; .*; the layers inside of it are 'cell\.\*' \('cell.weight_ih_l0', …\)$"),
     ],
 )
 def test_names_of_parameters_and_blocks(name, message):

@@ -50,10 +50,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-net = torch.nn.Sequential(torch.nn.Linear(5, 3))
+net = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3)).double()
+arguments = net, torch.nn.CrossEntropyLoss(), (torch.randn(4, 5).double(), torch.tensor([0, 1, 2, 0]))
+before = pf.measure(*arguments).by_measure()
 fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+for measure, values in pf.measure(*arguments).by_measure().items():
+    for layer, value in values.items():
+        assert abs(float(value) - float(before[measure][layer])) <= 1e-12 * float(value), (measure, layer)
 try:
-    pf.measure(net, torch.nn.CrossEntropyLoss(), (torch.randn(4, 5), torch.tensor([0, 1, 2, 0])))
+    pf.block_traces(*arguments)
 except pf.InputError as error:
     print(error)
 dist.destroy_process_group()
@@ -61,7 +66,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-def test_sharded_weights_are_refused():
+def test_weights_in_one_shard():
+    """One rank measures such a model by itself; other calls refuse it as they do on several ranks."""
     done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, check=True, timeout=120)
     assert "model: its parameter '0.weight' is a DTensor, spread over processes" in done.stdout
 

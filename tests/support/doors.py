@@ -53,11 +53,16 @@ def _gap(model, loss, data, **options):
     return pf.generalization_gap(model, loss, data, data, **options)
 
 
+def _cost_of_change(model, loss, data, **options):
+    return pf.cost_of_change(model, loss, data, {"0": torch.full((6, 4), 0.1)}, **options)
+
+
 def _reparameterize(model, loss, data, **options):
     return pf.reparameterize(model, {"0": 2.0}, data, **options)
 
 
 _gap.__signature__ = inspect.signature(pf.generalization_gap)
+_cost_of_change.__signature__ = inspect.signature(pf.cost_of_change)
 _reparameterize.__signature__ = inspect.signature(pf.reparameterize)
 
 # name -> (model, loss, data, **options)
@@ -72,8 +77,12 @@ ON_MODELS = {
     "pac_bayes": _few(pf.pac_bayes, draws=2, steps=2),
     "adaptive_sharpness_mc": _few(pf.adaptive_sharpness_mc, draws=2),
     "feature_robustness": _few(pf.feature_robustness, draws=2),
+    "matrix_robustness": _few(pf.matrix_robustness, matrix=torch.eye(6), alphas=[0.1]),
+    "largest_robustness": _few(pf.largest_robustness, delta=0.1, starts=1, steps=2),
     "generalization_gap": _gap,
     "generalization_bound": _few(pf.generalization_bound, folds=2, draws=2),
+    "cost_of_change": _cost_of_change,
+    "spectrum": _few(pf.spectrum, k=1),
     "reparameterize": _reparameterize,
 }
 # name -> (features, weight, bias, targets, **options)
@@ -81,6 +90,7 @@ ON_TENSORS = {
     "head_flatness": pf.head_flatness,
     "representativeness": _few(pf.representativeness, folds=2, draws=2),
     "authors_representativeness": _few(pf.authors_representativeness, folds=2),
+    "label_constancy": _few(pf.label_constancy, labels=lambda x: Y.to(x.device), deltas=[0.1], draws=2),
 }
 WITHOUT_LOSS = {"reparameterize"}
 WITHOUT_USE_OF_LOSS = {"representation", "bounds", "mls_adversarial", "pac_bayes", *WITHOUT_LOSS}

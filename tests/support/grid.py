@@ -83,7 +83,7 @@ def method(case: Case, layer: str, measure: str, curvature: str = "auto") -> str
 
 
 def groups(case: Case, layer: str) -> int:
-    return getattr(case.build().get_submodule(layer), "groups", 1)
+    return truth.groups_of(case.build().get_submodule(layer))
 
 
 def batches(case: Case, size: int = 2) -> list[tuple[Tensor, Tensor]]:

@@ -96,6 +96,10 @@ def _of_samples(labels):
     return {**_tokens(), "labels": labels}
 
 
+def _answers():
+    return {**_tokens(), "start_positions": torch.tensor([1, 0, 3]), "end_positions": torch.tensor([4, 2, 3])}
+
+
 def _choices():
     """Two texts for each sample, of which one is right."""
     return {
@@ -122,6 +126,7 @@ _SEVERAL = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
 # name -> (model, a batch)
 FAMILIES = {
     "GPT-2": lambda: (_of("GPT2LMHeadModel", **_GPT2), _next()),
+    "BERT, answers": lambda: (_of("BertForQuestionAnswering", **_BERT), _answers()),
     "Llama": lambda: (_of("LlamaForCausalLM", **_SMALL_LLAMA), _next()),
     "Mistral": lambda: (_of("MistralForCausalLM", **_SMALL_LLAMA), _next()),
     "Qwen3": lambda: (_of("Qwen3ForCausalLM", **_SMALL_LLAMA, head_dim=8), _next()),

@@ -25,10 +25,20 @@ CALLS = {
     "representation": pf.representation,
     "bounds": pf.bounds,
     "feature_robustness": lambda *args, **options: pf.feature_robustness(*args, draws=2, alphas=[0.1], **options),
+    "matrix_robustness": lambda *args, **options: pf.matrix_robustness(
+        *args, layer="body", matrix=torch.eye(4), alphas=[0.1], **options
+    ),
+    "largest_robustness": lambda *args, **options: pf.largest_robustness(
+        *args, layer="body", delta=0.1, starts=1, steps=2, **options
+    ),
     "generalization_gap": lambda model, loss, data, **options: pf.generalization_gap(
         model, loss, data, data, **options
     ),
     "generalization_bound": lambda *args, **options: pf.generalization_bound(*args, draws=2, **options),
+    "spectrum": lambda *args, **options: pf.spectrum(*args, k=1, **options),
+    "cost_of_change": lambda model, loss, data, **options: pf.cost_of_change(
+        model, loss, data, pf.changes.rounded(model, 4), **options
+    ),
     "verify": pf.verify,
 }
 

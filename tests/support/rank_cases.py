@@ -18,7 +18,11 @@ import pyflatness as pf
 
 SAMPLES = 23
 CUTS = {1: (0, SAMPLES), 2: (0, 9, SAMPLES), 3: (0, 4, 4, SAMPLES)}  # uneven shards, and of three ranks an empty one
-REFUSED = {"relative_flatness_max", "mls_adversarial"}  # measures that are not there over ranks
+REFUSED = {
+    "relative_flatness_max",
+    "mls_adversarial",
+    "normalized_mls_adversarial",
+}  # measures that are not there over ranks
 LOSS = nn.CrossEntropyLoss()
 WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5]).double(), ignore_index=2)
 
@@ -133,6 +137,16 @@ def feature_robustness(rank, size):
 def generalization_gap(rank, size):
     train, test = part(rank, size), part(size - 1 - rank, size)
     return pf.generalization_gap(model(), LOSS, train, test)
+
+
+def cost_of_change(rank, size):
+    network = model()
+    return pf.cost_of_change(network, LOSS, part(rank, size), pf.changes.rounded(network, 4), by_trace=True)
+
+
+def spectrum(rank, size):
+    found = pf.spectrum(model(), LOSS, part(rank, size), k=2, which="both", density=True, probes=2, steps=4)
+    return {"values": found.eigenvalues, "nodes": found.density.nodes, "samples": found.samples}
 
 
 def tokens(rank, size):

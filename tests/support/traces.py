@@ -97,8 +97,21 @@ CALLS = {
     "representation": (Many, lambda m: pf.representation(m, LOSS, _data())),
     "bounds": (Plain, lambda m: pf.bounds(m, LOSS, _data())),
     "feature_robustness": (Many, lambda m: pf.feature_robustness(m, LOSS, _data(), "tail", draws=2, alphas=[0.1])),
+    "matrix_robustness": (
+        Many,
+        lambda m: pf.matrix_robustness(m, LOSS, _data(), "tail", matrix=torch.eye(5), alphas=[0.1]),
+    ),
+    "largest_robustness": (
+        Many,
+        lambda m: pf.largest_robustness(m, LOSS, _data(), "tail", delta=0.1, starts=1, steps=2),
+    ),
     "generalization_bound": (Plain, lambda m: pf.generalization_bound(m, LOSS, _data(), draws=2)),
     "generalization_gap": (Many, lambda m: pf.generalization_gap(m, LOSS, _data(), _data())),
+    "cost_of_change": (
+        Many,
+        lambda m: pf.cost_of_change(m, LOSS, _data(), pf.changes.rounded(m, 4), by_trace=True, probes=2),
+    ),
+    "spectrum": (Plain, lambda m: pf.spectrum(m, LOSS, _data(), k=1, density=True, probes=1, steps=3)),
     "reparameterize": (Plain, lambda m: pf.reparameterize(m, {"body": 2.0}, _data()).state_dict()),
     "head_flatness": (Plain, lambda m: pf.head_flatness(*_phi())),
     "representativeness": (Plain, lambda m: pf.representativeness(*_phi(), draws=2)),

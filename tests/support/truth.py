@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 Loss = Callable[..., Tensor]
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 def hessian(risk: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
@@ -93,7 +94,19 @@ def as_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
         return weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1).flatten(1)
     if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):  # a row for each token
         return weight.t()
+    if is_norm(layer):  # diag(γ): a matrix of one entry for each feature
+        return weight.reshape(-1, 1)
     return weight.flatten(1)
+
+
+def is_norm(layer: nn.Module) -> bool:
+    """Whether a layer is a normalisation, whose weight multiplies features entry by entry."""
+    return isinstance(layer, NORMS) or "Norm" in type(layer).__name__
+
+
+def groups_of(layer: nn.Module) -> int:
+    """How many separate matrices a layer's weight is made of."""
+    return layer.weight.numel() if is_norm(layer) else getattr(layer, "groups", 1)
 
 
 def as_weight(layer: nn.Module, matrix: Tensor, key: str = "weight") -> Tensor:
@@ -308,6 +321,8 @@ def deviations(rows: Tensor) -> Tensor:
 def layer_deviations(model: nn.Module, name: str, inputs: Tensor) -> Tensor:
     """σ of a layer's features, or of its input channels over unpadded pixels, over samples, positions and calls."""
     layer = model.get_submodule(name)
+    if is_norm(layer):
+        return deviations(torch.cat(_normalised(model, layer, inputs)))
     if isinstance(layer, (nn.Embedding, nn.EmbeddingBag, nn.Bilinear)):
         return deviations(torch.cat(_features(model, layer, inputs)))
     dim = -1 if isinstance(layer, nn.Linear) else 1
@@ -338,13 +353,34 @@ def _features(model: nn.Module, layer: nn.Module, inputs: Tensor) -> list[Tensor
     return seen
 
 
+def _normalised(model: nn.Module, layer: nn.Module, inputs: Tensor) -> list[Tensor]:
+    """The x̂ (rows, m) of each call of a normalisation: what it gives with 1 for γ and 0 for β."""
+    seen: list[Tensor] = []
+    plain, channels = copy.deepcopy(layer), isinstance(layer, (nn.modules.batchnorm._NormBase, nn.GroupNorm))
+    with torch.no_grad():
+        plain.weight.fill_(1.0)
+        if getattr(plain, "bias", None) is not None:
+            plain.bias.zero_()
+
+    def features(_, args):
+        found = plain(*args).detach()
+        seen.append((found.movedim(1, -1) if channels else found).reshape(-1, layer.weight.numel()))
+
+    handle = layer.register_forward_pre_hook(features)
+    try:
+        model(inputs)
+    finally:
+        handle.remove()
+    return seen
+
+
 def scaled(layer: nn.Module, matrix: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
     """Return the matrix of a layer in the coordinates w'_j = w_j σ_j, and w' (d, m): κ_n is κ of the two (Theorem 4).
 
     ``deviation`` is of the layer's features, or input channels: each tap has its channel's. A feature of deviation 0
     drops out: its column of w' and its rows of the matrix are 0.
     """
-    weight, groups = as_matrix(layer, layer.weight.detach()), getattr(layer, "groups", 1)
+    weight, groups = as_matrix(layer, layer.weight.detach()), groups_of(layer)
     (d, m), inside = weight.shape, len(deviation) // groups  # channels that a filter sees
     spread = deviation.view(groups, 1, inside, 1).expand(groups, d // groups, inside, m // inside).reshape(d, m)
     inverse = torch.where(spread > 0, 1 / spread, 0.0)

@@ -70,6 +70,8 @@ def rows_of(module: nn.Module, weight: Tensor) -> Tensor:
         return weight.t()[None]
     if type(module).__name__ == "Conv1D" or isinstance(module, nn.Embedding):  # y = x W, x one-hot rows
         return weight.t()[None]
+    if "Norm" in type(module).__name__:  # y = γ ∘ x̂, a matrix of one entry for each feature
+        return weight.reshape(-1, 1, 1)
     assert weight.ndim == 2, f"{type(module).__name__}: its rows are not said here"
     return weight[None]
 

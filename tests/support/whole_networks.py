@@ -90,7 +90,14 @@ def _shuffled(
     return call(model, loss, Shuffled(data, changed=changed), **options)
 
 
+def _change(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.Report:
+    return pf.cost_of_change(model, loss, data, pf.changes.rounded(model, 4), **options)
+
+
 CALLS: dict[str, Callable[..., Any]] = {
+    "spectrum": partial(pf.spectrum, k=2, which="both", density=True, probes=2, steps=5),
+    "cost_of_change": _change,
+    "cost_of_change, ggn, by trace": partial(_change, curvature="ggn", by_trace=True, measured=False),
     "representation": pf.representation,
     "representation, top, by sample": partial(pf.representation, top=2, per_sample=True),
     "representation, tight": partial(pf.representation, memory=1, backend="reference"),
@@ -169,6 +176,15 @@ def of_features() -> Iterator[Entry]:
     columns = {name: torch.rand(12, generator=draw).tolist() for name in ("gap", "trace", "relative_flatness")}
     yield "correlations", partial(pf.correlations, columns, seed=1)
     yield "correlations, one", partial(pf.correlations, columns, "trace")
+    columns |= {"depth": [1, 2, 3] * 4, "optimiser": ["sgd"] * 6 + ["adam"] * 6}
+    clusters = {"clusters": ["depth", "optimiser"], "permutations": 99}
+    yield "correlations, clusters", partial(pf.correlations, columns, "trace", **clusters)
+    yield (
+        "correlations, given",
+        partial(pf.correlations, columns, "trace", given="relative_flatness", interval="fisher"),
+    )
+    for function in (pf.granulated_kendall, pf.conditional_mutual_information, pf.sign_error):
+        yield function.__name__, partial(function, columns, "trace", "gap", ["depth", "optimiser"])
 
 
 def _broken(case: Case, call: Callable[..., Any], *args: Any, kind: str, **options: Any) -> Any:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import rnn
 
 import pyflatness as pf
 from support.cases import classifier
@@ -31,7 +32,7 @@ def transformer():
 
 
 def recurrent():
-    return Net(lambda net, x: net.head(net.cell(x)[0][:, -1]), cell=nn.LSTM(4, 5, batch_first=True),
+    return Net(lambda net, x: net.head(net.cell(rnn.pack_sequence([*x]))[1][0][0]), cell=nn.LSTM(4, 5),
         head=nn.Linear(5, 3))  # fmt: skip
 
 

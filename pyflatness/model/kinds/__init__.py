@@ -13,7 +13,8 @@ from torch import nn
 from .bilinear import Bilinear
 from .convolution import Convolution
 from .embedding import Embedding, EmbeddingBag
-from .linear import Linear, TransposedLinear
+from .linear import Linear, PermutedLinear, TransposedLinear
+from .scale import Scale, is_scale
 from .transposed_convolution import TransposedConvolution
 
 __all__ = [
@@ -24,12 +25,15 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "Linear",
+    "PermutedLinear",
+    "Scale",
     "TransposedConvolution",
     "TransposedLinear",
     "Use",
     "base",
     "find",
     "is_plain",
+    "is_scale",
     "obstacle",
 ]
 
@@ -114,6 +118,8 @@ def find(module: nn.Module) -> Linear | None:
     found = base(module)
     if found is not None:
         return _OF_CLASS[found].make(module)
+    if is_scale(module):
+        return Scale(module)
     return _TRANSPOSED_LINEAR if _is_transposed(module) else None
 
 

@@ -22,9 +22,11 @@ class Linear:
         least_dims: that inputs have, with one for samples.
         groups: separate matrices that the weight is made of.
         class_dim: the dimension of the output that holds rows.
+        row_dims: dimensions of the output that rows take where they are last.
         pointwise: whether every position is multiplied by the same matrix, once.
         repeats_inputs: whether padding repeats pixels of the input.
         geometry: which (padded) inputs a position sees.
+        computes: what the output is, for messages.
     """
 
     space = 0
@@ -33,9 +35,11 @@ class Linear:
     least_dims = 2
     groups = 1
     class_dim = -1
+    row_dims = 1
     pointwise = True
     repeats_inputs = False
     geometry = Geometry()
+    computes = "W φ + b of its weight and input"
 
     def as_matrix(self, weight: Tensor) -> Tensor:
         """Return a tensor of the shape of the weight as (d, m)."""
@@ -120,3 +124,31 @@ class TransposedLinear(Linear):
     def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
         """Return W φ + b as transformers' layer computes it, but in one dtype."""
         return inputs @ weight if bias is None else inputs @ weight + bias
+
+
+class PermutedLinear(Linear):
+    """A linear layer that keeps its weight in more dimensions, of which some are rows and some columns.
+
+    An example is a projection of queries (heads, m, d), a matrix of heads · d rows.
+
+    Args:
+        shape: of the weight.
+        rows: which of its dimensions are rows.
+    """
+
+    def __init__(self, shape: Sequence[int], rows: Sequence[int]) -> None:
+        self._order = (*rows, *(dim for dim in range(len(shape)) if dim not in rows))
+        self._sizes, self._rows = [shape[dim] for dim in self._order], len(rows)
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        """Return a tensor of the shape of the weight as (d, m)."""
+        return weight.permute(self._order).flatten(self._rows).flatten(0, self._rows - 1)
+
+    def as_weight(self, matrix: Tensor) -> Tensor:
+        """Return a (d, m) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
+        inverse = [self._order.index(dim) for dim in range(len(self._order))]
+        return matrix.reshape(self._sizes).permute(inverse)
+
+    def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
+        """Return W φ + b."""
+        return F.linear(inputs, self.as_matrix(weight), bias)

@@ -14,8 +14,8 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from ...report import coverage
-from .. import calling, kinds
-from . import besides, experts
+from .. import calling, kinds, spread
+from . import besides, experts, recurrent
 from .candidates import sources
 from .use import Source, Use
 
@@ -61,11 +61,12 @@ def attached(modules: Mapping[str, nn.Module]) -> Iterator[None]:
         if isinstance(module, Use) and not module.refusal:
             by_source.setdefault(module.source, {})[name] = module
     before = {source: source.attached for source in by_source}
-    mixtures = {module for source in by_source for module, _ in source.places if experts.weights(module)}
+    holders = {module for source in by_source for module, _ in source.places}
     try:
         with contextlib.ExitStack() as stack:
-            for module in mixtures:
-                stack.enter_context(calling.replaced_forward(module, experts.Forward(module)))
+            for kind in (experts, recurrent):
+                for module in filter(kind.weights, holders):
+                    stack.enter_context(calling.replaced_forward(module, kind.Forward(module)))
             for source, uses in by_source.items():
                 source.attach(before[source] | uses)
             yield
@@ -155,12 +156,14 @@ def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         place, _, key = name.rpartition(".")
         module = modules[place]
         source, parameter = by_place.get((module, key)), module._parameters[key]
-        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        if source is None and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             found[name] = f"nn.{type(module).__name__} computes with it in a kernel of its own"
         elif others := besides.of(module):
             found[name] = f"its weight is used in {others} outside of the layer too"
         elif source is not None and (why := source.why_left_out()):
             found[name] = why
+        elif source is None and not kinds.is_plain(module) and spread.is_held():
+            found[name] = "it is spread over ranks, and used otherwise than by a layer that is a module"
         elif source is None and not kinds.is_plain(module) and parameter is not None and not parameter.is_contiguous():
             found[name] = (
                 "its entries are in another order in memory (channels_last, a transpose); copy it, .contiguous()"

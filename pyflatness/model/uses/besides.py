@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from . import watched
-from .operations import Operation
+from .operation import Operation
 from .use import Use
 
 _known: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
@@ -87,7 +87,7 @@ class _Besides:
 
     def note(self, name: str) -> None:
         """Take in that the weight took part in a function."""
-        self.functions[name.strip("_")] = None
+        self.functions[name] = None
 
     def _replace(self, weight: Tensor | None, other: Any) -> None:
         """Put another weight in the place of one; a third, which the forward pass has put there itself, stays."""

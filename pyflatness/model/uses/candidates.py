@@ -8,10 +8,12 @@ from torch.nn.utils import parametrize
 
 from ...report import coverage
 from .. import kinds
-from . import experts
+from ..spread import is_spread
+from . import experts, recurrent
 from .use import Source, Use
 
 _MOST_DIMENSIONS = 5  # of a weight: those of filters in three dimensions
+_MOST_MATRICES = 64  # in one parameter, each of which may be a weight
 _WITH_FUNCTIONS = (nn.MultiheadAttention, nn.Module, nn.ParameterList, nn.ParameterDict)  # classes of torch's
 
 
@@ -38,8 +40,11 @@ def sources(model: nn.Module) -> list[Source]:
             of_module = effective or module in outputs
             source = Source(parameter, [(module, key)], of_module, effective)
             name = prefix if of_module else ".".join(filter(None, (prefix, key)))
-            parts = _parts(module, key, parameter)
-            source.uses = {name + label: Use(name + label, source, rows) for label, rows in parts.items()}
+            parts = {"": None} if of_module else _parts(module, key, parameter)
+            routed = key in experts.weights(module)
+            source.uses = {
+                name + label: Use(name + label, source, rows, routed=routed) for label, rows in parts.items()
+            }
             found[id(source) if effective else id(parameter)] = source
     holders = Counter(id(parameter) for _, module in named for parameter in module._parameters.values())
     for source in found.values():
@@ -50,13 +55,15 @@ def sources(model: nn.Module) -> list[Source]:
 def _is_of_torch(module: nn.Module) -> bool:
     """Return whether a module is one of torch's that computes with parameters of its own, not in functions of torch."""
     kind = type(module)
-    return kind.__module__.startswith("torch.nn.modules") and kind not in _WITH_FUNCTIONS
+    own = kind.__module__.startswith("torch.nn.modules") and kind not in _WITH_FUNCTIONS
+    return own and not recurrent.weights(module)
 
 
 def _is_candidate(module: nn.Module, key: str, parameter: Tensor) -> bool:
     """Return whether a parameter may turn out to be the weight of a linear operation, by its shape."""
     return (
         not nn.parameter.is_lazy(parameter)
+        and not is_spread(parameter)
         and coverage.is_weight(module, key, parameter)
         and parameter.ndim <= _MOST_DIMENSIONS
         and parameter.layout == torch.strided
@@ -70,6 +77,7 @@ def _parts(module: nn.Module, key: str, parameter: Tensor) -> dict[str, slice | 
     if key in experts.weights(module):
         return {f"[{expert}]": expert for expert in range(len(parameter))}
     if not isinstance(module, nn.MultiheadAttention) or key != "in_proj_weight":
-        return {"": None}
+        several = parameter.ndim == 3 and 1 < len(parameter) <= _MOST_MATRICES
+        return {"": None, **({f"[{place}]": place for place in range(len(parameter))} if several else {})}
     size = module.embed_dim
     return {"": None, **{f"[{label}]": slice(place * size, (place + 1) * size) for place, label in enumerate("qkv")}}

@@ -6,8 +6,8 @@ of tokens of each sample. Here they are laid out as (n, P, inputs), padded with 
 padding, and no cotangent comes back to it.
 """
 
+import functools
 import inspect
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...errors import InputError
 from .. import calling
+from .replaced import Replaced
 from .watched import Watched
 
 _ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate")
@@ -91,7 +91,7 @@ class Route:
         return laid_out[self.sample, self.rank]
 
 
-class Forward:
+class Forward(Replaced):
     """Serve as the ``forward`` of a mixture's experts, which computes the same.
 
     Each expert that some token is routed to is a product of its own, see :class:`Route`, of which watched weights are
@@ -102,8 +102,8 @@ class Forward:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._is_checked = module, False
         self._first, self._second = weights(module)
+        super().__init__(module, (self._first, self._second), "the mixture")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return what the module returns for tokens (T, m), their experts (T, k) and weights of these (T, k).
@@ -113,20 +113,15 @@ class Forward:
                 go through the model, or the module computes something else.
         """
         own = type(self._module).forward
-        if not [*self._watched()]:
+        if not [*self.watched()]:
             result: Tensor = own(self._module, *args, **kwargs)
             return result
         given = inspect.signature(own).bind(self._module, *args, **kwargs).args[1:]
         samples = calling.samples()
         if len(given) != 3 or given[0].ndim != 2 or samples < 1 or len(given[0]) % samples:
-            raise self._refusal(f"the experts' tokens are no (T, m) of {samples} samples in a row")
-        if not self._is_checked and not given[0].is_meta:
-            with torch._C.DisableTorchFunction(), torch.no_grad():  # unseen by stand-ins, and by who watches the model
-                tokens, index, shares = (tensor.detach() for tensor in given)
-                agree = _agree(self._mixed(tokens, index, shares, samples), own(self._module, tokens, index, shares))
-            if not agree:
-                raise self._refusal("the experts compute something else than those of transformers")
-            self._is_checked = True
+            raise self.refusal(f"the experts' tokens are no (T, m) of {samples} samples in a row")
+        mixed = functools.partial(self._mixed, samples=samples)
+        self.check(mixed, functools.partial(own, self._module), *given)
         return self._mixed(*given, samples)
 
     def _mixed(self, tokens: Tensor, index: Tensor, shares: Tensor, samples: int) -> Tensor:
@@ -169,20 +164,3 @@ class Forward:
     @property
     def _count(self) -> int:
         return len(getattr(self._module, self._first))
-
-    def _watched(self) -> Iterator[Watched]:
-        held: Iterable[object] = (self._module._parameters[name] for name in (self._first, self._second))
-        return (weight for weight in held if isinstance(weight, Watched))
-
-    def _refusal(self, why: str) -> InputError:
-        names = [name for weight in self._watched() for name in weight.source.attached]
-        listed = ", ".join(map(repr, names[:2])) + (", …" if len(names) > 2 else "")
-        return InputError(f"layer {listed}: {why}").about(dict.fromkeys(names, why))
-
-
-def _agree(found: Tensor, expected: Tensor) -> bool:
-    """Return whether two results are the same up to rounding, wherever that which is expected is finite."""
-    tolerance = max(1e-3, 8 * torch.finfo(expected.dtype).eps)
-    finite = expected.isfinite()
-    found, expected = found.where(finite, 0), expected.to(found.dtype).where(finite, 0)
-    return torch.allclose(found, expected, tolerance, tolerance * float(expected.abs().amax()))

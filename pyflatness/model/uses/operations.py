@@ -2,56 +2,35 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kinds import Convolution, Embedding, Linear, TransposedConvolution
+from ..kinds import Convolution, Embedding, TransposedConvolution
+from . import products
+from .operation import LINEAR, Found, Operation
 
-Transform = Callable[[Tensor], Tensor]
-LINEAR = Linear()
 _kind_of_convolution = functools.lru_cache(maxsize=1024)(Convolution)
 _kind_of_embedding = functools.lru_cache(maxsize=1024)(Embedding)
 _kind_of_transposed_convolution = functools.lru_cache(maxsize=1024)(TransposedConvolution)
 
 
-@dataclass(frozen=True)
-class Operation:
-    """Hold a linear operation, taken apart.
+def read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weight: type[Tensor]) -> Found | None:
+    """Return what a function of torch does, if that is a linear operation with a weight of this class.
 
-    Attributes:
-        weight: as the operation has it.
-        inputs: in the form that layers of the kind take.
-        bias: what is added to each row of the output, or None.
-        kind: of a layer that does the same.
-        run: (inputs, weight, bias) -> the operation's result, in the form of such a layer's output.
-        rows: the weight -> a view of it with a row of the output to a row, as layers of the kind keep theirs.
-        back: the result in this form -> as the operation gives it.
+    Of one that is not, return why, or None where there is nothing more to say than its name.
     """
-
-    weight: Tensor
-    inputs: Tensor
-    bias: Tensor | None
-    kind: Linear
-    run: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    rows: Transform = lambda weight: weight
-    back: Transform = lambda result: result
-
-
-def read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weight: type[Tensor]) -> Operation | None:
-    """Return what a function of torch does, if that is a linear operation with a weight of this class; else None."""
     reader = _READERS.get(func)
     given = [part for several in (*args, *kwargs.values()) for part in each_of(several) if isinstance(part, weight)]
     if reader is None or len(given) != 1:
         return None
     try:
-        operation = reader(weight, *args, **kwargs)
+        found = reader(weight, *args, **kwargs)
     except (TypeError, ValueError, RuntimeError):  # called in another way; an error of the caller's comes again
         return None
-    return operation if operation is not None and operation.weight is given[0] else None
+    return found if not isinstance(found, Operation) or found.weight is given[0] else None
 
 
 def each_of(argument: Any) -> Sequence[Any]:
@@ -59,84 +38,8 @@ def each_of(argument: Any) -> Sequence[Any]:
     return argument if isinstance(argument, (list, tuple)) else (argument,)
 
 
-def _transposed(weight: Tensor) -> Tensor:
-    return weight.transpose(-2, -1)
-
-
 def _linear(_: type[Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Operation:  # noqa: A002
     return Operation(weight, input, bias, LINEAR, F.linear)
-
-
-def _matmul(kind: type[Tensor], left: Tensor, right: Tensor) -> Operation | None:
-    if min(left.ndim, right.ndim) < 2:
-        return None
-    if isinstance(left, kind):  # W X is (Xᵀ Wᵀ)ᵀ
-        return Operation(
-            left,
-            right.transpose(-2, -1),
-            None,
-            LINEAR,
-            lambda inputs, weight, _: torch.matmul(weight, inputs.transpose(-2, -1)).transpose(-2, -1),
-            back=_transposed,
-        )
-    return Operation(right, left, None, LINEAR, lambda inputs, weight, _: torch.matmul(inputs, weight), _transposed)
-
-
-def _rmatmul(kind: type[Tensor], right: Tensor, left: Tensor) -> Operation | None:
-    return _matmul(kind, left, right)
-
-
-def _addmm(
-    kind: type[Tensor],
-    input: Tensor,  # noqa: A002
-    mat1: Tensor,
-    mat2: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> Operation | None:
-    if isinstance(mat1, kind) or input.ndim != 1 or beta != 1 or alpha != 1:
-        return None
-    return Operation(
-        mat2,
-        mat1,
-        input,
-        LINEAR,
-        lambda inputs, weight, bias: inputs @ weight if bias is None else torch.addmm(bias, inputs, weight),
-        _transposed,
-    )
-
-
-def _einsum(kind: type[Tensor], equation: str, *operands: Any) -> Operation | None:
-    """Read a product of two tensors that is summed over one index, last of the inputs in a layer's form."""
-    if len(operands) == 1:
-        (operands,) = operands
-    left, _, result = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
-    if len(operands) != 2 or len(terms) != 2 or not result or "." in equation:
-        return None
-    place = int(isinstance(operands[1], kind))
-    of_weight, of_inputs = terms[place], terms[1 - place]
-    row = [index for index in of_weight if index in result and index not in of_inputs]
-    column = [index for index in of_weight if index in of_inputs and index not in result]
-    kept = [index for index in result if index not in of_weight]
-    if len(of_weight) != 2 or len(row) != 1 or len(column) != 1 or sorted(kept + column) != sorted(of_inputs):
-        return None
-    forth = [of_inputs.index(index) for index in (*kept, *column)]
-    back = [(*kept, *row).index(index) for index in result]
-
-    def run(inputs: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
-        pair = [inputs.permute(_inverse(forth)), weight]
-        outputs: Tensor = torch.einsum(equation, *(pair if place else reversed(pair)))
-        return outputs.permute(_inverse(back))
-
-    rows = (lambda weight: weight) if of_weight.index(row[0]) == 0 else _transposed
-    inputs = operands[1 - place].permute(forth)
-    return Operation(operands[place], inputs, None, LINEAR, run, rows, lambda outputs: outputs.permute(back))
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return [order.index(place) for place in range(len(order))]
 
 
 def _convolution(function: Callable[..., Tensor], space: int) -> Callable[..., Operation]:
@@ -208,19 +111,22 @@ def _each(size: Any, space: int) -> tuple[int, ...]:
     return sizes * space if len(sizes) == 1 else sizes
 
 
-_READERS: dict[Any, Callable[..., Operation | None]] = {
+_READERS: dict[Any, Callable[..., Found | None]] = {
     F.linear: _linear,
-    torch.matmul: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.__matmul__: _matmul,
-    Tensor.__rmatmul__: _rmatmul,
-    torch.mm: _matmul,
-    Tensor.mm: _matmul,
-    torch.bmm: _matmul,
-    Tensor.bmm: _matmul,
-    torch.addmm: _addmm,
-    Tensor.addmm: _addmm,
-    torch.einsum: _einsum,
+    torch.matmul: products.matmul,
+    Tensor.matmul: products.matmul,
+    Tensor.__matmul__: products.matmul,
+    Tensor.__rmatmul__: products.rmatmul,
+    torch.mm: products.matmul,
+    Tensor.mm: products.matmul,
+    torch.bmm: products.matmul,
+    Tensor.bmm: products.matmul,
+    torch.addmm: products.addmm,
+    Tensor.addmm: products.addmm,
+    torch.baddbmm: products.baddbmm,
+    Tensor.baddbmm: products.baddbmm,
+    torch.einsum: products.einsum,
+    torch.tensordot: products.tensordot,
     F.embedding: _embedding,
     F.conv1d: _convolution(F.conv1d, 1),
     F.conv2d: _convolution(F.conv2d, 2),

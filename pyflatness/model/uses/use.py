@@ -11,11 +11,12 @@ from .. import kinds
 from ..kinds import Convolution, Linear, TransposedLinear
 from . import watched
 from .experts import Route
-from .operations import LINEAR, Operation
+from .operation import LINEAR, Operation
 from .watched import Watched
 
 _TRANSPOSED = TransposedLinear()
 _LISTED = 6  # experts in a message
+_OF_A_PART = "an operation on a part of it"
 
 
 class Use(kinds.Use):
@@ -24,14 +25,14 @@ class Use(kinds.Use):
     Args:
         name: of the layer.
         source: the parameter.
-        rows: which of its rows; None: all. A number is an expert of a mixture.
+        rows: which of its rows; None: all. A number is one of the matrices that it has, without the dimension.
+        routed: whether that is an expert of a mixture, which runs where a token is routed to it.
 
     Attributes:
         weight: detached, as the operation has it that the parameter is used in.
         bias: of the last call.
         kind: how the weight is a matrix: as its shape says, until the layer ran.
-        routed: whether the layer is an expert, which runs where a token is routed to it.
-        ran: whether it did.
+        ran: whether the layer ran.
         refusal: why it cannot be measured; empty as long as it can.
     """
 
@@ -39,12 +40,13 @@ class Use(kinds.Use):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, name: str, source: "Source", rows: slice | int | None = None) -> None:
+    def __init__(self, name: str, source: "Source", rows: slice | int | None = None, *, routed: bool = False) -> None:
         super().__init__()
-        self.name, self.source, self.rows, self.refusal, self.ran = name, source, rows, "", False
+        self.name, self.source, self.rows, self.routed = name, source, rows, routed
+        self.refusal, self.ran = "", False
         weight = source.parameter.detach()
         self.weight, self.bias = weight if rows is None else weight[rows], None
-        self.kind, self.routed = _by_shape(self.weight), isinstance(rows, int)
+        self.kind = _by_shape(self.weight)
         row = weight[0].numel()
         start, stop, _ = _as_slice(rows).indices(len(weight))
         self.entries = range(start * row, stop * row)  # of the parameter
@@ -182,7 +184,7 @@ class Source:
 
     def note(self, name: str) -> None:
         """See :class:`.watched.Source`."""
-        self._functions[name.strip("_")] = None
+        self._functions[name] = None
 
     def why_otherwise(self) -> str:
         """Return in what else the weight takes part."""
@@ -192,9 +194,8 @@ class Source:
 
     def _part(self, operation: Operation, weight: Tensor, part: Tensor) -> Tensor | None:
         """Do an operation on a view of the parameter."""
-        kind, rows = operation.kind, part
+        kind, rows = operation.kind, operation.rows(part)
         if kind is LINEAR:
-            rows = operation.rows(part)
             if _is_broadcast(operation.inputs, rows):
                 return None
             while rows.ndim > 2 and (rows.shape[0] == 1 or rows.stride(0) == 0):
@@ -204,6 +205,8 @@ class Source:
             if not rows.is_contiguous() and rows.t().is_contiguous():
                 kind, rows = _TRANSPOSED, rows.t()
         if not rows.is_contiguous() or rows.untyped_storage()._cdata != self.parameter.untyped_storage()._cdata:
+            if part.numel() < self.parameter.numel():
+                self._functions[_OF_A_PART] = None
             return None
         start = rows.storage_offset() - self.parameter.storage_offset()
         entries = range(start, start + rows.numel())
@@ -215,7 +218,7 @@ class Source:
         if not touched:
             return operation.back(operation.run(operation.inputs, weight, operation.bias))
         if not inside or kind is not LINEAR or weight.shape != rows.shape:
-            self._functions["an operation on a part of it"] = None
+            self._functions[_OF_A_PART] = None
             return None
         return self._cut(sorted(inside, key=lambda use: use.entries.start), entries, rows, operation, weight)
 

@@ -17,7 +17,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import functional as F
 
 from . import operations
-from .operations import Operation, each_of
+from .operation import Operation
+from .operations import each_of
 
 _VIEWS = {"t", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute", "view", "reshape", "flatten"}
 _VIEWS |= {"unflatten", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "select", "narrow", "unsqueeze"}
@@ -46,7 +47,7 @@ class Source(Protocol):
         """Return the result of an operation on the weight, or None to have it done as any other."""
 
     def note(self, name: str) -> None:
-        """Take in that the weight took part in some other function, by its name."""
+        """Take in that the weight took part in some other function, by its name and what is odd about it."""
 
 
 class Watched(Tensor):
@@ -72,13 +73,13 @@ class Watched(Tensor):
         if inner is not None:
             return inner(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            operation = operations.read(func, args, kwargs, cls)
-            if operation is not None:
-                result = operation.weight.source.used(operation)  # type: ignore[attr-defined]
+            found = operations.read(func, args, kwargs, cls)
+            if isinstance(found, Operation):
+                result = found.weight.source.used(found)  # type: ignore[attr-defined]
                 if result is not None:
                     return result
             result = func(*args, **kwargs)
-            return _followed(func, args, kwargs, result)
+            return _followed(func, args, kwargs, result, found if isinstance(found, str) else "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return a copy of the parameter, as a module that is copied in the forward pass has it."""
@@ -102,8 +103,8 @@ def leaf(weight: Tensor, source: Source) -> tuple[Watched, Node]:
         return made, get_gradient_edge(made).node
 
 
-def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Return the result of a function, watched if it is a weight still."""
+def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, why: str) -> Any:
+    """Return the result of a function, watched if it is a weight still; ``why`` says what is odd about it."""
     given = [part for several in (*args, *kwargs.values()) for part in each_of(several) if isinstance(part, Watched)]
     if not given or not _has_numbers(result):
         return result
@@ -122,7 +123,7 @@ def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     for one in given:
         if one.source.effective and isinstance(result, Tensor) and result.numel() == one.source.parameter.numel():
             return _as_watched(result, one.source, None, 0)
-        one.source.note(name)
+        one.source.note(f"{name.strip('_')} {why}".rstrip())
     return result
 
 

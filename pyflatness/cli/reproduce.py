@@ -1,0 +1,72 @@
+"""Run ``pyflatness reproduce``: redo a figure of the papers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from rich import box
+from rich.table import Table
+
+from ..messages import printable
+from .output import show
+from .paths import prepare_folder, write_whole
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--list", "listed", is_flag=True, help="List the experiments.")
+@click.option("--scale", type=click.Choice(["small", "paper"]), default="small", show_default=True,
+              help="small: minutes on two cores, no data needed; paper: the paper's settings and data.")  # fmt: skip
+@click.option("--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              help="Folder of data sets, as torchvision or Hugging Face leave them, or NAME.npz.")  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path), default=Path("reproduced"), show_default=True,
+              help="Folder for the results; what a later run goes on from is in its subfolder work.")  # fmt: skip
+@click.option("--set", "changes", multiple=True, metavar="NAME=VALUE",
+              help="Change a setting of the scale, e.g. seeds=2; may be repeated.")  # fmt: skip
+def reproduce(
+    name: str | None, listed: bool, scale: str, data_dir: Path | None, out: Path, changes: tuple[str, ...]
+) -> None:
+    """Redo a figure of the papers on flatness.
+
+    NAME is one of those that --list shows. The command writes a figure, all numbers as JSON and a page with a table and
+    a verdict. When it is interrupted, the same command goes on where it stopped.
+    """
+    from .. import experiments
+    from ..experiments import reproducing
+
+    if listed or name is None:
+        _list(experiments.EXPERIMENTS)
+        return
+    experiment = experiments.named(name)
+    settings = dict(_setting(change) for change in changes)
+    prepare_folder(out)
+    found, files = reproducing.reproduce(experiment, out / "work", scale, data_dir, settings)
+    for file, content in files.items():
+        write_whole(out / file, content)
+    table = Table("", "here", "95 % interval", "paper", box=box.SIMPLE_HEAD)
+    for item in found.findings:
+        table.add_row(item.what, reproducing.number(item.value), reproducing.interval(item), item.paper)
+    show(table)
+    for point, why in found.failures.items():
+        click.echo(printable(f"{point}: {why}"))
+    click.echo(printable(found.verdict))
+    click.echo(printable(f"{', '.join(files)} are in {out}"))
+
+
+def _list(rows: Any) -> None:
+    table = Table("name", "figure", "what", "data at paper scale", box=box.SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(row.name, row.figure, row.title, row.data or "none")
+    show(table)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Return a setting's name and value, which is JSON, or else text."""
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise click.BadParameter(f"{text!r}: NAME=VALUE is wanted", param_hint="--set")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value

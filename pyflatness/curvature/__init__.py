@@ -1,0 +1,1 @@
+"""Ask questions about curvature that are not one number a layer: spectra, and what changes of the weights cost."""

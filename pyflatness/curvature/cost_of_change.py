@@ -1,0 +1,297 @@
+"""Compute what a change of a network's weights costs, to second order, beside what it is measured to cost.
+
+For a change Δ_l of the weights of some layers l, quantised or pruned ones less the weights, say,
+
+    E(w + Δ) = E(w) + ⟨∇E, Δ⟩ + ½⟨Δ, H Δ⟩ + …
+
+At a minimum the gradient is zero, and the second-order term is the price of the change. It is computed exactly, in the
+whole block of the Hessian, and not bounded by a trace. In the GGN
+
+    ½⟨Δ, G Δ⟩ = (1 / 2 Σ_i ω_i) Σ_i Σ_c σ_ic (Σ_l ⟨M_il^(c), Δ_l⟩)²
+
+takes the cotangents of one sweep, for each layer and for all of them together; see :mod:`.change_sweep`. This is the
+Hessian's value for a layer in whose weight the model is locally linear. Elsewhere, for all layers together, and where
+cotangents would be more work, it is a Hessian product H Δ for each layer and one for all.
+
+The trace's estimate beside it is that of HAWQ-V2 (Dong et al. 2020, Eq. 5): Tr(H_l) / (d m) · |Δ_l|², what the
+change would cost on average if its direction were random; half of that is the expectation of the second-order term.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..hessian.products import Products
+from ..losses import risk
+from ..measures.layer_values import LayerValues
+from ..measures.trace import TRACE
+from ..messages import shown
+from ..model import calling, layers, uses
+from ..numerics.meeting import Group
+from ..options import MAX_PASSES, Options, check_flag
+from ..passes.task import Task
+from ..report import Estimate, Report
+from ..session import public, session
+from .change_sweep import FIRST, SECOND, ChangeSweep, Found
+
+COST, GRADIENT, MEASURED, BY_TRACE = "cost_of_change", "gradient_of_change", "loss_change", "cost_by_trace"
+
+
+@public
+def cost_of_change(
+    model: nn.Module,
+    loss: Any = "auto",
+    data: Any = ...,
+    changes: Mapping[str, Tensor] = ...,  # type: ignore[assignment]
+    *,
+    measured: bool = True,
+    by_trace: bool = False,
+    curvature: str = "auto",
+    probes: int | None = None,
+    nan_policy: str = "raise",
+    reduction: str | None = None,
+    forward: calling.Forward | None = None,
+    memory: int | None = None,
+    seed: int = 0,
+    max_passes: int = MAX_PASSES,
+    progress: bool | None = None,
+    process_group: Group = None,
+) -> Report:
+    """Return what a change Δ of the weights of some layers costs: ½⟨Δ, H Δ⟩, and beside it what the loss does.
+
+    E(w + Δ) - E(w) = ⟨∇E, Δ⟩ + ½⟨Δ, H Δ⟩ + …, each layer's change by itself, and all of them together.
+
+    Args:
+        model: as for :func:`pyflatness.relative_flatness`, like all that follow but four. It is not changed.
+        loss: its options count.
+        data: batches; they are read twice for the second order, and with ``measured`` once for each change and twice
+            more.
+        changes: by the name of a layer, the change of its weight, of the weight's shape; ``pf.changes`` makes such of
+            quantisation, pruning, lower ranks and other checkpoints.
+        measured: also evaluate the loss at the changed weights.
+        by_trace: also return Tr(H) |Δ|² / (d m) of each layer, what the change would cost twice over if its direction
+            were random.
+        curvature: ``"auto"`` and ``"hessian"`` for the Hessian, ``"ggn"`` for the GGN.
+        probes: of the traces of ``by_trace``; None: exact ones. The second order itself is never sampled.
+        nan_policy: ``"raise"`` or ``"propagate"``; ``"omit"`` only where no Hessian product and no loss is needed.
+        reduction: ``"mean"`` or ``"sum"``.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        memory: bytes to hold at a time.
+        seed: of the probes.
+        max_passes: backward passes that the traces may take.
+        progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`.
+
+    Returns:
+        ``report[layer, measure]`` of each change by itself and ``report[measure]`` of all together, in units of the
+        loss: ``"cost_of_change"`` is ½⟨Δ, H Δ⟩, with ``per_neuron`` what each row of the change costs by itself where
+        cotangents were sent; ``"gradient_of_change"`` is ⟨∇E, Δ⟩; ``"loss_change"`` is E(w + Δ) - E(w);
+        ``"cost_by_trace"`` is of layers, and their sum.
+
+    Raises:
+        InputError: a change of no layer, of another shape or dtype, or not finite; an operation without a second
+            derivative, where one is needed; see :func:`pyflatness.relative_flatness`.
+        NonFiniteError: NaN or infinity in the data's values, by the policy.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).eval()
+        >>> data = torch.randn(100, 4), torch.randint(3, (100,))
+        >>> report = pf.cost_of_change(model, torch.nn.CrossEntropyLoss(), data, pf.changes.rounded(model, bits=4))
+        >>> expected = report["gradient_of_change"] + report["cost_of_change"]
+        >>> abs(expected - report["loss_change"]) < 0.01 * abs(report["loss_change"])
+        True
+    """
+    measured, by_trace = check_flag("measured", measured), check_flag("by_trace", by_trace)
+    options = Options(
+        curvature=curvature,
+        probes=probes,
+        nan_policy=nan_policy,
+        memory=memory,
+        seed=seed,
+        max_passes=max_passes,
+    )
+    if not isinstance(changes, Mapping) or not changes:
+        raise InputError(
+            f"changes={shown(changes)}: a mapping from names of layers to changes of their weights is wanted"
+        )
+    if probes is not None and not by_trace:
+        raise InputError(f"probes={shown(probes)} is for by_trace=True; the second order itself is never sampled")
+    reads = 3 + bool(by_trace) + (len(changes) + 2 if measured else 0)
+    with session(
+        *(model, loss, data, options),
+        reduction=reduction,
+        forward=forward,
+        reads=reads,
+        progress=progress,
+        process_group=process_group,
+    ) as task:
+        task = task.of([*changes])
+        costs = Costs(task, _checked(task.selection.modules, changes))
+        found = costs.second_order()
+        if measured:
+            found |= costs.measured()
+        if by_trace:
+            found |= costs.by_trace()
+        task.unite()
+        found = {key: task.noted(estimate) for key, estimate in found.items()}
+    names = tuple(dict.fromkeys(measure for _, measure in found))
+    return Report(tuple(task.selection.modules), names, found)
+
+
+def _checked(modules: Mapping[str, nn.Module], changes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the changes of layers, by their names.
+
+    Raises:
+        InputError: of no one layer, another shape, or not finite.
+    """
+    found = {}
+    for name, change in changes.items():
+        if name not in modules:
+            raise InputError(f"changes: {name!r} is not the name of one layer; here these are {', '.join(modules)}")
+        weight = modules[name].weight
+        assert isinstance(weight, Tensor)
+        if not isinstance(change, Tensor) or change.shape != weight.shape:
+            got = f"one of shape {tuple(change.shape)}" if isinstance(change, Tensor) else shown(change)
+            raise InputError(
+                f"changes[{name!r}]: a tensor of the weight's shape {tuple(weight.shape)} is wanted, got {got}"
+            )
+        if not change.is_floating_point() or not bool(change.isfinite().all()):
+            raise InputError(f"changes[{name!r}]: finite numbers are wanted, got {change.dtype} with NaN or infinity")
+        found[name] = change.detach().to(device=weight.device, dtype=weight.dtype)
+    return found
+
+
+class Costs:
+    """Compute what changes cost.
+
+    Args:
+        task: its layers are those that change.
+        changes: by layer, as the weights are.
+    """
+
+    def __init__(self, task: Task, changes: Mapping[str, Tensor]) -> None:
+        self._task, self._modules = task, task.selection.modules
+        self._changes = {name: changes[name] for name in self._modules}
+
+    def second_order(self) -> dict[tuple[str, str], Estimate]:
+        """Return both terms of the expansion, of each layer and of all of them together."""
+        found = ChangeSweep(self._task, self._changes).found()
+        places = {name: place for place, name in enumerate((*found.names, ""))}
+        rest = [name for name in found.names if name not in found.by_factors]
+        by_product = self._by_products(rest, together=not found.together)
+        estimates: dict[tuple[str, str], Estimate] = {}
+        for name, place in places.items():
+            first, second = (float(found.sums.values[place, column]) for column in (FIRST, SECOND))
+            estimates[name, GRADIENT] = self._estimate(name, first, "definition", exact=True, found=found)
+            estimates[name, COST] = by_product.get(name) or self._by_factors(name, second, found)
+        return estimates
+
+    def _by_factors(self, name: str, value: float, found: Found) -> Estimate:
+        linear = name in found.linear if name else len(found.names) == 1 and found.linear == {*found.names}
+        return self._estimate(name, value, "ggn", exact=linear, found=found, rows=found.rows(name))
+
+    def _estimate(
+        self, name: str, value: float, method: str, *, exact: bool, found: Found, rows: Tensor | None = None
+    ) -> Estimate:
+        sums, notes = found.sums, layers.tie_notes(self._task.model, self._modules[name]) if name else ()
+        return Estimate(
+            *(value, None, sums.samples, method, exact, "reference"),
+            layer=name,
+            omitted=sums.omitted,
+            per_neuron=rows,
+            notes=notes,
+        )
+
+    def _by_products(self, names: list[str], *, together: bool) -> dict[str, Estimate]:
+        """Return the second order by a Hessian product for each of some layers, and for all of them together."""
+        blocks = {name: (name,) for name in names} | ({"": tuple(self._modules)} if together else {})
+        if not blocks:
+            return {}
+        products = Products(self._task)
+        vectors = {block: self._vector(block, products.device) for block in dict.fromkeys(blocks.values())}
+        found = products({block: vector.unsqueeze(0) for block, vector in vectors.items()})
+        estimates = {}
+        for name, block in blocks.items():
+            custom = not products.custom.isdisjoint(block)
+            by = "ggn" if self._task.options.by_ggn else "hessian"
+            estimates[name] = Estimate(
+                value=0.5 * float(vectors[block] @ found[block][0]),
+                stderr=None,
+                samples=products.samples,
+                method=by,
+                exact=by == "hessian" and not custom,
+                backend="reference",
+                layer=name,
+                notes=products.notes(name),
+            )
+        return estimates
+
+    def _vector(self, names: tuple[str, ...], device: torch.device) -> Tensor:
+        """Return the changes of some layers as one vector (N,) float64."""
+        matrices = [layers.as_matrix(self._modules[name], self._changes[name]) for name in names]
+        return torch.cat([matrix.flatten().double() for matrix in matrices]).to(device)
+
+    def measured(self) -> dict[tuple[str, str], Estimate]:
+        """Return how the loss changes with each layer's change, and with all of them."""
+        before = self._risk({})
+        found = {}
+        for name in (*self._modules, ""):
+            changes = {name: self._changes[name]} if name else self._changes
+            after = self._risk(changes)
+            found[name, MEASURED] = Estimate(
+                *(after.value - before.value, None, before.samples, "definition", True, "reference"), layer=name
+            )
+        return found
+
+    def _risk(self, changes: Mapping[str, Tensor]) -> risk.Risk:
+        """Return the loss at weights that are changed."""
+        task = self._task
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(calling.dry_run())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(uses.attached({name: self._modules[name] for name in changes}))
+            for name, change in changes.items():
+                stack.enter_context(
+                    calling.replaced_forward(self._modules[name], _changed(self._modules[name], change))
+                )
+            (found,) = risk.at(task.model, [{}], task.loss, task.batches, task.forward, task.options.nan_policy)
+        return found
+
+    def by_trace(self) -> dict[tuple[str, str], Estimate]:
+        """Return Tr(H) |Δ|² / (d m) of each layer, and their sum."""
+        traces = LayerValues(self._task).estimates([TRACE])
+        found = {}
+        for name, change in self._changes.items():
+            trace, factor = traces[name, TRACE.name], float(change.double().square().mean())
+            found[name, BY_TRACE] = replace(
+                trace,
+                value=factor * trace.value,
+                stderr=None if trace.stderr is None else factor * trace.stderr,
+            )
+        found["", BY_TRACE] = replace(
+            traces["", TRACE.name],
+            value=sum(estimate.value for estimate in found.values()),
+            stderr=None if self._task.options.probes is None else math.hypot(*(e.stderr or 0 for e in found.values())),
+            dof=None,
+        )
+        return found
+
+
+def _changed(module: nn.Module, change: Tensor) -> Callable[..., Tensor]:
+    """Return a layer's forward with a changed weight."""
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        weight, bias = module.weight, getattr(module, "bias", None)
+        assert isinstance(weight, Tensor)
+        own = bias if isinstance(bias, Tensor) else None
+        return layers.kind_of(module).forward(args, kwargs, weight + change, own)
+
+    return forward

@@ -1,0 +1,313 @@
+"""Compute the ends of the spectrum of the loss Hessian, with eigenvectors, and the density of all its eigenvalues.
+
+    H = ∂²E/∂w²  or its GGN,  of one layer's block, of some layers' weights jointly, or of all trainable parameters
+
+Eigenpairs come by Lanczos and deflation, densities by stochastic Lanczos quadrature (:mod:`pyflatness.numerics.
+eigenpairs`); every product with H is exact, over all of the data.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..hessian.eigenvalues import tolerance_of
+from ..hessian.parameter_products import ParameterProducts
+from ..hessian.products import Names, Products
+from ..model import calling
+from ..model.selectors import Selector
+from ..numerics.eigenpairs import Pairs, Search, quadrature
+from ..numerics.meeting import Group
+from ..options import Options, check_count, check_flag, check_number
+from ..passes.memory import Budget
+from ..report import views
+from ..session import public, session
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WHICH = ("largest", "smallest", "both")
+_LIMIT = 1000  # products that eigenpairs take at most
+
+
+@dataclass(frozen=True)
+class Density:
+    """Hold a quadrature of the spectrum's density for each random probe.
+
+    Attributes:
+        nodes: (probes, steps) float64, Ritz values.
+        weights: (probes, steps), their weights; those of a probe sum up to 1.
+        size: N, how many eigenvalues there are.
+    """
+
+    nodes: Tensor
+    weights: Tensor
+    size: int
+
+    def at(self, points: Tensor, width: float) -> tuple[Tensor, Tensor]:
+        """Return the density at some points, smoothed by a Gaussian, and its standard error over the probes.
+
+        p(t) = (1/N) Σ_j N(t; λ_j, width²), the mean over probes of Σ_i τ_i N(t; θ_i, width²).
+
+        Args:
+            points: (p,).
+            width: the standard deviation of the Gaussian, in units of the eigenvalues.
+
+        Returns:
+            (p,) and (p,) float64; the error is NaN for a single probe.
+
+        Raises:
+            InputError: a width that is not positive.
+        """
+        width = check_number("width", width)
+        away = (points.double().view(-1, 1, 1) - self.nodes) / width
+        each = (self.weights * (-0.5 * away.square()).exp()).sum(dim=2) / (width * math.sqrt(2 * math.pi))
+        return each.mean(dim=1), _standard_error(each)
+
+    def moment(self, power: int) -> tuple[float, float]:
+        """Return Σ_j λ_j^power of all eigenvalues, and its standard error; power 1 is the trace."""
+        each = self.size * (self.weights * self.nodes**power).sum(dim=1).unsqueeze(0)
+        return float(each.mean()), float(_standard_error(each))
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Hold eigenpairs of the loss Hessian, and the density of its eigenvalues.
+
+    Attributes:
+        eigenvalues: (k,) float64, descending; with ``which="both"`` k of each end.
+        eigenvectors: by layer or parameter, (k, …), the shape of its weight behind k; each has norm 1 in all together.
+        residuals: (k,) |H y - θ y|: an eigenvalue lies so near to each value.
+        converged: whether all pairs were brought to the tolerance, and a search beside them found nothing beyond.
+        density: or None.
+        method: ``"hessian"`` or ``"ggn"``.
+        samples: of the data.
+        products: with vectors, those of the density too.
+        size: N, the weights that the matrix is in.
+        notes: what a reader of the values should know.
+    """
+
+    eigenvalues: Tensor
+    eigenvectors: Mapping[str, Tensor]
+    residuals: Tensor
+    converged: bool
+    density: Density | None
+    method: str
+    samples: int
+    products: int
+    size: int
+    notes: tuple[str, ...] = ()
+
+    def plot(self, path: str | Path | None = None, *, width: float | None = None) -> "tuple[Figure, Axes]":
+        """Draw the density with its standard error, and the eigenvalues as ticks below it.
+
+        Args:
+            path: where the figure is written too.
+            width: of the Gaussian; None: a hundredth of the range of the eigenvalues.
+
+        Returns:
+            Figure and axes of matplotlib, outside of pyplot.
+
+        Raises:
+            MissingExtraError: without matplotlib.
+        """
+        figure, axes = views.figure()
+        values = [self.eigenvalues] if self.density is None else [self.eigenvalues, self.density.nodes.flatten()]
+        low, high = (float(f(torch.cat(values))) for f in (torch.min, torch.max))
+        width = width or max(high - low, 1e-12) / 100
+        axes.plot(self.eigenvalues.tolist(), [0.0] * len(self.eigenvalues), "|", markersize=14, label="eigenvalues")
+        if self.density is not None:
+            points = torch.linspace(low - 3 * width, high + 3 * width, 1000, dtype=torch.float64, device="cpu")
+            mean, error = self.density.at(points, width)
+            axes.plot(points, mean, label=f"density, Gaussian of width {width:.2g}")
+            if not bool(error.isnan().any()):
+                axes.fill_between(points, (mean - error).clamp_min(0), mean + error, alpha=0.3)
+            axes.set(yscale="symlog", ylabel="density")
+        axes.set(xlabel=f"eigenvalue of the {'GGN' if self.method == 'ggn' else 'Hessian'}")
+        axes.legend()
+        if path is not None:
+            figure.savefig(path)
+        return figure, axes
+
+    def __str__(self) -> str:
+        pairs = zip(self.eigenvalues.tolist(), self.residuals.tolist(), strict=True)
+        lines = [f"{value: .6g} ± {residual:.1e}" for value, residual in pairs]
+        name = "GGN" if self.method == "ggn" else "Hessian"
+        ended = "" if self.converged else ", not converged"
+        lines.append(f"{name} in {self.size} weights, {self.samples} samples, {self.products} products{ended}")
+        if self.density is not None:
+            trace, error = self.density.moment(1)
+            lines.append(f"density by {len(self.density.nodes)} probes; trace {trace:.6g} ± {error:.1g}")
+        return "\n".join([*lines, *self.notes])
+
+    __repr__ = __str__
+
+
+@public
+def spectrum(
+    model: nn.Module,
+    loss: Any = "auto",
+    data: Any = ...,
+    *,
+    layers: Selector | Sequence[Selector] | None = None,
+    k: int = 5,
+    which: str = "largest",
+    density: bool = False,
+    probes: int = 8,
+    steps: int = 64,
+    tolerance: float | None = None,
+    curvature: str = "auto",
+    nan_policy: str = "raise",
+    reduction: str | None = None,
+    forward: calling.Forward | None = None,
+    memory: int | None = None,
+    seed: int = 0,
+    progress: bool | None = None,
+    process_group: Group = None,
+) -> Spectrum:
+    """Return the outermost eigenvalues of the loss Hessian with their eigenvectors, and the density of all of them.
+
+    H y = λ y   for H = ∂²E/∂w², or its GGN. Every product with H is one read of the data.
+
+    Args:
+        model: as for :func:`pyflatness.relative_flatness`, like all that follow but these.
+        loss: its options count.
+        data: batches, to be read again and again.
+        layers: selectors: the joint block of these layers' weights, without biases; of one layer, its own block. None:
+            all trainable parameters of the network.
+        k: how many eigenpairs, at each end that is asked for; 0 for the density alone.
+        which: ``"largest"``, algebraically, ``"smallest"`` (the most negative), or ``"both"``.
+        density: also estimate the density by stochastic Lanczos quadrature.
+        probes: random vectors of the density.
+        steps: products of each of them.
+        tolerance: for residuals, relative to the matrix's norm; None: 1e-8 in float64, 1e-5 in float32.
+        curvature: ``"auto"`` and ``"hessian"`` for the Hessian, ``"ggn"`` for the GGN.
+        nan_policy: ``"raise"`` or ``"propagate"``; no sample can be left out.
+        reduction: ``"mean"`` or ``"sum"``.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        memory: bytes to hold at a time; vectors take 1 GiB, or this where it is more.
+        seed: of the random vectors.
+        progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`.
+
+    Returns:
+        The eigenpairs with their residuals. Copies of a multiple eigenvalue are counted: when all pairs are found, a
+        search among the vectors that are orthogonal to them has to find nothing beyond. That no eigenvalue was missed
+        is as certain as that random starts have a component along its eigenvector.
+
+    Raises:
+        InputError: options that do not fit; an operation without a second derivative, or that torch did not write; see
+            :func:`pyflatness.relative_flatness`.
+        NonFiniteError: a product with NaN or infinity, under ``nan_policy="raise"``.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double().eval()
+        >>> data = torch.randn(100, 4).double(), torch.randint(3, (100,))
+        >>> found = pf.spectrum(model, torch.nn.CrossEntropyLoss(), data, k=2, which="both")
+        >>> len(found.eigenvalues), found.converged, found.eigenvectors["0.weight"].shape
+        (4, True, torch.Size([4, 8, 4]))
+    """
+    k, density = check_count("k", k, 0), check_flag("density", density)
+    probes, steps = check_count("probes", probes, 1), check_count("steps", steps, 1)
+    if tolerance is not None:
+        tolerance = check_number("tolerance", tolerance)
+    if which not in WHICH:
+        raise InputError(f"which={which!r} does not exist; choose one of {', '.join(map(repr, WHICH))}")
+    if not k and not density:
+        raise InputError("k=0 and density=False: nothing is asked for")
+    options = Options(curvature=curvature, nan_policy=nan_policy, memory=memory, seed=seed)
+    with session(
+        *(model, loss, data, options),
+        reduction=reduction,
+        forward=forward,
+        reads=3,
+        progress=progress,
+        process_group=process_group,
+    ) as task:
+        products = ParameterProducts(task) if layers is None else Products(task.of(layers))
+        names = products.names if isinstance(products, ParameterProducts) else tuple(products.modules)
+        block = _Block(products, names, Budget.of(task.model, memory).bases, seed)
+        pairs = block.pairs(k, which, tolerance or tolerance_of(products))
+        found = block.density(probes, steps) if density else None
+        task.unite()
+        vectors = [products.as_weights(names, vector) for vector in pairs.vectors]
+        return Spectrum(
+            eigenvalues=pairs.values.cpu(),
+            eigenvectors={name: torch.stack([each[name] for each in vectors]) for name in names} if vectors else {},
+            residuals=pairs.residuals.cpu(),
+            converged=pairs.converged,
+            density=found,
+            method="ggn" if options.by_ggn else "hessian",
+            samples=products.samples,
+            products=block.products,
+            size=products.size(names),
+            notes=products.notes(""),
+        )
+
+
+class _Block:
+    """Multiply one block by vectors, and count.
+
+    Args:
+        products: with the block.
+        names: of the block.
+        memory: bytes for vectors.
+        seed: of random starts.
+    """
+
+    def __init__(self, products: Products, names: Names, memory: int, seed: int) -> None:
+        self._times, self._names, self._memory = products, names, memory
+        self._generator = torch.Generator().manual_seed(seed)
+        self._size, self._device = products.size(names), products.device
+        self.products = 0
+
+    def pairs(self, k: int, which: str, tolerance: float) -> Pairs:
+        """Return the eigenpairs at the ends that are asked for."""
+        largest, smallest = k * (which != "smallest"), k * (which != "largest")
+        if largest + smallest >= self._size:  # all that there are
+            largest, smallest = self._size, 0
+        search = Search(
+            self._generator,
+            self._size,
+            self._device,
+            tolerance=tolerance,
+            room=self._memory // (8 * self._size),
+            limit=_LIMIT,
+        )
+        found: Pairs = self._found(search.pairs(largest, smallest))
+        return found
+
+    def density(self, probes: int, steps: int) -> Density:
+        """Return the quadrature of random probes, as many at a time as memory has room for."""
+        steps = min(steps, self._size)
+        at_once = max(1, self._memory // (8 * self._size * (steps + 1)))
+        found = []
+        for start in range(0, probes, at_once):
+            count = min(at_once, probes - start)
+            starts = torch.randn(count, self._size, generator=self._generator, dtype=torch.float64, device="cpu")
+            found.append(self._found(quadrature(starts.to(self._device), steps)))
+        nodes, weights = (torch.cat(each).cpu() for each in zip(*found, strict=True))
+        return Density(nodes, weights, self._size)
+
+    def _found(self, asking: Any) -> Any:
+        """Return what a generator returns that asks for products."""
+        try:
+            wanted = next(asking)
+            while True:
+                self.products += len(wanted)
+                wanted = asking.send(self._times({self._names: wanted})[self._names])
+        except StopIteration as end:
+            return end.value
+
+
+def _standard_error(each: Tensor) -> Tensor:
+    """Return the standard error of the mean over the last dimension."""
+    return each.std(dim=1) / math.sqrt(each.shape[1]) if each.shape[1] > 1 else torch.full_like(each[:, 0], torch.nan)

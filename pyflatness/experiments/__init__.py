@@ -1,0 +1,52 @@
+"""Redo the figures of the papers: one file an experiment, and one row in the table below."""
+
+import difflib
+
+from ..errors import InputError
+from . import (
+    c24_pairs,
+    c24_tightness,
+    c24_transformers,
+    c24_trends,
+    p19_fig3,
+    p19_fig4,
+    p19_fig5,
+    p19_fig6,
+    p21_fig3,
+    p21_fig4,
+    p21_fig6,
+    p21_fig7,
+    p21_fig8,
+)
+from .experiment import Experiment
+
+EXPERIMENTS: tuple[Experiment, ...] = (
+    p21_fig3.EXPERIMENT,
+    p21_fig4.EXPERIMENT,
+    p21_fig6.EXPERIMENT,
+    p21_fig7.EXPERIMENT,
+    p21_fig8.EXPERIMENT,
+    p19_fig3.EXPERIMENT,
+    p19_fig4.EXPERIMENT,
+    p19_fig5.EXPERIMENT,
+    p19_fig6.EXPERIMENT,
+    c24_trends.CONVOLUTIONAL,
+    c24_transformers.EXPERIMENT,
+    c24_tightness.EXPERIMENT,
+    c24_pairs.CONVOLUTIONAL,
+    c24_pairs.PERCEPTRON,
+    c24_trends.PERCEPTRON,
+)
+
+
+def named(name: str) -> Experiment:
+    """Return an experiment by its name.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    table = {experiment.name: experiment for experiment in EXPERIMENTS}
+    if name not in table:
+        near = difflib.get_close_matches(name, table) or [*table]
+        raise InputError(f"{name!r}: no such experiment; there are {', '.join(near)}; see pyflatness reproduce --list")
+    return table[name]

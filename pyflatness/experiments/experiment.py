@@ -1,0 +1,127 @@
+"""Define what an experiment is: what it claims to redo, what it works with, and what it hands back."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SCALES = ("small", "paper")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Hold what a run of an experiment works with.
+
+    Attributes:
+        scale: ``"small"`` or ``"paper"``.
+        settings: of the experiment at that scale, by name.
+        folder: for what is kept between runs, trained networks and stores, which experiments share.
+        data_dir: where the user's data sets are; None if there are none.
+        shown: whether progress bars are; None: on a terminal.
+    """
+
+    scale: str
+    settings: Mapping[str, Any]
+    folder: Path
+    data_dir: Path | None = None
+    shown: bool | None = None
+
+    def once(self, key: str, compute: Callable[[], Any]) -> Any:
+        """Return what a function does, or did when it was called with this key before; numbers, texts and lists.
+
+        Args:
+            key: names all that the outcome depends on.
+            compute: the function.
+        """
+        path = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        if not path.exists():
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps({"key": key, "outcome": compute()}), encoding="utf-8")
+            part.replace(path)
+        return json.loads(path.read_text(encoding="utf-8"))["outcome"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Hold one number beside what the paper says of it.
+
+    Attributes:
+        what: is measured.
+        value: what came out; None where it could not be computed.
+        low: the lower end of the 95 % interval; None where there is none.
+        high: its upper end.
+        paper: the paper's own figure or words.
+    """
+
+    what: str
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    paper: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Hold what an experiment found.
+
+    Attributes:
+        table: a column of numbers or texts by name, with a row for every point; none is left out.
+        findings: the numbers that the verdict is about.
+        verdict: a paragraph that says what holds and what does not.
+        draw: draws the figure.
+        failures: what could not be computed or did not converge, by name, and why.
+        size: of the figure, in inches.
+    """
+
+    table: Mapping[str, list[Any]]
+    findings: tuple[Finding, ...]
+    verdict: str
+    draw: "Callable[[Figure], None]"
+    failures: Mapping[str, str] = field(default_factory=dict)
+    size: tuple[float, float] = (9.0, 6.0)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Describe a figure or table of a paper, and how it is redone.
+
+    Attributes:
+        name: on the command line.
+        figure: the paper's, such as ``"P21, Figure 3"``.
+        title: what is shown, in a line.
+        claim: what the paper says of it.
+        run: does the work.
+        small: settings that two cores finish in minutes with data from any installation.
+        paper: the paper's settings.
+        data: what ``paper`` needs in the folder of data sets; empty if nothing.
+    """
+
+    name: str
+    figure: str
+    title: str
+    claim: str
+    run: Callable[[Bench], Found]
+    small: Mapping[str, Any]
+    paper: Mapping[str, Any]
+    data: str = ""
+
+    def settings(self, scale: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of a scale, with some of them changed.
+
+        Raises:
+            InputError: no such scale, or no such setting.
+        """
+        if scale not in SCALES:
+            raise InputError(f"scale={scale!r}: {' or '.join(SCALES)} is wanted")
+        settings = dict(self.small if scale == "small" else self.paper)
+        for name in changes:
+            if name not in settings:
+                raise InputError(f"{self.name}: there is no setting {name!r}; there are {', '.join(settings)}")
+        return settings | dict(changes)

@@ -1,0 +1,203 @@
+"""Make a table of trained networks: a row for each, with its recipe, losses, gap, and values of measures."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import progress
+from ..scoring.score import score
+from . import training
+from .experiment import Bench
+from .training import Recipe, Until
+
+Data = tuple[Tensor, Tensor]
+
+_COMPARED = 256  # samples on which a network with other weights is held against the first
+_PARTS = 40  # of the networks that are scored between two steps of the bar
+
+
+@dataclass(frozen=True)
+class Zoo:
+    """Describe networks of one architecture, and the data that they learn and are tested on.
+
+    Attributes:
+        name: of the folder that keeps them.
+        network: makes one.
+        recipes: by name.
+        train: inputs and labels.
+        test: the same, of samples that they do not learn.
+        until: when training ends.
+    """
+
+    name: str
+    network: Callable[[], nn.Module]
+    recipes: Mapping[str, Recipe]
+    train: Data
+    test: Data
+    until: Until
+
+    def first(self, count: int) -> Data:
+        """Return the first training samples."""
+        inputs, labels = self.train
+        return inputs[:count], labels[:count]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Ask for some measures of every network.
+
+    Attributes:
+        measures: their names.
+        layers: as :func:`pyflatness.score` takes them.
+        data: that they are taken on.
+    """
+
+    measures: Sequence[str]
+    layers: str | Sequence[str] | None
+    data: Data
+
+
+@dataclass(frozen=True)
+class Networks:
+    """Hold a table of networks.
+
+    Attributes:
+        columns: with a row for every network that could be scored: ``name``, the recipe, ``converged``, ``loss`` and
+            ``test_loss``, ``accuracy`` and ``test_accuracy``, ``gap``, and ``MEASURE LAYER`` of all that was asked.
+        unconverged: names of rows whose training ended above the target.
+        failures: networks and values that there are none of, and why; and those that did not converge.
+    """
+
+    columns: dict[str, list[Any]]
+    unconverged: tuple[str, ...]
+    failures: dict[str, str]
+
+    def converged(self) -> dict[str, list[Any]]:
+        """Return the rows of networks that did converge."""
+        kept = [name not in self.unconverged for name in self.columns["name"]]
+        return {
+            column: [cell for cell, stays in zip(cells, kept, strict=True) if stays]
+            for column, cells in self.columns.items()
+        }
+
+
+@dataclass(frozen=True)
+class Change:
+    """Describe other weights of every network, by which it computes the same function.
+
+    Attributes:
+        name: of the folder that keeps them, within the zoo's.
+        of: makes the other network of one that is loaded, of the data's first samples, and of the network's number.
+    """
+
+    name: str
+    of: Callable[[nn.Module, Tensor, int], nn.Module]
+
+    def made(self, bench: Bench, zoo: Zoo, paths: Mapping[str, Path]) -> dict[str, Path]:
+        """Write the checkpoints that are not there yet, and return all."""
+        from safetensors.torch import load_file, save_file
+
+        folder = bench.folder / zoo.name / self.name
+        folder.mkdir(parents=True, exist_ok=True)
+        places = {name: number for number, name in enumerate(zoo.recipes)}
+        changed = {name: folder / path.name for name, path in paths.items()}
+        network, (inputs, _) = zoo.network().eval(), zoo.first(_COMPARED)
+        for name, path in changed.items():
+            if not path.exists():
+                network.load_state_dict(load_file(paths[name]))
+                part = path.with_name(f".{path.name}.part")
+                save_file(self.of(network, inputs, places[name]).state_dict(), part)
+                part.replace(path)
+        return changed
+
+
+def networks(bench: Bench, zoo: Zoo, asked: Sequence[Asked], *, change: Change | None = None) -> Networks:
+    """Train what is not trained yet, score it, and return the table.
+
+    Args:
+        bench: to work with.
+        zoo: of networks.
+        asked: measures of each, besides relative flatness of the head, which is taken on all training data, as are
+            losses and accuracies.
+        change: makes other weights of each checkpoint, which are then scored; None: those that were trained.
+    """
+    paths = training.train(zoo.network, zoo.recipes, zoo.train, zoo.until, bench.folder / zoo.name, bench.shown)
+    facts = {name: _facts(zoo, name, path) for name, path in paths.items()}
+    if change is not None:
+        paths = change.made(bench, zoo, paths)
+    cells = {name: dict(own) for name, own in facts.items()}
+    failures = {name: "not trained" for name in zoo.recipes if name not in paths}
+    tested = Asked(["relative_flatness"], None, zoo.test)
+    for wanted in (replace(tested, data=zoo.train), tested, *asked):
+        for name, (loss, accuracy, values) in _scored(bench, zoo, paths, wanted, failures).items():
+            if wanted is tested:
+                cells[name] |= {"test_loss": loss, "test_accuracy": accuracy}
+            else:  # the first are those on all training data
+                cells[name] = {"loss": loss, "accuracy": accuracy} | values | cells[name]
+    rows = [own for own in cells.values() if {"loss", "test_loss"} <= own.keys()]
+    names = dict.fromkeys(column for row in rows for column in row)
+    columns = {column: [row.get(column, math.nan) for row in rows] for column in names}
+    columns["gap"] = [test - train for test, train in zip(columns["test_loss"], columns["loss"], strict=True)]
+    ended = {name: own for name, own in facts.items() if not own["converged"]}
+    failures |= {
+        name: f"did not converge: loss {own['training_loss']:.3g} in epoch {own['epochs']}"
+        for name, own in ended.items()
+        if name not in failures
+    }
+    return Networks(columns, tuple(row["name"] for row in rows if row["name"] in ended), failures)
+
+
+def several(recipes: Mapping[str, Recipe], seeds: int) -> dict[str, Recipe]:
+    """Return all recipes with seed 0, then with 1, and so on; the seed is at the end of a name."""
+    return {
+        f"{name}_seed{seed}": replace(recipe, seed=seed) for seed in range(seeds) for name, recipe in recipes.items()
+    }
+
+
+def _facts(zoo: Zoo, name: str, path: Path) -> dict[str, Any]:
+    """Return what is known of a network's training; of one from elsewhere that it did converge."""
+    told = training.metadata(path)
+    return {
+        "name": name,
+        "recipe": name.rsplit("_seed", 1)[0],
+        **asdict(zoo.recipes[name]),
+        "epochs": json.loads(told.get("epochs", "null")),
+        "training_loss": float(told.get("loss", "nan")),
+        "converged": json.loads(told.get("converged", "true")),
+    }
+
+
+def _scored(
+    bench: Bench, zoo: Zoo, paths: Mapping[str, Path], asked: Asked, failures: dict[str, str]
+) -> dict[str, tuple[float | None, float | None, dict[str, float]]]:
+    """Return by network its loss and accuracy on the data, and its values by column."""
+    found: dict[str, tuple[float | None, float | None, dict[str, float]]] = {}
+    names = [*paths]
+    size = max(1, len(names) // _PARTS)
+    layers = asked.layers
+    with progress.bar(f"scoring {', '.join(asked.measures)[:40]}", len(names), bench.shown) as advance:
+        for start in range(0, len(names), size):
+            some = {name: paths[name] for name in names[start : start + size]}
+            store = bench.folder / f"{zoo.name}.sqlite"
+            scores = score(
+                some,
+                asked.data,
+                "cross_entropy",
+                model=zoo.network,
+                layers=layers,
+                measures=asked.measures,
+                store=store,
+            )
+            for row in scores:
+                if row.error:
+                    failures[row.checkpoint] = f"{row.measure}: {row.error}"
+                elif row.value is not None:
+                    *_, values = found.setdefault(row.checkpoint, (row.loss, row.accuracy, {}))
+                    values[f"{row.measure} {row.layer or 'network'}"] = row.value
+            advance(len(some), "")
+    return found

@@ -1,0 +1,181 @@
+"""Compute correlation coefficients of resampled networks, with other quantities held fixed if there are some.
+
+Pearson's r, Spearman's ρ and Kendall's τ_b are each the cosine of the angle between an aspect of x and the same of y:
+
+    Pearson     the values less their mean, (n,)
+    Spearman    the ranks less their mean, doubled, (n,); of ties the mean rank
+    Kendall     the order of every pair, sign(x_i - x_j), (n, n); tied pairs have length 0, which makes it τ_b
+
+A resample has a network once for each time that it is drawn. Ranks and pairs need only how often that is, so that
+Kendall's sum over pairs is Σ_ij c_i c_j sign(x_i - x_j) sign(y_i - y_j), a product of matrices for all resamples.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .tables import Vector
+
+Product = Callable[[int, int], Vector]  # the inner products of two of the columns, (resamples,)
+
+_ROUNDING = 1e-12  # 1 - r² below this is that of r = ±1
+
+
+@dataclass(frozen=True, eq=False)
+class Resamples:
+    """Hold which networks every resample is made of.
+
+    Attributes:
+        draws: networks by number, (resamples, drawn); -1 in a place without one, since resamples differ in size.
+        counts: how often each network is in a resample, (resamples, n).
+    """
+
+    draws: NDArray[np.intp]
+    counts: Vector
+
+
+def resamples(draws: NDArray[np.intp], n: int) -> Resamples:
+    """Return resamples of n networks from their draws, (resamples, drawn), as in :class:`Resamples`."""
+    places = draws % (n + 1) + (n + 1) * np.arange(len(draws))[:, None]  # -1 becomes n, beyond the networks
+    counts = np.bincount(places.ravel(), minlength=len(draws) * (n + 1)).reshape(len(draws), n + 1)
+    return Resamples(draws, counts[:, :n].astype(np.float64))
+
+
+def whole(n: int) -> Resamples:
+    """Return the one sample that has every network once."""
+    return resamples(np.arange(n)[None], n)
+
+
+def coefficients(statistic: str, columns: Sequence[Vector], drawn: Resamples) -> Vector:
+    """Return a correlation in every resample.
+
+    Args:
+        statistic: one of ``STATISTICS``.
+        columns: x, y, and those that are held fixed, if any; (n,) finite values each.
+        drawn: the resamples.
+
+    Returns:
+        (resamples,); NaN where a column is constant, and where x or y follows from what is held fixed.
+    """
+    return partial(cosines(products(statistic, columns, drawn)))
+
+
+def products(statistic: str, columns: Sequence[Vector], drawn: Resamples) -> Vector:
+    """Return the inner products of k columns' aspects in every resample, (resamples, k, k)."""
+    product = _PRODUCTS[statistic](columns, drawn)
+    k = len(columns)
+    found = np.empty((len(drawn.draws), k, k))
+    for i in range(k):
+        for j in range(i + 1):
+            found[:, i, j] = found[:, j, i] = product(i, j)
+    return found
+
+
+def cosines(products: Vector) -> Vector:
+    """Return inner products, (…, k, k), divided by both lengths; NaN for a vector of length 0."""
+    squares = np.diagonal(products, axis1=-2, axis2=-1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found: Vector = products / np.sqrt(squares[..., :, None] * squares[..., None, :])
+    return found
+
+
+def partial(correlations: Vector) -> Vector:
+    """Return the correlation of the first two of k variables with the others held fixed, (…,) from (…, k, k).
+
+    The others are taken out one by one: r_xy·z = (r_xy - r_xz r_yz) / √((1 - r_xz²) (1 - r_yz²)).
+    """
+    while correlations.shape[-1] > 2:
+        with_last = correlations[..., :-1, -1]
+        left = 1 - with_last**2
+        left = np.where(left > _ROUNDING, left, np.nan)
+        rest = correlations[..., :-1, :-1] - with_last[..., :, None] * with_last[..., None, :]
+        correlations = rest / np.sqrt(left[..., :, None] * left[..., None, :])
+    value: Vector = correlations[..., 0, 1]
+    return value
+
+
+def permuted_products(statistic: str, columns: Vector, values: Vector, orders: NDArray[np.intp]) -> Vector:
+    """Return the inner products of columns with the permutations of another, all of the whole sample.
+
+    Args:
+        statistic: one of ``STATISTICS``.
+        columns: (k, n).
+        values: (n,).
+        orders: which network's value each network gets, (permutations, n).
+
+    Returns:
+        (k, permutations).
+    """
+    if statistic == "Kendall":
+        permuted, total = values[orders], np.zeros((len(columns), len(orders)))
+        for i in range(1, len(values)):  # the pairs of one network with those before it, so as not to write out all
+            total += np.sign(columns[:, i, None] - columns[:, :i]) @ np.sign(permuted[:, i, None] - permuted[:, :i]).T
+        return 2 * total
+    aspect, sample = {"Pearson": _deviations, "Spearman": _ranks}[statistic], whole(len(values))
+    found: Vector = np.concatenate([aspect(column, sample) for column in columns]) @ aspect(values, sample)[0][orders].T
+    return found
+
+
+def _pearson(columns: Sequence[Vector], drawn: Resamples) -> Product:
+    aspects = [_deviations(column, drawn) for column in columns]
+    return lambda i, j: _rowwise(aspects[i], aspects[j])
+
+
+def _spearman(columns: Sequence[Vector], drawn: Resamples) -> Product:
+    aspects = [_ranks(column, drawn) for column in columns]
+    return lambda i, j: _rowwise(aspects[i] * drawn.counts, aspects[j])
+
+
+def _kendall(columns: Sequence[Vector], drawn: Resamples) -> Product:
+    signs = [np.sign(column[:, None] - column) for column in columns]
+
+    def product(i: int, j: int) -> Vector:
+        if i == j:  # all pairs but those that are tied
+            untied: Vector = drawn.counts.sum(axis=1) ** 2 - (_tallies(columns[i], drawn)[0] ** 2).sum(axis=1)
+            return untied
+        return _rowwise(drawn.counts @ (signs[i] * signs[j]), drawn.counts)
+
+    return product
+
+
+_PRODUCTS: dict[str, Callable[[Sequence[Vector], Resamples], Product]] = {
+    "Pearson": _pearson,
+    "Spearman": _spearman,
+    "Kendall": _kendall,
+}
+STATISTICS = tuple(_PRODUCTS)
+
+
+def _deviations(values: Vector, drawn: Resamples) -> Vector:
+    """Return the values that are drawn less their mean, over their range, (resamples, drawn)."""
+    there = drawn.draws >= 0
+    rows = np.where(there, values[drawn.draws], 0)
+    high = rows.max(axis=1, where=there, initial=-np.inf)
+    low = rows.min(axis=1, where=there, initial=np.inf)
+    scale = np.where(high > low, high - low, np.nan)
+    means = rows.sum(axis=1) / there.sum(axis=1)
+    return np.where(there, (rows - means[:, None]) / scale[:, None], 0)
+
+
+def _ranks(values: Vector, drawn: Resamples) -> Vector:
+    """Return how many drawn networks are below each network less how many are above it, (resamples, n)."""
+    tallies, place = _tallies(values, drawn)
+    below_and_equal = tallies.cumsum(axis=1)
+    ranks: Vector = (2 * below_and_equal - tallies - below_and_equal[:, -1:])[:, place]
+    return ranks
+
+
+def _tallies(values: Vector, drawn: Resamples) -> tuple[Vector, NDArray[np.intp]]:
+    """Return how often each distinct value is drawn, (resamples, distinct), and which of them a network has, (n,)."""
+    _, place = np.unique(values, return_inverse=True)
+    order = np.argsort(place, kind="stable")
+    starts = np.searchsorted(place[order], np.arange(place.max() + 1))
+    return np.add.reduceat(drawn.counts[:, order], starts, axis=1), place
+
+
+def _rowwise(a: Vector, b: Vector) -> Vector:
+    """Return the inner products of the rows, (rows,)."""
+    found: Vector = (a[:, None, :] @ b[:, :, None])[:, 0, 0]
+    return found

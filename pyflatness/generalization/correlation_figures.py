@@ -1,0 +1,168 @@
+"""Draw a measure against the generalisation gap, and the correlations of all measures with each other."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import InputError
+from ..report import views
+from .coefficients import STATISTICS, cosines, products, whole
+from .correlation import correlations
+from .tables import Vector, listed, read
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDE = 100  # a measure whose largest value is so many times the smallest is drawn logarithmically
+_NAMED = 12  # clusters that a legend has room for
+_WRITTEN = 15  # columns of a matrix whose cells have room for a number
+
+
+def plot_correlation(
+    table: Any,
+    x: str,
+    y: str = "gap",
+    *,
+    exclude: Collection[str] = (),
+    test: Any = None,
+    seed: int = 0,
+    interval: str = "bootstrap",
+    clusters: str | Sequence[str] | None = None,
+    path: str | Path | None = None,
+    axes: "Axes | None" = None,
+) -> "tuple[Figure, Axes]":
+    """Draw a measure against the generalisation gap as a scatter plot, with the correlations and intervals above it.
+
+    Every network is drawn; those in ``exclude`` hollow, counted in the legend and left out of the correlations. Each
+    cluster has its colour.
+
+    Args:
+        table: as for :func:`pyflatness.correlations`, like all that follow but the last two.
+        x: a column.
+        y: a column.
+        exclude: names of rows.
+        test: a table of the same networks on test data.
+        seed: of the resampling.
+        interval: ``"bootstrap"`` or ``"fisher"``.
+        clusters: columns whose values make the clusters.
+        path: where the figure is written too; its ending is its format.
+        axes: matplotlib's, to draw into; None: those of a new figure.
+
+    Returns:
+        Figure and axes of matplotlib, outside of pyplot.
+
+    Raises:
+        InputError: as :func:`pyflatness.correlations`.
+        MissingExtraError: without matplotlib.
+
+    Example:
+        >>> import pyflatness as pf
+        >>> figure, axes = pf.plot_correlation({"kappa": [1, 2, 3, 4, 5], "gap": [1, 3, 2, 5, 4]}, x="kappa")
+        >>> axes.get_title().splitlines()[0].startswith("Pearson 0.80")
+        True
+    """
+    options: Any = {"exclude": exclude, "test": test, "seed": seed, "interval": interval, "clusters": clusters}
+    found = correlations(table, x, y, **options)
+    networks = read(table, test)
+    kept, values, against = networks.kept(exclude), networks.column(x), networks.column(y)
+    figure, axes = views.figure() if axes is None else (cast("Figure", axes.get_figure()), axes)
+    if clusters is None:
+        axes.plot(values[kept], against[kept], "o", color="C0", label=f"{found.points} networks")
+    else:
+        groups, labels = networks.groups(listed(clusters), kept)
+        _draw_clusters(axes, values[kept], against[kept], groups, labels)
+    if found.excluded:
+        label = f"{len(found.excluded)} excluded by name, not in the correlations"
+        color = "C0" if clusters is None else "gray"
+        axes.plot(values[~kept], against[~kept], "o", color=color, fillstyle="none", label=label)
+    drawn = values[np.isfinite(values)]
+    if drawn.min() > 0 and drawn.max() > _WIDE * drawn.min():
+        axes.set_xscale("log")
+    axes.set_title("\n".join(map(str, found.rows)), fontsize=10)
+    axes.set_xlabel(x)
+    axes.set_ylabel("generalisation gap" if y == "gap" else y)
+    axes.grid(alpha=0.3)
+    beside = {"fontsize": 7, "loc": "upper left", "bbox_to_anchor": (1.01, 1), "borderaxespad": 0}
+    axes.legend(**({} if clusters is None else beside))
+    if path is not None:
+        figure.savefig(path)
+    return figure, axes
+
+
+def plot_correlation_matrix(
+    table: Any,
+    columns: Sequence[str] | None = None,
+    *,
+    statistic: str = "Kendall",
+    exclude: Collection[str] = (),
+    test: Any = None,
+    path: str | Path | None = None,
+    axes: "Axes | None" = None,
+) -> "tuple[Figure, Axes]":
+    """Draw the correlations of measures with each other, as a matrix of colours.
+
+    Args:
+        table: as for :func:`pyflatness.correlations`.
+        columns: from left to right; None: the gap, if there is one, and all measures.
+        statistic: ``"Pearson"``, ``"Spearman"`` or ``"Kendall"`` (τ_b).
+        exclude: names of rows to leave out.
+        test: a table of the same networks on test data, for the gap.
+        path: where the figure is written too; its ending is its format.
+        axes: matplotlib's, to draw into; None: those of a new figure.
+
+    Returns:
+        Figure and axes of matplotlib, outside of pyplot. The matrix is ``axes.images[0].get_array()``; NaN for a column
+        that is constant.
+
+    Raises:
+        InputError: as :func:`pyflatness.correlations`, or another statistic.
+        MissingExtraError: without matplotlib.
+
+    Example:
+        >>> import pyflatness as pf
+        >>> table = {"kappa": [1, 2, 3, 4, 5], "trace": [2, 1, 3, 4, 5], "gap": [1, 3, 2, 5, 4]}
+        >>> figure, axes = pf.plot_correlation_matrix(table)
+        >>> [label.get_text() for label in axes.get_xticklabels()]
+        ['gap', 'kappa', 'trace']
+        >>> axes.images[0].get_array()[0].round(1).tolist()
+        [1.0, 0.6, 0.4]
+    """
+    if statistic not in STATISTICS:
+        raise InputError(f"statistic={statistic!r}: there are {', '.join(map(repr, STATISTICS))}")
+    networks = read(table, test)
+    kept = networks.kept(exclude)
+    gap = ["gap"] if "gap" in networks.columns else []
+    names = [*gap, *(name for name in networks.measures if name != "gap")] if columns is None else listed(columns)
+    values, sample = [networks.finite(name, kept) for name in names], whole(int(kept.sum()))
+    found = cosines(products(statistic, values, sample))[0]
+    if axes is None:
+        figure, axes = views.figure()
+        figure.set_size_inches(3.5 + 0.4 * len(names), 2.5 + 0.4 * len(names))
+    else:
+        figure = cast("Figure", axes.get_figure())
+    image = axes.imshow(found, cmap="RdBu_r", vmin=-1, vmax=1)
+    if len(names) <= _WRITTEN:
+        for i, row in enumerate(found):
+            for j, value in enumerate(row):
+                color = "white" if abs(value) > 0.6 else "black"
+                axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
+    axes.set_yticks(range(len(names)), names)
+    figure.colorbar(image, ax=axes, label=f"{statistic}, {int(kept.sum())} networks")
+    if path is not None:
+        figure.savefig(path)
+    return figure, axes
+
+
+def _draw_clusters(axes: "Axes", x: Vector, y: Vector, groups: NDArray[np.intp], labels: tuple[str, ...]) -> None:
+    """Draw each cluster in a colour and a marker of its own, with its name in the legend if there is room for all."""
+    for group, label in enumerate(labels):
+        here = groups == group
+        marker = "os^Dv"[group // 10 % 5]
+        axes.plot(x[here], y[here], marker, color=f"C{group % 10}", label=label if len(labels) <= _NAMED else None)
+    if len(labels) > _NAMED:
+        axes.plot([], [], "o", color="gray", label=f"{len(x)} networks in {len(labels)} clusters")

@@ -1,0 +1,92 @@
+"""Multiply the loss Hessian, or its GGN, by vectors in the space of all trainable parameters of a network.
+
+It is what :mod:`.products` does for layers' weights, with every parameter as a leaf: biases, scales of normalisations
+and weights that are no layer's too, and a tied parameter once, with all of its uses. The one block there is has the
+names of all parameters.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..model import parameters
+from ..model.selectors import Selection
+from ..passes import linearity
+from ..passes.runner import Run, Runner
+from ..passes.task import Task
+from .products import Names, Products, for_second_derivatives
+
+
+class ParameterProducts(Products):
+    """Represent E's Hessian or GGN in all trainable parameters, as a matrix to multiply with.
+
+    Args:
+        task: the model, its loss and data; ``curvature="ggn"`` for the GGN, else the Hessian.
+
+    Attributes:
+        names: of the parameters, as the block is called.
+
+    Raises:
+        InputError: no trainable parameter; see :class:`.Products`.
+    """
+
+    _what = "parameter"
+
+    def __init__(self, task: Task) -> None:
+        self._theta = parameters.trainable(task.model)
+        self.names: Names = tuple(self._theta)
+        super().__init__(task)
+
+    def notes(self, name: str) -> tuple[str, ...]:
+        """Return what a reader of a value should know."""
+        return (linearity.TAKEN_AS_THEY_ARE,) if self.custom else ()
+
+    def _made_runner(self) -> Runner:
+        def forward(model: Any, batch: Any) -> Any:
+            leaves = self._leaves or self._theta
+            return parameters.run(model, leaves, batch, self._task.forward)
+
+        return Runner(
+            *self._data(Selection({}, frozenset(), optional=True), forward),
+            by_sample=False,
+            certify=False,
+            reserve=for_second_derivatives,
+            inside=self._parameters_as_leaves,
+        )
+
+    def _set_up(self) -> None:
+        self.modules = {}
+        some = next(iter(self._theta.values()))
+        self.device, self.eps = some.device, max(torch.finfo(values.dtype).eps for values in self._theta.values())
+
+    @contextlib.contextmanager
+    def _parameters_as_leaves(self) -> Iterator[None]:
+        self._leaves = {name: values.detach().requires_grad_() for name, values in self._theta.items()}
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+
+    def _edges(self, run: Run) -> linearity.Edges:
+        return {name: [get_gradient_edge(leaf)] for name, leaf in self._leaves.items()}
+
+    def _check_complete(self, run: Run, value: Tensor, cotangent: Tensor) -> None:
+        some = {name: self._leaves[name] for name in sorted(self.custom)}
+        if some:
+            found = torch.autograd.grad(
+                value, [*some.values()], cotangent, create_graph=True, allow_unused=True, retain_graph=True
+            )
+            for name, gradient in zip(some, found, strict=True):
+                linearity.check_complete(f"parameter {name!r}", [] if gradient is None else [gradient])
+
+    def _shape(self, name: str) -> torch.Size:
+        return self._theta[name].shape
+
+    def _as_weight(self, name: str, matrix: Tensor) -> Tensor:
+        return matrix
+
+    def _as_matrix(self, name: str, weight: Tensor) -> Tensor:
+        return weight

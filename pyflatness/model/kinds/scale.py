@@ -1,0 +1,116 @@
+"""Treat the weight of a normalisation layer as a diagonal matrix that multiplies normalised features.
+
+    y = γ ∘ x̂ + β = diag(γ) x̂ + β
+
+Only the diagonal is free, so that it is m matrices of one entry each, as the filters of a depthwise convolution of one
+pixel are: a group for each feature. x̂ is what the layer itself gives of its input with 1 for γ and 0 for β, whatever it
+normalises by.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...contractions import Geometry
+from ...errors import InputError
+from .linear import Linear
+
+_CHANNELS_FIRST = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
+_OF_TORCH = (*_CHANNELS_FIRST, nn.LayerNorm, nn.RMSNorm)
+
+
+def is_scale(module: nn.Module) -> bool:
+    """Return whether a module is a normalisation layer with a weight: one of torch's, or of one of such a name.
+
+    Of the latter the weight is a vector, and there are no parameters but this and a bias of the same shape.
+    """
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if weight is None or nn.parameter.is_lazy(weight):
+        return False
+    if isinstance(module, _OF_TORCH):
+        return True
+    others = [parameter for parameter in module.parameters() if parameter is not weight and parameter is not bias]
+    same = bias is None or bias.shape == weight.shape
+    return "norm" in type(module).__name__.lower() and weight.ndim == 1 and same and not others
+
+
+class Scale(Linear):
+    """Say how the weight of a normalisation is a diagonal matrix; see :class:`.Linear`.
+
+    φ is x̂, (…, m) where the layer normalises over the last dimensions, (n, m, …) where features are channels.
+
+    Args:
+        module: the layer.
+    """
+
+    has_input = False
+    pointwise = False
+    computes = "γ ∘ x̂ + β of its weight γ, for the x̂ that it gives with 1 for γ"
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._shape = module, tuple(module.weight.shape)
+        self.groups = module.weight.numel()
+        self.geometry = Geometry(self.groups)
+        first = isinstance(module, _CHANNELS_FIRST) or (
+            getattr(module, "data_format", "") == "channels_first" or type(module).__name__.endswith("2d")
+        )
+        self.class_dim = 1 if first else -1
+        self.row_dims = len(self._shape)
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        """Return a tensor of the shape of the weight as (m, 1): a row for each feature."""
+        return weight.reshape(-1, 1)
+
+    def as_weight(self, matrix: Tensor) -> Tensor:
+        """Return a (m, 1) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
+        return matrix.reshape(self._shape)
+
+    def inputs_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Return x̂ for the arguments of a call.
+
+        Raises:
+            InputError: it has not the weight's features where the layer's class has them.
+        """
+        plain = copy.copy(self._module)
+        values = {"weight": torch.ones_like, "bias": torch.zeros_like}
+        plain._parameters = {
+            name: None if parameter is None else values[name](parameter.detach())
+            for name, parameter in self._module._parameters.items()
+        }
+        inputs = type(plain).forward(plain, *args, **kwargs)
+        if not isinstance(inputs, Tensor):
+            return None
+        there = inputs.shape[1:2] if self.class_dim == 1 else inputs.shape[-self.row_dims :]
+        if there != self._shape:
+            where = "dimension 1" if self.class_dim == 1 else "the last dimensions"
+            raise InputError(
+                f"a {type(self._module).__name__} has a weight of {self._shape} and gives {tuple(inputs.shape)}, whose "
+                f"{where} do not match it: its weight is not measured; choose other layers"
+            )
+        return inputs if self.class_dim == 1 else inputs.flatten(-self.row_dims)
+
+    def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
+        """Return γ ∘ x̂ + β."""
+        sizes = (-1, *(1,) * (inputs.ndim - 2)) if self.class_dim == 1 else (-1,)
+        outputs = inputs * weight.reshape(sizes)
+        outputs = outputs if bias is None else outputs + bias.reshape(sizes)
+        shape = (*outputs.shape[:-1], *self._shape) if self.class_dim == -1 else outputs.shape
+        return outputs.reshape(shape)
+
+    def at_ends(
+        self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return γ ∘ x̂ and the output of the first and the last row, or image."""
+        if self.class_dim == -1:
+            inputs, output = (part.reshape(-1, self.groups) for part in (inputs, output))
+        rows = [0, -1][: len(inputs)]
+        found = self.affine(inputs[rows].to(weight.dtype), weight, None)
+        return found.reshape(output[rows].shape), output[rows]
+
+    def in_common_form(self, tensor: Tensor) -> list[Tensor]:
+        """Return x̂ or cotangents of one call, (n, q, m, …) or (n, …, m), in the dimensions of a geometry."""
+        rows = tensor if self.class_dim == -1 else tensor.movedim(2, -1)
+        return [rows.reshape(len(rows), -1, self.groups).transpose(1, 2)[..., None, None]]

@@ -1,0 +1,59 @@
+"""Compute what a module computes in another way, of which watched weights are told, while its weights are watched."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ...errors import InputError
+from .watched import Watched
+
+
+class Replaced:
+    """Serve as the base of what is put in the place of a module's ``forward``.
+
+    Args:
+        module: whose forward it is.
+        names: of its weights that may be watched.
+        what: the module is, for errors.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str], what: str) -> None:
+        self._module, self._names, self._what, self._is_checked = module, names, what, False
+
+    def watched(self) -> Iterator[Watched]:
+        """Yield those of the weights that are watched; as long as there are none the module does its own."""
+        held: Iterable[object] = (self._module._parameters.get(name) for name in self._names)
+        return (weight for weight in held if isinstance(weight, Watched))
+
+    def refusal(self, why: str) -> InputError:
+        """Return the error about the stand-ins that the weights have."""
+        names = [name for weight in self.watched() for name in weight.source.attached]
+        listed = ", ".join(map(repr, names[:2])) + (", …" if len(names) > 2 else "")
+        return InputError(f"layer {listed}: {why}").about(dict.fromkeys(names, why))
+
+    def check(self, mine: Callable[..., Any], own: Callable[..., Any], *given: Any) -> None:
+        """Raise unless both compute the same of the same arguments; that is looked at once.
+
+        Raises:
+            InputError: they do not.
+        """
+        leaves = pytree.tree_leaves(given)
+        if self._is_checked or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+            return
+        detached = pytree.tree_map_only(Tensor, Tensor.detach, given)
+        with torch._C.DisableTorchFunction(), torch.no_grad():  # unseen by stand-ins, and by who watches the model
+            pairs = zip(*(pytree.tree_leaves(compute(*detached)) for compute in (mine, own)), strict=True)
+            if not all(_agree(found, expected) for found, expected in pairs):
+                raise self.refusal(f"{self._what} computes something else than what is measured in its place")
+        self._is_checked = True
+
+
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    """Return whether two results are the same up to rounding, wherever that which is expected is finite."""
+    tolerance = max(1e-3, 8 * torch.finfo(expected.dtype).eps)
+    finite = expected.isfinite()
+    found, expected = found.where(finite, 0), expected.to(found.dtype).where(finite, 0)
+    return torch.allclose(found, expected, tolerance, tolerance * float(expected.abs().amax()))
