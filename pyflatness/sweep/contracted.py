@@ -52,6 +52,7 @@ class Contracted:
                 taken = forms[name].of_carried(run, inputs, count)
                 if taken is not None:
                     self._elsewhere[name], self._contractions[name] = taken
+                    self._contract[name] = taken[1].of
                     continue
                 share, positions = shares.get(name, min(left, hold // 2)), None
                 if pooled is not None and layer.gathers(inputs, count, share, pooled.elements):
