@@ -3,8 +3,9 @@
 Run from the project's root: ``python benchmarks/ranks.py``. It starts two ranks with gloo. On the same work and data,
 in turn: ``one`` is rank 0 with all of it while rank 1 waits, ``two`` both with a half each, ``ratio`` the first over
 the second, and ``ratio of work`` the same of the processor's time that rank 0 takes, which other processes of the
-machine change less. ``small`` is a call whose work is next to nothing: what meeting, agreeing and adding up take.
-``messages`` is how many exchanges rank 0 takes part in, and ``bytes`` what it sends in them.
+machine change less. ``group of one`` is what rank 0 takes in a process group of its own, over ``one``. ``small`` is a
+call whose work is next to nothing: what meeting, agreeing and adding up take. ``messages`` is how many exchanges rank 0
+takes part in, and ``bytes`` what it sends in them.
 """
 
 import socket
@@ -75,17 +76,17 @@ class Counted:
 
     def __enter__(self) -> "Counted":
         self.messages = self.bytes = 0
-        self._before = Ranks.gathered
+        self._before = Ranks._gather
 
-        def gathered(ranks: Ranks, tensor: torch.Tensor) -> list[torch.Tensor]:
+        def sent(ranks: Ranks, tensor: torch.Tensor, *arguments: Any, **options: Any) -> list[torch.Tensor]:
             self.messages, self.bytes = self.messages + 1, self.bytes + tensor.numel() * tensor.itemsize
-            return self._before(ranks, tensor)
+            return self._before(ranks, tensor, *arguments, **options)
 
-        Ranks.gathered = gathered  # type: ignore[method-assign]
+        Ranks._gather = sent  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        Ranks.gathered = self._before  # type: ignore[method-assign]
+        Ranks._gather = self._before  # type: ignore[method-assign]
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
@@ -105,23 +106,26 @@ def run(rank: int, size: int, port: int) -> None:
     """Time everything on one of the ranks; the first prints the table."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    table = Table("work", "one", "two", "ratio", "ratio of work", "messages", "bytes")
+    table = Table("work", "one", "two", "ratio", "ratio of work", "group of one", "messages", "bytes")
+    alone = [dist.new_group([each]) for each in range(size)][rank]
     for name, (call, model, whole) in works().items():
         mine = tuple(held[rank::size] for held in whole)
         together = partial(call, model, mine)
         together()
-        one, two = [], []
+        one, own, two = [], [], []
         for _ in range(ROUNDS):
             if rank == 0:
                 one.append(timed(partial(call, model, whole, process_group=False)))
+                own.append(timed(partial(call, model, whole, process_group=alone)))
             dist.barrier()
             two.append(timed(together))
             dist.barrier()
         with Counted() as counted:
             together()
         if rank == 0:
-            (first, alone), (second, half) = medians(one), medians(two)
-            times = f"{1e3 * first:.3g} ms", f"{1e3 * second:.3g} ms", f"{first / second:.2f}", f"{alone / half:.2f}"
+            (first, work), (second, half), (grouped, _) = medians(one), medians(two), medians(own)
+            ratios = f"{first / second:.2f}", f"{work / half:.2f}", f"{grouped / first:.3f}"
+            times = f"{1e3 * first:.3g} ms", f"{1e3 * second:.3g} ms", *ratios
             table.add_row(name, *times, f"{counted.messages}", f"{counted.bytes:,}")
     if rank == 0:
         Console(width=140).print(table)

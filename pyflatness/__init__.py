@@ -27,12 +27,14 @@ from .generalization.feature_robustness import feature_robustness
 from .generalization.gap import generalization_gap
 from .generalization.granulated import granulated_kendall
 from .generalization.inequalities import bounds
+from .generalization.interpolation import interpolation_error
 from .generalization.label_constancy import label_constancy
 from .generalization.matrix_robustness import largest_robustness, matrix_robustness
 from .generalization.mutual_information import conditional_mutual_information
 from .generalization.noise import truncated_normal_noise
 from .generalization.representativeness import representativeness
 from .generalization.sign_error import sign_error
+from .invariances import invariances
 from .measures.adaptive_sharpness_mc import adaptive_sharpness_mc
 from .measures.mls_adversarial import mls_adversarial
 from .measures.pac_bayes import pac_bayes
@@ -75,6 +77,8 @@ __all__ = [
     "generalization_gap",
     "granulated_kendall",
     "head_flatness",
+    "interpolation_error",
+    "invariances",
     "label_constancy",
     "largest_robustness",
     "matrix_robustness",

@@ -9,6 +9,7 @@ values of others and read nothing.
 import contextlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 from . import head
@@ -159,7 +160,8 @@ class Measurement:
             layer_values = LayerValues(replace(self._task, options=options))
             possible = [row for row in rows if self._is_possible(row, layer_values)]
             with self._attempt_sweep(possible):
-                for (name, measure), estimate in layer_values.estimates(possible, self._attempt).items():
+                attempt = partial(self._attempt, together=False)
+                for (name, measure), estimate in layer_values.estimates(possible, attempt).items():
                     self._values.setdefault(measure, {})[name] = estimate
         self._keep_what_ran()
         for row in chain(*self._steps.sweeps.values()):
@@ -201,7 +203,7 @@ class Measurement:
 
     def _is_possible(self, row: Measure, layer_values: LayerValues) -> bool:
         """Return whether there is such a measure under the user's options; else the reason is kept."""
-        with self._attempt(row):
+        with self._attempt(row, together=False):
             layer_values.check_options(row)
         return row.name not in self._reasons
 
@@ -247,7 +249,7 @@ class Measurement:
             if row.base in self._reasons:
                 self._reasons[row.name] = self._reasons[row.base]
                 continue
-            with self._attempt(row):
+            with self._attempt(row, together=False):
                 self._values[row.name] = row.derive(self._task.model, self._task.options, self._values[row.base])
 
     @contextlib.contextmanager
@@ -263,10 +265,17 @@ class Measurement:
             self._reasons.update((row.name, str(error)) for row in rows)
 
     @contextlib.contextmanager
-    def _attempt(self, *rows: Measure) -> Iterator[None]:
-        """Let what stands in the way of these measures inside be an error if they were named, else a reason."""
+    def _attempt(self, *rows: Measure, together: bool = True) -> Iterator[None]:
+        """Let what stands in the way of these measures inside be an error if they were named, else a reason.
+
+        Args:
+            rows: the measures.
+            together: whether ranks have to agree on it: not where all find the same by themselves, out of the same
+                options, weights and sums.
+        """
+        names = ", ".join(row.name for row in rows)
         try:
-            with self._ranks.agreed(", ".join(row.name for row in rows)):
+            with self._ranks.agreed(names) if together else contextlib.nullcontext():
                 yield
         except InputError as error:
             check_followed(self._task.options.nan_policy, error)

@@ -2,16 +2,19 @@
 
 A checkpoint that cannot be measured is a row with its error, and the others go on; so is a measure that fails of one.
 With ``--out`` the rows go to a CSV file (:mod:`.score_csv`), with ``--store`` to a store (:mod:`.score_store`).
+Processes that torchrun has started measure each checkpoint together (:mod:`.launched`).
 """
 
 import functools
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from click.core import ParameterSource
 from torch import nn
 from torch.nn import functional as F
 
@@ -30,7 +33,7 @@ from ..scoring import checkpoints, data_specs, executors, listing, metadata, pre
 from ..scoring.run import Run
 from ..scoring.units import Request
 from ..scoring.worker import Source
-from . import config, score_csv, score_store, spec_options
+from . import config, launched, score_csv, score_store, spec_options
 from .interruptible import interruptible
 from .paths import is_same_file, prepare_file
 
@@ -219,39 +222,54 @@ def score(
         raise click.UsageError(
             f"--model {spec} has random weights; pass CHECKPOINTs, or --model-args that name weights"
         )
-    found = listing.find(paths)
-    if shard is not None:
-        found = found[shard[0] - 1 :: shard[1]]
-    checkpoints.check_readers(found)
-    if out is not None:
-        prepare_file(out)
     draws = int(probes) if probes and probes.lstrip("-").isdigit() else probes
     options = Options(curvature, draws, target_stderr, seed=seed, rtol=rtol, max_passes=max_passes)
-    run = Run(
-        {str(path): path for path in found} or {spec: specs.build_model(made)},
-        Source(spec, model_args, "--model") if found else None,
-        Source(spec_options.text("data"), data_args, "--data"),
-        Request(criterion, selectors, measures, options),
-        batch_size=batch_size,
-        limit=limit,
-    )
-    if auto.is_auto(criterion) and hugging_face.inner(unwrap(run.network(next(iter(run.models))))) is None:
-        raise click.UsageError("--loss: the model is none of Hugging Face's; pass the loss that it was trained with")
-    if auto.is_auto(criterion) and selectors:
-        _check_passes(run)
-    if out is not None:
-        score_csv.write(run, out, shown=progress)
-    if store is not None:
-        columns = metadata.read(table, run.models) if table else {}
-        if settings:
-            of_files = metadata.of_files({str(path): path for path in found})
-            columns = {name: of_files.get(name, {}) | columns.get(name, {}) for name in run.models}
-        path = store if shard is None else store.with_stem(f"{store.stem}-{shard[0]}-of-{shard[1]}")
-        where = executor_args | ({"address": ray_address} if ray_address else {})
-        how = score_store.How(
-            executor if found else "serial", workers, where, retry=retry, ends=fingerprint == "ends", shown=progress
+    with launched.ranks() as ranks:
+        if not ranks.alone and (dry_run or workers > 1 or (executor != "serial" and _is_given("executor"))):
+            raise click.UsageError(
+                f"the {ranks.size} processes of a launcher measure each checkpoint together, one after the other; "
+                "--executor, --workers and --dry-run are for a command that is started once"
+            )
+        found = [*map(Path, ranks.first("the checkpoints", [*map(str, listing.find(paths))]))]
+        if shard is not None:
+            found = found[shard[0] - 1 :: shard[1]]
+        checkpoints.check_readers(found)
+        if out is not None and ranks.rank == 0:
+            prepare_file(out)
+        run = Run(
+            {str(path): path for path in found} or {spec: specs.build_model(made)},
+            Source(spec, model_args, "--model") if found else None,
+            Source(spec_options.text("data"), data_args, "--data"),
+            Request(criterion, selectors, measures, options),
+            batch_size=batch_size,
+            limit=limit,
+            ranks=ranks,
         )
-        score_store.write(run, path, columns, how, dry_run=dry_run)
+        if auto.is_auto(criterion) and hugging_face.inner(unwrap(run.network(next(iter(run.models))))) is None:
+            raise click.UsageError(
+                "--loss: the model is none of Hugging Face's; pass the loss that it was trained with"
+            )
+        if auto.is_auto(criterion) and selectors:
+            _check_passes(run)
+        if out is not None:
+            score_csv.write(run, *((out, progress) if ranks.rank == 0 else (Path(os.devnull), False)))
+        if store is not None:
+            columns = metadata.read(table, run.models) if table else {}
+            if settings:
+                of_files = metadata.of_files({str(path): path for path in found})
+                columns = {name: of_files.get(name, {}) | columns.get(name, {}) for name in run.models}
+            path = store if shard is None else store.with_stem(f"{store.stem}-{shard[0]}-of-{shard[1]}")
+            where = executor_args | ({"address": ray_address} if ray_address else {})
+            alone = ranks.alone and found
+            how = score_store.How(
+                executor if alone else "serial", workers, where, retry=retry, ends=fingerprint == "ends", shown=progress
+            )
+            score_store.write(run, path, columns, how, dry_run=dry_run)
+
+
+def _is_given(option: str) -> bool:
+    """Return whether an option is the user's, not by default."""
+    return click.get_current_context().get_parameter_source(option) != ParameterSource.DEFAULT
 
 
 def _check_passes(run: Run) -> None:
@@ -267,7 +285,7 @@ def _check_passes(run: Run) -> None:
     try:
         first = next(iter(Batches(run.bench.data, state.device(network))))
         options = {**asdict(one), "layers": request.selectors, "measures": request.measures}
-        measure(network, request.loss, [first_of(first, 1)], **options, progress=False)
+        measure(network, request.loss, [first_of(first, 1)], **options, progress=False, process_group=False)
     except PassesError as error:
         if error.needed > request.options.max_passes:
             raise click.UsageError(

@@ -18,7 +18,7 @@ from .output import Notes, show
 from .paths import append_whole
 
 
-def write(run: Run, out: Path, *, shown: bool | None = None) -> None:
+def write(run: Run, out: Path, shown: bool | None = None) -> None:
     """Measure everything, write it, and print it.
 
     Raises:
@@ -26,11 +26,11 @@ def write(run: Run, out: Path, *, shown: bool | None = None) -> None:
         SystemExit: 1 if there is an error in a row, 130 after Ctrl-C; the rows so far are written.
     """
     found: list[Row] = []
-    notes, interrupted = Notes(), False
+    notes, interrupted = Notes(), None
     try:
         _append(run, out, found, notes, shown)
-    except KeyboardInterrupt:
-        interrupted = True
+    except KeyboardInterrupt as error:
+        interrupted = error
     except OSError as error:  # all others end up in rows
         raise InputError(f"--out {out}: cannot be written ({error.strerror}); it has {len(found)} rows") from None
     print_rows(found)
@@ -38,7 +38,7 @@ def write(run: Run, out: Path, *, shown: bool | None = None) -> None:
     errors = sum(bool(row.error) for row in found)
     click.echo(printable(f"{'interrupted; ' if interrupted else ''}wrote {out}: {len(found)} rows, {errors} errors"))
     if interrupted or errors:
-        raise SystemExit(130 if interrupted else 1)
+        raise SystemExit(130 if interrupted else 1) from interrupted
 
 
 def _append(run: Run, out: Path, found: list[Row], notes: Notes, shown: bool | None) -> None:

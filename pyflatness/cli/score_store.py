@@ -50,6 +50,20 @@ def write(run: Run, path: Path, columns: Mapping[str, Mapping[str, Any]], how: H
         StoreError: the store cannot be written; what was committed is kept.
         SystemExit: 1 if something failed, 130 after Ctrl-C or SIGTERM.
     """
+    helps = run.ranks.rank > 0
+    status = run.ranks.first("the exit status", _help(run) if helps else _write(run, path, columns, how, dry_run))
+    if status:
+        raise SystemExit(status)
+
+
+def _help(run: Run) -> int:
+    """Measure on one of several ranks what the first of them hands out."""
+    run.go((), executors.Serial(), lambda job, outcome: None)
+    return 0
+
+
+def _write(run: Run, path: Path, columns: Mapping[str, Mapping[str, Any]], how: How, dry_run: bool) -> int:
+    """Do what :func:`write` does, and return the exit status."""
     if how.ends:
         click.echo("the data are known by their first and last batch: a change between these goes unnoticed", err=True)
     with Store.copied(path) if dry_run else Store(path, write=True) as store:
@@ -58,7 +72,7 @@ def write(run: Run, path: Path, columns: Mapping[str, Mapping[str, Any]], how: H
         click.echo(printable(_summary(run, kept, path)))
         if dry_run:
             _estimate(run, kept.jobs)
-            return
+            return 0
         done, interrupted = _go(run, store, kept, how, notes := Notes())
         counts = store.counts(kept.setting, kept.contents.values())
         errors = store.errors(kept.setting, kept.contents.values())
@@ -71,8 +85,8 @@ def write(run: Run, path: Path, columns: Mapping[str, Mapping[str, Any]], how: H
         click.echo(f"pyflatness show {path} CHECKPOINT has all errors of one; --retry computes again what failed")
     if interrupted:
         click.echo("interrupted: what was done is kept, and the same command goes on from there")
-    if interrupted or counts["failed"]:
-        raise SystemExit(130 if interrupted else 1)
+        raise SystemExit(130) from interrupted
+    return 1 if counts["failed"] else 0
 
 
 def _summary(run: Run, kept: Kept, path: Path) -> str:
@@ -99,8 +113,8 @@ def _estimate(run: Run, jobs: list[Job]) -> None:
         )
 
 
-def _go(run: Run, store: Store, kept: Kept, how: How, notes: Notes) -> tuple[int, bool]:
-    """Measure the units and take the notes; return how many were committed, and whether this was interrupted."""
+def _go(run: Run, store: Store, kept: Kept, how: How, notes: Notes) -> tuple[int, KeyboardInterrupt | None]:
+    """Measure the units and take the notes; return how many were committed, and what interrupted this."""
     done = 0
 
     def take(job: Job, outcome: Outcome) -> None:
@@ -114,9 +128,9 @@ def _go(run: Run, store: Store, kept: Kept, how: How, notes: Notes) -> tuple[int
         task = progress.add_task("scoring", total=len(kept.jobs))
         try:
             run.go(kept.jobs, executor, take)
-        except KeyboardInterrupt:
-            return done, True
-    return done, False
+        except KeyboardInterrupt as error:
+            return done, error
+    return done, None
 
 
 @contextlib.contextmanager

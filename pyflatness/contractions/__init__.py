@@ -13,6 +13,7 @@ from .reference import RowSum
 from .softmax import DEFAULT_MEMORY, FUSED_OUTPUTS, Labels, SoftmaxVariance, default_memory
 from .tokens import Columns, TokenContraction
 from .wide import Bounded
+from .written import WrittenContraction
 
 __all__ = [
     "DEFAULT_MEMORY",
@@ -26,6 +27,7 @@ __all__ = [
     "RowSum",
     "SoftmaxVariance",
     "TokenContraction",
+    "WrittenContraction",
     "check",
     "choose",
     "choose_for_few",

@@ -14,10 +14,34 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def with_gap(networks: Networks, measures: Sequence[str]) -> Correlations:
-    """Return the correlations of measures with the gap over the networks that converged and have a finite value."""
+_CLUSTERS = 5  # recipes that intervals over recipes take
+
+
+def with_gap(networks: Networks, measures: Sequence[str], given: Sequence[str] = ()) -> Correlations:
+    """Return the correlations of measures with the gap over the networks that converged.
+
+    Intervals resample recipes, since networks of one recipe are not independent, or networks where there are fewer than
+    five recipes.
+
+    Args:
+        networks: their table.
+        measures: columns.
+        given: columns that are held fixed, for partial correlations.
+    """
     table = networks.converged()
-    return correlations({"name": table["name"], "gap": table["gap"], **{name: table[name] for name in measures}})
+    chosen = {name: table[name] for name in ("name", "gap", "recipe", *measures, *given)}
+    clusters = "recipe" if by_recipes(networks) else None
+    return correlations(chosen, measures, clusters=clusters, given=given)
+
+
+def by_recipes(networks: Networks) -> bool:
+    """Return whether there are enough recipes for intervals that resample recipes."""
+    return len({*networks.converged()["recipe"]}) >= _CLUSTERS
+
+
+def intervals(networks: Networks) -> str:
+    """Return what the intervals are, for a sentence."""
+    return f"95 % bootstrap intervals over {'recipes' if by_recipes(networks) else 'networks'}"
 
 
 def findings(found: Correlations, measures: Sequence[str], paper: Mapping[str, str]) -> list[Finding]:
@@ -57,12 +81,13 @@ def is_positive(found: Correlations, measure: str, how: str = "Pearson") -> bool
 
 
 def scatter(figure: "Figure", networks: Networks, measures: Sequence[str], columns: int = 3) -> None:
-    """Draw measures against the gap, a panel each; networks that did not converge hollow."""
+    """Draw measures against the gap, a panel each; recipes by colours, networks that did not converge hollow."""
     rows = -(-len(measures) // columns)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
-    table: dict[str, list[Any]] = {key: networks.columns[key] for key in ("name", "gap", *measures)}
+    table: dict[str, list[Any]] = {key: networks.columns[key] for key in ("name", "gap", "recipe", *measures)}
+    clusters = "recipe" if by_recipes(networks) else None
     for panel, measure in zip(panels, measures, strict=False):
-        plot_correlation(table, measure, exclude=networks.unconverged, axes=panel)
+        plot_correlation(table, measure, exclude=networks.unconverged, axes=panel, clusters=clusters)
         for line in panel.get_lines():
             line.set_markersize(3)
         panel.title.set_fontsize(8)

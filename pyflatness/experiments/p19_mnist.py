@@ -56,9 +56,9 @@ def figure(bench: Bench, shown: Sequence[str], paper: Mapping[str, str]) -> Foun
     return Found(
         found.columns,
         tuple(correlating.findings(with_gap, shown, paper)),
-        f"Over {with_gap.points} networks the correlations with the gap (Pearson, 95 % bootstrap intervals over "
-        f"networks) are: {every}. {len(positive)} of {len(shown)} are above zero with their whole interval, and "
-        f"{len(strong)} are at least 0.7.",
+        f"Over {with_gap.points} networks the correlations with the gap (Pearson, {correlating.intervals(found)}) are: "
+        f"{every}. {len(positive)} of {len(shown)} are above zero with their whole interval, and {len(strong)} are at "
+        "least 0.7.",
         lambda figure: correlating.scatter(figure, found, shown, columns=2),
         found.failures,
         size=(7.0, 6.0),

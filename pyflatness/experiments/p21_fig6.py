@@ -26,19 +26,30 @@ def columns(head: str) -> list[str]:
 def run(bench: Bench) -> Found:
     """Train, measure, and correlate."""
     networks, (head, _) = p21_minima.zoo(bench), p21_minima.layers(bench)
-    found = zoo.networks(bench, networks, asked(bench, networks))
+    return judged(zoo.networks(bench, networks, asked(bench, networks)), head)
+
+
+def judged(found: zoo.Networks, head: str) -> Found:
+    """Return what a table of networks says of the claim."""
     ours = columns(head)
     others = [f"{name} {head}" for name in BESIDES] + ["relative_flatness network", "trace network"]
     with_gap = correlating.with_gap(found, [*ours, *others])
     paper = {ours[0]: "the highest of all measures", "fisher_rao network": "the lowest of all measures"}
-
     return Found(
         found.columns,
-        tuple(correlating.findings(with_gap, [*ours, *others], paper) + losses(found)),
-        verdict(with_gap, ours, others),
+        tuple(correlating.findings(with_gap, [*ours, *others], paper) + partial(found, ours) + losses(found)),
+        verdict(found, with_gap, ours, others),
         lambda figure: correlating.scatter(figure, found, ours),
         found.failures,
     )
+
+
+def partial(found: zoo.Networks, ours: list[str]) -> list[Finding]:
+    """Return the correlations at equal training loss, which the networks do not have though training stops by it."""
+    held = correlating.with_gap(found, ours, given=["loss"])
+    return [
+        Finding(f"{name} given the training loss, Pearson", *correlating.ends(held, name, "Pearson")) for name in ours
+    ]
 
 
 def losses(found: zoo.Networks) -> list[Finding]:
@@ -51,7 +62,7 @@ def losses(found: zoo.Networks) -> list[Finding]:
     ]
 
 
-def verdict(with_gap: Correlations, ours: list[str], others: list[str]) -> str:
+def verdict(found: zoo.Networks, with_gap: Correlations, ours: list[str], others: list[str]) -> str:
     """Say whether relative flatness goes along with the gap, and whether more than the other measures."""
 
     def highest(names: list[str]) -> str:
@@ -64,7 +75,7 @@ def verdict(with_gap: Correlations, ours: list[str], others: list[str]) -> str:
     beyond = f" Of all that were measured it is {best}, {correlating.said(with_gap, best)}." if best != among else ""
     return (
         f"Over {with_gap.points} networks the correlation of relative flatness with the gap is {pearson} (Pearson) "
-        f"and {kendall} (Kendall), with 95 % bootstrap intervals over networks: {seen}. Of the paper's measures the "
+        f"and {kendall} (Kendall), with {correlating.intervals(found)}: {seen}. Of the paper's measures the "
         f"highest correlation (Pearson) is that of {among}, {correlating.said(with_gap, among)}, {kept}.{beyond}"
     )
 

@@ -11,9 +11,15 @@ _ROUNDING = 1e-3  # relative: of values in single precision
 def run(bench: Bench) -> Found:
     """Measure before and after, and correlate."""
     networks, (head, _) = p21_minima.zoo(bench), p21_minima.layers(bench)
-    asked, shown = p21_fig6.asked(bench, networks), p21_fig6.columns(head)
+    asked = p21_fig6.asked(bench, networks)
     before = zoo.networks(bench, networks, asked)
     after = zoo.networks(bench, networks, asked, change=BY_LAYERS)
+    return judged(before, after, head)
+
+
+def judged(before: zoo.Networks, after: zoo.Networks, head: str) -> Found:
+    """Return what tables of networks at both weights say of the claim."""
+    shown = p21_fig6.columns(head)
     one, two = correlating.with_gap(before, shown), correlating.with_gap(after, shown)
     moved = {name: _moved(before, after, name) for name in shown}
     still = [name for name in shown if moved[name] <= _ROUNDING]
@@ -32,7 +38,7 @@ def run(bench: Bench) -> Found:
         ),
         f"Of {two.points} networks {', '.join(still) or 'no measure'} kept the value, to a relative {_ROUNDING:g}, "
         f"{'as' if {*still} == {*claimed} else 'other ones than'} claimed. Correlations of the others with the "
-        f"gap (Pearson, 95 % bootstrap intervals over networks): {others}.",
+        f"gap (Pearson, {correlating.intervals(after)}): {others}.",
         lambda figure: correlating.scatter(figure, after, shown),
         after.failures,
     )

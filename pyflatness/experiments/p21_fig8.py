@@ -7,7 +7,11 @@ from .experiment import Bench, Experiment, Found
 def run(bench: Bench) -> Found:
     """Measure all layers, and correlate."""
     networks, (head, other) = p21_minima.zoo(bench), p21_minima.layers(bench)
-    found = zoo.networks(bench, networks, p21_fig6.asked(bench, networks))
+    return judged(zoo.networks(bench, networks, p21_fig6.asked(bench, networks)), head, other)
+
+
+def judged(found: zoo.Networks, head: str, other: str) -> Found:
+    """Return what a table of networks says of the claim."""
     rest = [name for name in found.columns if name.startswith("relative_flatness ")]
     shown = [f"relative_flatness {other}", f"relative_flatness {head}"]
     shown += [name for name in rest if name not in shown]
@@ -18,7 +22,7 @@ def run(bench: Bench) -> Found:
         found.columns,
         tuple(correlating.findings(with_gap, shown, paper)),
         f"Over {with_gap.points} networks the correlation of relative flatness of {other} with the gap is "
-        f"{correlating.said(with_gap, shown[0])} (Pearson, 95 % bootstrap interval over networks), and that of {head}, "
+        f"{correlating.said(with_gap, shown[0])} (Pearson, {correlating.intervals(found)}), and that of {head}, "
         f"the head, {correlating.said(with_gap, shown[1])}. It is {'lower' if first < second else 'not lower'} at the "
         f"other layer, and {'' if correlating.is_positive(with_gap, shown[0]) else 'not shown to be '}above zero.",
         lambda figure: correlating.scatter(figure, found, shown),

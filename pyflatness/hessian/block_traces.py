@@ -99,10 +99,11 @@ class BlockTraces:
         self._everything = None
         if tells_all(quantities):
             self._everything = Entries(self._weight, form.kernel_elements, quantities, whole)
-        self._recurrent = linearity.feeds_itself(run.calls(form.name))
-        outputs = [call.output for call in run.calls(form.name)]  # of their shapes alone
-        positions, columns = form.rows(run, outputs).shape[2], self._weight.shape[2]
-        self._columns = columns if self._recurrent else min(positions, columns)  # directions of a sample's inputs
+        calls, self._columns = run.calls(form.name), self._weight.shape[2]  # directions of a sample's inputs
+        self._in_weight = form.by_weight or linearity.feeds_itself(calls)
+        if not self._in_weight:
+            outputs = [call.output for call in calls]  # of their shapes alone
+            self._columns = min(form.rows(run, outputs).shape[2], self._columns)
 
     @property
     def products(self) -> int:
@@ -214,7 +215,7 @@ class BlockTraces:
             check_passes(self.products, self._most, what, one, self._run.samples, by_hessian=True)
 
     def _directions(self, *, sampled: bool = False) -> contextlib.AbstractContextManager[Directions]:
-        return self._of_weight() if self._recurrent else self._of_outputs(sampled)
+        return self._of_weight() if self._in_weight else self._of_outputs(sampled)
 
     @contextlib.contextmanager
     def _of_outputs(self, sampled: bool) -> Iterator[Directions]:
@@ -254,9 +255,10 @@ class BlockTraces:
         added = self._weight.new_zeros(run.samples, groups, columns, d).requires_grad_()
 
         def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-            inputs = layers.kind_of(module).inputs_of(args, kwargs)
+            kind = layers.kind_of_call(module)
+            inputs = kind.inputs_of(args, kwargs)
             assert inputs is not None
-            return output + form.placed(run, form.patches(run, (inputs, output)) @ added, output)
+            return output + form.changed(run, kind, inputs, output, added)
 
         def products(directions: Tensor) -> Tensor:
             directions = directions.expand(-1, run.samples, -1, -1, -1)

@@ -316,6 +316,6 @@ def _leaf(module: nn.Module) -> Tensor:
 def _forward(module: nn.Module, weight: Tensor) -> Callable[..., Tensor]:
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         bias = getattr(module, "bias", None)
-        return layers.kind_of(module).forward(args, kwargs, weight, bias if isinstance(bias, Tensor) else None)
+        return layers.kind_of_call(module).forward(args, kwargs, weight, bias if isinstance(bias, Tensor) else None)
 
     return forward

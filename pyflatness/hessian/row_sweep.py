@@ -276,7 +276,7 @@ class RowSweep:
     def _features(self, run: Run, name: str) -> Tensor | None:
         """Return φ (n, m) where the layer sees one position of each sample; None where it sees several."""
         kind, parts = layers.kind_of(self._runner.modules[name]), self._forms[name].inputs(run)
-        if kind.tokens:
+        if kind.tokens or self._forms[name].by_weight:
             return None
         geometry = kind.geometry
         if geometry.groups > 1 or len(parts) > 1 or geometry.places(parts[0].shape[2:]) != (1, 1, 1):

@@ -46,6 +46,7 @@ class LayerValues:
             self._approve,
             second_order=not self._options.by_ggn,
             order_matters=self._options.by_sample or not task.loss.convex,
+            reserve=lambda found: layers.bytes_by_sample(task.selection.modules),
             certify=not (
                 self._options.by_ggn and self._options.draws is not None
             ),  # a sampled GGN value is never exact
@@ -164,7 +165,8 @@ class LayerValues:
             blocks[:] = [blocks[0] + traces if blocks else traces]
 
         sweep.block_traces(_LARGEST_MATRIX, take)
-        (total,) = totals.over.together(self._task.batches.shard, {"blocks": blocks[0]}).values()
+        own = {"blocks": blocks[0]} if blocks[0].ndim else {}  # a layer may run in the samples of other ranks alone
+        (total,) = totals.over.together(self._task.batches.shard, own).values()
         matrix: Tensor = torch.block_diag(*(total / totals.over.normaliser))
         return matrix
 

@@ -215,9 +215,18 @@ def _sampled(loader: Any) -> int:
 def distributed(data: Any) -> tuple[DistributedSampler[Any], int] | None:
     """Return torch's sampler of one rank's samples, and how many of these a loader takes; None of other data."""
     plain = isinstance(data, DataLoader) and type(data.batch_sampler) is BatchSampler
-    if not plain or not isinstance(data.sampler, DistributedSampler):
+    if not plain or type(data.sampler) is not DistributedSampler:  # another class may deal them out otherwise
         return None
     return data.sampler, _sampled(data)
+
+
+def repeated(data: Any) -> int:
+    """Return how many samples accelerate's loaders repeat, on all ranks together, to make their batches even."""
+    sampler: Any = getattr(data, "batch_sampler", None)
+    if type(sampler).__name__ != "BatchSamplerShard" or not sampler.even_batches or sampler.drop_last:
+        return 0
+    batches = len(sampler) * (1 if sampler.split_batches else sampler.num_processes)
+    return batches * sampler.batch_size - len(sampler.batch_sampler.sampler) if sampler.batch_size else 0
 
 
 def no_samples() -> InputError:

@@ -8,8 +8,11 @@ from torch import Tensor, nn
 from ..contractions import Geometry, full_precision, promoted
 from ..errors import InputError, NonFiniteError
 from . import kinds, spread
-from .kinds import SUPPORTED, Linear
+from .kinds import SUPPORTED, Linear, Together
 from .uses import Use, besides
+
+_IDLE = "its module is not called"
+_OFFSETS = "bags that are given by offsets=, and not as (n, tokens of a bag), cannot be told apart by sample"
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -28,6 +31,22 @@ def kind_of(module: nn.Module) -> Linear:
     kind = kinds.find(module)
     assert kind is not None, f"a {type(module).__name__} is no layer that can be measured"
     return kind
+
+
+def kind_of_call(module: nn.Module) -> Linear:
+    """Return of which kind a layer's call is that is under way, or was the last one."""
+    return (module.called_as if isinstance(module, Use) else None) or kind_of(module)
+
+
+def is_together(module: nn.Module) -> bool:
+    """Return whether a layer is a weight in all of its uses, of which each may be of a kind of its own."""
+    return isinstance(module, Use) and isinstance(module.kind, Together)
+
+
+def bytes_by_sample(modules: Mapping[str, nn.Module]) -> int:
+    """Return how much memory a change of its own of weights that are taken in all of their uses is for a sample."""
+    weights = [_weight(module) for module in modules.values() if is_together(module)]
+    return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
 def is_supported(module: nn.Module) -> bool:
@@ -54,13 +73,17 @@ def did_not_run(names: Iterable[str], modules: Mapping[str, nn.Module]) -> Input
     """Return the error for layers, among these modules, that the model's forward pass does not call."""
     listed = [*names]
     reasons = {name: module.refusal for name in listed if isinstance(module := modules[name], Use) and module.refusal}
-    reasons |= {
-        name: "bags that are given by offsets=, and not as (n, tokens of a bag), cannot be told apart by sample"
-        for name in listed
-        if isinstance(modules[name], nn.EmbeddingBag)
-    }
+    reasons |= {name: _OFFSETS for name in listed if isinstance(modules[name], nn.EmbeddingBag)}
     why = "".join(f"; {name!r}: {reason}" for name, reason in reasons.items())
     return InputError(f"layer: {', '.join(map(repr, listed))} did not run in the model's forward pass{why}")
+
+
+def why_idle(model: nn.Module, module: nn.Module) -> str:
+    """Return why a module that is a layer has no value where the forward pass was not seen to call it."""
+    if isinstance(module, nn.EmbeddingBag):
+        return _OFFSETS
+    others = ties(model, module)
+    return f"{_IDLE}, and its weight is that of {', '.join(others)} too" if others else _IDLE
 
 
 def is_convolution(module: nn.Module) -> bool:
@@ -170,7 +193,7 @@ def computes(module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Te
     """
     if output.is_meta or output.numel() == 0:
         return True
-    kind, weight, bias = kind_of(module), _weight(module), _bias(module)
+    kind, weight, bias = kind_of_call(module), _weight(module), _bias(module)
     with full_precision(inputs):
         expected, output = kind.at_ends(inputs.detach(), output.detach(), weight, coefficients)
         expected = expected.movedim(kind.class_dim, -1)

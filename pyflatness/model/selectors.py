@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..messages import shown
-from . import uses
+from . import spread, uses
 from .kinds import CLASSES, SUPPORTED, is_scale
 from .layers import is_supported, why_not_supported
 from .uses import Use
@@ -37,7 +37,8 @@ class Selection:
 def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) -> Selection:
     """Return the supported layers that selectors mean; None means all of them, but for normalisations.
 
-    A pattern means normalisations where it matches no other layer.
+    A pattern means normalisations where it matches no other layer. The name of a layer's weight, as a parameter, means
+    the weight in all of its uses, and stands behind the layers.
 
     Raises:
         InputError: a selector that matches nothing, or nothing that can be measured; near names are listed.
@@ -57,8 +58,13 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
         raise InputError("layers: an empty list; pass None for all layers")
     chosen: set[str] = set()
     named = set()
+    whole: dict[str, nn.Module] = {}
     first_name = {module: name for name, module in reversed(every.items())}
     for selector in selectors:
+        use = uses.whole(model, selector) if isinstance(selector, str) and selector not in every else None
+        if use is not None:
+            whole[use.name] = use
+            continue
         matching = _matching(model, every, (usable.keys(), scales.keys()), selector)
         names = [first_name[every[name]] for name in matching]  # a shared module has several
         if not isinstance(selector, str) or selector in every:
@@ -67,8 +73,13 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
         if not meant:
             raise InputError(f"layer {names[0]!r} {why_not_supported(every[names[0]])}{_inside(usable, names[0])}")
         chosen |= meant
+        if meant & scales.keys():
+            spread.refuse("the weight of a normalisation")
     both = usable | scales
-    return Selection({name: both[name] for name in every if name in chosen}, frozenset(named))
+    found = {name: both[name] for name in every if name in chosen} | whole
+    for use in (layer for name, layer in found.items() if name in named and isinstance(layer, Use)):
+        use.named = True
+    return Selection(found, frozenset(named | whole.keys()))
 
 
 def layers(model: nn.Module) -> dict[str, nn.Module]:

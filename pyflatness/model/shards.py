@@ -18,7 +18,12 @@ from torch.utils.data import DistributedSampler
 from ..errors import InputError
 from ..numerics.ranks import Ranks
 from ..numerics.shard import Shard
-from .data import Batches, distributed, no_samples
+from .data import Batches, distributed, no_samples, repeated
+
+_EVEN = (
+    "the loader of accelerate repeats {} samples, to make batches even, and these count twice; DataLoaderConfiguration("
+    "even_batches=False) has each once"
+)
 
 
 def batches(
@@ -66,7 +71,8 @@ def _shard(data: Any, own: Batches, ranks: Ranks, *, placed: bool) -> tuple[Shar
     empty, sampler = own.is_empty(), distributed(data)
     place = None if sampler is None else _place(*sampler)
     count = 0 if empty or not placed else own.count() if place is None else place["taken"]
-    facts = ranks.exchange("the sizes of the shards", {"empty": empty, "place": place, "count": count})
+    told = {"empty": empty, "place": place, "count": count, "repeated": repeated(data)}
+    facts = ranks.exchange("the sizes of the shards", told)
     if all(fact["empty"] for fact in facts):
         raise no_samples()
     empties = [fact["empty"] for fact in facts]
@@ -74,7 +80,9 @@ def _shard(data: Any, own: Batches, ranks: Ranks, *, placed: bool) -> tuple[Shar
     places = [fact["place"] for fact in facts]
     if place is not None and all(places) and _are_of_one_order(places):
         return Shard(ranks, not empty, place["start"], place["step"], _notes(places)), lender
-    return Shard(ranks, not empty, sum(fact["count"] for fact in facts[: ranks.rank])), lender
+    start, again = sum(fact["count"] for fact in facts[: ranks.rank]), max(fact["repeated"] for fact in facts)
+    notes = (_EVEN.format(again),) if again else ()
+    return Shard(ranks, not empty, start, notes=notes), lender
 
 
 def _place(sampler: DistributedSampler[Any], taken: int) -> dict[str, int]:

@@ -3,7 +3,7 @@
 import contextlib
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,23 +11,27 @@ import torch
 import torch.distributed as dist
 
 from .. import interrupts
-from ..errors import InputError, RankError
+from ..errors import FlatnessError, InputError, RankError
 from .ranks import ALONE, MEANT_ALONE, Ranks, refusal
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    Group = ProcessGroup | Literal[False] | None
+    Group = ProcessGroup | Ranks | Literal[False] | None
 else:
     Group = Any  # torch may have been built without it
 
 _IS_AVAILABLE = dist.is_available()
 _NOT_JOINED = contextlib.nullcontext(ALONE)
+_MET, _GIVEN_UP = b"met", b"given up"
 _PATIENCE = 30.0  # seconds until a rank that waits for others to come says so
 
 
 def refuse(process_group: Group, what: str, instead: str = "") -> None:
     """Raise, without waiting for others, if a call would be made together; see :meth:`Ranks.refuse`."""
+    if isinstance(process_group, Ranks):
+        process_group.refuse(what, instead)
+        return
     group = _group(process_group)
     if group is not None:
         raise refusal(what, dist.get_world_size(group), instead)
@@ -37,12 +41,15 @@ def joined(process_group: Group) -> contextlib.AbstractContextManager[Ranks]:
     """Return a context in which a call is made together with the other ranks of a process group.
 
     Args:
-        process_group: the user's; None: all processes, where ``torch.distributed`` is initialised; False: this process.
+        process_group: the user's; None: all processes, where ``torch.distributed`` is initialised; False: this process;
+            :class:`Ranks` of a call that this one is a part of, which have met, and agree on errors around it.
 
     Raises:
         InputError: not a group, or one that this process is not in.
         RankError: other ranks do not come.
     """
+    if isinstance(process_group, Ranks):
+        return contextlib.nullcontext(process_group)
     group = _group(process_group)
     return _NOT_JOINED if group is None else _joined(group)
 
@@ -54,8 +61,10 @@ def _joined(group: Any) -> Iterator[Ranks]:
     if "cpu:" not in dist.get_backend_config(group):
         device = torch.device("cuda", torch.cuda.current_device())
     ranks = Ranks(group, device)
-    _meet(ranks, group)
+    interrupt = _meet(ranks, group)
     with ranks.agreed("the call"):
+        if interrupt is not None:
+            raise interrupt
         yield ranks
 
 
@@ -80,45 +89,112 @@ def _is_initialized() -> bool:
     return _IS_AVAILABLE and dist.is_initialized()
 
 
-def _meet(ranks: Ranks, group: Any) -> None:
+def _meet(ranks: Ranks, group: Any) -> BaseException | None:
     """Wait until all ranks are here, by the group's store: no message of a backend can go astray meanwhile.
 
     A call on one rank alone, while others go on with training, would else be answered by what these send each other.
 
+    Returns:
+        an interrupt that came when all were here already, so that the others have to be told of it.
+
     Raises:
-        RankError: some have not come within the timeout of the store, which is that of ``init_process_group``.
+        RankError: some have not come within the timeout of the store, which is that of ``init_process_group``; or the
+            store does not answer.
     """
     store = dist.distributed_c10d._get_process_group_store(group)
-    count = store.add(f"pyflatness/{ranks.rank}", 1)
-    missing = {rank: f"pyflatness/{count}/{rank}" for rank in range(ranks.size)}
-    own = missing.pop(ranks.rank)
-    store.set(own, "")
-    with contextlib.suppress(RuntimeError):  # a store that cannot
-        store.delete_key(f"pyflatness/{count - 1}/{ranks.rank}")  # all have met there, and gone on
-    start, told, limit = time.monotonic(), False, store.timeout.total_seconds()  # type: ignore[attr-defined]
     try:
-        while missing:
-            with contextlib.suppress(RuntimeError):
-                store.wait([*missing.values()], timedelta(seconds=1))
-                break
-            interrupts.check()
-            missing = {rank: key for rank, key in missing.items() if not store.check([key])}
-            waited = time.monotonic() - start
-            if missing and waited > limit:
-                raise RankError(f"{_missing(ranks, missing)} within {waited:.0f} s")
-            if missing and waited > _PATIENCE and not told:
-                told = True
-                warnings.warn(f"{_missing(ranks, missing)} after {waited:.0f} s", stacklevel=2)
-    except BaseException:
-        store.add(f"pyflatness/{ranks.rank}", -1)
-        with contextlib.suppress(RuntimeError):
-            store.delete_key(own)
+        meeting = _Meeting(ranks, store)
+        try:
+            meeting.wait()
+        except BaseException as error:
+            if meeting.give_up():
+                raise
+            if not isinstance(error, RankError):
+                return error
+        return None
+    except FlatnessError:
         raise
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RankError(
+            f"rank {ranks.rank}: the store of the process group does not answer, as when the process that holds it, "
+            f"rank 0 as a rule, has ended ({reason})"
+        ) from error
 
 
-def _missing(ranks: Ranks, missing: Mapping[int, str]) -> str:
-    listed = ", ".join(map(str, [*missing][:8])) + (", …" if len(missing) > 8 else "")
-    return (
-        f"rank {ranks.rank} of {ranks.size} is in a call of pyflatness, which all ranks of the process group make "
-        f"together, each with its part of the data; {MEANT_ALONE}. Rank {listed} did not come"
-    )
+class _Meeting:
+    """Represent the ranks' meeting at the beginning of a call.
+
+    They count themselves in the store. The last one to come notes that they met, unless one that gave up has noted that
+    before: the first note counts, so that all know alike, whoever comes while another goes. After one that gave up they
+    meet once more, under another name.
+
+    Args:
+        ranks: that are to meet.
+        store: of their group.
+    """
+
+    def __init__(self, ranks: Ranks, store: Any) -> None:
+        self._ranks, self._store = ranks, store
+        self._calls = f"pyflatness/{ranks.rank}"
+        self._number, self._attempt = store.add(self._calls, 1), 0
+        self._came = time.monotonic()
+
+    @property
+    def _name(self) -> str:
+        return f"pyflatness/{self._number}/{self._attempt}"
+
+    def _noted(self, note: bytes) -> bool:
+        """Return whether this is what was noted, or is now, of the meeting."""
+        return bool(self._store.compare_set(f"{self._name}/note", "", note.decode()) == note)
+
+    def wait(self) -> None:
+        """Wait until all are here.
+
+        Raises:
+            RankError: some do not come.
+        """
+        while not self._are_here():
+            self._attempt += 1
+        with contextlib.suppress(RuntimeError):  # a store that cannot
+            before = f"pyflatness/{self._number - 1}/0"  # all have met there, and gone on
+            for key in (f"{before}/{self._ranks.rank}", *([before, f"{before}/note"] if self._ranks.rank == 0 else [])):
+                self._store.delete_key(key)
+
+    def _are_here(self) -> bool:
+        """Come, and return whether all do: False if one gave up."""
+        self._store.set(f"{self._name}/{self._ranks.rank}", "")
+        if self._store.add(self._name, 1) == self._ranks.size:
+            return self._noted(_MET)
+        warned = False
+        while True:
+            try:
+                self._store.wait([f"{self._name}/note"], timedelta(seconds=1))
+                return bool(self._store.get(f"{self._name}/note") == _MET)
+            except dist.DistNetworkError:
+                raise
+            except RuntimeError:  # not yet
+                pass
+            interrupts.check()
+            waited = time.monotonic() - self._came
+            if waited > self._store.timeout.total_seconds():
+                raise RankError(f"{self._missing()} within {waited:.0f} s")
+            if waited > _PATIENCE and not warned:
+                warned = True
+                warnings.warn(f"{self._missing()} after {waited:.0f} s", stacklevel=2)
+
+    def give_up(self) -> bool:
+        """Return whether this rank can go: not if all are here."""
+        if self._noted(_GIVEN_UP):
+            self._store.add(self._calls, -1)
+            return True
+        return False
+
+    def _missing(self) -> str:
+        size = self._ranks.size
+        others = [rank for rank in range(size) if not self._store.check([f"{self._name}/{rank}"])]
+        listed = ", ".join(map(str, others[:8])) + (", …" if len(others) > 8 else "")
+        return (
+            f"rank {self._ranks.rank} of {size} is in a call of pyflatness, which all ranks of the process group make "
+            f"together, each with its part of the data; {MEANT_ALONE}. Rank {listed} did not come"
+        )

@@ -6,7 +6,9 @@ ranks, whatever the backend does: so they have the same bits on every rank and i
 and numbers in tensors, by ``all_gather``; nothing is unpickled.
 
 A rank that fails takes part in one more exchange, with its error. The others, who wait for it where they will meet
-next, raise that error too (:meth:`Ranks.agreed`).
+next, raise that error too (:meth:`Ranks.agreed`). So that this cannot be mistaken for an answer, every exchange begins
+with a packet of one size. What does not fit into it follows when a second packet of each rank has said that nothing can
+go wrong any more: memory is there, and interrupts wait (:meth:`Ranks.gathered`).
 
 Of a tensor whose parts are spread over the ranks, one may ask for the whole at any time (:meth:`Ranks.whole`). The
 others hand over their parts wherever they wait: so ranks need not make the same passes, nor as many.
@@ -15,8 +17,8 @@ others hand over their parts wherever they wait: so ranks need not make the same
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +29,8 @@ from ..errors import FlatnessError, NotYetError, RankError
 
 _PACKET = 4096  # bytes of an exchange that goes in one message
 _POLLS = 0.0, 1e-5, 1e-4, 1e-3  # seconds between looks at a message on its way; the last one stays
-_AGREED = "_pyflatness_agreed"  # an attribute of an error that all ranks know of
+_AGREED = "_pyflatness_agreed"  # an attribute of an error that no rank has to be told: one of the next three
+_LOST, _OF_ALL, _OF_ONE = "lost", "of all", "of one"
 _ALIKE = (
     "all ranks of a process group measure one model together. Where the statistics of BatchNorm differ, as after "
     "training by DistributedDataParallel, send one rank's: torch.distributed.broadcast(buffer, 0) for each of "
@@ -89,6 +92,10 @@ class Ranks:
             return [fact]
         return self._exchanged({"step": step, "fact": fact})
 
+    def first(self, step: str, fact: Any) -> Any:
+        """Return what the first rank has to say at a step; what the others pass does not count."""
+        return self.exchange(step, fact if self.rank == 0 else None)[0]
+
     def check_alike(self, step: str, facts: Mapping[str, Any]) -> None:
         """Raise unless all ranks have the same facts.
 
@@ -133,7 +140,8 @@ class Ranks:
                 RankError(
                     f"ranks have lost each other in this call: rank 0 is at {steps[0]}, rank {rank} at {steps[rank]}; "
                     "every rank has to make the same call, with the same model, loss and options"
-                )
+                ),
+                _LOST,
             )
         return [each["fact"] for each in found]
 
@@ -145,7 +153,7 @@ class Ranks:
         """
         while True:
             found = [json.loads(text) for text in self._messages(json.dumps(told).encode())]
-            errors = {rank: each["error"] for rank, each in enumerate(found) if "error" in each}
+            errors = {rank: _Told(*each["error"]) for rank, each in enumerate(found) if "error" in each}
             if errors:
                 error = _together(errors, self.size, own)
                 if error is own:
@@ -173,22 +181,43 @@ class Ranks:
         packet = torch.zeros(_PACKET, dtype=torch.uint8, device="cpu")
         packet[:8] = torch.tensor([len(message)], dtype=torch.int64, device="cpu").view(torch.uint8)
         packet[8 : 8 + len(message)] = _bytes(message[: _PACKET - 8])
-        found = self.gathered(packet)
+        found = self._gather(packet, self._room(packet), interruptible=True)
         lengths = [int(each[:8].clone().view(torch.int64)) for each in found]
         rest = max(lengths) - (_PACKET - 8)
         if rest > 0:
             longer = torch.zeros(rest, dtype=torch.uint8, device="cpu")
             left = message[_PACKET - 8 :]
             longer[: len(left)] = _bytes(left)
-            found = [torch.cat(pair) for pair in zip(found, self.gathered(longer), strict=True)]
+            found = [torch.cat(pair) for pair in zip(found, self.gathered(longer, "a long message"), strict=True)]
         return [each[8 : 8 + n].numpy().tobytes() for each, n in zip(found, lengths, strict=True)]
 
-    def gathered(self, tensor: Tensor) -> list[Tensor]:
-        """Return every rank's tensor, of the same shape and dtype, on the CPU."""
+    def gathered(self, tensor: Tensor, step: str = "") -> list[Tensor]:
+        """Return every rank's tensor, of the same shape and dtype, on the CPU.
+
+        Args:
+            tensor: of this rank.
+            step: of the call, in which a rank may have failed since it said that it has such a tensor, so that all are
+                asked once more; empty if that was done.
+        """
         held = tensor.to(self._device).contiguous()
-        found = [torch.empty_like(held) for _ in range(self.size)]
-        self._wait(lambda: dist.all_gather(found, held, group=self._group, async_op=True))
-        return [each.to("cpu") for each in found]
+        room = self._room(held)
+        if step:
+            self._ready(step)
+        return self._gather(held, room)
+
+    def _ready(self, step: str) -> None:
+        """Wait until all ranks are about to send tensors, between which nothing may fail."""
+        self.exchange(f"{step}, about to be sent", None)
+
+    def _room(self, tensor: Tensor) -> list[Tensor]:
+        """Return where every rank's tensor will be."""
+        return [torch.empty_like(tensor, device=self._device) for _ in range(self.size)]
+
+    def _gather(self, tensor: Tensor, room: list[Tensor], *, interruptible: bool = False) -> list[Tensor]:
+        """Send a tensor, and return every rank's, on the CPU."""
+        held = tensor.to(self._device)
+        self._wait(lambda: dist.all_gather(room, held, group=self._group, async_op=True), interruptible=interruptible)
+        return [each.to("cpu") for each in room]
 
     def broadcast(self, message: bytes, source: int) -> bytes:
         """Return the message of one rank; what the others pass does not count."""
@@ -198,11 +227,12 @@ class Ranks:
             held[:] = _bytes(message)
         held = held.to(self._device)
         root = dist.get_global_rank(self._group, source)
+        self._ready("a message")
         self._wait(lambda: dist.broadcast(held, root, group=self._group, async_op=True))
         return held.cpu().numpy().tobytes()
 
-    def _wait(self, begun: Any) -> None:
-        """Wait for a message on its way; an interrupt is raised meanwhile.
+    def _wait(self, begun: Any, *, interruptible: bool = False) -> None:
+        """Wait for a message on its way; an interrupt is raised meanwhile if it may be.
 
         Raises:
             RankError: it does not arrive.
@@ -210,7 +240,8 @@ class Ranks:
         try:
             work, looks = begun(), 0
             while not work.is_completed():
-                interrupts.check()
+                if interruptible:
+                    interrupts.check()
                 time.sleep(_POLLS[min(looks // 50, len(_POLLS) - 1)])
                 looks += 1
             work.wait()
@@ -220,7 +251,8 @@ class Ranks:
                 RankError(
                     f"rank {self.rank}: another of the {self.size} ranks ended, or does not answer within the timeout "
                     f"of the process group ({reason})"
-                )
+                ),
+                _LOST,
             ) from error
 
     @contextlib.contextmanager
@@ -245,21 +277,36 @@ class Ranks:
         except BaseException as error:
             if _is_agreed(error):
                 raise
-            self._exchanged({"step": "an error", "error": [type(error).__name__, str(error)]}, error)
+            self._exchanged({"step": "an error", "error": _Told.of(error)}, error)
             raise  # not reached: the exchange raises
 
 
 ALONE = Ranks()
 
 
-def _together(errors: Mapping[int, Sequence[str]], size: int, own: BaseException | None) -> BaseException:
+class _Told(NamedTuple):
+    """Hold what is said of an error: its class, its message, and whether the ranks can go on to other work after it."""
+
+    name: str
+    text: str
+    passes: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> "_Told":
+        """Return what is said of an error: interrupts and disagreement of the ranks are the end."""
+        return cls(type(error).__name__, str(error), isinstance(error, Exception) and not isinstance(error, RankError))
+
+
+def _together(errors: Mapping[int, _Told], size: int, own: BaseException | None) -> BaseException:
     """Return the error to raise for those that ranks had: one that all have, or else the first rank's."""
-    of_all = len(errors) == size and len({tuple(error) for error in errors.values()}) == 1
+    rank, first = next(iter(errors.items()))
+    how = _OF_ONE if all(error.passes for error in errors.values()) else _OF_ALL
+    of_all = len(errors) == size and {*errors.values()} == {first}
     if own is not None and (of_all or not isinstance(own, FlatnessError)):
-        return _marked(own)
-    rank, (name, text) = next(iter(errors.items()))
-    kind = _kinds().get(name)
-    return _marked(RankError(f"rank {rank}: {name}: {text}") if kind is None else kind(f"rank {rank}: {text}"))
+        return _marked(own, how)
+    kind = _kinds().get(first.name)
+    text = f"rank {rank}: {first.text}" if kind else f"rank {rank}: {first.name}: {first.text}"
+    return _marked((kind or RankError)(text), how)
 
 
 def _kinds() -> dict[str, type[FlatnessError]]:
@@ -273,14 +320,28 @@ def _kinds() -> dict[str, type[FlatnessError]]:
     return kinds
 
 
-def _marked(error: BaseException) -> BaseException:
-    setattr(error, _AGREED, True)
+def _marked(error: BaseException, how: str) -> BaseException:
+    setattr(error, _AGREED, how)
     return error
 
 
 def _is_agreed(error: BaseException | None) -> bool:
-    """Return whether all ranks know of an error, or of one that it was made of."""
-    return error is not None and (hasattr(error, _AGREED) or _is_agreed(error.__cause__))
+    """Return whether no rank has to be told of an error: it, or one that it was made of, is marked."""
+    return _mark(error) is not None
+
+
+def is_known(error: BaseException) -> bool:
+    """Return whether all ranks have an error, which the first of them can report."""
+    return _mark(error) in (_OF_ALL, _OF_ONE)
+
+
+def is_the_end(error: BaseException) -> bool:
+    """Return whether an error is of the ranks together, so that they cannot go on to other work."""
+    return isinstance(error, RankError) and _mark(error) != _OF_ONE
+
+
+def _mark(error: BaseException | None) -> str | None:
+    return None if error is None else getattr(error, _AGREED, None) or _mark(error.__cause__)
 
 
 def _bytes(message: bytes) -> Tensor:

@@ -3,11 +3,13 @@
 Sums are taken in float64 and in the order of the ranks, whatever the backend does.
 """
 
+import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ Key = Any
 Parts = Mapping[Key, Tensor]
 
 _CHUNK = 2**23  # numbers of all ranks that are summed at a time
+_FEW = 256  # numbers of a rank that go along with what it says of them
 
 
 @dataclass(frozen=True)
@@ -73,54 +76,47 @@ class Shard:
         """
         if self.ranks.alone:
             return dict(parts)
-        shapes = self._shapes(step, parts)
-        sizes = [math.prod(shape) for shape in shapes.values()]
-        flat = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
-        for key, place in zip(shapes, flat.split(sizes), strict=True):
-            if self.counts and key in parts:
-                place.copy_(parts[key].detach().flatten())
-        pieces = torch.cat([self._summed(chunk) for chunk in flat.split(max(1, _CHUNK // self.ranks.size))]).split(
-            sizes
-        )
+        own = parts if self.counts else {}
+        told = self._told(step, own)
+        shapes = _united(step, told)
+        if all(each.numbers is not None for each in told):
+            flat = _added([_laid_out(each.parts(), shapes) for each in told])
+        else:
+            flat = self._summed(step, _laid_out(own, shapes))
         return {
-            key: piece.view(shape).to(parts[key].device if key in parts else piece.device)
-            for (key, shape), piece in zip(shapes.items(), pieces, strict=True)
+            key: piece.to(parts[key].device if key in parts else piece.device)
+            for key, piece in _cut(flat, shapes).items()
         }
 
-    def _summed(self, chunk: Tensor) -> Tensor:
-        first, *others = self.ranks.gathered(chunk)
-        for other in others:
-            first = first + other
-        return first
-
-    def _shapes(self, step: str, parts: Parts) -> dict[Key, tuple[int, ...]]:
-        """Return the shapes of all ranks' parts."""
-        shapes: dict[Key, tuple[int, ...]] = {}
-        for each in self.every(step, _told(parts)):
-            for key, shape in _heard(each).items():
-                if shapes.setdefault(key, shape) != shape:
-                    raise RankError(
-                        f"ranks have values of different shapes, {shapes[key]} and {shape}, of {key} at {step}; "
-                        "every rank has to have the same model"
-                    )
-        return shapes
+    def _summed(self, step: str, own: Tensor) -> Tensor:
+        """Return the sum of all ranks' numbers, some at a time."""
+        total = torch.empty_like(own)
+        for place, chunk in zip(*(held.split(max(1, _CHUNK // self.ranks.size)) for held in (total, own)), strict=True):
+            place.copy_(_added(self.ranks.gathered(chunk, step)))
+            step = ""  # all are there
+        return total
 
     def each(self, step: str, parts: Parts) -> list[dict[Key, Tensor]]:
         """Return the parts of every rank that has samples, in float64 on the CPU, in the order of the ranks."""
         if self.ranks.alone:
             return [dict(parts)]
-        told = self.ranks.exchange(step, [self.counts, _told(parts)])
-        shapes = [_heard(each) for _, each in told]
-        flat = torch.zeros(max(map(_numel, shapes)), dtype=torch.float64, device="cpu")
-        own = [part.numel() for part in parts.values()]
-        for part, place in zip(parts.values(), flat[: sum(own)].split(own), strict=True):
-            place.copy_(part.detach().flatten())
-        found = []
-        for (counts, _), held, numbers in zip(told, shapes, self.ranks.gathered(flat), strict=True):
-            if counts:
-                pieces = numbers[: _numel(held)].split([math.prod(shape) for shape in held.values()])
-                found.append({key: piece.view(held[key]) for key, piece in zip(held, pieces, strict=True)})
-        return found
+        told = self._told(step, parts if self.counts else {})
+        if any(each.numbers is None for each in told):
+            flat = torch.zeros(max(each.numel for each in told), dtype=torch.float64, device="cpu")
+            if self.counts:
+                own = _laid_out(parts, {key: tuple(part.shape) for key, part in parts.items()})
+                flat[: len(own)] = own
+            found = self.ranks.gathered(flat, step)
+            told = [each._replace(numbers=numbers) for each, numbers in zip(told, found, strict=True)]
+        return [each.parts() for each in told if each.counts]
+
+    def _told(self, step: str, parts: Parts) -> list["_Told"]:
+        """Return what all ranks tell of their parts."""
+        few = sum(part.numel() for part in parts.values()) <= _FEW
+        shapes = {key: tuple(part.shape) for key, part in parts.items()}
+        names = [[[*key] if isinstance(key, tuple) else key, shape] for key, shape in shapes.items()]
+        along = base64.b64encode(_laid_out(parts, shapes).numpy().tobytes()).decode() if few else None
+        return [_Told.of(*each) for each in self.ranks.exchange(step, [self.counts, names, along])]
 
     def rows(self, step: str, rows: Tensor) -> Tensor:
         """Return the numbers (…, n) of the samples of all ranks, by their places in all data, on the CPU."""
@@ -136,15 +132,66 @@ class Shard:
 WHOLE = Shard()
 
 
-def _told(parts: Parts) -> list[Any]:
-    """Return names and shapes of tensors as JSON has them."""
-    return [[[*key] if isinstance(key, tuple) else key, [*part.shape]] for key, part in parts.items()]
+class _Told(NamedTuple):
+    """Hold what a rank tells of its parts: whether it has samples, their shapes, and their numbers if these are few."""
+
+    counts: bool
+    shapes: dict[Key, tuple[int, ...]]
+    numbers: Tensor | None
+
+    @classmethod
+    def of(cls, counts: bool, names: Sequence[Any], along: str | None) -> "_Told":
+        """Return what was sent as JSON."""
+        shapes = {tuple(key) if isinstance(key, list) else key: tuple(shape) for key, shape in names}
+        numbers = None if along is None else torch.tensor(np.frombuffer(base64.b64decode(along)), device="cpu")
+        return cls(counts, shapes, numbers)
+
+    @property
+    def numel(self) -> int:
+        """Return how many numbers they are."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    def parts(self) -> dict[Key, Tensor]:
+        """Return them."""
+        assert self.numbers is not None
+        return _cut(self.numbers[: self.numel], self.shapes)
 
 
-def _heard(told: Sequence[Any]) -> dict[Key, tuple[int, ...]]:
-    """Return what :func:`_told` was made of."""
-    return {tuple(key) if isinstance(key, list) else key: tuple(shape) for key, shape in told}
+def _united(step: str, told: Iterable[_Told]) -> dict[Key, tuple[int, ...]]:
+    """Return the shapes of all ranks' parts.
+
+    Raises:
+        RankError: they have others.
+    """
+    shapes: dict[Key, tuple[int, ...]] = {}
+    for each in told:
+        for key, shape in each.shapes.items():
+            if shapes.setdefault(key, shape) != shape:
+                raise RankError(
+                    f"ranks have values of different shapes, {shapes[key]} and {shape}, of {key} at {step}; every rank "
+                    "has to have the same model"
+                )
+    return shapes
 
 
-def _numel(shapes: Mapping[Key, tuple[int, ...]]) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())
+def _laid_out(parts: Parts, shapes: Mapping[Key, tuple[int, ...]]) -> Tensor:
+    """Return parts of these shapes one behind the other, in float64 on the CPU; zeros for those that are not there."""
+    flat = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float64, device="cpu")
+    for key, place in _cut(flat, shapes).items():
+        if key in parts:
+            place.copy_(parts[key].detach())
+    return flat
+
+
+def _cut(flat: Tensor, shapes: Mapping[Key, tuple[int, ...]]) -> dict[Key, Tensor]:
+    """Return views of numbers that lie one behind the other."""
+    pieces = flat.split([math.prod(shape) for shape in shapes.values()])
+    return {key: piece.view(shape) for (key, shape), piece in zip(shapes.items(), pieces, strict=True)}
+
+
+def _added(every: Sequence[Tensor]) -> Tensor:
+    """Return the sum in the order of the ranks."""
+    first, *others = every
+    for other in others:
+        first = first + other
+    return first

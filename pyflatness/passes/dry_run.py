@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import FlatnessError, InputError
 from ..model import calling, data, layers, uses
-from ..model.uses import besides
+from ..model.uses import Use, besides
 from ..numerics.directions import Directions
 from . import batch_layout, kept_rows, linearity
 from .batch_layout import Layout
@@ -78,11 +78,14 @@ def run(
         users = linearity.users_of(outputs)
         besides.note(watches, users.keys())
     check_uses(modules, recorder, users)
+    if samples == 1:  # else samples that run alone show it
+        with recorder.paused():
+            _check_computed(model, modules, batch, forward)
     lookups = {name: calls for name, calls in recorder.calls.items() if layers.kind_of(modules[name]).tokens}
     once = kept_rows.repeated(outputs, users, lookups, count)
     for name in once:
         recorder.share(name, shared=True)
-    layouts = {name: found for name, found in _layouts(modules, recorder, count).items() if name not in once}
+    layouts = {name: found for name, found in _layouts(recorder, count).items() if name not in once}
     narrowed = narrow(outputs, users, recorder, layouts, count, lookups) | dict.fromkeys(once, (Layout(),))
     mixed = lookups.keys() - narrowed.keys()
     if mixed:
@@ -90,10 +93,10 @@ def run(
         def again() -> tuple[Tensor, int]:
             return _run(model, recorder, data.part(batch, start, start + count), forward, count)
 
-        mixed = {name for name in mixed if not _repeatable(modules, recorder, name, outputs, count, again)}
+        mixed = {name for name in mixed if not _repeatable(recorder, name, outputs, count, again)}
         outputs, stored = again()
         users, once = linearity.users_of(outputs), set()
-        narrowed = narrow(outputs, users, recorder, _layouts(modules, recorder, count), count, mixed)
+        narrowed = narrow(outputs, users, recorder, _layouts(recorder, count), count, mixed)
     received = sum(
         call.output.numel() * call.output.element_size() * (count if name in once else 1)
         for name, made in recorder.calls.items()
@@ -107,19 +110,17 @@ def run(
     return Findings(count, start, narrowed, outputs.detach(), bytes_, taken // count, cuttable, frozenset(mixed))
 
 
-def _layouts(modules: Mapping[str, nn.Module], recorder: Recorder, samples: int) -> dict[str, tuple[Layout, ...]]:
+def _layouts(recorder: Recorder, samples: int) -> dict[str, tuple[Layout, ...]]:
     """Return the layouts that layers which ran may have, by the shapes of their outputs."""
     found = {}
     for name, calls in recorder.calls.items():
-        output = calls[0].output
-        kind = layers.kind_of(modules[name])
-        dims = 1 if kind.class_dim == 1 else output.ndim - kind.row_dims
+        output, kinds = calls[0].output, [call.kind for call in calls]
+        dims = min(1 if kind.class_dim == 1 else output.ndim - kind.row_dims for kind in kinds)
         found[name] = tuple(batch_layout.candidates(output.shape, samples, dims))
     return found
 
 
 def _repeatable(
-    modules: Mapping[str, nn.Module],
     recorder: Recorder,
     name: str,
     outputs: Tensor,
@@ -133,7 +134,7 @@ def _repeatable(
     recorder.share(name, shared=True)
     try:
         now, _ = run()
-        layouts = {name: _layouts(modules, recorder, samples)[name]}
+        layouts = {name: _layouts(recorder, samples)[name]}
         if agree(outputs, now, rounding(outputs.dtype)) and narrow(
             now, linearity.users_of(now), recorder, layouts, samples, layouts
         ):
@@ -205,6 +206,36 @@ def check_uses(modules: Mapping[str, nn.Module], recorder: Recorder, users: line
     if others:
         listed = ", ".join(f"{name!r}: {why}" for name, why in others.items())
         raise InputError(f"layer {listed}, so that its calls are not all of its uses").about(others)
+
+
+def _check_computed(
+    model: nn.Module, modules: Mapping[str, nn.Module], batch: Any, forward: calling.Forward | None
+) -> None:
+    """Raise if a weight that a module computes of its parameter is another one where the module gets other inputs."""
+    stand_ins = {name: use for name, use in modules.items() if isinstance(use, Use) and use.ran and not use.refusal}
+    computed = {name: use for name, use in stand_ins.items() if use.source.effective}
+    if not computed:
+        return
+    random = Directions()
+
+    def other(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            part + random.like(part) * (1 + part.abs().amax())
+            if isinstance(part, Tensor) and part.is_floating_point() and part.numel()
+            else part
+            for part in args
+        )
+
+    with contextlib.ExitStack() as stack:
+        for use in computed.values():
+            (holder, _), *_ = use.source.places
+            stack.callback(holder.register_forward_pre_hook(other).remove)
+        with contextlib.suppress(Exception), calling.dry_run(), torch.no_grad():  # a model need not take such inputs
+            calling.run(model, batch, forward)
+    why = "its weight is computed of its inputs too"
+    varying = {name: why for name, use in computed.items() if use.source.varies}
+    if varying:
+        raise InputError(f"layer {', '.join(map(repr, varying))}: {why}, so that it has no one weight").about(varying)
 
 
 def check_samples(outputs: Tensor, samples: int) -> None:

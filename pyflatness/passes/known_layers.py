@@ -100,7 +100,7 @@ class KnownLayers:
         for name in found.mixed:
             if name in self._named or self._selected.keys() == found.mixed:
                 raise batch_layout.mixed(name, self._recorder.calls[name][0].output.shape, found.samples)
-            self._detached.add(name)
+            self._leave_out(name, "what it looks up is of all samples, and cannot be told apart by sample")
         if first:
             self._check_ran(found.layouts.keys() | {name for name in self._selected if self._is_routed(name)})
         for name in found.layouts:
@@ -116,8 +116,18 @@ class KnownLayers:
         Raises:
             InputError: an expert that was named did not run, nor any other layer.
         """
-        if self._samples:
-            self._check_ran(self._layouts.keys() | self._detached | self._elsewhere)
+        if not self._samples:
+            return
+        ran = self._layouts.keys() | self._detached | self._elsewhere
+        self._check_ran(ran)
+        for name in self._selected.keys() - ran:
+            uses.leave_out(self._model, self._selected[name], layers.why_idle(self._model, self._selected[name]))
+
+    def _leave_out(self, name: str, why: str) -> None:
+        """Leave a layer out from now on."""
+        uses.leave_out(self._model, self._selected[name], why)
+        self._detached.add(name)
+        self._layouts.pop(name, None)
 
     def _check_ran(self, names: Collection[str]) -> None:
         """Raise if a layer that was named is not among those that ran, or if none is."""
@@ -161,8 +171,9 @@ class KnownLayers:
                     "of zero would be wrong; write that way in differentiable operations, or choose other layers"
                 )
             else:
-                self._detached.add(name)
-                self._layouts.pop(name, None)
+                self._leave_out(
+                    name, "autograd has no path between what it gives and the outputs, which change with it"
+                )
         return bool(new)
 
     def leave_out(self, error: InputError) -> None:
@@ -176,8 +187,7 @@ class KnownLayers:
             use = self._selected[name]
             assert isinstance(use, Use)
             use.source.refuse(use, why)
-            self._detached.add(name)
-            self._layouts.pop(name, None)
+            self._leave_out(name, why)
 
     def find_otherwise_used(self, users: linearity.Users) -> bool:
         """Return whether stand-ins were left out just now, see :func:`.dry_run.check_uses`.

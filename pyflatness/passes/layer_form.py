@@ -7,11 +7,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from .. import contractions
-from ..contractions import DenseContraction, LayerContraction, TokenContraction, promoted
+from ..contractions import DenseContraction, LayerContraction, TokenContraction, WrittenContraction, promoted
 from ..contractions.factor import gram_factor
 from ..contractions.layer import Contraction
 from ..errors import InputError
 from ..model import layers, spread
+from ..model.kinds import Linear
 from ..options import Options
 from . import carried, normalize, pooled
 from .batch_layout import Layout
@@ -21,6 +22,7 @@ from .pooled import Pooled
 from .runner import Run
 
 Parts = list[Tensor]
+Contractions = LayerContraction | DenseContraction | TokenContraction | WrittenContraction | Gathered
 
 
 class LayerForm:
@@ -39,7 +41,10 @@ class LayerForm:
     Attributes:
         backend: of the contractions.
         quantities: these.
+        by_weight: whether the weight has no positions, so that second derivatives are taken in itself.
     """
+
+    by_weight = False
 
     def __init__(
         self,
@@ -68,7 +73,7 @@ class LayerForm:
         """Return the layer's form for other quantities."""
         return type(self)(self.name, self._module, quantities, self._options, self._scale)
 
-    def contraction(self, run: Run) -> LayerContraction | DenseContraction | TokenContraction | Gathered:
+    def contraction(self, run: Run) -> Contractions:
         """Return the contraction for the layer's calls in this run."""
         if self._dense:
             dense = Dense(self._module, self._scale, self._size(run), run.calls(self.name)[0].output)
@@ -199,6 +204,13 @@ class LayerForm:
         empty = torch.zeros_like(output, requires_grad=True)
         (placed,) = torch.autograd.grad(self.rows(run, [empty]), empty, rows, create_graph=True)
         return placed
+
+    def changed(self, run: Run, kind: Linear, inputs: Tensor, output: Tensor, changes: Tensor) -> Tensor:
+        """Return how the output of a call, of this kind, changes with each sample's own change of the weight.
+
+        The change is (n, G, m, d); both inputs and output are the call's, and have their graph.
+        """
+        return self.placed(run, self.patches(run, (inputs, output)) @ changes, output)
 
     def fingerprints(self, run: Run) -> Tensor:
         """Return a number for each sample's inputs, (n,), by which its row can be known again."""

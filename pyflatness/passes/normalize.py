@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..contractions import Columns, promoted
-from ..errors import NonFiniteError
+from ..errors import InputError, NonFiniteError
 from ..losses import Loss
 from ..model import layers
 from ..numerics import accumulate
@@ -165,7 +165,14 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
 
     Raises:
         NonFiniteError: NaN or infinity in a layer's input, under ``nan_policy="raise"``.
+        InputError: a weight in all of its uses.
     """
+    for name, module in runner.selected.items():
+        if layers.is_together(module):
+            raise InputError(
+                f"layer {name!r} is a weight in all of its uses, whose inputs have no deviations in common: normalised "
+                "measures are of each use by itself"
+            )
     deviations: dict[str, FeatureScale | TokenScale] = {}
 
     def of(name: str) -> FeatureScale | TokenScale:

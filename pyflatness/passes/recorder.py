@@ -23,6 +23,7 @@ from ..errors import InputError, NoGraphError
 from ..messages import check_tensor
 from ..model import layers, spread
 from ..model.calling import is_aside, version
+from ..model.kinds import Linear
 from ..model.uses import Use
 from ..model.uses.experts import Route
 
@@ -40,6 +41,7 @@ class Call:
         output: an empty tensor of the output's shape and dtype, on the meta device.
         coefficients: of tokens, see :meth:`.kinds.Linear.coefficients`.
         route: which rows are of which sample, of an expert that tokens are routed to.
+        kind: of the layer in this call.
     """
 
     inputs: Tensor
@@ -47,6 +49,7 @@ class Call:
     edge: GradientEdge
     input_edge: GradientEdge | None
     output: Tensor
+    kind: Linear
     coefficients: Tensor | None = None
     route: Route | None = None
 
@@ -151,7 +154,7 @@ class Recorder:
                     f"layer {name!r} runs without recording a graph: under torch.no_grad() inside the model, or in "
                     "reentrant activation checkpointing (pass use_reentrant=False to torch.utils.checkpoint)"
                 ).about({name: "it runs without recording a graph"})
-            if layers.kind_of(module).tokens:
+            if layers.kind_of_call(module).tokens:
                 return None
             key = next(iter(kwargs), None) if not args else None
             inputs = args[0] if args else kwargs.get(str(key))
@@ -168,7 +171,7 @@ class Recorder:
 
     def _keep(self, name: str) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
-            kind = layers.kind_of(module)
+            kind = layers.kind_of_call(module)
             inputs = kind.inputs_of(args, kwargs)
             if self._paused or is_aside() or inputs is None or not isinstance(output, Tensor):
                 return None
@@ -192,7 +195,7 @@ class Recorder:
         return single.expand(self._samples, *single.shape[1:]).contiguous()
 
     def _take(self, name: str, module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Tensor | None) -> None:
-        kind = layers.kind_of(module)
+        kind = layers.kind_of_call(module)
         if inputs.ndim < kind.least_dims:
             raise InputError(
                 f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
@@ -211,7 +214,7 @@ class Recorder:
         input_edge = get_gradient_edge(inputs) if has_edge else None
         shape = torch.empty_like(output, device="meta", requires_grad=False)
         route = module.route if isinstance(module, Use) else None
-        call = Call(kept, version(kept), get_gradient_edge(output), input_edge, shape, coefficients, route)
+        call = Call(kept, version(kept), get_gradient_edge(output), input_edge, shape, kind, coefficients, route)
         self.calls.setdefault(name, []).append(call)
 
     def _check_weight(self, name: str, module: nn.Module) -> None:

@@ -34,7 +34,7 @@ def uncovered(
             count = (1 + ((module, name) in besides)) * parameter.numel()
             sizes += count
             missing = count - covered.get((module, name), 0)
-            if missing:
+            if missing > 0:
                 left[f"{prefix}.{name}" if prefix else name] = missing
     return {name: size / sizes for name, size in left.items()}
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import losses
 from ..losses import auto, risk
 from ..model import calling
+from ..numerics.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,14 @@ class FitRecorder:
         self._step()
         return outputs, targets
 
-    def fit(self) -> Fit:
-        """Return means over all samples, however they were cut into batches."""
+    def fit(self, ranks: Ranks = ALONE) -> Fit:
+        """Return means over all samples, of all ranks, however they were cut into batches."""
         self._count()
-        if not self._sums:
-            return Fit(None, None)
-        loss, terms, correct, predictions = torch.stack(self._sums).sum(dim=0).tolist()
+        found = ranks.exchange("loss and accuracy", torch.stack(self._sums).sum(dim=0).tolist() if self._sums else None)
+        sums = [each for each in found if each is not None]
+        if not sums:
+            return NO_FIT
+        loss, terms, correct, predictions = map(sum, zip(*sums, strict=True))
         return Fit(loss / terms if terms else None, correct / predictions if predictions else None)
 
     def _count(self) -> None:

@@ -12,6 +12,7 @@ from .. import api, head, plan
 from ..measures import named
 from ..measures.base import Values
 from ..messages import reason
+from ..numerics.ranks import ALONE, Ranks, is_the_end
 from ..report import Estimate
 from ..session import session
 from .fit import NO_FIT, Fit, FitRecorder
@@ -64,8 +65,18 @@ class Outcome:
         return [*dict.fromkeys(value.error for value in self.values if value.error)]
 
 
-def measured(model: nn.Module, data: Any, request: Request, unit: Unit, step: Step, *, fit: bool) -> Outcome:
-    """Measure a unit; nothing of the measuring is raised. If measures fail together, each is taken by itself.
+def measured(
+    model: nn.Module,
+    data: Any,
+    request: Request,
+    unit: Unit,
+    step: Step,
+    *,
+    fit: bool,
+    counts: bool = True,
+    ranks: Ranks = ALONE,
+) -> Outcome:
+    """Measure a unit; what goes wrong is in its values. If measures fail together, each is taken by itself.
 
     Args:
         model: the network, with its weights.
@@ -74,6 +85,11 @@ def measured(model: nn.Module, data: Any, request: Request, unit: Unit, step: St
         unit: what is asked now.
         step: called after each batch.
         fit: whether to take loss and accuracy too.
+        counts: whether there are samples in the data of this rank.
+        ranks: that measure the unit together, each with data of its own.
+
+    Raises:
+        RankError: they cannot go on together, which is no fault of the unit's.
     """
     start = time.perf_counter()
     found: dict[str, _Held | str] = {}
@@ -83,14 +99,18 @@ def measured(model: nn.Module, data: Any, request: Request, unit: Unit, step: St
         names = waiting.popleft()
         rows = named(names)
         part = len(names) / len(unit.measures) / max(1, *(row.reads for row in rows))
-        recorder = FitRecorder(request.loss, lambda part=part: step(part), active=fit and known is None)  # type: ignore[misc]
+        active = fit and known is None and counts
+        recorder = FitRecorder(request.loss, lambda part=part: step(part), active=active)  # type: ignore[misc]
         begin = time.perf_counter()
         try:
-            values, missing = _values(model, data, request, unit, names, recorder)
-            seconds = time.perf_counter() - begin
-            if fit and known is None and any(row.reads for row in rows):
-                known = recorder.fit()
+            with ranks.agreed("a unit"):
+                values, missing = _values(model, data, request, unit, names, recorder, ranks)
+                seconds = time.perf_counter() - begin
+                if fit and known is None and any(row.reads for row in rows):
+                    known = recorder.fit(ranks)
         except Exception as error:  # the user's model and data run here: whatever it is, the next unit goes on
+            if is_the_end(error):
+                raise
             if len(names) > 1:
                 waiting.extendleft([name] for name in reversed(names))
             else:
@@ -131,7 +151,7 @@ def _value(pair: Pair, held: _Held | str) -> Value:
 
 
 def _values(
-    model: nn.Module, data: Any, request: Request, unit: Unit, names: Sequence[str], forward: FitRecorder
+    model: nn.Module, data: Any, request: Request, unit: Unit, names: Sequence[str], forward: FitRecorder, ranks: Ranks
 ) -> tuple[Mapping[str, Values], Mapping[str, str]]:
     """Return values by measure, and why there is none of the network."""
     if unit.selectors is not None and len(unit.selectors) <= 1 and len(names) == 1:  # by the head if it is that
@@ -143,24 +163,24 @@ def _values(
             reads=reads,
             ordered=options.by_sample,
             progress=False,
-            process_group=False,
+            process_group=ranks,
         ) as task:
             measurement, layer = plan.of_layer(row, task, unit.selectors[0] if unit.selectors else None)
             estimate = measurement.estimates()[layer, row.name]
         return {row.name: {estimate.layer: estimate}}, {}
     report = api.measure(
         *(model, request.loss, data),
-        layers=unit.selectors if unit.selectors != () else _last(model, request.loss, data),
+        layers=unit.selectors if unit.selectors != () else _last(model, request.loss, data, ranks),
         measures=names,
         forward=forward,
         progress=False,
-        process_group=False,
+        process_group=ranks,
         **asdict(request.options),
     )
     return report.by_measure(), report.skipped
 
 
-def _last(model: nn.Module, loss: Any, data: Any) -> str:
+def _last(model: nn.Module, loss: Any, data: Any, ranks: Ranks) -> str:
     """Return the last Linear that ran."""
-    with session(model, loss, data, process_group=False) as task:
+    with session(model, loss, data, process_group=ranks) as task:
         return head.find(task, None)[0]

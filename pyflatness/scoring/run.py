@@ -13,6 +13,7 @@ from torch import nn
 from .. import plan
 from ..errors import InputError
 from ..measures import named
+from ..numerics.ranks import ALONE, Ranks
 from . import described, driver, keys, worker
 from .executors import Serial
 from .measuring import Outcome
@@ -34,9 +35,11 @@ class Run:
         request: what is asked of each model.
         batch_size: see :class:`.worker.Setup`, as for the next.
         limit: of samples.
+        ranks: that measure each model together. All of them have the data, and the first one decides what is done.
 
     Raises:
         InputError: the model or the data cannot be made, or no layer is as selected.
+        RankError: ranks have other models.
     """
 
     def __init__(
@@ -48,10 +51,12 @@ class Run:
         *,
         batch_size: int | str | None = None,
         limit: float | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.models, self.request = models, request
+        ranks.check_alike("the models", {"models": ", ".join(models), "measures": request.measures})
+        self.models, self.request, self.ranks = models, request, ranks
         self.setup = Setup(uuid.uuid4().hex, model, data, request, batch_size, limit)
-        self.bench = Bench(self.setup)
+        self.bench = Bench(self.setup, ranks)
         self._units: dict[tuple[int, tuple[Pair, ...]], list[Unit]] = {}
 
     @functools.cached_property
@@ -88,11 +93,17 @@ class Run:
         return sum(count * plan.plan(named(unit.measures), options).reads for unit, count in units.items())
 
     def go(self, jobs: Iterable[Job], executor: Executor, take: Callable[[Job, Outcome], None]) -> None:
-        """Measure units, see :func:`.driver.run`.
+        """Measure units, see :func:`.driver.run`; over ranks, those that the first one has.
 
         Raises:
-            InputError: networks or data in memory, and workers elsewhere.
+            InputError: networks or data in memory, and workers elsewhere; several ranks, and an executor.
         """
+        if not self.ranks.alone and not isinstance(executor, Serial):
+            raise InputError(
+                f"executor: the {self.ranks.size} ranks of a process group measure each model together, one after the "
+                "other, and there are no other workers; leave the executor out, or start one process without torchrun"
+            )
+        jobs = self._of_first(jobs)
         if isinstance(executor, Serial):
             worker.adopt(self.bench)
         elif not self.setup.data.is_made:
@@ -105,6 +116,20 @@ class Run:
             driver.run(executor, self.setup, jobs, take)
         finally:
             worker.adopt(None)
+
+    def _of_first(self, jobs: Iterable[Job]) -> Iterable[Job]:
+        """Return the units that the first rank has, on all ranks."""
+        if self.ranks.alone:
+            return jobs
+        names, own = {id(held): name for name, held in self.models.items()}, [*jobs]
+        told = [[names[id(job.weights)], job.unit.pairs, job.unit.selectors, job.content, job.fit] for job in own]
+        found = self.ranks.first("the units of work", told)
+        if self.ranks.rank == 0:
+            return own
+        return [
+            Job(Unit.of(pairs, selectors), self.models[name], content, fit)
+            for name, pairs, selectors, content, fit in found
+        ]
 
 
 @dataclass(frozen=True)

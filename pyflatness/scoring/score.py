@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from ..errors import InputError
 from ..measures import named
 from ..messages import shown
+from ..numerics.meeting import Group, joined
 from ..options import MAX_PASSES, Options, check_count, check_names
 from ..session import public
 from . import data_specs, executors, listing, pretrained, specs
@@ -50,12 +52,16 @@ def score(
     memory: int | None = None,
     seed: int = 0,
     max_passes: int = MAX_PASSES,
+    process_group: Group = None,
 ) -> Scores:
     """Return measures of many models on one data set, with each one's loss and accuracy from the same pass.
 
     A model that cannot be read or measured is a row with its error, and the others go on. With a store nothing is
     computed twice: values are found again by the content of what they depend on, not by names or times, so that a call
     that was interrupted goes on where it stopped, and one that asks for more computes what is new.
+
+    The ranks of a process group measure one model after another, each together. Every rank passes the same models and
+    all data, of which it measures its part; the first one writes the store.
 
     Args:
         models: networks or paths of checkpoints by name; or paths alone, which are then the names: files, folders and
@@ -88,6 +94,8 @@ def score(
         memory: bytes to hold at a time.
         seed: of the random signs.
         max_passes: backward passes of a micro-batch, or Hessian products of a layer, that exact values may take.
+        process_group: whose ranks make the call together (docs/ranks.md). None: all ranks, where ``torch.distributed``
+            is initialised; False: this process alone.
 
     Returns:
         A row for each model, layer and measure: ``scores[checkpoint, measure].value``, ``scores.to_frame()``.
@@ -96,6 +104,7 @@ def score(
         InputError: models, data, loss or options that do not fit; what concerns one model alone is in its rows.
         StoreError: a store that cannot be read or written.
         MissingExtraError: an executor that is not installed.
+        RankError: another rank ends, or does not come; of what was measured nothing is lost in a store.
 
     Example:
         >>> import torch, pyflatness as pf
@@ -111,12 +120,18 @@ def score(
     selectors = () if layers is None else tuple(check_names("layers", layers))
     request = Request(loss, selectors, tuple(row.name for row in named(measures)), options)
     made = None if model is None else Source(model, name="model=")
-    run = Run(_by_name(models), made, Source(data, _for_data(data, model, models), "data="), request)
-    with contextlib.ExitStack() as stack:
+    with joined(process_group) as ranks, contextlib.ExitStack() as stack:
+        source = Source(data, _for_data(data, model, models), "data=")
+        run = Run(_by_name(models), made, source, request, ranks=ranks)
         where = _executor(executor, check_count("workers", workers, 1), stack)
-        if store is None:
-            return _scored(run, where)
-        return _kept(run, where, stack.enter_context(Store(Path(store), write=True)), retry=retry)
+        if ranks.rank > 0:
+            run.go((), where, lambda job, outcome: None)
+            scores = Scores((), 0)
+        elif store is None:
+            scores = _scored(run, where)
+        else:
+            scores = _kept(run, where, stack.enter_context(Store(Path(store), write=True)), retry=retry)
+        return scores if ranks.alone else Scores.of(*ranks.first("the scores", [scores.computed, *map(asdict, scores)]))
 
 
 def _by_name(models: Any) -> Models:

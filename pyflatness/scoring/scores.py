@@ -1,9 +1,9 @@
 """Hold the scores of many models, as a call of :func:`pyflatness.score` returns them."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -32,6 +32,11 @@ class Scores:
 
     rows: tuple[Row, ...]
     computed: int
+
+    @classmethod
+    def of(cls, computed: int, *rows: Mapping[str, Any]) -> "Scores":
+        """Return scores whose rows are mappings."""
+        return cls(tuple(Row(**row) for row in rows), computed)
 
     def __len__(self) -> int:
         return len(self.rows)

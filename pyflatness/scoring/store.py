@@ -323,8 +323,7 @@ def _text(pair: Pair) -> str:
 
 
 def _value(row: sqlite3.Row) -> Value:
-    place = json.loads(row["place"])
-    pair = Pair(tuple(place) if isinstance(place, list) else place, row["measure"])
+    pair = Pair.of(json.loads(row["place"]), row["measure"])
     numbers = {name: row[name] for name in _NUMBERS}
     numbers["exact"] = None if row["exact"] is None else bool(row["exact"])
     if row["state"] == "done" and row["value"] is None:  # SQLite has no NaN

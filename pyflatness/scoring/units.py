@@ -23,6 +23,11 @@ class Pair(NamedTuple):
     place: Place
     measure: str
 
+    @classmethod
+    def of(cls, place: str | Sequence[str] | None, measure: str) -> "Pair":
+        """Return the pair that JSON has, which knows no tuples."""
+        return cls(tuple(place) if isinstance(place, list) else place, measure)  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True)
 class Request:
@@ -97,6 +102,11 @@ class Unit:
 
     pairs: tuple[Pair, ...]
     selectors: tuple[str, ...] | None
+
+    @classmethod
+    def of(cls, pairs: Iterable[Sequence[Any]], selectors: Sequence[str] | None) -> "Unit":
+        """Return the unit that JSON has."""
+        return cls(tuple(Pair.of(*pair) for pair in pairs), None if selectors is None else tuple(selectors))
 
     @property
     def measures(self) -> list[str]:

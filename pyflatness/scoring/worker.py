@@ -17,7 +17,8 @@ from ..errors import InputError
 from ..messages import is_out_of_memory, reason
 from ..model import state
 from ..model.data import Batches, size
-from . import checkpoints, data_specs, described, keys, loading, measuring, pretrained, specs
+from ..numerics.ranks import ALONE, Ranks, is_the_end
+from . import checkpoints, data_specs, dealing, described, keys, loading, measuring, pretrained, specs
 from .cutting import Cut
 from .measuring import Outcome, Step
 from .units import Request, Unit
@@ -111,27 +112,36 @@ class Bench:
 
     Args:
         setup: of the run.
+        ranks: that measure each unit together.
+
+    Attributes:
+        data: all of them.
 
     Raises:
         InputError: the model or the data cannot be made.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
+    def __init__(self, setup: Setup, ranks: Ranks = ALONE) -> None:
+        self.setup, self.ranks = setup, ranks
         self.network = None if setup.model is None else specs.build_model(setup.model.made)
         self.data = setup.data.made()
         if hasattr(self.data, "__next__"):
             raise InputError("--data: an iterator can be read once; have the callable return a list or a DataLoader")
+        self._mine, self._counts = self.data, True
+        if not ranks.alone:
+            self._mine, samples = dealing.dealt(self.data, ranks, setup.limit)
+            self._counts = samples > 0
         if setup.batch_size is not None or setup.limit is not None:
             device = torch.device("cpu") if self.network is None else state.device(self.network)
             most = setup.batch_size if isinstance(setup.batch_size, int) else None
             self.data = Cut(self.data, device, most=most, limit=setup.limit)
+            self._mine = self.data if ranks.alone else Cut(self._mine, device, most=most)
         self._held: tuple[Path, str] | None = None
         self._notes: tuple[str, ...] = ()  # on reading what is held
 
     def batches(self) -> int:
-        """Return the number of batches; 0 if the data cannot tell."""
-        return len(Batches(self.data, torch.device("cpu")))
+        """Return the number of batches that are measured here; 0 if the data cannot tell."""
+        return len(Batches(self._mine, torch.device("cpu")))
 
     def check(self, fingerprint: described.Facts) -> None:
         """Raise if the data are not those of a fingerprint.
@@ -146,23 +156,34 @@ class Bench:
             )
 
     def outcome(self, job: Job, step: Step = lambda part: None) -> Outcome:
-        """Measure a unit; what goes wrong with its checkpoint or its measures is in its values."""
+        """Measure a unit; what goes wrong with its checkpoint or its measures is in its values.
+
+        Raises:
+            RankError: see :func:`.measuring.measured`.
+        """
         try:
-            model, notes = self._with_weights(job)
+            with self.ranks.agreed("a checkpoint"):
+                model, notes = self._with_weights(job)
         except Exception as error:  # a damaged file can raise anything
+            if is_the_end(error):
+                raise
             return Outcome.failed(job.unit, reason(error))
         while True:
-            found = measuring.measured(model, self.data, self.setup.request, job.unit, step, fit=job.fit)
+            data, ranks = self._mine, self.ranks
+            found = measuring.measured(
+                *(model, data, self.setup.request, job.unit, step), fit=job.fit, counts=self._counts, ranks=ranks
+            )
             if self.setup.batch_size != "auto" or not self._halved(found):
-                return replace(found, batch_size=self.data.most if isinstance(self.data, Cut) else None, notes=notes)
+                return replace(found, batch_size=data.most if isinstance(data, Cut) else None, notes=notes)
 
     def _halved(self, found: Outcome) -> bool:
         """Halve the batches if memory did not suffice, for this unit and those that follow; return whether."""
-        if not any(map(is_out_of_memory, found.errors)):
+        if not any(self.ranks.exchange("the memory", any(map(is_out_of_memory, found.errors)))):
             return False
-        most = self.data.most or max(map(size, self.data))
-        self.data.most = most // 2
-        return bool(most > 1)
+        most = self._mine.most or max(map(size, self._mine), default=1)
+        further = any(self.ranks.exchange("the batches", most > 1))
+        self._mine.most = max(1, most // 2) if further else 0
+        return further
 
     def _with_weights(self, job: Job) -> tuple[nn.Module, tuple[str, ...]]:
         """Return the network with its weights, and the notes on reading them."""

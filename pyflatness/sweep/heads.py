@@ -18,7 +18,6 @@ from ..contractions.quantities import QUANTITIES
 from ..losses import Curvature, Loss
 from ..model import layers
 from ..model.row_order import order_in_memory
-from ..numerics.shard import Shard
 from ..passes.cotangents import Cotangents
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
@@ -84,11 +83,14 @@ class Heads:
         """Return whether a quantity came by its formula in every run of some layers."""
         return QUANTITIES[quantity].at_head and all(self._always.get(name, False) for name in names)
 
-    def unite(self, shard: Shard) -> None:
-        """Take in which layers were something else than a head on other ranks."""
-        for always in shard.every("the heads", self._always):
-            for name, is_head in always.items():
-                self._always[name] = self._always.get(name, True) and is_head
+    def facts(self) -> dict[str, dict[str, bool]]:
+        """Return which layers were asked whether they are a head, and which were something else."""
+        others = {name: True for name, is_head in self._always.items() if not is_head}
+        return {"asked": dict.fromkeys(self._always, True), "no heads": others}
+
+    def unite(self, united: Mapping[str, Mapping[str, bool]]) -> None:
+        """Take in the :meth:`facts` of all ranks."""
+        self._always = {name: name not in united["no heads"] for name in united["asked"]}
 
     def _order(self, run: Run, sent: Cotangents, form: LayerForm) -> Tensor | None:
         """Return which rows of a head's output the loss terms read; empty: all in their order; None: it is no head."""

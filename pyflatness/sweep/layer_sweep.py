@@ -116,10 +116,10 @@ class Sweep:
         if shard.ranks.alone:
             return
         facts = {"hessian": dict.fromkeys(self.by_hessian, True), "passes": {str(self.exact_passes): True}}
-        united = shard.united("how values came about", facts)
+        united = shard.united("how values came about", facts | self._heads.facts())
         self.by_hessian.update(united["hessian"])
         self.exact_passes = max(map(int, united["passes"]))
-        self._heads.unite(shard)
+        self._heads.unite(united)
         self._make_forms()  # of layers that ran on other ranks alone
 
     def method(self, names: Iterable[str], quantity: str) -> str:

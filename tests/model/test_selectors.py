@@ -24,7 +24,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("head.weight", "'head.weight' is a parameter and no layer; the layer that it belongs to is 'head'"),
+        ("head.bias", "'head.bias' is a parameter and no layer; the layer that it belongs to is 'head'"),
         ("block.0.weight", "is a parameter and no layer; the layer that it belongs to is 'block.0'"),
         ("block.0.bias", "is a parameter and no layer; the layer that it belongs to is 'block.0'"),
         ("cell.bias_hh_l0", "is a parameter and no layer; nn.LSTM computes with it in a kernel of its own"),

@@ -131,7 +131,6 @@ OTHERWISE = {
     "in another operation": (lambda net, x: x * net.w[0, :4].sum() + F.linear(x, net.w)[..., :4],
         "its weight is used in sum"),
     "by position": (lambda net, x: x + net.w[:3, :4], "its weight is used in add"),
-    "in two ways": (lambda net, x: F.linear(F.linear(x, net.w), net.w.t()), "its weight is used in linear"),
     "a part": (lambda net, x: F.linear(x, net.w[2:]), "used in an operation on a part of it, linear"),
     "of two": (lambda net, x: F.linear(x, net.w.t() @ net.w), "its weight is used in matmul"),
     "in nothing": (lambda net, x: x, "the forward pass has no operation with it"),

@@ -8,7 +8,7 @@ from pyflatness.measures import MEASURES
 from support import ROOT, rank_cases
 
 PAGE = (ROOT / "docs" / "ranks.md").read_text("utf-8")
-BY_THEMSELVES = {"score", "reparameterize"}  # which read data, and never together
+BY_THEMSELVES = {"reparameterize"}  # which read data, and never together
 
 
 def rows(header):

@@ -55,19 +55,13 @@ def methods(name: str) -> tuple[dict[str, str], dict[str, str]]:
             method = pf.relative_flatness(model, loss, data, layer, forward=architecture.forward).method
         pattern = numberless(layer)
         how[pattern] = min(method, how.get(pattern, method), key=_METHODS.index)
-    return how, {numberless(name): why(model, report, name) for name in report.uncovered}
+    reasons = {numberless(name): report.why_uncovered[name] for name in report.uncovered}
+    return how, {name: reason.removeprefix("its weight is ") for name, reason in reasons.items()}
 
 
 def numberless(name: str) -> str:
     """Return a name with # for its numbers."""
     return re.sub(r"\d+", "#", name)
-
-
-def why(model: nn.Module, report: pf.Report, name: str) -> str:
-    """Return why a weight is left out."""
-    if name not in report.why_uncovered and isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding):
-        return "no call of its module" if name == "shared.weight" else "looked up for pairs of positions"
-    return report.why_uncovered[name].removeprefix("its weight is ")
 
 
 def _row(architecture: Architecture) -> str:

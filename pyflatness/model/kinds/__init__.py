@@ -15,6 +15,7 @@ from .convolution import Convolution
 from .embedding import Embedding, EmbeddingBag
 from .linear import Linear, PermutedLinear, TransposedLinear
 from .scale import Scale, is_scale
+from .together import Together
 from .transposed_convolution import TransposedConvolution
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Linear",
     "PermutedLinear",
     "Scale",
+    "Together",
     "TransposedConvolution",
     "TransposedLinear",
     "Use",
@@ -48,9 +50,11 @@ class Use(nn.Module):
 
     Attributes:
         kind: how it is a weight matrix; None as long as that is not known.
+        called_as: the kind of its last call, where its calls may be of several kinds.
     """
 
     kind: Linear | None = None
+    called_as: Linear | None = None
 
 
 _convolution = functools.lru_cache(maxsize=1024)(Convolution)

@@ -9,28 +9,56 @@ What the weight is used in first says of which kind the layer is.
 import contextlib
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.autograd.graph import Node
 
 from ...report import coverage
 from .. import calling, kinds, spread
-from . import besides, experts, recurrent
-from .candidates import sources
+from . import besides, candidates, experts, recurrent
 from .use import Source, Use
 
-__all__ = ["Use", "attached", "entries", "held", "layer", "left_out", "of", "otherwise", "reasons", "with_siblings"]
+__all__ = [
+    "Use",
+    "attached",
+    "entries",
+    "held",
+    "layer",
+    "left_out",
+    "of",
+    "otherwise",
+    "reasons",
+    "whole",
+    "with_siblings",
+]
 
-_held: "weakref.WeakKeyDictionary[nn.Module, dict[str, Use] | None]" = weakref.WeakKeyDictionary()
+
+@dataclass
+class _Held:
+    """Hold what is known of a model while it is measured.
+
+    Attributes:
+        uses: the stand-ins for its weights; None as long as they were not asked for.
+        whole: those for weights in all of their uses, by name.
+        left_out: modules that are layers and have no value, and why.
+    """
+
+    uses: dict[str, Use] | None = None
+    whole: dict[str, Use] = field(default_factory=dict)
+    left_out: dict[nn.Module, str] = field(default_factory=dict)
+
+
+_held: "weakref.WeakKeyDictionary[nn.Module, _Held]" = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def held(model: nn.Module) -> Iterator[None]:
-    """Let :func:`of` return the same stand-ins for a model inside."""
+    """Let :func:`of` and :func:`whole` return the same stand-ins for a model inside."""
     if model in _held:
         yield
         return
-    _held[model] = None
+    _held[model] = _Held()
     try:
         yield
     finally:
@@ -39,17 +67,24 @@ def held(model: nn.Module) -> Iterator[None]:
 
 def of(model: nn.Module) -> dict[str, Use]:
     """Return the stand-ins for a model's weights by name, in its order."""
-    found = _held.get(model)
-    if found is None:
-        found = {name: use for source in sources(model) for name, use in source.uses.items()}
-        if model in _held:
-            _held[model] = found
+    known = _held.get(model, _Held())
+    if known.uses is None:
+        known.uses = {name: use for source in candidates.sources(model) for name, use in source.uses.items()}
+    return known.uses
+
+
+def whole(model: nn.Module, name: str) -> Use | None:
+    """Return what stands for a layer's weight in all of its uses, by the name of the parameter; None if none has it."""
+    known = _held.get(model, _Held()).whole
+    found = known.get(name) or candidates.whole(model, name)
+    if found is not None:
+        known[name] = found
     return found
 
 
 def layer(model: nn.Module, name: str) -> nn.Module:
     """Return the layer of this name: a stand-in, or a module of the model."""
-    found = of(model).get(name)
+    found = of(model).get(name) or whole(model, name)
     return model.get_submodule(name) if found is None else found
 
 
@@ -73,6 +108,12 @@ def attached(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     finally:
         for source, outer in before.items():
             source.attach({name: use for name, use in outer.items() if not use.refusal})
+
+
+def leave_out(model: nn.Module, layer: nn.Module, why: str) -> None:
+    """Take in why a module that is a layer has no value, for :func:`reasons`."""
+    if model in _held:
+        _held[model].left_out[layer] = why
 
 
 def otherwise(modules: Mapping[str, nn.Module], called: Collection[str], nodes: Collection[Node]) -> dict[str, str]:
@@ -149,7 +190,7 @@ def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         model: inside of :func:`held`, after it was measured.
         names: of the parameters.
     """
-    modules = dict(model.named_modules())
+    modules, left_out = dict(model.named_modules()), _held.get(model, _Held()).left_out
     by_place = {place: use.source for use in of(model).values() for place in use.source.places}
     found = {}
     for name in names:
@@ -160,6 +201,10 @@ def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
             found[name] = f"nn.{type(module).__name__} computes with it in a kernel of its own"
         elif others := besides.of(module):
             found[name] = f"its weight is used in {others} outside of the layer too"
+        elif kinds.obstacle(module):
+            found[name] = f"its {type(module).__name__} {kinds.obstacle(module)}"
+        elif module in left_out:
+            found[name] = left_out[module]
         elif source is not None and (why := source.why_left_out()):
             found[name] = why
         elif source is None and not kinds.is_plain(module) and spread.is_held():

@@ -30,8 +30,8 @@ def watching(modules: Mapping[str, nn.Module]) -> Iterator[list["_Besides"]]:
     """Watch the weights of layers, other than stand-ins, for what happens to them outside of these, inside."""
     with contextlib.ExitStack() as stack:
         yield [
-            stack.enter_context(_Besides(module).watching())
-            for module in modules.values()
+            stack.enter_context(_Besides(name, module).watching())
+            for name, module in modules.items()
             if not isinstance(module, Use) and type(module._parameters.get("weight")) is nn.Parameter
         ]
 
@@ -51,10 +51,10 @@ class _Besides:
     route: Any = None
     attached: Mapping[str, object] = {}
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module) -> None:
         parameter = module._parameters["weight"]
         assert parameter is not None
-        self.module: nn.Module = module
+        self.name, self.module = name, module
         self.parameter: Tensor = parameter
         self.functions: dict[str, None] = {}
         self._held: Tensor | None

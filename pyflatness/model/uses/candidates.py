@@ -52,6 +52,28 @@ def sources(model: nn.Module) -> list[Source]:
     return [*found.values()]
 
 
+def whole(model: nn.Module, name: str) -> Use | None:
+    """Return what stands for all uses of the weight of a layer, by the parameter's name; None if it is of none.
+
+    Modules that share the weight count with all their calls, and so do functions that use it besides.
+    """
+    prefix, _, key = name.rpartition(".")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    holder = modules.get(prefix)
+    parameter = None if holder is None else holder._parameters.get(key)
+    if holder is None or parameter is None or key != "weight" or not kinds.is_plain(holder):
+        return None
+    home = kinds.find(holder)
+    if home is None or not _is_candidate(holder, key, parameter):
+        return None
+    places = [
+        (module, own) for module in model.modules() for own, other in module._parameters.items() if other is parameter
+    ]
+    source = Source(parameter, places)
+    source.uses = {name: Use(name, source, home=home)}
+    return source.uses[name]
+
+
 def _is_of_torch(module: nn.Module) -> bool:
     """Return whether a module is one of torch's that computes with parameters of its own, not in functions of torch."""
     kind = type(module)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from .. import kinds
-from ..kinds import Convolution, Linear, TransposedLinear
+from .. import calling, kinds
+from ..kinds import Convolution, Linear, Together, TransposedLinear
 from . import watched
 from .experts import Route
 from .operation import LINEAR, Operation
@@ -27,6 +27,7 @@ class Use(kinds.Use):
         source: the parameter.
         rows: which of its rows; None: all. A number is one of the matrices that it has, without the dimension.
         routed: whether that is an expert of a mixture, which runs where a token is routed to it.
+        home: the kind whose matrix it is, where uses of several kinds are taken together; else None.
 
     Attributes:
         weight: detached, as the operation has it that the parameter is used in.
@@ -34,19 +35,30 @@ class Use(kinds.Use):
         kind: how the weight is a matrix: as its shape says, until the layer ran.
         ran: whether the layer ran.
         refusal: why it cannot be measured; empty as long as it can.
+        named: whether it was asked for by its name, and so for all of its uses, whatever their kinds are.
     """
 
     kind: Linear
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, name: str, source: "Source", rows: slice | int | None = None, *, routed: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        source: "Source",
+        rows: slice | int | None = None,
+        *,
+        routed: bool = False,
+        home: Linear | None = None,
+    ) -> None:
         super().__init__()
         self.name, self.source, self.rows, self.routed = name, source, rows, routed
         self.refusal, self.ran = "", False
+        self.named = self._several = self._settled = False
         weight = source.parameter.detach()
         self.weight, self.bias = weight if rows is None else weight[rows], None
-        self.kind = _by_shape(self.weight)
+        self.kind = _by_shape(self.weight) if home is None else Together(home)
+        self._together = home is not None
         row = weight[0].numel()
         start, stop, _ = _as_slice(rows).indices(len(weight))
         self.entries = range(start * row, stop * row)  # of the parameter
@@ -63,20 +75,37 @@ class Use(kinds.Use):
         return self._run(inputs)
 
     def takes(self, kind: Linear, weight: Tensor, inputs: Tensor, bias: Tensor | None) -> bool:
-        """Return whether a call of this kind is one that layers can have, and of the kind that the others are."""
+        """Return whether a call of this kind is one that layers can have, and of the kind that the others are.
+
+        A layer that was named may turn out to be of several kinds in a dry run, before anything relies on what it is.
+        """
+        if self.ran and not self._together and kind is not self.kind and weight.shape == self.weight.shape:
+            self._several = self.rows is None and not self.source.effective
+            if self._several and self.named and not self._settled:
+                self._together, self.kind = True, Together(self.kind)
         return (
-            (not self.ran or (kind is self.kind and weight.shape == self.weight.shape))
+            (self._together or not self.ran or kind is self.kind)
+            and (weight.shape == self.weight.shape or not (self._together or self.ran))
             and inputs.is_floating_point() != kind.tokens
             and inputs.ndim >= kind.least_dims
             and (bias is None or (bias.ndim == 1 and bias.dtype == self.source.parameter.dtype))
         )
+
+    @property
+    def hint(self) -> str:
+        """Return what can be done about uses of several kinds; empty where there are none, or it was done."""
+        if not self._several or self._together:
+            return ""
+        return f" (in operations of several kinds; layers={self.name!r} takes all of its linear uses together)"
 
     def call(
         self, kind: Linear, weight: Tensor, inputs: Tensor, bias: Tensor | None, run: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Return ``run(inputs)``, seen by the hooks of a layer of this kind, weight and bias."""
         if not self.ran:
-            self.kind, self.weight, self.ran = kind, weight, True
+            self.kind, self.weight, self.ran = self.kind if self._together else kind, weight, True
+        self.called_as = kind if self._together else None
+        self._settled |= not calling.is_dry_run()
         self.bias, self._run = bias, run
         try:
             outputs: Tensor = self(inputs)
@@ -100,6 +129,7 @@ class Source:
         nodes: where uses that are not followed end in autograd's graph, while it is watched: by way of the module, or
             of a reference that was kept elsewhere, in a list or a function.
         route: see :class:`.watched.Source`.
+        varies: whether the weight that was computed of it was not the same at every call.
     """
 
     parameter: Tensor
@@ -112,6 +142,7 @@ class Source:
     nodes: set[Node] = field(default_factory=set)
     _flag: bool = False  # whether the parameter required a gradient before
     route: Route | None = None
+    varies: bool = False
     _attached: dict[str, Use] = field(default_factory=dict)
     _of_entries: dict[range, Use] = field(default_factory=dict)  # the same by the entries of the parameter
     _watched: dict[str, Use] = field(default_factory=dict)  # ever
@@ -155,6 +186,11 @@ class Source:
         return refusal or self.why_unused()
 
     @property
+    def name(self) -> str:
+        """See :class:`.watched.Source`."""
+        return next(iter(self._attached or self.uses), "")
+
+    @property
     def attached(self) -> dict[str, Use]:
         """Return the uses that are watched for now."""
         return dict(self._attached)
@@ -190,6 +226,7 @@ class Source:
         """Return in what else the weight takes part."""
         parts = [name for name, use in self.uses.items() if isinstance(use.rows, slice)]
         hint = f" ({', '.join(parts)} may be measured instead)" if parts else ""
+        hint += "".join(use.hint for use in self.uses.values())
         return f"its weight is used in {', '.join(self._functions) or 'what torch does not tell of'}{hint}"
 
     def _part(self, operation: Operation, weight: Tensor, part: Tensor) -> Tensor | None:
@@ -251,6 +288,7 @@ class Source:
         if operation.rows(weight) is not weight or use.name not in self._attached:
             return None
         if use.ran and not (weight.shape == use.weight.shape and torch.equal(weight, use.weight)):
+            self.varies = True
             return None
         behind = _leaves(operation.weight.grad_fn)
         if not all(isinstance(leaf, nn.Parameter) for leaf in behind):

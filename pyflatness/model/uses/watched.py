@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import functional as F
 
+from ...errors import InputError
 from . import operations
 from .operation import Operation
 from .operations import each_of
@@ -35,6 +36,10 @@ class Source(Protocol):
     """Whether what is computed of the weight, of as many entries, counts as the weight."""
     route: Any
     """Which rows of the operation to come are of which sample, see :class:`.experts.Route`; None where that shows."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the layer, or of the first of several parts."""
 
     @property
     def attached(self) -> Mapping[str, object]:
@@ -78,7 +83,12 @@ class Watched(Tensor):
                 result = found.weight.source.used(found)  # type: ignore[attr-defined]
                 if result is not None:
                     return result
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except RuntimeError as error:
+                if "leaf Variable that requires grad" in str(error):
+                    raise _changed_in_place(func, args) from error
+                raise
             return _followed(func, args, kwargs, result, found if isinstance(found, str) else "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -101,6 +111,17 @@ def leaf(weight: Tensor, source: Source) -> tuple[Watched, Node]:
     made.source, made.part, made.version = source, values, values._version
     with torch._C.DisableTorchFunctionSubclass():
         return made, get_gradient_edge(made).node
+
+
+def _changed_in_place(func: Any, args: tuple[Any, ...]) -> InputError:
+    """Return the error for an operation that modifies a weight, of which torch has no derivative."""
+    weight = next(part for several in args for part in each_of(several) if isinstance(part, Watched))
+    name = weight.source.name
+    why = f"the forward pass changes its weight in place, by {getattr(func, '__name__', func)}"
+    return InputError(
+        f"layer {name!r}: {why}, so that there is no derivative in it; write it out of place (w = w.clamp(…)), under "
+        "torch.no_grad(), or change the weight before the call"
+    ).about({name: why})
 
 
 def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, why: str) -> Any:

@@ -1,0 +1,167 @@
+"""A grid that can tell: all measures against the gap of networks that differ in one setting, at one training loss.
+
+In most studies of flatness networks stop at different training losses, and correlations follow these. Here networks of
+every combination of width, depth, batch size, learning rate, weight decay and optimiser are trained to exactly the same
+cross-entropy on all training data (:mod:`.same_loss`). Over all of them: Kendall's τ; the granulated Kendall Ψ and the
+conditional mutual information of Jiang et al. (2020); the sign error of Dziugaite et al. (2020), mean and worst case.
+Targets are the gap, and those under shifts: images turned, with noise, labels that are wrong.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..generalization.correlation import correlations
+from ..generalization.granulated import granulated_kendall
+from ..generalization.mutual_information import conditional_mutual_information
+from ..generalization.sign_error import sign_error
+from . import grid_networks
+from .experiment import Bench, Experiment, Finding, Found
+from .grid_networks import SETTINGS, Grid
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_HEAD, _SUM = "relative_flatness head", "relative_flatness"
+
+Row = dict[str, float]
+"""Of a measure and a target: ``tau``, ``psi``, ``information``, ``sign_error``, ``worst``."""
+
+
+def run(bench: Bench) -> Found:
+    """Train, measure, and compare."""
+    grid = grid_networks.made(bench)
+    settings = [name for name in SETTINGS if len(set(grid.columns[name])) > 1]
+    found = {
+        (measure, target): compared(grid.columns, measure, target, settings)
+        for target in grid.targets
+        for measure in grid.measures
+    }
+    with_gap = correlations(
+        {"name": grid.columns["name"], "gap": grid.columns["test gap"], **{m: grid.columns[m] for m in (_HEAD, _SUM)}}
+    )
+    findings = [
+        Finding(f"{name}, Kendall with the gap", row.value, row.low, row.high, "0.48–0.51 at different losses")
+        for name in (_HEAD, _SUM)
+        for row in [with_gap[name, "Kendall"]]
+    ]
+    losses = grid.columns["train_loss"]
+    findings += [
+        Finding("networks", len(losses)),
+        Finding("training loss, smallest", min(losses)),
+        Finding("training loss, largest", max(losses)),
+        *(
+            Finding(f"{measure}: {what}", found[measure, "test gap"][key])
+            for measure in grid.measures
+            for key, what in (
+                *(("tau", "τ"), ("psi", "Ψ"), ("information", "conditional mutual information")),
+                *(("sign_error", "mean sign error"), ("worst", "worst sign error")),
+            )
+        ),
+    ]
+    return Found(
+        grid.columns | {},
+        tuple(findings),
+        verdict(grid, found, with_gap[_HEAD, "Kendall"]),
+        lambda figure: draw(figure, grid, found),
+        grid.failures,
+        size=(11.0, 0.22 * len(grid.measures) + 2.0),
+    )
+
+
+def compared(table: Mapping[str, Sequence[Any]], measure: str, target: str, settings: Sequence[str]) -> Row:
+    """Return how a measure orders the networks by a target, over all and where one setting differs alone."""
+    columns = {name: [*table[name]] for name in ("name", *settings, measure, target)}
+    errors = sign_error(columns, measure, target, settings)
+    return {
+        "tau": kendall(columns[measure], columns[target]),
+        "psi": granulated_kendall(columns, measure, target, settings).value,
+        "information": conditional_mutual_information(columns, measure, target, settings).value,
+        "sign_error": errors.mean,
+        "worst": errors.worst,
+    }
+
+
+def kendall(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return Kendall's τ_b, which is 0 for a constant."""
+    from scipy.stats import kendalltau
+
+    value = float(kendalltau(one, other).statistic)
+    return 0.0 if math.isnan(value) else value
+
+
+def verdict(grid: Grid, found: Mapping[tuple[str, str], Row], kappa: Any) -> str:
+    """Say which measures go along with the gap where one setting differs alone, and what became of κ's correlation."""
+    by_psi = sorted(grid.measures, key=lambda name: found[name, "test gap"]["psi"], reverse=True)
+
+    def shown(names: Sequence[str]) -> str:
+        return ", ".join(f"{name} {found[name, 'test gap']['psi']:.2f}" for name in names)
+
+    low, high = kappa.low, kappa.high
+    gone = (
+        "it is gone" if low is None or low <= 0 <= high else "it is still there" if low > 0 else "its sign is reversed"
+    )
+    right = [name for name in grid.measures if found[name, "test gap"]["worst"] < 0.5]
+    best = max(grid.measures, key=lambda name: found[name, "test gap"]["information"])
+    kept = []
+    for target in grid.targets[1:]:
+        top = max(grid.measures, key=lambda name, target=target: found[name, target]["psi"])  # type: ignore[misc]
+        kept.append(f"{target}: κ of the head {found[_HEAD, target]['psi']:.2f}, the highest {top} "
+                    f"{found[top, target]['psi']:.2f}")  # fmt: skip
+    losses = grid.columns["train_loss"]
+    return (
+        f"{len(losses)} networks with training losses between {min(losses):.5f} and {max(losses):.5f}. Kendall's τ of "
+        f"relative flatness of the head with the gap is {kappa.value:.2f}"
+        + ("" if low is None else f" [{low:.2f}, {high:.2f}]")
+        + f", where networks that stopped at different losses had 0.48 to 0.51: {gone}. "
+        f"Highest Ψ: {shown(by_psi[:5])}; lowest: {shown(by_psi[-3:])}; κ of the head "
+        f"{found[_HEAD, 'test gap']['psi']:.2f}, summed over layers {found[_SUM, 'test gap']['psi']:.2f}. "
+        f"The conditional mutual information is largest for {best}, "
+        f"{found[best, 'test gap']['information']:.3f} (κ of the head {found[_HEAD, 'test gap']['information']:.3f}). "
+        + (
+            f"In every environment better than chance: {', '.join(right)}. "
+            if right
+            else "No measure is better than chance in every environment: the worst sign error of each is ½ or more. "
+        )
+        + f"Under shifts, Ψ: {'; '.join(kept)}."
+    )
+
+
+def draw(figure: "Figure", grid: Grid, found: Mapping[tuple[str, str], Row]) -> None:
+    """Draw Ψ of every measure by target, and beside it mean and worst sign error with the gap."""
+    by_psi = sorted(grid.measures, key=lambda name: found[name, "test gap"]["psi"])
+    places = range(len(by_psi))
+    left, right = figure.subplots(1, 2, sharey=True)
+    for target, marker in zip(grid.targets, "osD^", strict=False):
+        left.plot([found[name, target]["psi"] for name in by_psi], places, marker, markersize=4, label=target)
+    left.plot([found[name, "test gap"]["tau"] for name in by_psi], places, "k|", label="τ, test gap")
+    left.axvline(0, color="grey", linewidth=0.8)
+    left.set_yticks([*places], by_psi, fontsize=7)
+    left.set_xlabel("granulated Kendall Ψ")
+    left.legend(fontsize=7)
+    for key, label in (("sign_error", "mean"), ("worst", "worst")):
+        right.plot([found[name, "test gap"][key] for name in by_psi], places, "o", markersize=4, label=label)
+    right.axvline(0.5, color="grey", linewidth=0.8)
+    right.set_xlabel("sign error with the test gap")
+    right.legend(fontsize=7)
+
+
+EXPERIMENT = Experiment(
+    name="grid",
+    figure="A grid that can tell",
+    title="all measures against the gap of networks with one training loss, by Ψ, mutual information and sign errors",
+    claim="Flat minima generalise better: measures of flatness order networks by their gap, whichever setting made the "
+    "networks differ.",
+    run=run,
+    small={
+        **{"widths": [8, 32], "depths": [1, 2], "batch_sizes": [16, 64], "learning_rates": [0.5, 2.0]},
+        **{"weight_decays": [0.0], "optimizers": ["sgd", "adam"], "seeds": 2},
+        **{"samples": 600, "loss": 0.05, "steps": 20_000},
+    },
+    paper={
+        **{"widths": [16, 32, 64], "depths": [1, 2, 3], "batch_sizes": [32, 128], "learning_rates": [0.5, 1.0, 2.0]},
+        **{"weight_decays": [0.0, 1.0], "optimizers": ["sgd", "momentum", "adam"], "seeds": 2},
+        **{"samples": 2000, "loss": 0.05, "steps": 20_000},
+    },
+    data="MNIST",
+)

@@ -1,0 +1,201 @@
+"""Find out which measures stay as they are where the weights change and the function does not.
+
+A measure says something of a function only if it has one value at all weights of that function. Two families of weights
+compute the same function in networks with ReLU: all rows of a layer multiplied by one factor, or each row by a factor
+of its own, and the columns behind divided by it (Petzka et al. 2019, Theorems 2 and 3, Table 1).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from .api import measure
+from .errors import InputError
+from .measures import MEASURES
+from .messages import shown
+from .model.layers import is_supported, matrix
+from .model.selectors import Selector
+from .options import check_seed
+from .reparameterization.reparameterize import reparameterize
+from .report import Estimate, views
+
+if TYPE_CHECKING:
+    import pandas
+
+WAYS = ("layer-wise", "neuron-wise")
+_EXACT, _ROUNDED = 1e-6, 1e-3  # of exact values in double precision, and of all others
+
+
+@dataclass(frozen=True)
+class Invariance:
+    """Hold by how much a measure moved under one way of changing the weights.
+
+    Attributes:
+        measure: its name.
+        way: ``"layer-wise"`` or ``"neuron-wise"``.
+        change: the largest change of a layer's, a neuron's or the network's value, as a part of that value (of neurons,
+            of the largest one).
+        kept: whether that is rounding.
+        claimed: whether the measure is said to be invariant, in the table that ``pyflatness measures`` shows.
+    """
+
+    measure: str
+    way: str
+    change: float
+    kept: bool
+    claimed: bool
+
+
+@dataclass(frozen=True, repr=False)
+class Invariances:
+    """Hold which measures moved. ``str()`` shows a table, ``found[measure, way]`` is one row.
+
+    Attributes:
+        rows: for each measure and way.
+        layers: whose weights were multiplied.
+        skipped: layers whose weights cannot be, and measures that could not be computed, each with the reason.
+    """
+
+    rows: tuple[Invariance, ...]
+    layers: tuple[str, ...]
+    skipped: Mapping[str, str]
+
+    def __getitem__(self, key: tuple[str, str]) -> Invariance:
+        for row in self.rows:
+            if (row.measure, row.way) == key:
+                return row
+        raise InputError(f"invariances: no {key!r}; there are {[(row.measure, row.way) for row in self.rows]}")
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """Return a data frame with a row for each measure and way.
+
+        Raises:
+            MissingExtraError: without pandas.
+        """
+        return views.rows_frame([asdict(row) for row in self.rows])
+
+    def __str__(self) -> str:
+        console = Console(width=120, markup=False, highlight=False, emoji=False, color_system=None)
+        found = Table("measure", *WAYS, "said to be invariant", box=box.SIMPLE_HEAD)
+        for name in dict.fromkeys(row.measure for row in self.rows):
+            own = [self[name, way] for way in WAYS]
+            cells = (f"{'kept' if row.kept else 'moved'}, {row.change:.1g}" for row in own)
+            found.add_row(name, *cells, ", ".join(row.way for row in own if row.claimed) or "no")
+        with console.capture() as capture:
+            console.print(found)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
+
+    __repr__ = __str__
+
+
+def invariances(
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    *,
+    measures: str | Sequence[str] | None = None,
+    layers: Selector | Sequence[Selector] | None = None,
+    factors: tuple[float, float] = (5.0, 25.0),
+    seed: int = 0,
+    **options: Any,
+) -> Invariances:
+    """Return which measures stay the same at other weights of the same function, layer-wise and neuron-wise.
+
+    Every layer that can be gets new weights by :func:`pyflatness.reparameterize`, its rows multiplied by random factors
+    and the columns behind divided by them, and the measures are taken before and after.
+
+    Args:
+        model: as for :func:`pyflatness.reparameterize`.
+        loss: as for :func:`pyflatness.measure`.
+        data: as for :func:`pyflatness.measure`; read several times.
+        measures: names, None or ``"all"``, as for :func:`pyflatness.measure`.
+        layers: that are measured, as for :func:`pyflatness.measure`; all that can be get new weights.
+        factors: between which the factors are drawn, uniformly.
+        seed: of the factors.
+        options: of :func:`pyflatness.measure`, such as ``forward=`` or ``probes=``.
+
+    Returns:
+        For each measure and way the largest relative change, and whether it is rounding: at most 1e-6 for exact values
+        in double precision, else 1e-3.
+
+    Raises:
+        InputError: no layer whose weights can be multiplied, factors that are not two positive numbers, or what
+            :func:`pyflatness.measure` refuses.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> from torch import nn
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double().eval()
+        >>> data = torch.randn(20, 4).double(), torch.arange(20) % 3
+        >>> print(pf.invariances(model, nn.CrossEntropyLoss(), data, measures=["trace", "scaled_trace"], layers="2"))
+         measure        layer-wise     neuron-wise    said to be invariant
+         ───────────────────────────────────────────────────────────────────
+         trace          moved, ...     moved, ...     no
+         scaled_trace   kept, ...      moved, ...     layer-wise
+    """
+    check_seed("seed", seed)
+    if len(factors) != 2 or not 0 < factors[0] <= factors[1]:
+        raise InputError(f"factors: two positive numbers (low, high) are wanted, got {shown(factors)}")
+    forward = {"forward": options["forward"]} if "forward" in options else {}
+    multiplied, skipped = _multiplied(model, data, np.random.default_rng(seed), factors, forward)
+    options = {"layers": layers, "measures": measures, "seed": seed, **options}
+    before = measure(model, loss, data, **options)
+    tolerance = _EXACT if next(model.parameters()).dtype == torch.float64 else _ROUNDED
+    found: dict[str, list[Invariance]] = {name: [] for name in before.measures}
+    for way in WAYS:
+        other = reparameterize(model, {name: drawn[way] for name, drawn in multiplied.items()}, data, **forward)
+        after = measure(other, loss, data, **options).by_measure()
+        for name, own in before.by_measure().items():
+            found[name].append(_compared(name, way, own, after.get(name, {}), tolerance))
+    rows = tuple(row for own in found.values() for row in own)
+    return Invariances(rows, tuple(multiplied), skipped | dict(before.skipped))
+
+
+def _multiplied(
+    model: nn.Module, data: Any, drawn: np.random.Generator, factors: tuple[float, float], forward: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Return the factors of each layer by the way, and why other layers have none."""
+    found: dict[str, dict[str, Any]] = {}
+    skipped: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not is_supported(module):
+            continue
+        try:
+            reparameterize(model, {name: 1.0}, data, **forward)
+        except InputError as error:
+            skipped[name] = str(error)
+        else:
+            rows = len(matrix(module)[0])
+            found[name] = dict(zip(WAYS, (drawn.uniform(*factors), drawn.uniform(*factors, rows)), strict=True))
+    if not found:
+        raise InputError(f"model: there is no layer whose weights can be multiplied; {shown(skipped)}")
+    return found, skipped
+
+
+def _compared(
+    name: str, way: str, before: Mapping[str, Estimate], after: Mapping[str, Estimate], tolerance: float
+) -> Invariance:
+    """Return by how much a measure's values differ."""
+    pairs = [(own, after[place]) for place, own in before.items() if place in after]
+    change = max((_change(*pair) for pair in pairs), default=math.inf)
+    exact = all(estimate.exact for pair in pairs for estimate in pair)
+    kept = len(pairs) == len(before) and change <= (tolerance if exact else _ROUNDED)
+    claimed = any(row.name == name and way in row.invariant for row in MEASURES)
+    return Invariance(name, way, change, kept, claimed)
+
+
+def _change(one: Estimate, other: Estimate) -> float:
+    """Return the relative change of a value, or of its neurons' if that is larger."""
+    found = [0.0 if one.value == other.value else abs(other.value - one.value) / abs(one.value or other.value)]
+    if one.per_neuron is not None and other.per_neuron is not None:
+        found.append(((one.per_neuron - other.per_neuron).abs().max() / one.per_neuron.abs().max()).item())
+    return max(math.inf if math.isnan(change) else change for change in found)
