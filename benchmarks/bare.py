@@ -61,6 +61,12 @@ class Sweep:
         return keep
 
 
+def products(features: Tensor, weight: Tensor, part: int) -> None:
+    """Make the two products of a head's formula, φ wᵀ and p w, of so many rows at a time."""
+    for rows in features.split(part):
+        (rows @ weight.t()) @ weight
+
+
 def columns(outputs: Tensor) -> Iterator[Tensor]:
     """S of diag(p) - p pᵀ = S Sᵀ, column by column: all but the first of diag(√p) H, H the reflection of √p to e₁."""
     v = torch.softmax(outputs, 1).sqrt()

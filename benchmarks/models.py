@@ -6,7 +6,7 @@ the first two, and for the last ``../shared`` with published weights and images.
 
 ``gpt2`` is of GPT-2 small's shape with random weights (12 blocks, 768 wide, vocabulary 50,257) on sequences of 128
 tokens, 4 to a batch. ``training step`` is the forward and backward pass with gradients of all weights, without an
-optimiser; ``pyflatness`` the whole call of ``pf.measure`` for relative flatness of all 49 layers by one probe, the head
+optimiser; ``pyflatness`` the whole call of ``pf.measure`` for relative flatness of all 51 layers by one probe, the head
 exactly (``curvature="ggn"``); ``floor`` a forward pass, a backward pass without gradients of weights, and the two
 products of the head's formula; ``multiply-adds`` what those of the other layers' contractions take at the rate of a
 1024 × 1024 product. What a call does once (samples told apart, factors of w wᵀ) counts less the more batches there are.
@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import bare
 import peak
 import torch
 from layers import Line, Work, product_rate, show, swept, titled
@@ -70,18 +71,16 @@ class Language:
             features = self.model.transformer(inputs_embeds=embedded)[0]
             outputs = self.model.lm_head(features)
             torch.autograd.grad(outputs, embedded, outputs.detach())
-            for rows in features.detach().flatten(0, 1).split(TOKENS):
-                (rows @ weight.t()) @ weight
+            bare.products(features.detach().flatten(0, 1), weight, TOKENS)
         self.model.requires_grad_(True)
 
     def multiply_adds(self) -> float:
-        """Return those of the contractions but the head's, by the Gram route."""
+        """Return those of the contractions but the head's: Gram matrices of inputs and of gradients in these."""
         total = 0.0
         for module in self.model.modules():
             if _is_layer(module) and module is not self.model.lm_head:
-                m, d = module.weight.shape
-                r = min(d, m)
-                total += len(self.data) * SEQUENCES * (r * d * TOKENS + (r + m) * TOKENS**2)
+                m, _ = module.weight.shape
+                total += len(self.data) * SEQUENCES * 2 * m * TOKENS**2
         return total
 
 

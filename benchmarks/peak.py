@@ -1,11 +1,13 @@
-"""Peak memory of measuring :func:`networks.plain` in a process of its own.
+"""Peak memory of measuring :func:`networks.plain`, or a head by itself, in a process of its own.
 
-``python benchmarks/peak.py (pyflatness|sweep) N CLASSES WIDTH DEPTH PART``, PART samples at once in the bare sweep.
+``python benchmarks/peak.py (pyflatness|sweep) N CLASSES WIDTH DEPTH PART``, PART samples at once in the bare sweep; and
+``python benchmarks/peak.py (head|products) ROWS VOCABULARY FEATURES PART``, PART rows at once in :func:`bare.products`.
 Prints the bytes by which the largest resident size (VmHWM, Linux only) grows beyond what the imports, the data and a
 call on two samples (which loads code) took.
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import bare
@@ -22,8 +24,8 @@ def resident() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def main(what: str, n: int, classes: int, width: int, depth: int, part: int) -> None:
-    """Do the work once and print its peak."""
+def of_network(what: str, n: int, classes: int, width: int, depth: int, part: int) -> None:
+    """Measure a network once and print the peak."""
     torch.manual_seed(0)
     model = plain(width, depth, classes)
     x, y = images(n), torch.arange(n) % classes
@@ -36,6 +38,23 @@ def main(what: str, n: int, classes: int, width: int, depth: int, part: int) -> 
             batch = (x[:samples], y[:samples])
             pf.measure(model, nn.CrossEntropyLoss(), batch, measures="relative_flatness", progress=False)
 
+    _print_peak(work, n)
+
+
+def of_head(what: str, n: int, vocabulary: int, features: int, part: int) -> None:
+    """Measure a head once and print the peak."""
+    x, w = torch.randn(n, features), torch.randn(vocabulary, features)
+
+    def work(rows: int) -> None:
+        if what == "products":
+            bare.products(x[:rows], w, part)
+        else:
+            pf.head_flatness(x[:rows], w)
+
+    _print_peak(work, n)
+
+
+def _print_peak(work: Callable[[int], None], n: int) -> None:
     work(2)
     before = resident()
     work(n)
@@ -43,4 +62,4 @@ def main(what: str, n: int, classes: int, width: int, depth: int, part: int) -> 
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    (of_head if sys.argv[1] in ("head", "products") else of_network)(sys.argv[1], *map(int, sys.argv[2:]))

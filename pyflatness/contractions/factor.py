@@ -1,7 +1,14 @@
 """Compute a factor R of the Gram matrix w wᵀ = RᵀR, for the Gram-weighted norm |R M|² = ⟨w wᵀ, M Mᵀ⟩."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
+
+from .precision import float32_products
+
+_MANY_ROWS = 1024
+"""From here on the rounding of R to bfloat16 averages out of |R M|², if all its entries are of one size."""
 
 _ROWS, _COLUMNS = 128, 1024  # of w wᵀ at a time, and of w in float64
 
@@ -38,3 +45,21 @@ def lower_gram(weight: Tensor) -> Tensor:
             stop = start + _ROWS
             gram[:, start:stop, :stop].baddbmm_(part[:, start:stop], part[:, :stop].mT)
     return gram
+
+
+def half_factor(factor: Tensor | None, weight: Tensor) -> Tensor | None:
+    """Return R for products with cotangents of bfloat16; None where its rounding could show.
+
+    wᵀ is such already. Another R is multiplied by an orthogonal matrix, which leaves |R M|² alone and makes its entries
+    of one size: of Cholesky's factor few count, and their rounding would not average out.
+    """
+    _, d, m = weight.shape
+    if factor is None or weight.dtype != torch.bfloat16 or min(d, m) < _MANY_ROWS:
+        return None
+    if m > d:
+        directions = torch.randn(
+            d, d, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+        ).to(factor.device)
+        with float32_products(tf32=False):
+            factor = torch.linalg.qr(directions).Q @ factor
+    return cast(Tensor, factor).bfloat16()

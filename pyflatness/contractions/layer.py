@@ -12,24 +12,20 @@ layers, or that are zero at most positions, are worth being contracted several a
 import contextlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from . import compiled, cuda
-from .factor import gram_factor
 from .geometry import Geometry
 from .precision import convolutions_in_tf32, float32_products, promoted, promoted_dtype
 from .quantities import Contribution, Wanted
 from .reference import Products
-from .routes import Both, Calls, Direct, Gathered, Gram, OnePosition, Prepared, Route, Summed
+from .routes import Both, Calls, Carried, Direct, Gathered, Gram, OnePosition, Prepared, Route, Summed
 from .stacked import Stacked, Written
 
 ROUTES = ("direct", "gram")
-
-_MANY_ROWS = 1024
-"""From here on the rounding of R to bfloat16 averages out of |R M|², if all its entries are of one size."""
 
 _FEWEST, _FEWEST_STACKED = 4, 2
 """Cotangents that are worth being contracted together."""
@@ -180,16 +176,15 @@ class LayerContraction:
         self._wanted, self._route, self._device = Wanted(quantities), route, weight.device
         self._on_cuda, self._half = weight.is_cuda or backend is cuda, promoted_dtype(weight.dtype) != weight.dtype
         self._convolution, self._compiled = convolution, backend is compiled
-        factor = gram_factor(promoted(weight)) if self._wanted.gram_factor else None
         self._prepared = Prepared(
             weight.shape,
             geometry,
             backend,
             self._wanted.products,
-            factor,
-            _as_bfloat16(factor, weight) if self._on_cuda else None,
+            weight if self._wanted.gram_factor else None,
             promoted(weight) if self._wanted.weighted else None,
             memory,
+            serves_half=self._on_cuda,
         )
         self._buffer: Tensor | None = None
 
@@ -230,14 +225,14 @@ class LayerContraction:
             return Direct(layer, phi, layer.factor) if stack_size == 1 else Gathered(layer, phi, positions)
         if layer.weight is None:
             return Gram(layer, phi, squares=layer.products.squares)
-        return Both(Direct(layer, phi, None), None if layer.factor is None else Gram(layer, phi, squares=False))
+        return Both(Direct(layer, phi, None), Gram(layer, phi, squares=False) if layer.factor_rows else None)
 
     def _of_library(self, phi: Tensor, stack_size: int, *, by_gram: bool) -> Route:
         """Return the route by products of torch's matrix library."""
         layer = self._prepared
         if layer.weight is None:
             return Stacked(layer, phi, stack_size, by_gram=by_gram, squares=layer.products.squares)
-        if not by_gram or layer.factor is None:
+        if not by_gram or not layer.factor_rows:
             return Written(layer, phi, layer.factor)
         return Both(Written(layer, phi, None), Stacked(layer, phi, stack_size, by_gram=True, squares=False))
 
@@ -274,8 +269,8 @@ class LayerContraction:
         """
         layer, phi = self._prepared, inputs[0]
         groups, d, _ = layer.shape
-        if not self._compiled and layer.factor is not None and layer.places(phi) > 1:
-            d = layer.factor.shape[1] + (d if layer.products.squares else 0)
+        if not self._compiled and layer.factor_rows and layer.places(phi) > 1:
+            d = layer.factor_rows + (d if layer.products.squares else 0)
         each = layer.places(phi) if elements is None else elements
         return len(phi) * groups * d * each * promoted_dtype(phi.dtype).itemsize
 
@@ -291,11 +286,33 @@ class LayerContraction:
         groups, d, m = self._prepared.shape
         return self._wanted.nothing(samples, (groups, d, m, self._prepared.geometry.kernel_elements), self._device)
 
+    def carries(self, inputs: Calls, count: int) -> bool:
+        """Return whether |R M|², alone wanted, takes the fewest multiply-adds from wᵀ δ, made elsewhere.
+
+        That of half precision is rounded to it, which R δ is not.
+        """
+        layer, places = self._prepared, self._prepared.places(inputs[0])
+        alone = layer.factor_rows > 0 and self._wanted.plain and not self._wanted.squares
+        suits = self._compiled and not self._half and self._route is None
+        if not (alone and suits and places > 1 and len(inputs) == 1):
+            return False
+        m = layer.shape[2]
+        return m * places**2 * (1 + 1 / max(1, count)) < min(self._multiply_adds(places, count).values())
+
+    def at_carried(self, inputs: Calls) -> Contraction:
+        """Return the contraction of wᵀ δ in place of δ, at the inputs φ of a micro-batch, where :meth:`carries`."""
+        return Contraction(self._wanted, Carried(self._prepared, promoted(inputs[0])).products)
+
     def cheaper(self, inputs: Tensor, count: int) -> str:
         """Return the route with fewer multiply-adds, for so many cotangents."""
-        layer, places = self._prepared, self._prepared.places(inputs)
+        found = self._multiply_adds(self._prepared.places(inputs), count)
+        return "gram" if found["gram"] < found["direct"] else "direct"
+
+    def _multiply_adds(self, places: int, count: int) -> dict[str, float]:
+        """Return those of each route for so many positions and cotangents."""
+        layer = self._prepared
         _, d, m = layer.shape
-        r = 0 if layer.factor is None else layer.factor.shape[1]
+        r = layer.factor_rows
         rows = r + (d if self._wanted.squares else 0)
         gram = r * d * places + rows * places**2 + m * places**2 / max(1, count)
         if layer.weight is not None and places > 1:  # M is made in either case
@@ -304,7 +321,7 @@ class LayerContraction:
             direct = d * m * places + r * d * m
         else:
             direct = r * d * places + rows * m * places
-        return "gram" if gram < direct else "direct"
+        return {"gram": gram, "direct": direct}
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
         """Return Σ_i coefficient_i M_i M_iᵀ, (G, d, d) float64."""
@@ -359,20 +376,3 @@ class LayerContraction:
 
     def _route_of(self, inputs: Tensor, count: int) -> str:
         return self._route or self.cheaper(inputs, count)
-
-
-def _as_bfloat16(factor: Tensor | None, weight: Tensor) -> Tensor | None:
-    """Return R for products with cotangents of bfloat16; None where its rounding could show.
-
-    wᵀ is such already. Another R is multiplied by an orthogonal matrix, which leaves |R M|² alone and makes its entries
-    of one size: of Cholesky's factor few count, and their rounding would not average out.
-    """
-    _, d, m = weight.shape
-    if factor is None or weight.dtype != torch.bfloat16 or min(d, m) < _MANY_ROWS:
-        return None
-    if m > d:
-        directions = torch.randn(
-            d, d, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
-        ).to(factor.device)
-        factor = torch.linalg.qr(directions).Q @ factor
-    return cast(Tensor, factor).bfloat16()

@@ -11,6 +11,7 @@ There is no such form of w ∘ M: M is made for it (:class:`Both`), but for one 
 the kernels in C++; where there are none :mod:`.stacked` has their counterparts.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from . import compiled, reference
+from .factor import gram_factor, half_factor
 from .geometry import Geometry
 from .precision import promoted, promoted_dtype
 from .quantities import Made
@@ -42,20 +44,35 @@ class Prepared:
         geometry: which inputs a position sees.
         backend: a module from :func:`.backends.choose`.
         products: what is to be made.
-        factor: R, (G, r, d) with RᵀR = w wᵀ, if it is needed.
-        half_factor: the same in bfloat16, where products of that serve.
+        factored: w, if R is needed.
         weight: w, if w ∘ M is needed.
         memory: bytes for working buffers of M.
+        serves_half: whether products with R in bfloat16 may be taken.
     """
 
     shape: torch.Size
     geometry: Geometry
     backend: ModuleType
     products: Made
-    factor: Tensor | None
-    half_factor: Tensor | None
+    factored: Tensor | None
     weight: Tensor | None
     memory: int
+    serves_half: bool = False
+
+    @functools.cached_property
+    def factor(self) -> Tensor | None:
+        """Return R, (G, r, d) with RᵀR = w wᵀ, if it is needed; it is made when it first is."""
+        return None if self.factored is None else gram_factor(promoted(self.factored))
+
+    @functools.cached_property
+    def half_factor(self) -> Tensor | None:
+        """Return R in bfloat16, where products of that serve."""
+        return half_factor(self.factor, self.factored) if self.serves_half and self.factored is not None else None
+
+    @property
+    def factor_rows(self) -> int:
+        """Return the rows r of R; 0 if it is not needed."""
+        return 0 if self.factored is None else min(self.shape[1:])
 
     def places(self, phi: Tensor) -> int:
         """Return how many positions the layer has on inputs."""
@@ -142,6 +159,22 @@ class Gram:
         if self._squares:
             squares = compiled.gram(rows, gram)
         return Products(squares, gram_weighted, None, None, None)
+
+
+class Carried:
+    """Compute |R M|² by Gram matrices from the cotangent carried to the layer's input, γ = wᵀ δ, of many positions.
+
+    Args:
+        layer: the weight.
+        phi: the inputs, joined.
+    """
+
+    def __init__(self, layer: Prepared, phi: Tensor) -> None:
+        self._geometry, self._gram = layer.geometry, compiled.patch_gram(phi, layer.geometry)
+
+    def products(self, carried: Calls) -> Products:
+        """Return the products of a cotangent, from γ (n, m, positions)."""
+        return Products(None, compiled.gram(self._geometry.rows(carried[0]), self._gram), None, None, None)
 
 
 class Route(Protocol):

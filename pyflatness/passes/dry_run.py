@@ -81,9 +81,13 @@ def run(
     if samples == 1:  # else samples that run alone show it
         with recorder.paused():
             _check_computed(model, modules, batch, forward)
-    lookups = {name for name in recorder.calls if layers.kind_of(modules[name]).tokens}
-    narrowed = narrow(outputs, users, recorder, _layouts(recorder, count), count, lookups)
-    mixed = lookups - narrowed.keys()
+    lookups = {name: calls for name, calls in recorder.calls.items() if layers.kind_of(modules[name]).tokens}
+    once = kept_rows.repeated(outputs, users, lookups, count)
+    for name in once:
+        recorder.share(name, shared=True)
+    layouts = {name: found for name, found in _layouts(recorder, count).items() if name not in once}
+    narrowed = narrow(outputs, users, recorder, layouts, count, lookups) | dict.fromkeys(once, (Layout(),))
+    mixed = lookups.keys() - narrowed.keys()
     if mixed:
 
         def again() -> tuple[Tensor, int]:
@@ -91,10 +95,12 @@ def run(
 
         mixed = {name for name in mixed if not _repeatable(recorder, name, outputs, count, again)}
         outputs, stored = again()
-        users = linearity.users_of(outputs)
+        users, once = linearity.users_of(outputs), set()
         narrowed = narrow(outputs, users, recorder, _layouts(recorder, count), count, mixed)
     received = sum(
-        call.output.numel() * call.output.element_size() for made in recorder.calls.values() for call in made
+        call.output.numel() * call.output.element_size() * (count if name in once else 1)
+        for name, made in recorder.calls.items()
+        for call in made
     )
     taken = sum(_bytes(call.inputs) for made in recorder.calls.values() for call in made)
     if 1 < count == samples and cuttable:  # else the batch itself will show it

@@ -4,15 +4,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from .. import contractions
 from ..contractions import DenseContraction, LayerContraction, TokenContraction, WrittenContraction, promoted
 from ..contractions.factor import gram_factor
+from ..contractions.layer import Contraction
 from ..errors import InputError
 from ..model import layers, spread
 from ..model.kinds import Linear
 from ..options import Options
-from . import normalize, pooled
+from . import carried, normalize, pooled
 from .batch_layout import Layout
 from .gathered import Gathered
 from .memory import Budget
@@ -82,7 +84,8 @@ class LayerForm:
             elif contractions.needs_weight(self.quantities):
                 return Gathered(lambda: self._of(self.whole_weight(run)))
             else:
-                self._contraction = self._of(self._without_entries())
+                entries = layers.without_entries(self._module)
+                self._contraction = self._of(entries.unflatten(0, (self._kind.groups, -1)))
         return self._contraction
 
     def _of(self, weight: Tensor) -> LayerContraction | TokenContraction:
@@ -95,14 +98,6 @@ class LayerForm:
             memory=self._memory,
             convolution=self._kind.space > 0,
         )
-
-    def _without_entries(self) -> Tensor:
-        """Return a tensor of the weight's form (G, d, m) which takes no memory."""
-        weight = self._module.weight
-        assert isinstance(weight, Tensor)
-        empty = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
-        matrix: Tensor = layers.as_matrix(self._module, empty).unflatten(0, (self._kind.groups, -1))
-        return matrix
 
     def weight(self, run: Run) -> Tensor:
         """Return the weight (G, d, m) for inputs as :meth:`inputs` has them."""
@@ -181,6 +176,14 @@ class LayerForm:
     def pooled(self, run: Run) -> Pooled | None:
         """Return the max-pooling behind the layer, if its cotangents may be taken as they come out of that."""
         return pooled.behind(run, self.name) if self._kind.space == 2 and not self._dense else None
+
+    def of_carried(self, run: Run, inputs: Parts, count: int) -> tuple[GradientEdge, Contraction] | None:
+        """Return where wᵀ δ arrives and what contracts it, if that is taken in place of δ of so many cotangents."""
+        layer = self.contraction(run)
+        if not (self.pointwise and self._scale is None and isinstance(layer, LayerContraction)):
+            return None
+        arrives = carried.edge(run, self.name, self.matrix.dtype) if layer.carries(inputs, count) else None
+        return None if arrives is None else (arrives, layer.at_carried(inputs))
 
     def rows(self, run: Run, gradients: Sequence[Tensor]) -> Tensor:
         """Return δ of all calls by position, (n, G, P, d): the gradients' entries in another order."""

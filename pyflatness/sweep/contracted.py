@@ -49,6 +49,11 @@ class Contracted:
             shares = _even_shares(run, names, hold) if run.outputs.is_cuda else {}
             for name in names:
                 layer, inputs, pooled = forms[name].contraction(run), forms[name].inputs(run), forms[name].pooled(run)
+                taken = forms[name].of_carried(run, inputs, count)
+                if taken is not None:
+                    self._elsewhere[name], self._contractions[name] = taken
+                    self._contract[name] = taken[1].of
+                    continue
                 share, positions = shares.get(name, min(left, hold // 2)), None
                 if pooled is not None and layer.gathers(inputs, count, share, pooled.elements):
                     self._elsewhere[name], positions = pooled.edge, pooled.positions()
