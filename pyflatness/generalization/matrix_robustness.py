@@ -291,8 +291,8 @@ class _Loss:
                 if change.requires_grad:
                     if not value.requires_grad:
                         raise InputError(
-                            f"batch {number}: the loss has no gradient in the output of layer {self.name!r}: it is "
-                            "computed without torch's autograd, or from detached tensors"
+                            f"batch {number}: the loss does not come from the outputs by operations that torch "
+                            f"differentiates, so it has no gradient behind layer {self.name!r}"
                         )
                     (found,) = torch.autograd.grad(value, change)
                     gradient = found if gradient is None else gradient + found
