@@ -74,9 +74,7 @@ def _places(loader: Any, ranks: Ranks) -> Sequence[int]:
     batches = loader.batch_sampler  # its sampler is the loader's, unless the user made it
     if type(batches.sampler) is SequentialSampler and not batches.drop_last:
         return range(len(batches.sampler))
-    places: list[int] = ranks.first(
-        "the order of the samples", [place for batch in batches for place in batch]
-    )
+    places: list[int] = ranks.first("the order of the samples", [place for batch in batches for place in batch])
     return places
 
 
