@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import progress
+from ..errors import InputError
+from ..messages import shown
 from ..scoring.score import score
 from . import training
 from .experiment import Bench
@@ -140,9 +142,15 @@ def networks(bench: Bench, zoo: Zoo, asked: Sequence[Asked], *, change: Change |
             else:  # the first are those on all training data
                 cells[name] = {"loss": loss, "accuracy": accuracy} | values | cells[name]
     rows = [own for own in cells.values() if {"loss", "test_loss"} <= own.keys()]
+    if not rows:
+        raise InputError(f"{zoo.name}: there are no networks: {shown(failures)}")
     names = dict.fromkeys(column for row in rows for column in row)
     columns = {column: [row.get(column, math.nan) for row in rows] for column in names}
     columns["gap"] = [test - train for test, train in zip(columns["test_loss"], columns["loss"], strict=True)]
+    for column in (name for name in columns if " " in name):
+        for name, value in zip(columns["name"], columns[column], strict=True):
+            if not math.isfinite(value):
+                failures.setdefault(name, f"{column} is {value}")
     ended = {name: own for name, own in facts.items() if not own["converged"]}
     failures |= {
         name: f"did not converge: loss {own['training_loss']:.3g} in epoch {own['epochs']}"

@@ -140,7 +140,7 @@ def batches(
     for start in range(0, len(encoded["input_ids"]), batch_size):
         rows = {key: held[start : start + batch_size] for key, held in encoded.items()}
         batch = rows if length is not None else encoder.pad(rows, padding_side="right")
-        made.append({key: torch.tensor(held, device="cpu") for key, held in batch.items()})
+        made.append({key: torch.tensor(held, dtype=torch.int64, device="cpu") for key, held in batch.items()})
         if found is not None:
             some = found[start : start + batch_size]
             made[-1]["labels"] = some if isinstance(found, Tensor) else _padded(some)

@@ -35,6 +35,7 @@ CALLS = {
         model, loss, data, data, **options
     ),
     "generalization_bound": lambda *args, **options: pf.generalization_bound(*args, draws=2, **options),
+    "worst_case_sharpness": lambda *args, **options: pf.worst_case_sharpness(*args, steps=2, **options),
     "spectrum": lambda *args, **options: pf.spectrum(*args, k=1, **options),
     "cost_of_change": lambda model, loss, data, **options: pf.cost_of_change(
         model, loss, data, pf.changes.rounded(model, 4), **options
