@@ -343,7 +343,8 @@ class _Place:
         """Return λ_max(T H T) over all data."""
         products = ParameterProducts(self._task)
         budget = Budget.of(self._task.model, self._task.options.memory)
-        start = torch.randn(1, len(self.theta), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        generator = torch.Generator().manual_seed(seed)
+        start = torch.randn(1, len(self.theta), generator=generator, dtype=torch.float64, device="cpu")
         basis = max(1, budget.bases // (8 * len(self.theta)))
         search = lanczos.largest(start.to(self.theta.device), tolerance=tolerance_of(products), size=basis)
 
