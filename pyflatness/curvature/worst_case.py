@@ -14,6 +14,7 @@ Beside it stands what the quadratic model of the loss allows in the Euclidean ba
 λ_max of T H T: an upper bound of that model's rise, and so of E's as ρ goes to zero.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -330,7 +331,8 @@ class _Place:
                 found = torch.autograd.grad(value, [*moved.values()], allow_unused=True, materialize_grads=True)
                 return float(value.detach()), own, found
 
-            with calling.dry_run(), calling.differentiated(), torch.enable_grad():
+            elsewhere = calling.dry_run() if bool(u.any()) else contextlib.nullcontext()
+            with elsewhere, calling.differentiated(), torch.enable_grad():
                 value, own, found = parameters.inside(task.model, moved, work)
             total, weight = total + value, weight + own
             gradient += torch.cat([part.flatten().double() for part in found])
@@ -349,7 +351,8 @@ class _Place:
         """Return λ_max(T H T) over all data."""
         products = ParameterProducts(self._task)
         budget = Budget.of(self._task.model, self._task.options.memory)
-        start = torch.randn(1, len(self.theta), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        generator = torch.Generator().manual_seed(seed)
+        start = torch.randn(1, len(self.theta), generator=generator, dtype=torch.float64, device="cpu")
         basis = max(1, budget.bases // (8 * len(self.theta)))
         search = lanczos.largest(start.to(self.theta.device), tolerance=tolerance_of(products), size=basis)
 

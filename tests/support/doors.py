@@ -54,11 +54,13 @@ def _gap(model, loss, data, **options):
 
 
 def _cost_of_change(model, loss, data, **options):
-    return pf.cost_of_change(model, loss, data, {"0": torch.full((6, 4), 0.1)}, **options)
+    return pf.cost_of_change(
+        model, loss, data, {"0": torch.full((6, 4), 0.1, dtype=torch.float32, device="cpu")}, **options
+    )
 
 
 def _critical_sharpness(model, loss, data, **options):
-    step = torch.linspace(-1, 1, 24).view(6, 4)
+    step = torch.linspace(-1, 1, 24, dtype=torch.float32, device="cpu").view(6, 4)
     try:  # the loss falls along it or along its opposite
         return pf.critical_sharpness(model, loss, data, {"0.weight": step}, **options)
     except pf.InputError as error:
