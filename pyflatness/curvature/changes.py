@@ -162,7 +162,11 @@ def between(model: nn.Module, other: nn.Module | Mapping[str, Tensor], *, layers
 
 def _weights(model: nn.Module, chosen: Layers) -> dict[str, Tensor]:
     """Return the weights of layers, as parametrisations make them, by their keys in a state dict without such."""
-    return {_key(name): module.weight for name, module in _layers(model, chosen).items()}
+    found = {}
+    for name, module in _layers(model, chosen).items():
+        assert isinstance(module.weight, Tensor)
+        found[_key(name)] = module.weight
+    return found
 
 
 def _key(name: str) -> str:
