@@ -14,6 +14,7 @@ Beside it stands what the quadratic model of the loss allows in the Euclidean ba
 λ_max of T H T: an upper bound of that model's rise, and so of E's as ρ goes to zero.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -329,7 +330,8 @@ class _Place:
                 found = torch.autograd.grad(value, [*moved.values()], allow_unused=True, materialize_grads=True)
                 return float(value.detach()), own, found
 
-            with calling.dry_run(), calling.differentiated(), torch.enable_grad():
+            elsewhere = calling.dry_run() if bool(u.any()) else contextlib.nullcontext()
+            with elsewhere, calling.differentiated(), torch.enable_grad():
                 value, own, found = parameters.inside(task.model, moved, work)
             total, weight = total + value, weight + own
             gradient += torch.cat([part.flatten().double() for part in found])

@@ -249,6 +249,7 @@ class _Loss:
 
     def __init__(self, task: Task, layer: Selector | None) -> None:
         self.name, source = head.find(task, layer)
+        task.forward.compare_by_itself()
         self._task, self._perturbed = task, Perturbed(task.model, self.name, task.forward, head=source is not None)
         self._layer = self._perturbed.layer
         matrix = promoted(layers.matrix(self._layer)[0].detach())
