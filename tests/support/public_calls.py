@@ -20,6 +20,8 @@ CALLS = {
     "fisher_rao": _measured("fisher_rao"),
     "sharpness": _measured("sharpness"),
     "pac_bayes": pf.pac_bayes,
+    "pac_bayes_magnitude": _measured("pac_bayes_magnitude"),
+    "normalized_mls_adversarial": lambda *args, **options: pf.mls_adversarial(*args, normalized=True, **options),
     "adaptive_sharpness_mc": lambda *args, **options: pf.adaptive_sharpness_mc(*args, draws=2, **options),
     "mls_adversarial": pf.mls_adversarial,
     "representation": pf.representation,
