@@ -6,7 +6,6 @@ what autograd saves and what matrix products take is counted meanwhile. Messages
 really made, of layers with the same names and one weight each, whose ranks all say the same.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,17 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from .. import api, losses
+from .. import losses
 from ..contractions import LayerContraction, reference
 from ..contractions.factor import multiply_adds
 from ..errors import InputError
 from ..measures import RELATIVE_FLATNESS
 from ..messages import reason
 from ..model import calling, hugging_face, layers, selectors
-from ..numerics.ranks import PACKET, Ranks
+from ..numerics.ranks import PACKET
 from ..passes.dry_run import check_samples, saved_storages
 from ..passes.recorder import Recorder, frozen
 from . import pretrained
+from .rehearsal import rehearsed
 
 _QUANTITIES = (str(RELATIVE_FLATNESS.quantity),)
 _BUFFERS = 2**27  # bytes, of a contraction
@@ -307,58 +307,6 @@ def planned(
         flops=flops,
         seconds=None if flops_per_second is None else flops / flops_per_second,
     )
-
-
-class _Rehearsing(Ranks):
-    """Stand for the first of some ranks that all say and find the same, and count what they send each other."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size, self.processes = size, [*range(size)]
-        self.messages = self.received = 0
-
-    def _gather(self, tensor: Tensor, room: list[Tensor], *, interruptible: bool = False) -> list[Tensor]:
-        self.messages += 1
-        self.received += (self.size - 1) * _bytes(tensor)
-        return [tensor] * self.size
-
-
-@functools.cache
-def rehearsed(names: tuple[str, ...], ranks: int, probes: int | None) -> tuple[int, int]:
-    """Return the messages of a measurement and the bytes that a rank receives, for layers of these names.
-
-    They are of a sweep over a network whose layers are called so; nothing in them depends on the sizes of weights.
-    """
-    if ranks == 1:
-        return 0, 0
-    network, group = nn.Module(), _Rehearsing(ranks)
-    for name in names:
-        *path, last = name.split(".")
-        parent = network
-        for part in path:
-            if part not in parent._modules:
-                parent.add_module(part, nn.Module())
-            parent = parent.get_submodule(part)
-        parent.add_module(last, nn.Linear(2, 2))
-    found = [network.get_submodule(name) for name in names]
-
-    def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        inputs, targets = batch
-        return sum((layer(inputs) for layer in found), start=torch.zeros_like(inputs)).tanh(), targets
-
-    with torch.random.fork_rng(devices=[]), group.agreed("the call"):
-        api.measure(
-            network,
-            nn.CrossEntropyLoss(),
-            (torch.ones(1, 2), torch.zeros(1, dtype=torch.int64)),
-            measures=[RELATIVE_FLATNESS.name],
-            curvature="ggn",
-            probes=probes,
-            forward=forward,
-            process_group=group,
-            progress=False,
-        )
-    return group.messages, group.received
 
 
 def _counted() -> FlopCounterMode:
