@@ -5,7 +5,8 @@ in turn: ``one`` is rank 0 with all of it while rank 1 waits, ``two`` both with 
 the second, and ``ratio of work`` the same of the processor's time that rank 0 takes, which other processes of the
 machine change less. ``group of one`` is what rank 0 takes in a process group of its own, over ``one``. ``small`` is a
 call whose work is next to nothing: what meeting, agreeing and adding up take. ``messages`` is how many exchanges rank 0
-takes part in, and ``bytes`` what it sends in them.
+takes part in, and ``bytes`` what it sends in them. Under FSDP2 each of the two has half of the weights too, and in one
+process the model is not wrapped.
 """
 
 import socket
@@ -22,12 +23,15 @@ from networks import resnet20
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import pyflatness as pf
 from pyflatness.numerics.ranks import Ranks
 
 Data = tuple[torch.Tensor, ...]
-Work = tuple[Callable[..., object], nn.Module, Data]
+Work = tuple[Callable[..., object], nn.Module, nn.Module, Data]
+"""A call, the model in one process and on two ranks, and all data."""
 
 LOSS = nn.CrossEntropyLoss()
 ROUNDS = 5
@@ -55,6 +59,28 @@ def largest(model: nn.Module, mine: Data, **options: Any) -> object:
     return pf.measure(model, LOSS, mine, measures=["lambda_max"], **options)
 
 
+def sampled(model: nn.Module, mine: Data, **options: Any) -> object:
+    """Measure all layers by two probes."""
+    return pf.measure(model, LOSS, mine, measures=["relative_flatness"], curvature="ggn", probes=2, **options)
+
+
+def wide() -> nn.Module:
+    """Return a network of four blocks of 2.1 million weights each."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024, bias=False), nn.ReLU()) for _ in range(4)
+    ]
+    return nn.Sequential(*blocks, nn.Linear(1024, 10)).eval()
+
+
+def sharded(model: nn.Sequential) -> nn.Module:
+    """Spread a network over the ranks, each of its blocks by itself."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model[:-1]:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def head(model: nn.Module, mine: Data, **options: Any) -> object:
     """Measure the head."""
     return pf.relative_flatness(model, LOSS, mine, **options)
@@ -63,12 +89,17 @@ def head(model: nn.Module, mine: Data, **options: Any) -> object:
 def works() -> dict[str, Work]:
     """Return by name a call, its model and all data."""
     torch.manual_seed(0)
-    return {
+    whole = {
         "all layers of a network of three, n = 8,192": (layers, multilayer(), data(8192, 64)),
         "all layers of a ResNet-20, n = 64": (layers, resnet20().eval(), data(64, 3, 32, 32)),
         "λ_max of a network of three, n = 2,048": (largest, multilayer(), data(2048, 64)),
         "small: a head, n = 2": (head, multilayer(), data(2, 64)),
     }
+    of_fsdp = {
+        "FSDP2: two probes of 8.4 million weights, n = 1,024": (sampled, wide(), sharded(wide()), data(1024, 1024)),
+        "FSDP2: its head, n = 1,024": (head, wide(), sharded(wide()), data(1024, 1024)),
+    }
+    return {name: (call, model, model, held) for name, (call, model, held) in whole.items()} | of_fsdp
 
 
 class Counted:
@@ -76,17 +107,22 @@ class Counted:
 
     def __enter__(self) -> "Counted":
         self.messages = self.bytes = 0
-        self._before = Ranks._gather
+        self._before = Ranks._gather, Ranks._sent
 
         def sent(ranks: Ranks, tensor: torch.Tensor, *arguments: Any, **options: Any) -> list[torch.Tensor]:
             self.messages, self.bytes = self.messages + 1, self.bytes + tensor.numel() * tensor.itemsize
-            return self._before(ranks, tensor, *arguments, **options)
+            return self._before[0](ranks, tensor, *arguments, **options)
 
-        Ranks._gather = sent  # type: ignore[method-assign]
+        def part(ranks: Ranks, name: str, into: torch.Tensor | None = None) -> torch.Tensor:
+            found = self._before[1](ranks, name, into)
+            self.messages, self.bytes = self.messages + 1, self.bytes + found[0].numel() * found.itemsize
+            return found
+
+        Ranks._gather, Ranks._sent = sent, part  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        Ranks._gather = self._before  # type: ignore[method-assign]
+        Ranks._gather, Ranks._sent = self._before  # type: ignore[method-assign]
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
@@ -108,9 +144,9 @@ def run(rank: int, size: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     table = Table("work", "one", "two", "ratio", "ratio of work", "group of one", "messages", "bytes")
     alone = [dist.new_group([each]) for each in range(size)][rank]
-    for name, (call, model, whole) in works().items():
+    for name, (call, model, spread, whole) in works().items():
         mine = tuple(held[rank::size] for held in whole)
-        together = partial(call, model, mine)
+        together = partial(call, spread, mine)
         together()
         one, own, two = [], [], []
         for _ in range(ROUNDS):

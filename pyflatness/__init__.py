@@ -3,7 +3,9 @@
 from .api import block_traces, head_flatness, measure, relative_flatness
 from .curvature import changes
 from .curvature.cost_of_change import cost_of_change
+from .curvature.critical import critical_sharpness
 from .curvature.spectrum import Spectrum, spectrum
+from .curvature.worst_case import WorstCase, keskar_sharpness, worst_case_sharpness
 from .errors import (
     BackendError,
     FlatnessError,
@@ -62,6 +64,7 @@ __all__ = [
     "Spectrum",
     "StoreError",
     "Verification",
+    "WorstCase",
     "adaptive_sharpness_mc",
     "authors_representativeness",
     "block_traces",
@@ -71,6 +74,7 @@ __all__ = [
     "conditional_mutual_information",
     "correlations",
     "cost_of_change",
+    "critical_sharpness",
     "density_constants",
     "feature_robustness",
     "generalization_bound",
@@ -79,6 +83,7 @@ __all__ = [
     "head_flatness",
     "interpolation_error",
     "invariances",
+    "keskar_sharpness",
     "label_constancy",
     "largest_robustness",
     "matrix_robustness",
@@ -98,4 +103,5 @@ __all__ = [
     "truncated_normal_noise",
     "uniform_robustness_bound",
     "verify",
+    "worst_case_sharpness",
 ]

@@ -199,7 +199,7 @@ def relative_flatness(
         ordered=options.by_sample,
         progress=progress,
         process_group=process_group,
-        spread=True,
+        sharded=True,
     ) as task:
         measurement, name = plan.of_layer(RELATIVE_FLATNESS, task, layer)
         return measurement.estimates()[name, RELATIVE_FLATNESS.name]
@@ -383,7 +383,7 @@ def measure(
         ordered=options.by_sample,
         progress=progress,
         process_group=process_group,
-        spread=True,
+        sharded=True,
     ) as task:
         task = task.of(layers)
         measurement = plan.Measurement(steps, task, named=by_name)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from . import losses
 from .errors import FlatnessError, InputError
 from .messages import check_tensor
-from .model import calling, layers, selectors, state, uses
+from .model import calling, layers, selectors, spread, state, uses
 from .model.data import first, rows_of, same, size, take
 from .model.generators import Generators
 from .model.row_order import order_in_memory
@@ -99,8 +99,8 @@ class Head:
 
     @property
     def classes(self) -> Ranks:
-        """Return the ranks that the rows of the weight are spread over: none, such models are refused."""
-        return ALONE
+        """Return the ranks that the rows of the weight are spread over, known once a batch went through."""
+        return ALONE if self._own_rows() is None else spread.parallel()
 
     @property
     def shard(self) -> Shard:
@@ -108,8 +108,14 @@ class Head:
         return self._data.shard
 
     def matrix(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight (d, m) and the bias (d,) of the layer."""
-        return layers.matrix(self._candidates[self.name])
+        """Return the weight (d, m) and the bias (d,) of the layer, or this rank's rows of them."""
+        own = self._own_rows()
+        return layers.matrix(self._candidates[self.name]) if own is None else own[:2]
+
+    def _own_rows(self) -> tuple[Tensor, Tensor | None, int] | None:
+        """Return the rows that this rank has of a tensor-parallel layer, see :func:`.spread.own_rows`."""
+        by_rows = isinstance(self._loss, losses.CrossEntropy)
+        return spread.own_rows(self._candidates[self.name]) if by_rows else None
 
     def expected_rows(self, first: HeadBatch) -> int:
         """Return how many rows the whole data have, estimated from their first batch."""
@@ -188,8 +194,8 @@ class Head:
     def _skip_product(self, batch: Any, calls: calling.Calls, product: contextlib.ExitStack) -> None:
         """Let the model do without the product of a wide head; it was established on one sample."""
         module = self._candidates[self.name]
-        width = len(layers.matrix(module)[0])
-        if width <= _WIDE_OUTPUTS:
+        width = layers.rows(module)
+        if width <= _WIDE_OUTPUTS or not self.classes.alone:
             return
         generators = Generators([*self._model.modules()])
         before = generators.states()

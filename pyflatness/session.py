@@ -9,15 +9,16 @@ from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import losses
 from .errors import InputError
 from .losses import auto
 from .messages import shown
-from .model import calling, fingerprint, shards, state
+from .model import calling, fingerprint, shards, spread, state
+from .model.data import Batches, first, leaves
 from .numerics.meeting import Group, joined
-from .numerics.ranks import Ranks
+from .numerics.ranks import ALONE, Ranks
 from .options import Options, check_flag
 from .passes.checked import Checked, explained
 from .passes.task import Task
@@ -77,7 +78,7 @@ def session(
     ordered: bool = False,
     progress: bool | None = None,
     process_group: Group = None,
-    spread: bool = False,
+    sharded: bool = False,
 ) -> Iterator[Task]:
     """Hold the user's model, loss and data ready to be measured; afterwards everything is as it was.
 
@@ -92,7 +93,7 @@ def session(
         ordered: whether the samples have to come in the same order at each read.
         progress: whether reading shows a bar.
         process_group: whose ranks make the call together, see :func:`.meeting.joined`.
-        spread: whether the model's parameters may be spread over these ranks, see :mod:`.spread`.
+        sharded: whether the model's parameters may be spread over these ranks, see :mod:`.spread`.
 
     Raises:
         InputError: a model, loss or data that cannot be measured, see :func:`.state.observing`,
@@ -107,19 +108,22 @@ def session(
     with (
         joined(process_group) as ranks,
         explained(),
-        state.observing(model, ranks if spread else None) as (module, random),
+        state.observing(model, ranks if sharded else None) as (module, random),
     ):
         if not ranks.alone:
             _check_same(ranks, module, resolved, options, reads)
+        parallel = spread.parallel()  # these ranks have the same samples
         batches = shards.batches(
-            *(data, state.device(module), ranks),
+            *(data, state.device(module), ranks if parallel.alone else ALONE),
             reads=reads,
             ordered=ordered,
             placed=options.sampled,
-            shown=progress,
+            shown=False if parallel.rank else progress,
         )
         resolved = resolved or auto.of_model(module, batches.peek(), reduction)
         checked = Checked(module, resolved, forward, random)
+        if not parallel.alone:
+            _check_same_outputs(parallel, module, batches, checked)
         yield Task(module, resolved, batches, checked, options, progress)
 
 
@@ -135,3 +139,13 @@ def _check_same(ranks: Ranks, model: nn.Module, loss: losses.Loss | None, option
             "buffers": fingerprint.of_buffers(model),
         },
     )
+
+
+def _check_same_outputs(ranks: Ranks, model: nn.Module, batches: Batches, forward: calling.Forward) -> None:
+    """Raise a RankError unless a tensor-parallel model has the same samples and outputs on its ranks."""
+    batch = batches.peek()
+    parts = [(f"{place}", part) for place, part in enumerate(leaves(batch)) if isinstance(part, Tensor)]
+    ranks.check_alike("the first batch", {"batches": len(batches), "samples": fingerprint.of_tensors(parts)})
+    with calling.dry_run():
+        outputs, _ = calling.run(model, first(batch, 1), forward)
+    ranks.check_alike("the first outputs", {"outputs": fingerprint.of_tensors([("outputs", outputs)])})

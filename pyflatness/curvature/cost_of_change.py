@@ -102,9 +102,9 @@ def cost_of_change(
     Example:
         >>> import torch, pyflatness as pf
         >>> _ = torch.manual_seed(0)
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).eval()
-        >>> data = torch.randn(100, 4), torch.randint(3, (100,))
-        >>> report = pf.cost_of_change(model, torch.nn.CrossEntropyLoss(), data, pf.changes.rounded(model, bits=4))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double().eval()
+        >>> data = torch.randn(100, 4).double(), torch.randint(3, (100,))
+        >>> report = pf.cost_of_change(model, torch.nn.CrossEntropyLoss(), data, pf.changes.rounded(model, bits=6))
         >>> expected = report["gradient_of_change"] + report["cost_of_change"]
         >>> abs(expected - report["loss_change"]) < 0.01 * abs(report["loss_change"])
         True

@@ -23,7 +23,7 @@ from ..model import calling
 from ..model.selectors import Selector
 from ..numerics.eigenpairs import Pairs, Search, quadrature
 from ..numerics.meeting import Group
-from ..options import Options, check_count, check_flag, check_number
+from ..options import Options, check_count, check_draws, check_flag, check_number
 from ..passes.memory import Budget
 from ..report import views
 from ..session import public, session
@@ -216,7 +216,7 @@ def spectrum(
         (4, True, torch.Size([4, 8, 4]))
     """
     k, density = check_count("k", k, 0), check_flag("density", density)
-    probes, steps = check_count("probes", probes, 1), check_count("steps", steps, 1)
+    probes, steps = check_draws("probes", probes, 1), check_count("steps", steps, 1)
     if tolerance is not None:
         tolerance = check_number("tolerance", tolerance)
     if which not in WHICH:

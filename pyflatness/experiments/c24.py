@@ -86,9 +86,8 @@ def table(
         of: network and the samples that are measured on -> columns.
     """
     made, train, test = problem(bench, kind)
-    held = "-".join([kind, bench.scale, str(len(train[1])), str(bench.settings["width"]), *map(str, kept[-2:])])
-    names = "_".join(descent.name for descent in descents)
-    folder = bench.folder / f"c24-{held}" / f"{len(descents)}-{sum(map(ord, names))}"
+    settings = {name: bench.settings.get(name) for name in ("classes", "samples", "width", "data", "images")}
+    folder = bench.kept(f"c24-{kind}-{bench.scale}", [settings, list(kept), [descent.name for descent in descents]])
     weights = followed(made, descents, train, kept, folder, bench.shown)
     network, some = made().eval(), tuple(part[: bench.settings["measured"]] for part in train)
     rows: list[dict[str, Any]] = []

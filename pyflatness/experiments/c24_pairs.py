@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +50,15 @@ def run(bench: Bench, kind: str) -> Found:
         if accuracy < 0.99
     }
     kept = {column: [values[place] for place in fitted] for column, values in table.items()}
+    for column in COLUMNS:
+        for name, value in zip(kept["name"], kept[column], strict=True):
+            if not math.isfinite(value):
+                failures.setdefault(name, f"{COLUMNS[column]} is {value}, not in its correlations")
     findings = []
     for one, other, paper in PAIRS:
-        found = correlations({"name": kept["name"], one: kept[one], other: kept[other]}, [one], other)
+        pairs = zip(kept["name"], kept[one], kept[other], strict=True)
+        out = [name for name, *ends in pairs if not all(map(math.isfinite, ends))]
+        found = correlations({"name": kept["name"], one: kept[one], other: kept[other]}, [one], other, exclude=out)
         ends = correlating.ends(found, one, "Pearson")
         findings.append(Finding(f"{COLUMNS[one]} with {COLUMNS[other]}, Pearson", *ends, paper))
     return Found(

@@ -19,7 +19,7 @@ from .. import progress
 from ..generalization.correlation import correlations
 from ..measures.adaptive_sharpness_mc import adaptive_sharpness_mc
 from ..measures.mls_adversarial import mls_adversarial
-from . import image_data
+from . import correlating, image_data
 from .c24_networks import SigmoidOutputs, VisionTransformer
 from .experiment import Bench, Experiment, Finding, Found
 from .trajectories import Data
@@ -62,12 +62,13 @@ def run(bench: Bench) -> Found:
     together = correlations(
         {"name": [table["name"][p] for p in kept], **logs}, ["adaptive_sharpness"], "normalized_mls"
     )
-    rows_of = {how: together["adaptive_sharpness", how] for how in ("Pearson", "Spearman")}
     findings = [
         Finding(
-            f"log normalised MLS with log adaptive sharpness, {how}", row.value, row.low, row.high, "positive trend"
+            f"log normalised MLS with log adaptive sharpness, {how}",
+            *correlating.ends(together, "adaptive_sharpness", how),
+            paper="positive trend",
         )
-        for how, row in rows_of.items()
+        for how in ("Pearson", "Spearman")
     ]
     low, high = findings[1].low, findings[1].high
     said = "not decided" if low is None or high is None or low <= 0 <= high else "positive" if low > 0 else "negative"

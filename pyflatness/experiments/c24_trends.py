@@ -1,11 +1,13 @@
 """C24, Figures 1, 2, H.8 and H.9: sharpness, sensitivity, volume and dimension while networks are trained."""
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..generalization.coefficients import coefficients, whole
 from . import c24
 from .c24 import QUANTITIES
 from .experiment import Bench, Experiment, Finding, Found
@@ -67,10 +69,10 @@ def _late(table: Mapping[str, Sequence[Any]], quantity: str) -> tuple[list[float
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     """Return Spearman's correlation; NaN where one of them is constant or not finite."""
-    if not (np.isfinite(one).all() and np.isfinite(other).all()):
-        return float("nan")
-    ranks = [np.argsort(np.argsort(values)).astype(float) for values in (one, other)]
-    return float(np.corrcoef(ranks)[0, 1]) if len(set(one)) > 1 and len(set(other)) > 1 else float("nan")
+    columns = [np.asarray(values, dtype=np.float64) for values in (one, other)]
+    if not np.isfinite(columns).all():
+        return math.nan
+    return float(coefficients("Spearman", columns, whole(len(one)))[0])
 
 
 def _orders(table: Mapping[str, Sequence[Any]], last: int) -> list[Finding]:

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..errors import InputError
 from ..generalization.correlation import Correlations, correlations
 from ..generalization.correlation_figures import plot_correlation
+from ..messages import shown
 from .experiment import Finding
 from .zoo import Networks
 
@@ -18,7 +20,7 @@ _CLUSTERS = 5  # recipes that intervals over recipes take
 
 
 def with_gap(networks: Networks, measures: Sequence[str], given: Sequence[str] = ()) -> Correlations:
-    """Return the correlations of measures with the gap over the networks that converged.
+    """Return the correlations of measures with the gap over the networks that converged and have values of all of them.
 
     Intervals resample recipes, since networks of one recipe are not independent, or networks where there are fewer than
     five recipes.
@@ -28,10 +30,22 @@ def with_gap(networks: Networks, measures: Sequence[str], given: Sequence[str] =
         measures: columns.
         given: columns that are held fixed, for partial correlations.
     """
-    table = networks.converged()
-    chosen = {name: table[name] for name in ("name", "gap", "recipe", *measures, *given)}
+    columns = ("gap", *measures, *given)
+    chosen = {name: networks.columns[name] for name in ("name", "recipe", *columns)}
+    out = _without(networks, columns)
+    if len(out) == len(chosen["name"]):
+        raise InputError(f"no network converged and has values of all measures: {shown(dict(networks.failures))}")
     clusters = "recipe" if by_recipes(networks) else None
-    return correlations(chosen, measures, clusters=clusters, given=given)
+    return correlations(chosen, measures, exclude=out, clusters=clusters, given=given)
+
+
+def _without(networks: Networks, columns: Sequence[str]) -> list[str]:
+    """Return the networks that did not converge, or have no value in one of the columns."""
+    return [
+        name
+        for place, name in enumerate(networks.columns["name"])
+        if name in networks.unconverged or not all(np.isfinite(networks.columns[column][place]) for column in columns)
+    ]
 
 
 def by_recipes(networks: Networks) -> bool:
@@ -87,7 +101,7 @@ def scatter(figure: "Figure", networks: Networks, measures: Sequence[str], colum
     table: dict[str, list[Any]] = {key: networks.columns[key] for key in ("name", "gap", "recipe", *measures)}
     clusters = "recipe" if by_recipes(networks) else None
     for panel, measure in zip(panels, measures, strict=False):
-        plot_correlation(table, measure, exclude=networks.unconverged, axes=panel, clusters=clusters)
+        plot_correlation(table, measure, exclude=_without(networks, ("gap", measure)), axes=panel, clusters=clusters)
         for line in panel.get_lines():
             line.set_markersize(3)
         panel.title.set_fontsize(8)

@@ -33,6 +33,15 @@ class Bench:
     data_dir: Path | None = None
     shown: bool | None = None
 
+    def kept(self, name: str, facts: Any) -> Path:
+        """Return the folder of networks that follow from some facts, so that those of other settings are not taken.
+
+        Args:
+            name: of the kind of networks.
+            facts: all that they depend on; what JSON can say.
+        """
+        return self.folder / f"{name}-{_digest(json.dumps(facts))[:8]}"
+
     def once(self, key: str, compute: Callable[[], Any]) -> Any:
         """Return what a function does, or did when it was called with this key before; numbers, texts and lists.
 
@@ -40,12 +49,16 @@ class Bench:
             key: names all that the outcome depends on.
             compute: the function.
         """
-        path = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        path = self.folder / f"{_digest(key)}.json"
         if not path.exists():
             part = path.with_suffix(".part")
             part.write_text(json.dumps({"key": key, "outcome": compute()}), encoding="utf-8")
             part.replace(path)
         return json.loads(path.read_text(encoding="utf-8"))["outcome"]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -116,12 +129,19 @@ class Experiment:
         """Return the settings of a scale, with some of them changed.
 
         Raises:
-            InputError: no such scale, or no such setting.
+            InputError: no such scale, no such setting, or a value of another type.
         """
         if scale not in SCALES:
             raise InputError(f"scale={scale!r}: {' or '.join(SCALES)} is wanted")
         settings = dict(self.small if scale == "small" else self.paper)
-        for name in changes:
+        for name, value in changes.items():
             if name not in settings:
                 raise InputError(f"{self.name}: there is no setting {name!r}; there are {', '.join(settings)}")
+            held = settings[name]
+            if isinstance(value, bool) or not isinstance(
+                value, (int, float) if isinstance(held, float) else type(held)
+            ):
+                raise InputError(
+                    f"{self.name}: {name}={value!r}: type {type(held).__name__} is wanted, such as {held!r}"
+                )
         return settings | dict(changes)

@@ -15,7 +15,7 @@ from ..generalization.correlation import correlations
 from ..generalization.granulated import granulated_kendall
 from ..generalization.mutual_information import conditional_mutual_information
 from ..generalization.sign_error import sign_error
-from . import grid_networks
+from . import correlating, grid_networks
 from .experiment import Bench, Experiment, Finding, Found
 from .grid_networks import SETTINGS, Grid
 
@@ -37,13 +37,12 @@ def run(bench: Bench) -> Found:
         for target in grid.targets
         for measure in grid.measures
     }
-    with_gap = correlations(
-        {"name": grid.columns["name"], "gap": grid.columns["test gap"], **{m: grid.columns[m] for m in (_HEAD, _SUM)}}
+    chosen = {name: grid.columns[name] for name in ("name", *settings, _HEAD, _SUM)}
+    with_gap = correlations(  # networks that differ in the seed alone are not independent
+        chosen | {"gap": grid.columns["test gap"]}, [_HEAD, _SUM], clusters=settings
     )
     findings = [
-        Finding(f"{name}, Kendall with the gap", row.value, row.low, row.high, "0.48–0.51 at different losses")
-        for name in (_HEAD, _SUM)
-        for row in [with_gap[name, "Kendall"]]
+        Finding(f"{name}, Kendall with the gap", *correlating.ends(with_gap, name, "Kendall")) for name in (_HEAD, _SUM)
     ]
     losses = grid.columns["train_loss"]
     findings += [
@@ -62,7 +61,7 @@ def run(bench: Bench) -> Found:
     return Found(
         grid.columns | {},
         tuple(findings),
-        verdict(grid, found, with_gap[_HEAD, "Kendall"]),
+        verdict(grid, found, findings[0]),
         lambda figure: draw(figure, grid, found),
         grid.failures,
         size=(11.0, 0.22 * len(grid.measures) + 2.0),
@@ -90,17 +89,19 @@ def kendall(one: Sequence[float], other: Sequence[float]) -> float:
     return 0.0 if math.isnan(value) else value
 
 
-def verdict(grid: Grid, found: Mapping[tuple[str, str], Row], kappa: Any) -> str:
-    """Say which measures go along with the gap where one setting differs alone, and what became of κ's correlation."""
+def verdict(grid: Grid, found: Mapping[tuple[str, str], Row], kappa: Finding) -> str:
+    """Say whether κ goes along with the gap, and which measures do where one setting differs alone."""
     by_psi = sorted(grid.measures, key=lambda name: found[name, "test gap"]["psi"], reverse=True)
 
     def shown(names: Sequence[str]) -> str:
         return ", ".join(f"{name} {found[name, 'test gap']['psi']:.2f}" for name in names)
 
     low, high = kappa.low, kappa.high
-    gone = (
-        "it is gone" if low is None or low <= 0 <= high else "it is still there" if low > 0 else "its sign is reversed"
-    )
+    if low is None or high is None:
+        sign, interval = "of too few recipes for an interval", ""
+    else:
+        sign = "positive" if low > 0 else "negative" if high < 0 else "not shown to be positive or negative"
+        interval = f" [{low:.2f}, {high:.2f}]"
     right = [name for name in grid.measures if found[name, "test gap"]["worst"] < 0.5]
     best = max(grid.measures, key=lambda name: found[name, "test gap"]["information"])
     kept = []
@@ -112,9 +113,8 @@ def verdict(grid: Grid, found: Mapping[tuple[str, str], Row], kappa: Any) -> str
     return (
         f"{len(losses)} networks with training losses between {min(losses):.5f} and {max(losses):.5f}. Kendall's τ of "
         f"relative flatness of the head with the gap is {kappa.value:.2f}"
-        + ("" if low is None else f" [{low:.2f}, {high:.2f}]")
-        + f", where networks that stopped at different losses had 0.48 to 0.51: {gone}. "
-        f"Highest Ψ: {shown(by_psi[:5])}; lowest: {shown(by_psi[-3:])}; κ of the head "
+        f"{interval} (95 % bootstrap interval over recipes), {sign}. Highest Ψ: {shown(by_psi[:5])}; lowest: "
+        f"{shown(by_psi[-3:])}; κ of the head "
         f"{found[_HEAD, 'test gap']['psi']:.2f}, summed over layers {found[_SUM, 'test gap']['psi']:.2f}. "
         f"The conditional mutual information is largest for {best}, "
         f"{found[best, 'test gap']['information']:.3f} (κ of the head {found[_HEAD, 'test gap']['information']:.3f}). "

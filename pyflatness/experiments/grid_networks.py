@@ -34,6 +34,7 @@ HEAD = (
 
 
 _NAMES = tuple(row.name for row in MEASURES if row.name not in LEFT_OUT)
+_SHAPES = ("widths", "depths", "batch_sizes")  # settings that give a group, which has a file of its own
 _TOGETHER = 12  # networks that are scored between two steps of the bar
 
 
@@ -59,7 +60,8 @@ def made(bench: Bench) -> Grid:
     """Train what is not trained, score what is not scored, and return the table."""
     settings = bench.settings
     train, tests = data(bench)
-    folder = bench.folder / f"grid-{bench.scale}-{settings['samples']}"
+    followed = {name: value for name, value in settings.items() if name not in _SHAPES}
+    folder = bench.kept(f"grid-{bench.scale}", followed)
     rows = {row["name"]: row for row in trained(settings, train, folder, bench.shown)}
     failures = {
         name: f"loss {row['train_loss']:.3g} after {row['steps']} steps" for name, row in rows.items() if row["failed"]

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from ..errors import InputError
 from ..invariances import WAYS, Invariances, invariances
 from ..scoring import checkpoints, loading
 from . import p21_minima, training
@@ -24,9 +25,11 @@ def run(bench: Bench) -> Found:
     zoo = p21_minima.zoo(bench)
     name, recipe = next(iter(zoo.recipes.items()))
     folder = bench.folder / zoo.name
-    path = training.train(zoo.network, {name: recipe}, zoo.train, zoo.until, folder, bench.shown)[name]
+    paths = training.train(zoo.network, {name: recipe}, zoo.train, zoo.until, folder, bench.shown)
+    if name not in paths:
+        raise InputError(f"{name} is not trained, and epochs=0 trains none")
     network = zoo.network().eval()
-    loading.load(network, checkpoints.read(path).state)
+    loading.load(network, checkpoints.read(paths[name]).state)
     data = zoo.first(bench.settings["measured"])
     asked = [*BY_LAYERS, *ALWAYS, *BESIDES]
     found = invariances(network.double(), "cross_entropy", (data[0].double(), data[1]), measures=asked, layers="*")

@@ -1,5 +1,6 @@
 """Make a table of trained networks: a row for each, with its recipe, losses, gap, and values of measures."""
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import progress
+from ..errors import InputError
+from ..messages import shown
 from ..scoring.score import score
 from . import training
 from .experiment import Bench
@@ -98,8 +101,8 @@ class Change:
     name: str
     of: Callable[[nn.Module, Tensor, int], nn.Module]
 
-    def made(self, bench: Bench, zoo: Zoo, paths: Mapping[str, Path]) -> dict[str, Path]:
-        """Write the checkpoints that are not there yet, and return all."""
+    def made(self, bench: Bench, zoo: Zoo, paths: Mapping[str, Path], failures: dict[str, str]) -> dict[str, Path]:
+        """Write the checkpoints that are not there yet, or are of other weights, and return all that can be made."""
         from safetensors.torch import load_file, save_file
 
         folder = bench.folder / zoo.name / self.name
@@ -107,12 +110,20 @@ class Change:
         places = {name: number for number, name in enumerate(zoo.recipes)}
         changed = {name: folder / path.name for name, path in paths.items()}
         network, (inputs, _) = zoo.network().eval(), zoo.first(_COMPARED)
-        for name, path in changed.items():
-            if not path.exists():
-                network.load_state_dict(load_file(paths[name]))
-                part = path.with_name(f".{path.name}.part")
-                save_file(self.of(network, inputs, places[name]).state_dict(), part)
-                part.replace(path)
+        for name, path in [*changed.items()]:
+            of = hashlib.sha256(paths[name].read_bytes()).hexdigest()
+            if path.exists() and training.metadata(path).get("of") == of:
+                continue
+            network.load_state_dict(load_file(paths[name]))
+            try:
+                other = self.of(network, inputs, places[name])
+            except InputError as error:  # its outputs are not finite, as of a network that diverged
+                failures[name] = f"{self.name}: {error}"
+                del changed[name]
+                continue
+            part = path.with_name(f".{path.name}.part")
+            save_file(other.state_dict(), part, {"of": of})
+            part.replace(path)
         return changed
 
 
@@ -128,10 +139,10 @@ def networks(bench: Bench, zoo: Zoo, asked: Sequence[Asked], *, change: Change |
     """
     paths = training.train(zoo.network, zoo.recipes, zoo.train, zoo.until, bench.folder / zoo.name, bench.shown)
     facts = {name: _facts(zoo, name, path) for name, path in paths.items()}
-    if change is not None:
-        paths = change.made(bench, zoo, paths)
-    cells = {name: dict(own) for name, own in facts.items()}
     failures = {name: "not trained" for name in zoo.recipes if name not in paths}
+    if change is not None:
+        paths = change.made(bench, zoo, paths, failures)
+    cells = {name: dict(own) for name, own in facts.items()}
     tested = Asked(["relative_flatness"], None, zoo.test)
     for wanted in (replace(tested, data=zoo.train), tested, *asked):
         for name, (loss, accuracy, values) in _scored(bench, zoo, paths, wanted, failures).items():
@@ -140,9 +151,15 @@ def networks(bench: Bench, zoo: Zoo, asked: Sequence[Asked], *, change: Change |
             else:  # the first are those on all training data
                 cells[name] = {"loss": loss, "accuracy": accuracy} | values | cells[name]
     rows = [own for own in cells.values() if {"loss", "test_loss"} <= own.keys()]
+    if not rows:
+        raise InputError(f"{zoo.name}: there are no networks: {shown(failures)}")
     names = dict.fromkeys(column for row in rows for column in row)
     columns = {column: [row.get(column, math.nan) for row in rows] for column in names}
     columns["gap"] = [test - train for test, train in zip(columns["test_loss"], columns["loss"], strict=True)]
+    for column in (name for name in columns if " " in name):
+        for name, value in zip(columns["name"], columns[column], strict=True):
+            if not math.isfinite(value):
+                failures.setdefault(name, f"{column} is {value}")
     ended = {name: own for name, own in facts.items() if not own["converged"]}
     failures |= {
         name: f"did not converge: loss {own['training_loss']:.3g} in epoch {own['epochs']}"

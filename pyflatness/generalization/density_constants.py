@@ -65,7 +65,9 @@ class DensityConstants:
             InputError: no such probability.
         """
         failure = check_number("failure", failure, "a number between 0 and 1", lambda given: 0 < given < 1)
-        terms = torch.tensor([self.log_first, self.log_second - math.log(failure) / 2], dtype=torch.float64)
+        terms = torch.tensor(
+            [self.log_first, self.log_second - math.log(failure) / 2], dtype=torch.float64, device="cpu"
+        )
         return float(terms.logsumexp(dim=0)) - 2 / (4 + self.features) * math.log(self.samples)
 
 
@@ -127,7 +129,7 @@ def _log_sphere(m: int) -> float:
 
 def _log_radial(a: int, b: float) -> float:
     """Return the logarithm of ∫_0^1 r^(a-1) exp(-b r²/2) dr."""
-    half = torch.tensor(a / 2, dtype=torch.float64), torch.tensor(b / 2, dtype=torch.float64)
+    half = torch.tensor([a / 2, b / 2], dtype=torch.float64, device="cpu")
     inner = float(torch.special.gammainc(*half).log())
     if math.isfinite(inner):
         return inner + math.lgamma(a / 2) - math.log(2) - a / 2 * math.log(b / 2)
@@ -139,7 +141,8 @@ def _curvature(phi: Tensor, mean: Tensor, draws: int, seed: int) -> float:
     factor, info = torch.linalg.cholesky_ex(torch.cov(phi.t()).view(m, m))
     if bool(info):
         raise InputError(f"features: they lie on a subspace of the {m} dimensions, where they have no density")
-    normal = torch.randn(draws, m, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    normal = torch.randn(draws, m, generator=generator, dtype=torch.float64, device="cpu")
     z = mean + normal @ factor.t()
     score = -torch.linalg.solve_triangular(factor.t(), normal.t(), upper=True).t()
     trace = torch.cholesky_inverse(factor).diagonal().sum()

@@ -12,7 +12,7 @@ head, each step raises E. What is found is a lower bound of the maximum; several
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from .. import head
 from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import risk
-from ..messages import check_tensor
+from ..messages import check_tensor, shown
 from ..model import calling, layers
 from ..model.data import size
 from ..model.selectors import Selector
@@ -94,7 +94,7 @@ def matrix_robustness(
     layer: Selector | None = None,
     *,
     matrix: Tensor,
-    alphas: Sequence[float],
+    alphas: Iterable[float],
     reduction: str | None = None,
     forward: calling.Forward | None = None,
     progress: bool | None = None,
@@ -133,6 +133,8 @@ def matrix_robustness(
         >>> [round(rise, 6) for rise in found.rises.tolist()], round(found.epsilon, 6)
         ([0.025, 0.1], 0.1)
     """
+    if not isinstance(alphas, Iterable):
+        raise InputError(f"alphas={shown(alphas)}: numbers are wanted")
     steps = [check_number("alphas", alpha, "numbers", math.isfinite) for alpha in alphas]
     if not steps:
         raise InputError("alphas: one number at least is wanted")
@@ -247,6 +249,7 @@ class _Loss:
 
     def __init__(self, task: Task, layer: Selector | None) -> None:
         self.name, source = head.find(task, layer)
+        task.forward.compare_by_itself()
         self._task, self._perturbed = task, Perturbed(task.model, self.name, task.forward, head=source is not None)
         self._layer = self._perturbed.layer
         matrix = promoted(layers.matrix(self._layer)[0].detach())
@@ -286,7 +289,12 @@ class _Loss:
                 moved = by_weight(self._layer, layers.as_weight(self._layer, change.flatten(0, 1)))
                 (outputs,) = self._perturbed.displaced(moved, (1.0,))
                 value = task.loss.value(outputs, targets)
-                if change.requires_grad and value.requires_grad:
+                if change.requires_grad:
+                    if not value.requires_grad:
+                        raise InputError(
+                            f"batch {number}: the loss does not come from the outputs by operations that torch "
+                            f"differentiates, so it has no gradient behind layer {self.name!r}"
+                        )
                     (found,) = torch.autograd.grad(value, change)
                     gradient = found if gradient is None else gradient + found
             total += _finite(float(value), number)

@@ -197,8 +197,9 @@ def _scored(cells: Mapping[str, Sequence[Any]], what: str) -> Networks:
         several = len(layers.get(row["measure"], ())) > 1
         name = f"{row['measure']} {row['layer'] or 'network'}" if several else row["measure"]
         place = places[str(row["checkpoint"])]
+        own = {name: row["value"]} if row["layer"] in layers.get(row["measure"], {row["layer"]}) else {}
         others = {key: row[key] for key in ("loss", "accuracy", *settings) if key in row}
-        for key, cell in ((name, row["value"]), *others.items()):
+        for key, cell in (own | others).items():
             value = _number(cell)
             column = columns.setdefault(key, np.full(len(places), math.nan))
             if math.isnan(value):

@@ -48,7 +48,7 @@ class ParameterProducts(Products):
 
     def _made_runner(self) -> Runner:
         def forward(model: Any, batch: Any) -> Any:
-            leaves = self._leaves or self._theta
+            leaves = self._leaves or self._fresh()  # outside of work on a run: a look at how much its graph takes
             return parameters.run(model, leaves, batch, self._task.forward)
 
         return Runner(
@@ -66,9 +66,15 @@ class ParameterProducts(Products):
 
     @contextlib.contextmanager
     def _parameters_as_leaves(self) -> Iterator[None]:
-        self._leaves = {name: values.detach().requires_grad_() for name, values in self._theta.items()}
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
+        self._leaves = self._fresh()
+        try:
+            with sdpa_kernel(SDPBackend.MATH):
+                yield
+        finally:
+            self._leaves = {}
+
+    def _fresh(self) -> dict[str, Tensor]:
+        return {name: values.detach().requires_grad_() for name, values in self._theta.items()}
 
     def _edges(self, run: Run) -> linearity.Edges:
         return {name: [get_gradient_edge(leaf)] for name, leaf in self._leaves.items()}

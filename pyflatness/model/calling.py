@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import interrupts
 from ..errors import InputError, NoGraphError
-from . import data, hugging_face
+from . import data, hugging_face, spread
 from .outputs import refusal, single
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
@@ -60,6 +60,8 @@ class Calls:
     def _hook(self, name: str) -> Callable[..., None]:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             inputs = args[0] if args else kwargs.get("input")
+            if isinstance(inputs, Tensor):
+                inputs = spread.full(inputs)
             if isinstance(inputs, Tensor) and isinstance(output, Tensor) and not _aside:
                 self.last.pop(name, None)
                 self.last[name] = Call(inputs, output, (version(inputs), version(output)))

@@ -203,21 +203,22 @@ def _promised(data: Any) -> int:
     """Return how many batches a loader has to give; 0 if that is not known for sure."""
     if type(data) is not DataLoader or type(data.batch_sampler) is not BatchSampler:
         return 0
-    return len(data) if type(data.sampler) in (SequentialSampler, RandomSampler) else 0
+    return len(data) if type(data.batch_sampler.sampler) in (SequentialSampler, RandomSampler) else 0
 
 
 def _sampled(loader: Any) -> int:
     """Return how many samples a loader of torch's takes from its sampler."""
-    count = len(loader.sampler)
-    return count - count % loader.batch_size if loader.drop_last else count
+    batches = loader.batch_sampler  # its sampler is the loader's, unless the user made it
+    count = len(batches.sampler)
+    return count - count % batches.batch_size if batches.drop_last else count
 
 
 def distributed(data: Any) -> tuple[DistributedSampler[Any], int] | None:
     """Return torch's sampler of one rank's samples, and how many of these a loader takes; None of other data."""
     plain = isinstance(data, DataLoader) and type(data.batch_sampler) is BatchSampler
-    if not plain or type(data.sampler) is not DistributedSampler:  # another class may deal them out otherwise
+    if not plain or type(data.batch_sampler.sampler) is not DistributedSampler:  # another class may deal otherwise
         return None
-    return data.sampler, _sampled(data)
+    return data.batch_sampler.sampler, _sampled(data)
 
 
 def repeated(data: Any) -> int:

@@ -123,6 +123,18 @@ def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     return as_matrix(module, _weight(module)), _bias(module)
 
 
+def rows(module: nn.Module) -> int:
+    """Return how many rows d the effective weight (d, m) has."""
+    return len(without_entries(module))
+
+
+def without_entries(module: nn.Module) -> Tensor:
+    """Return a tensor of the form of the effective weight (d, m), which takes no memory."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return as_matrix(module, torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape))
+
+
 def as_matrix(module: nn.Module, weight: Tensor) -> Tensor:
     """Return a tensor of the shape of the layer's weight as (d, m)."""
     return kind_of(module).as_matrix(weight)
@@ -193,7 +205,14 @@ def computes(module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Te
     """
     if output.is_meta or output.numel() == 0:
         return True
-    kind, weight, bias = kind_of_call(module), _weight(module), _bias(module)
+    kind, own = kind_of_call(module), spread.own_rows(module)
+    if own is None:
+        weight, bias = _weight(module), _bias(module)
+    else:
+        weight, bias, start = own
+        output = output.narrow(kind.class_dim, start, len(weight))
+    if output.numel() == 0:
+        return True
     with full_precision(inputs):
         expected, output = kind.at_ends(inputs.detach(), output.detach(), weight, coefficients)
         expected = expected.movedim(kind.class_dim, -1)

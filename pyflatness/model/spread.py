@@ -1,35 +1,61 @@
-"""Hold a model whose parameters FSDP2 (``fully_shard``) has spread over ranks so that these can measure it together.
+"""Know which parameters of the model that is measured are spread over ranks, and how they are had as a whole.
 
-FSDP gathers the parameters of a module when its forward or backward pass begins, and all ranks have to come there. Here
-they come at different times, and some not at all: their batches differ in number and size, and so does what they find
-out. So FSDP's messages go by way of :meth:`.Ranks.whole` meanwhile: a rank gets a module's parameters when it needs
-them, and the others hand over their parts wherever they wait. A layer's weight comes in the same way where it is
-contracted.
-
-What is taken of FSDP besides its public names is in this module: the parameter groups of its states.
+:mod:`.fsdp` and :mod:`.tensor_parallel` say so; the rest of the package asks here.
 """
 
 import contextlib
-import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, NotYetError
-from ..numerics.ranks import Ranks
+from ..numerics.ranks import ALONE, Ranks
 
 WHOLE = (
     "load the full weights into a model that is not (torch.distributed.checkpoint.state_dict.get_model_state_dict with "
     "full_state_dict=True) and measure that"
 )
 
-Group = Any
-"""FSDP's parameters of one module, which are gathered together: an ``FSDPParamGroup``."""
+
+@dataclass(frozen=True)
+class Part:
+    """Hold a parameter that is spread over ranks.
+
+    Attributes:
+        spread: the DTensor.
+        whole: returns all of its entries.
+    """
+
+    spread: Tensor
+    whole: Callable[[], Tensor]
+
+
+# Of the model inside of held(); calls of several threads take turns.
+_held: dict[int, Part] = {}  # by the identity of parameters
+_layers: set[int] = set()  # modules with such a weight
+_parallel = [ALONE]
+
+
+@contextlib.contextmanager
+def held(model: nn.Module, parts: Mapping[int, Part], parallel: Ranks = ALONE) -> Iterator[None]:
+    """Say that parameters of a model are spread over ranks, inside.
+
+    Args:
+        model: as FSDP2 or tensor parallelism has made it.
+        parts: the parameters, by their identity.
+        parallel: see :func:`parallel`.
+    """
+    _held.update(parts)
+    _layers.update(id(module) for module in model.modules() if id(module._parameters.get("weight")) in parts)
+    _parallel.append(parallel)
+    try:
+        yield
+    finally:
+        _parallel.pop()
+        _layers.clear()
+        _held.clear()
 
 
 def is_spread(tensor: Tensor) -> bool:
@@ -37,63 +63,19 @@ def is_spread(tensor: Tensor) -> bool:
     return type(tensor).__name__ == "DTensor"  # by name: importing its module takes as long as importing this one
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP2 has spread parameters of a model over ranks."""
-    return bool(_states(model))
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """Hold a parameter that is spread over ranks.
-
-    Attributes:
-        name: of the parameter.
-        spread: the DTensor.
-        dtype: that it has in the forward pass.
-        ranks: which have its parts.
-    """
-
-    name: str
-    spread: Any
-    dtype: torch.dtype
-    ranks: Ranks
-
-    def whole(self) -> Tensor:
-        """Return all of it."""
-        shape, dim, most = [*self.spread.shape], *self._split()
-        parts = []
-        found = self.part().unsqueeze(0) if self.ranks.alone else self.ranks.whole(self.name)
-        for rank, flat in enumerate(found):
-            shape[dim] = max(0, min(most, self.spread.shape[dim] - rank * most))
-            parts.append(flat[: math.prod(shape)].view(shape))
-        return torch.cat(parts, dim=dim).to(self.dtype)
-
-    def part(self) -> Tensor:
-        """Return what is on this rank, and zeros up to the size of the first rank's, which has most."""
-        shape, dim, most = [*self.spread.shape], *self._split()
-        shape[dim] = most
-        local: Tensor = self.spread.detach().to_local().flatten()
-        return torch.cat([local, local.new_zeros(math.prod(shape) - local.numel())])
-
-    def _split(self) -> tuple[int, int]:
-        """Return the dimension that is split, and how many of its entries the first rank has."""
-        (placement,) = self.spread.placements
-        return placement.dim, -(-self.spread.shape[placement.dim] // self.ranks.size)
-
-
-# Of the model inside of held(), by identity; calls of several threads take turns.
-_held: dict[int, _Weight] = {}
-_layers: set[int] = set()  # modules with such a weight
-
-
 def is_held() -> bool:
     """Return whether a model whose parameters are spread over ranks is measured."""
     return bool(_held)
 
 
+def parallel() -> Ranks:
+    """Return the ranks that compute parts of each layer, all of the same samples; this process without such a model."""
+    return _parallel[-1]
+
+
 def parameters() -> list[Tensor]:
     """Return the parameters that are spread over ranks, whose flags those have that are gathered of them."""
-    return [weight.spread for weight in _held.values()]
+    return [part.spread for part in _held.values()]
 
 
 def has_weight_of(module: nn.Module) -> bool:
@@ -113,12 +95,30 @@ def refuse(what: str, instead: str = "") -> None:
     """
     if _held:
         raise NotYetError(
-            f"{what} cannot be had yet of a model whose parameters are spread over ranks (FSDP2): {instead}{WHOLE}"
+            f"{what} cannot be had yet of a model whose parameters are spread over ranks: {instead}{WHOLE}"
+        )
+
+
+def check_processes(name: str, spread: Any, ranks: Ranks, data: str) -> None:
+    """Raise unless the ranks that make the call are those that a parameter is spread over.
+
+    Args:
+        name: of the parameter.
+        spread: the DTensor.
+        ranks: which make the call.
+        data: what each of them has.
+    """
+    processes = spread.device_mesh.mesh.tolist()
+    if len(processes) != ranks.size or not (ranks.alone or processes == ranks.processes):
+        here = "process_group=False" if ranks.alone else f"the processes {ranks.processes}"
+        raise InputError(
+            f"model: its parameter {name!r} is spread over the processes {processes}, which have to make the call "
+            f"together, each with {data}, and this call is one of {here}; {WHOLE}"
         )
 
 
 def whole(weight: Tensor) -> Tensor:
-    """Return a weight with all of its entries: those of other ranks are asked for.
+    """Return a weight with all of its entries, those of other ranks too.
 
     Raises:
         NotYetError: a weight that is computed of parameters that are spread.
@@ -133,120 +133,26 @@ def whole(weight: Tensor) -> Tensor:
     return _held[id(weight)].whole()
 
 
-@contextlib.contextmanager
-def held(model: nn.Module, ranks: Ranks) -> Iterator[None]:
-    """Let ranks ask each other for the parameters of a model inside; afterwards FSDP gathers them as it did before.
-
-    At first no module has its parameters gathered. Afterwards those have that had before; after an error none.
-
-    Args:
-        model: under FSDP2.
-        ranks: which make the call.
-
-    Raises:
-        InputError: a part of what FSDP2 takes for a model; parameters that are spread over other ranks.
-        NotYetError: parameters that are spread otherwise than each over one dimension.
-    """
-    states = _states(model)
-    for state in states:
-        if state._is_root is None:
-            state._lazy_init()  # which the first forward pass would do when nothing requires a gradient
-    roots = [state for state in states if state._is_root]
-    if not roots:
-        raise InputError("model: it is a part of a module under FSDP2, which runs forward as a whole; pass that")
-    groups = [group for state in states for group in state._fsdp_param_groups]
-    gathered = [group for group in groups if group.is_unsharded]
-    _shard(roots)
-    with contextlib.ExitStack() as stack:
-        stack.callback(_held.clear)
-        stack.callback(_layers.clear)
-        _held.update(_weights(model, groups, ranks))
-        _layers.update(id(module) for module in model.modules() if id(module._parameters.get("weight")) in _held)
-        # A pass that ended by an error leaves FSDP in the middle of it.
-        stack.callback(model.register_forward_pre_hook(lambda *_: _shard(roots), prepend=True).remove)
-        parts: dict[str, Callable[[], Tensor]] = {weight.name: weight.part for weight in _held.values()}
-        for number, group in enumerate(groups) if not ranks.alone else ():
-            name = f"group {number}"
-            parts[name] = partial(_part, group)
-            stack.callback(vars(group).update, _all_gather_comm=group._all_gather_comm, reduce_grads=group.reduce_grads)
-            group._all_gather_comm, group.reduce_grads = _AllGather(ranks, name), False
-        ranks.hand_over(parts)
-        try:
-            yield
-        finally:
-            _shard(roots)
-        for group in gathered:
-            group.unshard()
-            group.wait_for_unshard()
-
-
-def _states(model: nn.Module) -> list[Any]:
-    """Return FSDP's states of a model's modules, in its order."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return []
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-    return [*{id(state): state for state in states}.values()]
-
-
-def _shard(roots: Sequence[Any]) -> None:
-    """Let no module have its parameters gathered, and FSDP be in the middle of no pass."""
-    for root in roots:
-        root._reset_iter_state()
-
-
-def _part(group: Group) -> Tensor:
-    """Return what is on this rank of the parameters that are gathered together, as FSDP lays it out."""
-    flat = [each._sharded_param_data.to(each.param_dtype or each.orig_dtype) for each in group.fsdp_params]
-    if len({part.dtype for part in flat}) > 1:
-        flat = [part.view(torch.uint8) for part in flat]
-    return torch.cat(flat)
-
-
-class _AllGather:
-    """Gather parameters when this rank needs them, whatever the others do; the form is FSDP's ``AllGather``."""
-
-    def __init__(self, ranks: Ranks, name: str) -> None:
-        self._ranks, self._name = ranks, name
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for the parameters."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        """Fill the memory."""
-        self._ranks.whole(self._name, output_tensor)
-
-
-def _weights(model: nn.Module, groups: Sequence[Group], ranks: Ranks) -> dict[int, _Weight]:
-    """Return the parameters that are spread, by their identity."""
-    found, of_fsdp = {}, {id(each.sharded_param): (group, each) for group in groups for each in group.fsdp_params}
-    for name, parameter in model.named_parameters():
-        if not is_spread(parameter):
-            continue
-        spread: Any = parameter
-        if id(parameter) not in of_fsdp or not _is_plain(*of_fsdp[id(parameter)]):
-            raise NotYetError(
-                f"model: its parameter {name!r} is spread over {spread.device_mesh} as {spread.placements}; parameters "
-                "can be measured that fully_shard spreads over one dimension of all ranks, without "
-                f"reshard_after_forward=k, offloading or tensor parallelism; {WHOLE}"
-            )
-        processes = spread.device_mesh.mesh.tolist()
-        if len(processes) != ranks.size or not (ranks.alone or processes == ranks.processes):
-            here = "process_group=False" if ranks.alone else f"the processes {ranks.processes}"
-            raise InputError(
-                f"model: its parameter {name!r} is spread over the processes {processes}, which have to make the call "
-                f"together, each with its part of the data, and this call is one of {here}; {WHOLE}"
-            )
-        dtype = of_fsdp[id(parameter)][1].param_dtype or parameter.dtype
-        found[id(parameter)] = _Weight(f"parameter {name}", spread, dtype, ranks)
+def full(tensor: Tensor) -> Tensor:
+    """Return a tensor of a tensor-parallel forward or backward pass with all of its entries, and with its graph."""
+    if not is_spread(tensor):
+        return tensor
+    found: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     return found
 
 
-def _is_plain(group: Group, parameter: Any) -> bool:
-    """Return whether FSDP has a parameter in one dimension of its mesh, and gathers it as it is."""
-    placements = parameter.sharded_param.placements
-    in_one_dimension = len(placements) == 1 and placements[0].is_shard()
-    partly = group.post_forward_mesh_info not in (None, group.mesh_info)
-    extended = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
-    return in_one_dimension and not partly and not parameter.offload_to_cpu and not extended
+def own_rows(module: nn.Module) -> tuple[Tensor, Tensor | None, int] | None:
+    """Return the rows of weight and bias that this rank has of a tensor-parallel layer, and the first one's number.
+
+    The result is None for a layer whose weight is not spread by rows.
+    """
+    weight: Any = module.weight
+    ranks = parallel()
+    if ranks.alone or not is_spread(weight) or not weight.placements[0].is_shard(0):
+        return None
+    rows: Tensor = weight.detach().to_local()
+    bias = getattr(module, "bias", None)
+    start = min(len(weight), -(-len(weight) // ranks.size) * ranks.rank)
+    if isinstance(bias, Tensor):
+        bias = full(bias.detach())[start : start + len(rows)]
+    return rows, bias, start

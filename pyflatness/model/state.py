@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from .. import interrupts
 from ..errors import InputError
 from ..numerics.ranks import Ranks
-from . import layers, spread, uses
+from . import fsdp, layers, spread, tensor_parallel, uses
 from .calling import replaced_forward
 from .checks import check_modules
 from .generators import Generators, OutsideTorch, Randomness
@@ -63,10 +63,9 @@ def _prepared(model: nn.Module, stack: contextlib.ExitStack, ranks: Ranks | None
     model = layers.unwrap(model)
     named = [*model.named_modules()]  # a walk takes long for what it is
     modules = [module for _, module in named]
-    sharded = ranks is not None and spread.is_sharded(model)
-    check_modules(named, spread=sharded)
-    if ranks is not None and sharded:
-        stack.enter_context(spread.held(model, ranks))
+    check_modules(named, spread=ranks is not None)
+    if ranks is not None:
+        stack.enter_context((fsdp if fsdp.is_sharded(model) else tensor_parallel).held(model, ranks))
     random = Randomness(Generators(modules), OutsideTorch())  # the user's model and data may draw; we do not
     stack.callback(random.of_torch.put_back, random.of_torch.states())
     stack.callback(random.outside.put_back)
@@ -78,7 +77,7 @@ def _prepared(model: nn.Module, stack: contextlib.ExitStack, ranks: Ranks | None
     stack.callback(_put_back_values, [(buffer, buffer._version, buffer.clone()) for buffer in buffers])
     stack.callback(put_back, attributes(modules))
     stack.enter_context(uses.held(model))
-    if sharded:
+    if spread.is_held():
         uses.of(model)  # while no module has its parameters gathered
     for module in modules:  # those of the user's would be called in our backward passes, and may change gradients
         if module._backward_hooks or module._backward_pre_hooks:

@@ -8,10 +8,12 @@ and numbers in tensors, by ``all_gather``; nothing is unpickled.
 A rank that fails takes part in one more exchange, with its error. The others, who wait for it where they will meet
 next, raise that error too (:meth:`Ranks.agreed`). So that this cannot be mistaken for an answer, every exchange begins
 with a packet of one size. What does not fit into it follows when a second packet of each rank has said that nothing can
-go wrong any more: memory is there, and interrupts wait (:meth:`Ranks.gathered`).
+go wrong any more: memory is there, and interrupts wait (:meth:`Ranks.gathered`). The others do not come back: so an
+error that was heard of is raised again at the next exchange if what called caught it, as one of the user's code.
 
 Of a tensor whose parts are spread over the ranks, one may ask for the whole at any time (:meth:`Ranks.whole`). The
-others hand over their parts wherever they wait: so ranks need not make the same passes, nor as many.
+others hand over their parts wherever they wait: so ranks need not make the same passes, nor as many. A second packet
+goes ahead of these parts too.
 """
 
 import contextlib
@@ -58,6 +60,7 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.processes = [0] if group is None else dist.get_process_group_ranks(group)
         self._parts: Mapping[str, Callable[[], Tensor]] = {}
+        self._error: BaseException | None = None  # that all ranks have, until this one has left agreed() with it
 
     @property
     def alone(self) -> bool:
@@ -151,18 +154,19 @@ class Ranks:
         Of ranks that ask for parts of different tensors the first is served first. So the others wait for it to come to
         where they are, and from there on one message serves all.
         """
-        while True:
+        while self._error is None:
             found = [json.loads(text) for text in self._messages(json.dumps(told).encode())]
             errors = {rank: _Told(*each["error"]) for rank, each in enumerate(found) if "error" in each}
             if errors:
-                error = _together(errors, self.size, own)
-                if error is own:
-                    raise error
-                raise error from own
+                self._error = _together(errors, self.size, own)
+                break
             wanted = next((each["wanted"] for each in found if "wanted" in each), None)
             if wanted == told.get("wanted"):
                 return found
             self._sent(str(wanted))
+        if self._error is own:
+            raise self._error
+        raise self._error from own
 
     def _sent(self, name: str, into: Tensor | None = None) -> Tensor:
         """Send this rank's part of a tensor, which all send now; return all parts, (ranks, entries of a part)."""
@@ -171,6 +175,7 @@ class Ranks:
         sent, received = part, whole
         if part.device.type != "cpu" and self._device.type == "cpu":
             sent, received = part.cpu(), torch.empty_like(whole, device="cpu")
+        self._ready("a part of a tensor")
         self._wait(lambda: dist.all_gather([*received.chunk(self.size)], sent, group=self._group, async_op=True))
         if received is not whole:
             whole.copy_(received)
@@ -279,6 +284,8 @@ class Ranks:
                 raise
             self._exchanged({"step": "an error", "error": _Told.of(error)}, error)
             raise  # not reached: the exchange raises
+        finally:
+            self._error = None
 
 
 ALONE = Ranks()

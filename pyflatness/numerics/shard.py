@@ -143,7 +143,7 @@ class _Told(NamedTuple):
     def of(cls, counts: bool, names: Sequence[Any], along: str | None) -> "_Told":
         """Return what was sent as JSON."""
         shapes = {tuple(key) if isinstance(key, list) else key: tuple(shape) for key, shape in names}
-        numbers = None if along is None else torch.tensor(np.frombuffer(base64.b64decode(along)), device="cpu")
+        numbers = None if along is None else torch.from_numpy(np.frombuffer(base64.b64decode(along)).copy())
         return cls(counts, shapes, numbers)
 
     @property

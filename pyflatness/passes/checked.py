@@ -55,6 +55,10 @@ class Checked:
         """Return whether a function of the user's calls the model."""
         return self._forward is not None
 
+    def compare_by_itself(self) -> None:
+        """Have the next batch compared with two of its samples alone: no one compares it with what was run so far."""
+        self._fewest = math.inf
+
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """See :data:`.calling.Forward`.
 

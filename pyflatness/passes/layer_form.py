@@ -84,7 +84,8 @@ class LayerForm:
             elif contractions.needs_weight(self.quantities):
                 return Gathered(lambda: self._of(self.whole_weight(run)))
             else:
-                self._contraction = self._of(self._without_entries())
+                entries = layers.without_entries(self._module)
+                self._contraction = self._of(entries.unflatten(0, (self._kind.groups, -1)))
         return self._contraction
 
     def _of(self, weight: Tensor) -> LayerContraction | TokenContraction:
@@ -97,14 +98,6 @@ class LayerForm:
             memory=self._memory,
             convolution=self._kind.space > 0,
         )
-
-    def _without_entries(self) -> Tensor:
-        """Return a tensor of the weight's form (G, d, m) which takes no memory."""
-        weight = self._module.weight
-        assert isinstance(weight, Tensor)
-        empty = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
-        matrix: Tensor = layers.as_matrix(self._module, empty).unflatten(0, (self._kind.groups, -1))
-        return matrix
 
     def weight(self, run: Run) -> Tensor:
         """Return the weight (G, d, m) for inputs as :meth:`inputs` has them."""

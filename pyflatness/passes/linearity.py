@@ -151,7 +151,8 @@ _KINDS = {
         r"View|UnsafeView|ReshapeAlias|Reshape|Alias|T|Transpose|Permute|Movedim|Unsqueeze|Squeeze|Expand|Repeat|Flatten|"
         r"Unflatten|Cat|Stack|Split\w*|UnsafeSplit\w*|Chunk|Slice|Select|Narrow|Index|IndexSelect|Unbind|Unfold|Flip|Roll|"
         r"Diagonal|AsStrided|Clone|ToCopy|Col2Im|Im2Col)Backward\d+|(torch::autograd::)?CopyBackwards|"
-        r"Register(Pre|Post)BackwardFunctionBackward"  # of FSDP2: they hand on what they get
+        # Of FSDP2, and between DTensors and tensors: they hand on what they get, from or to other ranks too.
+        r"Register(Pre|Post)BackwardFunctionBackward|_FromTorchTensorBackward|_ToTorchTensorBackward|RedistributeBackward"
     ),
 }
 _OF_TORCH = re.compile(r"\w+Backward\d+|(torch::autograd::)?CopyBackwards|torch::autograd::CopySlices")
@@ -261,7 +262,7 @@ def _is_of_torch(node: Node) -> bool:
     held = cast(object, node)
     if isinstance(held, BackwardCFunction):
         made_by: type = type(held)._forward_cls  # type: ignore[attr-defined]
-        return made_by.__module__.startswith("torch.distributed.fsdp.")
+        return made_by.__module__.startswith(("torch.distributed.fsdp.", "torch.distributed.tensor."))
     return _has_name_of_torch(node.name())
 
 

@@ -129,7 +129,7 @@ class Recorder:
             found = torch.autograd.grad(
                 outputs, flat, cotangent, create_graph=create_graph, retain_graph=True, allow_unused=True
             )
-        rest = iter(found)
+        rest = iter([None if gradient is None else spread.full(gradient) for gradient in found])
         return {name: [or_zeros(next(rest), edge) for edge in several] for name, several in edges.items()}
 
     def overwritten(self) -> set[str]:
@@ -201,7 +201,8 @@ class Recorder:
                 f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
                 f"it one, {(1, *inputs.shape)}"
             ).about({name: "its input has no dimension for samples"})
-        if self._checking and not layers.computes(module, inputs, output, coefficients):
+        before, inputs = inputs, spread.full(inputs)
+        if self._checking and not layers.computes(module, inputs, spread.full(output), coefficients):
             raise InputError(
                 f"layer {name!r} ({type(module).__name__}): its output is not {kind.computes}; its forward is replaced "
                 "(by an adapter, quantisation, …) and cannot be measured"
@@ -210,9 +211,11 @@ class Recorder:
             self._check_weight(name, module)
         overwritten = name in self._copied
         kept = inputs.clone() if overwritten else inputs
-        has_edge = not kind.tokens and not (overwritten and inputs._is_view())
-        input_edge = get_gradient_edge(inputs) if has_edge else None
+        has_edge = not kind.tokens and not (overwritten and before._is_view())
+        input_edge = get_gradient_edge(before) if has_edge else None
         shape = torch.empty_like(output, device="meta", requires_grad=False)
+        if spread.is_spread(output):
+            shape = torch.empty(output.shape, dtype=output.dtype, device="meta")
         route = module.route if isinstance(module, Use) else None
         call = Call(kept, version(kept), get_gradient_edge(output), input_edge, shape, kind, coefficients, route)
         self.calls.setdefault(name, []).append(call)

@@ -33,7 +33,7 @@ class Cut:
         skip: int = 0,
     ) -> None:
         self._batches, self.most, self._skip = Batches(data, device, shown=False), most, skip
-        if limit is not None and limit < 1:
+        if limit is not None and 0 < limit < 1:
             if not self._batches.samples:
                 raise InputError(f"limit={limit}: the data do not say how many samples they have; pass a whole number")
             limit = limited(limit, self._batches.samples)

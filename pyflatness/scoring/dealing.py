@@ -71,16 +71,15 @@ def _is_plain(data: Any) -> bool:
 
 def _places(loader: Any, ranks: Ranks) -> Sequence[int]:
     """Return the places in its data set of the samples that a loader gives, in its order, or that of the first rank."""
-    if type(loader.sampler) is SequentialSampler and not loader.drop_last:
-        return range(len(loader.sampler))
-    places: list[int] = ranks.first(
-        "the order of the samples", [place for batch in loader.batch_sampler for place in batch]
-    )
+    batches = loader.batch_sampler  # its sampler is the loader's, unless the user made it
+    if type(batches.sampler) is SequentialSampler and not batches.drop_last:
+        return range(len(batches.sampler))
+    places: list[int] = ranks.first("the order of the samples", [place for batch in batches for place in batch])
     return places
 
 
 def _reading(loader: Any, places: Sequence[int]) -> Any:
     """Return a loader like this of some samples."""
-    names = "batch_size", "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn"
+    names = "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn"
     options = {name: getattr(loader, name) for name in (*names, "multiprocessing_context", "prefetch_factor")}
-    return DataLoader(Subset(loader.dataset, places), **options)
+    return DataLoader(Subset(loader.dataset, places), loader.batch_sampler.batch_size, **options)

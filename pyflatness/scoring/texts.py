@@ -55,7 +55,7 @@ def read_file(
             do not fit each other.
     """
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")  # a mark of the byte order is no part of the first text
     except (OSError, UnicodeError) as error:
         raise InputError(f"{path}: it cannot be read as text: {error}") from None
     if path.suffix == ".jsonl":
@@ -103,7 +103,7 @@ def batches(
 
     Raises:
         InputError: no tokenizer, no texts, or what is none; labels that are neither numbers nor texts, or of texts that
-            are packed or masked; a tokenizer without a token for masks.
+            are packed or masked; a tokenizer without a token for masks; lengths of no token.
     """
     if tokenizer is None:
         raise InputError(
@@ -119,6 +119,9 @@ def batches(
             f"{'length' if packed else 'mask'}: {'packed' if packed else 'masked'} texts have no labels of their own; "
             f"pass {'truncate' if packed else 'no mask'}, or no targets"
         )
+    for name, size in (("length", length), ("truncate", truncate)):
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise InputError(f"{name}: a number of tokens, 1 or more, is wanted, got {shown(size)}")
     encoder = pretrained.tokenizer(tokenizer)
     if encoder.pad_token is None:
         encoder.pad_token = encoder.eos_token or encoder.convert_ids_to_tokens(0)  # it is masked
@@ -126,19 +129,21 @@ def batches(
     encoded = dict(encoder([*texts], verbose=False, **cut))
     if length is not None:
         encoded = {"input_ids": _packed(encoded["input_ids"], encoder.eos_token_id, length)}
-    found: Sequence[Any] | None = labels
+    found: Any = labels
     if mask is not None:
         encoded["input_ids"], found = _masked(encoded["input_ids"], encoder, mask, seed)
     elif labels is not None and all(isinstance(label, str) for label in labels):
         found = encoder(text_target=[*labels], verbose=False, **cut)["input_ids"]
+    elif labels is not None:
+        found = _tensor(labels)  # of one dtype in all batches
     made = []
     for start in range(0, len(encoded["input_ids"]), batch_size):
         rows = {key: held[start : start + batch_size] for key, held in encoded.items()}
         batch = rows if length is not None else encoder.pad(rows, padding_side="right")
-        made.append({key: torch.tensor(held, device="cpu") for key, held in batch.items()})
+        made.append({key: torch.tensor(held, dtype=torch.int64, device="cpu") for key, held in batch.items()})
         if found is not None:
             some = found[start : start + batch_size]
-            made[-1]["labels"] = _tensor(some) if found is labels else _padded(some)
+            made[-1]["labels"] = some if isinstance(found, Tensor) else _padded(some)
     return made
 
 
@@ -213,7 +218,12 @@ def _value(row: Any, key: str, path: Path) -> Any:
 
 
 def _labels(rows: Sequence[Any], key: str | None, path: Path) -> list[Any] | None:
-    return None if key is None else [_value(row, key, path) for row in rows]
+    if key is None:
+        return None
+    plain = next((row for row in rows if not isinstance(row, Mapping)), None)
+    if plain is not None:
+        raise InputError(f"{path}: a line is no object, and has no {key!r} besides its text: {shown(plain)}")
+    return [_value(row, key, path) for row in rows]
 
 
 def _tensor(labels: Sequence[Any]) -> Tensor:

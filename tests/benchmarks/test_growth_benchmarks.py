@@ -23,19 +23,25 @@ def test_exponents(growth, monkeypatch):
         return [growth.Figures(3 * p.n**1.5, 5 * p.n, 7 * p.n**0.5, 11, 1.0, p.n) for p in points]
 
     monkeypatch.setattr(growth, "figures", powers)
-    *found, last = growth.rows("n", (2, 30, 1000), growth.Point(1), 1)
+    *found, last = growth.rows("n", (2, 30, 1000), growth.Network(1), 1)
     assert [row[1] for row in found] == ["2", "30", "1,000"]
     assert last[1] == "exponent"
     assert [cell for cell in last[3:] if cell] == ["1.50", "1.00", "0.50", "0.00"]
 
 
-def test_a_point(growth, monkeypatch):
+@pytest.mark.parametrize("base", ["Network", "Head"])
+def test_a_point(growth, monkeypatch, base):
     asked = []
-    monkeypatch.setattr(growth, "_peak", lambda what, point, part: asked.append((what, part)) or 2**20)
-    [found] = growth.figures([growth.Point(1, n=20, classes=3, width=4, depth=3)], 1)
-    assert min(found.seconds, found.sweep_seconds, found.ratio) > 0
-    assert (found.mib, found.part) == (1, 20)
-    assert asked == [("pyflatness", 20), ("sweep", 20)]
+    monkeypatch.setattr(growth, "_peak", lambda name, setting, threads: asked.append(name) or 2**20)
+    sizes = {
+        "Network": {"n": 20, "classes": 3, "width": 4, "depth": 3},
+        "Head": {"n": 20, "vocabulary": 9, "features": 4},
+    }
+    [found] = growth.figures([getattr(growth, base)(1, **sizes[base])], 1)
+    assert min(found.seconds, found.floor_seconds, found.ratio) > 0
+    assert (found.mib, found.floor_mib) == (1, 1)
+    names = {"Network": ["pyflatness", "sweep"], "Head": ["head", "products"]}
+    assert asked == names[base]
 
 
 @pytest.mark.parametrize("depth", [2, 5])

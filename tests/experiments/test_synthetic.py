@@ -1,8 +1,13 @@
 """The synthetic data of P21, appendix C.1, and what the experiments make of tables of networks."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
+import pyflatness as pf
 from pyflatness.experiments import correlating, p19_fig1, p21_fig3, p21_fig4, p21_fig7, synthetic
 from pyflatness.experiments.experiment import Bench
 from pyflatness.experiments.reparameterized import BY_LAYERS
@@ -102,3 +107,20 @@ def test_other_weights_compute_the_same_function():
     ratio = (other.fc1.weight / net.fc1.weight).median().item()
     assert 5 <= ratio <= 25
     assert BY_LAYERS.of(net, x, 4).fc1.weight[0, 0] != other.fc1.weight[0, 0]
+
+
+def test_a_value_that_is_missing_leaves_out_its_network_alone():
+    networks = table(kappa=[1.0, 2, 3, 4, 5, 6, 7, 8, 9, 10], other=[math.inf, *range(8), 0])
+    assert correlating.with_gap(networks, ["kappa"]).points == 9
+    found = correlating.with_gap(networks, ["kappa", "other"])
+    assert (found.points, found.excluded) == (8, ("a_seed0", "e_seed1"))
+    empty = Networks(networks.columns, tuple(networks.columns["name"]), {"a_seed0": "did not converge"})
+    with pytest.raises(pf.InputError, match=r"no network converged .*did not converge"):
+        correlating.with_gap(empty, ["kappa"])
+
+
+def test_a_figure_shows_every_network():
+    figure = Figure()
+    correlating.scatter(figure, table(kappa=[math.nan, 2.0, 3, 4, 5, 6, 7, 8, 9, 10]), ["kappa"])
+    drawn = sum(np.isfinite(line.get_xdata()).sum() for line in figure.axes[0].get_lines())
+    assert drawn == 9  # all that have a value, the one that did not converge too

@@ -26,7 +26,9 @@ def decayed(net):
     return lambda f, y: F.cross_entropy(f, y) + 0.05 * sum(p.square().sum() for p in net.parameters())
 
 
-OF_TRAINABLE = {"sharpness", "fisher_rao", "adaptive_sharpness_mc"}  # parameters, so not of a frozen network
+OF_TRAINABLE = {  # parameters, so not of a frozen network
+    *("sharpness", "fisher_rao", "adaptive_sharpness_mc", "spectrum", "worst_case_sharpness")
+}
 
 
 @pytest.mark.parametrize(

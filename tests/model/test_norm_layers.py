@@ -1,10 +1,13 @@
 """Normalisations are layers where they are named; by default, and under patterns of other layers, nothing changes."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import pyflatness as pf
+from pyflatness.model import kinds
 from support.grid import Net, normal
 
 LOSS, X, Y = nn.CrossEntropyLoss(), normal(0, 5, 3, 4), torch.arange(5) % 3
@@ -67,6 +70,24 @@ class ShiftedNorm(Shifted):
     pass
 
 
+class SquaredNorm(nn.Module):
+    """One whose output is not linear in its weight, which is 1 as it was initialised."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * x.square().mean(-1, keepdim=True).rsqrt() * self.weight**2
+
+
+class SharedNorm(SquaredNorm):
+    """One that divides its weight by the mean of it."""
+
+    def forward(self, x):
+        return x * self.weight / self.weight.mean()
+
+
 class LastNorm2d(nn.LayerNorm):
     """A normalisation of the last dimension whose name says otherwise."""
 
@@ -77,12 +98,32 @@ class LastNorm2d(nn.LayerNorm):
         (nn.LayerNorm(4, elementwise_affine=False), r"'block\.0' is a LayerNorm; what can be measured is"),
         (Shifted(), r"'block\.0' is a Shifted; what can be measured is"),
         (ShiftedNorm(), r"'block\.0' \(ShiftedNorm\): its output is not γ ∘ x̂ \+ β of its weight γ"),
+        (SquaredNorm(), r"'block\.0' \(SquaredNorm\): its output is not γ ∘ x̂ \+ β of its weight γ"),
+        (SharedNorm(), r"'block\.0' \(SharedNorm\): its output is not γ ∘ x̂ \+ β of its weight γ"),
         (LastNorm2d(4), r"a LastNorm2d has a weight of \(4,\) and gives \(2, 3, 4\), whose dimension 1 do not match"),
     ],
 )
 def test_what_is_no_scale_is_refused(norm, message):
     with pytest.raises(pf.InputError, match=message):
         measured("block.0", norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("norm", "size"),
+    [
+        (nn.LayerNorm((2, 3)), (2, 3)),
+        (nn.RMSNorm(5), (2, 5)),
+        (nn.BatchNorm2d(3), (3, 2, 2)),
+        (nn.GroupNorm(1, 3), (3, 4)),
+    ],
+)
+def test_features_are_what_the_layer_gives_with_ones_bit_by_bit(norm, size, dtype):
+    norm, x = copy.deepcopy(norm).to(dtype).eval(), normal(1, 4, *size).to(dtype)
+    expected = norm(x).detach()
+    with torch.no_grad():
+        norm.weight.add_(torch.rand_like(norm.weight))
+    assert torch.equal(kinds.find(norm).inputs_of((x,), {}).view(expected.shape), expected)
 
 
 def test_a_training_batch_norm_is_refused():

@@ -169,6 +169,15 @@ def test_matrices_of_one_parameter():
     assert alone.value == pytest.approx(report["w[1]", "relative_flatness"].value, rel=1e-12)
 
 
+def test_one_matrix_alone_is_exact_where_the_data_go_through_another():
+    model = Using(lambda net, x: torch.cat([F.linear(x, w) for w in net.w], -1), 2, 3, 4)
+    report = pf.measure(model, LOSS, (X, Y), measures=MEASURES, layers="w[0]")
+    expected = truth(model, "w", entries(model.w)[:1])
+    for measure in MEASURES:
+        assert report["w[0]", measure].value == pytest.approx(expected[measure], rel=1e-8), measure
+        assert report["w[0]", measure].exact, report["w[0]", measure].notes
+
+
 def test_all_matrices_of_a_parameter_cover_it():
     model = Using(lambda net, x: sum(F.linear(x, w) for w in net.w), 3, 6, 4)
     report = pf.measure(model, LOSS, (X, Y), measures=["trace"])

@@ -17,7 +17,7 @@ TOLERANCES = {
     **dict.fromkeys(("transformer", "transformer_run_again", "convolutions", "convolutions_exactly"), 1e-10),
     **{"gathered_before": 1e-10, "mlp_of_float32": 1e-5, "transformer_of_bfloat16": 1e-2},
 }
-OTHERS = "left_as_found", "failing", "bad_data", "other_layers", "refused", "every_measure"
+OTHERS = "left_as_found", "failing", "interrupted", "bad_data", "other_layers", "refused", "every_measure"
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,10 @@ def test_an_error_in_one_rank_s_forward_pass_ends_all_and_leaves_the_model_as_it
         assert float(value) == pytest.approx(float(expected), rel=1e-10)
 
 
+def test_an_interrupt_of_one_rank_ends_all_where_errors_of_the_user_s_loss_are_passed_over(found):
+    assert found["interrupted"] == ["RankError('rank 1: KeyboardInterrupt: ')", "KeyboardInterrupt()"]
+
+
 def test_an_error_in_one_rank_s_data_is_one_of_all(found):
     for error in found["bad_data"]:
         assert isinstance(error, pf.NonFiniteError)
@@ -84,7 +88,7 @@ def test_what_is_not_there_is_refused(found, name):
 def test_measures_that_are_not_there_are_skipped_with_a_reason(found):
     for report in found["every_measure"]:
         assert {"relative_flatness", "trace", "neuron_flatness", "weight_norm"} <= {*report.measures}
-        assert "spread over ranks (FSDP2)" in report.skipped["lambda_max"]
+        assert "spread over ranks" in report.skipped["lambda_max"]
 
 
 def test_fsdp1_is_refused():

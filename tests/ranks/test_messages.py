@@ -6,10 +6,10 @@ import torch
 import pyflatness as pf
 from support import rank_cases, rank_messages, ranks
 
-FAILING = "sums", "parts", "long_messages"
+FAILING = "sums", "parts", "long_messages", "wholes"
 OTHERS = (
     *("what_was_sent", "one_goes_as_the_other_comes", "noted_before", "a_store_that_is_gone"),
-    *("blocks_of_some_ranks", "by_a_sampler_of_ones_own"),
+    *("blocks_of_some_ranks", "by_a_sampler_of_ones_own", "caught_in_between"),
 )
 
 
@@ -25,6 +25,13 @@ def test_a_rank_without_memory_for_what_is_to_be_sent_ends_all(found, name):
     assert isinstance(second, MemoryError)
     assert isinstance(first, pf.RankError)
     assert str(first) == "rank 1: MemoryError: no room"
+
+
+def test_an_error_of_another_rank_is_raised_again_after_it_was_caught(found):
+    (errors, first), (own, second) = found["caught_in_between"]
+    assert [str(error) for error in errors] == ["rank 1: ValueError: no more"] * 2
+    assert [repr(error) for error in own] == ["ValueError('no more')"] * 2
+    assert first == second == [0, 1]  # and the ranks go on together
 
 
 def test_few_numbers_go_with_what_is_said_of_them(found):

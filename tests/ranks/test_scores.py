@@ -11,7 +11,7 @@ from support import rank_scores, ranks
 
 CASES = (
     *("of_tensors", "of_batches", "of_a_loader", "of_a_shuffled_loader", "of_probes", "of_a_function"),
-    *("of_few_samples", "of_float32"),
+    *("of_a_batch_sampler", "of_few_samples", "of_fewer_samples_in_a_batch", "of_float32"),
 )
 ERRORS = {
     "by_processes": (pf.InputError, "executor: the 2 ranks of a process group measure each model together"),

@@ -1,8 +1,5 @@
 """Scripts that torchrun has started."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,20 +7,13 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from support import ROOT, rank_script
+from support import ROOT, rank_script, ranks
 
 SCRIPT = ROOT / "tests" / "support" / "rank_script.py"
 
 
-def torchrun(*arguments: object, size: int = 2) -> int:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, SCRIPT, *map(str, arguments)], env=environment, capture_output=True, timeout=300)
-    return done.returncode
-
-
 def test_ranks_of_torchrun_measure_a_wrapped_model_together(tmp_path: Path):
-    assert torchrun(tmp_path) == 0
+    assert ranks.torchrun(SCRIPT, tmp_path) == 0
     first, second = (pf.Report.from_json(tmp_path / f"{rank}") for rank in range(2))
     assert first == second
     inputs, targets = rank_script.dataset().tensors
@@ -37,11 +27,11 @@ def test_ranks_of_torchrun_measure_a_wrapped_model_together(tmp_path: Path):
 
 @pytest.mark.soak
 def test_four_ranks_measure_together(tmp_path: Path):
-    assert torchrun(tmp_path, size=4) == 0
+    assert ranks.torchrun(SCRIPT, tmp_path, size=4) == 0
     assert len({(tmp_path / f"{rank}").read_text() for rank in range(4)}) == 1
 
 
 def test_a_rank_that_ends_is_an_error_of_the_others(tmp_path: Path):
-    assert torchrun(tmp_path, "die") != 0
+    assert ranks.torchrun(SCRIPT, tmp_path, "die") != 0
     assert "ended, or does not answer" in (tmp_path / "0").read_text()
     assert not (tmp_path / "1").exists()

@@ -94,6 +94,19 @@ def test_labels_of_texts(folder: Path, tmp_path: Path) -> None:
     assert "packed texts have no labels" in refusal(path, **of, targets="y", length=4)
 
 
+def test_labels_are_of_one_dtype_in_all_batches(folder: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": text, "y": y}) for text, y in zip(TEXTS, (1, 0, 0.5), strict=True)]
+    found = read(written(tmp_path / "d.jsonl", "\n".join(lines)), tokenizer=str(folder), targets="y", batch_size=1)
+    assert [batch["labels"].tolist() for batch in found] == [[1.0], [0.0], [0.5]]
+    assert {batch["labels"].dtype for batch in found} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["d.txt", "d.jsonl"])
+def test_a_mark_of_the_byte_order_is_no_text(name: str, folder: Path, tmp_path: Path) -> None:
+    lines = TEXTS if name == "d.txt" else [*map(json.dumps, TEXTS)]
+    assert rows(read(written(tmp_path / name, "\ufeff" + "\n".join(lines)), tokenizer=str(folder))) == IDS
+
+
 def test_texts_that_cannot_be_read(folder: Path, tmp_path: Path) -> None:
     of = {"tokenizer": str(folder)}
     assert "there is no such file" in refusal(tmp_path / "missing.txt", **of)
@@ -103,6 +116,9 @@ def test_texts_that_cannot_be_read(folder: Path, tmp_path: Path) -> None:
     assert "a text is wanted, got 3" in refusal(written(tmp_path / "e.jsonl", "3"), **of)
     assert "there is no 'text'" in refusal(written(tmp_path / "f.jsonl", '{"x": "a"}'), **of)
     assert "has texts alone" in refusal(tmp_path / "a.txt", **of, targets="y")
+    assert "has no 'y' besides its text: 'a'" in refusal(written(tmp_path / "h.jsonl", '"a"'), **of, targets="y")
+    assert "length: a number of tokens, 1 or more, is wanted, got 0" in refusal(tmp_path / "a.txt", **of, length=0)
+    assert "truncate: a number of tokens" in refusal(tmp_path / "a.txt", **of, truncate=-1)
     (tmp_path / "g.txt").write_bytes(b"\xff\xfe\xff")
     assert "cannot be read as text" in refusal(tmp_path / "g.txt", **of)
     assert "hf:" in refusal(tmp_path / "a.txt", tokenizer=str(tmp_path))

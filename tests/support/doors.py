@@ -54,7 +54,19 @@ def _gap(model, loss, data, **options):
 
 
 def _cost_of_change(model, loss, data, **options):
-    return pf.cost_of_change(model, loss, data, {"0": torch.full((6, 4), 0.1)}, **options)
+    return pf.cost_of_change(
+        model, loss, data, {"0": torch.full((6, 4), 0.1, dtype=torch.float32, device="cpu")}, **options
+    )
+
+
+def _critical_sharpness(model, loss, data, **options):
+    step = torch.linspace(-1, 1, 24, dtype=torch.float32, device="cpu").view(6, 4)
+    try:  # the loss falls along it or along its opposite
+        return pf.critical_sharpness(model, loss, data, {"0.weight": step}, **options)
+    except pf.InputError as error:
+        if "rises along it" not in str(error):
+            raise
+        return pf.critical_sharpness(model, loss, data, {"0.weight": -step}, **options)
 
 
 def _reparameterize(model, loss, data, **options):
@@ -63,6 +75,7 @@ def _reparameterize(model, loss, data, **options):
 
 _gap.__signature__ = inspect.signature(pf.generalization_gap)
 _cost_of_change.__signature__ = inspect.signature(pf.cost_of_change)
+_critical_sharpness.__signature__ = inspect.signature(pf.critical_sharpness)
 _reparameterize.__signature__ = inspect.signature(pf.reparameterize)
 
 # name -> (model, loss, data, **options)
@@ -82,6 +95,9 @@ ON_MODELS = {
     "generalization_gap": _gap,
     "generalization_bound": _few(pf.generalization_bound, folds=2, draws=2),
     "cost_of_change": _cost_of_change,
+    "worst_case_sharpness": _few(pf.worst_case_sharpness, steps=2),
+    "keskar_sharpness": _few(pf.keskar_sharpness, steps=2),
+    "critical_sharpness": _critical_sharpness,
     "spectrum": _few(pf.spectrum, k=1),
     "reparameterize": _reparameterize,
 }

@@ -26,15 +26,16 @@ CALLS = {
     "bounds": pf.bounds,
     "feature_robustness": lambda *args, **options: pf.feature_robustness(*args, draws=2, alphas=[0.1], **options),
     "matrix_robustness": lambda *args, **options: pf.matrix_robustness(
-        *args, layer="body", matrix=torch.eye(4), alphas=[0.1], **options
+        *args, layer="*body", matrix=torch.eye(4), alphas=[0.1], **options
     ),
     "largest_robustness": lambda *args, **options: pf.largest_robustness(
-        *args, layer="body", delta=0.1, starts=1, steps=2, **options
+        *args, layer="*body", delta=0.1, starts=1, steps=2, **options
     ),
     "generalization_gap": lambda model, loss, data, **options: pf.generalization_gap(
         model, loss, data, data, **options
     ),
     "generalization_bound": lambda *args, **options: pf.generalization_bound(*args, draws=2, **options),
+    "worst_case_sharpness": lambda *args, **options: pf.worst_case_sharpness(*args, steps=2, **options),
     "spectrum": lambda *args, **options: pf.spectrum(*args, k=1, **options),
     "cost_of_change": lambda model, loss, data, **options: pf.cost_of_change(
         model, loss, data, pf.changes.rounded(model, 4), **options

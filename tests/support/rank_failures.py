@@ -136,6 +136,8 @@ def refused(rank, size):
     calls = {
         "verify": lambda: pf.verify(model(), LOSS, part(rank, size)),
         "mls_adversarial": lambda: pf.mls_adversarial(model(), LOSS, part(rank, size)),
+        "worst_case_sharpness": lambda: pf.worst_case_sharpness(model(), LOSS, part(rank, size)),
+        "keskar_sharpness": lambda: pf.keskar_sharpness(model(), LOSS, part(rank, size)),
         "generalization_bound": lambda: pf.generalization_bound(model(), LOSS, part(rank, size)),
         "representativeness": lambda: pf.representativeness(data()[0], torch.ones(3, 5), targets=data()[1]),
         "authors_representativeness": lambda: pf.authors_representativeness(

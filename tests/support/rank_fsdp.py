@@ -4,6 +4,7 @@ A case is a function (rank, size) -> what the call returned. With size 1 the mod
 """
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -246,6 +247,24 @@ def failing(rank, size):
     except Exception as error:
         after, model[2][0].left = states(model), 10**9
         return error, before == after, pf.relative_flatness(model, LOSS, batches(rank, size), "0", **SAMPLED)
+
+
+class Interrupted(nn.Linear):
+    """A layer that one rank is interrupted in."""
+
+    def forward(self, x):
+        if dist.is_initialized() and dist.get_rank() == 1:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def interrupted(rank, size):
+    """Interrupt a rank where others pass over errors: it is found out there whether the loss depends on parameters."""
+    model = sharded(nn.Sequential(nn.Linear(5, 4), Interrupted(4, 3)).double(), size)
+    try:
+        pf.relative_flatness(model, lambda *pair: F.cross_entropy(*pair), batches(rank, size), "0", **SAMPLED)
+    except (KeyboardInterrupt, pf.RankError) as error:
+        return repr(error)
 
 
 def bad_data(rank, size):

@@ -1,5 +1,6 @@
 """What the ranks of a process group send each other, and how they meet, where something goes wrong in between."""
 
+import contextlib
 import time
 from datetime import timedelta
 from unittest import mock
@@ -46,6 +47,38 @@ def parts(rank, size):
 
 def long_messages(rank, size):
     return _failing(rank, lambda group: group.exchange("a long message", "a" * 9000))
+
+
+def wholes(rank, size):
+    """Rank 0 asks for the whole of a tensor, of which rank 1 cannot make its part."""
+
+    def own():
+        if rank == 1:
+            raise MemoryError("no room")
+        return torch.ones(100)
+
+    def call(group):
+        group.hand_over({"one": own})
+        return group.whole("one") if rank == 0 else None
+
+    return _failing(rank, call)
+
+
+def caught_in_between(rank, size):
+    """Rank 0 hears of an error of rank 1 where errors of the user's code are passed over, and goes on to the next."""
+    found = []
+    with joined(None) as group:
+        for _ in range(2):
+            try:
+                with group.agreed("a step"):
+                    if rank == 1:
+                        raise ValueError("no more")
+                    with contextlib.suppress(Exception):
+                        group.exchange("in between", None)
+                    group.exchange("afterwards", None)
+            except (pf.RankError, ValueError) as error:
+                found.append(error)
+        return found, group.exchange("another step", rank)
 
 
 def what_was_sent(rank, size):

@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import pyflatness as pf
 from pyflatness.numerics.ranks import Ranks
@@ -49,6 +49,12 @@ def of_a_shuffled_loader(rank, size):
     return rows(DataLoader(TensorDataset(*data()), batch_size=5, shuffle=True))
 
 
+def of_a_batch_sampler(rank, size):
+    """Which samples there are is said by the sampler of the batches, and not by the loader's."""
+    chosen = BatchSampler(range(20, 3, -2), batch_size=4, drop_last=False)
+    return rows(DataLoader(TensorDataset(*data()), batch_sampler=chosen), layers="0", measures="trace", probes=3)
+
+
 def of_probes(rank, size):
     """Random probes belong to samples by their places in all data."""
     return rows(data(), layers="0", measures="trace", probes=3)
@@ -61,6 +67,11 @@ def of_a_function(rank, size):
 def of_few_samples(rank, size):
     """Two samples: of three ranks one has none, and is lent a batch that must not count in the loss."""
     return rows(tuple(held[:2] for held in data()))
+
+
+def of_fewer_samples_in_a_batch(rank, size):
+    """The first rank has none of two samples that come as a batch, of which every rank leaves out some."""
+    return rows([tuple(held[:2] for held in data())], layers="0", measures="trace", probes=3)
 
 
 def of_float32(rank, size):

@@ -3,6 +3,8 @@
 import importlib
 import os
 import pickle
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,15 @@ def outcomes(module: str, names: list[str], size: int) -> dict[str, list[Any]]:
         multiprocessing.spawn(_run, (module, names, size, folder), nprocs=size, join=True)
         found = [pickle.loads(Path(folder, f"{rank}").read_bytes()) for rank in range(size)]
     return {name: [each[name] for each in found] for name in names}
+
+
+def torchrun(script: Path, *arguments: object, size: int = 2) -> int:
+    """Return the exit status of torchrun with a script in so many processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), script]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *map(str, arguments)], env=environment, capture_output=True, timeout=300
+    ).returncode
 
 
 def _run(rank: int, module: str, names: list[str], size: int, folder: str) -> None:

@@ -44,8 +44,8 @@ def test_the_grid_covers_measures_losses_backends_networks_and_calls(entries):
     calls = {parts[0].split(",")[0] for parts in names}
     functions = {name for name in pf.__all__ if callable(getattr(pf, name)) and not isinstance(getattr(pf, name), type)}
     figures = {"plot_correlation", "plot_correlation_matrix"}
-    # causal_lm is the forward= of other entries, and density_constants a formula of numbers alone.
-    assert functions - calls == {*figures, "causal_lm", "density_constants"}
+    # The forward= of other entries, a formula of numbers alone, and a comparison of measures that are here.
+    assert functions - calls == {*figures, "causal_lm", "density_constants", "invariances"}
     table = value_grid.measure_names()
     assert len(table) > 30
     assert {f"measure {name}" for name in table} <= calls

@@ -111,6 +111,8 @@ CALLS = {
         Many,
         lambda m: pf.cost_of_change(m, LOSS, _data(), pf.changes.rounded(m, 4), by_trace=True, probes=2),
     ),
+    "worst_case_sharpness": (Plain, lambda m: pf.worst_case_sharpness(m, LOSS, _data(), steps=2, bound=True)),
+    "keskar_sharpness": (Plain, lambda m: pf.keskar_sharpness(m, LOSS, _data(), steps=2)),
     "spectrum": (Plain, lambda m: pf.spectrum(m, LOSS, _data(), k=1, density=True, probes=1, steps=3)),
     "reparameterize": (Plain, lambda m: pf.reparameterize(m, {"body": 2.0}, _data()).state_dict()),
     "head_flatness": (Plain, lambda m: pf.head_flatness(*_phi())),

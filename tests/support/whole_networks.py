@@ -90,11 +90,20 @@ def _shuffled(
     return call(model, loss, Shuffled(data, changed=changed), **options)
 
 
+def _critical(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.Estimate:
+    step = {name: -parameter.detach() for name, parameter in model.named_parameters()}
+    return pf.critical_sharpness(model, loss, data, step, **options)
+
+
 def _change(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.Report:
     return pf.cost_of_change(model, loss, data, pf.changes.rounded(model, 4), **options)
 
 
 CALLS: dict[str, Callable[..., Any]] = {
+    "interpolation_error": lambda model, loss, data: pf.interpolation_error(model, data),
+    "worst_case_sharpness": partial(pf.worst_case_sharpness, steps=4, restarts=2, bound=True, adaptive=True, m=3),
+    "keskar_sharpness": partial(pf.keskar_sharpness, steps=3),
+    "critical_sharpness": _critical,
     "spectrum": partial(pf.spectrum, k=2, which="both", density=True, probes=2, steps=5),
     "cost_of_change": _change,
     "cost_of_change, ggn, by trace": partial(_change, curvature="ggn", by_trace=True, measured=False),

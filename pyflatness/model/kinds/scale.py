@@ -3,8 +3,9 @@
     y = γ ∘ x̂ + β = diag(γ) x̂ + β
 
 Only the diagonal is free, so that it is m matrices of one entry each, as the filters of a depthwise convolution of one
-pixel are: a group for each feature. x̂ is what the layer itself gives of its input with 1 for γ and 0 for β, whatever it
-normalises by.
+pixel are: a group for each feature. x̂ is what the layer itself gives of its input with 0 for β and r for γ, divided by
+r, whatever it normalises by. r is 2 and 1/2 by turns: that gives the numbers that 1 would give, bit by bit, and shows
+an output that is not linear in γ, such as γ² ∘ x̂, where γ is 1 as it was initialised.
 """
 
 import copy
@@ -48,7 +49,7 @@ class Scale(Linear):
 
     has_input = False
     pointwise = False
-    computes = "γ ∘ x̂ + β of its weight γ, for the x̂ that it gives with 1 for γ"
+    computes = "γ ∘ x̂ + β of its weight γ, for an x̂ that is the same for any γ"
 
     def __init__(self, module: Any) -> None:
         self._module, self._shape = module, tuple(module.weight.shape)
@@ -74,29 +75,30 @@ class Scale(Linear):
         Raises:
             InputError: it has not the weight's features where the layer's class has them.
         """
-        plain = copy.copy(self._module)
-        values = {"weight": torch.ones_like, "bias": torch.zeros_like}
+        plain, weight = copy.copy(self._module), self._module.weight.detach()
+        powers = torch.full_like(weight, 2.0).view(-1)
+        powers[1::2] = 0.5
+        values = {"weight": powers.view(self._shape), "bias": torch.zeros_like(weight)}
         plain._parameters = {
-            name: None if parameter is None else values[name](parameter.detach())
-            for name, parameter in self._module._parameters.items()
+            name: None if parameter is None else values[name] for name, parameter in self._module._parameters.items()
         }
-        inputs = type(plain).forward(plain, *args, **kwargs)
-        if not isinstance(inputs, Tensor):
+        outputs = type(plain).forward(plain, *args, **kwargs)
+        if not isinstance(outputs, Tensor):
             return None
-        there = inputs.shape[1:2] if self.class_dim == 1 else inputs.shape[-self.row_dims :]
+        there = outputs.shape[1:2] if self.class_dim == 1 else outputs.shape[-self.row_dims :]
         if there != self._shape:
             where = "dimension 1" if self.class_dim == 1 else "the last dimensions"
             raise InputError(
-                f"a {type(self._module).__name__} has a weight of {self._shape} and gives {tuple(inputs.shape)}, whose "
-                f"{where} do not match it: its weight is not measured; choose other layers"
+                f"a {type(self._module).__name__} has a weight of {self._shape} and gives {tuple(outputs.shape)}, "
+                f"whose {where} do not match it: its weight is not measured; choose other layers"
             )
-        return inputs if self.class_dim == 1 else inputs.flatten(-self.row_dims)
+        inputs = outputs if self.class_dim == 1 else outputs.flatten(-self.row_dims)
+        return inputs / self._along(powers.to(inputs.dtype), inputs)
 
     def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
         """Return γ ∘ x̂ + β."""
-        sizes = (-1, *(1,) * (inputs.ndim - 2)) if self.class_dim == 1 else (-1,)
-        outputs = inputs * weight.reshape(sizes)
-        outputs = outputs if bias is None else outputs + bias.reshape(sizes)
+        outputs = inputs * self._along(weight, inputs)
+        outputs = outputs if bias is None else outputs + self._along(bias, inputs)
         shape = (*outputs.shape[:-1], *self._shape) if self.class_dim == -1 else outputs.shape
         return outputs.reshape(shape)
 
@@ -114,3 +116,7 @@ class Scale(Linear):
         """Return x̂ or cotangents of one call, (n, q, m, …) or (n, …, m), in the dimensions of a geometry."""
         rows = tensor if self.class_dim == -1 else tensor.movedim(2, -1)
         return [rows.reshape(len(rows), -1, self.groups).transpose(1, 2)[..., None, None]]
+
+    def _along(self, values: Tensor, inputs: Tensor) -> Tensor:
+        """Return a number for each feature in the place of the features of x̂."""
+        return values.reshape((-1, *(1,) * (inputs.ndim - 2)) if self.class_dim == 1 else (-1,))

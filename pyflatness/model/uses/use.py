@@ -252,7 +252,8 @@ class Source:
             return self._called(exact, kind, rows, operation, weight)
         touched = [use for use in self._attached.values() if _overlap(use.entries, entries)]
         inside = [use for use in touched if use.entries.start in entries and use.entries.stop <= entries.stop]
-        if not touched:
+        if not touched:  # a result without a graph would look as if the model's own code had detached it
+            weight.requires_grad_(not operation.inputs.requires_grad)
             return operation.back(operation.run(operation.inputs, weight, operation.bias))
         if not inside or kind is not LINEAR or weight.shape != rows.shape:
             self._functions[_OF_A_PART] = None

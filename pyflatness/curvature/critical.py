@@ -1,0 +1,151 @@
+"""Find the critical sharpness along a step: at what length of the step the loss starts to rise.
+
+    λ_c = 2 / η_c,    η_c the smallest η > 0 with E(θ + η Δ) > E(θ)
+
+For Δ = -∇E and a quadratic loss it is ⟨∇E, H ∇E⟩ / |∇E|², which lies between the eigenvalues of H. It takes forward
+passes alone (Kalra et al. 2026, "A Scalable Measure of Loss Landscape Curvature for Analyzing the Training Dynamics of
+LLMs", https://arxiv.org/abs/2601.16979).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..losses import risk
+from ..messages import shown
+from ..model import calling, parameters
+from ..numerics.meeting import Group
+from ..options import Options, check_number
+from ..passes.task import Task
+from ..report import Estimate
+from ..session import public, session
+
+_DOUBLINGS, _HALVINGS = 60, 20
+
+
+@public
+def critical_sharpness(
+    model: nn.Module,
+    loss: Any = "auto",
+    data: Any = ...,
+    step: Mapping[str, Tensor] = ...,  # type: ignore[assignment]
+    *,
+    start: float = 1e-3,
+    reduction: str | None = None,
+    forward: calling.Forward | None = None,
+    progress: bool | None = None,
+    process_group: Group = None,
+) -> Estimate:
+    """Return the critical sharpness λ_c = 2 / η_c along a step Δ of the parameters.
+
+    η_c is the smallest length η > 0 with E(θ + η Δ) > E(θ). It is looked for by doubling η from ``start``, or halving
+    it, and by bisection of the last interval, to a relative width of 2^-20.
+
+    Args:
+        model: in eval mode; left as it was found.
+        loss: its options and reduction count.
+        data: batches; read once for each η, some dozens of times.
+        step: Δ by the names of parameters, of their shapes: what an optimiser adds to them for a learning rate of 1.
+            Others stay.
+        start: the first η.
+        reduction: ``"mean"`` or ``"sum"``.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`.
+
+    Returns:
+        λ_c, of method ``"definition"``; ``exact`` is False, since a loss that rises and falls again between two lengths
+        is not noticed. 0 where the loss does not rise up to 2^60 times ``start``.
+
+    Raises:
+        InputError: a step of no parameter, of another shape or zero; one along which the loss rises from the start.
+        NonFiniteError: a loss of NaN.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> model = torch.nn.Linear(1, 1, bias=False).double()
+        >>> _ = model.weight.data.fill_(3.0)
+        >>> data = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
+        >>> found = pf.critical_sharpness(model, torch.nn.MSELoss(), data, {"weight": torch.tensor([[-6.0]])})
+        >>> round(found.value, 4)
+        2.0
+    """
+    start = check_number("start", start)
+    if not isinstance(step, Mapping) or not step:
+        raise InputError(f"step={shown(step)}: a mapping from names of parameters to their changes is wanted")
+    with session(
+        *(model, loss, data, Options()),
+        reduction=reduction,
+        forward=forward,
+        reads=3,
+        progress=progress,
+        process_group=process_group,
+    ) as task:
+        line = _Line(task, _checked(parameters.every(task.model), step))
+        value = 2 / line.critical(start)
+        estimate = Estimate(value, None, line.samples, "definition", exact=False, backend="reference")
+        task.unite()
+        return task.noted(estimate)
+
+
+class _Line:
+    """Know the loss along a step."""
+
+    def __init__(self, task: Task, step: Mapping[str, Tensor]) -> None:
+        self._task, self._step = task, step
+        self._theta = {name: values for name, values in parameters.every(task.model).items() if name in step}
+        self.samples = 0
+        self._own = self._at(0.0)
+
+    def critical(self, eta: float) -> float:
+        """Return η_c, from a first length on.
+
+        Raises:
+            InputError: the loss rises at every length that is tried.
+        """
+        low, high = 0.0, math.inf
+        for _ in range(_DOUBLINGS):
+            rise = self._at(eta) - self._own
+            if rise > 0:
+                high = eta
+                if low:
+                    break
+                eta /= 2
+            elif high < math.inf:
+                low = eta if rise < 0 else 0.0  # no change at all is rounding
+                break
+            else:
+                low, eta = eta, 2 * eta
+        if not low:
+            raise InputError("step: the loss rises along it from the start: it is no step of descent on these data")
+        if high == math.inf:
+            return math.inf
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._at(middle) > self._own else (middle, high)
+        return (low + high) / 2
+
+    def _at(self, eta: float) -> float:
+        task = self._task
+        moved = {name: (w.double() + eta * self._step[name]).to(w.dtype) for name, w in self._theta.items()}
+        with calling.dry_run(), torch.no_grad():
+            (found,) = risk.at(task.model, [moved], task.loss, task.batches, task.forward, "raise")
+        self.samples = found.samples
+        return found.value
+
+
+def _checked(theta: Mapping[str, Tensor], step: Mapping[str, Any]) -> dict[str, Tensor]:
+    found = {}
+    for name, change in step.items():
+        if name not in theta:
+            raise InputError(f"step: the model has no parameter {name!r}; it has {', '.join([*theta][:6])}")
+        if not isinstance(change, Tensor) or change.shape != theta[name].shape or not bool(change.isfinite().all()):
+            raise InputError(f"step[{name!r}]: finite numbers of shape {tuple(theta[name].shape)} are wanted")
+        found[name] = change.detach().to(theta[name].device).double()
+    if not any(bool(change.any()) for change in found.values()):
+        raise InputError("step: it is zero")
+    return found
