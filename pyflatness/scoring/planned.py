@@ -314,10 +314,10 @@ def _counted() -> FlopCounterMode:
     aten = torch.ops.aten
 
     def attention(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
-        return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+        return int(sdpa_flop_count(query, key, value))
 
     def attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
-        return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
+        return int(sdpa_backward_flop_count(gradient, query, key, value))
 
     return FlopCounterMode(
         display=False,
