@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import contractions
 from ..contractions import promoted
-from ..errors import NonFiniteError
+from ..errors import InputError, NonFiniteError
 from ..model import layers
+from ..model.uses import Use
 from ..numerics.accumulate import counting
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
@@ -33,6 +34,26 @@ from ..sweep.totals import Sums, Totals, layer_error
 
 FIRST, SECOND = 0, 1  # the columns of the sums: ⟨∇E, Δ⟩, and ½⟨Δ, H Δ⟩
 _PER_PRODUCT = 3  # backward passes that take as long as a Hessian product, about
+
+
+def as_called(name: str, module: nn.Module, change: Tensor) -> Tensor:
+    """Return a change of a parameter's shape as the view of it that the operation has, once the layer ran.
+
+    Raises:
+        InputError: the operation has another tensor than a view of the parameter.
+    """
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    if weight.shape == change.shape:
+        return change
+    own = module.source.parameter if isinstance(module, Use) else weight
+    if own.shape != change.shape or own.data_ptr() != weight.data_ptr():
+        raise InputError(
+            f"changes[{name!r}]: the weight is used as a tensor of shape {tuple(weight.shape)} that is no view of one "
+            f"of the shape {tuple(change.shape)}; its change has no such form"
+        )
+    like = torch.empty_strided(own.shape, own.stride(), dtype=change.dtype, device=change.device).copy_(change)
+    return like.as_strided(weight.shape, weight.stride())
 
 
 @dataclass(frozen=True)
@@ -128,7 +149,7 @@ class ChangeSweep:
         """Add ½ Σ_c σ_c ⟨M^(c), Δ⟩² of layers and of all together to values (layers + 1, n); return that of rows."""
         rows = {name: values.new_zeros(len(each), each.shape[1] * each.shape[3]) for name, each in moved.items()}
         send = partial(run.recorder.gradients, run.outputs, names=moved)
-        for cotangent, signs in sent.exact(self._options.max_passes, send):
+        for cotangent, signs in sent.exact(self._most, send):
             half = 0.5 * (torch.ones_like(values[-1]) if signs is None else signs)
             together = torch.zeros_like(values[-1])
             for name, along in self._along(run, cotangent, moved).items():
@@ -152,7 +173,7 @@ class ChangeSweep:
         module = self._runner.selected[name]
         if name not in self._forms:
             self._forms[name] = form_of(name, module, (), self._options)
-        kind, change = layers.kind_of(module), promoted(self._changes[name])
+        kind, change = layers.kind_of(module), promoted(as_called(name, module, self._changes[name]))
         with contractions.full_precision(run.outputs):
             outputs = [
                 kind.varied(call.inputs.detach(), change, call.output, call.coefficients) for call in run.calls(name)

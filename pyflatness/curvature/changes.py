@@ -137,16 +137,16 @@ def between(model: nn.Module, other: nn.Module | Mapping[str, Tensor], *, layers
 
     Args:
         model: any module.
-        other: one of the same structure, or its state dict.
+        other: one of the same structure, or a state dict with the weights of layers that are modules.
         layers: selectors; None: every module that is a layer and whose weight ``other`` has.
 
     Raises:
         InputError: no such layers, no such weights, or of another shape.
     """
-    state = other.state_dict() if isinstance(other, nn.Module) else other
-    found = {}
-    for name, module in _layers(model, layers).items():
-        key = f"{name}.weight" if name else "weight"
+    own, found = _layers(model, layers), {}
+    state = other if isinstance(other, Mapping) else _weights(other, None if layers is None else [*own])
+    for name, module in own.items():
+        key = _key(name)
         weight, value = module.weight, state.get(key)
         assert isinstance(weight, Tensor)
         if value is None and layers is None:
@@ -158,6 +158,19 @@ def between(model: nn.Module, other: nn.Module | Mapping[str, Tensor], *, layers
     if not found:
         raise InputError("other: it has the weight of no layer of the model; it has " + ", ".join([*state][:5]))
     return found
+
+
+def _weights(model: nn.Module, chosen: Layers) -> dict[str, Tensor]:
+    """Return the weights of layers, as parametrisations make them, by their keys in a state dict without such."""
+    found = {}
+    for name, module in _layers(model, chosen).items():
+        assert isinstance(module.weight, Tensor)
+        found[_key(name)] = module.weight
+    return found
+
+
+def _key(name: str) -> str:
+    return f"{name}.weight" if name else "weight"
 
 
 def _rounded(rows: Tensor, steps: int) -> Tensor:

@@ -18,7 +18,6 @@ change would cost on average if its direction were random; half of that is the e
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -38,7 +37,7 @@ from ..options import MAX_PASSES, Options, check_flag
 from ..passes.task import Task
 from ..report import Estimate, Report
 from ..session import public, session
-from .change_sweep import FIRST, SECOND, ChangeSweep, Found
+from .change_sweep import FIRST, SECOND, ChangeSweep, Found, as_called
 
 COST, GRADIENT, MEASURED, BY_TRACE = "cost_of_change", "gradient_of_change", "loss_change", "cost_by_trace"
 
@@ -92,7 +91,7 @@ def cost_of_change(
         ``report[layer, measure]`` of each change by itself and ``report[measure]`` of all together, in units of the
         loss: ``"cost_of_change"`` is ½⟨Δ, H Δ⟩, with ``per_neuron`` what each row of the change costs by itself where
         cotangents were sent; ``"gradient_of_change"`` is ⟨∇E, Δ⟩; ``"loss_change"`` is E(w + Δ) - E(w);
-        ``"cost_by_trace"`` is of layers, and their sum.
+        ``"cost_by_trace"`` is of layers, and their sum, whose standard error is a bound: layers share their probes.
 
     Raises:
         InputError: a change of no layer, of another shape or dtype, or not finite; an operation without a second
@@ -236,7 +235,8 @@ class Costs:
 
     def _vector(self, names: tuple[str, ...], device: torch.device) -> Tensor:
         """Return the changes of some layers as one vector (N,) float64."""
-        matrices = [layers.as_matrix(self._modules[name], self._changes[name]) for name in names]
+        modules, changes = self._modules, self._changes
+        matrices = [layers.as_matrix(modules[n], as_called(n, modules[n], changes[n])) for n in names]
         return torch.cat([matrix.flatten().double() for matrix in matrices]).to(device)
 
     def measured(self) -> dict[tuple[str, str], Estimate]:
@@ -260,7 +260,7 @@ class Costs:
             stack.enter_context(uses.attached({name: self._modules[name] for name in changes}))
             for name, change in changes.items():
                 stack.enter_context(
-                    calling.replaced_forward(self._modules[name], _changed(self._modules[name], change))
+                    calling.replaced_forward(self._modules[name], _changed(name, self._modules[name], change))
                 )
             (found,) = risk.at(task.model, [{}], task.loss, task.batches, task.forward, task.options.nan_policy)
         return found
@@ -279,19 +279,19 @@ class Costs:
         found["", BY_TRACE] = replace(
             traces["", TRACE.name],
             value=sum(estimate.value for estimate in found.values()),
-            stderr=None if self._task.options.probes is None else math.hypot(*(e.stderr or 0 for e in found.values())),
+            stderr=None if self._task.options.probes is None else sum(e.stderr or 0.0 for e in found.values()),
             dof=None,
         )
         return found
 
 
-def _changed(module: nn.Module, change: Tensor) -> Callable[..., Tensor]:
+def _changed(name: str, module: nn.Module, change: Tensor) -> Callable[..., Tensor]:
     """Return a layer's forward with a changed weight."""
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         weight, bias = module.weight, getattr(module, "bias", None)
         assert isinstance(weight, Tensor)
         own = bias if isinstance(bias, Tensor) else None
-        return layers.kind_of(module).forward(args, kwargs, weight + change, own)
+        return layers.kind_of(module).forward(args, kwargs, weight + as_called(name, module, change), own)
 
     return forward

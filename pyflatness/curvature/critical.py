@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
+from ..errors import InputError, NonFiniteError
 from ..losses import risk
 from ..messages import shown
 from ..model import calling, parameters
@@ -63,7 +63,7 @@ def critical_sharpness(
 
     Raises:
         InputError: a step of no parameter, of another shape or zero; one along which the loss rises from the start.
-        NonFiniteError: a loss of NaN.
+        NonFiniteError: a loss of NaN; one of infinity is a rise.
 
     Example:
         >>> import torch, pyflatness as pf
@@ -133,7 +133,9 @@ class _Line:
         task = self._task
         moved = {name: (w.double() + eta * self._step[name]).to(w.dtype) for name, w in self._theta.items()}
         with calling.dry_run(), torch.no_grad():
-            (found,) = risk.at(task.model, [moved], task.loss, task.batches, task.forward, "raise")
+            (found,) = risk.at(task.model, [moved], task.loss, task.batches, task.forward, "propagate")
+        if math.isnan(found.value):
+            raise NonFiniteError(f"the loss is NaN at {eta:.3g} times the step")
         self.samples = found.samples
         return found.value
 

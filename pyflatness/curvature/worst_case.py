@@ -17,7 +17,7 @@ Beside it stands what the quadratic model of the loss allows in the Euclidean ba
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -121,7 +121,8 @@ def worst_case_sharpness(
         The rise; it has no standard error: more steps and restarts, not more draws, improve it.
 
     Raises:
-        InputError: options that do not fit, or see :func:`pyflatness.relative_flatness`; no trainable parameter.
+        InputError: options that do not fit, or see :func:`pyflatness.relative_flatness`; no trainable parameter; a
+            group of samples none of whose targets counts.
         NonFiniteError: a loss, or a gradient at the weights, with NaN or infinity.
 
     Example:
@@ -257,7 +258,8 @@ class Ascent:
 
     def of(self, task: Task, m: int | None, *, normalized: bool = False, bounded: bool = False) -> WorstCase:
         """Return what is found on a task's data, in groups of ``m`` samples or all together."""
-        place = _Place(task, self.scale, normalized=normalized)
+        task = replace(task, forward=_with_normalized_outputs(task.forward)) if normalized else task
+        place = _Place(task, self.scale)
         total = torch.zeros(self.restarts, dtype=torch.float64, device="cpu")
         best, loss, groups, samples, slope = 0.0, 0.0, 0, 0, torch.zeros_like(place.theta)
         for batches, count in _groups(task, m):
@@ -266,14 +268,14 @@ class Ascent:
             found = torch.stack([self._climbed(place, batches, number, generator) for number in range(self.restarts)])
             total += count * (found - start)
             best += count * max(0.0, float(found.max()) - start)
-            loss, groups, samples = loss + count * start, groups + 1, samples + count
+            loss, groups, samples = start, groups + 1, samples + count
         whole = None
         if groups > 1:
-            _, slope = place.risk(torch.zeros_like(place.theta), task.batches)
+            loss, slope = place.risk(torch.zeros_like(place.theta), task.batches)
         norm = float(slope.norm())
         if bounded:
             whole = self.rho * norm + 0.5 * self.rho**2 * max(0.0, place.largest_eigenvalue(self.seed))
-        return WorstCase(best / samples, total / samples, loss / samples, norm, whole, groups, samples, self.rho)
+        return WorstCase(best / samples, total / samples, loss, norm, whole, groups, samples, self.rho)
 
     def _climbed(self, place: "_Place", batches: Any, number: int, generator: torch.Generator) -> Tensor:
         """Return the largest loss on the way of one ascent."""
@@ -310,8 +312,8 @@ class Ascent:
 class _Place:
     """Evaluate the loss and its gradient around the weights, in coordinates u = T⁻¹ δ of all parameters as a vector."""
 
-    def __init__(self, task: Task, scale: Callable[[Tensor], Tensor], *, normalized: bool) -> None:
-        self._task, self._normalized = task, normalized
+    def __init__(self, task: Task, scale: Callable[[Tensor], Tensor]) -> None:
+        self._task = task
         self._theta = parameters.trainable(task.model)
         self.theta = torch.cat([w.flatten().double() for w in self._theta.values()])
         self._scale = torch.cat([scale(w).flatten().double() for w in self._theta.values()])
@@ -324,7 +326,6 @@ class _Place:
 
             def work(batch: Any = batch, number: int = number) -> tuple[float, float, Sequence[Tensor]]:
                 outputs, targets = calling.run(task.model, batch, task.forward)
-                outputs = _normalized(outputs) if self._normalized else outputs
                 own = risk.weight(outputs.detach(), targets, task.loss, number)
                 value = task.loss.value(outputs, targets)
                 found = torch.autograd.grad(value, [*moved.values()], allow_unused=True, materialize_grads=True)
@@ -336,6 +337,11 @@ class _Place:
             total, weight = total + value, weight + own
             gradient += torch.cat([part.flatten().double() for part in found])
         normaliser = weight if task.loss.reduction == "mean" else 1.0
+        if normaliser == 0:
+            raise InputError(
+                "data: no target of a group of samples counts in the loss, whose mean over them is not there; leave "
+                "such samples out, or take larger groups (m)"
+            )
         value = total / normaliser
         if not math.isfinite(value) and not bool(u.any()):
             raise NonFiniteError(f"the loss at the model's weights is {value}: there is no rise from it")
@@ -375,6 +381,16 @@ def _groups(task: Task, m: int | None) -> Iterator[tuple[Any, int]]:
         for start in range(0, samples, m):
             stop = min(start + m, samples)
             yield [data.part(batch, start, stop) if stop - start < samples else batch], stop - start
+
+
+def _with_normalized_outputs(forward: calling.Forward) -> Any:
+    """Return a call of the model, as a task has it, whose outputs are normalised."""
+
+    def normalized(model: Any, batch: Any) -> tuple[Tensor, Any]:
+        outputs, targets = calling.run(model, batch, forward)
+        return _normalized(outputs), targets
+
+    return normalized
 
 
 def _normalized(outputs: Tensor) -> Tensor:

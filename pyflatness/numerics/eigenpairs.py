@@ -22,6 +22,7 @@ from .lanczos import bordered, orthogonalised
 
 _LONGEST = 300  # vectors of a basis, where more are not wanted: T is diagonalised at every step
 _NOTHING = 1e-12  # of a matrix's norm: a rest of so little is rounding
+_SLACK = 10  # of the tolerance: what residuals may be above it for the products' rounding
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Pairs:
         vectors: (k, N), orthonormal.
         residuals: (k,) |H y - θ y|, measured: an eigenvalue lies so near to each value.
         products: how many were taken.
-        converged: whether all were brought to the tolerance, and nothing beyond them was left.
+        converged: whether all were brought to the tolerance, as measured too, and nothing beyond them was left.
     """
 
     values: Tensor
@@ -68,6 +69,8 @@ class Search:
         The wanted ones are all of the matrix's at most.
         """
         nothing = torch.zeros(0, self._size, dtype=torch.float64, device=self._device)
+        if not largest + smallest:
+            return Pairs(nothing[:, 0], nothing, nothing[:, 0], 0, converged=True)
         values, vectors = yield from self._ends(largest, smallest, nothing)
         while self._converged and len(vectors) < self._size:
             more, others = yield from self._ends(min(largest, 1), min(smallest, 1), vectors)
@@ -90,7 +93,9 @@ class Search:
         values, order = values.sort(descending=True)
         vectors, images = vectors[order], images[order]
         residuals = (images - values.unsqueeze(1) * vectors).norm(dim=1)
-        return Pairs(values, vectors, residuals, self._products, self._converged)
+        # Of a product that is not symmetric (a second derivative that is wrong) the recursion says nothing.
+        small = bool((residuals <= _SLACK * self._tolerance * self._norm).all())
+        return Pairs(values, vectors, residuals, self._products, self._converged and small)
 
     def _ends(self, upper: int, lower: int, locked: Tensor) -> Generator[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Return the values, descending, and vectors at both ends among vectors orthogonal to the locked ones."""
