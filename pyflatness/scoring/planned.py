@@ -288,8 +288,8 @@ def planned(
         wholes = looks * work.weights - kept * root + contracted * sum(work.layer_bytes)
         count = looks * (len(work.blocks) + 1) - kept + contracted * len(work.layer_bytes)
         if ranks > 1:
-            messages += 2 * count  # one that asks, and the parts
-            received += wholes * (ranks - 1) // ranks + count * (ranks - 1) * PACKET
+            messages += 3 * count  # one that asks, one that says that all are ready, and the parts
+            received += wholes * (ranks - 1) // ranks + 2 * count * (ranks - 1) * PACKET
         factors *= passes * micro_batches
     flops = micro_batches * (work.forward + passes * (work.backward + work.contraction)) + factors
     return Planned(
