@@ -297,7 +297,7 @@ class LayerContraction:
         if not (alone and suits and places > 1 and len(inputs) == 1):
             return False
         m = layer.shape[2]
-        return m * places**2 * (1 + 1 / max(1, count)) < min(self._multiply_adds(places, count).values())
+        return m * places**2 * (1 + 1 / max(1, count)) < min(self.multiply_adds(places, count).values())
 
     def at_carried(self, inputs: Calls) -> Contraction:
         """Return the contraction of wᵀ δ in place of δ, at the inputs φ of a micro-batch, where :meth:`carries`."""
@@ -305,11 +305,11 @@ class LayerContraction:
 
     def cheaper(self, inputs: Tensor, count: int) -> str:
         """Return the route with fewer multiply-adds, for so many cotangents."""
-        found = self._multiply_adds(self._prepared.places(inputs), count)
+        found = self.multiply_adds(self._prepared.places(inputs), count)
         return "gram" if found["gram"] < found["direct"] else "direct"
 
-    def _multiply_adds(self, places: int, count: int) -> dict[str, float]:
-        """Return those of each route for so many positions and cotangents."""
+    def multiply_adds(self, places: int, count: int) -> dict[str, float]:
+        """Return the multiply-adds a sample and cotangent of each route, for so many positions and cotangents."""
         layer = self._prepared
         _, d, m = layer.shape
         r = layer.factor_rows

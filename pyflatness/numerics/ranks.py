@@ -29,7 +29,7 @@ from torch import Tensor
 from .. import interrupts
 from ..errors import FlatnessError, NotYetError, RankError
 
-_PACKET = 4096  # bytes of an exchange that goes in one message
+PACKET = 4096  # bytes of an exchange that goes in one message
 _POLLS = 0.0, 1e-5, 1e-4, 1e-3  # seconds between looks at a message on its way; the last one stays
 _AGREED = "_pyflatness_agreed"  # an attribute of an error that no rank has to be told: one of the next three
 _LOST, _OF_ALL, _OF_ONE = "lost", "of all", "of one"
@@ -183,15 +183,15 @@ class Ranks:
 
     def _messages(self, message: bytes) -> list[bytes]:
         """Return every rank's message."""
-        packet = torch.zeros(_PACKET, dtype=torch.uint8, device="cpu")
+        packet = torch.zeros(PACKET, dtype=torch.uint8, device="cpu")
         packet[:8] = torch.tensor([len(message)], dtype=torch.int64, device="cpu").view(torch.uint8)
-        packet[8 : 8 + len(message)] = _bytes(message[: _PACKET - 8])
+        packet[8 : 8 + len(message)] = _bytes(message[: PACKET - 8])
         found = self._gather(packet, self._room(packet), interruptible=True)
         lengths = [int(each[:8].clone().view(torch.int64)) for each in found]
-        rest = max(lengths) - (_PACKET - 8)
+        rest = max(lengths) - (PACKET - 8)
         if rest > 0:
             longer = torch.zeros(rest, dtype=torch.uint8, device="cpu")
-            left = message[_PACKET - 8 :]
+            left = message[PACKET - 8 :]
             longer[: len(left)] = _bytes(left)
             found = [torch.cat(pair) for pair in zip(found, self.gathered(longer, "a long message"), strict=True)]
         return [each[8 : 8 + n].numpy().tobytes() for each, n in zip(found, lengths, strict=True)]

@@ -1,0 +1,128 @@
+"""Run ``pyflatness plan``: what a measurement would take on machines that are not there."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich import box
+from rich.table import Table
+
+from ..errors import InputError
+from ..messages import duration
+from ..options import check_dtype
+from ..scoring import planned, specs
+from . import spec_options
+from .output import show
+
+
+@click.command()
+@spec_options.option("model", "the model", more=spec_options.NAMED_MODELS)
+@click.option("--ranks", type=click.IntRange(1), multiple=True, default=[8], show_default=True, help="Repeatable.")
+@click.option("--samples", type=click.IntRange(1), default=1024, show_default=True, help="Of all data.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Samples of a micro-batch.")
+@click.option("--length", type=click.IntRange(1), help="Tokens of a sample.")
+@click.option("--shape", metavar="3x32x32", help="Of a sample, where it is not tokens.")
+@click.option("--probes", metavar="K", default="8", show_default=True, help="Of each sample, or exact.")
+@click.option("--layers", metavar="SELECTOR", multiple=True, help="Layers to measure; all by default.")
+@click.option("--dtype", help="Of the weights, as bfloat16; by default as the model is made.")
+@click.option("--flops-per-second", type=click.FloatRange(0, min_open=True), help="That a rank reaches, for the time.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, of bytes and whole numbers.")
+def plan(
+    model: specs.Function,
+    model_args: dict[str, Any],
+    ranks: tuple[int, ...],
+    samples: int,
+    batch: int,
+    length: int | None,
+    shape: str | None,
+    probes: str,
+    layers: tuple[str, ...],
+    dtype: str | None,
+    flops_per_second: float | None,
+    as_json: bool,
+) -> None:
+    """Show what relative flatness of a model's layers would take of each rank: memory, messages, operations.
+
+    No weights are made or read: of a Hugging Face model config.json is enough.
+    """
+    if (length is None) == (shape is None):
+        raise click.UsageError("pass --length, the tokens of a sample, or else --shape, of a sample that is not tokens")
+    spec = spec_options.text("model")
+    build = spec_options.bind(model, planned.without_weights(spec, model_args), "model")
+    given = planned.Batch(batch, length, () if shape is None else _shape(shape))
+    precision = None if dtype is None else check_dtype("--dtype", dtype)
+    number = None if probes == "exact" else _probes(probes)
+    work = planned.work(lambda: specs.build_model(build), given, layers or None, precision)
+    plans = [
+        planned.planned(
+            work,
+            size,
+            samples=samples,
+            batch=batch,
+            probes=number,
+            sharded=sharded,
+            flops_per_second=flops_per_second,
+        )
+        for size in ranks
+        for sharded in (False, True)
+    ]
+    if as_json:
+        rows = [{**asdict(row), "memory": row.memory} for row in plans]
+        click.echo(json.dumps({"work": asdict(work), "plans": rows}, indent=2))
+        return
+    click.echo(
+        f"{len(work.layers)} layers with {work.layer_weights:,} of {work.parameters:,} parameters; exact values take "
+        f"{work.passes:,} backward passes a micro-batch"
+    )
+    show(_table(plans))
+
+
+def _table(plans: list[planned.Planned]) -> Table:
+    table = Table("of each rank", *(_heading(row) for row in plans), box=box.SIMPLE_HEAD)
+    rows = {
+        "weights": [_size(row.weights) for row in plans],
+        "weights that come and go": [_size(row.gathered) for row in plans],
+        "graph and inputs of layers": [_size(row.graph) for row in plans],
+        "gradients in layers' outputs": [_size(row.gradients) for row in plans],
+        "memory of these": [_size(row.memory) for row in plans],
+        "micro-batches": [f"{row.micro_batches:,}" for row in plans],
+        "backward passes of each": [f"{row.passes:,}" for row in plans],
+        "reductions": [f"{row.reductions:,}" for row in plans],
+        "messages": [f"{row.messages:,}" for row in plans],
+        "received": [_size(row.received) for row in plans],
+        "operations": [f"{row.flops:.3g}" for row in plans],
+    }
+    if any(row.seconds is not None for row in plans):
+        rows["time of the operations"] = ["" if row.seconds is None else duration(row.seconds) for row in plans]
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    return table
+
+
+def _heading(row: planned.Planned) -> str:
+    return f"{row.ranks} ranks, {'FSDP2' if row.sharded else 'whole weights'}"
+
+
+def _size(count: int) -> str:
+    """Return bytes in decimal units, with three digits."""
+    size, units = float(count), ["B", "kB", "MB", "GB", "TB", "PB"]
+    while size >= 999.5 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}"
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in text.split("x"))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise InputError(f"--shape {text!r}: sizes above zero are wanted, as in 3x32x32")
+    return sizes
+
+
+def _probes(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"--probes {text!r}: a number above zero, or exact, is wanted")
+    return int(text)

@@ -1,0 +1,364 @@
+"""Plan a measurement on machines that are not there: bytes, backward passes, messages and operations, without weights.
+
+The model is made of fake tensors (:mod:`torch._subclasses.fake_tensor`), which have shapes and no memory. One
+micro-batch of them goes forward with the layers recorded and one cotangent goes back, as in :mod:`..sweep.layer_sweep`;
+what autograd saves and what matrix products take is counted meanwhile. Messages are those of a measurement that is
+really made, of layers with the same names and one weight each, whose ranks all say the same.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from .. import losses
+from ..contractions import LayerContraction, reference
+from ..contractions.factor import multiply_adds
+from ..errors import InputError
+from ..measures import RELATIVE_FLATNESS
+from ..messages import reason
+from ..model import calling, hugging_face, layers, selectors
+from ..numerics.ranks import PACKET
+from ..passes.dry_run import check_samples, saved_storages
+from ..passes.recorder import Recorder, frozen
+from . import pretrained
+from .rehearsal import rehearsed
+
+_QUANTITIES = (str(RELATIVE_FLATNESS.quantity),)
+_BUFFERS = 2**27  # bytes, of a contraction
+_LOOKS = 3  # passes of the dry run on the first batch: one forward, two backward
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Say what goes through the model.
+
+    Attributes:
+        samples: of a micro-batch.
+        length: tokens of a sample; None: its inputs are ``shape``.
+        shape: of a sample's input of floating-point numbers.
+    """
+
+    samples: int = 1
+    length: int | None = None
+    shape: tuple[int, ...] = ()
+
+    def of(self, model: nn.Module) -> Any:
+        """Return the micro-batch as the model's data have it, of fake tensors inside of :func:`imagined`."""
+        if self.length is None:
+            dtype = next(model.parameters()).dtype
+            return torch.zeros(self.samples, *self.shape, dtype=dtype), torch.zeros(self.samples, dtype=torch.int64)
+        tokens = torch.zeros(self.samples, self.length, dtype=torch.int64)
+        if hugging_face.inner(model) is not None:
+            return {"input_ids": tokens, "labels": tokens}
+        return tokens, tokens
+
+
+@dataclass(frozen=True)
+class Work:
+    """Hold what one micro-batch takes, on whatever machine.
+
+    Attributes:
+        parameters: of the model, how many.
+        weights: bytes of parameters and buffers.
+        layers: that are measured, and ran.
+        layer_weights: their weights, how many.
+        layer_bytes: of each layer's weight and, behind them, of each bias.
+        blocks: bytes of each block that FSDP2 would gather by itself: the elements of the outermost ``nn.ModuleList``.
+        graph: bytes that autograd saves and of layers' inputs, without weights.
+        inputs: bytes of layers' inputs.
+        gradients: bytes of the gradients in layers' outputs of one cotangent.
+        outputs: bytes of the outputs.
+        passes: backward passes of exact values.
+        forward: operations of a forward pass, two for a multiply-add.
+        backward: of a backward pass to the layers' outputs.
+        contraction: of contracting all layers with one cotangent.
+        factors: of the factors of all layers' w wᵀ, which are made once, or under FSDP2 for each cotangent.
+    """
+
+    parameters: int
+    weights: int
+    layers: tuple[str, ...]
+    layer_weights: int
+    layer_bytes: tuple[int, ...]
+    blocks: tuple[int, ...]
+    graph: int
+    inputs: int
+    gradients: int
+    outputs: int
+    passes: int
+    forward: int
+    backward: int
+    contraction: int
+    factors: int
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Hold what a rank takes for one read of the data by relative flatness of the layers, in bytes and numbers.
+
+    Attributes:
+        ranks: how many.
+        sharded: whether weights are spread by FSDP2; else each rank has all.
+        weights: bytes of the weights that a rank keeps.
+        gathered: bytes of weights that come and go: the largest block, what belongs to no block, and a layer's weight.
+        graph: bytes of a micro-batch's graph with the layers' inputs.
+        gradients: bytes of the gradients in layers' outputs.
+        micro_batches: of a rank.
+        passes: backward passes of a micro-batch.
+        reductions: at the ends of reads.
+        messages: exchanges that a rank takes part in.
+        received: bytes that a rank receives in them.
+        flops: operations of a rank.
+        seconds: that these take at the stated rate; None: none is stated.
+    """
+
+    ranks: int
+    sharded: bool
+    weights: int
+    gathered: int
+    graph: int
+    gradients: int
+    micro_batches: int
+    passes: int
+    reductions: int
+    messages: int
+    received: int
+    flops: int
+    seconds: float | None
+
+    @property
+    def memory(self) -> int:
+        """Return the bytes of a rank in all."""
+        return self.weights + self.gathered + self.graph + self.gradients
+
+
+@contextmanager
+def imagined() -> Iterator[None]:
+    """Let tensors have no memory inside.
+
+    Raises:
+        InputError: what is done with them needs values.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+    try:
+        with FakeTensorMode():
+            yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise InputError(
+            f"plan: the model asks for values of tensors ({reason(error)}), and there are none without weights; write "
+            "its callable so that it makes the model and its forward pass without them"
+        ) from error
+
+
+def without_weights(spec: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of what makes a SPEC's model, so that it makes no weights if it is known by name."""
+    if not pretrained.is_named(spec):
+        return dict(arguments)
+    weights = {"weights": False} if spec.startswith("hf:") else {}
+    return {**arguments, **weights, "device": "meta"}
+
+
+def work(
+    build: Callable[[], nn.Module], batch: Batch, chosen: Sequence[str] | None = None, dtype: torch.dtype | None = None
+) -> Work:
+    """Return what a micro-batch takes of a model.
+
+    Args:
+        build: makes the model; its weights are not made.
+        batch: what goes through it.
+        chosen: selectors of layers; None: all that are measured by default.
+        dtype: of the weights; None: as the model is made.
+
+    Raises:
+        InputError: a model or selectors that do not fit; a model that needs values.
+    """
+    with torch.device("meta"):
+        model = layers.unwrap(build()).to(dtype=dtype).eval()
+    with imagined():
+        _imagine(model)
+        selected = selectors.select(model, chosen).modules
+        recorder = Recorder(selected)
+        with recorder.attached(), frozen(model):
+            return _of(model, selected, recorder, batch)
+
+
+def _imagine(model: nn.Module) -> None:
+    """Put fake tensors of the CPU in the place of a model's tensors on the meta device.
+
+    Models ask for values of masks, say, on the meta device, and do without them where torch traces them.
+    """
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                fake = made.setdefault(id(parameter), nn.Parameter(_like(parameter), parameter.requires_grad))
+                module._parameters[name] = fake  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = made.setdefault(id(buffer), _like(buffer))
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def _of(model: nn.Module, selected: Mapping[str, nn.Module], recorder: Recorder, batch: Batch) -> Work:
+    """Return what a micro-batch takes of a model of fake tensors, with its layers hooked."""
+    with _counted() as forward, recorder.recording(batch.samples), saved_storages() as storages:
+        outputs, _ = calling.run(model, batch.of(model), None)
+    check_samples(outputs, batch.samples)
+    if outputs.ndim < 2:
+        raise InputError(f"plan: outputs (n, classes, …) are wanted, of cross-entropy; the model's are {outputs.shape}")
+    calls = {name: made for name, made in recorder.calls.items() if made}
+    inputs = {call.inputs.untyped_storage()._cdata: _bytes(call.inputs) for made in calls.values() for call in made}
+    storages.update(inputs)
+    parameters = [*model.parameters()]
+    for tensor in (*parameters, *model.buffers()):
+        storages.pop(tensor.untyped_storage()._cdata, None)  # of which views are saved
+    with _counted() as backward:
+        recorder.gradients(outputs, torch.zeros_like(outputs), calls)
+    weights = {name: layers.as_matrix(selected[name], _weight(selected[name])) for name in calls}
+    contractions = {
+        name: _contraction(selected[name], weight)
+        for name, weight in weights.items()
+        if not layers.kind_of(selected[name]).tokens  # whose rows are looked up
+    }
+    terms = outputs.numel() // (len(outputs) * outputs.shape[1])
+    return Work(
+        parameters=sum(parameter.numel() for parameter in parameters),
+        weights=sum(map(_bytes, (*parameters, *model.buffers()))),
+        layers=tuple(calls),
+        layer_weights=sum(weight.numel() for weight in weights.values()),
+        layer_bytes=tuple(map(_bytes, (*weights.values(), *_biases(selected[name] for name in calls)))),
+        blocks=tuple(sum(map(_bytes, block.parameters())) for block in _blocks(model)),
+        graph=sum(storages.values()),
+        inputs=sum(inputs.values()),
+        gradients=sum(_bytes(call.output) for made in calls.values() for call in made),
+        outputs=_bytes(outputs),
+        passes=terms * losses.resolve("cross_entropy").columns(outputs.shape[1]),
+        forward=forward.get_total_flops(),
+        backward=backward.get_total_flops(),
+        contraction=sum(
+            2 * batch.samples * _multiply_adds(contraction, selected[name], calls[name], batch.samples)
+            for name, contraction in contractions.items()
+        ),
+        factors=2 * sum(multiply_adds(*weights[name].shape) for name in contractions),
+    )
+
+
+def planned(
+    work: Work,
+    ranks: int,
+    *,
+    samples: int,
+    batch: int,
+    probes: int | None,
+    sharded: bool,
+    flops_per_second: float | None = None,
+) -> Planned:
+    """Return what each of some ranks takes for relative flatness of the layers.
+
+    Args:
+        work: of a micro-batch.
+        ranks: how many.
+        samples: of all data.
+        batch: samples of a micro-batch.
+        probes: of each sample; None: exact values.
+        sharded: whether the weights are spread by FSDP2.
+        flops_per_second: of a rank.
+    """
+    micro_batches = -(-samples // (ranks * batch))
+    passes = work.passes if probes is None else probes
+    messages, received = rehearsed(work.layers, ranks, probes)
+    gathered, factors = 0, work.factors
+    if sharded:
+        root = work.weights - sum(work.blocks)
+        gathered = root + max(work.blocks, default=0) + max(work.layer_bytes, default=0)
+        looks = _LOOKS + micro_batches * (1 + passes)
+        contracted = micro_batches * passes
+        # The root's weights stay from a forward pass to the first backward pass, those of blocks do not.
+        kept = 1 + micro_batches
+        wholes = looks * work.weights - kept * root + contracted * sum(work.layer_bytes)
+        count = looks * (len(work.blocks) + 1) - kept + contracted * len(work.layer_bytes)
+        if ranks > 1:
+            messages += 3 * count  # one that asks, one that says that all are ready, and the parts
+            received += wholes * (ranks - 1) // ranks + 2 * count * (ranks - 1) * PACKET
+        factors *= passes * micro_batches
+    flops = micro_batches * (work.forward + passes * (work.backward + work.contraction)) + factors
+    return Planned(
+        ranks=ranks,
+        sharded=sharded,
+        weights=-(-work.weights // ranks) if sharded else work.weights,
+        gathered=gathered,
+        graph=work.graph,
+        gradients=work.gradients,
+        micro_batches=micro_batches,
+        passes=passes,
+        reductions=1,
+        messages=messages,
+        received=received,
+        flops=flops,
+        seconds=None if flops_per_second is None else flops / flops_per_second,
+    )
+
+
+def _counted() -> FlopCounterMode:
+    """Return what counts the operations of matrix products inside, attention as torch runs it on CPUs among them."""
+    aten = torch.ops.aten
+
+    def attention(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
+        return int(sdpa_flop_count(query, key, value))
+
+    def attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
+        return int(sdpa_backward_flop_count(gradient, query, key, value))
+
+    return FlopCounterMode(
+        display=False,
+        custom_mapping={
+            aten._scaled_dot_product_flash_attention_for_cpu: attention,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
+        },
+    )
+
+
+def _contraction(module: nn.Module, weight: Tensor) -> LayerContraction:
+    """Return the contraction of a layer as a matrix library makes it, which is how GPUs do."""
+    kind = layers.kind_of(module)
+    matrix = weight.reshape(kind.groups, -1, weight.shape[1])
+    return LayerContraction(matrix, kind.geometry, reference, _QUANTITIES, memory=_BUFFERS)
+
+
+def _multiply_adds(contraction: LayerContraction, module: nn.Module, calls: Sequence[Any], samples: int) -> int:
+    """Return the multiply-adds of a sample and a cotangent by the cheaper route."""
+    rows = layers.as_matrix(module, _weight(module)).shape[0]
+    places = sum(call.output.numel() for call in calls) // (samples * rows)
+    return layers.groups(module) * round(min(contraction.multiply_adds(places, 1).values()))
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the elements of the outermost lists of modules, which FSDP2 is mostly told to gather by themselves."""
+    if isinstance(model, nn.ModuleList):
+        return [*model]
+    return [block for child in model.children() for block in _blocks(child)]
+
+
+def _biases(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the biases of layers, which come along with their weights."""
+    return [bias for module in modules if isinstance(bias := getattr(module, "bias", None), Tensor)]
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.element_size()
