@@ -51,9 +51,9 @@ class Batch:
     def of(self, model: nn.Module) -> Any:
         """Return the micro-batch as the model's data have it, of fake tensors inside of :func:`imagined`."""
         if self.length is None:
-            dtype = next(model.parameters()).dtype
-            return torch.zeros(self.samples, *self.shape, dtype=dtype), torch.zeros(self.samples, dtype=torch.int64)
-        tokens = torch.zeros(self.samples, self.length, dtype=torch.int64)
+            inputs = torch.zeros(self.samples, *self.shape, dtype=next(model.parameters()).dtype, device="cpu")
+            return inputs, torch.zeros(self.samples, dtype=torch.int64, device="cpu")
+        tokens = torch.zeros(self.samples, self.length, dtype=torch.int64, device="cpu")
         if hugging_face.inner(model) is not None:
             return {"input_ids": tokens, "labels": tokens}
         return tokens, tokens

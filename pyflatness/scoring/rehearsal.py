@@ -41,7 +41,7 @@ def rehearsed(names: tuple[str, ...], ranks: int, probes: int | None) -> tuple[i
             if part not in parent._modules:
                 parent.add_module(part, nn.Module())
             parent = parent.get_submodule(part)
-        parent.add_module(last, nn.Linear(2, 2))
+        parent.add_module(last, nn.Linear(2, 2, device="cpu", dtype=torch.float32))
     found = [network.get_submodule(name) for name in names]
 
     def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def rehearsed(names: tuple[str, ...], ranks: int, probes: int | None) -> tuple[i
         api.measure(
             network,
             nn.CrossEntropyLoss(),
-            (torch.ones(1, 2), torch.zeros(1, dtype=torch.int64)),
+            (torch.ones(1, 2, dtype=torch.float32, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")),
             measures=[RELATIVE_FLATNESS.name],
             curvature="ggn",
             probes=probes,
