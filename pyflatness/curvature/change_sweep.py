@@ -140,7 +140,8 @@ class ChangeSweep:
         rows = {} if self._many else self._second_order(run, sent, moved, values[0, :, SECOND])
         values = sent.marked(values)
         kept = counting(self._options.nan_policy, values)
-        parts = {(name, "rows"): each[kept].sum(dim=0) for name, each in rows.items()}
+        of_rows = [name for name in rows if not layers.is_together(self._runner.selected[name])]
+        parts = {(name, "rows"): rows[name][kept].sum(dim=0) for name in of_rows}
         return Values(values, sent.sample_weights, run.number, parts=parts, lost=sent.bad)
 
     def _second_order(
@@ -173,15 +174,22 @@ class ChangeSweep:
         module = self._runner.selected[name]
         if name not in self._forms:
             self._forms[name] = form_of(name, module, (), self._options)
-        kind, change = layers.kind_of(module), promoted(as_called(name, module, self._changes[name]))
+        change = promoted(as_called(name, module, self._changes[name]))
         with contractions.full_precision(run.outputs):
             outputs = [
-                kind.varied(call.inputs.detach(), change, call.output, call.coefficients) for call in run.calls(name)
+                call.kind.varied(call.inputs.detach(), change, call.output, call.coefficients)
+                for call in run.calls(name)
             ]
         return self._by_position(run, name, outputs)
 
     def _by_position(self, run: Run, name: str, outputs: Sequence[Tensor]) -> Tensor:
-        """Return outputs of all calls, or gradients in these, by position, (n, G, P, d)."""
+        """Return outputs of all calls, or gradients in these, by position, (n, G, P, d).
+
+        Of a weight in all of its uses it is (n, 1, P, 1): the rows of one use need not be those of another.
+        """
+        if layers.is_together(self._runner.selected[name]):
+            flat = [promoted(run.samples_first(name, output)).flatten(1) for output in outputs]
+            return torch.cat(flat, dim=1)[:, None, :, None]
         if not layers.kind_of(self._runner.selected[name]).tokens:
             return self._forms[name].rows(run, outputs)
         calls = [promoted(run.samples_first(name, output)) for output in outputs]

@@ -18,8 +18,9 @@ change would cost on average if its direction were random; half of that is the e
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -259,9 +260,9 @@ class Costs:
             stack.enter_context(torch.no_grad())
             stack.enter_context(uses.attached({name: self._modules[name] for name in changes}))
             for name, change in changes.items():
-                stack.enter_context(
-                    calling.replaced_forward(self._modules[name], _changed(name, self._modules[name], change))
-                )
+                module = self._modules[name]
+                forward = layers.with_weight(module, partial(_changed, name, module, change))
+                stack.enter_context(calling.replaced_forward(module, forward))
             (found,) = risk.at(task.model, [{}], task.loss, task.batches, task.forward, task.options.nan_policy)
         return found
 
@@ -285,13 +286,5 @@ class Costs:
         return found
 
 
-def _changed(name: str, module: nn.Module, change: Tensor) -> Callable[..., Tensor]:
-    """Return a layer's forward with a changed weight."""
-
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        weight, bias = module.weight, getattr(module, "bias", None)
-        assert isinstance(weight, Tensor)
-        own = bias if isinstance(bias, Tensor) else None
-        return layers.kind_of(module).forward(args, kwargs, weight + as_called(name, module, change), own)
-
-    return forward
+def _changed(name: str, module: nn.Module, change: Tensor, own: Tensor) -> Tensor:
+    return own + as_called(name, module, change)

@@ -1,6 +1,7 @@
 """Treat layers as weight matrices: their (d, m) matrix, inputs and cotangents in one form, whatever their kind is."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,17 @@ def kind_of(module: nn.Module) -> Linear:
 def kind_of_call(module: nn.Module) -> Linear:
     """Return of which kind a layer's call is that is under way, or was the last one."""
     return (module.called_as if isinstance(module, Use) else None) or kind_of(module)
+
+
+def with_weight(module: nn.Module, weight: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Return a layer's forward with another weight in the place of its own, which that is made of at each call."""
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        own, bias = module.weight, getattr(module, "bias", None)
+        assert isinstance(own, Tensor)
+        return kind_of_call(module).forward(args, kwargs, weight(own), bias if isinstance(bias, Tensor) else None)
+
+    return forward
 
 
 def is_together(module: nn.Module) -> bool:
