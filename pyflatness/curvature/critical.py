@@ -7,6 +7,7 @@ passes alone (Kalra et al. 2026, "A Scalable Measure of Loss Landscape Curvature
 LLMs", https://arxiv.org/abs/2601.16979).
 """
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -132,7 +133,8 @@ class _Line:
     def _at(self, eta: float) -> float:
         task = self._task
         moved = {name: (w.double() + eta * self._step[name]).to(w.dtype) for name, w in self._theta.items()}
-        with calling.dry_run(), torch.no_grad():
+        elsewhere = calling.dry_run() if eta else contextlib.nullcontext()
+        with elsewhere, torch.no_grad():
             (found,) = risk.at(task.model, [moved], task.loss, task.batches, task.forward, "propagate")
         if math.isnan(found.value):
             raise NonFiniteError(f"the loss is NaN at {eta:.3g} times the step")

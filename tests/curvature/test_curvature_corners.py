@@ -170,3 +170,54 @@ def test_an_infinite_loss_is_a_rise():
         for start in (1e-4, 1e4)
     ]
     assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+class Tied(nn.Module):
+    """Tokens whose embedding is the head too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(torch.relu(self.inner(self.embed(tokens)))).movedim(-1, 1)
+
+
+@pytest.mark.parametrize("curvature", ["auto", "ggn"])
+def test_a_change_of_a_weight_in_all_of_its_uses(curvature):
+    torch.manual_seed(0)
+    model, loss = Tied().double().eval(), nn.CrossEntropyLoss()
+    tokens, targets = torch.randint(7, (5, 3)), torch.randint(7, (5, 3))
+    change = 0.1 * torch.randn(7, 4, dtype=torch.float64)
+
+    def outputs(t):
+        return torch.func.functional_call(model, {"embed.weight": model.embed.weight.detach() + t * change}, (tokens,))
+
+    t = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(loss(outputs(t), targets), t, create_graph=True)
+    if curvature == "ggn":
+        moved = torch.autograd.functional.jacobian(outputs, t)
+        p = outputs(t).detach().softmax(1)
+        second = ((p * moved.square()).sum(1) - (p * moved).sum(1).square()).mean()
+    else:
+        (second,) = torch.autograd.grad(first, t)
+    report = pf.cost_of_change(model, loss, (tokens, targets), {"head.weight": change}, curvature=curvature)
+    assert report["head.weight", "gradient_of_change"].value == pytest.approx(first.item(), rel=1e-10)
+    assert report["head.weight", "cost_of_change"].value == pytest.approx(second.item() / 2, rel=1e-9)
+    assert report["head.weight", "cost_of_change"].per_neuron is None
+    one, zero = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    rise = loss(outputs(one), targets) - loss(outputs(zero), targets)
+    assert report["head.weight", "loss_change"].value == pytest.approx(rise.item(), rel=1e-10)
+
+
+def test_critical_sharpness_refuses_noise():
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1e-3 * torch.randn(len(x), self.out_features, dtype=x.dtype)
+
+    torch.manual_seed(0)
+    model, data = Noisy(4, 3).double().eval(), (torch.randn(12, 4).double(), torch.randint(3, (12,)))
+    step = {"weight": -model.weight.detach()}
+    with pytest.raises(pf.InputError, match="draws random numbers in its forward pass"):
+        pf.critical_sharpness(model, nn.CrossEntropyLoss(), data, step)
