@@ -2,10 +2,11 @@
 
 from .api import block_traces, head_flatness, measure, relative_flatness
 from .curvature import changes
+from .curvature.ascent import WorstCase
 from .curvature.cost_of_change import cost_of_change
 from .curvature.critical import critical_sharpness
 from .curvature.spectrum import Spectrum, spectrum
-from .curvature.worst_case import WorstCase, keskar_sharpness, worst_case_sharpness
+from .curvature.worst_case import keskar_sharpness, worst_case_sharpness
 from .errors import (
     BackendError,
     FlatnessError,
