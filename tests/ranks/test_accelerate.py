@@ -1,8 +1,5 @@
 """Processes, models and loaders of accelerate's."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,16 +7,13 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from support import ROOT, rank_script
+from support import ROOT, rank_script, ranks
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate -c constraints.txt")
 
 
 def test_ranks_measure_what_accelerate_prepares(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "tests" / "support" / "accelerate_script.py")]  # accelerate launch wants MPI on the CPU
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
-    done = subprocess.run([*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=500)
+    done = ranks.torchrun(ROOT / "tests" / "support" / "accelerate_script.py", tmp_path)  # accelerate launch wants MPI
     assert done.returncode == 0, done.stderr
     inputs, targets = rank_script.dataset().tensors
     for name, places in (("even", [*range(25), *range(7)]), ("each_once", [*range(25)])):  # 8 batches of 4

@@ -27,7 +27,8 @@ def expected():
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_ranks_have_the_values_of_one_process(expected, tmp_path: Path, size: int):
     """Of two ranks the first has more batches, and of four the last has none."""
-    assert ranks.torchrun(SCRIPT, tmp_path, STORIES, size=size) == 0
+    done = ranks.torchrun(SCRIPT, tmp_path, STORIES, size=size)
+    assert done.returncode == 0, done.stderr
     first, *others = ((tmp_path / f"{rank}").read_text() for rank in range(size))
     assert all(other == first for other in others)
     found = pf.Report.from_json(tmp_path / "0")
@@ -38,6 +39,6 @@ def test_ranks_have_the_values_of_one_process(expected, tmp_path: Path, size: in
 
 
 def test_a_rank_that_ends_is_an_error_of_the_others(tmp_path: Path):
-    assert ranks.torchrun(SCRIPT, tmp_path, STORIES, "die") != 0
+    assert ranks.torchrun(SCRIPT, tmp_path, STORIES, "die").returncode != 0
     assert "ended, or does not answer" in (tmp_path / "0").read_text()
     assert not (tmp_path / "1").exists()

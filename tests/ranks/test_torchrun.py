@@ -13,7 +13,8 @@ SCRIPT = ROOT / "tests" / "support" / "rank_script.py"
 
 
 def test_ranks_of_torchrun_measure_a_wrapped_model_together(tmp_path: Path):
-    assert ranks.torchrun(SCRIPT, tmp_path) == 0
+    done = ranks.torchrun(SCRIPT, tmp_path)
+    assert done.returncode == 0, done.stderr
     first, second = (pf.Report.from_json(tmp_path / f"{rank}") for rank in range(2))
     assert first == second
     inputs, targets = rank_script.dataset().tensors
@@ -27,11 +28,12 @@ def test_ranks_of_torchrun_measure_a_wrapped_model_together(tmp_path: Path):
 
 @pytest.mark.soak
 def test_four_ranks_measure_together(tmp_path: Path):
-    assert ranks.torchrun(SCRIPT, tmp_path, size=4) == 0
+    done = ranks.torchrun(SCRIPT, tmp_path, size=4)
+    assert done.returncode == 0, done.stderr
     assert len({(tmp_path / f"{rank}").read_text() for rank in range(4)}) == 1
 
 
 def test_a_rank_that_ends_is_an_error_of_the_others(tmp_path: Path):
-    assert ranks.torchrun(SCRIPT, tmp_path, "die") != 0
+    assert ranks.torchrun(SCRIPT, tmp_path, "die").returncode != 0
     assert "ended, or does not answer" in (tmp_path / "0").read_text()
     assert not (tmp_path / "1").exists()

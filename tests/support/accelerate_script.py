@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import pyflatness as pf
-from support import rank_script
+from support import rank_script, ranks
 
 
 def main(folder):
@@ -21,6 +21,7 @@ def main(folder):
         assert isinstance(model, nn.parallel.DistributedDataParallel)
         report = pf.measure(model, nn.CrossEntropyLoss(), loader, measures=["relative_flatness", "trace"])
         Path(folder, f"{name}{accelerator.process_index}").write_text(report.to_json())
+    ranks.leave()
 
 
 if __name__ == "__main__":

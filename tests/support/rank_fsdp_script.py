@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import pyflatness as pf
+from support.ranks import leave
 
 CHOICE = {"measures": ["relative_flatness", "trace"], "curvature": "ggn", "probes": 2, "seed": 3}
 
@@ -56,10 +57,11 @@ def main(folder, of, kind=""):
         mine = (Dying if rank == 1 else list)(batches(of))
     try:
         report = pf.measure(network, data=mine, **CHOICE)
-        Path(folder, f"{rank}").write_text(report.to_json())
     except pf.RankError as error:
         Path(folder, f"{rank}").write_text(str(error))
-    dist.destroy_process_group()
+        raise
+    Path(folder, f"{rank}").write_text(report.to_json())
+    leave()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import pyflatness as pf
+from support.ranks import leave
 
 
 def dataset(samples=25):
@@ -49,10 +50,11 @@ def main(folder, kind=""):
     try:
         network = DistributedDataParallel(model())
         report = pf.measure(network, nn.CrossEntropyLoss(), loader, measures=["relative_flatness", "trace"])
-        Path(folder, f"{rank}").write_text(report.to_json())
     except pf.RankError as error:
         Path(folder, f"{rank}").write_text(str(error))
-    dist.destroy_process_group()
+        raise
+    Path(folder, f"{rank}").write_text(report.to_json())
+    leave()
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+
+from support import ROOT
 
 
 def outcomes(module: str, names: list[str], size: int) -> dict[str, list[Any]]:
@@ -28,13 +30,24 @@ def outcomes(module: str, names: list[str], size: int) -> dict[str, list[Any]]:
     return {name: [each[name] for each in found] for name in names}
 
 
-def torchrun(script: Path, *arguments: object, size: int = 2) -> int:
-    """Return the exit status of torchrun with a script in so many processes."""
+def torchrun(script: Path, *arguments: object, size: int = 2) -> subprocess.CompletedProcess[str]:
+    """Run a script in so many processes of torchrun's, and return its exit status and what it printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), script]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
     return subprocess.run(
-        [*command, *map(str, arguments)], env=environment, capture_output=True, timeout=300
-    ).returncode
+        [*command, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=500
+    )
+
+
+def leave() -> NoReturn:
+    """End a process of such a script when all have come here.
+
+    The interpreter's own end is left out: a thread of gloo's that still holds a tensor aborts the process there, seldom
+    (https://github.com/pytorch/pytorch/pull/179291), and a model that DistributedDataParallel wraps keeps such threads.
+    """
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
 
 
 def _run(rank: int, module: str, names: list[str], size: int, folder: str) -> None:
