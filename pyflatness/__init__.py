@@ -47,6 +47,7 @@ from .reparameterization.reparameterize import reparameterize
 from .report import Estimate, Report
 from .scoring.score import score
 from .scoring.scores import Scores
+from .training.head_penalty import flatness_penalty
 from .verification import Verification, verify
 
 __version__ = "0.2.0.dev0"
@@ -78,6 +79,7 @@ __all__ = [
     "critical_sharpness",
     "density_constants",
     "feature_robustness",
+    "flatness_penalty",
     "generalization_bound",
     "generalization_gap",
     "granulated_kendall",

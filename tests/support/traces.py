@@ -116,6 +116,7 @@ CALLS = {
     "spectrum": (Plain, lambda m: pf.spectrum(m, LOSS, _data(), k=1, density=True, probes=1, steps=3)),
     "reparameterize": (Plain, lambda m: pf.reparameterize(m, {"body": 2.0}, _data()).state_dict()),
     "head_flatness": (Plain, lambda m: pf.head_flatness(*_phi())),
+    "flatness_penalty": (Plain, lambda m: pf.flatness_penalty(*_phi())),
     "representativeness": (Plain, lambda m: pf.representativeness(*_phi(), draws=2)),
     "authors_representativeness": (Plain, lambda m: pf.authors_representativeness(*_phi())),
 }
