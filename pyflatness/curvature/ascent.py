@@ -10,7 +10,7 @@ Beside it stands what the quadratic model of the loss allows in the Euclidean ba
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,18 +146,12 @@ class _Place:
         task, moved = self._task, self._at(u)
         total, weight, gradient = 0.0, 0.0, torch.zeros_like(self.theta)
         for number, batch in enumerate(batches):
-
-            def work(batch: Any = batch, number: int = number) -> tuple[float, float, Sequence[Tensor]]:
+            with self._differentiated(u, moved):
                 outputs, targets = calling.run(task.model, batch, task.forward)
-                own = risk.weight(outputs.detach(), targets, task.loss, number)
+                weight += risk.weight(outputs.detach(), targets, task.loss, number)
                 value = task.loss.value(outputs, targets)
                 found = torch.autograd.grad(value, [*moved.values()], allow_unused=True, materialize_grads=True)
-                return float(value.detach()), own, found
-
-            elsewhere = calling.dry_run() if bool(u.any()) else contextlib.nullcontext()
-            with elsewhere, calling.differentiated(), torch.enable_grad():
-                value, own, found = parameters.inside(task.model, moved, work)
-            total, weight = total + value, weight + own
+            total += float(value.detach())
             gradient += torch.cat([part.flatten().double() for part in found])
         normaliser = weight if task.loss.reduction == "mean" else 1.0
         if normaliser == 0:
@@ -165,10 +159,22 @@ class _Place:
                 "data: no target of a group of samples counts in the loss, whose mean over them is not there; leave "
                 "such samples out, or take larger groups (m)"
             )
-        value = total / normaliser
-        if not math.isfinite(value) and not bool(u.any()):
-            raise NonFiniteError(f"the loss at the model's weights is {value}: there is no rise from it")
-        return value if math.isfinite(value) else -math.inf, gradient * self._scale / normaliser
+        mean = total / normaliser
+        if not math.isfinite(mean) and not bool(u.any()):
+            raise NonFiniteError(f"the loss at the model's weights is {mean}: there is no rise from it")
+        return mean if math.isfinite(mean) else -math.inf, gradient * self._scale / normaliser
+
+    @contextlib.contextmanager
+    def _differentiated(self, u: Tensor, moved: parameters.Parameters) -> Iterator[None]:
+        """Have the parameters θ + T u in the model, as leaves of a graph, inside."""
+        with contextlib.ExitStack() as stack:
+            if bool(u.any()):
+                stack.enter_context(calling.dry_run())
+            stack.enter_context(calling.differentiated())
+            stack.enter_context(calling.differentiated_in_all_parameters())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(parameters.inside(self._task.model, moved))
+            yield
 
     def largest_eigenvalue(self, seed: int) -> float:
         """Return λ_max(T H T) over all data."""
