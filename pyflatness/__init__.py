@@ -48,6 +48,8 @@ from .report import Estimate, Report
 from .scoring.score import score
 from .scoring.scores import Scores
 from .training.head_penalty import flatness_penalty
+from .training.history import History
+from .training.track import track
 from .verification import Verification, verify
 
 __version__ = "0.2.0.dev0"
@@ -56,6 +58,7 @@ __all__ = [
     "BackendError",
     "Estimate",
     "FlatnessError",
+    "History",
     "InputError",
     "MissingExtraError",
     "NonFiniteError",
@@ -103,6 +106,7 @@ __all__ = [
     "sign_error",
     "spectral_robustness_bound",
     "spectrum",
+    "track",
     "truncated_normal_noise",
     "uniform_robustness_bound",
     "verify",
