@@ -47,6 +47,8 @@ from .reparameterization.reparameterize import reparameterize
 from .report import Estimate, Report
 from .scoring.score import score
 from .scoring.scores import Scores
+from .training.history import History
+from .training.track import track
 from .verification import Verification, verify
 
 __version__ = "0.2.0.dev0"
@@ -55,6 +57,7 @@ __all__ = [
     "BackendError",
     "Estimate",
     "FlatnessError",
+    "History",
     "InputError",
     "MissingExtraError",
     "NonFiniteError",
@@ -101,6 +104,7 @@ __all__ = [
     "sign_error",
     "spectral_robustness_bound",
     "spectrum",
+    "track",
     "truncated_normal_noise",
     "uniform_robustness_bound",
     "verify",

@@ -44,6 +44,7 @@ class WorstCase:
         groups: of samples, each with a maximum of its own.
         samples: of the data.
         rho: ρ.
+        notes: what a reader of the values should know, such as a bound whose eigenvalue is not converged.
     """
 
     value: float
@@ -54,6 +55,7 @@ class WorstCase:
     groups: int
     samples: int
     rho: float
+    notes: tuple[str, ...] = ()
 
     def __float__(self) -> float:
         return self.value
@@ -92,13 +94,15 @@ class Ascent:
             total += count * (found - start)
             best += count * max(0.0, float(found.max()) - start)
             loss, groups, samples = start, groups + 1, samples + count
-        whole = None
+        whole: float | None = None
+        notes: tuple[str, ...] = ()
         if groups > 1:
             loss, slope = place.risk(torch.zeros_like(place.theta), task.batches)
         norm = float(slope.norm())
         if bounded:
-            whole = self.rho * norm + 0.5 * self.rho**2 * max(0.0, place.largest_eigenvalue(self.seed))
-        return WorstCase(best / samples, total / samples, loss, norm, whole, groups, samples, self.rho)
+            top, notes = place.largest_eigenvalue(self.seed)
+            whole = self.rho * norm + 0.5 * self.rho**2 * max(0.0, top)
+        return WorstCase(best / samples, total / samples, loss, norm, whole, groups, samples, self.rho, notes)
 
     def _climbed(self, place: "_Place", batches: Any, number: int, generator: torch.Generator) -> Tensor:
         """Return the largest loss on the way of one ascent."""
@@ -176,8 +180,8 @@ class _Place:
             stack.enter_context(parameters.inside(self._task.model, moved))
             yield
 
-    def largest_eigenvalue(self, seed: int) -> float:
-        """Return λ_max(T H T) over all data."""
+    def largest_eigenvalue(self, seed: int) -> tuple[float, tuple[str, ...]]:
+        """Return λ_max(T H T) over all data, and what a reader of it should know."""
         products = ParameterProducts(self._task)
         budget = Budget.of(self._task.model, self._task.options.memory)
         generator = torch.Generator().manual_seed(seed)
@@ -188,7 +192,10 @@ class _Place:
         def times(vectors: Tensor) -> Tensor:
             return self._scale * products({products.names: vectors * self._scale})[products.names]
 
-        return float(lanczos.solved(search, times).values)
+        found = lanczos.solved(search, times)
+        certificate = f"λ_max of the bound: an eigenvalue within {float(found.residuals):.1e}"
+        ended = f"{certificate}, not converged after {found.products} products: the true bound may be larger"
+        return float(found.values), (*products.notes(""), *(() if found.converged else (ended,)))
 
     def _at(self, u: Tensor) -> parameters.Parameters:
         """Return the parameters θ + T u, as leaves of a graph."""

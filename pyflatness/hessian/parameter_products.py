@@ -103,6 +103,10 @@ class ParameterProducts(Products):
             for name, gradient in zip(some, found, strict=True):
                 linearity.check_complete(f"parameter {name!r}", [] if gradient is None else [gradient])
 
+    def as_parameters(self, names: Names, vector: Tensor) -> dict[str, Tensor]:
+        """Return a vector (N,) as tensors of the parameters' shapes."""
+        return self.as_weights(names, vector)
+
     def _shape(self, name: str) -> torch.Size:
         return self._theta[name].shape
 

@@ -305,6 +305,7 @@ def test_every_public_call_is_here():
     assert {name for name, call in calls.items() if doors.takes(call, "model")} == {
         *(*ON_MODELS, "causal_lm", "score"),
         *("interpolation_error", "invariances"),  # of targets as outputs are; measures of two models
+        "track",  # its records are what measure returns, of models in any mode
     }
     assert {name for name, call in calls.items() if doors.takes(call, "weight")} == {*ON_TENSORS}
 
