@@ -26,7 +26,9 @@ autodoc_typehints = "none"  # they are in the signature
 autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-nitpick_ignore_regex = [("py:.*", r"(torch|numpy|pandas|matplotlib|collections)\..*|Record|.*\.(Row|Density|Ray|Slurm)")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|numpy|pandas|matplotlib|collections)\..*|Record|.*\.(Row|Density|Ray|Slurm)")
+]
 python_use_unqualified_type_names = True
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from support import ROOT
 
 DOCS = ROOT / "docs"
-BLOCK = re.compile(r"^(<!-- not run: .+ -->\n\n?)?```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^(<!-- not run: .+ -->\n\n?)?( *)```python\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 DIGITS = """
 import torch, pyflatness as pf
 from torch import nn
@@ -29,11 +30,19 @@ loss, batches = nn.CrossEntropyLoss(), [(x[:30].double(), y[:30]), (x[30:].doubl
 import torch, transformers, pyflatness as pf
 torch.manual_seed(0)
 sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-llama = transformers.LlamaConfig(vocab_size=20, tie_word_embeddings=True, eos_token_id=1, **sizes)
+llama = transformers.LlamaConfig(vocab_size=17, tie_word_embeddings=True, eos_token_id=1, **sizes)
 model = transformers.LlamaForCausalLM(llama).eval()
 model.save_pretrained("stories260K")
-tokens = torch.randint(20, (4, 6))
+tokens = torch.randint(17, (4, 6))
 batches = [{"input_ids": tokens, "labels": tokens}]
+""",
+    "training.md": DIGITS
+    + """
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+model = nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+loss, data, (x_test, y_test), step, train_loss = nn.CrossEntropyLoss(), (x.flatten(1), y), (x.flatten(1), y), 0, 1.0
+def train(model):
+    pass
 """,
     "zoo.md": "import pandas, pyflatness as pf",
 }
@@ -42,7 +51,7 @@ batches = [{"input_ids": tokens, "labels": tokens}]
 def blocks(page: Path) -> list[str]:
     """Return the code that a page has readers run; a comment in front of a block takes it out, with its reason."""
     found = BLOCK.findall(page.read_text(encoding="utf-8"))
-    return [code for without, code in found if not without and ">>>" not in code]
+    return [textwrap.dedent(code) for without, _, code in found if not without and ">>>" not in code]
 
 
 PAGES = [page.name for page in sorted(DOCS.glob("*.md")) if blocks(page)]
