@@ -167,7 +167,7 @@ def of_pairs(setting: Setting, k: int) -> dict[str, Callable[[], Found]]:
 
 
 def _steps(setting: Setting, k: int) -> tuple[int, Tensor]:
-    """Return after how many steps Lanczos of hessian-eigenthings has k residuals below the tolerance, and the values."""
+    """Return after how many steps Lanczos of hessian-eigenthings has k small residuals, and the values."""
     start = torch.randn(setting.size, generator=torch.Generator().manual_seed(0))
     found = eigenthings.lanczos_tridiagonal(setting.eigenthings(), start, 30 * k)
     for steps in range(k + 1, 30 * k):
