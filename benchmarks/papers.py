@@ -38,7 +38,7 @@ def main(names: tuple[str, ...], source: Path) -> None:
         facts = json.loads((source / f"{name}.json").read_text(encoding="utf-8"))
         experiment = experiments.named(facts["experiment"])
         found, files = of_zoo(experiment, facts) if "table_of" in facts else reproducing.restated(experiment, facts)
-        for kind in (".json", ".png"):
+        for kind in (".json", ".png") if (source / f"{name}.png").exists() else (".json",):
             (FOLDER / f"{name}{kind}").write_bytes(next(c for file, c in files.items() if file.endswith(kind)))
         text, count = stated(text, name, found.verdict)
         click.echo(f"{name}: {found.verdict}" + ("" if count else " (docs/papers.md does not have it)"))

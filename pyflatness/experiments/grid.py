@@ -209,7 +209,7 @@ EXPERIMENT = Experiment(
     "networks differ.",
     measure=measured,
     judge=judge,
-    seconds=60,
+    seconds=115,
     small={
         **{"widths": [8, 32], "depths": [1, 2], "batch_sizes": [16, 64], "learning_rates": [0.5, 2.0]},
         **{"weight_decays": [0.0], "optimizers": ["sgd", "adam"], "seeds": 2},
