@@ -47,6 +47,7 @@ from .reparameterization.reparameterize import reparameterize
 from .report import Estimate, Report
 from .scoring.score import score
 from .scoring.scores import Scores
+from .training.head_penalty import flatness_penalty
 from .training.history import History
 from .training.track import track
 from .verification import Verification, verify
@@ -81,6 +82,7 @@ __all__ = [
     "critical_sharpness",
     "density_constants",
     "feature_robustness",
+    "flatness_penalty",
     "generalization_bound",
     "generalization_gap",
     "granulated_kendall",

@@ -218,7 +218,7 @@ TENSORS = {
     "loss: class": ({"loss": nn.CrossEntropyLoss}, "the class CrossEntropyLoss itself"),
     "loss: swapped": (
         {"loss": lambda y, f: F.cross_entropy(f, y)},
-        r"is called as loss\(outputs, targets\)|a callable has no loss of a single sample",
+        r"is called as loss\(outputs, targets\)|a callable has no (loss of a single sample|formula at a head)",
     ),
     "rtol: none": ({"rtol": None}, "rtol=None: a relative error from 0"),
     "per_sample: none": ({"per_sample": None}, "per_sample=None"),

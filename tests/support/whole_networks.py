@@ -185,6 +185,7 @@ def of_features() -> Iterator[Entry]:
         yield f"representativeness | {loss}", partial(_of_head, pf.representativeness, loss, folds=2, draws=3)
         yield f"representativeness, refitted | {loss}", partial(_refitted, loss)
         yield f"authors_representativeness | {loss}", partial(_of_head, pf.authors_representativeness, loss, folds=2)
+        yield f"flatness_penalty | {loss}", partial(_of_head, pf.flatness_penalty, loss)
     for draws, seed in itertools.product((1, 3), (0, 5)):
         yield f"truncated_normal_noise | {draws} | {seed}", partial(_noise, draws=draws, seed=seed)
     yield "uniform_robustness_bound", partial(pf.uniform_robustness_bound, 0.3, 7, 1.25)
