@@ -32,13 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from .merge import merge
     from .output import checked
     from .plan import plan
+    from .report import report
     from .reproduce import reproduce
     from .score import score
     from .show import show
     from .verify import verify
 
     commands = [demo, doctor, example_zoo, export, gc, layers, ls, measures, merge]
-    commands += [plan, reproduce, score, show, verify]
+    commands += [plan, report, reproduce, score, show, verify]
     group = click.Group("pyflatness", help="How flat is the loss around a trained network.", commands=commands)
     group = click.version_option(__version__, prog_name="pyflatness")(group)
     try:
