@@ -39,7 +39,7 @@ def rounded(inputs: Tensor, bits: int) -> Tensor:
 def with_rounding(
     model: nn.Module, layer: nn.Module, inputs: Tensor, targets: Tensor, bits: int, sign: int
 ) -> tuple[float, Tensor]:
-    """Return the loss with errors of rounding in a layer's inputs, or with -1 reflected, and mean squares by channel."""
+    """Return the loss with errors of rounding in a layer's inputs, or reflected, and mean squares by channel."""
     errors: list[Tensor] = []
 
     def change(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
