@@ -5,6 +5,8 @@ from .curvature import changes
 from .curvature.ascent import WorstCase
 from .curvature.cost_of_change import cost_of_change
 from .curvature.critical import critical_sharpness
+from .curvature.landscape import landscape
+from .curvature.slices import Landscape
 from .curvature.spectrum import Spectrum, spectrum
 from .curvature.worst_case import keskar_sharpness, worst_case_sharpness
 from .errors import (
@@ -56,6 +58,7 @@ __all__ = [
     "Estimate",
     "FlatnessError",
     "InputError",
+    "Landscape",
     "MissingExtraError",
     "NonFiniteError",
     "NotYetError",
@@ -86,6 +89,7 @@ __all__ = [
     "invariances",
     "keskar_sharpness",
     "label_constancy",
+    "landscape",
     "largest_robustness",
     "matrix_robustness",
     "measure",

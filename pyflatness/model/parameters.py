@@ -62,7 +62,7 @@ def run(
 
     Args:
         model: inside :func:`.state.observing`.
-        values: by name; tied names follow.
+        values: by name, of buffers too; tied names follow.
         batch: see :func:`.calling.run`.
         forward: see :func:`.calling.run`.
     """
@@ -81,18 +81,20 @@ def inside(model: nn.Module, values: Mapping[str, Tensor], work: Callable[[], Re
 
 
 def _places(model: nn.Module, values: Mapping[str, Tensor]) -> Parameters:
-    """Return the values by every place that holds their parameter, once.
+    """Return the values by every place that holds their parameter or buffer, once.
 
     Torch does not undo the exchange of a place that it is given twice. So of tied parameters every module's place is
     there, and of a module that has several names only the first.
     """
-    own = dict(model.named_parameters())
-    by_parameter = {id(own[name]): tensor for name, tensor in values.items()}
+    own: dict[str, Tensor] = dict(model.named_parameters())
+    if not values.keys() <= own.keys():
+        own |= dict(model.named_buffers())
+    by_tensor = {id(own[name]): tensor for name, tensor in values.items()}
     return {
-        ".".join(filter(None, ("model", prefix, key))): by_parameter[id(parameter)]
+        ".".join(filter(None, ("model", prefix, key))): by_tensor[id(held)]
         for prefix, module in model.named_modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None and id(parameter) in by_parameter
+        for key, held in (*module._parameters.items(), *module._buffers.items())
+        if held is not None and id(held) in by_tensor
     }
 
 
