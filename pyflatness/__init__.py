@@ -6,6 +6,7 @@ from .curvature.ascent import WorstCase
 from .curvature.cost_of_change import cost_of_change
 from .curvature.critical import critical_sharpness
 from .curvature.landscape import landscape
+from .curvature.linear_interpolation import LinearInterpolation, linear_interpolation
 from .curvature.slices import Landscape
 from .curvature.spectrum import Spectrum, spectrum
 from .curvature.worst_case import keskar_sharpness, worst_case_sharpness
@@ -59,6 +60,7 @@ __all__ = [
     "FlatnessError",
     "InputError",
     "Landscape",
+    "LinearInterpolation",
     "MissingExtraError",
     "NonFiniteError",
     "NotYetError",
@@ -91,6 +93,7 @@ __all__ = [
     "label_constancy",
     "landscape",
     "largest_robustness",
+    "linear_interpolation",
     "matrix_robustness",
     "measure",
     "mls_adversarial",

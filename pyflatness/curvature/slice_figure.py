@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def drawn(
     finite = losses[losses.isfinite()]
     if not len(finite):
         raise InputError("plot: no loss of the slice is finite")
-    figure, axes = views.figure() if axes is None else (cast("Figure", axes.figure), axes)
+    figure, axes = views.onto(axes)
     draw = _curve if len(coefficients) == 1 else _contours
     draw(axes, coefficients, losses.where(losses.isfinite(), torch.nan), finite, model)
     axes.set_xlabel(labels[0])

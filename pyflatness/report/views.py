@@ -1,6 +1,6 @@
 """Show reports as data frames and figures; pandas and matplotlib are imported when they are asked for."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import InputError, MissingExtraError
 
@@ -48,6 +48,11 @@ def figure(width: float = 6.0) -> "tuple[Figure, Axes]":
         raise MissingExtraError("a figure needs matplotlib: pip install 'pyflatness[plot]'") from None
     empty = Figure(figsize=(width, 4.5), layout="constrained")
     return empty, empty.subplots()
+
+
+def onto(axes: "Axes | None") -> "tuple[Figure, Axes]":
+    """Return the axes of the user's with their figure; None: those of an empty figure."""
+    return figure() if axes is None else (cast("Figure", axes.figure), axes)
 
 
 def profile(report: "Report") -> "tuple[Figure, Axes]":
