@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..messages import shown
+from ..messages import check_tensor, shown
 from ..model import layers, parameters, selectors
 from ..model.kinds import Use, is_scale
 from ..model.parameters import Parameters
@@ -185,10 +185,12 @@ def to(model: nn.Module, other: Any, names: frozenset[str] | None, option: str, 
     for name, values in own.items():
         if names is not None and name not in names:
             continue
-        value = state[name]
-        if not isinstance(value, Tensor) or value.shape != values.shape:
-            got = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
-            raise InputError(f"{option}: a tensor {name!r} of shape {tuple(values.shape)} is wanted, got {got}")
+        value = check_tensor(f"{option}: {name!r}", state[name])
+        if value.shape != values.shape:
+            raise InputError(
+                f"{option}: a tensor {name!r} of shape {tuple(values.shape)} is wanted, got one of shape "
+                f"{tuple(value.shape)}"
+            )
         change = value.detach().to(values.device).double() - values.double()
         if bool(change.any()):  # NaN too
             found[name] = change

@@ -19,6 +19,9 @@ def net():
     return nn.Sequential(nn.Linear(M, 6), nn.ReLU(), nn.Linear(6, C)).eval()
 
 
+DOUBLED = {name: 2 * value for name, value in net().state_dict().items()}
+
+
 def head():
     """Features, weight, bias and targets."""
     generator = torch.Generator().manual_seed(1)
@@ -70,8 +73,7 @@ def _critical_sharpness(model, loss, data, **options):
 
 
 def _linear_interpolation(model, loss, data, **options):
-    other = {name: 2 * value for name, value in net().state_dict().items()}
-    return pf.linear_interpolation(model, loss, data, other, **{"steps": 3, **options})
+    return pf.linear_interpolation(model, loss, data, DOUBLED, **{"steps": 3, **options})
 
 
 def _reparameterize(model, loss, data, **options):
