@@ -1,6 +1,6 @@
 """The figures of docs/curvature.md on landscapes: a slice around ResNet-20, and the line between two LeNet5s.
 
-Run from the project's root: ``python benchmarks/landscapes.py [resnet20] [lenet5]``. Networks are those of ``../shared``.
+Run from the root: ``python benchmarks/landscapes.py [resnet20] [lenet5]``. Networks are those of ``../shared``.
 The slice is along two filter-normalised random directions on images of CIFAR-10's test set; it goes on where it was
 interrupted (``build/landscape.npz``). The line is between two minima of one recipe and two seeds, on 2,000 training and
 2,000 test images. Printed are the slice, the barrier, and the time that a point takes.
@@ -36,7 +36,7 @@ def resnet20(images: int = 128, steps: int = 13) -> None:
 def lenet5(images: int = 2000) -> None:
     """Draw the loss between two LeNet5 minima."""
     sys.path.insert(0, str(SHARED / "zoo"))
-    from lenet5 import LeNet5, test_data, train_data  # noqa: PLC0415
+    from lenet5 import LeNet5, test_data, train_data
 
     weights = [SHARED / "zoo" / f"lenet5_cifar10k_adam_bs64_lr0.001_seed{seed}.safetensors" for seed in (0, 1)]
     model, other = LeNet5().eval(), load_file(weights[1])
