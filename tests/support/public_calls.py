@@ -46,6 +46,7 @@ CALLS = {
     "linear_interpolation": lambda model, loss, data, **options: pf.linear_interpolation(
         model, loss, data, {name: 2 * value for name, value in model.state_dict().items()}, steps=3, **options
     ),
+    "track": lambda *args, **options: pf.track(*args, **options).record().reports,
     "verify": pf.verify,
 }
 

@@ -124,8 +124,10 @@ CALLS = {
         Many,
         lambda m: pf.linear_interpolation(m, LOSS, _data(), _doubled(m), test=_data(), steps=3),
     ),
+    "track": (Many, lambda m: pf.track(m, LOSS, _data(), layers="*").record()),
     "reparameterize": (Plain, lambda m: pf.reparameterize(m, {"body": 2.0}, _data()).state_dict()),
     "head_flatness": (Plain, lambda m: pf.head_flatness(*_phi())),
+    "flatness_penalty": (Plain, lambda m: pf.flatness_penalty(*_phi())),
     "representativeness": (Plain, lambda m: pf.representativeness(*_phi(), draws=2)),
     "authors_representativeness": (Plain, lambda m: pf.authors_representativeness(*_phi())),
 }
