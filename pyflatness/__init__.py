@@ -47,6 +47,9 @@ from .reparameterization.reparameterize import reparameterize
 from .report import Estimate, Report
 from .scoring.score import score
 from .scoring.scores import Scores
+from .training.head_penalty import flatness_penalty
+from .training.history import History
+from .training.track import track
 from .verification import Verification, verify
 
 __version__ = "0.2.0.dev0"
@@ -55,6 +58,7 @@ __all__ = [
     "BackendError",
     "Estimate",
     "FlatnessError",
+    "History",
     "InputError",
     "MissingExtraError",
     "NonFiniteError",
@@ -78,6 +82,7 @@ __all__ = [
     "critical_sharpness",
     "density_constants",
     "feature_robustness",
+    "flatness_penalty",
     "generalization_bound",
     "generalization_gap",
     "granulated_kendall",
@@ -101,6 +106,7 @@ __all__ = [
     "sign_error",
     "spectral_robustness_bound",
     "spectrum",
+    "track",
     "truncated_normal_noise",
     "uniform_robustness_bound",
     "verify",

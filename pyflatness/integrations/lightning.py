@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import InputError, MissingExtraError
 from ..model import hugging_face
 from ..model.selectors import Selector
+from ..training.history import History
 from .watch import Watch, check_model
 
 _LOSSES = ("loss", "criterion", "loss_fn", "loss_function")  # attributes of modules
@@ -60,9 +61,8 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
         **options: of :func:`pyflatness.measure`: ``probes``, ``curvature``, ``normalize``, ``forward``, ``memory``, …
 
     Attributes:
-        history: a dict for each value, in order: ``epoch`` and ``step`` as Lightning counts them (epochs from 0),
-            ``layer`` (``""`` is the network), ``measure``, ``value``, ``stderr``, ``exact``, ``samples``. It is saved
-            in checkpoints and restored from them. ``pandas.DataFrame(callback.history)`` is a table.
+        history: a :class:`pyflatness.History` with a record for each measured epoch, ``epoch`` and ``step`` as
+            Lightning counts them (epochs from 0). It is saved in checkpoints and restored from them.
 
     Raises:
         InputError: measures or options that do not exist; when a fit begins: no loss, or no such model.
@@ -73,7 +73,7 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
         >>> callback = FlatnessCallback(layers="head", loss="cross_entropy", every_n_epochs=5)
         >>> # Trainer(callbacks=[callback]).fit(module)
         >>> callback.history
-        []
+        History(0 records: nothing measured)
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
         self._loss, self._model = loss, model
 
     @property
-    def history(self) -> list[dict[str, Any]]:
-        """Return one row for each value that was measured."""
+    def history(self) -> History:
+        """Return what was measured."""
         return self._watch.history
 
     @property
@@ -106,11 +106,11 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the callback: its history."""
-        return {"history": self.history}
+        return {"history": self.history.to_json()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the history of a checkpoint."""
-        self._watch.history = [*state_dict["history"]]
+        self._watch.history = History.from_json(state_dict["history"])
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Raise before a fit begins if there is no loss, or no such model."""

@@ -9,6 +9,7 @@ from torch import nn
 from ..errors import InputError, MissingExtraError
 from ..losses import auto
 from ..model.selectors import Selector
+from ..training.history import History
 from .loaders import plain
 from .watch import Watch, check_model
 
@@ -46,9 +47,7 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
         **options: of :func:`pyflatness.measure`: ``probes``, ``curvature``, ``normalize``, ``forward``, ``memory``, …
 
     Attributes:
-        history: a dict for each value, in order: ``epoch`` (counted from 1), ``step``, ``layer`` (``""`` is the
-            network), ``measure``, ``value``, ``stderr``, ``exact``, ``samples``. ``pandas.DataFrame(callback.history)``
-            is a table.
+        history: a :class:`pyflatness.History` with a record for each measured epoch, counted from 1.
 
     Raises:
         InputError: measures, options or a model that do not exist; ``loss="auto"`` where the trainer has another loss.
@@ -90,8 +89,8 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
             )
 
     @property
-    def history(self) -> list[dict[str, Any]]:
-        """Return one row for each value that was measured."""
+    def history(self) -> History:
+        """Return what was measured."""
         return self._watch.history
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -22,6 +22,7 @@ from ..model.generators import Generators, OutsideTorch
 from ..model.selectors import Selector
 from ..options import Options, check_count, check_flag
 from ..report import Report
+from ..training.history import History
 from . import loaders
 
 NETWORK = "network"
@@ -44,8 +45,7 @@ class Watch:
         options: further ones of :func:`pyflatness.measure`.
 
     Attributes:
-        history: one row for each value.
-        seconds: that the measurements took.
+        history: what was measured, a record for each epoch.
 
     Raises:
         InputError: measures, options, data or numbers that do not fit.
@@ -75,13 +75,12 @@ class Watch:
                 f"data: {type(data).__name__} can be read once, and every epoch is to read it; pass a list of batches "
                 "or a DataLoader"
             )
-        self.history: list[dict[str, Any]] = []
-        self.seconds = 0.0
-        self._begun = time.perf_counter()
+        self.history = History()
+        self.begin()
 
     def begin(self) -> None:
         """Say that the training begins now, against which the measurements' time is held."""
-        self._begun, self.seconds = time.perf_counter(), 0.0
+        self._begun, self._spent = time.perf_counter(), 0.0
 
     def is_due(self, epoch: int) -> bool:
         """Return whether an epoch, counted from 1, is to be measured."""
@@ -115,17 +114,20 @@ class Watch:
             return {}
         finally:
             spent = time.perf_counter() - started
-            self.seconds += spent
-        rows = [*_rows(report, epoch, step)]
-        self.history += rows
-        values = {self._logged_as(row["measure"], row["layer"]): row["value"] for row in rows}
+            self._spent += spent
+        self.history.add(report, step=step, epoch=epoch, seconds=spent)
+        values = {
+            self._logged_as(name, layer): found.value
+            for name, held in report.by_measure().items()
+            for layer, found in held.items()
+        }
         return {**values, f"{self.name}/seconds": spent}
 
     def overhead(self) -> str:
         """Return in words what the measurements have cost since :meth:`begin`."""
         whole = time.perf_counter() - self._begun
-        share = self.seconds / whole if whole else 0.0
-        return f"{self.name}: measured in {self.seconds:.1f} s, {share:.1%} of the training's {whole:.1f} s"
+        share = self._spent / whole if whole else 0.0
+        return f"{self.name}: measured in {self._spent:.1f} s, {share:.1%} of the training's {whole:.1f} s"
 
     def _limited(self, data: Any) -> Any:
         """Return so many batches as a list, for a measure may read them several times, and a loader may shuffle."""
@@ -197,15 +199,6 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 
 def _names(measures: str | Sequence[str]) -> list[str]:
     return [row.name for row in named(measures)]
-
-
-def _rows(report: Report, epoch: int, step: int) -> Iterator[dict[str, Any]]:
-    for name, values in report.by_measure().items():
-        for layer, found in values.items():
-            yield {
-                **{"epoch": epoch, "step": step, "layer": layer, "measure": name},
-                **{"value": found.value, "stderr": found.stderr, "exact": found.exact, "samples": found.samples},
-            }
 
 
 @contextlib.contextmanager

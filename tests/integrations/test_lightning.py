@@ -6,7 +6,7 @@ from torch import nn
 
 import pyflatness as pf
 from support import trainings
-from support.trainings import lightning_module, lightning_trainer, loaders
+from support.trainings import lightning_module, lightning_trainer, loaders, rows
 
 pl = pytest.importorskip("lightning.pytorch")
 FlatnessCallback = pytest.importorskip("pyflatness.integrations.lightning").FlatnessCallback
@@ -48,7 +48,7 @@ def test_a_training_is_what_it_is_without_the_callback(package, options):
     *_, expected = fit(package)
     *_, found = fit(package, [callback])
     assert found == expected
-    assert len({row["epoch"] for row in callback.history}) == 3 // options.get("every_n_epochs", 1)
+    assert len({row["epoch"] for row in rows(callback)}) == 3 // options.get("every_n_epochs", 1)
 
 
 def test_it_does_not_use_the_workers_of_a_loader():
@@ -71,7 +71,7 @@ def test_values_are_those_of_the_model_at_that_time():
         for measure, values in report.by_measure().items()
         for layer, found in values.items()
     ]
-    last = [row for row in callback.history if row["epoch"] == 2]
+    last = [row for row in rows(callback) if row["epoch"] == 2]
     assert [(row["layer"], row["measure"], row["value"]) for row in last] == expected
     assert {(row["samples"], row["step"], row["exact"]) for row in last} == {(12, 9, True)}
 
@@ -84,7 +84,7 @@ def test_values_go_to_the_loggers(tmp_path, capsys):
 
     events = EventAccumulator(board.log_dir).Reload()
     for layer, tag in {"net.head": "relative_flatness/net.head", "": "network/relative_flatness"}.items():
-        values = [row["value"] for row in callback.history if row["layer"] == layer]
+        values = [row["value"] for row in rows(callback) if row["layer"] == layer]
         scalars = events.Scalars(f"flatness/{tag}")
         assert [scalar.value for scalar in scalars] == pytest.approx(values)
         assert [scalar.step for scalar in scalars] == [2, 5, 8]  # as Lightning's own of an epoch
@@ -98,16 +98,16 @@ def test_other_callbacks_may_monitor_the_values(tmp_path):
     best = pl.callbacks.ModelCheckpoint(tmp_path, monitor=monitor, save_on_train_epoch_end=True)
     callback = FlatnessCallback()
     fit(pl, [best, callback], enable_checkpointing=True)
-    assert best.best_model_score.item() == pytest.approx(min(r["value"] for r in callback.history if not r["layer"]))
+    assert best.best_model_score.item() == pytest.approx(min(r["value"] for r in rows(callback) if not r["layer"]))
 
 
 def test_neither_the_sanity_check_nor_validation_measures():
     callback = FlatnessCallback()
     module, trainer, _ = fit(pl, [callback], max_epochs=1, num_sanity_val_steps=2)
-    measured = [*callback.history]
+    measured = rows(callback)
     assert {row["epoch"] for row in measured} == {0}
     trainer.validate(module, loaders()[1], verbose=False)
-    assert callback.history == measured
+    assert rows(callback) == measured
 
 
 @pytest.mark.parametrize("with_validation", [True, False])
@@ -127,12 +127,12 @@ def test_a_resumed_training_goes_on_with_the_history(tmp_path, with_validation):
 
     first, save = trained(2)
     second, _ = trained(4, save.last_model_path)
-    assert [row["epoch"] for row in first.history if not row["layer"]] == [1]
-    assert [row["epoch"] for row in second.history if not row["layer"]] == [1, 3]
-    assert second.history[: len(first.history)] == first.history
+    assert [row["epoch"] for row in rows(first) if not row["layer"]] == [1]
+    assert [row["epoch"] for row in rows(second) if not row["layer"]] == [1, 3]
+    assert rows(second)[: len(rows(first))] == rows(first)
 
 
 def test_the_trainers_limits_hold():
     callback = FlatnessCallback()
     fit(pl, [callback], max_epochs=1, limit_val_batches=2)
-    assert {row["samples"] for row in callback.history} == {10}
+    assert {row["samples"] for row in rows(callback)} == {10}

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import pyflatness as pf
 from support import trainings
-from support.trainings import lightning_module, lightning_trainer, loaders
+from support.trainings import lightning_module, lightning_trainer, loaders, rows
 
 pl = pytest.importorskip("lightning.pytorch")
 FlatnessCallback = pytest.importorskip("pyflatness.integrations.lightning").FlatnessCallback
@@ -26,7 +26,7 @@ def fit(callbacks, module=None, batches=None, **options):
 
 
 def network_values(callback, measure="relative_flatness"):
-    return [row["value"] for row in callback.history if not row["layer"] and row["measure"] == measure]
+    return [row["value"] for row in rows(callback) if not row["layer"] and row["measure"] == measure]
 
 
 def at_the_end(module, data=None):
@@ -122,7 +122,7 @@ def test_what_is_refused_is_left_out_with_a_warning():
         fit([callback])
     assert sum("neuron_flatness is" in str(warning.message) for warning in found) == 1
     assert len(network_values(callback, "trace")) == 2
-    assert {row["measure"] for row in callback.history} == {"trace"}
+    assert {row["measure"] for row in rows(callback)} == {"trace"}
 
 
 CASES = {
@@ -139,7 +139,7 @@ def test_what_is_not_possible_is_skipped_or_an_error(made, options, message):
     with pytest.warns(RuntimeWarning, match=rf"epoch \d is not measured: .*{message}"):
         module = fit([callback], max_epochs=1, **options)
     assert len(module.losses) == 3
-    assert callback.history == []
+    assert len(callback.history) == 0
     with pytest.raises((pf.InputError, RuntimeError), match=message):
         fit([made(strict=True)], **options)
 

@@ -32,7 +32,7 @@ def main(folder):
         losses = torch.stack(module.losses).tolist()
         found.append({"losses": losses, "buffers": buffers, "random": repr(trainings.random_states())})
         weights = {name: parameter.tolist() for name, parameter in module.net.named_parameters()}
-        histories = [callback.history for callback in callbacks]
+        histories = [trainings.rows(callback) for callback in callbacks]
     facts = {"same": found[0] == found[1], "weights": weights, "buffers": buffers, "histories": histories}
     Path(folder, f"{trainer.global_rank}.json").write_text(json.dumps(facts))
     leave()

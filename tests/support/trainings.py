@@ -84,6 +84,19 @@ def lightning_trainer(pl, callbacks=(), **options):
     return pl.Trainer(callbacks=[*callbacks], **options)
 
 
+def rows(callback):
+    """Return a dict for each value in a callback's history."""
+    return [
+        {
+            **{"epoch": record.epoch, "step": record.step, "layer": layer, "measure": measure},
+            **{"value": found.value, "samples": found.samples, "exact": found.exact},
+        }
+        for record in callback.history
+        for measure, values in record.reports["live"].by_measure().items()
+        for layer, found in values.items()
+    ]
+
+
 def random_states():
     """Return the states of torch's, Python's and NumPy's generators."""
     return torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state(legacy=False))  # noqa: NPY002
