@@ -85,6 +85,19 @@ def of_buffers(model: nn.Module) -> str:
     )
 
 
+def of_all_entries(tensors: Iterable[Tensor]) -> int:
+    """Return a number below 2⁶² made of every bit of tensors of floating-point numbers, in whole-number arithmetic.
+
+    Another number says that an entry has changed; the same one, but for one case in 2⁶² and for entries that change
+    places, that none has.
+    """
+    total = 0
+    for tensor in tensors:
+        bits = tensor.detach().resolve_neg().view(_INTEGERS[tensor.element_size()])
+        total = _ODD * total + int(bits.sum(dtype=torch.int64))
+    return total % 2**62
+
+
 def _numbers(tensor: Tensor) -> Tensor:
     """Return a number for each sample, (samples,) int64."""
     if tensor.is_complex():

@@ -4,6 +4,7 @@ A case is a function (rank, size) -> what the call returned. With size 1 it is c
 """
 
 import math
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -320,6 +321,29 @@ vocabulary_of_weighted_terms = vocabulary(
     7, kind=nn.CrossEntropyLoss(weight=torch.linspace(0.5, 2, 7).double(), ignore_index=2, label_smoothing=0.1)
 )
 vocabulary_with_nan = vocabulary(7, change=one_nan, nan_policy="omit", per_sample=True)
+
+
+def streamed(rank, size, whole=None, scale=1.0, batches=None):
+    from pyflatness.integrations.torchmetrics import RelativeFlatness
+
+    weight = scale * torch.linspace(-1, 1, 15, dtype=torch.float64).view(3, 5)
+    metric = RelativeFlatness(weight, loss=WEIGHTED)
+    held = part(rank, size) if whole is None else whole
+    for features, targets in [*zip(*(tensor.split(4) for tensor in held), strict=True)][:batches]:
+        metric.update(features, targets)
+    own = metric.total.item()
+    value = metric.compute().item()
+    return value, own == metric.total.item()
+
+
+def streamed_on_one_rank(rank, size):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # compute() before update()
+        return streamed(rank, size, data(), batches=None if rank == 0 else 0)
+
+
+def streamed_with_other_weights(rank, size):
+    return streamed(rank, size, scale=1.0 + rank)
 
 
 def callable_loss(rank, size):
