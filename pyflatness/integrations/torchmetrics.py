@@ -24,7 +24,7 @@ from ..options import Options
 try:
     from torchmetrics import Metric
 except ImportError:
-    raise MissingExtraError("a metric needs torchmetrics: pip install 'pyflatness[metrics]'") from None
+    raise MissingExtraError("a metric needs torchmetrics: pip install 'pyflatness[torchmetrics]'") from None
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,8 @@ class RelativeFlatness(Metric):
     """Measure the relative flatness of a linear head over an epoch, without a second read of the data.
 
     The value is that of :func:`pyflatness.head_flatness` on all features and targets of the epoch together, up to
-    rounding, however they are cut into batches and spread over ranks. An update costs what that call does for a batch.
+    rounding, however they are cut into batches and spread over ranks. An update costs that
+    call for a batch, and some tenths of a millisecond.
 
     It belongs to one weight. That is read at every update, and has to be the one of the first update since
     :meth:`reset`; so the metric is for epochs in which the weights rest, as in validation. In a training loop call

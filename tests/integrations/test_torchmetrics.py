@@ -330,7 +330,7 @@ def test_without_torchmetrics(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", refused)
     monkeypatch.delitem(sys.modules, "pyflatness.integrations.torchmetrics")
-    with pytest.raises(pf.MissingExtraError, match=r"pip install 'pyflatness\[metrics\]'"):
+    with pytest.raises(pf.MissingExtraError, match=r"pip install 'pyflatness\[torchmetrics\]'"):
         __import__("pyflatness.integrations.torchmetrics")
 
 
