@@ -5,6 +5,9 @@ from .curvature import changes
 from .curvature.ascent import WorstCase
 from .curvature.cost_of_change import cost_of_change
 from .curvature.critical import critical_sharpness
+from .curvature.landscape import landscape
+from .curvature.linear_interpolation import LinearInterpolation, linear_interpolation
+from .curvature.slices import Landscape
 from .curvature.spectrum import Spectrum, spectrum
 from .curvature.worst_case import keskar_sharpness, worst_case_sharpness
 from .errors import (
@@ -47,6 +50,9 @@ from .reparameterization.reparameterize import reparameterize
 from .report import Estimate, Report
 from .scoring.score import score
 from .scoring.scores import Scores
+from .training.head_penalty import flatness_penalty
+from .training.history import History
+from .training.track import track
 from .verification import Verification, verify
 
 __version__ = "0.2.0.dev0"
@@ -55,7 +61,10 @@ __all__ = [
     "BackendError",
     "Estimate",
     "FlatnessError",
+    "History",
     "InputError",
+    "Landscape",
+    "LinearInterpolation",
     "MissingExtraError",
     "NonFiniteError",
     "NotYetError",
@@ -78,6 +87,7 @@ __all__ = [
     "critical_sharpness",
     "density_constants",
     "feature_robustness",
+    "flatness_penalty",
     "generalization_bound",
     "generalization_gap",
     "granulated_kendall",
@@ -86,7 +96,9 @@ __all__ = [
     "invariances",
     "keskar_sharpness",
     "label_constancy",
+    "landscape",
     "largest_robustness",
+    "linear_interpolation",
     "matrix_robustness",
     "measure",
     "mls_adversarial",
@@ -101,6 +113,7 @@ __all__ = [
     "sign_error",
     "spectral_robustness_bound",
     "spectrum",
+    "track",
     "truncated_normal_noise",
     "uniform_robustness_bound",
     "verify",

@@ -90,6 +90,24 @@ class FeatureScale:
         return torch.where(constant, self._largest, deviation)
 
 
+def differentiable_scale(rows: Tensor, used: Tensor | None, eps: float) -> Tensor:
+    """Return what :meth:`FeatureScale.scale` does for rows (rows, m), (m,) float64, as a function that has derivatives.
+
+    Args:
+        rows: of one batch, which is all of the data.
+        used: which of them count, (rows,); None: all do.
+        eps: of the dtype that the rows came in.
+    """
+    counted = torch.ones_like(rows[:, :1], dtype=torch.bool) if used is None else used.unsqueeze(1)
+    count = counted.sum()
+    rows = torch.where(counted, rows, 0.0).double()
+    mean = rows.sum(dim=0) / count
+    variance = torch.where(counted, rows - mean, 0.0).square().sum(dim=0) / count
+    largest = rows.abs().amax(dim=0)
+    constant = variance.detach().sqrt() <= _ULPS * eps * largest.detach()
+    return torch.where(constant, largest, torch.where(constant, 1.0, variance).sqrt())
+
+
 class TokenScale:
     """Count how often each token comes, of which the deviations of one-hot features follow.
 

@@ -1,5 +1,6 @@
 """Entries of the grid of the public calls beside the values of layers, and of samples that are not finite."""
 
+import copy
 import csv
 import itertools
 import shutil
@@ -99,12 +100,34 @@ def _change(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.Report
     return pf.cost_of_change(model, loss, data, pf.changes.rounded(model, 4), **options)
 
 
+def _interpolated(model: nn.Module, loss: Any, data: Any) -> dict[str, Any]:
+    other = {name: 1.5 * value for name, value in model.state_dict().items()}
+    return _numbers(pf.linear_interpolation(model, loss, data, other, test=data, steps=3))
+
+
+def _landscape(model: nn.Module, loss: Any, data: Any, **options: Any) -> dict[str, Any]:
+    return _numbers(pf.landscape(model, loss, data, steps=3, **options))
+
+
+def _numbers(found: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(found).items() if name != "key"}
+
+
+def _history(model: nn.Module, loss: Any, data: Any, **options: Any) -> list[Any]:
+    history = pf.track(model, loss, data, weights=["live", "ema"], averaged=copy.deepcopy(model), **options)
+    records = [history.record(step=step, train_loss=0.5).to_dict() for step in range(2)]
+    return [{name: part for name, part in record.items() if name != "seconds"} for record in records]
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "interpolation_error": lambda model, loss, data: pf.interpolation_error(model, data),
     "worst_case_sharpness": partial(pf.worst_case_sharpness, steps=4, restarts=2, bound=True, adaptive=True, m=3),
     "keskar_sharpness": partial(pf.keskar_sharpness, steps=3),
     "critical_sharpness": _critical,
     "spectrum": partial(pf.spectrum, k=2, which="both", density=True, probes=2, steps=5),
+    "landscape": _landscape,
+    "landscape, a line": partial(_landscape, dimensions=1, quadratic=False),
+    "linear_interpolation": _interpolated,
     "cost_of_change": _change,
     "cost_of_change, ggn, by trace": partial(_change, curvature="ggn", by_trace=True, measured=False),
     "representation": pf.representation,
@@ -126,6 +149,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "generalization_gap, omit": partial(_gap, nan_policy="omit"),
     "generalization_bound": _bound,
     "generalization_bound, given": partial(_bound, delta=0.2, kappa=1.5, seed=3),
+    "track": _history,
     "reparameterize": _rescaled,
     "verify": partial(pf.verify, seconds=None),
     "pac_bayes, initial": _from_the_start,
@@ -177,6 +201,7 @@ def of_features() -> Iterator[Entry]:
         yield f"representativeness | {loss}", partial(_of_head, pf.representativeness, loss, folds=2, draws=3)
         yield f"representativeness, refitted | {loss}", partial(_refitted, loss)
         yield f"authors_representativeness | {loss}", partial(_of_head, pf.authors_representativeness, loss, folds=2)
+        yield f"flatness_penalty | {loss}", partial(_of_head, pf.flatness_penalty, loss)
     for draws, seed in itertools.product((1, 3), (0, 5)):
         yield f"truncated_normal_noise | {draws} | {seed}", partial(_noise, draws=draws, seed=seed)
     yield "uniform_robustness_bound", partial(pf.uniform_robustness_bound, 0.3, 7, 1.25)
