@@ -47,6 +47,7 @@ from .reparameterization.reparameterize import reparameterize
 from .report import Estimate, Report
 from .scoring.score import score
 from .scoring.scores import Scores
+from .training.layer_penalty import FlatnessPenalty
 from .verification import Verification, verify
 
 __version__ = "0.2.0.dev0"
@@ -55,6 +56,7 @@ __all__ = [
     "BackendError",
     "Estimate",
     "FlatnessError",
+    "FlatnessPenalty",
     "InputError",
     "MissingExtraError",
     "NonFiniteError",
