@@ -4,6 +4,7 @@ Hooks on the model say when a forward pass begins and ends, so that what activat
 backward pass is not kept.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from ..session import untraced
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
-def _not_compiled(hook: _Hook) -> _Hook:
+def not_compiled(hook: _Hook) -> _Hook:
     """Return a hook that torch.compile does not look into."""
     return untraced(hook)  # type: ignore[no-any-return]
 
@@ -41,22 +42,26 @@ class Watched:
     """
 
     def __init__(self, model: nn.Module, layer: nn.Module) -> None:
-        self.calls: list[Call] = []
-        self.weight: Tensor | None = None
-        self.samples, self._running = -1, False
+        self._make(in_use=True)
         # A layer may be the model itself: its call is kept between the model's first hook and its last.
-        self._handles: list[Any] = [
+        self._handles += [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
             layer.register_forward_hook(self._keep, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._end, always_call=True),
         ]
         if parametrize.is_parametrized(layer):  # its weight is made anew whenever it is asked for
-            self._cached = parametrize.cached()
             self._handles.append(layer.register_forward_pre_hook(self._enter))
             self._handles.append(layer.register_forward_hook(self._leave, always_call=True))
 
+    def _make(self, *, in_use: bool) -> None:
+        self.calls: list[Call] = []
+        self.weight: Tensor | None = None
+        self.samples, self._running, self._in_use = -1, False, in_use
+        self._handles: list[Any] = []
+        self._cached = contextlib.ExitStack()
+
     def __reduce__(self) -> Any:
-        return _Unused, ()
+        return _unused, ()
 
     def remove(self) -> None:
         """Take the hooks away and forget the calls."""
@@ -67,25 +72,25 @@ class Watched:
     def _forget(self) -> None:
         self.calls, self.weight = [], None
 
-    @_not_compiled
+    @not_compiled
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forget()
-        self._running = torch.is_grad_enabled()
+        self._running = self._in_use and torch.is_grad_enabled()
         self.samples = data.size((args, kwargs))
 
-    @_not_compiled
+    @not_compiled
     def _end(self, *_: Any) -> None:
         self._running = False
 
-    @_not_compiled
+    @not_compiled
     def _enter(self, *_: Any) -> None:
-        self._cached.__enter__()
+        self._cached.enter_context(parametrize.cached())
 
-    @_not_compiled
+    @not_compiled
     def _leave(self, *_: Any) -> None:
-        self._cached.__exit__(None, None, None)
+        self._cached.close()
 
-    @_not_compiled
+    @not_compiled
     def _keep(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
         kind = layers.kind_of(layer)
         inputs = kind.inputs_of(args, kwargs) if self._running else None
@@ -98,10 +103,8 @@ class Watched:
         return None if own is output else own
 
 
-class _Unused:
-    """Take the place of :class:`Watched` in a copy of a model: hooks that do nothing."""
-
-    def _begin(self, *_: Any) -> None:
-        """Do nothing, as the others do."""
-
-    _end = _keep = _enter = _leave = _begin
+def _unused() -> Watched:
+    """Return one for the hooks of a copy."""
+    made = Watched.__new__(Watched)
+    made._make(in_use=False)
+    return made

@@ -27,7 +27,7 @@ from ..passes.batch_layout import Layout, mixed
 from ..passes.dry_run import layouts_of, narrow
 from ..passes.recorder import Call, Recorder
 from .at_layer import AtLayer, squared_norms
-from .layer_call import Watched
+from .layer_call import Watched, not_compiled
 from .loss_terms import LossTerms
 
 
@@ -94,6 +94,11 @@ class FlatnessPenalty:
             raise InputError(f"model: a torch.nn.Module is wanted, got {type(model).__name__}")
         if isinstance(model, nn.DataParallel):
             raise InputError("model: nn.DataParallel copies its layers at every call; use DistributedDataParallel")
+        if isinstance(model, nn.parallel.DistributedDataParallel) and model.static_graph:
+            raise InputError(
+                "model: DistributedDataParallel(static_graph=True) counts one backward pass a step, and a penalty "
+                "makes another in it; leave static_graph out"
+            )
         self._normalize = Options(normalize=normalize).normalize
         self._probes = check_draws("probes", probes, 1)
         if generator is not None and not isinstance(generator, torch.Generator):
@@ -116,6 +121,7 @@ class FlatnessPenalty:
         self._is_new = True
         self._watched = Watched(self._model, self._module)
 
+    @not_compiled
     def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return an estimate of κ for the batch that the model was called on last, with its graph.
 
@@ -184,6 +190,7 @@ class FlatnessPenalty:
             )
         if version(calls[0].inputs) != calls[0].version:
             raise InputError(f"{name}: its input was modified in place after it ran; leave that input as it is")
+        layers.check_dtype(f"{name}: weight", weight.dtype)
         return calls[0], weight
 
     def _weights(self) -> list[Tensor]:
@@ -245,7 +252,6 @@ def _check_kind(name: str, module: nn.Module) -> None:
             f"layer {name!r} is {what}; FlatnessPenalty takes linear, bilinear, convolutional and transposed "
             "convolutional layers"
         )
-    layers.check_measurable(name, module)
 
 
 def _couples_samples(model: nn.Module) -> bool:
