@@ -97,10 +97,10 @@ def resnet20(images: int = 512) -> tuple[nn.Module, dict[str, Costs]]:
     return model, estimates(model, loss, (x, y), fisher(model, gradients, images), None)
 
 
-def of_stories(count: int = 32) -> dict[str, Costs]:
+def of_stories(count: int = 8) -> dict[str, Costs]:
     """Return the costs of the layers of the story-telling Llama on some stories."""
     model, tokens = storyteller(), stories(count)
-    data = [{"input_ids": part} for part in tokens.split(16)]
+    data = [{"input_ids": part} for part in tokens.split(8)]
     weights = {name: model.get_submodule(name).weight for name in pf.changes.rounded(model)}
 
     def gradients(sample: int) -> dict[str, Tensor]:
@@ -192,7 +192,7 @@ def main() -> None:
             allocation(model, found["ResNet-20, CIFAR-10"])
     if "stories" in parts:
         found["a Llama of 260,000 weights"] = of_stories()
-        shown("stories260K, 32 stories", found["a Llama of 260,000 weights"])
+        shown("stories260K, 8 stories", found["a Llama of 260,000 weights"])
     if arguments.figure:
         drawn(found, arguments.figure)
     print(f"{time.perf_counter() - start:.0f} s, torch {torch.__version__}, {torch.get_num_threads()} threads")

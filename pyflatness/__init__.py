@@ -47,7 +47,10 @@ from .reparameterization.reparameterize import reparameterize
 from .report import Estimate, Report
 from .scoring.score import score
 from .scoring.scores import Scores
+from .training.head_penalty import flatness_penalty
+from .training.history import History
 from .training.layer_penalty import FlatnessPenalty
+from .training.track import track
 from .verification import Verification, verify
 
 __version__ = "0.2.0.dev0"
@@ -57,6 +60,7 @@ __all__ = [
     "Estimate",
     "FlatnessError",
     "FlatnessPenalty",
+    "History",
     "InputError",
     "MissingExtraError",
     "NonFiniteError",
@@ -80,6 +84,7 @@ __all__ = [
     "critical_sharpness",
     "density_constants",
     "feature_robustness",
+    "flatness_penalty",
     "generalization_bound",
     "generalization_gap",
     "granulated_kendall",
@@ -103,6 +108,7 @@ __all__ = [
     "sign_error",
     "spectral_robustness_bound",
     "spectrum",
+    "track",
     "truncated_normal_noise",
     "uniform_robustness_bound",
     "verify",

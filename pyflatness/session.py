@@ -65,6 +65,28 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     return cast(Callable[P, R], untraced(called))
 
 
+def taking_options_of(other: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator of a function that hands its ``**options`` on, whose signature then has them by their names.
+
+    Args:
+        other: the function that takes the options.
+    """
+
+    def with_signature(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        names = {parameter.name for parameter in own}
+        options = [
+            parameter
+            for parameter in inspect.signature(other).parameters.values()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.name not in names
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        return function
+
+    return with_signature
+
+
 @contextlib.contextmanager
 def session(
     model: nn.Module,

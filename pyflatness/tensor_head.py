@@ -62,24 +62,7 @@ def from_tensors(
     if isinstance(weight, Tensor) and is_spread(weight):
         features, weight, bias, targets = _own_rows(features, weight, bias, targets, loss, ranks)
         classes, ranks = ranks, ALONE
-    for what, tensor, ndim in (("features", features, 2), ("weight", weight, 2), ("bias", bias, 1)):
-        if what == "bias" and bias is None:
-            continue
-        tensor = check_tensor(what, tensor)
-        layers.check_dtype(what, tensor.dtype)
-        if tensor.ndim < ndim or (tensor.ndim > ndim and what != "features"):
-            raise InputError(f"{what}: {ndim} dimensions are wanted, got shape {tuple(tensor.shape)}")
-        same = tensor.dtype == features.dtype or promoted_dtype(tensor.dtype) == promoted_dtype(features.dtype)
-        if not same or tensor.device != features.device:
-            raise InputError(
-                f"{what} is {tensor.dtype} on {tensor.device}, features are {features.dtype} on {features.device}; "
-                "they must be of one kind"
-            )
-    d, m = weight.shape
-    if features.shape[-1] != m or total == 0:
-        raise InputError(f"features {tuple(features.shape)} do not fit weight {tuple(weight.shape)}: (n, m) and (d, m)")
-    if bias is not None and bias.shape[0] != d:
-        raise InputError(f"bias has {len(bias)} entries for {d} rows of weight")
+    check_head(features, weight, bias, total)
     counts = features.numel() > 0
     if not ranks.alone:
         named = (("weight", weight), ("bias", weight[:0] if bias is None else bias))
@@ -93,7 +76,7 @@ def from_tensors(
     if targets is not None:
         targets = _detached(check_tensor("targets", targets)).to(features.device)
     if not custom and rows.ndim > 2:
-        rows = rows.reshape(-1, m)
+        rows = rows.reshape(-1, weight.shape[1])
 
     def outputs(count: int) -> Tensor:
         if not custom:  # it does not look at their values
@@ -155,6 +138,31 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor  # a call for nothing takes as long as a check
+
+
+def check_head(features: Tensor, weight: Tensor, bias: Tensor | None, total: int | None = None) -> None:
+    """Raise an InputError unless features (n, …, m), weight (d, m) and bias (d,) are tensors of one kind and fit.
+
+    ``total`` is the number of all ranks' rows of a weight that is spread.
+    """
+    for what, tensor, ndim in (("features", features, 2), ("weight", weight, 2), ("bias", bias, 1)):
+        if what == "bias" and bias is None:
+            continue
+        tensor = check_tensor(what, tensor)
+        layers.check_dtype(what, tensor.dtype)
+        if tensor.ndim < ndim or (tensor.ndim > ndim and what != "features"):
+            raise InputError(f"{what}: {ndim} dimensions are wanted, got shape {tuple(tensor.shape)}")
+        same = tensor.dtype == features.dtype or promoted_dtype(tensor.dtype) == promoted_dtype(features.dtype)
+        if not same or tensor.device != features.device:
+            raise InputError(
+                f"{what} is {tensor.dtype} on {tensor.device}, features are {features.dtype} on {features.device}; "
+                "they must be of one kind"
+            )
+    d, m = weight.shape
+    if features.shape[-1] != m or (d if total is None else total) == 0:
+        raise InputError(f"features {tuple(features.shape)} do not fit weight {tuple(weight.shape)}: (n, m) and (d, m)")
+    if bias is not None and bias.shape[0] != d:
+        raise InputError(f"bias has {len(bias)} entries for {d} rows of weight")
 
 
 def check_tensors(

@@ -1,10 +1,11 @@
 """Run the command line, ``pyflatness``: one subcommand per file.
 
-Only click and rich are needed to start; what a subcommand needs beyond them it imports when it runs.
+What a subcommand needs beyond click and rich it imports when it runs.
 """
 
-import importlib.util
 from collections.abc import Sequence
+
+import click
 
 from .. import __version__
 from ..errors import FlatnessError
@@ -20,11 +21,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: always; with a status of 0 if all went well, and of 2 for what cannot be done.
     """
-    missing = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise SystemExit(f"Error: the command line needs {' and '.join(missing)}: pip install 'pyflatness[cli]'")
-    import click
-
     from .demo import demo
     from .doctor import doctor
     from .example_zoo import example_zoo

@@ -10,7 +10,7 @@ Beside it stands what the quadratic model of the loss allows in the Euclidean ba
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +44,7 @@ class WorstCase:
         groups: of samples, each with a maximum of its own.
         samples: of the data.
         rho: ρ.
+        notes: what a reader of the values should know, such as a bound whose eigenvalue is not converged.
     """
 
     value: float
@@ -54,6 +55,7 @@ class WorstCase:
     groups: int
     samples: int
     rho: float
+    notes: tuple[str, ...] = ()
 
     def __float__(self) -> float:
         return self.value
@@ -92,13 +94,15 @@ class Ascent:
             total += count * (found - start)
             best += count * max(0.0, float(found.max()) - start)
             loss, groups, samples = start, groups + 1, samples + count
-        whole = None
+        whole: float | None = None
+        notes: tuple[str, ...] = ()
         if groups > 1:
             loss, slope = place.risk(torch.zeros_like(place.theta), task.batches)
         norm = float(slope.norm())
         if bounded:
-            whole = self.rho * norm + 0.5 * self.rho**2 * max(0.0, place.largest_eigenvalue(self.seed))
-        return WorstCase(best / samples, total / samples, loss, norm, whole, groups, samples, self.rho)
+            top, notes = place.largest_eigenvalue(self.seed)
+            whole = self.rho * norm + 0.5 * self.rho**2 * max(0.0, top)
+        return WorstCase(best / samples, total / samples, loss, norm, whole, groups, samples, self.rho, notes)
 
     def _climbed(self, place: "_Place", batches: Any, number: int, generator: torch.Generator) -> Tensor:
         """Return the largest loss on the way of one ascent."""
@@ -146,18 +150,12 @@ class _Place:
         task, moved = self._task, self._at(u)
         total, weight, gradient = 0.0, 0.0, torch.zeros_like(self.theta)
         for number, batch in enumerate(batches):
-
-            def work(batch: Any = batch, number: int = number) -> tuple[float, float, Sequence[Tensor]]:
+            with self._differentiated(u, moved):
                 outputs, targets = calling.run(task.model, batch, task.forward)
-                own = risk.weight(outputs.detach(), targets, task.loss, number)
+                weight += risk.weight(outputs.detach(), targets, task.loss, number)
                 value = task.loss.value(outputs, targets)
                 found = torch.autograd.grad(value, [*moved.values()], allow_unused=True, materialize_grads=True)
-                return float(value.detach()), own, found
-
-            elsewhere = calling.dry_run() if bool(u.any()) else contextlib.nullcontext()
-            with elsewhere, calling.differentiated(), torch.enable_grad():
-                value, own, found = parameters.inside(task.model, moved, work)
-            total, weight = total + value, weight + own
+            total += float(value.detach())
             gradient += torch.cat([part.flatten().double() for part in found])
         normaliser = weight if task.loss.reduction == "mean" else 1.0
         if normaliser == 0:
@@ -165,13 +163,25 @@ class _Place:
                 "data: no target of a group of samples counts in the loss, whose mean over them is not there; leave "
                 "such samples out, or take larger groups (m)"
             )
-        value = total / normaliser
-        if not math.isfinite(value) and not bool(u.any()):
-            raise NonFiniteError(f"the loss at the model's weights is {value}: there is no rise from it")
-        return value if math.isfinite(value) else -math.inf, gradient * self._scale / normaliser
+        mean = total / normaliser
+        if not math.isfinite(mean) and not bool(u.any()):
+            raise NonFiniteError(f"the loss at the model's weights is {mean}: there is no rise from it")
+        return mean if math.isfinite(mean) else -math.inf, gradient * self._scale / normaliser
 
-    def largest_eigenvalue(self, seed: int) -> float:
-        """Return λ_max(T H T) over all data."""
+    @contextlib.contextmanager
+    def _differentiated(self, u: Tensor, moved: parameters.Parameters) -> Iterator[None]:
+        """Have the parameters θ + T u in the model, as leaves of a graph, inside."""
+        with contextlib.ExitStack() as stack:
+            if bool(u.any()):
+                stack.enter_context(calling.dry_run())
+            stack.enter_context(calling.differentiated())
+            stack.enter_context(calling.differentiated_in_all_parameters())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(parameters.inside(self._task.model, moved))
+            yield
+
+    def largest_eigenvalue(self, seed: int) -> tuple[float, tuple[str, ...]]:
+        """Return λ_max(T H T) over all data, and what a reader of it should know."""
         products = ParameterProducts(self._task)
         budget = Budget.of(self._task.model, self._task.options.memory)
         generator = torch.Generator().manual_seed(seed)
@@ -182,7 +192,10 @@ class _Place:
         def times(vectors: Tensor) -> Tensor:
             return self._scale * products({products.names: vectors * self._scale})[products.names]
 
-        return float(lanczos.solved(search, times).values)
+        found = lanczos.solved(search, times)
+        certificate = f"λ_max of the bound: an eigenvalue within {float(found.residuals):.1e}"
+        ended = f"{certificate}, not converged after {found.products} products: the true bound may be larger"
+        return float(found.values), (*products.notes(""), *(() if found.converged else (ended,)))
 
     def _at(self, u: Tensor) -> parameters.Parameters:
         """Return the parameters θ + T u, as leaves of a graph."""

@@ -20,7 +20,6 @@ from .. import contractions
 from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..model import layers
-from ..model.uses import Use
 from ..numerics.accumulate import counting
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
@@ -42,18 +41,14 @@ def as_called(name: str, module: nn.Module, change: Tensor) -> Tensor:
     Raises:
         InputError: the operation has another tensor than a view of the parameter.
     """
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    if weight.shape == change.shape:
-        return change
-    own = module.source.parameter if isinstance(module, Use) else weight
-    if own.shape != change.shape or own.data_ptr() != weight.data_ptr():
+    found = layers.as_called(module, change)
+    if found is None:
+        assert isinstance(module.weight, Tensor)
         raise InputError(
-            f"changes[{name!r}]: the weight is used as a tensor of shape {tuple(weight.shape)} that is no view of one "
-            f"of the shape {tuple(change.shape)}; its change has no such form"
+            f"changes[{name!r}]: the weight is used as a tensor of shape {tuple(module.weight.shape)} that is no view "
+            f"of one of the shape {tuple(change.shape)}; its change has no such form"
         )
-    like = torch.empty_strided(own.shape, own.stride(), dtype=change.dtype, device=change.device).copy_(change)
-    return like.as_strided(weight.shape, weight.stride())
+    return found
 
 
 @dataclass(frozen=True)

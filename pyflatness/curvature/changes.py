@@ -1,7 +1,13 @@
 """Make changes of layers' weights, for :func:`pyflatness.cost_of_change`: what quantisation or pruning would do.
 
 Each function returns a mapping from names of layers to Δ, of the shape of the layer's weight, so that w + Δ is the
-changed weight. No model is changed. Rows of a weight are its outputs (filters, of a convolution).
+changed weight; in float32 for weights of half precision. No model is changed. Rows of a weight are its outputs
+(filters, of a convolution).
+
+``layers=None`` takes every module that is a layer, and the weights of torch's attention and recurrent modules, in which
+the rows for queries, keys and values are layers of their own. Other weights that no module of a known kind has, such as
+those of experts or of a model's own functions, are taken by their names (``pyflatness layers`` lists them): whether
+they are layers shows when the model runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..contractions import promoted
 from ..errors import InputError
 from ..messages import shown
 from ..model import layers as kinds
 from ..model import selectors
-from ..model.kinds import Use
 from ..model.selectors import Selector
+from ..model.uses import Use, runs_with_its_module
 from ..options import check_count, check_number
 
 Layers = Selector | Sequence[Selector] | None
@@ -34,7 +41,7 @@ def rounded(
         per: what has a scale s of its own: the whole ``"tensor"``, each ``"channel"`` (a row of the matrix), or each
             ``"group"`` of ``group_size`` entries of a row, the last of which may be shorter.
         group_size: entries of a group.
-        layers: selectors, as for :func:`pyflatness.measure`; None: every module that is a layer.
+        layers: selectors, as for :func:`pyflatness.measure`; None: see the module's text.
 
     Raises:
         InputError: options that do not exist, or no such layers.
@@ -68,7 +75,7 @@ def pruned(model: nn.Module, sparsity: float = 0.5, *, layers: Layers = None) ->
     Args:
         model: any module.
         sparsity: the share of each layer's weights that become zero, between 0 and 1; rounded to whole weights.
-        layers: selectors; None: every module that is a layer.
+        layers: selectors; None: see the module's text.
 
     Raises:
         InputError: a share that is none, or no such layers.
@@ -95,7 +102,7 @@ def pruned_2_4(model: nn.Module, *, layers: Layers = None) -> dict[str, Tensor]:
 
     Args:
         model: any module.
-        layers: selectors; None: every module that is a layer. A row's last entries beyond a multiple of four stay.
+        layers: selectors; None: see the module's text. A row's last entries beyond a multiple of four stay.
 
     Raises:
         InputError: no such layers.
@@ -117,7 +124,7 @@ def of_rank(model: nn.Module, rank: int, *, layers: Layers = None) -> dict[str, 
     Args:
         model: any module.
         rank: at most; a matrix of a smaller rank stays. A convolution's matrix has a filter to a row.
-        layers: selectors; None: every module that is a layer.
+        layers: selectors; None: see the module's text.
 
     Raises:
         InputError: a rank below 1, or no such layers.
@@ -137,39 +144,45 @@ def between(model: nn.Module, other: nn.Module | Mapping[str, Tensor], *, layers
 
     Args:
         model: any module.
-        other: one of the same structure, or a state dict with the weights of layers that are modules.
-        layers: selectors; None: every module that is a layer and whose weight ``other`` has.
+        other: one of the same structure, or a state dict.
+        layers: selectors; None: of those in the module's text, the ones whose weight ``other`` has.
 
     Raises:
         InputError: no such layers, no such weights, or of another shape.
     """
     own, found = _layers(model, layers), {}
-    state = other if isinstance(other, Mapping) else _weights(other, None if layers is None else [*own])
+    state = other if isinstance(other, Mapping) else _state(other, None if layers is None else [*own])
     for name, module in own.items():
-        key = _key(name)
+        key = _key(name, module)
         weight, value = module.weight, state.get(key)
         assert isinstance(weight, Tensor)
+        if value is not None and isinstance(module, Use) and module.rows is not None:
+            value = value[module.rows]
         if value is None and layers is None:
             continue
         if value is None or value.shape != weight.shape:
             got = "none" if value is None else f"one of shape {tuple(value.shape)}"
             raise InputError(f"other: a weight {key!r} of shape {tuple(weight.shape)} is wanted, got {got}")
-        found[name] = value.detach().to(weight) - weight.detach()
+        found[name] = promoted(value.detach().to(weight)) - promoted(weight.detach())
     if not found:
         raise InputError("other: it has the weight of no layer of the model; it has " + ", ".join([*state][:5]))
     return found
 
 
-def _weights(model: nn.Module, chosen: Layers) -> dict[str, Tensor]:
+def _state(model: nn.Module, chosen: Layers) -> dict[str, Tensor]:
     """Return the weights of layers, as parametrisations make them, by their keys in a state dict without such."""
     found = {}
     for name, module in _layers(model, chosen).items():
-        assert isinstance(module.weight, Tensor)
-        found[_key(name)] = module.weight
+        weight = module.source.parameter if isinstance(module, Use) else module.weight
+        assert isinstance(weight, Tensor)
+        found[_key(name, module)] = weight
     return found
 
 
-def _key(name: str) -> str:
+def _key(name: str, module: nn.Module) -> str:
+    """Return the key of a layer's weight in a state dict, of a part of a parameter that of the whole."""
+    if isinstance(module, Use) and not module.source.of_module:
+        return name if module.rows is None else name.rpartition("[")[0]
     return f"{name}.weight" if name else "weight"
 
 
@@ -185,13 +198,17 @@ def _of_layers(model: nn.Module, chosen: Layers, change: Callable[[Tensor], Tens
     found = {}
     for name, module in _layers(model, chosen).items():
         matrix, _ = kinds.matrix(module)
-        found[name] = kinds.as_weight(module, change(matrix)).contiguous()
+        found[name] = kinds.as_weight(module, change(promoted(matrix))).contiguous()
     return found
 
 
 def _layers(model: nn.Module, chosen: Layers) -> dict[str, nn.Module]:
-    """Return layers by name; of all, only modules: whether a parameter is a layer shows when the model runs."""
+    """Return layers by name; of all, those that are layers without a look at how the model runs."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model: a torch.nn.Module is wanted, got {type(model).__name__}")
     found = selectors.select(kinds.unwrap(model), chosen).modules
-    return {name: module for name, module in found.items() if chosen is not None or not isinstance(module, Use)}
+    if chosen is not None:
+        return found
+    return {
+        name: module for name, module in found.items() if not isinstance(module, Use) or runs_with_its_module(module)
+    }

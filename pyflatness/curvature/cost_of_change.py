@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..contractions import promoted_dtype
 from ..errors import InputError
 from ..hessian.products import Products
 from ..losses import risk
@@ -165,7 +166,8 @@ def _checked(modules: Mapping[str, nn.Module], changes: Mapping[str, Any]) -> di
             )
         if not change.is_floating_point() or not bool(change.isfinite().all()):
             raise InputError(f"changes[{name!r}]: finite numbers are wanted, got {change.dtype} with NaN or infinity")
-        found[name] = change.detach().to(device=weight.device, dtype=weight.dtype)
+        dtype = promoted_dtype(weight.dtype)  # in half precision the change would lose digits that w + Δ still has
+        found[name] = change.detach().to(device=weight.device, dtype=dtype)
     return found
 
 
@@ -287,4 +289,4 @@ class Costs:
 
 
 def _changed(name: str, module: nn.Module, change: Tensor, own: Tensor) -> Tensor:
-    return own + as_called(name, module, change)
+    return (own + as_called(name, module, change)).to(own.dtype)

@@ -50,8 +50,8 @@ def critical_sharpness(
         model: in eval mode; left as it was found.
         loss: its options and reduction count.
         data: batches; read once for each η, some dozens of times.
-        step: Δ by the names of parameters, of their shapes: what an optimiser adds to them for a learning rate of 1.
-            Others stay.
+        step: Δ by the names of parameters, as the model has them or without its wrappers (``torch.compile``, DDP), of
+            their shapes: what an optimiser adds to them for a learning rate of 1. Others stay.
         start: the first η.
         reduction: ``"mean"`` or ``"sum"``.
         forward: ``(model, batch) -> (outputs, targets)``.
@@ -86,7 +86,7 @@ def critical_sharpness(
         progress=progress,
         process_group=process_group,
     ) as task:
-        line = _Line(task, _checked(parameters.every(task.model), step))
+        line = _Line(task, _checked(parameters.every(task.model), _unwrapped(task.model, model, step)))
         value = 2 / line.critical(start)
         estimate = Estimate(value, None, line.samples, "definition", exact=False, backend="reference")
         task.unite()
@@ -140,6 +140,13 @@ class _Line:
             raise NonFiniteError(f"the loss is NaN at {eta:.3g} times the step")
         self.samples = found.samples
         return found.value
+
+
+def _unwrapped(model: nn.Module, wrapped: nn.Module, step: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a step by names of the user's own module, where it is by those of what the module is wrapped in."""
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    outer = {n: own[id(p)] for n, p in wrapped.named_parameters(remove_duplicate=False) if id(p) in own}
+    return {outer.get(name, name): change for name, change in step.items()}
 
 
 def _checked(theta: Mapping[str, Tensor], step: Mapping[str, Any]) -> dict[str, Tensor]:

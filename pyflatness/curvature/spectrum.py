@@ -21,7 +21,7 @@ from ..hessian.parameter_products import ParameterProducts
 from ..hessian.products import Names, Products
 from ..model import calling
 from ..model.selectors import Selector
-from ..numerics.eigenpairs import Pairs, Search, quadrature
+from ..numerics.eigenpairs import Pairs, Search, least_vectors, quadrature
 from ..numerics.meeting import Group
 from ..options import Options, check_count, check_draws, check_flag, check_number
 from ..passes.memory import Budget
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WHICH = ("largest", "smallest", "both")
-_LIMIT = 1000  # products that eigenpairs take at most
+MAX_PRODUCTS = 1000  # that eigenpairs take, unless the user says otherwise
+_NUMBER = 8  # bytes of one
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,11 @@ class Spectrum:
 
     Attributes:
         eigenvalues: (k,) float64, descending; with ``which="both"`` k of each end.
-        eigenvectors: by layer or parameter, (k, …), the shape of its weight behind k; each has norm 1 in all together.
+        eigenvectors: by layer or parameter, (k, …), the shape of its parameter behind k, or of the layer's rows of it,
+            as changes of weights have; each has norm 1 in all together.
         residuals: (k,) |H y - θ y|: an eigenvalue lies so near to each value.
         converged: whether all pairs were brought to the tolerance, and a search beside them found nothing beyond.
+        limited: whether it ended at ``max_products=`` instead, which :attr:`notes` say too.
         density: or None.
         method: ``"hessian"`` or ``"ggn"``.
         samples: of the data.
@@ -97,6 +100,7 @@ class Spectrum:
     eigenvectors: Mapping[str, Tensor]
     residuals: Tensor
     converged: bool
+    limited: bool
     density: Density | None
     method: str
     samples: int
@@ -162,6 +166,7 @@ def spectrum(
     probes: int = 8,
     steps: int = 64,
     tolerance: float | None = None,
+    max_products: int = MAX_PRODUCTS,
     curvature: str = "auto",
     nan_policy: str = "raise",
     reduction: str | None = None,
@@ -187,11 +192,15 @@ def spectrum(
         probes: random vectors of the density.
         steps: products of each of them.
         tolerance: for residuals, relative to the matrix's norm; None: 1e-8 in float64, 1e-5 in float32.
+        max_products: with vectors that the search for eigenpairs takes at most, besides one for each pair that measures
+            its residual; those of the density come on top.
         curvature: ``"auto"`` and ``"hessian"`` for the Hessian, ``"ggn"`` for the GGN.
-        nan_policy: ``"raise"`` or ``"propagate"``; no sample can be left out.
+        nan_policy: ``"raise"``, or ``"propagate"`` for eigenvalues of NaN; ``"omit"`` is an error where NaN or infinity
+            come up, since an eigenvalue is one of all samples together.
         reduction: ``"mean"`` or ``"sum"``.
         forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes to hold at a time; vectors take 1 GiB, or this where it is more.
+        memory: bytes to hold at a time; vectors take 1 GiB, or this where it is more. At least 2 (pairs + 1) of them
+            are needed for the eigenpairs, and ``steps + 1`` for the density, of 8 N bytes each.
         seed: of the random vectors.
         progress: show a bar.
         process_group: as for :func:`pyflatness.relative_flatness`.
@@ -202,8 +211,8 @@ def spectrum(
         is as certain as that random starts have a component along its eigenvector.
 
     Raises:
-        InputError: options that do not fit; an operation without a second derivative, or that torch did not write; see
-            :func:`pyflatness.relative_flatness`.
+        InputError: options that do not fit; vectors that do not fit the memory; an operation without a second
+            derivative, or that torch did not write; see :func:`pyflatness.relative_flatness`.
         NonFiniteError: a product with NaN or infinity, under ``nan_policy="raise"``.
 
     Example:
@@ -219,6 +228,7 @@ def spectrum(
     probes, steps = check_draws("probes", probes, 1), check_count("steps", steps, 1)
     if tolerance is not None:
         tolerance = check_number("tolerance", tolerance)
+    max_products = check_count("max_products", max_products, 1, "a number of products")
     if which not in WHICH:
         raise InputError(f"which={which!r} does not exist; choose one of {', '.join(map(repr, WHICH))}")
     if not k and not density:
@@ -235,21 +245,24 @@ def spectrum(
         products = ParameterProducts(task) if layers is None else Products(task.of(layers))
         names = products.names if isinstance(products, ParameterProducts) else tuple(products.modules)
         block = _Block(products, names, Budget.of(task.model, memory).bases, seed)
-        pairs = block.pairs(k, which, tolerance or tolerance_of(products))
+        largest, smallest = block.wanted(k, which)
+        block.check(largest + smallest, steps if density else 0, max_products)
+        pairs = block.pairs(largest, smallest, tolerance or tolerance_of(products), max_products)
         found = block.density(probes, steps) if density else None
         task.unite()
-        vectors = [products.as_weights(names, vector) for vector in pairs.vectors]
+        vectors = [products.as_parameters(names, vector) for vector in pairs.vectors]
         return Spectrum(
             eigenvalues=pairs.values.cpu(),
             eigenvectors={name: torch.stack([each[name] for each in vectors]) for name in names} if vectors else {},
             residuals=pairs.residuals.cpu(),
             converged=pairs.converged,
+            limited=pairs.limited,
             density=found,
             method="ggn" if options.by_ggn else "hessian",
             samples=products.samples,
             products=block.products,
             size=products.size(names),
-            notes=products.notes(""),
+            notes=(*products.notes(""), *([f"ended by max_products={max_products}"] if pairs.limited else [])),
         )
 
 
@@ -269,18 +282,43 @@ class _Block:
         self._size, self._device = products.size(names), products.device
         self.products = 0
 
-    def pairs(self, k: int, which: str, tolerance: float) -> Pairs:
-        """Return the eigenpairs at the ends that are asked for."""
+    def wanted(self, k: int, which: str) -> tuple[int, int]:
+        """Return how many eigenpairs are asked for at the upper and at the lower end."""
         largest, smallest = k * (which != "smallest"), k * (which != "largest")
-        if largest + smallest >= self._size:  # all that there are
-            largest, smallest = self._size, 0
+        return (largest, smallest) if largest + smallest < self._size else (self._size, 0)  # all that there are
+
+    def check(self, pairs: int, steps: int, most: int) -> None:
+        """Raise unless what is asked for fits the memory, and the products that it may take.
+
+        Args:
+            pairs: eigenpairs.
+            steps: of the density; 0 without one.
+            most: products for the eigenpairs.
+
+        Raises:
+            InputError: it does not.
+        """
+        if pairs > most:
+            raise InputError(f"max_products={most}: {pairs} eigenpairs take {pairs} products at least")
+        least = {f"{pairs} eigenpairs": least_vectors(pairs, self._size), f"steps={steps}": min(steps, self._size) + 1}
+        what, vectors = max(least.items(), key=lambda item: item[1])
+        needed = vectors * _NUMBER * self._size
+        if needed > self._memory:
+            raise InputError(
+                f"{what}: {vectors} vectors of {self._size:,} numbers in float64 take {needed:,} bytes, of which there "
+                f"are {self._memory:,}; pass memory={needed} if this machine has them, a smaller k= or steps=, or "
+                "layers= for the block of fewer weights"
+            )
+
+    def pairs(self, largest: int, smallest: int, tolerance: float, most: int) -> Pairs:
+        """Return so many eigenpairs at each end, by so many products at most."""
         search = Search(
             self._generator,
             self._size,
             self._device,
             tolerance=tolerance,
-            room=self._memory // (8 * self._size),
-            limit=_LIMIT,
+            room=self._memory // (_NUMBER * self._size),
+            limit=most,
         )
         found: Pairs = self._found(search.pairs(largest, smallest))
         return found
@@ -288,7 +326,7 @@ class _Block:
     def density(self, probes: int, steps: int) -> Density:
         """Return the quadrature of random probes, as many at a time as memory has room for."""
         steps = min(steps, self._size)
-        at_once = max(1, self._memory // (8 * self._size * (steps + 1)))
+        at_once = max(1, self._memory // (_NUMBER * self._size * (steps + 1)))
         found = []
         for start in range(0, probes, at_once):
             count = min(at_once, probes - start)

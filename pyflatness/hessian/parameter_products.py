@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..model import parameters
+from ..model import calling, parameters
 from ..model.selectors import Selection
-from ..passes import linearity
+from ..passes import linearity, weight_norms
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from .products import Names, Products, for_second_derivatives
@@ -40,6 +40,7 @@ class ParameterProducts(Products):
     def __init__(self, task: Task) -> None:
         self._theta = parameters.trainable(task.model)
         self.names: Names = tuple(self._theta)
+        self._weight_norms = False  # whether the model has such, in what was run so far
         super().__init__(task)
 
     def notes(self, name: str) -> tuple[str, ...]:
@@ -48,8 +49,10 @@ class ParameterProducts(Products):
 
     def _made_runner(self) -> Runner:
         def forward(model: Any, batch: Any) -> Any:
-            leaves = self._leaves or self._fresh()  # outside of work on a run: a look at how much its graph takes
-            return parameters.run(model, leaves, batch, self._task.forward)
+            if self._leaves:
+                return calling.run(model, batch, self._task.forward)
+            # Outside of work on a run: a look at how much its graph takes.
+            return parameters.run(model, self._fresh(), batch, self._task.forward)
 
         return Runner(
             *self._data(Selection({}, frozenset(), optional=True), forward),
@@ -64,11 +67,23 @@ class ParameterProducts(Products):
         some = next(iter(self._theta.values()))
         self.device, self.eps = some.device, max(torch.finfo(values.dtype).eps for values in self._theta.values())
 
+    def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
+        if any(node.name() == "CheckpointFunctionBackward" for node in run.users):
+            raise calling.reentrant()
+        self._weight_norms = self._weight_norms or weight_norms.are_among(run.users)
+        return super()._seen(run)
+
     @contextlib.contextmanager
     def _parameters_as_leaves(self) -> Iterator[None]:
+        """Have the parameters as leaves of a twice differentiable graph in the model, inside."""
         self._leaves = self._fresh()
         try:
-            with sdpa_kernel(SDPBackend.MATH):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+                stack.enter_context(calling.differentiated_in_all_parameters())
+                stack.enter_context(parameters.inside(self._model, self._leaves))
+                if self._weight_norms:  # every operation takes a little longer there
+                    stack.enter_context(weight_norms.WrittenOut())
                 yield
         finally:
             self._leaves = {}
@@ -87,6 +102,10 @@ class ParameterProducts(Products):
             )
             for name, gradient in zip(some, found, strict=True):
                 linearity.check_complete(f"parameter {name!r}", [] if gradient is None else [gradient])
+
+    def as_parameters(self, names: Names, vector: Tensor) -> dict[str, Tensor]:
+        """Return a vector (N,) as tensors of the parameters' shapes."""
+        return self.as_weights(names, vector)
 
     def _shape(self, name: str) -> torch.Size:
         return self._theta[name].shape

@@ -229,6 +229,11 @@ class Products:
         parts = zip(names, vector.split([self.size((name,)) for name in names]), strict=True)
         return {name: self._as_weight(name, entries.view(self._shape(name))) for name, entries in parts}
 
+    def as_parameters(self, names: Names, vector: Tensor) -> dict[str, Tensor]:
+        """Return a vector (N,) as tensors of the shape of the layers' parameters, or of their rows of them."""
+        weights = self.as_weights(names, vector)
+        return {name: layers.as_parameter(self.modules[name], weight) for name, weight in weights.items()}
+
     def _shape(self, name: str) -> torch.Size:
         """Return the shape of a layer's matrix (d, m)."""
         return layers.matrix(self.modules[name])[0].shape

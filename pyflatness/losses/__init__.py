@@ -64,7 +64,7 @@ def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:
     if isinstance(loss, functools.partial) and isinstance(loss.func, Hashable) and loss.func in _FUNCTIONS:
         loss = _with_options(loss)
     elif isinstance(loss, Hashable) and not isinstance(loss, nn.Module) and loss in _FUNCTIONS:
-        loss = _default(loss)
+        loss = _DEFAULTS[loss]
     _check_callable(loss)
     how = getattr(loss, "reduction", "mean") if reduction is None else reduction
     if reduction is None and how == "batchmean" and isinstance(loss, nn.KLDivLoss):
@@ -103,9 +103,5 @@ _FUNCTIONS: dict[Any, Callable[..., nn.Module]] = {
     F.mse_loss: nn.MSELoss,
     F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
 }
-_NAMES: dict[str, Any] = {function.__name__: function for function in _FUNCTIONS}
-
-
-@functools.cache
-def _default(function: Any) -> nn.Module:
-    return _FUNCTIONS[function]()
+_DEFAULTS = {function: module() for function, module in _FUNCTIONS.items()}
+_NAMES: dict[str, Any] = {function.__name__: module for function, module in _DEFAULTS.items()}

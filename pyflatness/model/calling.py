@@ -1,6 +1,7 @@
 """Call the user's model on a batch, and see what goes through its layers."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -225,10 +226,37 @@ def differentiated() -> Iterator[None]:
             ) from error
         if "use_reentrant=True" not in str(error):
             raise
-        raise NoGraphError(
-            "model: a part of it runs in reentrant activation checkpointing, which torch does not differentiate in "
-            "chosen tensors; pass use_reentrant=False to torch.utils.checkpoint"
-        ) from error
+        raise reentrant() from error
+
+
+@contextlib.contextmanager
+def differentiated_in_all_parameters() -> Iterator[None]:
+    """Refuse reentrant activation checkpointing of a part whose inputs have no graph, inside.
+
+    Torch only warns of it and records nothing, so that derivatives in the parameters of this part would be zero.
+
+    Raises:
+        NoGraphError: there is such a part.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", _WITHOUT_GRAPH, UserWarning)
+        try:
+            yield
+        except UserWarning as warning:
+            if not str(warning).startswith(_WITHOUT_GRAPH):
+                raise
+            raise reentrant() from warning
+
+
+_WITHOUT_GRAPH = "None of the inputs have requires_grad=True"  # torch.utils.checkpoint
+
+
+def reentrant() -> NoGraphError:
+    """Return the error for reentrant activation checkpointing."""
+    return NoGraphError(
+        "model: a part of it runs in reentrant activation checkpointing, which torch does not differentiate in "
+        "chosen tensors; pass use_reentrant=False to torch.utils.checkpoint, or switch checkpointing off"
+    )
 
 
 def by_keywords(

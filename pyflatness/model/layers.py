@@ -157,6 +157,35 @@ def as_weight(module: nn.Module, matrix: Tensor) -> Tensor:
     return kind_of(module).as_weight(matrix)
 
 
+def as_called(module: nn.Module, change: Tensor) -> Tensor | None:
+    """Return a tensor of a parameter's shape as the view of it that the operation has, once the layer ran.
+
+    None: the operation has another tensor than a view of the parameter, or of the layer's rows of it.
+    """
+    weight, own = module.weight, _parameter(module)
+    assert isinstance(weight, Tensor)
+    if weight.shape == change.shape:
+        return change
+    if own.shape != change.shape or own.data_ptr() != weight.data_ptr():
+        return None
+    like = torch.empty_strided(own.shape, own.stride(), dtype=change.dtype, device=change.device).copy_(change)
+    return like.as_strided(weight.shape, weight.stride())
+
+
+def as_parameter(module: nn.Module, weight: Tensor) -> Tensor:
+    """Return a tensor of the shape that the operation's weight has in that of the parameter, or the layer's rows of it.
+
+    It undoes :func:`as_called`, and leaves what is no view of the parameter as it is.
+    """
+    view, own = module.weight, _parameter(module)
+    assert isinstance(view, Tensor)
+    if view.shape == own.shape or view.numel() != own.numel() or own.data_ptr() != view.data_ptr():
+        return weight
+    like = torch.empty_strided(own.shape, own.stride(), dtype=weight.dtype, device=weight.device)
+    like.as_strided(view.shape, view.stride()).copy_(weight)
+    return like
+
+
 def groups(module: nn.Module) -> int:
     """Return how many separate weight matrices the layer is made of."""
     return kind_of(module).groups
@@ -290,6 +319,14 @@ def tie_notes(model: nn.Module, layer: nn.Module) -> tuple[str, ...]:
     if besides_in:
         notes.append(f"weight used in {besides_in} outside of the layer too: derivative through the layer's calls only")
     return tuple(notes)
+
+
+def _parameter(module: nn.Module) -> Tensor:
+    """Return the parameter that a layer's weight is, or the rows of it that are the layer's."""
+    if not isinstance(module, Use):
+        assert isinstance(module.weight, Tensor)
+        return module.weight
+    return module.source.parameter if module.rows is None else module.source.parameter[module.rows]
 
 
 def _weight(module: nn.Module) -> Tensor:

@@ -1,8 +1,8 @@
 """Run a model at other parameters than its own, which stay as they are whatever happens."""
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,6 @@ from ..errors import InputError
 from . import calling, state
 
 Parameters = dict[str, Tensor]
-Result = TypeVar("Result")
 
 
 def every(model: nn.Module) -> Parameters:
@@ -66,42 +65,22 @@ def run(
         batch: see :func:`.calling.run`.
         forward: see :func:`.calling.run`.
     """
-    return inside(model, values, lambda: calling.run(model, batch, forward))
+    with inside(model, values):
+        return calling.run(model, batch, forward)
 
 
-def inside(model: nn.Module, values: Mapping[str, Tensor], work: Callable[[], Result]) -> Result:
-    """Return the result of ``work``, done while ``values`` are in the place of the parameters of these names.
+@contextlib.contextmanager
+def inside(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Have ``values`` in the place of the parameters of these names, tied ones in all of their places, inside.
 
     Backward passes of a run belong in it too: activation checkpointing calls the model again in them.
     """
-    with state.made_anew(model), contextlib.ExitStack() as stack:
-        stack.callback(state.put_back, state.attributes(model.modules()))
-        result: Result = torch.func.functional_call(_Work(model, work), _places(model, values), (), tie_weights=False)
-    return result
-
-
-def _places(model: nn.Module, values: Mapping[str, Tensor]) -> Parameters:
-    """Return the values by every place that holds their parameter, once.
-
-    Torch does not undo the exchange of a place that it is given twice. So of tied parameters every module's place is
-    there, and of a module that has several names only the first.
-    """
     own = dict(model.named_parameters())
     by_parameter = {id(own[name]): tensor for name, tensor in values.items()}
-    return {
-        ".".join(filter(None, ("model", prefix, key))): by_parameter[id(parameter)]
-        for prefix, module in model.named_modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None and id(parameter) in by_parameter
-    }
-
-
-class _Work(nn.Module):
-    """Represent anything done with a model as a module, so that it can be called functionally."""
-
-    def __init__(self, model: nn.Module, work: Callable[[], Any]) -> None:
-        super().__init__()
-        self.model, self._work = model, work
-
-    def forward(self) -> Any:
-        return self._work()
+    with state.made_anew(model), contextlib.ExitStack() as stack:
+        stack.callback(state.put_back, state.attributes(model.modules()))
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                if id(parameter) in by_parameter:
+                    module._parameters[key] = by_parameter[id(parameter)]  # type: ignore[assignment]
+        yield

@@ -35,6 +35,7 @@ class Pairs:
         residuals: (k,) |H y - θ y|, measured: an eigenvalue lies so near to each value.
         products: how many were taken.
         converged: whether all were brought to the tolerance, as measured too, and nothing beyond them was left.
+        limited: whether it ended by the limit of products instead.
     """
 
     values: Tensor
@@ -42,6 +43,12 @@ class Pairs:
     residuals: Tensor
     products: int
     converged: bool
+    limited: bool = False
+
+
+def least_vectors(pairs: int, size: int) -> int:
+    """Return how many vectors (N,) the search for so many pairs holds at least."""
+    return min(size, 2 * pairs + 2) if pairs else 0
 
 
 class Search:
@@ -61,7 +68,7 @@ class Search:
     ) -> None:
         self._generator, self._size, self._device = generator, size, device
         self._tolerance, self._room, self._limit = tolerance, room, limit
-        self._products, self._norm, self._converged = 0, 0.0, True
+        self._products, self._norm, self._converged, self._limited = 0, 0.0, True, False
 
     def pairs(self, largest: int, smallest: int) -> Generator[Tensor, Tensor, Pairs]:
         """Yield vectors (b, N), want their products with the matrix, and return so many pairs at each end.
@@ -95,14 +102,14 @@ class Search:
         residuals = (images - values.unsqueeze(1) * vectors).norm(dim=1)
         # Of a product that is not symmetric (a second derivative that is wrong) the recursion says nothing.
         small = bool((residuals <= _SLACK * self._tolerance * self._norm).all())
-        return Pairs(values, vectors, residuals, self._products, self._converged and small)
+        return Pairs(values, vectors, residuals, self._products, self._converged and small, self._limited)
 
     def _ends(self, upper: int, lower: int, locked: Tensor) -> Generator[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Return the values, descending, and vectors at both ends among vectors orthogonal to the locked ones."""
         dimensions = self._size - len(locked)
         upper = min(upper, dimensions)
         lower = min(lower, dimensions - upper)
-        most = min(dimensions, max(2 * (upper + lower) + 2, min(self._room, _LONGEST)))
+        most = min(dimensions, max(least_vectors(upper + lower, dimensions), min(self._room, _LONGEST)))
         basis = self._random(locked, locked[:0])
         projected = basis.new_zeros(1, 0, 0)
         while True:
@@ -122,6 +129,7 @@ class Search:
             done = whole or (len(values) >= upper + lower and bool((left[ends] <= self._tolerance * self._norm).all()))
             if done or self._products >= self._limit:
                 self._converged &= done
+                self._limited |= not done
                 chosen = ends[::-1] if len(values) >= upper + lower else [*range(len(values))][::-1]
                 return values[chosen], F.normalize(vectors[:, chosen].mT @ basis, dim=1)
             if len(basis) >= most:

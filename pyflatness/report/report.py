@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ..errors import InputError
-from . import intervals, views
+from . import intervals, json_text, views
 
 if TYPE_CHECKING:
     import pandas
@@ -211,10 +211,7 @@ class Report:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return :meth:`to_dict` as JSON, also written to ``path``; NaN and infinity are as Python writes them."""
-        text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
-        if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        return text
+        return json_text.write(self.to_dict(), path)
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Mapping[str, Any]]) -> "Report":
@@ -243,13 +240,7 @@ class Report:
         Raises:
             InputError: no such file, or not such a text.
         """
-        try:
-            is_text = isinstance(source, str) and source.lstrip().startswith("{")
-            text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-            facts = json.loads(text)
-        except (OSError, ValueError) as error:
-            raise InputError(f"report: JSON text, or the path of a file of it, is wanted ({error})") from None
-        return cls.from_dict(facts)
+        return cls.from_dict(json_text.read("report", source))
 
     def to_frame(self) -> "pandas.DataFrame":
         """Return one row per estimate, its facts as columns; the network's rows have the layer ``""``.
@@ -257,7 +248,7 @@ class Report:
         Raises:
             MissingExtraError: without pandas.
         """
-        return views.frame(self)
+        return views.frame(views.rows(self))
 
     def plot(self, path: str | Path | None = None) -> "tuple[Figure, Axes]":
         """Draw the layers' values as a profile from the first to the last, a line for each measure.

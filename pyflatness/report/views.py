@@ -12,15 +12,25 @@ if TYPE_CHECKING:
     from . import Report
 
 
-def frame(report: "Report") -> "pandas.DataFrame":
-    """See :meth:`.Report.to_frame`."""
-    rows = [
+def rows(report: "Report") -> list[dict[str, Any]]:
+    """Return one row per estimate: its layer, its measure and its facts; the network's have the layer ``""``."""
+    return [
         {"layer": layer, "measure": measure, **estimate.to_dict()}
         for measure, held in report.by_measure().items()
         for layer, estimate in held.items()
     ]
+
+
+def frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
+    """Return rows of estimates as a data frame, without columns of values by sample or neuron that nothing has.
+
+    Raises:
+        MissingExtraError: without pandas.
+    """
     table = rows_frame(rows)
-    return table.drop(columns=[name for name in ("per_sample", "per_neuron") if table[name].isna().all()])
+    return table.drop(
+        columns=[name for name in ("per_sample", "per_neuron") if name in table and table[name].isna().all()]
+    )
 
 
 def rows_frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
@@ -42,12 +52,29 @@ def figure(width: float = 6.0) -> "tuple[Figure, Axes]":
     Raises:
         MissingExtraError: without matplotlib.
     """
+    empty = _figure(width, 4.5)
+    return empty, empty.subplots()
+
+
+def panels(count: int) -> "tuple[Figure, list[Axes]]":
+    """Return an empty figure with so many axes, up to three in a row, outside of pyplot.
+
+    Raises:
+        MissingExtraError: without matplotlib.
+    """
+    columns = min(3, count)
+    rows = -(-count // columns)
+    empty = _figure(5.0 * columns, 3.6 * rows)
+    axes = [empty.add_subplot(rows, columns, place + 1) for place in range(count)]
+    return empty, axes
+
+
+def _figure(width: float, height: float) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtraError("a figure needs matplotlib: pip install 'pyflatness[plot]'") from None
-    empty = Figure(figsize=(width, 4.5), layout="constrained")
-    return empty, empty.subplots()
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def profile(report: "Report") -> "tuple[Figure, Axes]":

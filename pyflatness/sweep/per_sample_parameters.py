@@ -9,21 +9,21 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from .. import contractions
 from ..messages import is_out_of_memory
 from ..model import calling, data, parameters
-from ..model.parameters import Result
 from ..passes import dry_run
 from ..passes.independence import check_unchanged
 from ..passes.runner import Run
+from ..passes.weight_norms import WrittenOut
 
+Result = TypeVar("Result")
 Leaves = dict[str, Tensor]
 """Parameters by name, in a graph."""
 
@@ -102,13 +102,10 @@ class PerSampleParameters:
         leaves = {name: w.clone().requires_grad_() for name, w in values.items()}
         batch = data.map_tensors(_outside_inference, run.batch)
 
-        def done() -> Result:
+        with _undisturbed(run), parameters.inside(self._model, leaves):
             with torch.enable_grad():
                 outputs, _ = calling.run(self._model, batch, self._forward)
             return work(outputs, leaves)
-
-        with _undisturbed(run):
-            return parameters.inside(self._model, leaves, done)
 
     def _most(self, run: Run, values: Mapping[str, Tensor]) -> int:
         """Return how many samples are run together."""
@@ -151,15 +148,13 @@ class PerSampleParameters:
         leaves = {name: w.unsqueeze(0).clone().requires_grad_() for name, w in values.items()}
         batch = _changed_samples(run, lambda tensor: _outside_inference(tensor[place]))
 
-        def done() -> None:
+        with torch.enable_grad():
+            own = {name: leaf[0] for name, leaf in leaves.items()}
+        with parameters.inside(self._model, own):
             with torch.enable_grad():
                 outputs, targets = calling.run(self._model, batch, self._forward)
             check_unchanged(_rows(run, place), outputs)
             work(Group(outputs, targets, leaves, place))
-
-        with torch.enable_grad():
-            own = {name: leaf[0] for name, leaf in leaves.items()}
-        parameters.inside(self._model, own, done)
 
 
 @contextlib.contextmanager
@@ -170,24 +165,8 @@ def _undisturbed(run: Run) -> Iterator[None]:
         stack.enter_context(run.recorder.paused())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(contractions.full_precision(run.outputs))
-        stack.enter_context(_PlainWeightNorm())
+        stack.enter_context(WrittenOut())
         yield
-
-
-class _PlainWeightNorm(TorchFunctionMode):
-    """Write weight_norm out, inside: the second derivative of torch's kernel in its direction is wrong (2.13).
-
-    Torch leaves a mode out while it runs a backward pass, so that weight_norm is another function when activation
-    checkpointing calls it again there.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not torch._weight_norm:
-            return func(*args, **(kwargs or {}))
-        direction, size, dim = (*args, *(kwargs or {}).values(), 0)[:3]
-        return direction * (size / torch.norm_except_dim(direction, 2, dim))
 
 
 def _changed_samples(run: Run, change: Callable[[Tensor], Any]) -> Any:

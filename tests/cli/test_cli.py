@@ -134,14 +134,6 @@ def test_doctor_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch, capsys
     assert [check.engine for check in doctor.self_check()] == ["reference", "reference"]
 
 
-@pytest.mark.parametrize("missing", ["click", "rich"])
-def test_without_the_cli_extra(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)
-    message = str(_status("doctor"))
-    assert missing in message
-    assert "pip install 'pyflatness[cli]'" in message
-
-
 @pytest.mark.parametrize("missing", ["sklearn", "matplotlib"])
 def test_demo_without_its_extra(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, missing, None)

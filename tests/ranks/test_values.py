@@ -13,7 +13,7 @@ CASES = (
     *("head", "head_of_weighted_terms", "head_normalized", "head_from_tensors", "hidden_layer"),
     *("hidden_layer_normalized", "probes", "one_probe", "wanted_error", "block_traces", "every_measure"),
     *("sampled_measures", "sum_of_losses", "representation", "bounds", "adaptive_sharpness_mc", "pac_bayes"),
-    *("feature_robustness", "generalization_gap", "cost_of_change", "spectrum", "tokens"),
+    *("tracked", "feature_robustness", "generalization_gap", "cost_of_change", "spectrum", "tokens"),
     *("nan_propagated", "nan_omitted"),
     *("nan_omitted_at_the_head", "nan_omitted_of_every_measure", "nan_omitted_normalized", "wrapped", "subgroup"),
     *("by_sampler", "without_the_rest", "counted_first", "callable_loss", "detached_on_some_ranks"),

@@ -104,6 +104,7 @@ ON_MODELS = {
 # name -> (features, weight, bias, targets, **options)
 ON_TENSORS = {
     "head_flatness": pf.head_flatness,
+    "flatness_penalty": pf.flatness_penalty,
     "representativeness": _few(pf.representativeness, folds=2, draws=2),
     "authors_representativeness": _few(pf.authors_representativeness, folds=2),
     "label_constancy": _few(pf.label_constancy, labels=lambda x: Y.to(x.device), deltas=[0.1], draws=2),

@@ -42,6 +42,7 @@ CALLS = {
     "cost_of_change": lambda model, loss, data, **options: pf.cost_of_change(
         model, loss, data, pf.changes.rounded(model, 4), **options
     ),
+    "track": lambda *args, **options: pf.track(*args, **options).record().reports,
     "verify": pf.verify,
 }
 

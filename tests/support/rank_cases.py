@@ -122,6 +122,13 @@ def bounds(rank, size):
     return pf.bounds(model(), LOSS, batches(rank, size), sharpness="all", normalized=True)
 
 
+def tracked(rank, size):
+    averaged = model()
+    history = pf.track(model().train(), LOSS, batches(rank, size), weights=["live", "ema"], averaged=averaged, probes=2)
+    records = [history.record(step=step, train_loss=0.5).to_dict() for step in range(2)]
+    return [{name: part for name, part in record.items() if name != "seconds"} for record in records]
+
+
 def adaptive_sharpness_mc(rank, size):
     return pf.adaptive_sharpness_mc(model(), LOSS, batches(rank, size), draws=3)
 

@@ -114,8 +114,10 @@ CALLS = {
     "worst_case_sharpness": (Plain, lambda m: pf.worst_case_sharpness(m, LOSS, _data(), steps=2, bound=True)),
     "keskar_sharpness": (Plain, lambda m: pf.keskar_sharpness(m, LOSS, _data(), steps=2)),
     "spectrum": (Plain, lambda m: pf.spectrum(m, LOSS, _data(), k=1, density=True, probes=1, steps=3)),
+    "track": (Many, lambda m: pf.track(m, LOSS, _data(), layers="*").record()),
     "reparameterize": (Plain, lambda m: pf.reparameterize(m, {"body": 2.0}, _data()).state_dict()),
     "head_flatness": (Plain, lambda m: pf.head_flatness(*_phi())),
+    "flatness_penalty": (Plain, lambda m: pf.flatness_penalty(*_phi())),
     "representativeness": (Plain, lambda m: pf.representativeness(*_phi(), draws=2)),
     "authors_representativeness": (Plain, lambda m: pf.authors_representativeness(*_phi())),
 }

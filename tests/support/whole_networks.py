@@ -1,5 +1,6 @@
 """Entries of the grid of the public calls beside the values of layers, and of samples that are not finite."""
 
+import copy
 import csv
 import itertools
 import shutil
@@ -99,6 +100,12 @@ def _change(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.Report
     return pf.cost_of_change(model, loss, data, pf.changes.rounded(model, 4), **options)
 
 
+def _history(model: nn.Module, loss: Any, data: Any, **options: Any) -> list[Any]:
+    history = pf.track(model, loss, data, weights=["live", "ema"], averaged=copy.deepcopy(model), **options)
+    records = [history.record(step=step, train_loss=0.5).to_dict() for step in range(2)]
+    return [{name: part for name, part in record.items() if name != "seconds"} for record in records]
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "interpolation_error": lambda model, loss, data: pf.interpolation_error(model, data),
     "worst_case_sharpness": partial(pf.worst_case_sharpness, steps=4, restarts=2, bound=True, adaptive=True, m=3),
@@ -126,6 +133,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "generalization_gap, omit": partial(_gap, nan_policy="omit"),
     "generalization_bound": _bound,
     "generalization_bound, given": partial(_bound, delta=0.2, kappa=1.5, seed=3),
+    "track": _history,
     "reparameterize": _rescaled,
     "verify": partial(pf.verify, seconds=None),
     "pac_bayes, initial": _from_the_start,
@@ -177,6 +185,7 @@ def of_features() -> Iterator[Entry]:
         yield f"representativeness | {loss}", partial(_of_head, pf.representativeness, loss, folds=2, draws=3)
         yield f"representativeness, refitted | {loss}", partial(_refitted, loss)
         yield f"authors_representativeness | {loss}", partial(_of_head, pf.authors_representativeness, loss, folds=2)
+        yield f"flatness_penalty | {loss}", partial(_of_head, pf.flatness_penalty, loss)
     for draws, seed in itertools.product((1, 3), (0, 5)):
         yield f"truncated_normal_noise | {draws} | {seed}", partial(_noise, draws=draws, seed=seed)
     yield "uniform_robustness_bound", partial(pf.uniform_robustness_bound, 0.3, 7, 1.25)

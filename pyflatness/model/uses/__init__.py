@@ -17,6 +17,7 @@ from torch.autograd.graph import Node
 from ...report import coverage
 from .. import calling, kinds, spread
 from . import besides, candidates, experts, recurrent
+from .candidates import runs_with_its_module
 from .use import Source, Use
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "of",
     "otherwise",
     "reasons",
+    "runs_with_its_module",
     "whole",
     "with_siblings",
 ]

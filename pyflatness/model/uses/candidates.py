@@ -74,6 +74,19 @@ def whole(model: nn.Module, name: str) -> Use | None:
     return source.uses[name]
 
 
+def runs_with_its_module(use: Use) -> bool:
+    """Return whether a stand-in's weight is one that a module of torch's uses whenever it is called.
+
+    Of the joint projection of attention these are the rows for queries, keys and values, which are in every use of it.
+    """
+    module, key = use.source.places[0]
+    if use.source.of_module:
+        return not use.source.effective
+    if isinstance(module, nn.MultiheadAttention):
+        return key.endswith("proj_weight") and (key == "in_proj_weight") == (use.rows is not None)
+    return key in recurrent.weights(module)
+
+
 def _is_of_torch(module: nn.Module) -> bool:
     """Return whether a module is one of torch's that computes with parameters of its own, not in functions of torch."""
     kind = type(module)

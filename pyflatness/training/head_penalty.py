@@ -1,0 +1,111 @@
+"""Give the relative flatness of a head as a term of a training loss: a scalar that torch differentiates.
+
+    κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')        (Petzka et al. 2021, Definition 3)
+
+At a head it has a formula for the losses below, without a derivative; its own derivatives move the features and the
+weight to where the loss is flatter.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import losses
+from ..contractions import full_precision, promoted
+from ..errors import InputError, NotYetError
+from ..messages import check_tensor, shown
+from ..options import Options
+from ..passes.normalize import differentiable_scale
+from ..tensor_head import check_head
+from . import head_terms
+from .softmax_variance import softmax_variance
+
+
+def flatness_penalty(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    targets: Tensor | None = None,
+    *,
+    loss: Any = "cross_entropy",
+    normalize: str | None = None,
+) -> Tensor:
+    """Return the relative flatness κ of a linear head as a scalar that is differentiable, to be added to a loss.
+
+    κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')   (Petzka et al. 2021, Definition 3), where E is the loss over this
+    batch. Its value is that of :func:`pyflatness.head_flatness`: for cross-entropy κ = mean_i |φ_i|² var_{p_i}(w), the
+    variance of the rows of w under the softmax p_i of row i; for squared error κ = 2/d |w|² mean_i |φ_i|²; for binary
+    cross-entropy the mean over i and s of |φ_i|² |w_s|² σ'(z_is), with the loss's weights.
+
+    It works inside of ``torch.compile``, ``torch.func`` (in reverse mode) and autocast: half precision is computed in
+    float32. Each process of ``DistributedDataParallel`` has the κ of its own batch; gradients are averaged as a loss's.
+
+    Args:
+        features: φ, (n, m) or (n, …, m), of any floating-point dtype, with the graph of the network in front of the
+            head; the positions between are loss terms of their own.
+        weight: w, (d, m), of the features' dtype and device (half precision may stand beside float32).
+        bias: (d,) or None.
+        targets: what ``loss`` takes, with classes last; they say which rows are ignored and how much the others count.
+            None where the curvature does not depend on them. No gradient flows to them.
+        loss: ``"cross_entropy"``, ``"mse_loss"``, ``"binary_cross_entropy_with_logits"``, the ``F`` function, or an
+            ``nn`` loss module with its options (class weights, smoothing, ``ignore_index``, reduction).
+        normalize: ``"std"`` for the measure of Theorem 4, of φ_j / σ_j and w_j σ_j with the batch's deviations σ_j,
+            which are differentiated too.
+
+    Returns:
+        κ, a tensor without dimensions in the features' dtype, of half precision in float32. NaN where features, weight
+        or bias have NaN, and then its gradients are NaN too; rows that are ignored are not looked at.
+
+    Raises:
+        InputError: shapes, dtypes, devices, targets or options that do not fit; the message says what was received.
+        NotYetError: a loss that has no formula at a head.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> w = torch.tensor([[1.0, 0.0], [0.0, 2.0]], requires_grad=True)
+        >>> phi = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+        >>> penalty = pf.flatness_penalty(phi, w)
+        >>> round(penalty.item(), 5)
+        1.47459
+        >>> penalty.backward()
+        >>> w.grad.shape
+        torch.Size([2, 2])
+    """
+    Options(normalize=normalize)
+    resolved = losses.resolve(loss)
+    if isinstance(resolved, losses.CustomLoss):
+        raise NotYetError(
+            f"loss={shown(loss)}: a callable has no formula at a head; pass cross-entropy, squared error or binary "
+            "cross-entropy on logits"
+        )
+    check_head(features, weight, bias)
+    if features.numel() == 0:
+        raise InputError(f"features: there are no samples in {tuple(features.shape)}")
+    if targets is not None:
+        targets = check_tensor("targets", targets).detach().to(features.device)
+    with full_precision(features):
+        shares, coefficients = head_terms.of(resolved, features, len(weight), targets)
+        rows, weight = promoted(features.flatten(0, -2)), promoted(weight)
+        bias = None if bias is None else promoted(bias)
+        if normalize:
+            eps = torch.finfo(features.dtype).eps
+            scale = differentiable_scale(rows, head_terms.used(resolved, targets), eps).to(rows.dtype)
+            dropped = scale == 0  # where a quotient has no derivative, even of entries that are not chosen
+            rows, weight = torch.where(dropped, 0.0, rows / torch.where(dropped, 1.0, scale)), weight * scale
+        if targets is not None and isinstance(resolved, losses.CrossEntropy):
+            rows = torch.where((shares != 0).unsqueeze(1), rows, 0.0)  # NaN in an ignored row goes nowhere
+        values = _of_rows(resolved, rows, weight, bias, coefficients)
+        return (values.double() * shares).sum().to(rows.dtype)
+
+
+def _of_rows(loss: losses.Loss, rows: Tensor, weight: Tensor, bias: Tensor | None, coefficients: Tensor) -> Tensor:
+    """Return |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, (rows,); squared error's is divided by 2, which the shares have."""
+    if isinstance(loss, losses.CrossEntropy):
+        return softmax_variance(rows, weight, bias)
+    lengths = rows.square().sum(dim=1)
+    if isinstance(loss, losses.SquaredError):
+        return lengths * weight.square().sum()
+    logits = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+    slopes = coefficients * torch.sigmoid(logits) * torch.sigmoid(-logits)
+    return lengths * (slopes @ weight.square().sum(dim=1))

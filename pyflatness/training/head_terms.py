@@ -1,0 +1,106 @@
+"""Say what each row of a head counts in a penalty, as an operator that compilers and transforms need not look into.
+
+Whether targets fit is read off their values, which ``torch.compile`` and ``torch.func.vmap`` do not have while they
+trace. To them this is one operation; it runs as it is written here, and so do its checks.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import losses
+from ..contractions import promoted_dtype
+from ..numerics.accumulate import normaliser
+
+Shares = tuple[Tensor, Tensor]
+"""What each row is multiplied by, (rows,) float64, and coefficients of its outputs, (rows, d); (0, d) for none."""
+
+
+def of(loss: losses.Loss, features: Tensor, outputs: int, targets: Tensor | None) -> Shares:
+    """Return the shares of a head's rows.
+
+    Args:
+        loss: one with a formula at heads.
+        features: (n, …, m).
+        outputs: d.
+        targets: of the rows, or None; no gradient flows to them.
+
+    Raises:
+        InputError: targets or options of the loss that do not fit, or targets that are all ignored.
+    """
+    found: Shares = _operator(
+        features.detach(),
+        outputs,
+        targets,
+        type(loss).__name__,
+        getattr(loss, "weight", None),
+        getattr(loss, "pos_weight", None),
+        getattr(loss, "ignore_index", 0),
+        getattr(loss, "label_smoothing", 0.0),
+        loss.reduction,
+    )
+    return found
+
+
+def used(loss: losses.Loss, targets: Tensor | None) -> Tensor | None:
+    """Return which rows the loss does not ignore, (rows,); None: all of them."""
+    if targets is None or targets.is_floating_point() or not isinstance(loss, losses.CrossEntropy):
+        return None
+    return targets.flatten() != loss.ignore_index
+
+
+def _made(
+    kind: str,
+    weight: Tensor | None,
+    pos_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> losses.Loss:
+    if kind == losses.CrossEntropy.__name__:
+        return losses.CrossEntropy(weight, ignore_index, label_smoothing, reduction)
+    if kind == losses.BinaryCrossEntropy.__name__:
+        return losses.BinaryCrossEntropy(weight, pos_weight, reduction)
+    return losses.SquaredError(reduction)
+
+
+@torch.library.custom_op("pyflatness::head_terms", mutates_args=())
+def _operator(
+    features: Tensor,
+    outputs: int,
+    targets: Tensor | None,
+    kind: str,
+    weight: Tensor | None,
+    pos_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor]:
+    loss = _made(kind, weight, pos_weight, ignore_index, label_smoothing, reduction)
+    shape = *features.shape[:-1], outputs
+    terms = loss.terms(features.new_zeros(()).expand(shape), targets, len(shape) - 1)
+    shares = terms.scale / normaliser(float(terms.weights.sum()), reduction)
+    coefficients = terms.extra[0].clone() if terms.extra else features.new_empty(0, outputs)
+    return shares, coefficients
+
+
+@_operator.register_fake
+def _(features: Tensor, outputs: int, targets: Tensor | None, kind: str, *options: Any) -> Shares:
+    rows = features.shape[:-1].numel()
+    of_rows = rows if kind == losses.BinaryCrossEntropy.__name__ else 0
+    dtype = promoted_dtype(features.dtype)
+    return features.new_empty(rows, dtype=torch.float64), features.new_empty(of_rows, outputs, dtype=dtype)
+
+
+@_operator.register_vmap
+def _(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Any, Any]:
+    def one(k: int) -> Shares:
+        found: Shares = _operator(
+            *(value if dim is None else value.select(dim, k) for value, dim in zip(given, in_dims, strict=True))
+        )
+        return found
+
+    shares, coefficients = zip(*map(one, range(info.batch_size)), strict=True)
+    return (torch.stack(shares), torch.stack(coefficients)), (0, 0)

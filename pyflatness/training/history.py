@@ -1,0 +1,251 @@
+"""Hold measures of a network over the steps of its training: table, figure and JSON."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+from ..messages import shown
+from ..options import check_count, check_number
+from ..report import Estimate, Report, json_text, views
+from . import curves
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLUMNS = {"seconds", "weights", "measure", *Estimate.__dataclass_fields__}  # of a frame, beside the numbers
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """Hold what was measured at one step of a training.
+
+    Attributes:
+        step: how many steps the optimiser had taken; None where that was not said.
+        epoch: of the training, which may be a fraction; None where that was not said.
+        numbers: what else was recorded, such as the training loss, by name.
+        reports: the measures by the weights that they are of: ``"live"``, ``"ema"`` or ``"swa"``. Averaged weights have
+            none before their first update.
+        seconds: how long measuring took; None where that was not said. Equal records may differ in it; NaN is equal to
+            NaN.
+    """
+
+    step: int | None
+    epoch: float | None
+    numbers: Mapping[str, float]
+    reports: Mapping[str, Report]
+    seconds: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain numbers, strings and lists."""
+        reports = {weights: report.to_dict() for weights, report in self.reports.items()}
+        return {**vars(self), "numbers": dict(self.numbers), "reports": reports}
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> "Record":
+        """Return what :meth:`to_dict` was made from.
+
+        Raises:
+            InputError: not such a dict.
+        """
+        names = [*cls.__dataclass_fields__]
+        if not isinstance(facts, Mapping) or {*facts} != {*names} or not isinstance(facts["reports"], Mapping):
+            raise InputError(f"history: a record is a dict of {', '.join(names)}, got {shown(facts)}")
+        reports = {weights: Report.from_dict(report) for weights, report in facts["reports"].items()}
+        return cls(**{**facts, "reports": reports})
+
+    def __eq__(self, other: object) -> bool:
+        return self._facts() == other._facts() if isinstance(other, Record) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as its reports have none
+
+    def _facts(self) -> str:
+        return json_text.write({**self.to_dict(), "seconds": None})
+
+
+class History:
+    """Hold measures of a network over its training, a :class:`Record` for each step at which it was measured.
+
+    :func:`pyflatness.track` makes one, whose :meth:`record` measures. One that was read from a file only holds records,
+    and so does ``pf.History()``, to which reports that were measured otherwise can be added by :meth:`add`. Iterating
+    gives the records, ``history[-1]`` is the last one.
+
+    Args:
+        records: to begin with.
+        measure: returns a report for each set of weights; None: nothing can be recorded.
+    """
+
+    def __init__(
+        self, records: Iterable[Record] = (), measure: Callable[[], Mapping[str, Report]] | None = None
+    ) -> None:
+        self._records, self._measure = [*records], measure
+
+    def record(self, *, step: int | None = None, epoch: float | None = None, **numbers: Any) -> Record:
+        """Measure the network now, and append what comes of it.
+
+        The network is measured in eval mode, without gradients. Modes, gradients, buffers and the state of all random
+        generators are as before afterwards, also after an error, which leaves the history as it was.
+
+        Args:
+            step: how many steps the optimiser has taken.
+            epoch: the epoch, or a fraction of one.
+            numbers: whatever else belongs to this step, by name, as ``train_loss=0.3``.
+
+        Returns:
+            The new record; ``record.reports["live"]`` is a :class:`pyflatness.Report`.
+
+        Raises:
+            InputError: a step or number that is none, a name that a column of the table has, or a history that was
+                read from a file; and as :func:`pyflatness.measure`.
+        """
+        if self._measure is None:
+            raise InputError(
+                "history: this one was read from a file or made without a model; pf.track(model, loss, data, "
+                "history=history, …) goes on with it, and history.add(report, …) takes what was measured otherwise"
+            )
+        when = _checked(step, epoch, numbers)  # before time goes into measuring
+        began = time.perf_counter()
+        reports = self._measure()
+        return self._appended(Record(*when, reports, time.perf_counter() - began))
+
+    def add(
+        self,
+        reports: Report | Mapping[str, Report],
+        *,
+        step: int | None = None,
+        epoch: float | None = None,
+        seconds: float | None = None,
+        **numbers: Any,
+    ) -> Record:
+        """Append what was measured already, and return it as a record.
+
+        Args:
+            reports: of :func:`pyflatness.measure`; several by the names of the weights that they are of.
+            step: as for :meth:`record`.
+            epoch: the epoch, or a fraction of one.
+            seconds: how long measuring took.
+            numbers: whatever else belongs to this step, by name.
+
+        Raises:
+            InputError: no reports, a step or number that is none, or a name that a column of the table has.
+        """
+        named = {"live": reports} if isinstance(reports, Report) else reports
+        if not isinstance(named, Mapping) or not all(isinstance(report, Report) for report in named.values()):
+            raise InputError(f"history: a report of pf.measure is wanted, or a dict of them, got {shown(reports)}")
+        spent = None if seconds is None else _number("seconds", seconds)
+        return self._appended(Record(*_checked(step, epoch, numbers), dict(named), spent))
+
+    def _appended(self, record: Record) -> Record:
+        self._records.append(record)
+        return record
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records)
+
+    def __getitem__(self, place: int) -> Record:
+        return self._records[place]
+
+    def __eq__(self, other: object) -> bool:
+        return self._records == other._records if isinstance(other, History) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # it grows
+
+    def __repr__(self) -> str:
+        steps = [record.step for record in self if record.step is not None]
+        until = f" from step {steps[0]} to {steps[-1]}" if steps else ""
+        measures = dict.fromkeys(
+            name for record in self for report in record.reports.values() for name in report.measures
+        )
+        return f"History({len(self)} records{until}: {', '.join(measures) or 'nothing measured'})"
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """Return one row per step, weights, layer and measure; the network's rows have the layer ``""``.
+
+        Columns: ``step``, ``epoch``, the recorded numbers, ``seconds`` and ``weights``, and what
+        :meth:`.Report.to_frame` has. ``frame.query("layer == 'head'").pivot(index="step", columns="measure",
+        values="value")`` is a table of one layer over the steps.
+
+        Raises:
+            MissingExtraError: without pandas.
+        """
+        return views.frame(
+            [
+                {"step": record.step, "epoch": record.epoch, **record.numbers, "seconds": record.seconds}
+                | {"weights": weights, **row}
+                for record in self
+                for weights, report in record.reports.items()
+                for row in views.rows(report)
+            ]
+        )
+
+    def plot(
+        self,
+        path: str | Path | None = None,
+        *,
+        measures: str | Sequence[str] | None = None,
+        layers: str | Sequence[str] | None = None,
+        x: str | None = None,
+        axes: "Axes | Iterable[Axes] | None" = None,
+    ) -> "tuple[Figure, list[Axes]]":
+        """Draw what was recorded over the steps: an axis for each measure, in it a line for each layer.
+
+        Sampled values have a band of one standard error to each side. The network's value is black, averaged weights
+        are dashed. An axis is logarithmic where all that is in it is positive.
+
+        Args:
+            path: where the figure is written too; its ending is its format.
+            measures: names of measures or of recorded numbers, an axis for each; None: all measures, then all numbers.
+            layers: names of layers, ``""`` for the network; None: all.
+            x: ``"step"`` or ``"epoch"``; None: the first of these that all records have, else the records' count.
+            axes: matplotlib's, as many as there are measures, to draw into; None: those of a new figure.
+
+        Returns:
+            Figure and axes of matplotlib, outside of pyplot.
+
+        Raises:
+            InputError: nothing was recorded, or not under such a name; another number of axes.
+            MissingExtraError: without matplotlib.
+        """
+        figure, drawn = curves.draw(self._records, measures, layers, x, axes)
+        if path is not None:
+            figure.savefig(path)
+        return figure, drawn
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return the records as JSON, also written to ``path``; nothing is lost. Over ranks, one of them writes."""
+        return json_text.write({"records": [record.to_dict() for record in self]}, path)
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> "History":
+        """Return the records that :meth:`to_json` wrote, from its text or the path of its file.
+
+        Raises:
+            InputError: no such file, or not such a text.
+        """
+        facts = json_text.read("history", source)
+        if not isinstance(facts, Mapping) or not isinstance(facts.get("records"), list):
+            raise InputError("history: JSON of History.to_json() is wanted, with its records")
+        return cls(Record.from_dict(record) for record in facts["records"])
+
+
+def _checked(step: Any, epoch: Any, numbers: Mapping[str, Any]) -> tuple[int | None, float | None, dict[str, float]]:
+    """Return step, epoch and numbers as plain ones."""
+    for name in numbers:
+        if name in _COLUMNS:
+            raise InputError(f"history: {name}= has the name of a column of the table; choose another name")
+    return (
+        None if step is None else check_count("step", step, 0, "a number of steps"),
+        None if epoch is None else _number("epoch", epoch),
+        {name: _number(name, number) for name, number in numbers.items()},
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    return check_number(name, value, "a number", lambda _: True)

@@ -1,0 +1,151 @@
+"""Track a network while it is trained: measure it at steps that the user chooses."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from ..api import measure
+from ..errors import InputError
+from ..measures import named
+from ..messages import shown
+from ..options import check_names
+from ..report import Report
+from ..session import public, taking_options_of
+from .history import History
+
+_AVERAGED = ("ema", "swa")
+_WEIGHTS = ("live", *_AVERAGED)
+
+
+@public
+@taking_options_of(measure)
+def track(
+    model: nn.Module,
+    loss: Any = "auto",
+    data: Any = ...,
+    *,
+    measures: str | Sequence[str] | None = "relative_flatness",
+    weights: str | Sequence[str] = "live",
+    averaged: nn.Module | None = None,
+    history: History | None = None,
+    **options: Any,
+) -> History:
+    """Return a history of a network's measures, to which every call of ``history.record()`` adds those of that moment.
+
+    It measures as :func:`pyflatness.measure` does, which describes all options but these, at the cost of one such call
+    for each record and each set of weights. The model may be in training mode: it is measured in eval mode. A training
+    with records is bit for bit the one without.
+
+    Args:
+        model: the one that is trained.
+        loss: its options count.
+        data: read at each record, so a tuple of tensors, a list of batches or a DataLoader, and no iterator. Where a
+            training loop is in the middle of a DataLoader with ``persistent_workers``, pass another one over the same
+            data.
+        measures: names; None and ``"all"`` as for :func:`pyflatness.measure`.
+        weights: of which weights: ``"live"``, those of ``model``; ``"ema"`` or ``"swa"``, those of ``averaged``; or
+            several of these. Averaged weights are left out of records before their first update.
+        averaged: a ``torch.optim.swa_utils.AveragedModel`` of the model, or another module with its layers that holds
+            averaged weights. Statistics of BatchNorm are measured as it has them: call ``update_bn`` first, or make it
+            with ``use_buffers=True``.
+        history: one to go on with, as :meth:`.History.from_json` returns it; it is not changed.
+        options: as for :func:`pyflatness.measure`; ``layers=`` as names where averaged weights are measured. In a
+            process group every rank records, with its own data, and has the values of the whole.
+
+    Returns:
+        The history, without a record or with those of ``history``.
+
+    Raises:
+        InputError: weights, measures or data that cannot be had. All else that :func:`pyflatness.measure` raises comes
+            with the first record, which is best made before the training.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> loss, data = torch.nn.CrossEntropyLoss(), (torch.randn(100, 4), torch.randint(3, (100,)))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> history = pf.track(model, loss, data, layers=["0", "2"])
+        >>> for step in range(2):
+        ...     error = loss(model(data[0]), data[1])
+        ...     record = history.record(step=step, train_loss=error)
+        ...     error.backward()
+        ...     optimizer.step()
+        >>> history
+        History(2 records from step 0 to 1: relative_flatness)
+        >>> history[0].reports["live"]["2", "relative_flatness"]
+        Estimate(...: exact, method head, layer '2', 100 samples, ... backend)
+    """
+    named(measures)
+    chosen = _chosen(model, weights, averaged)
+    if hasattr(data, "__next__"):
+        raise InputError(
+            f"data: {type(data).__name__} can be read once, and every record reads them; pass a list of batches or a "
+            "DataLoader"
+        )
+    if history is not None and not isinstance(history, History):
+        raise InputError(f"history: a History is wanted, got {type(history).__name__} {shown(history)}")
+
+    def measured() -> dict[str, Report]:
+        reports = {}
+        for name, module in chosen.items():
+            if isinstance(module, AveragedModel):
+                if not module.n_averaged.item():
+                    continue
+                module = module.module
+            with _in_eval_mode(module), _generators_kept(data):
+                reports[name] = measure(module, loss, data, measures=measures, **options)
+        return reports
+
+    return History(history or (), measured)
+
+
+def _chosen(model: nn.Module, weights: str | Sequence[str], averaged: nn.Module | None) -> dict[str, nn.Module]:
+    """Return the models that hold the weights that are asked for, by their names."""
+    names = check_names("weights", weights)
+    for name in names:
+        if name not in _WEIGHTS:
+            raise InputError(f"weights: {name!r} does not exist; choose among {', '.join(map(repr, _WEIGHTS))}")
+    of_averages = [name for name in names if name in _AVERAGED]
+    if len(of_averages) > 1:
+        raise InputError("weights: 'ema' and 'swa' both are names for those of averaged=; ask for one of them")
+    if of_averages and averaged is None:
+        raise InputError(
+            f"weights={shown(weights)}: pass the model that holds them, averaged=torch.optim.swa_utils.AveragedModel(…)"
+        )
+    if averaged is not None and not of_averages:
+        raise InputError(f"averaged: weights={shown(weights)} do not ask for it; pass weights=['live', 'ema']")
+    models: dict[str, Any] = {name: averaged if name in _AVERAGED else model for name in names}
+    for name, module in models.items():
+        if not isinstance(module, nn.Module):
+            what = "averaged" if name in _AVERAGED else "model"
+            raise InputError(f"{what}: a torch.nn.Module is wanted, got {type(module).__name__}")
+    return models
+
+
+@contextlib.contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Hold a model in eval mode inside; afterwards every module is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:  # not by train(), which models override
+            module.training = training
+
+
+@contextlib.contextmanager
+def _generators_kept(data: Any) -> Iterator[None]:
+    """Put back afterwards the generators that a DataLoader, which the training may read too, shuffles with."""
+    held = [getattr(part, "generator", None) for part in (data, getattr(data, "sampler", None))]
+    states = [(generator, generator.get_state()) for generator in held if isinstance(generator, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)

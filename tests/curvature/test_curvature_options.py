@@ -1,0 +1,182 @@
+"""Limits of spectra and worst cases that are said, and changes and steps by the names and shapes that users have."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import pyflatness as pf
+from pyflatness.numerics import lanczos
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def _network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+
+
+def _data():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 4, generator=generator).double(), torch.randint(3, (8,), generator=generator)
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_search_that_ends_by_its_limit_says_so():
+    found = pf.spectrum(_network(), LOSS, _data(), k=2, max_products=4)
+    assert found.limited
+    assert not found.converged
+    assert found.products == 4 + 2
+    assert "max_products=4" in str(found)
+    whole = pf.spectrum(_network(), LOSS, _data(), k=2)
+    assert whole.converged
+    assert not whole.limited
+    assert not whole.notes
+
+
+def test_fewer_products_than_pairs_are_refused():
+    with pytest.raises(pf.InputError, match=r"max_products=5: 6 eigenpairs"):
+        pf.spectrum(_network(), LOSS, _data(), k=3, which="both", max_products=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "named", "vectors"),
+    [({"k": 40}, r"40 eigenpairs", 82), ({"density": True, "steps": 100}, r"steps=100", 101)],
+)
+def test_vectors_that_do_not_fit_are_an_error_before_the_first_product(options, named, vectors):
+    model = nn.Sequential(nn.Linear(1500, 1500), nn.Tanh(), nn.Linear(1500, 2))
+    size = sum(w.numel() for w in model.parameters())
+    needed = vectors * 8 * size
+    assert needed > 2**30
+    data = torch.randn(2, 1500), torch.randint(2, (2,))
+    with pytest.raises(pf.InputError, match=rf"{named}: {vectors} vectors of {size:,} .* pass memory={needed} "):
+        pf.spectrum(model.eval(), LOSS, data, **options)
+
+
+def test_a_bound_that_is_not_converged_says_so(monkeypatch):
+    options = {"rho": 0.1, "steps": 1, "bound": True}
+    assert not pf.worst_case_sharpness(_network(), LOSS, _data(), **options).notes
+    monkeypatch.setattr(lanczos, "LIMIT", 2)
+    (note,) = pf.worst_case_sharpness(_network(), LOSS, _data(), **options).notes
+    assert "not converged after 3 products" in note
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+class OfParameter(nn.Module):
+    def __init__(self, shape, product):
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.product = nn.Parameter(torch.randn(shape)), product
+
+    def forward(self, x):
+        return self.product(x, self.w)
+
+
+PRODUCTS = {
+    "experts": ((2, 4, 3), lambda x, w: torch.bmm(x.expand(2, -1, -1), w).sum(0)),
+    "heads": ((4, 1, 3), lambda x, w: torch.einsum("nd,dhk->nhk", x, w).flatten(1)),
+    "transposed": ((4, 3), lambda x, w: x @ w),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_eigenvectors_have_the_shape_of_the_parameter(name):
+    model, (inputs, targets) = OfParameter(*PRODUCTS[name]).double().eval(), _data()
+    found = pf.spectrum(model, LOSS, (inputs, targets), layers="w", k=2)
+    (vectors,) = found.eigenvectors.values()
+    assert vectors.shape == (2, *model.w.shape)
+
+    def value_at(w):
+        return LOSS(functional_call(model, {"w": w}, (inputs,)), targets)
+
+    for value, vector in zip(found.eigenvalues, vectors, strict=True):
+        _, image = torch.autograd.functional.hvp(value_at, model.w.detach(), vector)
+        torch.testing.assert_close(image, value * vector, rtol=0, atol=1e-7)
+        cost = pf.cost_of_change(model, LOSS, (inputs, targets), {"w": vector}, measured=False)
+        assert cost["cost_of_change"].value == pytest.approx(float(value) / 2, abs=1e-9)
+
+
+# --- changes ----------------------------------------------------------------------------------------------------------
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.across = nn.MultiheadAttention(4, 2, batch_first=True, kdim=3, vdim=3)
+        self.over, self.head = nn.LSTM(4, 3, batch_first=True), nn.Linear(3, 3)
+
+    def forward(self, x):
+        x, _ = self.attend(x, x, x, need_weights=False)
+        x, _ = self.across(x, x[..., :3], x[..., :3], need_weights=False)
+        return self.head(self.over(x)[0][:, -1])
+
+
+CHANGED = [
+    *(f"attend.in_proj_weight[{which}]" for which in "qkv"),
+    "attend.out_proj",
+    *(f"across.{which}_proj_weight" for which in "qkv"),
+    *("across.out_proj", "over.weight_ih_l0", "over.weight_hh_l0", "head"),
+]
+
+
+def test_weights_of_attention_and_recurrent_modules_are_changed_too():
+    model = Attending().double().eval()
+    data = torch.randn(8, 3, 4).double(), _data()[1]
+    changes = pf.changes.rounded(model, 6)
+    assert sorted(changes) == sorted(CHANGED)
+    report = pf.cost_of_change(model, LOSS, data, changes)
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, weight in changed.named_parameters():
+            for layer, change in changes.items():
+                key, _, part = (layer if "weight" in layer else f"{layer}.weight").partition("[")
+                if key == name:
+                    place = "qkv".index(part[0]) if part else 0
+                    weight[4 * place : 4 * place + len(change)] += change
+        expected = LOSS(changed(data[0]), data[1]) - LOSS(model(data[0]), data[1])
+    assert report["loss_change"].value == pytest.approx(float(expected), rel=1e-9)
+    for other in (changed, changed.state_dict()):
+        for name, change in pf.changes.between(model, other).items():
+            torch.testing.assert_close(change, changes[name], rtol=0, atol=1e-12)
+
+
+def test_changes_of_half_precision_keep_their_digits():
+    model = _network().bfloat16()
+    weight = model[0].weight.detach()
+    for change in (pf.changes.rounded(model, 8)["0"], pf.changes.of_rank(model, 2)["0"]):
+        assert change.dtype == torch.float32
+    scale = weight.double().abs().amax(1, keepdim=True) / 127
+    change = pf.changes.rounded(model, 8)["0"]
+    wanted = (weight.double() / scale).round() * scale
+    torch.testing.assert_close(weight.double() + change, wanted, rtol=0, atol=1e-7)
+    data = _data()[0].bfloat16(), _data()[1]
+    report = pf.cost_of_change(model, LOSS, data, {"0": change})
+    moved = {"0.weight": wanted.bfloat16()}
+    expected = LOSS(functional_call(model, moved, (data[0],)).double(), data[1]) - LOSS(
+        model(data[0]).double(), data[1]
+    )
+    assert report["loss_change"].value == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), nn.DataParallel])
+def test_a_step_by_the_names_of_a_wrapped_model(wrap):
+    model, data = _network(), _data()
+    gradients = torch.autograd.grad(LOSS(model(data[0]), data[1]), [*model.parameters()])
+    wrapped = wrap(model)
+    found = [
+        pf.critical_sharpness(
+            wrapped, LOSS, data, {name: -g for (name, _), g in zip(names.named_parameters(), gradients, strict=True)}
+        ).value
+        for names in (wrapped, model)
+    ]
+    assert [*dict(wrapped.named_parameters())] != [*dict(model.named_parameters())]
+    assert found[0] == found[1] > 0
