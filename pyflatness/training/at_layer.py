@@ -32,7 +32,7 @@ class AtLayer:
     samples: int
 
     def factors(self, weight: Tensor, module: nn.Module, used: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return w (G, d, m) and φ (n, G, P, m).
+        """Return w (G, d, m) and φ (n, G, m, P), a column for each position.
 
         Args:
             weight: of the shape that the layer keeps.
@@ -47,13 +47,13 @@ class AtLayer:
             matrix = matrix * normalize.of_columns(module, scale).to(matrix.dtype)
             inputs = normalize.divided(inputs, scale, kind.class_dim)
         padded = self.layout.samples_first(kind.pad(inputs, self.call.output), self.samples)
-        return matrix, _joined([patches(part, kind.geometry) for part in kind.in_common_form(padded)])
+        return matrix, _joined([columns(part, kind.geometry) for part in kind.in_common_form(padded)], 3)
 
     def deltas(self, gradient: Tensor) -> Tensor:
         """Return a gradient in the layer's output as δ (n, G, P, d)."""
         kind = self.call.kind
         parts = kind.in_common_form(self.layout.samples_first(gradient, self.samples))
-        return _joined([kind.geometry.rows(part) for part in parts])
+        return _joined([kind.geometry.rows(part) for part in parts], 2)
 
     def _deviations(self, inputs: Tensor, used: Tensor) -> Tensor:
         kind = self.call.kind
@@ -65,40 +65,44 @@ class AtLayer:
         return normalize.differentiable_scale(rows.flatten(0, 1), mask.flatten(), eps)
 
 
-def squared_norms(weight: Tensor, patches: Tensor, deltas: Tensor) -> Tensor:
+def squared_norms(weight: Tensor, columns: Tensor, deltas: Tensor) -> Tensor:
     """Return |wᵀ M|² of each sample, summed over groups, (n,).
 
     Args:
         weight: w, (G, d, m).
-        patches: φ, (n, G, P, m).
+        columns: φ, (n, G, m, P).
         deltas: δ, (n, G, P, d).
     """
-    _, d, m = weight.shape
-    positions, rank = deltas.shape[2], min(d, m)
+    groups, d, m = weight.shape
+    if groups == 1:  # products with w are then one of matrices, for all samples together
+        weight, columns, deltas = weight.squeeze(0), columns.squeeze(1), deltas.squeeze(1)
+    positions, rank = deltas.shape[-2], min(d, m)
     if positions == 1:
-        return (patches.square().sum(dim=3) * (deltas @ weight).square().sum(dim=3)).sum(dim=(1, 2))
+        return _summed(columns.square().sum(dim=-2) * (deltas @ weight).square().sum(dim=-1))
     if positions**2 * (d + m) + rank * d * positions < positions * d * m + rank * d * m:
         left, right = (deltas @ weight,) * 2 if m <= d else (deltas, deltas @ (weight @ weight.mT))
-        return ((patches @ patches.mT) * (left @ right.mT)).sum(dim=(1, 2, 3))
-    gradients = deltas.mT @ patches
+        return _summed((columns.mT @ columns) * (left @ right.mT))
+    gradients = columns @ deltas  # Mᵀ: so that the gradient in the columns comes in their own order
     if m < d:
-        return (weight.mT @ gradients).square().sum(dim=(1, 2, 3))
-    return (gradients * ((weight @ weight.mT) @ gradients)).sum(dim=(1, 2, 3))
+        return _summed((gradients @ weight).square())
+    return _summed(gradients * (gradients @ (weight @ weight.mT)))
 
 
-def patches(inputs: Tensor, geometry: Geometry) -> Tensor:
-    """Return patches (n, G, P, m) of padded inputs, as :meth:`.Geometry.patches` does.
+def columns(inputs: Tensor, geometry: Geometry) -> Tensor:
+    """Return the patches of padded inputs, as :meth:`.Geometry.patches` does, as columns (n, G, m, P).
 
     Those of images come by torch's own function, which is faster in both directions.
     """
     if geometry.kernel_elements == 1 or geometry.kernel[0] > 1 or inputs.shape[2] > 1:
-        return geometry.patches(inputs)
-    columns = F.unfold(
-        inputs.squeeze(2), geometry.kernel[1:], dilation=geometry.dilation[1:], stride=geometry.stride[1:]
-    )
-    grouped: Tensor = columns.unflatten(1, (geometry.groups, -1)).mT
+        return geometry.patches(inputs).mT
+    found = F.unfold(inputs.squeeze(2), geometry.kernel[1:], dilation=geometry.dilation[1:], stride=geometry.stride[1:])
+    grouped: Tensor = found.unflatten(1, (geometry.groups, -1))
     return grouped
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+def _summed(values: Tensor) -> Tensor:
+    return values.flatten(1).sum(dim=1)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
