@@ -87,7 +87,7 @@ SETTINGS = {
          ("κ of head", 0.001), ("κ of head", 0.01)],
     ),
     "cifar10": Setting(
-        images, lenet5, "fc3", 0.05, 128, 30,
+        images, lenet5, "fc3", 0.05, 128, 20,
         [("plain", 0.0), ("κ of conv2", 0.001), ("κ of conv2", 0.01), ("SAM", 0.1),
          ("κ of head", 0.001), ("κ of head", 0.01)],
     ),
@@ -172,8 +172,8 @@ def kept(name: str, out: Path) -> dict[str, list[Values]]:
     """Return every run of a setting by its arm, in the order of the seeds; those not in the folder are made."""
     path = out / f"{name}.json"
     held: dict[str, Values] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    for arm in SETTINGS[name].arms:
-        for seed in SEEDS:
+    for seed in SEEDS:
+        for arm in SETTINGS[name].arms:
             key = f"{named(arm)} | {seed}"
             if key not in held:
                 held[key] = run(SETTINGS[name], arm, seed)
