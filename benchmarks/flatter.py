@@ -227,7 +227,7 @@ def drawn(found: dict[str, dict[str, list[Values]]], path: Path) -> None:
                 x, y = ([values[key] for values in runs] for key in ("κ of conv2", column))
                 panel.plot(x, y, "o", color=f"C{number}", markersize=5, label=arm)
             panel.set(xscale="log", xlabel="κ of conv2 at the end", ylabel=column, title=name)
-        row[1].legend(fontsize=7)
+        row[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path)
 
 
