@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test soak test-oldest wheel test-gpu lint kernels-check kernels-check-aarch64 kernels-prove
+.PHONY: setup demo test docs soak test-oldest wheel test-gpu lint kernels-check kernels-check-aarch64 kernels-prove
 .PHONY: bench bench-cpu bench-gpu clean
 
 setup: $(READY)
@@ -38,6 +38,10 @@ soak: setup kernels-prove
 # The suite's core at the oldest versions that pyproject.toml accepts, in an environment of its own of 7 GB.
 test-oldest: setup
 	$(BIN)/python tests/oldest.py
+
+# The site, from docs/ and the docstrings, into build/site; a warning is an error.
+docs: setup
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky -q docs build/site
 
 # The wheel with a manylinux tag, and the kernels' tests with it and the oldest versions, in an environment of 7 GB.
 wheel: setup

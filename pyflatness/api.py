@@ -82,7 +82,7 @@ def head_flatness(
     resolved = losses.resolve(loss, reduction)
     with joined(process_group) as group, interrupts.held(), torch.inference_mode(False), torch.no_grad():
         source = tensor_head.from_tensors(features, weight, bias, targets, resolved, group)
-        return at_head.relative_flatness(source, resolved, options)
+        return at_head.total(source, resolved, options).estimate()
 
 
 @public

@@ -75,6 +75,44 @@ void check_sum(const pyflatness::Kernels& kernels, const std::vector<T>& feature
   expect<T>(double(counted), -1, "softmax_variance_sum: a label that is no class", kernels.name);
 }
 
+// Slopes are differences: they are held to the size of what is subtracted.
+template <typename T>
+void check_gradient(const pyflatness::Kernels& kernels, const std::vector<T>& features, int64_t stride,
+                    const std::vector<T>& weight, const std::vector<T>& bias, const std::vector<std::vector<T>>& logits,
+                    const std::vector<T>& distances, int64_t n, int64_t d, int64_t m, int threads) {
+  const auto& k = pyflatness::of<T>(kernels.head);
+  std::vector<T> prepared(size_t(d * (pyflatness::packed_columns(m) + 1 + d)));
+  std::vector<T> slopes(size_t(d * n)), probabilities(size_t(d * n)), factors(size_t(2 * n));
+  std::vector<double> shares(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n; ++i) shares[size_t(i)] = double(i % 4);
+  k.prepare_softmax_variance(weight.data(), bias.data(), d, m, prepared.data(), threads);
+  double total, truth = 0;
+  k.softmax_variance_gradient(features.data(), stride, prepared.data(), shares.data(), n, m, d, slopes.data(),
+                              probabilities.data(), factors.data(), &total, threads);
+  for (int64_t i = 0; i < n; ++i) {
+    double norm = 0, normaliser = 0, v = 0;
+    for (int64_t j = 0; j < m; ++j) norm += std::pow(double(features[size_t(i * stride + j)]), 2);
+    std::vector<double> p(static_cast<size_t>(d)), q(static_cast<size_t>(d));
+    for (int64_t s = 0; s < d; ++s) normaliser += p[size_t(s)] = std::exp(double(logits[size_t(i)][size_t(s)]));
+    for (double& one : p) one /= normaliser;
+    for (int64_t s = 0; s < d; ++s) {
+      for (int64_t t = 0; t < d; ++t) q[size_t(s)] += p[size_t(t)] * distances[size_t(s * d + t)];
+      v += p[size_t(s)] * q[size_t(s)] / 2;
+    }
+    const double scale = shares[size_t(i)] * norm;
+    truth += scale * v;
+    expect<T>(factors[size_t(i)], 2 * shares[size_t(i)] * v, "softmax_variance_gradient: 2 v", kernels.name);
+    expect<T>(factors[size_t(n + i)], scale, "softmax_variance_gradient: norms", kernels.name);
+    for (int64_t s = 0; s < d; ++s) {
+      const double slope = p[size_t(s)] * (q[size_t(s)] - 2 * v), size = p[size_t(s)] * (q[size_t(s)] + 2 * v);
+      expect<T>(probabilities[size_t(s * n + i)], p[size_t(s)], "softmax_variance_gradient: p", kernels.name);
+      expect<T>(slopes[size_t(s * n + i)] + 10 * scale * size, scale * (slope + 10 * size),
+                "softmax_variance_gradient: slopes", kernels.name);
+    }
+  }
+  expect<T>(total, truth, "softmax_variance_gradient", kernels.name);
+}
+
 template <typename T>
 void check(const pyflatness::Kernels& kernels, int64_t n, int64_t d, int64_t m, int threads) {
   const auto& k = pyflatness::of<T>(kernels.head);
@@ -113,8 +151,10 @@ void check(const pyflatness::Kernels& kernels, int64_t n, int64_t d, int64_t m, 
                   kernels.name);
   }
 
-  if (d <= pyflatness::kMaxFusedOutputs && m <= 40)
+  if (d <= pyflatness::kMaxFusedOutputs && m <= 40) {
     check_sum(kernels, features, stride, weight, bias, n, d, m, threads);
+    check_gradient(kernels, features, stride, weight, bias, logits, distances, n, d, m, threads);
+  }
 
   std::vector<T> flat, coefficients = normal<T>(n * d);
   for (const auto& row : logits) flat.insert(flat.end(), row.begin(), row.end());

@@ -108,6 +108,27 @@ std::pair<double, int64_t> softmax_variance_sum(Array features, int64_t stride, 
 }
 
 template <typename T>
+double softmax_variance_gradient(Array features, int64_t stride, Array weight, Array bias, Array prepared, Array shares,
+                                 int64_t n, int64_t m, int64_t d, Array slopes, Array probabilities, Array factors,
+                                 int threads) {
+  limit_fused(d);
+  const T* x = pointer<const T>("features", features, strided(n, m, stride));
+  const T* w = pointer<const T>("weight", weight, product(d, m));
+  const T* b = pointer<const T>("bias", bias, bias.second ? d : 0);
+  T* p = pointer<T>("prepared", prepared, product(d, packed_columns(m) + 1 + d));
+  const double* a = pointer<const double>("shares", shares, n);
+  T* g = pointer<T>("slopes", slopes, product(d, n));
+  T* q = pointer<T>("probabilities", probabilities, product(d, n));
+  T* f = pointer<T>("factors", factors, product(2, n));
+  double total;
+  const auto& kernels = of<T>(selected->head);  // while the GIL is held
+  py::gil_scoped_release release;
+  kernels.prepare_softmax_variance(w, bias.second ? b : nullptr, d, m, p, threads);
+  kernels.softmax_variance_gradient(x, stride, p, a, n, m, d, g, q, f, &total, threads);
+  return total;
+}
+
+template <typename T>
 void exponentiate(Array logits, Array row_norms, T top_value, int64_t n, int64_t d, Array maximum, Array rest,
                   Array moment, Array top, int threads) {
   if (d < 1) throw std::invalid_argument("exponentiate: rows of " + std::to_string(d) + " logits");
@@ -280,6 +301,7 @@ void define(py::module_& module, const std::string& suffix) {
   module.def(("pair_distances" + suffix).c_str(), &pair_distances<T>);
   module.def(("softmax_variance" + suffix).c_str(), &softmax_variance<T>);
   module.def(("softmax_variance_sum" + suffix).c_str(), &softmax_variance_sum<T>);
+  module.def(("softmax_variance_gradient" + suffix).c_str(), &softmax_variance_gradient<T>);
   module.def(("exponentiate" + suffix).c_str(), &exponentiate<T>);
   module.def(("row_dots" + suffix).c_str(), &row_dots<T>);
   module.def(("sigmoid_curvature" + suffix).c_str(), &sigmoid_curvature<T>);

@@ -346,6 +346,94 @@ void softmax_variance_sum(const T* features, int64_t stride, const T* prepared, 
   *counted = whole.wrong ? -1 : whole.counted;
 }
 
+// For a block of rows: logits become probabilities p, slopes[s] = p_s (q_s - 2 v) with q_s = sum_t p_t D_st, which is
+// the gradient of v = sum_s p_s q_s / 2 in the logits.
+template <typename T>
+PYFLATNESS_INLINE void pair_slopes(T* logits,  // [d, kBlockRows], also the next
+                                   T* slopes, const T* bias, const T* distances, int64_t d, T* variance) {
+  using S = Simd<T>;
+  using Vec = typename S::Vec;
+  const auto at = [](T* rows, int64_t s, int v)
+                      __attribute__((always_inline)) { return rows + s * kBlockRows<T> + v * S::kLanes; };
+  Vec top[2], normaliser[2] = {}, twice[2] = {};
+  for (int v = 0; v < 2; ++v) top[v] = S::load(at(logits, 0, v)) + bias[0];
+  for (int64_t s = 1; s < d; ++s)
+    for (int v = 0; v < 2; ++v) {
+      const Vec z = S::load(at(logits, s, v)) + bias[s];
+      top[v] = z > top[v] ? z : top[v];
+    }
+  for (int64_t s = 0; s < d; ++s)
+    for (int v = 0; v < 2; ++v) {
+      const Vec e = S::exp_nonpositive(S::load(at(logits, s, v)) + bias[s] - top[v]);
+      S::store(at(logits, s, v), e);
+      normaliser[v] += e;
+    }
+  for (int64_t s = 0; s < d; ++s)
+    for (int v = 0; v < 2; ++v) S::store(at(logits, s, v), S::load(at(logits, s, v)) / normaliser[v]);
+  for (int64_t s = 0; s < d; ++s) {
+    Vec q[2] = {};
+    for (int64_t t = 0; t < d; ++t)
+      for (int v = 0; v < 2; ++v) q[v] += S::load(at(logits, t, v)) * distances[s * d + t];
+    for (int v = 0; v < 2; ++v) {
+      twice[v] += S::load(at(logits, s, v)) * q[v];
+      S::store(at(slopes, s, v), q[v]);
+    }
+  }
+  for (int64_t s = 0; s < d; ++s)
+    for (int v = 0; v < 2; ++v)
+      S::store(at(slopes, s, v), S::load(at(logits, s, v)) * (S::load(at(slopes, s, v)) - twice[v]));
+  for (int v = 0; v < 2; ++v) S::store(variance + v * S::kLanes, twice[v] * T(0.5));
+}
+
+// to[s, first...] = scale * from[s, ...] for the `count` rows of a block that there are.
+template <typename T>
+PYFLATNESS_INLINE void write_block(const T* from, const T* scale, int64_t d, int64_t n, int64_t first, int64_t count,
+                                   T* to) {
+  using S = Simd<T>;
+  for (int64_t s = 0; s < d; ++s)
+    for (int64_t r = 0; r < count; r += S::kLanes) {
+      const typename S::Vec rows = S::load(from + s * kBlockRows<T> + r) * S::load(scale + r);
+      T* place = to + s * n + first + r;
+      count - r < S::kLanes ? S::store_partial(place, rows, count - r) : S::store(place, rows);
+    }
+}
+
+template <typename T>
+void softmax_variance_gradient(const T* features, int64_t stride, const T* prepared, const double* shares, int64_t n,
+                               int64_t m, int64_t d, T* slopes, T* probabilities, T* factors, double* total,
+                               int threads) {
+  constexpr int64_t kRows = kBlockRows<T>;
+  const T *bias = prepared + d * pyflatness::packed_columns(m), *distances = bias + d;
+  const int64_t blocks = blocks_of(n, kRows), parts = minimum(blocks, kParts);
+  double found[kParts];
+#pragma omp parallel for num_threads(team(threads, n * m * d)) schedule(static)
+  for (int64_t p = 0; p < parts; ++p) {
+    alignas(64) T logits[pyflatness::kMaxFusedOutputs * kRows], block_slopes[pyflatness::kMaxFusedOutputs * kRows];
+    alignas(64) T norms[kRows], variance[kRows], ones[kRows], of_rows[kRows];
+    double part = 0;
+    for (int64_t block = p * blocks / parts; block < (p + 1) * blocks / parts; ++block) {
+      const int64_t first = block * kRows, count = minimum(kRows, n - first);
+      const T* rows[kRows];  // beyond the last row: that row again, not written
+      for (int64_t r = 0; r < kRows; ++r) rows[r] = features + (first + minimum(r, count - 1)) * stride;
+      block_products<T, true>(rows, count == kRows ? 2 * kRows * stride : 0, prepared, m, d, logits, norms);
+      pair_slopes(logits, block_slopes, bias, distances, d, variance);
+      for (int64_t r = 0; r < kRows; ++r) {
+        ones[r] = 1, of_rows[r] = 0;
+        if (r >= count) continue;
+        const double share = shares[first + r], scale = share * static_cast<double>(norms[r]);
+        part += scale * static_cast<double>(variance[r]);
+        factors[first + r] = static_cast<T>(2 * share * static_cast<double>(variance[r]));
+        factors[n + first + r] = of_rows[r] = static_cast<T>(scale);
+      }
+      write_block(block_slopes, of_rows, d, n, first, count, slopes);
+      write_block(logits, ones, d, n, first, count, probabilities);
+    }
+    found[p] = part;
+  }
+  *total = 0;
+  for (int64_t p = 0; p < parts; ++p) *total += found[p];
+}
+
 // The maximum of a row and its first place. A NaN is never the maximum; it shows in the sums instead.
 template <typename T>
 T row_maximum(const T* z, int64_t d, int64_t* place) {
@@ -441,9 +529,14 @@ void sigmoid_curvature(const T* logits, const T* coefficients, const T* row_norm
 }
 
 template <typename T>
-constexpr pyflatness::HeadKernels<T> kTable = {
-    pair_distances<T>, softmax_variance<T>, prepare_softmax_variance<T>, softmax_variance_sum<T>,
-    exponentiate<T>,   row_dots<T>,         sigmoid_curvature<T>};
+constexpr pyflatness::HeadKernels<T> kTable = {pair_distances<T>,
+                                               softmax_variance<T>,
+                                               prepare_softmax_variance<T>,
+                                               softmax_variance_sum<T>,
+                                               softmax_variance_gradient<T>,
+                                               exponentiate<T>,
+                                               row_dots<T>,
+                                               sigmoid_curvature<T>};
 
 }  // namespace
 

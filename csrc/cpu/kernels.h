@@ -52,6 +52,19 @@ struct HeadKernels {
                                double* values,  // [n] or null
                                double* total, int64_t* counted, int threads);
 
+  // The sum of the values of softmax_variance times `shares`, and what its gradient is made of, for v_i = var_{p_i}(w):
+  // slopes[s, i] = shares_i |phi_i|^2 dv_i/dz_is, the probabilities p_is, factors[0, i] = 2 shares_i v_i and
+  // factors[1, i] = shares_i |phi_i|^2. The total is the same for any number of threads.
+  void (*softmax_variance_gradient)(const T* features,  // [n, m], row i at features + i * stride
+                                    int64_t stride,
+                                    const T* prepared,     // [d * (packed_columns(m) + 1 + d)]
+                                    const double* shares,  // [n]
+                                    int64_t n, int64_t m, int64_t d,
+                                    T* slopes,         // [d, n]
+                                    T* probabilities,  // [d, n]
+                                    T* factors,        // [2, n]
+                                    double* total, int threads);
+
   // A block of each row's logits, in place: z_s -> exp(z_s - maximum), where `maximum` (that of the blocks before,
   // -infinity for the first) is raised to this block's own largest logit first. If that raises it, the place t of that
   // logit takes `top_value`, and stays out of the sums; else t = -1.

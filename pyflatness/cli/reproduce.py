@@ -55,10 +55,11 @@ def reproduce(
 
 
 def _list(rows: Any) -> None:
-    table = Table("name", "figure", "what", "data at paper scale", box=box.SIMPLE_HEAD)
+    table = Table("name", "figure", "what", "small scale", "data at paper scale", box=box.SIMPLE_HEAD)
     for row in rows:
-        table.add_row(row.name, row.figure, row.title, row.data or "none")
+        table.add_row(row.name, row.figure, row.title, f"{row.seconds} s", row.data or "none")
     show(table)
+    click.echo("small scale: seconds of one core, measured, with the training of networks that experiments share")
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -22,6 +22,7 @@ from .geometry import Geometry
 from .precision import promoted_dtype
 from .reference import (
     Products,
+    RowSlopes,
     RowSum,
     add_tile,
     mean_row_by,
@@ -33,7 +34,9 @@ from .reference import (
 )
 
 __all__ = [
+    "INSTALLED",
     "Products",
+    "RowSlopes",
     "RowSum",
     "direct",
     "direct_gathered",
@@ -56,6 +59,7 @@ __all__ = [
     "sigmoid_curvature",
     "small_eigenvalues",
     "softmax_variance",
+    "softmax_variance_gradient",
     "softmax_variance_sum",
     "spread",
     "unavailable",
@@ -75,6 +79,7 @@ except ImportError as error:
         f"the compiled kernels are not here ({error}): install pyflatness with `pip install .` (or `pip install -e .`) "
         'from its root, which needs a C++ compiler, or pass backend="reference"'
     )
+INSTALLED = _C is not None
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str:
@@ -162,6 +167,21 @@ def softmax_variance_sum(
         _NONE if values is None else array(values), torch.get_num_threads(),
     )  # fmt: skip
     return None if counted < 0 else RowSum(total, counted, constants)
+
+
+def softmax_variance_gradient(features: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor) -> RowSlopes:
+    """See :func:`.reference.softmax_variance_gradient`; at most ``_C.MAX_FUSED_OUTPUTS`` outputs."""
+    features, weight, shares = dense_rows(features), dense(weight), dense(shares)
+    bias = None if bias is None else dense(bias)
+    (n, m), d = features.shape, weight.shape[0]
+    prepared = weight.new_empty(d * (_C.packed_columns(m) + 1 + d))
+    found = RowSlopes(0.0, weight.new_empty(d, n), weight.new_empty(d, n), weight.new_empty(2, n))
+    kernel = _kernel("softmax_variance_gradient", features, weight, weight if bias is None else bias)
+    total = kernel(
+        strided(features), features.stride(0), array(weight), _NONE if bias is None else array(bias), array(prepared),
+        array(shares), n, m, d, *map(array, found[1:]), torch.get_num_threads(),
+    )  # fmt: skip
+    return found._replace(total=total)
 
 
 def exponentiate(

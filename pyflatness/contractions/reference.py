@@ -90,6 +90,34 @@ def softmax_variance_sum(
     return RowSum(float(found.sum()), int(kept.sum()), prepared)
 
 
+class RowSlopes(NamedTuple):
+    """Hold what the gradient of a sum over the rows of a head is made of, v_i = var_{p_i}(w).
+
+    Attributes:
+        total: ``Σ shares_i |φ_i|² v_i``.
+        slopes: ``shares_i |φ_i|² ∂v_i/∂z_is``, (d, n).
+        probabilities: p_is, (d, n).
+        factors: ``2 shares_i v_i`` and ``shares_i |φ_i|²``, (2, n).
+    """
+
+    total: float
+    slopes: Tensor
+    probabilities: Tensor
+    factors: Tensor
+
+
+def softmax_variance_gradient(features: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor) -> RowSlopes:
+    """Return the sum over rows of ``shares_i |φ_i|² var_{p_i}(w)``, and its slopes in the logits."""
+    dtype, centred = features.dtype, weight - centre(weight)
+    p = torch.softmax(torch.addmm(shifted(bias, weight), features, centred.t()), dim=1)
+    q = p @ pair_distances(weight)
+    twice = (p * q).sum(dim=1)
+    scale = row_dots(features, features) * shares
+    slopes = p * (q - twice.unsqueeze(1)) * scale.to(dtype).unsqueeze(1)
+    factors = torch.stack([(twice * shares).to(dtype), scale.to(dtype)])
+    return RowSlopes(float(scale @ twice.double()) / 2, slopes.t(), p.t(), factors)
+
+
 def exponentiate(
     logits: Tensor, row_norms: Tensor | None, top_value: float, maximum: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:

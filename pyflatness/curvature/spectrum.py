@@ -132,7 +132,9 @@ class Spectrum:
             axes.plot(points, mean, label=f"density, Gaussian of width {width:.2g}")
             if not bool(error.isnan().any()):
                 axes.fill_between(points, (mean - error).clamp_min(0), mean + error, alpha=0.3)
-            axes.set(yscale="symlog", ylabel="density")
+            # Logarithmic from what a single eigenvalue's peak has on: else the bulk hides all others.
+            axes.set_yscale("symlog", linthresh=1 / (self.density.size * width * math.sqrt(2 * math.pi)))
+            axes.set_ylabel("density")
         axes.set(xlabel=f"eigenvalue of the {'GGN' if self.method == 'ggn' else 'Hessian'}")
         axes.legend()
         if path is not None:
@@ -162,6 +164,7 @@ def spectrum(
     layers: Selector | Sequence[Selector] | None = None,
     k: int = 5,
     which: str = "largest",
+    copies: bool = True,
     density: bool = False,
     probes: int = 8,
     steps: int = 64,
@@ -188,6 +191,8 @@ def spectrum(
             all trainable parameters of the network.
         k: how many eigenpairs, at each end that is asked for; 0 for the density alone.
         which: ``"largest"``, algebraically, ``"smallest"`` (the most negative), or ``"both"``.
+        copies: also search for further copies of multiple eigenvalues, by some more products. False: of a multiple one
+            a single copy may be found, and :attr:`Spectrum.converged` speaks of the residuals alone.
         density: also estimate the density by stochastic Lanczos quadrature.
         probes: random vectors of the density.
         steps: products of each of them.
@@ -206,7 +211,7 @@ def spectrum(
         process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
-        The eigenpairs with their residuals. Copies of a multiple eigenvalue are counted: when all pairs are found, a
+        The eigenpairs with their residuals. Copies of a multiple eigenvalue count: when all pairs are found, a
         search among the vectors that are orthogonal to them has to find nothing beyond. That no eigenvalue was missed
         is as certain as that random starts have a component along its eigenvector.
 
@@ -224,7 +229,7 @@ def spectrum(
         >>> len(found.eigenvalues), found.converged, found.eigenvectors["0.weight"].shape
         (4, True, torch.Size([4, 8, 4]))
     """
-    k, density = check_count("k", k, 0), check_flag("density", density)
+    k, density, copies = check_count("k", k, 0), check_flag("density", density), check_flag("copies", copies)
     probes, steps = check_draws("probes", probes, 1), check_count("steps", steps, 1)
     if tolerance is not None:
         tolerance = check_number("tolerance", tolerance)
@@ -247,7 +252,8 @@ def spectrum(
         block = _Block(products, names, Budget.of(task.model, memory).bases, seed)
         largest, smallest = block.wanted(k, which)
         block.check(largest + smallest, steps if density else 0, max_products)
-        pairs = block.pairs(largest, smallest, tolerance or tolerance_of(products), max_products)
+        precision = tolerance or tolerance_of(products)
+        pairs = block.pairs(largest, smallest, precision, max_products, copies=copies)
         found = block.density(probes, steps) if density else None
         task.unite()
         vectors = [products.as_parameters(names, vector) for vector in pairs.vectors]
@@ -310,7 +316,7 @@ class _Block:
                 "layers= for the block of fewer weights"
             )
 
-    def pairs(self, largest: int, smallest: int, tolerance: float, most: int) -> Pairs:
+    def pairs(self, largest: int, smallest: int, tolerance: float, most: int, *, copies: bool) -> Pairs:
         """Return so many eigenpairs at each end, by so many products at most."""
         search = Search(
             self._generator,
@@ -320,7 +326,7 @@ class _Block:
             room=self._memory // (_NUMBER * self._size),
             limit=most,
         )
-        found: Pairs = self._found(search.pairs(largest, smallest))
+        found: Pairs = self._found(search.pairs(largest, smallest, copies=copies))
         return found
 
     def density(self, probes: int, steps: int) -> Density:

@@ -9,7 +9,6 @@ here they have one for each of two classes.
 
 import functools
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +18,10 @@ from torch.nn import functional as F
 
 from .. import progress
 from ..api import measure
-from ..report.intervals import student_t
+from ..errors import InputError
 from . import image_data
 from .c24_networks import perceptron, small_convolutional, vgg11
-from .experiment import Bench, Finding
+from .experiment import Bench, note
 from .trajectories import Data, Descent, followed, half_squared_error
 
 SMALL = {"classes": [3, 8], "samples": 240, "measured": 100, "steps": 3000, "snapshots": 10, "seeds": 3, "width": 32}
@@ -39,6 +38,9 @@ QUANTITIES = {
     "local_dimension": "local dimension",
 }
 """Columns of a network's table, and what the paper calls them."""
+
+FITTED = 0.99
+"""Accuracy on the training data from which on a network counts as having interpolated them."""
 
 _MEASURES = ("interpolation_sharpness", "nmls", "log_volume", "mls", "local_dimension")
 
@@ -75,8 +77,8 @@ def table(
     descents: Sequence[Descent],
     kept: Sequence[int],
     of: Callable[[nn.Module, Data], Mapping[str, float]],
-) -> dict[str, list[Any]]:
-    """Return a table with a row for each network and number of steps: loss, accuracy, gap, and what else is measured.
+) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """Return columns with a row for each network and number of steps: loss, accuracy, gap, and what else is measured.
 
     Args:
         bench: to work with.
@@ -84,6 +86,10 @@ def table(
         descents: how each is trained.
         kept: numbers of steps.
         of: network and the samples that are measured on -> columns.
+
+    Returns:
+        The columns, with NaN for what could not be measured, as of a network that diverged; and these rows by name,
+        with the reasons.
     """
     made, train, test = problem(bench, kind)
     settings = {name: bench.settings.get(name) for name in ("classes", "samples", "width", "data", "images")}
@@ -91,6 +97,7 @@ def table(
     weights = followed(made, descents, train, kept, folder, bench.shown)
     network, some = made().eval(), tuple(part[: bench.settings["measured"]] for part in train)
     rows: list[dict[str, Any]] = []
+    failures: dict[str, str] = {}
     with progress.bar("measuring", len(descents) * len(kept), bench.shown) as advance:
         for descent, states in weights.items():
             for step, state in zip(kept, states, strict=True):
@@ -98,14 +105,17 @@ def table(
                 with torch.no_grad():
                     outputs, tested = network(train[0]), network(test[0])
                 losses = [float(half_squared_error(f, y)) for f, y in ((outputs, train[1]), (tested, test[1]))]
-                rows.append(
-                    {"name": f"{descent.name}_step{step}", **vars(descent), "step": step, "loss": losses[0]}
-                    | {"accuracy": float((outputs.argmax(dim=1) == train[1]).float().mean())}
-                    | {"test_loss": losses[1], "gap": losses[1] - losses[0]}
-                    | dict(of(network, some))  # type: ignore[arg-type]
-                )
-                advance(1, rows[-1]["name"])
-    return {column: [row[column] for row in rows] for column in rows[0]}
+                row = {"name": f"{descent.name}_step{step}", **vars(descent), "step": step, "loss": losses[0]}
+                row["accuracy"] = float((outputs.argmax(dim=1) == train[1]).float().mean())
+                row |= {"test_loss": losses[1], "gap": losses[1] - losses[0]}
+                try:
+                    row |= of(network, some)  # type: ignore[arg-type]
+                except InputError as error:  # its outputs are not finite
+                    note(failures, row["name"], str(error))
+                rows.append(row)
+                advance(1, row["name"])
+    names = dict.fromkeys(column for row in rows for column in row)
+    return {column: [row.get(column, math.nan) for row in rows] for column in names}, failures
 
 
 def compression(network: nn.Module, data: Data) -> dict[str, float]:
@@ -118,23 +128,3 @@ def compression(network: nn.Module, data: Data) -> dict[str, float]:
 def units(labels: Tensor) -> Tensor:
     """Return classes as unit vectors (n, classes), the two classes of section 4.1."""
     return F.one_hot(labels, 2).float()
-
-
-def average(what: str, values: Sequence[float], paper: str = "") -> Finding:
-    """Return the mean over networks, with the 95 % interval by Student's t."""
-    found = [value for value in values if math.isfinite(value)]
-    if not found:
-        return Finding(what, None, paper=paper)
-    mean = statistics.fmean(found)
-    if len(found) < 5:
-        return Finding(what, mean, paper=paper)
-    half = student_t(0.95, len(found) - 1) * statistics.stdev(found) / math.sqrt(len(found))
-    return Finding(what, mean, mean - half, mean + half, paper)
-
-
-def shown(finding: Finding) -> str:
-    """Return a number with its interval, for a sentence."""
-    if finding.value is None:
-        return "not defined"
-    ends = "" if finding.low is None or finding.high is None else f" [{finding.low:.2f}, {finding.high:.2f}]"
-    return f"{finding.value:.2f}{ends}"

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,8 +11,10 @@ from torch import nn
 
 from ..api import measure
 from ..generalization.correlation import correlations
-from . import c24, correlating
-from .experiment import Bench, Experiment, Finding, Found
+from . import c24, claims, correlating
+from .c24 import FITTED
+from .claims import Claim
+from .experiment import Bench, Experiment, Finding, Found, Points, note
 from .trajectories import Data, Descent
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ COLUMNS = {
     "bound": "bound",
     "relative_flatness": "rel sharpness",
 }
+RECIPE = ("learning_rate", "batch_size")
 PAIRS = (
     *(("mls", "gap", "positive"), ("nmls", "gap", "positive"), ("bound", "gap", "positive")),
     *(("sharpness", "gap", "positive"), ("log_volume", "sharpness", "positive"), ("log_volume", "mls", "positive")),
@@ -37,33 +40,51 @@ PAIRS = (
 )
 
 
-def run(bench: Bench, kind: str) -> Found:
-    """Train networks, and correlate all columns."""
+def measured(bench: Bench, kind: str) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """Train networks, and measure all columns."""
     settings = bench.settings
     rows = itertools.product(settings["learning_rates"], settings["batch_sizes"], range(settings["seeds"]))
     descents = [Descent(*row) for row in rows]
-    table = c24.table(bench, kind, descents, [settings["steps"]], both)
-    fitted = [place for place, accuracy in enumerate(table["accuracy"]) if accuracy >= 0.99]
-    failures = {
-        name: f"accuracy {accuracy:.3g}, not in the correlations"
-        for name, accuracy in zip(table["name"], table["accuracy"], strict=True)
-        if accuracy < 0.99
-    }
-    kept = {column: [values[place] for place in fitted] for column, values in table.items()}
-    for column in COLUMNS:
-        for name, value in zip(kept["name"], kept[column], strict=True):
+    return c24.table(bench, kind, descents, [settings["steps"]], both)
+
+
+def judge(points: Points) -> Found:
+    """Correlate pairs of columns, and say which go along as in the paper."""
+    table, failures = points.columns, dict(points.failures)
+    for place, name in enumerate(table["name"]):
+        if not table["accuracy"][place] >= FITTED:
+            note(failures, name, f"accuracy {table['accuracy'][place]:.3g}, not in the correlations")
+        for column, label in COLUMNS.items():
+            value = table[column][place]
             if not math.isfinite(value):
-                failures.setdefault(name, f"{COLUMNS[column]} is {value}, not in its correlations")
-    findings = []
-    for one, other, paper in PAIRS:
-        pairs = zip(kept["name"], kept[one], kept[other], strict=True)
-        out = [name for name, *ends in pairs if not all(map(math.isfinite, ends))]
-        found = correlations({"name": kept["name"], one: kept[one], other: kept[other]}, [one], other, exclude=out)
-        ends = correlating.ends(found, one, "Pearson")
-        findings.append(Finding(f"{COLUMNS[one]} with {COLUMNS[other]}, Pearson", *ends, paper))
-    return Found(
-        table, tuple(findings), verdict(findings, len(fitted)), lambda figure: draw(figure, kept), failures, (6.5, 5.5)
+                note(failures, name, f"{label} is {value}, not in its correlations")
+    findings = [correlated(table, one, other, paper) for one, other, paper in PAIRS]
+    recipes = {*zip(table["learning_rate"], table["batch_size"], strict=True)}
+    fitted = sum(accuracy >= FITTED for accuracy in table["accuracy"])
+    wanted = [Claim(item) for item in findings if item.paper == "positive"]
+    rest = "; ".join(f"{item.what} {claims.shown(item)}" for item in findings if item.paper != "positive")
+    verdict = (
+        f"{fitted} networks of {len(recipes)} recipes, 95 % bootstrap intervals over recipes. The paper says "
+        f"that these are positive. {claims.grouped(wanted)} Besides: {rest}."
     )
+    return Found(table, tuple(findings), verdict, lambda figure: draw(figure, table), failures, (6.5, 5.5))
+
+
+def correlated(table: Mapping[str, list[Any]], one: str, other: str, paper: str) -> Finding:
+    """Return Pearson's correlation over the networks that fitted their data and have both values.
+
+    Networks that differ in the seed alone are not independent, so that recipes are resampled.
+    """
+    what = f"{COLUMNS[one]} with {COLUMNS[other]}, Pearson"
+    rows = zip(table["accuracy"], table[one], table[other], strict=True)
+    kept = [
+        place for place, (accuracy, *pair) in enumerate(rows) if accuracy >= FITTED and all(map(math.isfinite, pair))
+    ]
+    if len(kept) < 2:
+        return Finding(what, None, paper=paper)
+    chosen = {name: [table[name][place] for place in kept] for name in ("name", *RECIPE, one, other)}
+    found = correlations(chosen, [one], other, clusters=RECIPE)
+    return Finding(what, *correlating.ends(found, one, "Pearson"), paper)
 
 
 def both(network: nn.Module, data: Data) -> dict[str, float]:
@@ -77,25 +98,12 @@ def both(network: nn.Module, data: Data) -> dict[str, float]:
     return c24.compression(network, data) | {name: float(estimate.value) for name, estimate in found.items()}
 
 
-def verdict(findings: Sequence[Finding], networks: int) -> str:
-    """Say which pairs go along as the paper says."""
-    wanted = [item for item in findings if item.paper == "positive"]
-    right = [item for item in wanted if item.low is not None and item.low > 0]
-    wrong = [item for item in wanted if item.high is not None and item.high < 0]
-    rest = [item for item in wanted if item not in right and item not in wrong]
-    parts = [("Positive with their whole interval, as claimed", right), ("Negative, against the claim", wrong)]
-    parts += [("Not decided", rest), ("Besides", [item for item in findings if item.paper != "positive"])]
-    sentences = [
-        f"{name}: {'; '.join(f'{item.what} {c24.shown(item)}' for item in those)}." for name, those in parts if those
-    ]
-    return f"{networks} networks, 95 % bootstrap intervals over networks. " + " ".join(sentences)
-
-
-def draw(figure: "Figure", table: Mapping[str, Sequence[Any]]) -> None:
+def draw(figure: "Figure", table: Mapping[str, list[Any]]) -> None:
     """Draw the matrix of Pearson's correlations."""
     values = np.array([[float(value) for value in table[column]] for column in COLUMNS])
-    fine = np.isfinite(values).all(axis=0)
-    matrix = np.corrcoef(values[:, fine])
+    fine = np.isfinite(values).all(axis=0) & (np.array(table["accuracy"]) >= FITTED)
+    with np.errstate(invalid="ignore", divide="ignore"):  # of one network, or a column that is constant
+        matrix = np.corrcoef(values[:, fine]) if fine.any() else np.full(2 * (len(COLUMNS),), np.nan)
     panel = figure.subplots()
     image = panel.imshow(matrix, cmap="RdBu_r", vmin=-1, vmax=1)
     for row, column in itertools.product(range(len(matrix)), repeat=2):
@@ -108,19 +116,21 @@ def draw(figure: "Figure", table: Mapping[str, Sequence[Any]]) -> None:
 _VARIED = {"learning_rates": [0.05, 0.1, 0.2], "batch_sizes": [8, 20, 32]}
 
 
-def _experiment(kind: str, name: str, figure: str, data: str) -> Experiment:
+def _experiment(kind: str, name: str, figure: str, data: str, seconds: int) -> Experiment:
     return Experiment(
         name=name,
         figure=figure,
         title=f"sharpness, compression, bounds and gap over {kind} networks, pair by pair",
         claim="MLS, NMLS and the bound of Eq. 12 go along with the gap, the bound with NMLS, log volume with sharpness "
         "and MLS, sharpness with the gap; relative flatness of the head hardly does, or with the other sign.",
-        run=functools.partial(run, kind=kind),
+        measure=functools.partial(measured, kind=kind),
+        judge=judge,
+        seconds=seconds,
         small={**c24.SMALL, **_VARIED, "seeds": 4},
         paper={**c24.PAPER, **_VARIED, "seeds": 11},
         data=data,
     )
 
 
-CONVOLUTIONAL = _experiment("convolutional", "c24-figG5", "C24, Figures G.5 and G.7", "CIFAR-10")
-PERCEPTRON = _experiment("perceptron", "c24-figG6", "C24, Figure G.6", "FashionMNIST")
+CONVOLUTIONAL = _experiment("convolutional", "c24-figG5", "C24, Figures G.5 and G.7", "CIFAR-10", 66)
+PERCEPTRON = _experiment("perceptron", "c24-figG6", "C24, Figure G.6", "FashionMNIST", 29)

@@ -7,6 +7,7 @@ appendix F.
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,20 +17,25 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import progress
+from ..errors import InputError
 from ..generalization.correlation import correlations
 from ..measures.adaptive_sharpness_mc import adaptive_sharpness_mc
 from ..measures.mls_adversarial import mls_adversarial
-from . import correlating, image_data
+from . import claims, correlating, image_data
 from .c24_networks import SigmoidOutputs, VisionTransformer
-from .experiment import Bench, Experiment, Finding, Found
+from .claims import Claim
+from .experiment import Bench, Experiment, Finding, Found, Points, note
 from .trajectories import Data
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SHAPE = ("patch", "width", "depth")
+PAIR = ("adaptive_sharpness", "normalized_mls")
 
-def run(bench: Bench) -> Found:
-    """Train transformers, and correlate the two measures in logarithms."""
+
+def measured(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """Train transformers, and measure both."""
     settings = bench.settings
     if bench.scale == "small":
         train, _ = image_data.digits(settings["samples"])
@@ -39,46 +45,65 @@ def run(bench: Bench) -> Found:
     data = train[0][: settings["measured"]], F.one_hot(train[1][: settings["measured"]], 10).float()
     shapes = itertools.product(settings["patches"], settings["widths"], settings["depths"], range(settings["seeds"]))
     rows: list[dict[str, Any]] = []
+    failures: dict[str, str] = {}
     with progress.bar("transformers", settings["seeds"] * _shapes(settings), bench.shown) as advance:
         for patch, width, depth, seed in shapes:
             name = f"patch{patch}_width{width}_depth{depth}_seed{seed}"
             folder = bench.folder / f"c24-transformers-{bench.scale}-{settings['samples']}-{settings['epochs']}"
             network = _trained((patch, width, depth, seed), train, settings["epochs"], folder / f"{name}.safetensors")
-            outputs = SigmoidOutputs(network).eval()
-            sharpness = adaptive_sharpness_mc(outputs, nn.MSELoss(), data, progress=False)
-            found = mls_adversarial(outputs, nn.MSELoss(), data, normalized=True, progress=False)
             with torch.no_grad():
                 accuracy = float((network(train[0]).argmax(dim=1) == train[1]).float().mean())
-            shape = {"name": name, "patch": patch, "width": width, "depth": depth, "seed": seed, "accuracy": accuracy}
-            rows.append(shape | {"adaptive_sharpness": sharpness.value, "normalized_mls": found.value})
+            row = {"name": name, "patch": patch, "width": width, "depth": depth, "seed": seed, "accuracy": accuracy}
+            try:
+                row |= both(network, data)
+            except InputError as error:  # its outputs are not finite
+                note(failures, name, str(error))
+            rows.append(row)
             advance(1, name)
-    table = {column: [row[column] for row in rows] for column in rows[0]}
-    failures = {row["name"]: "sharpness is not positive" for row in rows if not row["adaptive_sharpness"] > 0}
-    kept = [place for place, row in enumerate(rows) if row["name"] not in failures]
-    logs = {
-        column: [float(torch.tensor(table[column][place]).log()) for place in kept]
-        for column in ("adaptive_sharpness", "normalized_mls")
-    }
-    together = correlations(
-        {"name": [table["name"][p] for p in kept], **logs}, ["adaptive_sharpness"], "normalized_mls"
-    )
+    columns = ("name", *SHAPE, "seed", "accuracy", *PAIR)
+    return {column: [row.get(column, math.nan) for row in rows] for column in columns}, failures
+
+
+def both(network: nn.Module, data: Data) -> dict[str, float]:
+    """Return adaptive sharpness and normalised MLS of the outputs' sigmoid."""
+    outputs = SigmoidOutputs(network).eval()
+    sharpness = adaptive_sharpness_mc(outputs, nn.MSELoss(), data, progress=False)
+    found = mls_adversarial(outputs, nn.MSELoss(), data, normalized=True, progress=False)
+    return {PAIR[0]: float(sharpness.value), PAIR[1]: float(found.value)}
+
+
+def judge(points: Points) -> Found:
+    """Correlate the two in logarithms; those of one shape are not independent, so that shapes are resampled."""
+    table, failures = points.columns, dict(points.failures)
+    kept = []
+    for place, name in enumerate(table["name"]):
+        missing = [column for column in PAIR if not 0 < table[column][place] < math.inf]
+        if missing:
+            note(failures, name, f"{', '.join(missing)}: no positive number, not in the correlations")
+        else:
+            kept.append(place)
     findings = [
-        Finding(
-            f"log normalised MLS with log adaptive sharpness, {how}",
-            *correlating.ends(together, "adaptive_sharpness", how),
-            paper="positive trend",
-        )
-        for how in ("Pearson", "Spearman")
+        Finding(f"log normalised MLS with log adaptive sharpness, {how}", *ends, paper="positive trend")
+        for how, ends in _correlated(table, kept).items()
     ]
-    low, high = findings[1].low, findings[1].high
-    said = "not decided" if low is None or high is None or low <= 0 <= high else "positive" if low > 0 else "negative"
-    interval = "" if low is None else f" [{low:.2f}, {high:.2f}]"
+    shapes = len({*zip(*(table[name] for name in SHAPE), strict=True)})
     verdict = (
-        f"Over {len(kept)} transformers the rank correlation of normalised MLS with adaptive sharpness is "
-        f"{findings[1].value:.2f}{interval}: {said}. These are small transformers trained here, in place of "
-        "the paper's 181 pretrained ones."
+        f"Over {len(kept)} transformers of {shapes} shapes, with 95 % bootstrap intervals over shapes, the correlation "
+        f"is positive in the paper. {claims.grouped([Claim(item) for item in findings])} These are small transformers "
+        "trained here, in place of the paper's 181 pretrained ones."
     )
     return Found(table, tuple(findings), verdict, lambda figure: draw(figure, table), failures, (6.0, 4.5))
+
+
+def _correlated(
+    table: Mapping[str, Sequence[Any]], kept: Sequence[int]
+) -> dict[str, tuple[float | None, float | None, float | None]]:
+    if len(kept) < 2:
+        return dict.fromkeys(("Pearson", "Spearman"), (None, None, None))
+    chosen = {name: [table[name][place] for place in kept] for name in ("name", *SHAPE)}
+    logs = {name: [math.log(table[name][place]) for place in kept] for name in PAIR}
+    found = correlations(chosen | logs, [PAIR[0]], PAIR[1], clusters=SHAPE)
+    return {how: correlating.ends(found, PAIR[0], how) for how in ("Pearson", "Spearman")}
 
 
 def _shapes(settings: Mapping[str, Any]) -> int:
@@ -129,7 +154,9 @@ EXPERIMENT = Experiment(
     figure="C24, Figure 3",
     title="normalised MLS against adaptive sharpness over vision transformers",
     claim="For most of 181 pretrained vision transformers lower adaptive sharpness goes with lower normalised MLS.",
-    run=run,
+    measure=measured,
+    judge=judge,
+    seconds=38,
     small={
         **{"patches": [2, 4], "widths": [8, 16], "depths": [1, 2], "seeds": 3},
         **{"samples": 600, "measured": 100, "epochs": 30},

@@ -1,22 +1,26 @@
 """Say how measures go along with the generalisation gap over networks: findings, a figure, and sentences."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import InputError
+from ..generalization import intervals as resampling
+from ..generalization.coefficients import Resamples, coefficients, whole
 from ..generalization.correlation import Correlations, correlations
 from ..generalization.correlation_figures import plot_correlation
+from ..generalization.tables import Vector
 from ..messages import shown
+from . import claims
+from .claims import Claim
 from .experiment import Finding
 from .zoo import Networks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-_CLUSTERS = 5  # recipes that intervals over recipes take
 
 
 def with_gap(networks: Networks, measures: Sequence[str], given: Sequence[str] = ()) -> Correlations:
@@ -50,12 +54,21 @@ def _without(networks: Networks, columns: Sequence[str]) -> list[str]:
 
 def by_recipes(networks: Networks) -> bool:
     """Return whether there are enough recipes for intervals that resample recipes."""
-    return len({*networks.converged()["recipe"]}) >= _CLUSTERS
+    return len({*networks.converged()["recipe"]}) >= resampling.FEWEST
 
 
 def intervals(networks: Networks) -> str:
     """Return what the intervals are, for a sentence."""
-    return f"95 % bootstrap intervals over {'recipes' if by_recipes(networks) else 'networks'}"
+    if by_recipes(networks):
+        return "95 % bootstrap intervals over recipes"
+    recipes = networks.converged()["recipe"]
+    if len(recipes) < resampling.FEWEST:
+        return f"no intervals, of fewer than {resampling.FEWEST} networks"
+    count = len({*recipes})
+    return (
+        f"95 % bootstrap intervals over networks as if they were independent, which are too short: {count} recipes are "
+        "too few to resample"
+    )
 
 
 def findings(found: Correlations, measures: Sequence[str], paper: Mapping[str, str]) -> list[Finding]:
@@ -80,18 +93,80 @@ def ends(found: Correlations, measure: str, how: str) -> tuple[float | None, flo
     return value, low, high
 
 
+def pearson(found: Correlations, measure: str) -> Finding:
+    """Return Pearson's correlation of a measure, called by the measure's name."""
+    return Finding(measure, *ends(found, measure, "Pearson"))
+
+
 def said(found: Correlations, measure: str, how: str = "Pearson") -> str:
     """Return a correlation with its interval, for a sentence."""
-    value, low, high = ends(found, measure, how)
-    if value is None:
-        return "not defined"
-    return f"{value:.2f}" if low is None else f"{value:.2f} [{low:.2f}, {high:.2f}]"
+    return claims.shown(Finding(measure, *ends(found, measure, how)))
 
 
-def is_positive(found: Correlations, measure: str, how: str = "Pearson") -> bool:
-    """Return whether the whole interval is above zero."""
-    low = ends(found, measure, how)[1]
-    return low is not None and low > 0
+def sign(found: Correlations, measure: str) -> str:
+    """Return whether Pearson's correlation is positive or negative with its whole interval."""
+    decided = Claim(pearson(found, measure)).decided()
+    return {claims.SEEN: "positive", claims.AGAINST: "negative"}.get(decided, "not shown to be positive or negative")
+
+
+def difference(networks: Networks, measures: Sequence[str], one: str, other: str, paper: str = "") -> Finding:
+    """Return by how much Pearson's correlation with the gap is higher for one measure than for another.
+
+    The interval is that of the difference over resamples, the same for both measures, as of :func:`with_gap`.
+
+    Args:
+        networks: their table.
+        measures: columns; the networks that count have values of all of them.
+        one: of them.
+        other: of them.
+        paper: what the paper says.
+    """
+    out = {*_without(networks, ("gap", *measures))}
+    kept = [place for place, name in enumerate(networks.columns["name"]) if name not in out]
+    columns = {name: np.array([networks.columns[name][place] for place in kept]) for name in (one, other, "gap")}
+    recipes = [networks.columns["recipe"][place] for place in kept]
+    clusters = np.unique(recipes, return_inverse=True)[1] if by_recipes(networks) else None
+    pairs = [(columns[name], columns["gap"]) for name in (one, other)]
+    return paired_difference(f"{one} less {other}, Pearson", pairs, clusters, paper)
+
+
+def paired_difference(
+    what: str,
+    pairs: Sequence[tuple[Vector, Vector]],
+    clusters: NDArray[np.intp] | None = None,
+    paper: str = "",
+) -> Finding:
+    """Return Pearson's correlation of one pair of columns less that of another, of the same points.
+
+    Args:
+        what: it is.
+        pairs: two pairs of (n,) values.
+        clusters: of each point, (n,), which are resampled whole; None: points are.
+        paper: what the paper says.
+    """
+    n = len(pairs[0][0])
+
+    def less(drawn: Resamples) -> Vector:
+        first, second = (coefficients("Pearson", pair, drawn) for pair in pairs)
+        return first - second
+
+    value = float(less(whole(n))[0]) if n else math.nan
+    if math.isnan(value):
+        return Finding(what, None, paper=paper)
+    if (n if clusters is None else clusters.max() + 1) < resampling.FEWEST:
+        return Finding(what, value, paper=paper)
+    values = less(resampling.bootstrap_resamples(n, clusters, seed=0))
+    low, high = np.percentile(values[np.isfinite(values)], [2.5, 97.5])
+    return Finding(what, value, float(low), float(high), paper)
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Return Spearman's correlation; None where one of them is constant or not finite."""
+    columns = [np.asarray(values, dtype=np.float64) for values in (one, other)]
+    if not np.isfinite(columns).all():
+        return None
+    value = float(coefficients("Spearman", columns, whole(len(one)))[0])
+    return None if math.isnan(value) else value
 
 
 def scatter(figure: "Figure", networks: Networks, measures: Sequence[str], columns: int = 3) -> None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import __version__
 from ..errors import InputError
+from ..scoring.keys import VALUES_VERSION
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,10 +47,13 @@ class Bench:
     def once(self, key: str, compute: Callable[[], Any]) -> Any:
         """Return what a function does, or did when it was called with this key before; numbers, texts and lists.
 
+        The outcome of another version of the package is not taken.
+
         Args:
-            key: names all that the outcome depends on.
+            key: names all that the outcome depends on besides.
             compute: the function.
         """
+        key = f"{key}; pyflatness {__version__}, values version {VALUES_VERSION}"
         path = self.folder / f"{_digest(key)}.json"
         if not path.exists():
             part = path.with_suffix(".part")
@@ -59,6 +64,32 @@ class Bench:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def note(failures: dict[str, str], name: str, why: str) -> None:
+    """Add a reason to those of a network, which keeps the ones that it has."""
+    held = failures.get(name)
+    if held is None:
+        failures[name] = why
+    elif f"; {why}; " not in f"; {held}; ":
+        failures[name] = f"{held}; {why}"
+
+
+@dataclass(frozen=True)
+class Points:
+    """Hold what an experiment measured, from which all that it says follows.
+
+    Attributes:
+        columns: a column of numbers or texts by name, with a row for every point; none is left out.
+        failures: what could not be computed or did not converge, by name, and why.
+        scale: ``"small"`` or ``"paper"``.
+        settings: of the experiment at that scale, by name.
+    """
+
+    columns: Mapping[str, list[Any]]
+    failures: Mapping[str, str]
+    scale: str
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -110,7 +141,9 @@ class Experiment:
         figure: the paper's, such as ``"P21, Figure 3"``.
         title: what is shown, in a line.
         claim: what the paper says of it.
-        run: does the work.
+        measure: does the work, and returns columns and failures, as in :class:`Points`.
+        judge: says what the points tell about the claim.
+        seconds: of one core at small scale, from nothing.
         small: settings that two cores finish in minutes with data from any installation.
         paper: the paper's settings.
         data: what ``paper`` needs in the folder of data sets; empty if nothing.
@@ -120,10 +153,16 @@ class Experiment:
     figure: str
     title: str
     claim: str
-    run: Callable[[Bench], Found]
+    measure: Callable[[Bench], tuple[Mapping[str, list[Any]], Mapping[str, str]]]
+    judge: Callable[[Points], Found]
+    seconds: int
     small: Mapping[str, Any]
     paper: Mapping[str, Any]
     data: str = ""
+
+    def run(self, bench: Bench) -> Found:
+        """Measure, and say what was found."""
+        return self.judge(Points(*self.measure(bench), bench.scale, bench.settings))
 
     def settings(self, scale: str, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a scale, with some of them changed.

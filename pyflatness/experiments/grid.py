@@ -9,15 +9,19 @@ Targets are the gap, and those under shifts: images turned, with noise, labels t
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InputError
 from ..generalization.correlation import correlations
 from ..generalization.granulated import granulated_kendall
 from ..generalization.mutual_information import conditional_mutual_information
 from ..generalization.sign_error import sign_error
+from ..measures import MEASURES
+from ..messages import shown
 from . import correlating, grid_networks
-from .experiment import Bench, Experiment, Finding, Found
-from .grid_networks import SETTINGS, Grid
+from .experiment import Bench, Experiment, Finding, Found, Points, note
+from .grid_networks import SETTINGS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,9 +32,14 @@ Row = dict[str, float]
 """Of a measure and a target: ``tau``, ``psi``, ``information``, ``sign_error``, ``worst``."""
 
 
-def run(bench: Bench) -> Found:
-    """Train, measure, and compare."""
-    grid = grid_networks.made(bench)
+def measured(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """Train and measure."""
+    return grid_networks.made(bench)
+
+
+def judge(points: Points) -> Found:
+    """Compare measures with the gaps of all networks that have the gaps, and relative flatness."""
+    grid = compared_networks(points)
     settings = [name for name in SETTINGS if len(set(grid.columns[name])) > 1]
     found = {
         (measure, target): compared(grid.columns, measure, target, settings)
@@ -59,13 +68,59 @@ def run(bench: Bench) -> Found:
         ),
     ]
     return Found(
-        grid.columns | {},
+        points.columns,
         tuple(findings),
         verdict(grid, found, findings[0]),
         lambda figure: draw(figure, grid, found),
         grid.failures,
         size=(11.0, 0.22 * len(grid.measures) + 2.0),
     )
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Hold the networks that are compared.
+
+    Attributes:
+        columns: as :func:`.grid_networks.made` gives them, of these networks.
+        targets: columns of gaps.
+        measures: columns of measures that every one of the networks has a finite number of, and not one number all.
+        failures: networks and measures that are not compared too, and why.
+    """
+
+    columns: dict[str, list[Any]]
+    targets: tuple[str, ...]
+    measures: tuple[str, ...]
+    failures: dict[str, str]
+
+
+def compared_networks(points: Points) -> Grid:
+    """Return the networks that have all gaps and relative flatness, of the head and of all layers.
+
+    Raises:
+        InputError: fewer than two do.
+    """
+    table, failures = points.columns, dict(points.failures)
+    targets = tuple(name for name in table if name.endswith(" gap"))
+    needed = (_HEAD, _SUM, *targets)
+    kept = []
+    for place, name in enumerate(table["name"]):
+        missing = [column for column in needed if not math.isfinite(table.get(column, {place: math.nan})[place])]
+        if missing:
+            note(failures, name, f"no finite {', '.join(missing)}: not compared")
+        else:
+            kept.append(place)
+    if len(kept) < 2:
+        raise InputError(f"grid: {len(kept)} networks can be compared: {shown(failures)}")
+    columns = {column: [cells[place] for place in kept] for column, cells in table.items()}
+    measures = []
+    for column in (name for name in columns if name.split()[0] in {row.name for row in MEASURES}):
+        missing_of = sum(not math.isfinite(value) for value in columns[column])
+        if missing_of:
+            note(failures, column, f"no finite number for {missing_of} of {len(kept)} networks: not compared")
+        elif len(set(columns[column])) > 1 or column in (_HEAD, _SUM):
+            measures.append(column)
+    return Grid(columns, targets, tuple(measures), failures)
 
 
 def compared(table: Mapping[str, Sequence[Any]], measure: str, target: str, settings: Sequence[str]) -> Row:
@@ -152,7 +207,9 @@ EXPERIMENT = Experiment(
     title="all measures against the gap of networks with one training loss, by Ψ, mutual information and sign errors",
     claim="Flat minima generalise better: measures of flatness order networks by their gap, whichever setting made the "
     "networks differ.",
-    run=run,
+    measure=measured,
+    judge=judge,
+    seconds=115,
     small={
         **{"widths": [8, 32], "depths": [1, 2], "batch_sizes": [16, 64], "learning_rates": [0.5, 2.0]},
         **{"weight_decays": [0.0], "optimizers": ["sgd", "adam"], "seeds": 2},

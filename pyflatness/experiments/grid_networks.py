@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from .. import progress
 from ..measures import MEASURES
 from ..scoring.score import score
 from . import image_data, same_loss
-from .experiment import Bench
+from .experiment import Bench, note
 from .same_loss import Recipe, perceptron
 
 Data = tuple[Tensor, Tensor]
@@ -38,26 +37,14 @@ _SHAPES = ("widths", "depths", "batch_sizes")  # settings that give a group, whi
 _TOGETHER = 12  # networks that are scored between two steps of the bar
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Hold a table with a row for each network.
+def made(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """Train what is not trained, score what is not scored, and return a table with a row for each network.
 
-    Attributes:
-        columns: ``name``, the settings, ``seed``, ``steps``, ``train_loss``, for each test set its loss and gap, and
-            the values of measures, ``MEASURE`` of the network or ``MEASURE head``.
-        targets: columns of gaps.
-        measures: columns of measures that every network has a finite number of.
-        failures: networks and values that there are none of, and why.
+    Returns:
+        Columns: ``name``, the settings, ``seed``, ``steps``, ``train_loss``, for each test set its loss and gap, and
+        the values of measures, ``MEASURE`` of the network or ``MEASURE head``, with NaN for those that there are none
+        of. And the networks and values that there are none of, and why.
     """
-
-    columns: dict[str, list[Any]]
-    targets: tuple[str, ...]
-    measures: tuple[str, ...]
-    failures: dict[str, str]
-
-
-def made(bench: Bench) -> Grid:
-    """Train what is not trained, score what is not scored, and return the table."""
     settings = bench.settings
     train, tests = data(bench)
     followed = {name: value for name, value in settings.items() if name not in _SHAPES}
@@ -82,13 +69,7 @@ def made(bench: Bench) -> Grid:
     for shift in tests:
         losses = zip(columns[f"{shift} loss"], columns["train_loss"], strict=True)
         columns[f"{shift} gap"] = [test - train_loss for test, train_loss in losses]
-    measures = [column for column in columns if column.split()[0] in {row.name for row in MEASURES}]
-    for column in measures:
-        missing = sum(not math.isfinite(value) for value in columns[column])
-        if missing:
-            failures[column] = f"no finite number for {missing} of {len(kept)} networks: not compared"
-    fine = tuple(column for column in measures if column not in failures and len(set(columns[column])) > 1)
-    return Grid(columns, tuple(f"{shift} gap" for shift in tests), fine, failures)
+    return columns, failures
 
 
 def data(bench: Bench) -> tuple[Data, dict[str, Data]]:
@@ -189,7 +170,7 @@ def scored(
     found: dict[str, dict[str, float]] = {name: {} for name in networks}
     for row in score(networks, train, "cross_entropy", layers="*", measures=_NAMES, store=store):
         if row.error:
-            failures[f"{row.checkpoint}, {row.measure}"] = row.error
+            note(failures, row.checkpoint, f"{row.measure} {row.layer or 'network'}: {row.error}")
         elif row.value is not None and not row.layer:
             found[row.checkpoint][row.measure] = row.value
         elif row.value is not None and row.layer == heads[row.checkpoint] and row.measure in HEAD:

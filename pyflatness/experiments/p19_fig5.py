@@ -1,13 +1,13 @@
 """P19, Figure 5: ρ of each hidden layer, its largest neuron's flatness, against the gap."""
 
 from . import p19_mnist
-from .experiment import Bench, Experiment, Found
+from .experiment import Experiment, Found, Points
 
 
-def run(bench: Bench) -> Found:
-    """Train, measure, and correlate."""
+def judge(points: Points) -> Found:
+    """Hold them against the gap."""
     shown = [f"neuron_flatness_max {layer}" for layer in p19_mnist.HIDDEN]
-    return p19_mnist.figure(bench, shown, dict.fromkeys(shown, "significant"))
+    return p19_mnist.judge(points, shown, "significant")
 
 
 EXPERIMENT = Experiment(
@@ -15,7 +15,9 @@ EXPERIMENT = Experiment(
     figure="P19, Figure 5",
     title="ρ of each hidden layer, its largest neuron's flatness, against the gap",
     claim="The correlation is again significant, but differs considerably between layers.",
-    run=run,
+    measure=p19_mnist.measure,
+    judge=judge,
+    seconds=34,
     small=p19_mnist.SMALL,
     paper=p19_mnist.PAPER,
     data=p19_mnist.DATA,

@@ -7,6 +7,8 @@ the setting ``minima="p21"`` takes the networks of :mod:`.p21_minima` instead.
 At small scale fully connected networks learn 600 of scikit-learn's digits.
 """
 
+from dataclasses import replace
+
 from . import image_data, networks, p21_minima, zoo
 from .experiment import Bench
 from .training import INITIALIZATIONS, Recipe, Until
@@ -15,6 +17,7 @@ from .zoo import Asked, Zoo, several
 SMALL = {"images": 600, "seeds": 2, "loss": 0.02, "epochs": 300, "measured": 600, "minima": "p19"}
 PAPER = p21_minima.PAPER | {"seeds": 9, "minima": "p19"}
 DATA = "CIFAR-10"
+MEASURES = ("scaled_lambda_max", "scaled_trace", "lambda_max", "trace")
 
 _LENET5 = ((4, 0.001), (32, 0.008), (64, 0.02), (512, 0.1))
 _DIGITS = ((8, 0.02), (16, 0.04), (32, 0.08), (64, 0.16))
@@ -39,8 +42,7 @@ def minima(bench: Bench) -> Zoo:
 
 def asked(bench: Bench, of: Zoo) -> list[Asked]:
     """Return what is measured of the head, whose inputs are the last hidden layer's features."""
-    names = ["scaled_lambda_max", "scaled_trace", "lambda_max", "trace"]
-    return [Asked(names, [p21_minima.layers(bench)[0]], of.first(bench.settings["measured"]))]
+    return [Asked(MEASURES, [p21_minima.layers(bench.scale)[0]], of.first(bench.settings["measured"]))]
 
 
 def with_error(bench: Bench, of: Zoo, found: zoo.Networks) -> zoo.Networks:
@@ -51,4 +53,4 @@ def with_error(bench: Bench, of: Zoo, found: zoo.Networks) -> zoo.Networks:
     trained, tested = len(of.train[1]), len(of.test[1])
     pairs = zip(found.columns["test_loss"], found.columns["loss"], strict=True)
     errors = [trained / tested * (tested * test) - trained * train for test, train in pairs]
-    return zoo.Networks(found.columns | {"generalization_error": errors}, found.unconverged, found.failures)
+    return replace(found, columns=found.columns | {"generalization_error": errors})

@@ -9,9 +9,11 @@ At small scale narrower networks learn 600 of scikit-learn's digits, in batches 
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from . import correlating, image_data, networks, zoo
-from .experiment import Bench, Found
+from . import claims, correlating, image_data, networks, zoo
+from .claims import Claim
+from .experiment import Bench, Found, Points
 from .training import Recipe, Until
 from .zoo import Asked, Zoo, several
 
@@ -39,26 +41,52 @@ def mnist_zoo(bench: Bench) -> Zoo:
     return Zoo(f"p19-{settings['data']}-{settings['images']}", networks.mnist_network, seeded, *data, until)
 
 
-def figure(bench: Bench, shown: Sequence[str], paper: Mapping[str, str]) -> Found:
-    """Train, measure, and hold some measures against the gap.
-
-    Args:
-        bench: to work with.
-        shown: columns, a panel each.
-        paper: what the paper says, by column.
-    """
+def measure(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """Train and measure."""
     networks = mnist_zoo(bench)
     found = zoo.networks(bench, networks, [Asked(MEASURES, "*", networks.first(bench.settings["measured"]))])
-    with_gap = correlating.with_gap(found, shown)
-    positive = [name for name in shown if correlating.is_positive(with_gap, name)]
-    strong = [name for name in shown if (correlating.ends(with_gap, name, "Pearson")[0] or 0) >= 0.7]
-    every = ", ".join(f"{name} {correlating.said(with_gap, name)}" for name in shown)
+    return found.columns, found.failures
+
+
+def judge(
+    points: Points,
+    shown: Sequence[str],
+    paper: str,
+    *,
+    least: float | None = None,
+    than: Mapping[str, Sequence[str]] | None = None,
+) -> Found:
+    """Return what a table of networks says of some measures and the gap.
+
+    Args:
+        points: of the networks.
+        shown: columns, a panel each, which are positive in the paper.
+        paper: what it says of each.
+        least: what the paper says that each is at least.
+        than: columns that each is higher than in the paper, by column.
+    """
+    found = zoo.tabled(points.columns, points.failures)
+    others = [name for names in (than or {}).values() for name in names]
+    columns = [*dict.fromkeys([*shown, *others])]
+    with_gap = correlating.with_gap(found, columns)
+    rows = [correlating.pearson(with_gap, name) for name in shown]
+    less = [
+        correlating.difference(found, columns, one, other, "above 0")
+        for one, names in (than or {}).items()
+        for other in names
+    ]
+    parts = [claims.grouped([Claim(row) for row in rows])]
+    if least is not None:
+        each = [f"{row.what} {Claim(row, border=least).decided()}" for row in rows]
+        parts.append(f"That they are at least {least:g}: {', '.join(each)}.")
+    if less:
+        higher = [Claim(row, named=row.what.removesuffix(", Pearson")) for row in less]
+        parts.append(f"By how much they are higher than those of layers. {claims.grouped(higher)}")
     return Found(
         found.columns,
-        tuple(correlating.findings(with_gap, shown, paper)),
-        f"Over {with_gap.points} networks the correlations with the gap (Pearson, {correlating.intervals(found)}) are: "
-        f"{every}. {len(positive)} of {len(shown)} are above zero with their whole interval, and {len(strong)} are at "
-        "least 0.7.",
+        (*correlating.findings(with_gap, shown, dict.fromkeys(shown, paper)), *less),
+        f"Correlations with the gap over {with_gap.points} networks (Pearson, {correlating.intervals(found)}), which "
+        "are positive in the paper. " + " ".join(parts),
         lambda figure: correlating.scatter(figure, found, shown, columns=2),
         found.failures,
         size=(7.0, 6.0),

@@ -1,15 +1,19 @@
 """P21, Figure 3: relative flatness against the gap, by how locally constant the labels are."""
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch.nn import functional as F
 
 from .. import progress
 from ..api import head_flatness
 from ..generalization.correlation import correlations
-from . import synthetic
-from .experiment import Bench, Experiment, Finding, Found
+from ..generalization.tables import Vector
+from . import claims, correlating, synthetic
+from .claims import Claim
+from .experiment import Bench, Experiment, Finding, Found, Points
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,8 +21,8 @@ if TYPE_CHECKING:
 _CHECKED = 50  # samples that are taken through the network and back
 
 
-def run(bench: Bench) -> Found:
-    """Measure many data sets of each class separation, and correlate within each."""
+def measure(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """Measure many data sets of each class separation."""
     settings = bench.settings
     names, table = ("separation", "repetition", "kappa", "gap", "loss", "test_loss", "round_trip"), []
     with progress.bar("data sets", len(settings["separations"]) * settings["repetitions"], bench.shown) as advance:
@@ -28,25 +32,43 @@ def run(bench: Bench) -> Found:
                 functools.partial(_measured, bench, separation),
             )
             advance(settings["repetitions"], f"class separation {separation:g}")
-    columns: dict[str, list[Any]] = dict(zip(names, map(list, zip(*table, strict=True)), strict=True))
-    rows = [(c, _correlation(columns, c)) for c in settings["separations"]]
-    findings = [
-        Finding(f"Pearson at class separation {c:g}", *row, paper="rises with it, from none") for c, row in rows
+    return dict(zip(names, map(list, zip(*table, strict=True)), strict=True)), {}
+
+
+def judge(points: Points) -> Found:
+    """Correlate within each class separation."""
+    columns = points.columns
+    separations = [*dict.fromkeys(columns["separation"])]
+    rows = [
+        Finding(f"Pearson at class separation {c:g}", *_correlation(columns, c), "rises with it, from none")
+        for c in separations
     ]
-    trend = correlations({"separation": [c for c, _ in rows], "pearson": [row[0] for _, row in rows]}, y="pearson")
-    rank = trend["separation", "Spearman"]
-    (first, low), (last, high) = rows[0], rows[-1]
+    values = [claims.number(row) for row in rows]
+    rank = Finding("Spearman of the correlation with the separation", correlating.rank_correlation(separations, values))
+    first, last = rows[0], rows[-1]
+    rise = correlating.paired_difference(
+        f"Pearson at class separation {separations[-1]:g} less that at {separations[0]:g}",
+        [_pair(columns, c) for c in (separations[-1], separations[0])],  # of the same seeds
+        paper="above 0",
+    )
     return Found(
         columns,
-        (*findings, Finding("Spearman of the correlation with the separation", rank.value, rank.low, rank.high)),
-        f"Over {settings['repetitions']} data sets each the correlation (Pearson, 95 % bootstrap intervals) of "
-        f"relative flatness with the gap is {_said(low)} at class separation {first:g} and {_said(high)} at {last:g}. "
-        f"That it rises with the separation is {'seen' if low[2] < high[1] else 'not seen'} between these two, and "
-        f"over all separations its rank correlation with the separation is {rank.value:.2f}. Features that went "
+        (*rows, rise, rank),
+        f"Over {len(columns['kappa']) // len(rows)} data sets each the correlation (Pearson, 95 % bootstrap intervals) "
+        f"of relative flatness with the gap is {claims.shown(first)} at class separation {separations[0]:g} and "
+        f"{claims.shown(last)} at {separations[-1]:g}. The paper says that it rises. {claims.grouped([Claim(rise)])} "
+        f"Over all separations its rank correlation with the separation is {claims.shown(rank)}. Features that went "
         f"through the network's inverse and back differ by at most a relative {max(columns['round_trip']):.1g}.",
-        lambda figure: _draw(figure, rows),
+        lambda figure: _draw(figure, separations, rows),
+        points.failures,
         size=(6.0, 4.0),
     )
+
+
+def _pair(columns: Mapping[str, Sequence[Any]], separation: float) -> tuple[Vector, Vector]:
+    chosen = [place for place, c in enumerate(columns["separation"]) if c == separation]
+    kappa, gap = (np.array([columns[name][place] for place in chosen]) for name in ("kappa", "gap"))
+    return kappa, gap
 
 
 def _measured(bench: Bench, separation: float) -> list[list[float]]:
@@ -67,22 +89,16 @@ def measured(bench: Bench, separation: float, seed: int) -> list[float]:
     return [separation, seed, kappa, test - loss, loss, test, synthetic.round_trip(x[:_CHECKED], seed)]
 
 
-def _correlation(columns: dict[str, list[Any]], separation: float) -> tuple[float, float, float]:
-    chosen = [place for place, c in enumerate(columns["separation"]) if c == separation]
-    row = correlations({name: [columns[name][place] for place in chosen] for name in ("kappa", "gap")})
-    found = row["kappa", "Pearson"]
-    return found.value, found.low, found.high
+def _correlation(
+    columns: Mapping[str, Sequence[Any]], separation: float
+) -> tuple[float | None, float | None, float | None]:
+    found = correlations(dict(zip(("kappa", "gap"), _pair(columns, separation), strict=True)))
+    return correlating.ends(found, "kappa", "Pearson")
 
 
-def _said(row: tuple[float, float, float]) -> str:
-    return f"{row[0]:.2f} [{row[1]:.2f}, {row[2]:.2f}]"
-
-
-def _draw(figure: "Figure", rows: list[tuple[float, tuple[float, float, float]]]) -> None:
+def _draw(figure: "Figure", separations: Sequence[float], rows: Sequence[Finding]) -> None:
     axes = figure.subplots()
-    values = [row[0] for _, row in rows]
-    below, above = [row[0] - row[1] for _, row in rows], [row[2] - row[0] for _, row in rows]
-    axes.errorbar([c for c, _ in rows], values, [below, above], fmt="o-", capsize=3)
+    claims.error_bars(axes, separations, rows)
     axes.axhline(0, color="0.6", linewidth=0.8)
     axes.set_xlabel("class separation")
     axes.set_ylabel("Pearson, relative flatness and gap")
@@ -94,7 +110,9 @@ EXPERIMENT = Experiment(
     title="how relative flatness goes along with the gap, by how locally constant labels are",
     claim="The correlation of relative flatness with the gap rises with the class separation; where labels are not "
     "locally constant there is none.",
-    run=run,
+    measure=measure,
+    judge=judge,
+    seconds=11,
     small={"repetitions": 40, "samples": 500, "tested": 4500, "separations": [0.5, 1, 2, 3, 4, 6]},
     paper={"repetitions": 100, "samples": 500, "tested": 4500, "separations": [0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 6]},
 )

@@ -1,16 +1,16 @@
 """P21, Figure 4: the generalisation bound of relative flatness and representativeness, by class separation."""
 
 import functools
-import math
-import statistics
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import progress
 from ..api import head_flatness
 from ..generalization.authors import authors_representativeness
 from ..generalization.representativeness import representativeness
-from . import synthetic
-from .experiment import Bench, Experiment, Finding, Found
+from . import claims, synthetic
+from .claims import Claim, average
+from .experiment import Bench, Experiment, Finding, Found, Points
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,7 +19,7 @@ NAMES = ("separation", "repetition", "kappa", "flatness", "representativeness", 
 _FOLDS = 3
 
 
-def run(bench: Bench) -> Found:
+def measure(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
     """Compute bound and gap of many samples of each class separation."""
     settings = bench.settings
     separations, repetitions = settings["separations"], settings["repetitions"]
@@ -31,27 +31,43 @@ def run(bench: Bench) -> Found:
                 functools.partial(_measured, bench, separation),
             )
             advance(repetitions, f"class separation {separation:g}")
-    columns: dict[str, list[Any]] = dict(zip(NAMES, map(list, zip(*table, strict=True)), strict=True))
-    means = {name: [_mean(columns, name, c) for c in separations] for name in ("bound", "gap", "authors")}
-    held = sum(bound >= gap for bound, gap in zip(columns["bound"], columns["gap"], strict=True)) / len(table)
-    paper = {"bound": "just above the gap; falls with the separation", "authors": ""}
-    findings = [
-        Finding(f"{name} at class separation {c:g}, mean", *row, paper=paper.get(name, ""))
-        for name, rows in means.items()
-        for c, row in zip(separations, rows, strict=True)
-    ]
-    first, last = (means["bound"][place][0] for place in (0, -1))
-    theirs = [means["authors"][place][0] for place in (0, -1)]
-    gaps = [means["gap"][place][0] for place in (0, -1)]
+    return dict(zip(NAMES, map(list, zip(*table, strict=True)), strict=True)), {}
+
+
+def judge(points: Points) -> Found:
+    """Hold bounds and gaps against each other, and their means over the class separations."""
+    columns = points.columns
+    separations = [*dict.fromkeys(columns["separation"])]
+    pairs = [*zip(columns["bound"], columns["gap"], strict=True)]
+    held = sum(bound >= gap for bound, gap in pairs)
+    paper = {"bound": "just above the gap; falls with the separation"}
+    means = {
+        name: [
+            average(f"{name} at class separation {c:g}, mean", _at(columns, name, c), paper.get(name, ""))
+            for c in separations
+        ]
+        for name in ("bound", "gap", "authors")
+    }
+    first, last = separations[0], separations[-1]
+    ends = zip(_at(columns, "bound", last), _at(columns, "bound", first), strict=True)  # of the same seeds
+    fall = average(f"bound at {last:g} less that at {first:g}", [one - other for one, other in ends], "below 0")
+    bounds, gaps, theirs = ([claims.number(item) for item in rows] for rows in means.values())
+    sizes = [f"{bound / gap:.3g}" if gap > 0 else "–" for bound, gap in zip(bounds, gaps, strict=True)]
     return Found(
         columns,
-        (*findings, Finding("part of the samples whose gap is below the bound", held, paper="all")),
-        f"The gap is below the bound in {held:.0%} of {len(table)} samples. The bound is {first:.2g} at class "
-        f"separation {separations[0]:g} and {last:.2g} at {separations[-1]:g}, beside gaps of {gaps[0]:.2g} and "
-        f"{gaps[1]:.2g} (means over {repetitions} samples): it {'falls' if last < first else 'rises'} as the problem "
-        "becomes easier, and the paper says that it falls and is tight. The quantity that the authors' code calls "
-        f"representativeness, nearly the loss on the held-out fold, goes from {theirs[0]:.2g} to {theirs[1]:.2g}.",
+        (
+            *(item for rows in means.values() for item in rows),
+            fall,
+            Finding("part of the samples whose gap is below the bound", held / len(pairs), paper="all"),
+        ),
+        f"The gap is below the bound in {held} of {len(pairs)} samples. The bound is {bounds[0]:.2g} at class "
+        f"separation {first:g} and {bounds[-1]:.2g} at {last:g}, beside gaps of {gaps[0]:.2g} and {gaps[-1]:.2g} "
+        f"(means over {len(pairs) // len(separations)} samples). The paper says that it falls as the problem becomes "
+        f"easier. {claims.grouped([Claim(fall, -1)])} The paper says that it is tight; here it is {', '.join(sizes)} "
+        "times the gap, by class separation. The quantity that the authors' code calls representativeness, nearly the "
+        f"loss on the held-out fold, goes from {theirs[0]:.2g} to {theirs[-1]:.2g}.",
         lambda figure: _draw(figure, separations, means),
+        points.failures,
         size=(6.0, 4.0),
     )
 
@@ -77,19 +93,16 @@ def measured(bench: Bench, separation: float, seed: int) -> list[float]:
     return [separation, seed, kappa, *parts, test_loss]
 
 
-def _mean(columns: dict[str, list[Any]], name: str, separation: float) -> tuple[float, float, float]:
-    """Return a mean over samples with its 95 % interval."""
-    own = [value for value, c in zip(columns[name], columns["separation"], strict=True) if c == separation]
-    mean, half = statistics.fmean(own), 1.96 * statistics.stdev(own) / math.sqrt(len(own))
-    return mean, mean - half, mean + half
+def _at(columns: Mapping[str, Sequence[float]], name: str, separation: float) -> list[float]:
+    """Return the values of a column at a class separation."""
+    return [value for value, c in zip(columns[name], columns["separation"], strict=True) if c == separation]
 
 
-def _draw(figure: "Figure", separations: list[float], means: dict[str, list[tuple[float, float, float]]]) -> None:
+def _draw(figure: "Figure", separations: Sequence[float], means: Mapping[str, Sequence[Finding]]) -> None:
     axes = figure.subplots()
     labels = {"bound": "δ²κ/2m + |representativeness|", "gap": "gap", "authors": "the authors' representativeness"}
     for name, rows in means.items():
-        values = [row[0] for row in rows]
-        axes.errorbar(separations, values, [row[2] - row[0] for row in rows], fmt="o-", capsize=3, label=labels[name])
+        claims.error_bars(axes, separations, rows, labels[name])
     axes.set_xlabel("class separation")
     axes.legend()
 
@@ -100,7 +113,9 @@ EXPERIMENT = Experiment(
     title="the bound of relative flatness and representativeness beside the gap, by class separation",
     claim="Relative flatness and an approximation of representativeness tightly bound the generalisation gap, and the "
     "bound decreases the easier the learning problem becomes.",
-    run=run,
+    measure=measure,
+    judge=judge,
+    seconds=5,
     small={"repetitions": 10, "samples": 600, "tested": 2400, "separations": [0.5, 1, 2, 4, 6]},
     paper={"repetitions": 100, "samples": 600, "tested": 4500, "separations": [0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 6]},
 )

@@ -1,8 +1,12 @@
 """P21, Figures 5 and 6: the generalisation gap of 110 local minima against relative flatness and other measures."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from ..generalization.correlation import Correlations
-from . import correlating, p21_minima, zoo
-from .experiment import Bench, Experiment, Finding, Found
+from . import claims, correlating, p21_minima, zoo
+from .claims import Claim
+from .experiment import Bench, Experiment, Finding, Found, Points
 from .zoo import Asked
 
 OF_ALL = ("sharpness", "fisher_rao", "pac_bayes")
@@ -23,22 +27,25 @@ def columns(head: str) -> list[str]:
     return [f"relative_flatness {head}", f"trace {head}", *(f"{name} network" for name in (*OF_ALL, "weight_norm"))]
 
 
-def run(bench: Bench) -> Found:
-    """Train, measure, and correlate."""
-    networks, (head, _) = p21_minima.zoo(bench), p21_minima.layers(bench)
-    return judged(zoo.networks(bench, networks, asked(bench, networks)), head)
+def measure(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """Train and measure."""
+    networks = p21_minima.zoo(bench)
+    found = zoo.networks(bench, networks, asked(bench, networks))
+    return found.columns, found.failures
 
 
-def judged(found: zoo.Networks, head: str) -> Found:
+def judge(points: Points) -> Found:
     """Return what a table of networks says of the claim."""
+    found, (head, _) = zoo.tabled(points.columns, points.failures), p21_minima.layers(points.scale)
     ours = columns(head)
     others = [f"{name} {head}" for name in BESIDES] + ["relative_flatness network", "trace network"]
     with_gap = correlating.with_gap(found, [*ours, *others])
     paper = {ours[0]: "the highest of all measures", "fisher_rao network": "the lowest of all measures"}
+    less = [correlating.difference(found, [*ours, *others], ours[0], name, "above 0") for name in ours[1:]]
     return Found(
         found.columns,
-        tuple(correlating.findings(with_gap, [*ours, *others], paper) + partial(found, ours) + losses(found)),
-        verdict(found, with_gap, ours, others),
+        (*correlating.findings(with_gap, [*ours, *others], paper), *less, *partial(found, ours), *losses(found)),
+        verdict(found, with_gap, ours, less),
         lambda figure: correlating.scatter(figure, found, ours),
         found.failures,
     )
@@ -62,21 +69,17 @@ def losses(found: zoo.Networks) -> list[Finding]:
     ]
 
 
-def verdict(found: zoo.Networks, with_gap: Correlations, ours: list[str], others: list[str]) -> str:
+def verdict(found: zoo.Networks, with_gap: Correlations, ours: Sequence[str], less: Sequence[Finding]) -> str:
     """Say whether relative flatness goes along with the gap, and whether more than the other measures."""
-
-    def highest(names: list[str]) -> str:
-        return max(names, key=lambda name: correlating.ends(with_gap, name, "Pearson")[0] or -1)
-
-    kappa, among, best = ours[0], highest(ours), highest([*ours, *others])
+    kappa = ours[0]
     pearson, kendall = (correlating.said(with_gap, kappa, how) for how in ("Pearson", "Kendall"))
-    seen = "it goes along with the gap" if correlating.is_positive(with_gap, kappa) else "a positive one is not shown"
-    kept = "as claimed" if among == kappa else "so that the claim does not hold here"
-    beyond = f" Of all that were measured it is {best}, {correlating.said(with_gap, best)}." if best != among else ""
+    higher = [Claim(item, named=f"than {name}") for name, item in zip(ours[1:], less, strict=True)]
+    others = ", ".join(f"{name} {correlating.said(with_gap, name)}" for name in ours[1:])
     return (
         f"Over {with_gap.points} networks the correlation of relative flatness with the gap is {pearson} (Pearson) "
-        f"and {kendall} (Kendall), with {correlating.intervals(found)}: {seen}. Of the paper's measures the "
-        f"highest correlation (Pearson) is that of {among}, {correlating.said(with_gap, among)}, {kept}.{beyond}"
+        f"and {kendall} (Kendall), with {correlating.intervals(found)}: {correlating.sign(with_gap, kappa)}. Those of "
+        f"the paper's other measures (Pearson): {others}. The paper says that it is the highest. By how much it is "
+        f"higher, of differences over the same resamples. {claims.grouped(higher)}"
     )
 
 
@@ -87,7 +90,9 @@ EXPERIMENT = Experiment(
     claim="The gap of 110 LeNet5 on CIFAR-10 correlates more strongly with relative flatness of the penultimate "
     "layer's features than with the Hessian's trace, the Fisher-Rao norm (the weakest), PAC-Bayes flatness and the "
     "weights' norm.",
-    run=run,
+    measure=measure,
+    judge=judge,
+    seconds=31,
     small=p21_minima.SMALL,
     paper=p21_minima.PAPER,
     data=p21_minima.DATA,

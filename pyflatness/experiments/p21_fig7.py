@@ -1,53 +1,76 @@
 """P21, Figure 7: the same minima after a reparameterisation of every layer but the last."""
 
-from . import correlating, p21_fig6, p21_minima, zoo
-from .experiment import Bench, Experiment, Finding, Found
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..generalization.correlation import Correlations
+from . import claims, correlating, p21_fig6, p21_minima, zoo
+from .claims import Claim
+from .experiment import Bench, Experiment, Finding, Found, Points
 from .reparameterized import BY_LAYERS
+from .zoo import BEFORE
 
 INVARIANT = ("relative_flatness", "fisher_rao")
-_ROUNDING = 1e-3  # relative: of values in single precision
+ROUNDING = 1e-3  # relative: of values in single precision
 
 
-def run(bench: Bench) -> Found:
-    """Measure before and after, and correlate."""
-    networks, (head, _) = p21_minima.zoo(bench), p21_minima.layers(bench)
+def measure(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """Measure before and after."""
+    networks, (head, _) = p21_minima.zoo(bench), p21_minima.layers(bench.scale)
     asked = p21_fig6.asked(bench, networks)
     before = zoo.networks(bench, networks, asked)
     after = zoo.networks(bench, networks, asked, change=BY_LAYERS)
-    return judged(before, after, head)
+    found = zoo.joined(before, after, p21_fig6.columns(head))
+    return found.columns, found.failures
 
 
-def judged(before: zoo.Networks, after: zoo.Networks, head: str) -> Found:
-    """Return what tables of networks at both weights say of the claim."""
+def judge(points: Points) -> Found:
+    """Return what a table of networks at both weights says of the claim."""
+    found, (head, _) = zoo.tabled(points.columns, points.failures), p21_minima.layers(points.scale)
     shown = p21_fig6.columns(head)
-    one, two = correlating.with_gap(before, shown), correlating.with_gap(after, shown)
-    moved = {name: _moved(before, after, name) for name in shown}
-    still = [name for name in shown if moved[name] <= _ROUNDING]
+    both = [*shown, *(f"{name}{BEFORE}" for name in shown)]
+    with_gap = correlating.with_gap(found, both)
+    moves = {name: moved(found, name) for name in shown}
+    still = [name for name in shown if moves[name] <= ROUNDING]
     claimed = [name for name in shown if name.startswith(INVARIANT)]
     paper = {name: "unchanged" if name in claimed else "much lower than before" for name in shown}
-    others = ", ".join(
-        f"{name} {correlating.said(one, name)} before and {correlating.said(two, name)} after"
-        for name in shown
-        if name not in still
-    )
+    rest = [name for name in shown if name not in still]
+    declines = [correlating.difference(found, both, f"{name}{BEFORE}", name, "above 0") for name in rest]
     return Found(
-        after.columns | {f"{name}, before": before.columns[name] for name in shown},
+        found.columns,
         (
-            *correlating.findings(two, shown, paper),
-            *(Finding(f"{name}, largest relative change", moved[name]) for name in shown),
+            *correlating.findings(with_gap, both, paper),
+            *(Finding(f"{name}, largest relative change", moves[name]) for name in shown),
+            *declines,
         ),
-        f"Of {two.points} networks {', '.join(still) or 'no measure'} kept the value, to a relative {_ROUNDING:g}, "
+        f"Of {with_gap.points} networks {', '.join(still) or 'no measure'} kept the value, to a relative {ROUNDING:g}, "
         f"{'as' if {*still} == {*claimed} else 'other ones than'} claimed. Correlations of the others with the "
-        f"gap (Pearson, {correlating.intervals(after)}): {others}.",
-        lambda figure: correlating.scatter(figure, after, shown),
-        after.failures,
+        f"gap (Pearson, {correlating.intervals(found)}): {changes(with_gap, rest)}. By how much they decline, of "
+        f"differences over the same resamples. {claims.grouped(declined(rest, declines))}",
+        lambda figure: correlating.scatter(figure, found, shown),
+        found.failures,
     )
 
 
-def _moved(before: zoo.Networks, after: zoo.Networks, column: str) -> float:
-    """Return by how much a measure changed at most, as a part of its value."""
-    pairs = zip(before.columns[column], after.columns[column], strict=True)
-    return max(float(abs(now - then) / abs(then)) for then, now in pairs if then)
+def changes(with_gap: Correlations, measures: Sequence[str]) -> str:
+    """Return the correlations of measures at both weights, for a sentence."""
+    said = correlating.said
+    pairs = [f"{name} {said(with_gap, f'{name}{BEFORE}')} before and {said(with_gap, name)} after" for name in measures]
+    return ", ".join(pairs)
+
+
+def declined(measures: Sequence[str], differences: Sequence[Finding]) -> list[Claim]:
+    """Return the claims that measures' correlations decline."""
+    return [Claim(item, named=name) for name, item in zip(measures, differences, strict=True)]
+
+
+def moved(networks: zoo.Networks, column: str) -> float:
+    """Return by how much a measure changed at most, as a part of its value, of networks with both values."""
+    then, now = (np.array(networks.columns[name], dtype=np.float64) for name in (f"{column}{BEFORE}", column))
+    both = np.isfinite(then) & np.isfinite(now) & (then != 0)
+    return float(np.max(np.abs(now - then)[both] / np.abs(then)[both], initial=0.0))
 
 
 EXPERIMENT = Experiment(
@@ -56,7 +79,9 @@ EXPERIMENT = Experiment(
     title="the minima of Figure 6 at other weights of the same functions",
     claim="After layer-wise reparameterisations by factors in [5, 25] relative flatness and the Fisher-Rao norm are "
     "the same; for all other measures the correlation with the gap declines substantially.",
-    run=run,
+    measure=measure,
+    judge=judge,
+    seconds=38,
     small=p21_minima.SMALL,
     paper=p21_minima.PAPER,
     data=p21_minima.DATA,

@@ -1,30 +1,28 @@
 """P21, Figure 8: relative flatness of a layer other than the head against the gap."""
 
-from . import correlating, p21_fig6, p21_minima, zoo
-from .experiment import Bench, Experiment, Found
+from . import claims, correlating, p21_fig6, p21_minima, zoo
+from .claims import Claim
+from .experiment import Experiment, Found, Points
 
 
-def run(bench: Bench) -> Found:
-    """Measure all layers, and correlate."""
-    networks, (head, other) = p21_minima.zoo(bench), p21_minima.layers(bench)
-    return judged(zoo.networks(bench, networks, p21_fig6.asked(bench, networks)), head, other)
-
-
-def judged(found: zoo.Networks, head: str, other: str) -> Found:
+def judge(points: Points) -> Found:
     """Return what a table of networks says of the claim."""
+    found, (head, other) = zoo.tabled(points.columns, points.failures), p21_minima.layers(points.scale)
     rest = [name for name in found.columns if name.startswith("relative_flatness ")]
     shown = [f"relative_flatness {other}", f"relative_flatness {head}"]
     shown += [name for name in rest if name not in shown]
     with_gap = correlating.with_gap(found, shown)
-    first, second = (correlating.ends(with_gap, name, "Pearson")[0] or 0.0 for name in shown[:2])
-    paper = {shown[0]: "high, below the head's"}
+    less = correlating.difference(found, shown, shown[1], shown[0], "above 0")
+    made = [
+        Claim(correlating.pearson(with_gap, shown[0]), named=f"it is positive at {other},"),
+        Claim(less, named="it is higher at the head, by"),
+    ]
     return Found(
         found.columns,
-        tuple(correlating.findings(with_gap, shown, paper)),
+        (*correlating.findings(with_gap, shown, {shown[0]: "high, below the head's"}), less),
         f"Over {with_gap.points} networks the correlation of relative flatness of {other} with the gap is "
         f"{correlating.said(with_gap, shown[0])} (Pearson, {correlating.intervals(found)}), and that of {head}, "
-        f"the head, {correlating.said(with_gap, shown[1])}. It is {'lower' if first < second else 'not lower'} at the "
-        f"other layer, and {'' if correlating.is_positive(with_gap, shown[0]) else 'not shown to be '}above zero.",
+        f"the head, {correlating.said(with_gap, shown[1])}. {claims.grouped(made)}",
         lambda figure: correlating.scatter(figure, found, shown),
         found.failures,
     )
@@ -36,7 +34,9 @@ EXPERIMENT = Experiment(
     title="relative flatness of another layer than the head against the gap",
     claim="Relative flatness of another fully connected layer keeps a high correlation with the gap, smaller than that "
     "of the penultimate layer's features.",
-    run=run,
+    measure=p21_fig6.measure,
+    judge=judge,
+    seconds=31,
     small=p21_minima.SMALL,
     paper=p21_minima.PAPER,
     data=p21_minima.DATA,

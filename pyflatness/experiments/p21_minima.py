@@ -43,6 +43,6 @@ def zoo(bench: Bench) -> Zoo:
     return Zoo(name, networks.lenet5, seeded, *inputs, until)
 
 
-def layers(bench: Bench) -> tuple[str, str]:
+def layers(scale: str) -> tuple[str, str]:
     """Return the names of the head, whose inputs are the penultimate features, and of the layer before it."""
-    return ("fc4", "fc3") if bench.scale == "small" else ("fc3", "fc2")
+    return ("fc4", "fc3") if scale == "small" else ("fc3", "fc2")

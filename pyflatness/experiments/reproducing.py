@@ -14,7 +14,7 @@ import torch
 
 from .. import __version__
 from ..errors import InputError, MissingExtraError
-from .experiment import Bench, Experiment, Finding, Found
+from .experiment import Bench, Experiment, Finding, Found, Points
 
 _DPI = 70  # so that figures stay small enough to be committed
 
@@ -54,14 +54,41 @@ def reproduce(
         found = experiment.run(Bench(scale, settings, folder, data_dir, shown))
     finally:
         torch.set_num_threads(threads)
+    told = {
+        "seconds": round(time.monotonic() - start, 1),
+        "versions": {"pyflatness": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+    return found, files(experiment, scale, found, {"settings": settings, **told})
+
+
+def restated(experiment: Experiment, facts: Mapping[str, Any]) -> tuple[Found, dict[str, bytes]]:
+    """Return what :func:`reproduce` does, from the points that are in a JSON file of its, without measuring anew.
+
+    Args:
+        experiment: which.
+        facts: the file's content.
+    """
+    columns = {name: [math.nan if cell is None else cell for cell in cells] for name, cells in facts["table"].items()}
+    scale, settings = facts["scale"], facts["settings"]
+    found = experiment.judge(Points(columns, facts["failures"], scale, settings))
+    return found, files(experiment, scale, found, {name: facts[name] for name in ("settings", "seconds", "versions")})
+
+
+def files(experiment: Experiment, scale: str, found: Found, told: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return a figure, JSON, and a page by the names of their files.
+
+    Args:
+        experiment: which.
+        scale: of the run.
+        found: what it found.
+        told: what the JSON says of the run besides.
+    """
     facts = {
         "experiment": experiment.name,
         "figure": experiment.figure,
         "claim": experiment.claim,
         "scale": scale,
-        "settings": settings,
-        "seconds": round(time.monotonic() - start, 1),
-        "versions": {"pyflatness": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        **told,
         "findings": [vars(finding) for finding in found.findings],
         "verdict": found.verdict,
         "failures": dict(found.failures),
@@ -69,7 +96,7 @@ def reproduce(
     }
     stem = f"{experiment.name}-{scale}"
     text = page(experiment, scale, found).encode()
-    return found, {f"{stem}.png": _image(found), f"{stem}.json": _json(facts), f"{stem}.md": text}
+    return {f"{stem}.png": _image(found), f"{stem}.json": _json(facts), f"{stem}.md": text}
 
 
 def page(experiment: Experiment, scale: str, found: Found) -> str:
@@ -85,7 +112,7 @@ def page(experiment: Experiment, scale: str, found: Found) -> str:
 
 def number(value: float | None) -> str:
     """Return a number as tables show it."""
-    return "–" if value is None else f"{value:.3g}"
+    return "–" if value is None or math.isnan(value) else f"{value:.3g}"
 
 
 def interval(finding: Finding) -> str:

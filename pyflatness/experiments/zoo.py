@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from ..errors import InputError
 from ..messages import shown
 from ..scoring.score import score
 from . import training
-from .experiment import Bench
+from .experiment import Bench, note
 from .training import Recipe, Until
 
 Data = tuple[Tensor, Tensor]
 
 _COMPARED = 256  # samples on which a network with other weights is held against the first
 _PARTS = 40  # of the networks that are scored between two steps of the bar
+_FACTS = ("name", "recipe", *(field.name for field in fields(Recipe)), "epochs", "training_loss", "converged")
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Change:
             try:
                 other = self.of(network, inputs, places[name])
             except InputError as error:  # its outputs are not finite, as of a network that diverged
-                failures[name] = f"{self.name}: {error}"
+                note(failures, name, f"{self.name}: {error}")
                 del changed[name]
                 continue
             part = path.with_name(f".{path.name}.part")
@@ -156,17 +157,50 @@ def networks(bench: Bench, zoo: Zoo, asked: Sequence[Asked], *, change: Change |
     names = dict.fromkeys(column for row in rows for column in row)
     columns = {column: [row.get(column, math.nan) for row in rows] for column in names}
     columns["gap"] = [test - train for test, train in zip(columns["test_loss"], columns["loss"], strict=True)]
-    for column in (name for name in columns if " " in name):
-        for name, value in zip(columns["name"], columns[column], strict=True):
-            if not math.isfinite(value):
-                failures.setdefault(name, f"{column} is {value}")
-    ended = {name: own for name, own in facts.items() if not own["converged"]}
-    failures |= {
-        name: f"did not converge: loss {own['training_loss']:.3g} in epoch {own['epochs']}"
-        for name, own in ended.items()
-        if name not in failures
-    }
-    return Networks(columns, tuple(row["name"] for row in rows if row["name"] in ended), failures)
+    for row in rows:
+        told = failures.get(row["name"], "")  # what has an error is named there
+        missing = [name for name in columns if " " in name and not math.isfinite(row.get(name, math.nan))]
+        missing = [name for name in missing if name not in told]
+        if missing:
+            note(failures, row["name"], f"no finite number: {', '.join(missing)}")
+    for name, own in facts.items():
+        if not own["converged"]:
+            note(failures, name, f"did not converge: loss {own['training_loss']:.3g} in epoch {own['epochs']}")
+    return tabled(columns, failures)
+
+
+def tabled(columns: Mapping[str, list[Any]], failures: Mapping[str, str]) -> Networks:
+    """Return networks of their columns, as they are in :class:`.experiment.Points`."""
+    pairs = zip(columns["name"], columns["converged"], strict=True)
+    return Networks(dict(columns), tuple(name for name, converged in pairs if not converged), dict(failures))
+
+
+BEFORE = ", before"
+"""Behind a column of values at the first weights, where a table has both."""
+
+
+def joined(before: Networks, after: Networks, measures: Sequence[str]) -> Networks:
+    """Return one table, by name, of networks at other weights and of some measures at the first ones.
+
+    Args:
+        before: at the first weights.
+        after: at the others; a network that is missing has NaN.
+        measures: columns, of which there is ``MEASURE, before`` too.
+    """
+    one, two = (
+        {name: {key: cells[place] for key, cells in held.columns.items()} for place, name in enumerate(names)}
+        for held, names in ((before, before.columns["name"]), (after, after.columns["name"]))
+    )
+    rows = []
+    for name in dict.fromkeys([*one, *two]):
+        told = {key: cell for key, cell in one.get(name, {}).items() if key in _FACTS}
+        first = {f"{measure}{BEFORE}": one.get(name, {}).get(measure, math.nan) for measure in measures}
+        rows.append(told | two.get(name, {}) | first)
+    failures = dict(before.failures)
+    for name, why in after.failures.items():
+        note(failures, name, why)
+    names = dict.fromkeys(column for row in rows for column in row)
+    return tabled({column: [row.get(column, math.nan) for row in rows] for column in names}, failures)
 
 
 def several(recipes: Mapping[str, Recipe], seeds: int) -> dict[str, Recipe]:
@@ -210,11 +244,15 @@ def _scored(
                 measures=asked.measures,
                 store=store,
             )
+            errors: dict[tuple[str, str], list[str]] = {}
             for row in scores:
+                column = f"{row.measure} {row.layer or 'network'}"
                 if row.error:
-                    failures[row.checkpoint] = f"{row.measure}: {row.error}"
+                    errors.setdefault((row.checkpoint, row.error), []).append(column)
                 elif row.value is not None:
                     *_, values = found.setdefault(row.checkpoint, (row.loss, row.accuracy, {}))
-                    values[f"{row.measure} {row.layer or 'network'}"] = row.value
+                    values[column] = row.value
+            for (name, error), those in errors.items():
+                note(failures, name, f"{', '.join(those)}: {error}")
             advance(len(some), "")
     return found

@@ -60,10 +60,10 @@ Error = Callable[[HeadBatch, Tensor], NonFiniteError]
 """Make the error of a batch's bad rows, (rows,) bool."""
 
 
-def relative_flatness(source: Source, loss: losses.Loss, options: Options) -> Estimate:
-    """Return κ of a head by one data read; two with ``normalize``."""
+def total(source: Source, loss: losses.Loss, options: Options) -> "Total":
+    """Return the sums behind κ of a head by one data read; two with ``normalize``."""
     scale = _feature_scale(source, options) if options.normalize else None
-    total = _Sum(source, loss, options, scale)
+    total = Total(source, loss, options, scale)
     curvature: losses.Curvature | None = None
     with contextlib.closing(source.batches()) as batches:  # hooks go with an error, not at some later time
         for batch in batches:
@@ -80,16 +80,25 @@ def relative_flatness(source: Source, loss: losses.Loss, options: Options) -> Es
                         curvature = split_head.over(source.classes, own, weight, bias, memory)
                 total.add(batch, curvature)
             del batch  # or its memory stands in the way of the next one's
-    return total.estimate()
+    return total
 
 
-class _Sum:
-    """Hold the running sums behind κ."""
+class Total:
+    """Hold the running sums behind κ.
+
+    Attributes:
+        value: Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, over the rows of this rank.
+    """
 
     def __init__(self, source: Source, loss: losses.Loss, options: Options, scale: Tensor | None) -> None:
         self._source, self._options, self._scale, self._backend = source, options, scale, ""
-        self._over, self._value, self._bound = Accumulator(options.nan_policy, loss.reduction), 0.0, 0.0
+        self._over, self.value, self._bound = Accumulator(options.nan_policy, loss.reduction), 0.0, 0.0
         self._contributions: list[Tensor] = []
+
+    @property
+    def weight(self) -> float:
+        """Return Σ_i ω_i over the rows that count."""
+        return self._over.weight
 
     def take_weight(self) -> tuple[Tensor, Tensor | None, ModuleType]:
         """Return the weight as it is measured, the bias, and the backend; known once the first batch was read."""
@@ -101,6 +110,7 @@ class _Sum:
         return weight, bias, backend
 
     def add(self, batch: HeadBatch, curvature: losses.Curvature) -> None:
+        """Take in a batch."""
         found, rows = None, None
         if batch.labels is not None and curvature.total is not None and self._scale is None:
             rows = (
@@ -111,7 +121,7 @@ class _Sum:
             self._add_rows(batch, curvature)
             return
         self._over.add(batch.samples, float(found.counted))
-        self._value += found.total
+        self.value += found.total
         if rows is not None:
             self._contributions.append(_by_sample(batch, rows).sum(dim=1))
 
@@ -128,7 +138,7 @@ class _Sum:
             rows, weights = masked(rows.where(rows.isfinite(), torch.nan), kept), masked(weights, kept)
             total = float(rows.sum())
         self._over.add(batch.samples, float(weights.sum()))
-        self._value += total
+        self.value += total
         if bounds is not None:
             bounds = bounds * batch.terms.scale.abs()
             counted = bounds.isfinite() & (rows != 0)  # not in rows that were left out
@@ -149,13 +159,14 @@ class _Sum:
         return _non_finite(self._source.name, batch, bad)
 
     def estimate(self) -> Estimate:
+        """Return κ, over the rows of all ranks."""
         shard = self._source.shard
         if not shard.ranks.alone:
-            own = torch.tensor([self._value, self._bound], dtype=torch.float64, device="cpu")
-            self._value, self._bound = self._over.together(shard, {"values": own})["values"].tolist()
+            own = torch.tensor([self.value, self._bound], dtype=torch.float64, device="cpu")
+            self.value, self._bound = self._over.together(shard, {"values": own})["values"].tolist()
         normaliser = self._over.normaliser
         return Estimate(
-            value=self._value / normaliser,
+            value=self.value / normaliser,
             stderr=None,
             samples=self._over.samples,
             method="head",

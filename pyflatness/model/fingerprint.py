@@ -47,6 +47,10 @@ class Fingerprint:
         self._samples += samples
         self._shapes.add(tuple(shapes))
 
+    def __str__(self) -> str:
+        """Return what two reads of the same samples share, in any order."""
+        return f"{self._samples} samples, {int(self._sum) & (2**64 - 1):x}"
+
     def same_order(self, other: "Fingerprint") -> bool:
         """Return whether the other read gave the same samples in the same order."""
         return self._samples == other._samples and int(self._in_order) == int(other._in_order)
@@ -83,6 +87,20 @@ def of_buffers(model: nn.Module) -> str:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     )
+
+
+def of_all_entries(tensors: Iterable[Tensor]) -> int:
+    """Return a number below 2⁶² made of every bit of tensors of floating-point numbers, in whole-number arithmetic.
+
+    Another number says that an entry has changed; the same one, but for one case in 2³² and for entries that change
+    places, that none has.
+    """
+    total = 0
+    for tensor in tensors:
+        bits = tensor.detach().resolve_neg().view(_INTEGERS[tensor.element_size()])
+        wide = bits.dtype if bits.element_size() >= 4 else torch.int64  # in its own width it is 50 times as fast
+        total = _ODD * total + int(bits.sum(dtype=wide))
+    return total % 2**62
 
 
 def _numbers(tensor: Tensor) -> Tensor:

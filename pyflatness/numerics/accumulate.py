@@ -120,11 +120,12 @@ class Accumulator:
 
     Attributes:
         omitted: how many samples were left out.
+        weight: Σ_i ω_i over the samples that count.
     """
 
     def __init__(self, policy: str, reduction: str = "mean") -> None:
         self._policy, self._reduction = policy, reduction
-        self._seen, self._weight = 0, 0.0
+        self._seen, self.weight = 0, 0.0
         self.omitted = 0
 
     def kept(self, fine: Tensor, error: Error, samples: BySample | None = None) -> Tensor | None:
@@ -135,7 +136,7 @@ class Accumulator:
 
     def add(self, samples: int, weight: float = 0.0) -> None:
         """Take in a batch: how many samples it has, and the weight of those that count if a mean is by weights."""
-        self._seen, self._weight = self._seen + samples, self._weight + weight
+        self._seen, self.weight = self._seen + samples, self.weight + weight
 
     def together(self, shard: Shard, parts: Parts) -> dict[Key, Tensor]:
         """Take in the samples of the other ranks, where a read of the data ends; return sums of values over all ranks.
@@ -146,9 +147,9 @@ class Accumulator:
         """
         if shard.ranks.alone:
             return dict(parts)
-        own = torch.tensor([self._seen, self._weight, self.omitted], dtype=torch.float64, device="cpu")
+        own = torch.tensor([self._seen, self.weight, self.omitted], dtype=torch.float64, device="cpu")
         sums = shard.sum("the end of a read of the data", {**parts, _SAMPLES: own})
-        seen, self._weight, omitted = sums.pop(_SAMPLES).tolist()
+        seen, self.weight, omitted = sums.pop(_SAMPLES).tolist()
         self._seen, self.omitted = int(seen), int(omitted)
         return sums
 
@@ -175,7 +176,7 @@ class Accumulator:
             InputError: no target counts.
         """
         self.check()
-        return normaliser(self._weight, self._reduction)
+        return normaliser(self.weight, self._reduction)
 
     def per_sample(self, contributions: Sequence[Tensor], shard: Shard = WHOLE) -> Tensor:
         """Return n times what each sample adds to the value, (…, n), so that their mean is the value.

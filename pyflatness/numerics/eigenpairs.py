@@ -70,16 +70,19 @@ class Search:
         self._tolerance, self._room, self._limit = tolerance, room, limit
         self._products, self._norm, self._converged, self._limited = 0, 0.0, True, False
 
-    def pairs(self, largest: int, smallest: int) -> Generator[Tensor, Tensor, Pairs]:
+    def pairs(self, largest: int, smallest: int, *, copies: bool = True) -> Generator[Tensor, Tensor, Pairs]:
         """Yield vectors (b, N), want their products with the matrix, and return so many pairs at each end.
 
-        The wanted ones are all of the matrix's at most.
+        Args:
+            largest: pairs, algebraically; with the smallest ones all of the matrix's at most.
+            smallest: pairs.
+            copies: whether further copies of a multiple eigenvalue are searched for.
         """
         nothing = torch.zeros(0, self._size, dtype=torch.float64, device=self._device)
         if not largest + smallest:
             return Pairs(nothing[:, 0], nothing, nothing[:, 0], 0, converged=True)
         values, vectors = yield from self._ends(largest, smallest, nothing)
-        while self._converged and len(vectors) < self._size:
+        while copies and self._converged and len(vectors) < self._size:
             more, others = yield from self._ends(min(largest, 1), min(smallest, 1), vectors)
             beyond, slack = torch.zeros_like(more, dtype=torch.bool), self._tolerance * self._norm
             if largest:

@@ -18,8 +18,8 @@ from ..messages import check_tensor, shown
 from ..options import Options
 from ..passes.normalize import differentiable_scale
 from ..tensor_head import check_head
-from . import head_terms
-from .softmax_variance import softmax_variance
+from . import fused_head, head_terms
+from .softmax_variance import weighted_sum
 
 
 def flatness_penalty(
@@ -93,16 +93,14 @@ def flatness_penalty(
             scale = differentiable_scale(rows, head_terms.used(resolved, targets), eps).to(rows.dtype)
             dropped = scale == 0  # where a quotient has no derivative, even of entries that are not chosen
             rows, weight = torch.where(dropped, 0.0, rows / torch.where(dropped, 1.0, scale)), weight * scale
-        if targets is not None and isinstance(resolved, losses.CrossEntropy):
-            rows = torch.where((shares != 0).unsqueeze(1), rows, 0.0)  # NaN in an ignored row goes nowhere
-        values = _of_rows(resolved, rows, weight, bias, coefficients)
+        if isinstance(resolved, losses.CrossEntropy):
+            return (fused_head.penalty if fused_head.fits(weight) else weighted_sum)(rows, weight, bias, shares)
+        values = _elementwise(resolved, rows, weight, bias, coefficients)
         return (values.double() * shares).sum().to(rows.dtype)
 
 
-def _of_rows(loss: losses.Loss, rows: Tensor, weight: Tensor, bias: Tensor | None, coefficients: Tensor) -> Tensor:
+def _elementwise(loss: losses.Loss, rows: Tensor, weight: Tensor, bias: Tensor | None, coefficients: Tensor) -> Tensor:
     """Return |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, (rows,); squared error's is divided by 2, which the shares have."""
-    if isinstance(loss, losses.CrossEntropy):
-        return softmax_variance(rows, weight, bias)
     lengths = rows.square().sum(dim=1)
     if isinstance(loss, losses.SquaredError):
         return lengths * weight.square().sum()

@@ -4,7 +4,6 @@ Whether targets fit is read off their values, which ``torch.compile`` and ``torc
 trace. To them this is one operation; it runs as it is written here, and so do its checks.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from .. import losses
 from ..contractions import promoted_dtype
 from ..numerics.accumulate import normaliser
+from .operators import one_by_one
 
 Shares = tuple[Tensor, Tensor]
 """What each row is multiplied by, (rows,) float64, and coefficients of its outputs, (rows, d); (0, d) for none."""
@@ -94,13 +94,4 @@ def _(features: Tensor, outputs: int, targets: Tensor | None, kind: str, *option
     return features.new_empty(rows, dtype=torch.float64), features.new_empty(of_rows, outputs, dtype=dtype)
 
 
-@_operator.register_vmap
-def _(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Any, Any]:
-    def one(k: int) -> Shares:
-        found: Shares = _operator(
-            *(value if dim is None else value.select(dim, k) for value, dim in zip(given, in_dims, strict=True))
-        )
-        return found
-
-    shares, coefficients = zip(*map(one, range(info.batch_size)), strict=True)
-    return (torch.stack(shares), torch.stack(coefficients)), (0, 0)
+_operator.register_vmap(one_by_one(_operator))

@@ -56,6 +56,10 @@ def arguments(name, dtype):
             x, 5, w, b, torch.ones(3 * (_C.packed_columns(5) + 1 + 3), dtype=dtype), True, place % 3, -100, 4, 5, 3,
             out.clone(), 1,
         ],
+        "softmax_variance_gradient": [
+            x, 5, w, b, torch.ones(3 * (_C.packed_columns(5) + 1 + 3), dtype=dtype), out, 4, 5, 3,
+            *(torch.ones(shape, dtype=dtype) for shape in ((3, 4), (3, 4), (2, 4))), 1,
+        ],
         "exponentiate": [z, b, 1.0, 4, 3, torch.zeros(4, dtype=dtype), out, out.clone(), place, 1],
         "row_dots": [x, 5, x, 5, 4, 5, out, 1],
         "sigmoid_curvature": [z, z, b, 4, 3, out, 1],
@@ -77,6 +81,7 @@ KERNELS = [
     "pair_distances",
     "softmax_variance",
     "softmax_variance_sum",
+    "softmax_variance_gradient",
     "exponentiate",
     "row_dots",
     "sigmoid_curvature",

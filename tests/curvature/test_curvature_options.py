@@ -180,3 +180,13 @@ def test_a_step_by_the_names_of_a_wrapped_model(wrap):
     ]
     assert [*dict(wrapped.named_parameters())] != [*dict(model.named_parameters())]
     assert found[0] == found[1] > 0
+
+
+def test_without_copies_a_multiple_eigenvalue_has_one():
+    layer = nn.Linear(3, 4, bias=False).double().eval()  # squared error: the block of each row is the same
+    data = _data()[0][:, :3], torch.zeros(8, 4).double()
+    found, once = (pf.spectrum(layer, nn.MSELoss(), data, k=2, copies=copies) for copies in (True, False))
+    values = torch.linalg.eigvalsh(2 * data[0].T @ data[0] / 32).flip(0)
+    torch.testing.assert_close(found.eigenvalues, values[[0, 0]], rtol=0, atol=1e-7)
+    torch.testing.assert_close(once.eigenvalues, values[:2], rtol=0, atol=1e-7)
+    assert once.products < found.products

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import pyflatness as pf
-from pyflatness.experiments import c24, c24_pairs, c24_transformers, c24_trends, grid, grid_networks, zoo
+from pyflatness.experiments import c24, c24_pairs, c24_transformers, c24_trends, correlating, grid, grid_networks, zoo
 from pyflatness.experiments.experiment import Bench, Finding
-from pyflatness.experiments.grid_networks import Grid
+from pyflatness.experiments.grid import Grid
 from pyflatness.experiments.networks import fully_connected
 from pyflatness.experiments.reparameterized import BY_LAYERS
 from pyflatness.experiments.training import Until
@@ -27,7 +27,7 @@ def test_a_grid_of_another_loss_and_seeds(tmp_path, monkeypatch):
 
     def made(changes):
         bench = Bench("small", grid.EXPERIMENT.settings("small", GRID | changes), tmp_path, shown=False)
-        return grid_networks.made(bench).columns
+        return grid_networks.made(bench)[0]
 
     first = made({})
     assert made({"loss": 0.8})["train_loss"] == pytest.approx([0.8, 0.8], rel=2e-4)
@@ -40,11 +40,11 @@ def test_a_table_of_other_classes_and_descents(tmp_path):
 
     def losses(changes, *descents):
         bench = Bench("small", settings | changes, tmp_path, shown=False)
-        return c24.table(bench, "perceptron", descents, [5], lambda network, data: {})["loss"]
+        return c24.table(bench, "perceptron", descents, [5], lambda network, data: {})[0]["loss"]
 
     first = losses({}, Descent(0.1, 20, 0))
     alone = Bench("small", settings | {"classes": [0, 1]}, tmp_path / "alone", shown=False)
-    other = c24.table(alone, "perceptron", [Descent(0.1, 20, 0)], [5], lambda network, data: {})["loss"]
+    other = c24.table(alone, "perceptron", [Descent(0.1, 20, 0)], [5], lambda network, data: {})[0]["loss"]
     assert losses({"classes": [0, 1]}, Descent(0.1, 20, 0)) == other != first
     assert losses({}, Descent(0.2, 10, 0), Descent(0.1, 20, 0)) != losses({}, Descent(0.1, 10, 0), Descent(0.2, 20, 0))
     assert losses({}, Descent(0.1, 20, 0)) == first
@@ -88,20 +88,24 @@ def test_pairs_without_a_value(monkeypatch, tmp_path):
         column: [float((7 * k + place) % 12) for k in range(12)] for place, column in enumerate(c24_pairs.COLUMNS)
     }
     columns["bound"][3] = math.inf  # as where an input is zero
-    table = {"name": names, "accuracy": [1.0] * 12} | columns
-    monkeypatch.setattr(c24, "table", lambda *_: table)
+    recipes = {"learning_rate": [k // 2 % 3 for k in range(12)], "batch_size": [k // 6 for k in range(12)]}
+    table = {"name": names, "accuracy": [1.0] * 12} | recipes | columns
+    monkeypatch.setattr(c24, "table", lambda *_: (table, {}))
     found = c24_pairs.CONVOLUTIONAL.run(Bench("small", dict(c24_pairs.CONVOLUTIONAL.small), tmp_path, shown=False))
     assert found.failures == {"n3": "bound is inf, not in its correlations"}
-    values = {item.what: item.value for item in found.findings}
-    rest = {name: [v for k, v in enumerate(columns[name]) if k != 3] for name in ("bound", "nmls")}
-    expected = pf.correlations(rest, "bound", "nmls")["bound", "Pearson"].value
-    assert values["bound with NMLS, Pearson"] == pytest.approx(expected)
-    assert all(value is not None for value in values.values())
+    findings = {item.what: item for item in found.findings}
+    names = ("bound", "nmls", *recipes)
+    rest = {name: [v for k, v in enumerate(table[name]) if k != 3] for name in names}
+    expected = pf.correlations(rest, "bound", "nmls", clusters=[*recipes])["bound", "Pearson"]  # seeds are no evidence
+    item = findings["bound with NMLS, Pearson"]
+    assert (item.value, item.low, item.high) == (expected.value, expected.low, expected.high)
+    assert all(item.value is not None for item in findings.values())
+    assert "12 networks of 6 recipes" in found.verdict
 
 
 def test_ties_share_their_rank():
-    assert c24_trends.rank_correlation([1, 1, 2, 2], [3, 3, 3, 4]) == pytest.approx(1 / math.sqrt(3))
-    assert math.isnan(c24_trends.rank_correlation([1, 1, 1], [1, 2, 3]))
+    assert correlating.rank_correlation([1, 1, 2, 2], [3, 3, 3, 4]) == pytest.approx(1 / math.sqrt(3))
+    assert correlating.rank_correlation([1, 1, 1], [1, 2, 3]) is None
 
 
 def test_the_grids_interval_is_over_recipes(tmp_path, monkeypatch):
@@ -111,8 +115,7 @@ def test_the_grids_interval_is_over_recipes(tmp_path, monkeypatch):
     columns = {name: [1] * 12 for name in grid_networks.SETTINGS} | {"width": [width for width, _ in rows]}
     columns |= {"name": [*map(str, rows)], "train_loss": [0.05] * 12, "test gap": gap}
     columns |= {"relative_flatness": gap, "relative_flatness head": kappa}
-    measures = ("relative_flatness", "relative_flatness head")
-    monkeypatch.setattr(grid_networks, "made", lambda bench: Grid(columns, ("test gap",), measures, {}))
+    monkeypatch.setattr(grid_networks, "made", lambda bench: (columns, {}))
     found = grid.EXPERIMENT.run(Bench("small", {}, tmp_path))
     table = {"kappa": kappa, "gap": gap, "width": columns["width"]}
     row = pf.correlations(table, "kappa", clusters="width")["kappa", "Kendall"]
@@ -139,5 +142,5 @@ def test_what_the_grid_says_of_kappa(ends, said):
 def test_too_few_transformers_for_an_interval(tmp_path):
     settings = {"patches": [4], "widths": [8], "depths": [1], "seeds": 3, "samples": 40, "measured": 10, "epochs": 1}
     found = c24_transformers.EXPERIMENT.run(Bench("small", settings, tmp_path, shown=False))
-    assert "not decided" in found.verdict
+    assert "Not decided" in found.verdict
     assert found.findings[1].low is None

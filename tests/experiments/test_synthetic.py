@@ -8,8 +8,8 @@ import torch
 from matplotlib.figure import Figure
 
 import pyflatness as pf
-from pyflatness.experiments import correlating, p19_fig1, p21_fig3, p21_fig4, p21_fig7, synthetic
-from pyflatness.experiments.experiment import Bench
+from pyflatness.experiments import correlating, p19_fig1, p21_fig3, p21_fig4, p21_fig7, synthetic, zoo
+from pyflatness.experiments.experiment import Bench, Points
 from pyflatness.experiments.reparameterized import BY_LAYERS
 from pyflatness.experiments.zoo import Networks
 
@@ -66,7 +66,11 @@ def test_what_is_measured_of_a_data_set(tmp_path):
 def table(**columns):
     names = [f"{recipe}_seed{seed}" for recipe in "abcde" for seed in (0, 1)]
     held = {"name": names, "recipe": [name[0] for name in names], "gap": [1.0, 2, 3, 4, 5, 6, 7, 8, 9, 10]}
-    return Networks(held | columns, ("e_seed1",), {})
+    return zoo.tabled(held | {"converged": [name != "e_seed1" for name in names]} | columns, {})
+
+
+def points(networks):
+    return Points(networks.columns, networks.failures, "small", {})
 
 
 def test_correlations_leave_out_what_did_not_converge():
@@ -82,9 +86,10 @@ def test_correlations_leave_out_what_did_not_converge():
 
 def test_which_measures_moved():
     names = ["relative_flatness fc4", "trace fc4", "sharpness network", "fisher_rao network", "pac_bayes network"]
-    columns = {name: [1.0, 3, 2, 5, 4, 6, 8, 7, 9, 10] for name in [*names, "weight_norm network"]}
+    names.append("weight_norm network")
+    columns = {name: [1.0, 3, 2, 5, 4, 6, 8, 7, 9, 10] for name in names}
     moved = columns | {name: [2 * value for value in columns[name]] for name in columns if "rel" not in name}
-    found = p21_fig7.judged(table(**columns), table(**moved), "fc4")
+    found = p21_fig7.judge(points(zoo.joined(table(**columns), table(**moved), names)))
     changes = {finding.what: finding.value for finding in found.findings}
     assert changes["trace fc4, largest relative change"] == 1
     assert changes["relative_flatness fc4, largest relative change"] == 0
@@ -93,8 +98,9 @@ def test_which_measures_moved():
 
 def test_verdict_on_two_measures():
     good, bad = [1.0, 2, 3, 4, 5, 6, 7, 8, 9, 0], [3.0, 1, 4, 1, 5, 9, 2, 6, 5, 0]
-    found = p19_fig1.judged(table(**{"scaled_trace fc4": good, "scaled_lambda_max fc4": bad}), "fc4")
-    assert "that of κ_τ is higher, as in the paper" in found.verdict
+    found = p19_fig1.judge(points(table(**{"scaled_trace fc4": good, "scaled_lambda_max fc4": bad})))
+    assert "Seen: κ_τ = ‖w‖² Tr(H) 1.00 [1.00, 1.00]; κ_τ higher than κ, by 0." in found.verdict
+    assert "Not decided: κ = ‖w‖² λ_max 0." in found.verdict
     assert found.findings[2].value == pytest.approx(1)
 
 

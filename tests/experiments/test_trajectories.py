@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from pyflatness.experiments import c24, c24_pairs, c24_tightness, c24_transformers, c24_trends, trajectories
+from pyflatness.experiments import (
+    c24,
+    c24_pairs,
+    c24_tightness,
+    c24_transformers,
+    c24_trends,
+    correlating,
+    trajectories,
+)
 from pyflatness.experiments.c24_networks import SigmoidOutputs, vgg11
 from pyflatness.experiments.experiment import Bench
 from support.grid import normal
@@ -96,8 +104,8 @@ def test_sigmoid_outputs_and_vgg():
 
 
 def test_a_rank_correlation():
-    assert c24_trends.rank_correlation([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(0.8)
-    assert math.isnan(c24_trends.rank_correlation([1, 2], [1, math.inf]))
+    assert correlating.rank_correlation([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(0.8)
+    assert correlating.rank_correlation([1, 2], [1, math.inf]) is None
 
 
 TINY = {"samples": 40, "measured": 20, "steps": 30, "snapshots": 4, "seeds": 1, "width": 8}
@@ -114,13 +122,14 @@ def test_a_tiny_experiment(experiment, tmp_path):
         assert "0 break an inequality" in found.verdict
     else:
         assert {*found.failures} == {name.rsplit("_step", 1)[0] for name in found.table["name"]}  # after 30 steps
+        assert all("not in what is late" in why for why in found.failures.values())
 
 
 def test_tiny_transformers(tmp_path, capsys):
     options = [("patches", [4]), ("widths", [8]), ("depths", [1]), ("seeds", 5), ("samples", 40), ("measured", 10)]
     settings = [f"--set={name}={json.dumps(value)}" for name, value in [*options, ("epochs", 1)]]
     assert status("reproduce", "c24-fig3", "--out", str(tmp_path), *settings) == 0
-    assert "transformers the rank correlation" in capsys.readouterr().out
+    assert "transformers of 1 shapes, with 95 % bootstrap" in capsys.readouterr().out
     table = json.loads((tmp_path / "c24-fig3-small.json").read_text())["table"]
     assert all(value > 0 for value in table["normalized_mls"])
     assert len(set(table["normalized_mls"])) == 5

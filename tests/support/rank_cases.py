@@ -4,6 +4,7 @@ A case is a function (rank, size) -> what the call returned. With size 1 it is c
 """
 
 import math
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -154,6 +155,24 @@ def cost_of_change(rank, size):
 def spectrum(rank, size):
     found = pf.spectrum(model(), LOSS, part(rank, size), k=2, which="both", density=True, probes=2, steps=4)
     return {"values": found.eigenvalues, "nodes": found.density.nodes, "samples": found.samples}
+
+
+def landscape(rank, size):
+    found = pf.landscape(model(), LOSS, batches(rank, size), steps=(5, 4))
+    quadratic = {"gradient": found.quadratic.gradient, "hessian": found.quadratic.hessian}
+    return {"losses": found.losses, "accuracy": found.accuracy, "samples": found.samples, **quadratic}
+
+
+def linear_interpolation(rank, size):
+    torch.manual_seed(1)
+    networks = [
+        nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).double().eval() for _ in range(2)
+    ]
+    inputs, targets = data()
+    held = [(inputs[a:b], targets[a:b]) for a, b in ((0, 5), (5, 9), (9, SAMPLES))]  # the same batches on any ranks
+    start, stop = {1: [(0, 3)], 2: [(0, 2), (2, 3)], 3: [(0, 1), (1, 1), (1, 3)]}[size][rank]
+    found = pf.linear_interpolation(networks[0], LOSS, held[start:stop], networks[1], test=part(rank, size), steps=4)
+    return {"losses": found.losses, "test": found.test_losses, "accuracy": found.accuracy, "samples": found.samples}
 
 
 def tokens(rank, size):
@@ -320,6 +339,29 @@ vocabulary_of_weighted_terms = vocabulary(
     7, kind=nn.CrossEntropyLoss(weight=torch.linspace(0.5, 2, 7).double(), ignore_index=2, label_smoothing=0.1)
 )
 vocabulary_with_nan = vocabulary(7, change=one_nan, nan_policy="omit", per_sample=True)
+
+
+def streamed(rank, size, whole=None, scale=1.0, batches=None):
+    from pyflatness.integrations.torchmetrics import RelativeFlatness
+
+    weight = scale * torch.linspace(-1, 1, 15, dtype=torch.float64).view(3, 5)
+    metric = RelativeFlatness(weight, loss=WEIGHTED)
+    held = part(rank, size) if whole is None else whole
+    for features, targets in [*zip(*(tensor.split(4) for tensor in held), strict=True)][:batches]:
+        metric.update(features, targets)
+    own = metric.total.item()
+    value = metric.compute().item()
+    return value, own == metric.total.item()
+
+
+def streamed_on_one_rank(rank, size):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # compute() before update()
+        return streamed(rank, size, data(), batches=None if rank == 0 else 0)
+
+
+def streamed_with_other_weights(rank, size):
+    return streamed(rank, size, scale=1.0 + rank)
 
 
 def callable_loss(rank, size):

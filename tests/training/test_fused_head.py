@@ -1,0 +1,89 @@
+"""The penalty by the kernel in C++ is the composed one: its value, its gradients, and how it fares with bad rows."""
+
+import math
+
+import pytest
+import torch
+
+import pyflatness as pf
+from pyflatness.contractions import compiled, reference
+from pyflatness.training import fused_head
+from pyflatness.training.softmax_variance import weighted_sum
+
+
+def problem(n, d, m, dtype=torch.float64):
+    draw = torch.Generator().manual_seed(n + d + m)
+    features, weight, bias = (torch.randn(s, generator=draw).to(dtype) for s in ((n, m), (d, m), (d,)))
+    return features, weight, bias, torch.rand(n, generator=draw, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("isa", compiled.instruction_sets())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("n", "d", "m"), [(1, 1, 1), (5, 3, 2), (16, 10, 84), (33, 7, 19), (70, 64, 40)])
+def test_the_kernel_is_its_twin(n, d, m, dtype, isa):
+    features, weight, bias, shares = problem(n, d, m, dtype)
+    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-3}
+    with compiled.forced_instruction_set(isa):
+        for given in (bias, None):
+            found = compiled.softmax_variance_gradient(features, weight, given, shares)
+            expected = reference.softmax_variance_gradient(features, weight, given, shares)
+            assert found.total == pytest.approx(expected.total, rel=1e-12 if dtype == torch.float64 else 1e-5)
+            torch.testing.assert_close(found[1:], expected[1:], **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("wide", [False, True])
+def test_value_and_gradients_are_the_composed_ones(dtype, with_bias, wide):
+    *given, shares = problem(37, 6, 9, dtype)
+    shares[5] = 0
+    if wide:  # rows of a larger matrix
+        given[0] = torch.cat([given[0], given[0]], dim=1)[:, :9]
+    given = [tensor.requires_grad_() for tensor in given[: 2 + with_bias]]
+    bias = given[2] if with_bias else None
+    tolerance = {"rtol": 1e-11, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-3}
+    found, expected = fused_head.penalty(*given[:2], bias, shares), weighted_sum(*given[:2], bias, shares)
+    torch.testing.assert_close(found, expected, **tolerance)
+    gradients = [torch.autograd.grad(3 * value, given) for value in (found, expected)]
+    torch.testing.assert_close(*gradients, **tolerance)
+
+
+def test_the_public_call_takes_the_kernel(monkeypatch):
+    calls, kernel = [], compiled.softmax_variance_gradient
+    monkeypatch.setattr(compiled, "softmax_variance_gradient", lambda *given: calls.append(1) or kernel(*given))
+    for d in (1, 64, 65):
+        features, weight, bias, _ = problem(3, d, 2)
+        pf.flatness_penalty(features, weight, bias)
+    assert len(calls) == 2
+
+
+def test_rows_that_add_nothing_may_hold_nan():
+    features, weight, _, shares = problem(9, 4, 3)
+    shares[2], features[2] = 0, torch.nan
+    given = [features.requires_grad_(), weight.requires_grad_()]
+    value = fused_head.penalty(*given, None, shares)
+    gradients = torch.autograd.grad(value, given)
+    assert math.isfinite(value.item())
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert not gradients[0][2].any()
+
+
+def test_a_second_backward_pass_over_a_kept_graph():
+    features, weight, bias, _ = problem(9, 4, 3)
+    weight.requires_grad_()
+    value = pf.flatness_penalty(features, weight, bias)
+    (first,) = torch.autograd.grad(value, weight, retain_graph=True)
+    (second,) = torch.autograd.grad(2 * value, weight)
+    torch.testing.assert_close(2 * first, second)
+
+
+def test_any_number_of_threads_gives_the_same_bits():
+    features, weight, bias, shares = problem(9000, 10, 40, torch.float32)
+    before, totals = torch.get_num_threads(), set()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            totals.add(compiled.softmax_variance_gradient(features, weight, bias, shares).total)
+    finally:
+        torch.set_num_threads(before)
+    assert len(totals) == 1
