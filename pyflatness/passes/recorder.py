@@ -115,13 +115,17 @@ class Recorder:
         *,
         create_graph: bool = False,
         elsewhere: Mapping[str, GradientEdge] = {},
+        besides: Mapping[str, GradientEdge] = {},
     ) -> dict[str, list[Tensor]]:
         """Return gradients of ⟨cotangent, outputs⟩ in the output of every call of some layers, or of all.
 
         They are zeros where there is no path. Of a layer that is ``elsewhere``, called once, it is the gradient there.
+        Of one that is ``besides`` the gradient there comes behind those of its calls.
         """
         made = {name: self.calls[name] for name in (self.calls if names is None else names)}
         edges = {name: [elsewhere.get(name, call.edge) for call in calls] for name, calls in made.items()}
+        for name, edge in besides.items():
+            edges[name].append(edge)
         flat = [edge for several in edges.values() for edge in several]
         found: Sequence[Tensor | None] = [None] * len(flat)
         interrupts.check()
