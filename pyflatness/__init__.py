@@ -52,6 +52,7 @@ from .scoring.score import score
 from .scoring.scores import Scores
 from .training.head_penalty import flatness_penalty
 from .training.history import History
+from .training.layer_penalty import FlatnessPenalty
 from .training.track import track
 from .verification import Verification, verify
 
@@ -61,6 +62,7 @@ __all__ = [
     "BackendError",
     "Estimate",
     "FlatnessError",
+    "FlatnessPenalty",
     "History",
     "InputError",
     "Landscape",

@@ -180,7 +180,7 @@ class Recorder:
             if self._paused or is_aside() or inputs is None or not isinstance(output, Tensor):
                 return None
             coefficients = kind.coefficients(args, kwargs)
-            own = _with_own_history(output)  # also in a backward pass, see above
+            own = with_own_history(output)  # also in a backward pass, see above
             if name in self._shared and torch.is_grad_enabled():
                 inputs, own, coefficients = (self._repeated(part, inputs.ndim) for part in (inputs, own, coefficients))
             if kind.tokens and torch.is_grad_enabled() and not own.requires_grad:
@@ -262,7 +262,7 @@ def or_zeros(gradient: Tensor | None, edge: GradientEdge) -> Tensor:
     return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
-def _with_own_history(output: Tensor) -> Tensor:
+def with_own_history(output: Tensor) -> Tensor:
     """Return a layer's output, or an alias where it is a view in a graph; a copy in layouts without such an alias."""
     if not (output.requires_grad and output._is_view()):
         return output
