@@ -1,6 +1,6 @@
 """Show reports as data frames and figures; pandas and matplotlib are imported when they are asked for."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import InputError, MissingExtraError
 
@@ -75,6 +75,11 @@ def _figure(width: float, height: float) -> "Figure":
     except ImportError:
         raise MissingExtraError("a figure needs matplotlib: pip install 'pyflatness[plot]'") from None
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def onto(axes: "Axes | None") -> "tuple[Figure, Axes]":
+    """Return the axes of the user's with their figure; None: those of an empty figure."""
+    return figure() if axes is None else (cast("Figure", axes.figure), axes)
 
 
 def profile(report: "Report") -> "tuple[Figure, Axes]":
