@@ -26,6 +26,7 @@ Values = dict[str, float | str]
 
 
 def network(activation: nn.Module) -> nn.Sequential:
+    """Return 64-8-10 neurons with random weights."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 8), activation, nn.Linear(8, 10)).double().eval()
 
@@ -72,7 +73,9 @@ def rows(model: nn.Sequential, x: Tensor, y: Tensor) -> dict[str, Values]:
             BACKPACK: diagonal,
         },
         "Tr(GGN) of layer 0": {
-            OURS: pf.measure(model, loss, data, layers=["0"], measures="trace", curvature="ggn", progress=False)["0", "trace"].value,
+            OURS: pf.measure(model, loss, data, layers=["0"], measures="trace", curvature="ggn", progress=False)[
+                "0", "trace"
+            ].value,
             BACKPACK: of_ggn,
         },
         "Tr(H), all parameters": {
@@ -97,7 +100,9 @@ def rows(model: nn.Sequential, x: Tensor, y: Tensor) -> dict[str, Values]:
 def dense(model: nn.Module, loss: nn.Module, data: tuple[Tensor, Tensor], names: list[str]) -> Tensor:
     """Return the Hessian in some parameters by nested autograd."""
     chosen = [dict(model.named_parameters())[name] for name in names]
-    gradient = torch.cat([part.flatten() for part in torch.autograd.grad(loss(model(data[0]), data[1]), chosen, create_graph=True)])
+    gradient = torch.cat(
+        [part.flatten() for part in torch.autograd.grad(loss(model(data[0]), data[1]), chosen, create_graph=True)]
+    )
     each = (torch.autograd.grad(entry, chosen, retain_graph=True) for entry in gradient)
     return torch.stack([torch.cat([part.flatten() for part in row]) for row in each])
 
@@ -108,8 +113,7 @@ def by_backpack(model: nn.Sequential, x: Tensor, y: Tensor) -> tuple[float, floa
     with backpack(DiagHessian(), DiagGGNExact()):
         loss(extended(x), y).backward()
     weight = extended[0].weight
-    found = float(weight.diag_h.sum()), float(weight.diag_ggn_exact.sum())
-    return found
+    return float(weight.diag_h.sum()), float(weight.diag_ggn_exact.sum())
 
 
 if __name__ == "__main__":
