@@ -31,16 +31,16 @@ def of_zoo() -> nn.Module:
     return model
 
 
-def spectrum(path: Path, images: int = 1000) -> None:
+def spectrum(path: Path, images: int = 250) -> None:
     """Draw the density of LeNet5's Hessian with its outermost eigenvalues."""
-    found = pf.spectrum(of_zoo(), LOSS, batches(images), k=10, which="both", density=True, probes=4, steps=64)
+    found = pf.spectrum(of_zoo(), LOSS, batches(images), k=5, which="both", density=True, probes=4, steps=40)
     print(found)
     figure, _ = found.plot()
     figure.set_size_inches(6.4, 3.6)
     figure.savefig(path, dpi=100)
 
 
-def costs(path: Path, images: int = 128) -> None:
+def costs(path: Path, images: int = 64) -> None:
     """Draw the predicted against the measured change of the loss of ResNet-20, for each layer and number of bits."""
     model, (x, y) = published(20), cifar10(images)
     figure, axes = pyplot.subplots(figsize=(5.2, 4.2), layout="constrained")

@@ -167,16 +167,17 @@ def published(depth: int) -> nn.Module:
     return network.eval()
 
 
-def cifar10(count: int) -> tuple[Tensor, Tensor]:
-    """Return the first test images of CIFAR-10 (n, 3, 32, 32), as published networks take them, and their labels."""
+def cifar10(count: int, part: str = "test", first: int = 0) -> tuple[Tensor, Tensor]:
+    """Return images of CIFAR-10 (n, 3, 32, 32), as published networks take them, and their labels."""
     import numpy as np
     from PIL import Image
 
     with np.load(SHARED / "data" / "cifar10.npz") as held:
-        encoded, ends, labels = held["test_webp"], held["test_offsets"], held["test_labels"][:count]
+        encoded, ends, labels = (held[f"{part}_{name}"] for name in ("webp", "offsets", "labels"))
+    ends, labels = ends[first : first + count + 1], labels[first : first + count]
     decoded = [
         np.asarray(Image.open(io.BytesIO(encoded[start:stop].tobytes())).convert("RGB"))
-        for start, stop in itertools.pairwise(ends[: count + 1].tolist())
+        for start, stop in itertools.pairwise(ends.tolist())
     ]
     x = torch.from_numpy(np.stack(decoded)).permute(0, 3, 1, 2) / 255
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))

@@ -5,6 +5,9 @@ from .curvature import changes
 from .curvature.ascent import WorstCase
 from .curvature.cost_of_change import cost_of_change
 from .curvature.critical import critical_sharpness
+from .curvature.landscape import landscape
+from .curvature.linear_interpolation import LinearInterpolation, linear_interpolation
+from .curvature.slices import Landscape
 from .curvature.spectrum import Spectrum, spectrum
 from .curvature.worst_case import keskar_sharpness, worst_case_sharpness
 from .errors import (
@@ -49,6 +52,7 @@ from .scoring.score import score
 from .scoring.scores import Scores
 from .training.head_penalty import flatness_penalty
 from .training.history import History
+from .training.layer_penalty import FlatnessPenalty
 from .training.track import track
 from .verification import Verification, verify
 
@@ -58,8 +62,11 @@ __all__ = [
     "BackendError",
     "Estimate",
     "FlatnessError",
+    "FlatnessPenalty",
     "History",
     "InputError",
+    "Landscape",
+    "LinearInterpolation",
     "MissingExtraError",
     "NonFiniteError",
     "NotYetError",
@@ -91,7 +98,9 @@ __all__ = [
     "invariances",
     "keskar_sharpness",
     "label_constancy",
+    "landscape",
     "largest_robustness",
+    "linear_interpolation",
     "matrix_robustness",
     "measure",
     "mls_adversarial",

@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 # torch's decorator for functions of its own: it loads the compiler at their first call, torch.compiler.disable at once,
 # which would double the time of `import pyflatness`. A lazy wrapper of ours would be traced itself.
-_untraced = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+untraced = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
@@ -62,7 +62,7 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
                 raise TypeError(f"{function.__name__}() has no argument {name!r}; did you mean {near}?")
         return function(*args, **kwargs)
 
-    return cast(Callable[P, R], _untraced(called))
+    return cast(Callable[P, R], untraced(called))
 
 
 def taking_options_of(other: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -124,7 +124,7 @@ class Spectrum:
         Raises:
             MissingExtraError: without matplotlib.
         """
-        figure, axes = views.given_or_new(axes)
+        figure, axes = views.onto(axes)
         values = [self.eigenvalues] if self.density is None else [self.eigenvalues, self.density.nodes.flatten()]
         low, high = (float(f(torch.cat(values))) for f in (torch.min, torch.max))
         width = width or max(high - low, 1e-12) / 100
@@ -135,7 +135,9 @@ class Spectrum:
             axes.plot(points, mean, label=f"density, Gaussian of width {width:.2g}")
             if not bool(error.isnan().any()):
                 axes.fill_between(points, (mean - error).clamp_min(0), mean + error, alpha=0.3)
-            axes.set(yscale="symlog", ylabel="density")
+            # Logarithmic from what a single eigenvalue's peak has on: else the bulk hides all others.
+            axes.set_yscale("symlog", linthresh=1 / (self.density.size * width * math.sqrt(2 * math.pi)))
+            axes.set_ylabel("density")
         axes.set(xlabel=f"eigenvalue of the {'GGN' if self.method == 'ggn' else 'Hessian'}")
         axes.legend()
         if path is not None:

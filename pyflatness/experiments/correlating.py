@@ -61,7 +61,10 @@ def intervals(networks: Networks) -> str:
     """Return what the intervals are, for a sentence."""
     if by_recipes(networks):
         return "95 % bootstrap intervals over recipes"
-    count = len({*networks.converged()["recipe"]})
+    recipes = networks.converged()["recipe"]
+    if len(recipes) < resampling.FEWEST:
+        return f"no intervals, of fewer than {resampling.FEWEST} networks"
+    count = len({*recipes})
     return (
         f"95 % bootstrap intervals over networks as if they were independent, which are too short: {count} recipes are "
         "too few to resample"

@@ -112,7 +112,7 @@ class FeatureRobustness:
         Raises:
             MissingExtraError: without matplotlib.
         """
-        figure, axes = views.given_or_new(axes)
+        figure, axes = views.onto(axes)
         steps = torch.linspace(0, float(self.alphas.abs().max()), 101, dtype=torch.float64, device="cpu")
         parabola = steps.square() * self.kappa / (2 * self.features)
         axes.plot(steps.tolist(), parabola.tolist(), color="0.4", label="α² κ / 2m")

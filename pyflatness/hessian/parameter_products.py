@@ -1,12 +1,12 @@
-"""Multiply the loss Hessian, or its GGN, by vectors in the space of all trainable parameters of a network.
+"""Multiply the loss Hessian, or its GGN, by vectors in the space of a network's parameters, all trainable ones or some.
 
 It is what :mod:`.products` does for layers' weights, with every parameter as a leaf: biases, scales of normalisations
 and weights that are no layer's too, and a tied parameter once, with all of its uses. The one block there is has the
-names of all parameters.
+names of all these parameters.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class ParameterProducts(Products):
 
     Args:
         task: the model, its loss and data; ``curvature="ggn"`` for the GGN, else the Hessian.
+        some: the names of the parameters that the matrix is in; None: all trainable ones.
 
     Attributes:
         names: of the parameters, as the block is called.
@@ -37,8 +38,11 @@ class ParameterProducts(Products):
 
     _what = "parameter"
 
-    def __init__(self, task: Task) -> None:
-        self._theta = parameters.trainable(task.model)
+    def __init__(self, task: Task, some: Collection[str] | None = None) -> None:
+        if some is None:
+            self._theta = parameters.trainable(task.model)
+        else:
+            self._theta = {name: values for name, values in parameters.every(task.model).items() if name in some}
         self.names: Names = tuple(self._theta)
         self._weight_norms = False  # whether the model has such, in what was run so far
         super().__init__(task)

@@ -175,6 +175,28 @@ class Products:
         whole = self._shard.sum("a product with the Hessian", {**sums})
         return {names: whole[names] * inverse[names] / self._normaliser for names in sums}
 
+    def gradient(self) -> Tensor:
+        """Return ∂E/∂w of all of the layers, (N,) float64, by one read of the data.
+
+        Raises:
+            NonFiniteError: it is not finite; under ``nan_policy="propagate"`` it is handed on.
+        """
+        sums: list[Tensor] = []
+
+        def take(found: tuple[int, Tensor]) -> None:
+            number, part = found
+            self._check(number, bool(part.isfinite().all()))
+            sums[:] = [sum(sums, part)]
+
+        self._runner.each(self._gradient_of_run, take)
+        return self._shard.sum("the gradient", {"": sums[0]})[""] / self._normaliser
+
+    @torch.enable_grad()
+    def _gradient_of_run(self, run: Run) -> tuple[int, Tensor]:
+        with contractions.full_precision(run.outputs):
+            value = self._loss.value(run.outputs, run.targets.detach())
+            return run.number, self._joined(_gradients(value, self._leaves))
+
     @torch.enable_grad()
     def _of_run(self, run: Run, vectors: Vectors) -> Vectors:
         advice = "eigenvalues, of the GGN too, cannot do without"

@@ -35,6 +35,7 @@ __all__ = [
     "Labels",
     "Loss",
     "Rows",
+    "Sampled",
     "SquaredError",
     "Terms",
     "marked",
@@ -43,6 +44,9 @@ __all__ = [
     "rows",
     "tensor_targets",
 ]
+
+Sampled = CrossEntropy | SquaredError | BinaryCrossEntropy
+"""Losses whose sampled factors are differentiable in the outputs, by their method ``sampled``."""
 
 
 def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:

@@ -146,6 +146,16 @@ class CrossEntropy:
             made.copy_((given.double() * scale.unsqueeze(1)).sqrt_())
         return _factors(q, roots, top)
 
+    def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
+        """Return Σ_c r_c s_·c of signs r (rows, C) as :meth:`factors` mix them, (rows, C), with a graph in ``rows``."""
+        log_p = F.log_softmax(promoted(rows), dim=1)
+        roots = (0.5 * log_p).exp()  # has a finite derivative where p underflows, as √p has not
+        top = log_p.detach().argmax(dim=1, keepdim=True)
+        root = roots.gather(1, top)
+        q = (roots.square() / (1 + root)).scatter(1, top, root)
+        signed = (roots * signs * terms.scale.sqrt().to(roots.dtype).unsqueeze(1)).scatter(1, top, 0.0)
+        return signed - q * signed.sum(dim=1, keepdim=True)
+
 
 def _factors(q: Tensor, roots: Tensor, top: Tensor) -> Factors:
     """Return the columns roots_j (e_j - q), j ≠ ``top``; q and roots are (rows, C), top is (rows, 1)."""

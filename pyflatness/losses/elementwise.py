@@ -60,6 +60,10 @@ class SquaredError(_Elementwise):
         """Return the columns √2 e_c."""
         return diagonal(terms.scale.to(promoted_dtype(rows.dtype)).unsqueeze(1).expand_as(rows))
 
+    def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
+        """Return Σ_c r_c s_·c of signs r (rows, C) as :meth:`factors` mix them, (rows, C), with a graph in ``rows``."""
+        return signs * terms.scale.sqrt().to(signs.dtype).unsqueeze(1)
+
 
 @dataclass
 class BinaryCrossEntropy(_Elementwise):
@@ -142,6 +146,12 @@ class BinaryCrossEntropy(_Elementwise):
         (coefficients,) = terms.extra
         small = promoted(rows).abs().neg().exp()
         return diagonal(coefficients * small / (1 + small).square())
+
+    def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
+        """Return Σ_c r_c s_·c of signs r (rows, C) as :meth:`factors` mix them, (rows, C), with a graph in ``rows``."""
+        (coefficients,) = terms.extra
+        halved = -0.5 * promoted(rows).abs()  # the root of a number that underflows has no finite derivative
+        return signs * coefficients.sqrt() * halved.exp() / (1 + (2 * halved).exp())
 
 
 def _by_row(values: Tensor) -> Tensor:

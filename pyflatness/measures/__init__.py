@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 from ..errors import InputError
 from ..options import check_names
+from ..sweep.activations import ACTIVATIONS
 from . import at_head, bounds, representation
 from .adaptive_sharpness import ADAPTIVE_SHARPNESS
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC
 from .base import Measure
 from .fisher_rao import FISHER_RAO
+from .input_trace import INPUT_TRACE
 from .interpolation_adaptive_sharpness import INTERPOLATION_ADAPTIVE_SHARPNESS
 from .interpolation_sharpness import INTERPOLATION_SHARPNESS
 from .lambda_max import LAMBDA_MAX
@@ -16,6 +18,7 @@ from .matrix_normalized_sharpness import MATRIX_NORMALIZED_SHARPNESS, MATRIX_NOR
 from .mls_adversarial import MLS_ADVERSARIAL, NORMALIZED_MLS_ADVERSARIAL
 from .neuron_flatness import NEURON_FLATNESS, NEURON_FLATNESS_MAX, NEURON_FLATNESS_ROWS, NEURON_FLATNESS_ROWS_MAX
 from .normalized_sharpness import NORMALIZED_SHARPNESS
+from .output_trace import OUTPUT_TRACE
 from .pac_bayes import PAC_BAYES, PAC_BAYES_MAGNITUDE
 from .relative_flatness import RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD
 from .relative_flatness_max import RELATIVE_FLATNESS_MAX
@@ -45,6 +48,8 @@ MEASURES = (
     NORMALIZED_SHARPNESS,
     MATRIX_NORMALIZED_SHARPNESS,
     MATRIX_NORMALIZED_SHARPNESS_FROBENIUS,
+    OUTPUT_TRACE,
+    INPUT_TRACE,
     ADAPTIVE_SHARPNESS_MC,
     FISHER_RAO,
     PAC_BAYES,
@@ -81,8 +86,10 @@ def _of_one_sweep(row: Measure) -> bool:
     """Return whether a measure takes no more than relative flatness' own sweep, or the weights alone.
 
     Not normalised sharpness, for which weight gradients are written out, and which most networks behind layers that are
-    not piecewise linear do not have.
+    not piecewise linear do not have; nor what is of activations, which takes Hessian products of its own there.
     """
+    if row.quantity in ACTIVATIONS:
+        return False
     if row.base is not None:
         return any(_of_one_sweep(other) for other in MEASURES if other.name == row.base)
     return row.reads == 0 or (row.quantity is not None and row.normalize is None and row.of_parts is None)

@@ -26,7 +26,8 @@ class Measure:
         formula: in one line.
         source: where it is defined.
         quantity: what of the weight gradients it is, a name of
-            :data:`pyflatness.contractions.quantities.QUANTITIES`. None: it is computed.
+            :data:`pyflatness.contractions.quantities.QUANTITIES`, or what of the activations, one of
+            :data:`pyflatness.sweep.activations.ACTIVATIONS`. None: it is computed.
         normalize: the option of :func:`pyflatness.relative_flatness` that gives it.
         of_parts: of a quantity with parts that are not to be summed: layer, weight (G, d, m) and the parts -> the
             layer's value, and a note if that is not the definition's to rounding.

@@ -18,6 +18,7 @@ from ..passes.runner import Runner
 from ..passes.task import Task
 from ..report import Estimate
 from ..sweep import stages
+from ..sweep.activations import ACTIVATIONS, INPUTS
 from ..sweep.adaptive_sweep import AdaptiveSweep
 from ..sweep.layer_sweep import Sweep, Values
 from ..sweep.totals import Sums, Totals, layer_error
@@ -88,7 +89,8 @@ class LayerValues:
         found: dict[tuple[str, str], Estimate] = {}
         for measure in measures:
             quantity = str(measure.quantity)
-            column, has_neurons = sweep.quantities.index(quantity), QUANTITIES[quantity].neurons is not None
+            column, of_activations = sweep.quantities.index(quantity), quantity in ACTIVATIONS
+            has_neurons = of_activations or QUANTITIES[quantity].neurons is not None
             estimates: dict[str, Estimate] = {}
             for name in (*self._runner.modules, ""):
                 row = selected.index(name) if name else -1
@@ -102,7 +104,7 @@ class LayerValues:
                     samples=sums.samples,
                     method=f"{by}-sampled" if sampled else by,
                     exact=not sampled and all(self._is_hessian(layer, sweep) for layer in layers_of),
-                    backend=sweep.backend,
+                    backend="reference" if of_activations else sweep.backend,
                     per_sample=None if sums.per_sample is None else sums.per_sample[row, column],
                     layer=name,
                     omitted=sums.omitted,
@@ -136,6 +138,9 @@ class LayerValues:
         """Raise an error for options under which a measure has no value."""
         if measure.quantity is None:
             return
+        if measure.quantity in ACTIVATIONS:
+            self._check_activations(measure)
+            return
         quantity = QUANTITIES[measure.quantity]
         if self._options.sampled and not quantity.sampled:
             raise InputError(
@@ -151,6 +156,21 @@ class LayerValues:
                 raise NotYetError(
                     f"layer {name!r}: there is no {measure.name} of the dense matrix (conv='affine') of {of} yet; "
                     "conv='filter' gives that of its filters"
+                )
+
+    def _check_activations(self, measure: Measure) -> None:
+        """Raise an error for options, or layers, with which a measure of activations has no value."""
+        if self._options.probes == "adaptive":
+            raise InputError(f"{measure.name} has no value by probes='adaptive': pass probes=k, a number of probes")
+        if measure.quantity == INPUTS:
+            spread.refuse(measure.name)
+            without = [name for name, module in self._selected.items() if not layers.kind_of(module).has_input]
+            if without:
+                listed = ", ".join(map(repr, without[:4])) + (", …" if len(without) > 4 else "")
+                raise InputError(
+                    f"{measure.name}: layer {listed} has no input with a derivative in it that its weight multiplies "
+                    "(an embedding, a bilinear layer, a normalisation, a weight in several kinds of uses); choose "
+                    "others by layers=, 'type:Linear' say"
                 )
 
     def block_traces(self) -> Tensor:

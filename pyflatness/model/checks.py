@@ -25,6 +25,12 @@ def check_modules(named: Sequence[tuple[str, nn.Module]], *, spread: bool = Fals
             check(name, module)
 
 
+def check_kinds(named: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raise for the first of a model's modules that takes no hooks, or whose parameters are not all here."""
+    for name, module in named:
+        _check_kind(name, module, spread=False)
+
+
 def _check_kind(name: str, module: nn.Module, *, spread: bool) -> None:
     """Raise for a module that takes no hooks, and for parameters that are not all there."""
     if isinstance(module, torch.jit.ScriptModule):

@@ -126,7 +126,7 @@ class Batches:
             if samples > 0:
                 empty = False
                 if self._compared:
-                    read.add(_with_samples(batch, samples), samples)
+                    read.add(with_samples(batch, samples), samples)
                 yield to_device(batch, self._device)
         if empty:
             raise no_samples()
@@ -280,7 +280,7 @@ def _checked_size(batch: Any, number: int) -> int:
     return samples
 
 
-def _with_samples(batch: Any, samples: int) -> Iterator[Tensor]:
+def with_samples(batch: Any, samples: int) -> Iterator[Tensor]:
     """Return the tensors of a batch that have its samples in dimension 0."""
     for part in leaves(batch):
         if isinstance(part, Tensor) and part.ndim and len(part) == samples:

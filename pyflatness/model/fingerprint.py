@@ -47,6 +47,10 @@ class Fingerprint:
         self._samples += samples
         self._shapes.add(tuple(shapes))
 
+    def __str__(self) -> str:
+        """Return what two reads of the same samples share, in any order."""
+        return f"{self._samples} samples, {int(self._sum) & (2**64 - 1):x}"
+
     def same_order(self, other: "Fingerprint") -> bool:
         """Return whether the other read gave the same samples in the same order."""
         return self._samples == other._samples and int(self._in_order) == int(other._in_order)

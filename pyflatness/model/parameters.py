@@ -61,7 +61,7 @@ def run(
 
     Args:
         model: inside :func:`.state.observing`.
-        values: by name; tied names follow.
+        values: by name, of buffers too; tied names follow.
         batch: see :func:`.calling.run`.
         forward: see :func:`.calling.run`.
     """
@@ -71,16 +71,19 @@ def run(
 
 @contextlib.contextmanager
 def inside(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Have ``values`` in the place of the parameters of these names, tied ones in all of their places, inside.
+    """Have ``values`` in the place of parameters, or buffers, of these names, inside; tied ones in all of their places.
 
     Backward passes of a run belong in it too: activation checkpointing calls the model again in them.
     """
-    own = dict(model.named_parameters())
-    by_parameter = {id(own[name]): tensor for name, tensor in values.items()}
+    own: dict[str, Tensor] = dict(model.named_parameters())
+    if not values.keys() <= own.keys():
+        own |= dict(model.named_buffers())
+    by_tensor = {id(own[name]): tensor for name, tensor in values.items()}
     with state.made_anew(model), contextlib.ExitStack() as stack:
         stack.callback(state.put_back, state.attributes(model.modules()))
         for module in model.modules():
-            for key, parameter in module._parameters.items():
-                if id(parameter) in by_parameter:
-                    module._parameters[key] = by_parameter[id(parameter)]  # type: ignore[assignment]
+            for places in (module._parameters, module._buffers):
+                for key, held in places.items():
+                    if id(held) in by_tensor:
+                        places[key] = by_tensor[id(held)]  # type: ignore[assignment]
         yield

@@ -34,6 +34,6 @@ def edge(run: Run, name: str, dtype: torch.dtype) -> GradientEdge | None:
         if len(sources) != 1 or not _OF_A_LAYER.fullmatch(node.name()):
             return None
         ((node, number),) = sources
-        if len(run.users[node]) != 1:
+        if len(run.users.get(node, ())) != 1:
             return None
     return found if number == found.output_nr else None

@@ -85,7 +85,7 @@ def run(
     once = kept_rows.repeated(outputs, users, lookups, count)
     for name in once:
         recorder.share(name, shared=True)
-    layouts = {name: found for name, found in _layouts(recorder, count).items() if name not in once}
+    layouts = {name: found for name, found in layouts_of(recorder, count).items() if name not in once}
     narrowed = narrow(outputs, users, recorder, layouts, count, lookups) | dict.fromkeys(once, (Layout(),))
     mixed = lookups.keys() - narrowed.keys()
     if mixed:
@@ -96,7 +96,7 @@ def run(
         mixed = {name for name in mixed if not _repeatable(recorder, name, outputs, count, again)}
         outputs, stored = again()
         users, once = linearity.users_of(outputs), set()
-        narrowed = narrow(outputs, users, recorder, _layouts(recorder, count), count, mixed)
+        narrowed = narrow(outputs, users, recorder, layouts_of(recorder, count), count, mixed)
     received = sum(
         call.output.numel() * call.output.element_size() * (count if name in once else 1)
         for name, made in recorder.calls.items()
@@ -110,7 +110,7 @@ def run(
     return Findings(count, start, narrowed, outputs.detach(), bytes_, taken // count, cuttable, frozenset(mixed))
 
 
-def _layouts(recorder: Recorder, samples: int) -> dict[str, tuple[Layout, ...]]:
+def layouts_of(recorder: Recorder, samples: int) -> dict[str, tuple[Layout, ...]]:
     """Return the layouts that layers which ran may have, by the shapes of their outputs."""
     found = {}
     for name, calls in recorder.calls.items():
@@ -134,7 +134,7 @@ def _repeatable(
     recorder.share(name, shared=True)
     try:
         now, _ = run()
-        layouts = {name: _layouts(recorder, samples)[name]}
+        layouts = {name: layouts_of(recorder, samples)[name]}
         if agree(outputs, now, rounding(outputs.dtype)) and narrow(
             now, linearity.users_of(now), recorder, layouts, samples, layouts
         ):

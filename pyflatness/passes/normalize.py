@@ -171,7 +171,8 @@ def multiplied(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
 
 def divided(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
     """Return ``tensor`` divided by its channels' scale; channels of scale 0 become 0, which drops them."""
-    return multiplied(tensor, torch.where(scale > 0, 1 / scale, 0.0), dim)
+    kept = scale > 0
+    return multiplied(tensor, torch.where(kept, 1 / torch.where(kept, scale, 1.0), 0.0), dim)
 
 
 def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Tensor]:
@@ -325,11 +326,17 @@ def _counted(run: Run, name: str, used: Tensor, rows: int, pointwise: bool) -> T
     return torch.cat([route.of_tokens(mask) for route, mask in zip(routes, masks, strict=True)], dim=1)
 
 
+def rows_used(used: Tensor, rows: int, pointwise: bool) -> Tensor:
+    """Return which of so many rows of each sample at a layer the loss does not ignore, (n, rows), of its terms (n, L).
+
+    They are the terms' own where the layer's positions are the loss's, else those of samples with any term.
+    """
+    return used if pointwise and rows == used.shape[1] else used.any(dim=1, keepdim=True).expand(-1, rows)
+
+
 def _mask(run: Run, used: Tensor, rows: int, pointwise: bool) -> Tensor:
     """Return which of so many rows of each sample count, (n, rows), if they are in order."""
-    mask = used.any(dim=1, keepdim=True).expand(-1, rows)
-    if pointwise and rows == used.shape[1]:
-        mask = used
+    mask = rows_used(used, rows, pointwise)
     attention = run.batch.get("attention_mask") if isinstance(run.batch, Mapping) else None
     if isinstance(attention, Tensor) and pointwise and attention.shape == mask.shape:
         mask = mask & (attention != 0)

@@ -115,13 +115,17 @@ class Recorder:
         *,
         create_graph: bool = False,
         elsewhere: Mapping[str, GradientEdge] = {},
+        besides: Mapping[str, GradientEdge] = {},
     ) -> dict[str, list[Tensor]]:
         """Return gradients of ⟨cotangent, outputs⟩ in the output of every call of some layers, or of all.
 
         They are zeros where there is no path. Of a layer that is ``elsewhere``, called once, it is the gradient there.
+        Of one that is ``besides`` the gradient there comes behind those of its calls.
         """
         made = {name: self.calls[name] for name in (self.calls if names is None else names)}
         edges = {name: [elsewhere.get(name, call.edge) for call in calls] for name, calls in made.items()}
+        for name, edge in besides.items():
+            edges[name].append(edge)
         flat = [edge for several in edges.values() for edge in several]
         found: Sequence[Tensor | None] = [None] * len(flat)
         interrupts.check()
@@ -176,7 +180,7 @@ class Recorder:
             if self._paused or is_aside() or inputs is None or not isinstance(output, Tensor):
                 return None
             coefficients = kind.coefficients(args, kwargs)
-            own = _with_own_history(output)  # also in a backward pass, see above
+            own = with_own_history(output)  # also in a backward pass, see above
             if name in self._shared and torch.is_grad_enabled():
                 inputs, own, coefficients = (self._repeated(part, inputs.ndim) for part in (inputs, own, coefficients))
             if kind.tokens and torch.is_grad_enabled() and not own.requires_grad:
@@ -258,7 +262,7 @@ def or_zeros(gradient: Tensor | None, edge: GradientEdge) -> Tensor:
     return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
-def _with_own_history(output: Tensor) -> Tensor:
+def with_own_history(output: Tensor) -> Tensor:
     """Return a layer's output, or an alias where it is a view in a graph; a copy in layouts without such an alias."""
     if not (output.requires_grad and output._is_view()):
         return output

@@ -59,10 +59,12 @@ class Task:
             ranks.check_alike("the choice of layers", {"layers": ", ".join(selection.modules)})
         return replace(self, selection=selection)
 
-    def on(self, data: Any) -> "Task":
-        """Return the task with other data, to be read once."""
-        ranks = self.batches.shard.ranks
-        return replace(self, batches=shards.batches(data, state.device(self.model), ranks, shown=self.progress))
+    def on(self, data: Any, reads: int = 1) -> "Task":
+        """Return the task with other data, to be read so many times."""
+        found = shards.batches(
+            data, state.device(self.model), self.batches.shard.ranks, reads=reads, shown=self.progress
+        )
+        return replace(self, batches=found)
 
     def unite(self) -> None:
         """Take in what other ranks found out about the forward pass, before :meth:`noted`."""

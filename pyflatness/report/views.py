@@ -101,9 +101,9 @@ def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
     return [(", ".join(names), reason) for reason, names in together.items()]
 
 
-def given_or_new(axes: "Axes | None", width: float = 6.0) -> "tuple[Figure, Axes]":
-    """Return the axes to draw into with their figure; None: those of a new one, see :func:`figure`."""
-    return figure(width) if axes is None else (cast("Figure", axes.get_figure()), axes)
+def onto(axes: "Axes | None", width: float = 6.0) -> "tuple[Figure, Axes]":
+    """Return the axes of the user's with their figure; None: those of an empty figure."""
+    return figure(width) if axes is None else (cast("Figure", axes.figure), axes)
 
 
 def profile(report: "Report", axes: "Axes | None" = None) -> "tuple[Figure, Axes]":
@@ -112,7 +112,7 @@ def profile(report: "Report", axes: "Axes | None" = None) -> "tuple[Figure, Axes
     drawn = {measure: of for measure, of in held.items() if of}
     if not drawn:
         raise InputError(f"report: {', '.join(report.measures)} has values of the network alone; no profile of layers")
-    figure_, axes = given_or_new(axes, max(6.0, 2.5 + 0.35 * len(report.layers)))
+    figure_, axes = onto(axes, max(6.0, 2.5 + 0.35 * len(report.layers)))
     places = {layer: place for place, layer in enumerate(report.layers)}
     for measure, of in drawn.items():
         x, y = [places[layer] for layer in of], [e.value for e in of.values()]

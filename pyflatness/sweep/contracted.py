@@ -1,6 +1,6 @@
 """Contract several layers in one run: a cotangent goes backward once for all of them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,23 +33,40 @@ class Contracted:
         hold: bytes of cotangents of all layers that may be held back, at most half of them of one layer, or on a GPU
             as many cotangents of every layer; contributions then come late, of several cotangents together, and
             :meth:`rest` has to be asked.
+        whole: layers whose gradients are to be seen as they arrive at their outputs, in :attr:`gradients`; no cotangent
+            then comes by a way of its own.
+        input_edges: of some of these, where gradients in their inputs are to be seen too, in :attr:`at_inputs`.
+
+    Attributes:
+        gradients: of the last cotangent, in the outputs of the calls of layers.
+        at_inputs: of the last cotangent, at these edges.
     """
 
     def __init__(
-        self, run: Run, forms: Mapping[str, LayerForm], names: Iterable[str], count: int, *, hold: int = 0
+        self,
+        run: Run,
+        forms: Mapping[str, LayerForm],
+        names: Iterable[str],
+        count: int,
+        *,
+        hold: int = 0,
+        whole: Collection[str] = (),
+        input_edges: Mapping[str, GradientEdge] = {},
     ) -> None:
-        self._run, self._forms = run, forms
+        self._run, self._forms, self._whole, self._input_edges = run, forms, whole, input_edges
         self._contract: dict[str, Callable[[Any, Any], Contribution | None]] = {}
         self._contractions: dict[str, Contraction] = {}
         self._elsewhere: dict[str, GradientEdge] = {}
-        self._gradients: Mapping[str, Sequence[Tensor]] = {}
+        self.gradients: Mapping[str, list[Tensor]] = {}
+        self.at_inputs: Mapping[str, Tensor] = {}
         self._waiting: list[tuple[Tensor, Sign]] = []
         left = hold
         with contractions.full_precision(run.outputs):
             shares = _even_shares(run, names, hold) if run.outputs.is_cuda else {}
             for name in names:
-                layer, inputs, pooled = forms[name].contraction(run), forms[name].inputs(run), forms[name].pooled(run)
-                taken = forms[name].of_carried(run, inputs, count)
+                layer, inputs = forms[name].contraction(run), forms[name].inputs(run)
+                pooled = None if whole else forms[name].pooled(run)
+                taken = None if whole else forms[name].of_carried(run, inputs, count)
                 if taken is not None:
                     self._elsewhere[name], self._contractions[name] = taken
                     self._contract[name] = taken[1].of
@@ -65,7 +82,7 @@ class Contracted:
                 self._contractions[name] = found
                 if found.stack_size > 1:
                     self._contract[name] = found.hold
-        self._tail = self._small_tail() if hold and count > 1 else None
+        self._tail = self._small_tail() if hold and count > 1 and not whole else None
         self._at_once = self._most_at_once(count, left)
 
     def of(self, cotangent: Tensor, sign: Sign = None) -> list[tuple[str, Contribution]]:
@@ -87,7 +104,7 @@ class Contracted:
         if self._waiting:  # the last one sends those that are fewer
             self._at_once = len(self._waiting)
             yield from self.of(*self._waiting.pop())
-        self._gradients = {}
+        self.gradients = {}
         for name, contraction in self._contractions.items():
             with contractions.full_precision(self._run.outputs):
                 contribution = contraction.rest()
@@ -125,10 +142,15 @@ class Contracted:
         """Yield what arrives at the layers of cotangents that are sent one after the other."""
         for cotangent, sign in sent:
             # The last cotangent's are kept meanwhile: the C library would give their pages back to the system.
-            self._gradients = self._run.recorder.gradients(
-                self._run.outputs, cotangent, self._contract, elsewhere=self._elsewhere
+            self.gradients = self._run.recorder.gradients(
+                self._run.outputs,
+                cotangent,
+                dict.fromkeys([*self._contract, *self._whole]),
+                elsewhere=self._elsewhere,
+                besides=self._input_edges,
             )
-            yield from self._in_form(self._gradients, sign)
+            self.at_inputs = {name: self.gradients[name].pop() for name in self._input_edges}
+            yield from self._in_form(self.gradients, sign)
 
     def _together(self) -> Arrivals:
         """Yield what arrives of the cotangents that wait, which go through the tail at once."""
@@ -151,12 +173,13 @@ class Contracted:
             for gradient, sign in zip(several, signs, strict=True):
                 yield from self._in_form({name: [gradient]}, sign)
         for sign, each in zip(signs, others, strict=False):  # there are none of others where the tail is all
-            self._gradients = {name: [gradient] for name, gradient in each.items()}
-            yield from self._in_form(self._gradients, sign)
+            self.gradients = {name: [gradient] for name, gradient in each.items()}
+            yield from self._in_form(self.gradients, sign)
 
     def _in_form(self, gradients: Mapping[str, Sequence[Tensor]], sign: Sign) -> Arrivals:
         for name, gradient in gradients.items():
-            yield name, self._contract[name], self._forms[name].cotangent(self._run, gradient), sign
+            if name in self._contract:
+                yield name, self._contract[name], self._forms[name].cotangent(self._run, gradient), sign
 
 
 def _even_shares(run: Run, names: Iterable[str], memory: int) -> dict[str, int]:

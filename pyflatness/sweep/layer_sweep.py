@@ -9,7 +9,7 @@ for x, y in batches:                              # cut to the memory budget
 Layers in whose weight the model is not linear take Hessian products instead, each its own; see :mod:`.block_traces`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -33,6 +33,7 @@ from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from . import directions
+from .activations import ACTIVATIONS, Activations
 from .contracted import Contracted
 from .heads import Heads
 
@@ -71,10 +72,10 @@ class Sweep:
         runner: the model, its layers and data.
         loss: from :func:`.losses.resolve`.
         options: of the user.
-        quantities: of :data:`.contractions.quantities.QUANTITIES`.
+        quantities: of :data:`.contractions.quantities.QUANTITIES`, or of :data:`.activations.ACTIVATIONS`.
 
     Attributes:
-        quantities: in the order of their values.
+        quantities: in the order of their values; last those of activations.
         backend: of the contractions.
         by_hessian: layers for which second derivatives were taken.
         exact_passes: backward passes or Hessian products of a layer that exact values take, or would take.
@@ -82,8 +83,10 @@ class Sweep:
 
     def __init__(self, runner: Runner, loss: Loss, options: Options, quantities: Sequence[str]) -> None:
         self._runner, self._loss, self._options = runner, loss, options
-        self._heads = Heads(runner, loss, options.memory, quantities)
-        self.quantities = self._heads.quantities
+        self._heads = Heads(runner, loss, options.memory, [name for name in quantities if name not in ACTIVATIONS])
+        self._of_weights = self._heads.quantities
+        self._of_activations = [name for name in quantities if name in ACTIVATIONS]
+        self.quantities = [*self._of_weights, *self._of_activations]
         self._forms: dict[str, LayerForm] = {}
         self._scales: Mapping[str, Tensor] = {}
         self._budget = Budget.of(runner.model, options.memory)
@@ -126,7 +129,7 @@ class Sweep:
         """Return how exact values of some layers came about: "head", "ggn" or "hessian"; of several ways the last."""
         if self.by_hessian.intersection(names):
             return "hessian"
-        return "head" if self._heads.always(names, quantity) else "ggn"
+        return "head" if quantity in QUANTITIES and self._heads.always(names, quantity) else "ggn"
 
     def notes(self, name: str) -> tuple[str, ...]:
         """Return what a reader of a layer's value should know."""
@@ -146,25 +149,14 @@ class Sweep:
         values = torch.zeros(draws, len(places), len(self.quantities), run.samples, dtype=torch.float64, device="cpu")
         values = values.to(run.outputs.device)
         parts: Parts = {}
-        by_directions = self._by_directions(run, sent, forms) if forms and signs is None else None
+        forms = forms if self._of_weights else {}
+        seen = linear if self._of_activations else {}
+        by_directions = self._by_directions(run, sent, forms) if forms and signs is None and not seen else None
         for name, value in (by_directions or {}).items():
             values[0, places[name], : len(value)] += value
-        if forms and by_directions is None:
-            self.exact_passes = max(self.exact_passes, sent.passes)
-            count = sent.passes if signs is None else len(signs.draws)
-            # Several cotangents go through operations whose weights are there in backward passes of the model alone.
-            held_back = self._budget.held_back if signs is None and not spread.is_held() else 0
-            contracted = Contracted(run, forms, forms, count, hold=held_back)
-            for name in forms if sent.passes == 0 else ():
-                _add(parts, name, forms[name].contraction(run).nothing(run.samples))
-            send = partial(run.recorder.gradients, run.outputs, names=forms)
-            for draw, cotangent, sign in sent.sent(signs, run.numbers, self._options.max_passes, send):
-                for name, contribution in contracted.of(cotangent, sign):
-                    values[draw, places[name], : len(contribution.values)] += contribution.values
-                    _add(parts, name, contribution)
-            for name, contribution in contracted.rest():
-                values[0, places[name], : len(contribution.values)] += contribution.values
-                _add(parts, name, contribution)
+        if (forms or seen) and by_directions is None:
+            found = {name: values[:, places[name]] for name in {**forms, **seen}}
+            self._add_cotangents(run, sent, signs, forms, seen, found, parts)
         for name, value in heads.items():
             values[:, places[name], self._heads.columns] = value
         self._add_hessian(run, signs, {name: values[:, places[name]] for name in nonlinear}, parts)
@@ -172,13 +164,63 @@ class Sweep:
         values = self._marked(values, sent, self._left_out(run, sent), run.number)
         if parts:
             kept = counting(self._options.nan_policy, values)
-            neurons = {key for key in parts if QUANTITIES[key[1]].neurons}
+            neurons = {key for key in parts if key[1] in ACTIVATIONS or QUANTITIES[key[1]].neurons}
             parts = {key: part[kept].sum(dim=0) if key in neurons else part for key, part in parts.items()}
             if bool((sent.bad & kept).any()):  # of a loss whose curvature does not show that a sample has none
                 parts = {key: torch.full_like(part, torch.nan) for key, part in parts.items()}
         return Values(
             values, sent.sample_weights, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(nonlinear)
         )
+
+    def _add_cotangents(
+        self,
+        run: Run,
+        sent: cotangents.Cotangents,
+        signs: Signs | None,
+        forms: Mapping[str, LayerForm],
+        seen: Collection[str],
+        found: Mapping[str, Tensor],
+        parts: Parts,
+    ) -> None:
+        """Add the values (draws, quantities, n) of layers by cotangents, and their summands.
+
+        Args:
+            run: of a micro-batch.
+            sent: made of its outputs.
+            signs: of the draws; None: exact.
+            forms: of layers that are contracted.
+            seen: layers whose activations are.
+            found: by layer, the values.
+            parts: the summands.
+        """
+        self.exact_passes = max(self.exact_passes, sent.passes)
+        count = sent.passes if signs is None else len(signs.draws)
+        activations = self._activations(run)
+        # Several cotangents go through operations whose weights are there in backward passes of the model alone.
+        held_back = self._budget.held_back if signs is None and not spread.is_held() else 0
+        edges = activations.input_edges(seen)
+        contracted = Contracted(run, forms, forms, count, hold=held_back, whole=seen, input_edges=edges)
+        if sent.passes == 0:
+            none = [(name, form.contraction(run).nothing(run.samples)) for name, form in forms.items()]
+            for name, contribution in (*none, *activations.nothing(seen)):
+                _add(parts, name, contribution)
+        send = partial(run.recorder.gradients, run.outputs, names=found)
+        for draw, cotangent, sign in sent.sent(signs, run.numbers, self._options.max_passes, send):
+            for name, contribution in contracted.of(cotangent, sign):
+                found[name][draw, : len(contribution.values)] += contribution.values
+                _add(parts, name, contribution)
+            if seen:
+                arrived = {name: contracted.gradients[name] for name in seen}
+                share = 1.0 if signs is None else 1 / len(signs.draws)
+                for name, contribution in activations.of(arrived, contracted.at_inputs, sign, share):
+                    found[name][draw, len(self._of_weights) :] += contribution.values
+                    _add(parts, name, contribution)
+        for name, contribution in contracted.rest():
+            found[name][0, : len(contribution.values)] += contribution.values
+            _add(parts, name, contribution)
+
+    def _activations(self, run: Run) -> Activations:
+        return Activations(run, self._runner.selected, self._of_activations, self._scales)
 
     def _by_directions(
         self, run: Run, sent: cotangents.Cotangents, forms: Mapping[str, LayerForm]
@@ -195,17 +237,26 @@ class Sweep:
         if not found:
             return
         with block_traces.differentiable(found), contractions.full_precision(run.outputs):
-            gradients = self._gradients(run, found)
+            gradients, first = self._gradients(run, found), len(self._of_weights)
             for name, values in found.items():
-                traces = self._traces(run, name, self._loss.value, gradients[name], self.quantities)
-                self.exact_passes = max(self.exact_passes, traces.products)
-                if signs is None:
-                    contribution = traces.exact()
-                    values[0] += contribution.values
-                    _add(parts, name, contribution)
-                else:
-                    stream = cotangents.STREAM + 1 + list(self._runner.selected).index(name)
-                    values += traces.sampled(signs, stream)
+                stream = cotangents.STREAM + 1 + list(self._runner.selected).index(name)
+                if self._of_weights:
+                    traces = self._traces(run, name, self._loss.value, gradients[name], self._of_weights)
+                    self.exact_passes = max(self.exact_passes, traces.products)
+                    if signs is None:
+                        contribution = traces.exact()
+                        values[0, :first] += contribution.values
+                        _add(parts, name, contribution)
+                    else:
+                        values[:, :first] += traces.sampled(signs, stream)
+                if self._of_activations:
+                    activations = self._activations(run)
+                    self.exact_passes = max(self.exact_passes, activations.products(name))
+                    for draw, contribution in activations.by_hessian(
+                        name, gradients[name], signs, stream, self._options.max_passes
+                    ):
+                        values[draw, first:] += contribution.values
+                        _add(parts, name, contribution)
 
     def _gradients(self, run: Run, names: Iterable[str]) -> dict[str, list[Tensor]]:
         gradients = block_traces.gradients(run, self._loss.value, names)
@@ -301,7 +352,7 @@ class Sweep:
         """Make the form of each layer that came with this run."""
         for name, module in self._runner.modules.items():
             if name not in self._forms:
-                form = form_of(name, module, self.quantities, self._options, self._scales.get(name))
+                form = form_of(name, module, self._of_weights, self._options, self._scales.get(name))
                 self._forms[name], self.backend = form, contractions.describe(form.backend)
 
 

@@ -66,6 +66,7 @@ class Sums:
             values=weight * self.values + (1 - weight) * other.values,
             errors=torch.hypot(weight * self.errors, (1 - weight) * other.errors),
             per_sample=per_sample,
+            parts={key: weight * part + (1 - weight) * other.parts[key] for key, part in self.parts.items()},
         )
 
 

@@ -254,7 +254,13 @@ def test_models(name):
 
 @pytest.mark.parametrize("name", [name for name in ON_MODELS if name not in WITHOUT_LOSS])
 def test_losses(name):
-    only_called = {"generalization_gap", "adaptive_sharpness_mc", "matrix_robustness", "critical_sharpness"}
+    only_called = {
+        "generalization_gap",
+        "adaptive_sharpness_mc",
+        "matrix_robustness",
+        "critical_sharpness",
+        "linear_interpolation",
+    }
     once = {"worst_case_sharpness", "keskar_sharpness", "largest_robustness"}  # gradients, and no second derivatives
     for case, (loss, use, match) in LOSSES.items():
         if use is not Use.NAMED and name in WITHOUT_USE_OF_LOSS:

@@ -81,6 +81,8 @@ def test_a_difference_of_few_networks_or_a_constant_has_no_interval():
     few = correlating.difference(networks(recipes=1, seeds=4), ["one", "other"], "one", "other")
     assert few.value is not None
     assert few.low is None
+    assert "no intervals" in correlating.intervals(networks(recipes=1, seeds=4))
+    assert "1 recipes are too few" in correlating.intervals(networks(recipes=1, seeds=5))
     assert correlating.difference(networks(one=[1.0] * 18), ["one", "other"], "one", "other").value is None
 
 

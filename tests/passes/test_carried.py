@@ -199,3 +199,22 @@ def test_other_quantities_take_the_cotangent(taken: list[str]) -> None:
 def test_normalised_weights_take_the_cotangent(taken: list[str]) -> None:
     value(made(Net), normalize="std")
     assert "layer" not in taken
+
+
+def test_a_layer_whose_output_is_not_used_has_the_value_zero() -> None:
+    """Nothing behind it takes its output, so that its input's node is in no graph of the outputs."""
+
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.side, self.head = nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = F.relu(self.first(x))
+            self.side(h)
+            return self.head(h.mean(dim=1))
+
+    torch.manual_seed(0)
+    data = torch.randn(4, 8, 16), torch.arange(4) % 3
+    report = pf.measure(Unused().eval(), nn.CrossEntropyLoss(), data, measures="relative_flatness")
+    assert report["side", "relative_flatness"].value == 0

@@ -14,6 +14,7 @@ CASES = (
     *("hidden_layer_normalized", "probes", "one_probe", "wanted_error", "block_traces", "every_measure"),
     *("sampled_measures", "sum_of_losses", "representation", "bounds", "adaptive_sharpness_mc", "pac_bayes"),
     *("tracked", "feature_robustness", "generalization_gap", "cost_of_change", "spectrum", "tokens"),
+    *("landscape", "linear_interpolation"),
     *("nan_propagated", "nan_omitted"),
     *("nan_omitted_at_the_head", "nan_omitted_of_every_measure", "nan_omitted_normalized", "wrapped", "subgroup"),
     *("by_sampler", "without_the_rest", "counted_first", "callable_loss", "detached_on_some_ranks"),

@@ -19,6 +19,9 @@ def net():
     return nn.Sequential(nn.Linear(M, 6), nn.ReLU(), nn.Linear(6, C)).eval()
 
 
+DOUBLED = {name: 2 * value for name, value in net().state_dict().items()}
+
+
 def head():
     """Features, weight, bias and targets."""
     generator = torch.Generator().manual_seed(1)
@@ -69,6 +72,10 @@ def _critical_sharpness(model, loss, data, **options):
         return pf.critical_sharpness(model, loss, data, {"0.weight": -step}, **options)
 
 
+def _linear_interpolation(model, loss, data, **options):
+    return pf.linear_interpolation(model, loss, data, DOUBLED, **{"steps": 3, **options})
+
+
 def _reparameterize(model, loss, data, **options):
     return pf.reparameterize(model, {"0": 2.0}, data, **options)
 
@@ -76,6 +83,7 @@ def _reparameterize(model, loss, data, **options):
 _gap.__signature__ = inspect.signature(pf.generalization_gap)
 _cost_of_change.__signature__ = inspect.signature(pf.cost_of_change)
 _critical_sharpness.__signature__ = inspect.signature(pf.critical_sharpness)
+_linear_interpolation.__signature__ = inspect.signature(pf.linear_interpolation)
 _reparameterize.__signature__ = inspect.signature(pf.reparameterize)
 
 # name -> (model, loss, data, **options)
@@ -99,6 +107,8 @@ ON_MODELS = {
     "keskar_sharpness": _few(pf.keskar_sharpness, steps=2),
     "critical_sharpness": _critical_sharpness,
     "spectrum": _few(pf.spectrum, k=1),
+    "landscape": _few(pf.landscape, steps=3),
+    "linear_interpolation": _linear_interpolation,
     "reparameterize": _reparameterize,
 }
 # name -> (features, weight, bias, targets, **options)

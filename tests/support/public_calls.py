@@ -42,6 +42,10 @@ CALLS = {
     "cost_of_change": lambda model, loss, data, **options: pf.cost_of_change(
         model, loss, data, pf.changes.rounded(model, 4), **options
     ),
+    "landscape": lambda *args, **options: pf.landscape(*args, steps=3, **options),
+    "linear_interpolation": lambda model, loss, data, **options: pf.linear_interpolation(
+        model, loss, data, {name: 2 * value for name, value in model.state_dict().items()}, steps=3, **options
+    ),
     "track": lambda *args, **options: pf.track(*args, **options).record().reports,
     "verify": pf.verify,
 }

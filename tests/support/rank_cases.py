@@ -157,6 +157,24 @@ def spectrum(rank, size):
     return {"values": found.eigenvalues, "nodes": found.density.nodes, "samples": found.samples}
 
 
+def landscape(rank, size):
+    found = pf.landscape(model(), LOSS, batches(rank, size), steps=(5, 4))
+    quadratic = {"gradient": found.quadratic.gradient, "hessian": found.quadratic.hessian}
+    return {"losses": found.losses, "accuracy": found.accuracy, "samples": found.samples, **quadratic}
+
+
+def linear_interpolation(rank, size):
+    torch.manual_seed(1)
+    networks = [
+        nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).double().eval() for _ in range(2)
+    ]
+    inputs, targets = data()
+    held = [(inputs[a:b], targets[a:b]) for a, b in ((0, 5), (5, 9), (9, SAMPLES))]  # the same batches on any ranks
+    start, stop = {1: [(0, 3)], 2: [(0, 2), (2, 3)], 3: [(0, 1), (1, 1), (1, 3)]}[size][rank]
+    found = pf.linear_interpolation(networks[0], LOSS, held[start:stop], networks[1], test=part(rank, size), steps=4)
+    return {"losses": found.losses, "test": found.test_losses, "accuracy": found.accuracy, "samples": found.samples}
+
+
 def tokens(rank, size):
     torch.manual_seed(1)
     network = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 3)).double().eval()

@@ -75,6 +75,10 @@ def _data():
     return [(X[:4].double(), Y[:4]), (X[4:].double(), Y[4:])]
 
 
+def _doubled(net):
+    return {name: 2 * value for name, value in net.state_dict().items()}
+
+
 def _phi():
     return torch.relu(X).double(), torch.linspace(-1, 1, 12).double().view(3, 4), None, Y
 
@@ -114,6 +118,12 @@ CALLS = {
     "worst_case_sharpness": (Plain, lambda m: pf.worst_case_sharpness(m, LOSS, _data(), steps=2, bound=True)),
     "keskar_sharpness": (Plain, lambda m: pf.keskar_sharpness(m, LOSS, _data(), steps=2)),
     "spectrum": (Plain, lambda m: pf.spectrum(m, LOSS, _data(), k=1, density=True, probes=1, steps=3)),
+    "landscape": (Plain, lambda m: pf.landscape(m, LOSS, _data(), steps=3)),
+    "landscape, through": (Many, lambda m: pf.landscape(m, LOSS, _data(), through=_doubled(m), steps=3)),
+    "linear_interpolation": (
+        Many,
+        lambda m: pf.linear_interpolation(m, LOSS, _data(), _doubled(m), test=_data(), steps=3),
+    ),
     "track": (Many, lambda m: pf.track(m, LOSS, _data(), layers="*").record()),
     "reparameterize": (Plain, lambda m: pf.reparameterize(m, {"body": 2.0}, _data()).state_dict()),
     "head_flatness": (Plain, lambda m: pf.head_flatness(*_phi())),

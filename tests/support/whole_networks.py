@@ -100,6 +100,19 @@ def _change(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.Report
     return pf.cost_of_change(model, loss, data, pf.changes.rounded(model, 4), **options)
 
 
+def _interpolated(model: nn.Module, loss: Any, data: Any) -> dict[str, Any]:
+    other = {name: 1.5 * value for name, value in model.state_dict().items()}
+    return _numbers(pf.linear_interpolation(model, loss, data, other, test=data, steps=3))
+
+
+def _landscape(model: nn.Module, loss: Any, data: Any, **options: Any) -> dict[str, Any]:
+    return _numbers(pf.landscape(model, loss, data, steps=3, **options))
+
+
+def _numbers(found: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(found).items() if name != "key"}
+
+
 def _history(model: nn.Module, loss: Any, data: Any, **options: Any) -> list[Any]:
     history = pf.track(model, loss, data, weights=["live", "ema"], averaged=copy.deepcopy(model), **options)
     records = [history.record(step=step, train_loss=0.5).to_dict() for step in range(2)]
@@ -112,6 +125,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     "keskar_sharpness": partial(pf.keskar_sharpness, steps=3),
     "critical_sharpness": _critical,
     "spectrum": partial(pf.spectrum, k=2, which="both", density=True, probes=2, steps=5),
+    "landscape": _landscape,
+    "landscape, a line": partial(_landscape, dimensions=1, quadratic=False),
+    "linear_interpolation": _interpolated,
     "cost_of_change": _change,
     "cost_of_change, ggn, by trace": partial(_change, curvature="ggn", by_trace=True, measured=False),
     "representation": pf.representation,

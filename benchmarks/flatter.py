@@ -1,0 +1,250 @@
+"""Does a penalty on relative flatness train flatter networks that generalise better? Five seeds, and SAM beside.
+
+    python benchmarks/flatter.py digits cifar10 --out FOLDER    # trains what FOLDER has not yet, and prints tables
+    python benchmarks/flatter.py digits cifar10 --out FOLDER --figure FILE.png
+
+Digits are scikit-learn's, 300 to train on and 1,497 to test, and a network of two convolutions. CIFAR-10 is LeNet-5 on
+2,000 images of ``../shared/data`` and 2,000 to test, without augmentation. The arms of a seed have the same initial
+weights and the same batches. Intervals of 95 % are Student's over the seeds: of means, and of the mean difference to
+plain training with the same seed. Every run is kept in FOLDER as soon as it is done.
+"""
+
+import json
+import math
+import statistics
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import torch
+from networks import cifar10, lenet5
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pyflatness as pf
+from pyflatness.report.intervals import interval, shown
+
+SEEDS = range(5)
+LOSS = nn.CrossEntropyLoss()
+Data = tuple[Tensor, Tensor]
+Arm = tuple[str, float]
+Values = dict[str, float]
+
+
+class Setting(NamedTuple):
+    """Hold what is trained on what; the layers that are penalised are ``conv2`` and ``head``."""
+
+    data: Callable[[int], tuple[Data, Data]]
+    network: Callable[[], nn.Sequential]
+    head: str
+    rate: float
+    batch: int
+    epochs: int
+    arms: Sequence[Arm]
+
+
+def digits(seed: int) -> tuple[Data, Data]:
+    """Return 300 images of digits to train on and the others to test, another split for each seed."""
+    from sklearn.datasets import load_digits
+
+    held = load_digits()
+    x = torch.tensor(held.images, dtype=torch.float32).unsqueeze(1) / 16
+    y = torch.tensor(held.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    return (x[order[:300]], y[order[:300]]), (x[order[300:]], y[order[300:]])
+
+
+def images(seed: int, count: int = 2000) -> tuple[Data, Data]:
+    """Return training images of CIFAR-10, others for each seed, and test images."""
+    return cifar10(count, "train", seed * count), cifar10(count)
+
+
+def small() -> nn.Sequential:
+    """Return a network of two convolutions and a head for 8 × 8 images."""
+    return nn.Sequential(
+        OrderedDict[str, nn.Module](
+            conv1=nn.Conv2d(1, 16, 3, padding=1),
+            relu1=nn.ReLU(),
+            pool1=nn.MaxPool2d(2),
+            conv2=nn.Conv2d(16, 32, 3, padding=1),
+            relu2=nn.ReLU(),
+            pool2=nn.MaxPool2d(2),
+            flat=nn.Flatten(),
+            fc=nn.Linear(128, 10),
+        )
+    )
+
+
+SETTINGS = {
+    "digits": Setting(
+        digits, small, "fc", 0.05, 50, 100,
+        [("plain", 0.0), ("κ of conv2", 0.003), ("κ of conv2", 0.03), ("SAM", 0.05), ("SAM", 0.2),
+         ("κ of head", 0.001), ("κ of head", 0.01)],
+    ),
+    "cifar10": Setting(
+        images, lenet5, "fc3", 0.05, 128, 20,
+        [("plain", 0.0), ("κ of conv2", 0.001), ("κ of conv2", 0.01), ("SAM", 0.1),
+         ("κ of head", 0.001), ("κ of head", 0.01)],
+    ),
+}  # fmt: skip
+
+
+def sam_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, rho: float) -> None:
+    """Take a step of sharpness-aware minimisation (Foret et al. 2021, Algorithm 1).
+
+    The gradient is taken at w + ρ g / |g|, where g is the one at w, and the step is made from w.
+    """
+    parameters = [*model.parameters()]
+    gradients = torch.autograd.grad(LOSS(model(x), y), parameters)
+    norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+    moves = [rho / (norm + 1e-12) * gradient for gradient in gradients]
+    with torch.no_grad():
+        for parameter, move in zip(parameters, moves, strict=True):
+            parameter.add_(move)
+    optimizer.zero_grad()
+    LOSS(model(x), y).backward()
+    with torch.no_grad():
+        for parameter, move in zip(parameters, moves, strict=True):
+            parameter.sub_(move)
+    optimizer.step()
+
+
+def of_head(model: nn.Sequential, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs, and κ of the last layer."""
+    features, head = model[:-1](x), model[-1]
+    assert isinstance(head, nn.Linear)
+    return head(features), pf.flatness_penalty(features, head.weight, head.bias, y, loss=LOSS)
+
+
+def trained(setting: Setting, arm: Arm, seed: int, data: Data) -> nn.Sequential:
+    """Return a network trained in one way; the learning rate falls to 0 along a cosine."""
+    (kind, strength), (inputs, targets) = arm, data
+    torch.manual_seed(seed)
+    model = setting.network()
+    steps = setting.epochs * math.ceil(len(inputs) / setting.batch)
+    optimizer = torch.optim.SGD(model.parameters(), setting.rate, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    batches = torch.Generator().manual_seed(seed)  # of its own: a penalty draws from the global one
+    with pf.FlatnessPenalty(model, "conv2", LOSS) as of_layer:
+        for _ in range(setting.epochs):
+            for index in torch.randperm(len(inputs), generator=batches).split(setting.batch):
+                x, y = inputs[index], targets[index]
+                if kind == "SAM":
+                    sam_step(model, optimizer, x, y, strength)
+                else:
+                    outputs, value = of_head(model, x, y) if kind == "κ of head" else (model(x), torch.zeros(()))
+                    value = of_layer(outputs, y) if kind == "κ of conv2" else value
+                    optimizer.zero_grad()
+                    (LOSS(outputs, y) + strength * value).backward()
+                    optimizer.step()
+                schedule.step()
+    return model.eval()
+
+
+@torch.no_grad()
+def tested(model: nn.Module, data: Data) -> tuple[float, float]:
+    """Return loss and accuracy."""
+    outputs = torch.cat([model(x) for x in data[0].split(500)])
+    return float(F.cross_entropy(outputs.double(), data[1])), float((outputs.argmax(1) == data[1]).double().mean())
+
+
+def run(setting: Setting, arm: Arm, seed: int) -> Values:
+    """Train a network and return what came of it."""
+    start = time.perf_counter()
+    train, test = setting.data(seed)
+    model = trained(setting, arm, seed, train)
+    seconds = time.perf_counter() - start
+    values = {}
+    for part, data in (("train", train), ("test", test)):
+        values[f"{part} loss"], values[f"{part} accuracy"] = tested(model, data)
+    values["gap"] = values["test loss"] - values["train loss"]
+    for name, layer in (("conv2", "conv2"), ("head", setting.head)):
+        values[f"κ of {name}"] = pf.relative_flatness(model, LOSS, (train[0][:1000], train[1][:1000]), layer).value
+    return values | {"seconds": seconds}
+
+
+def kept(name: str, out: Path) -> dict[str, list[Values]]:
+    """Return every run of a setting by its arm, in the order of the seeds; those not in the folder are made."""
+    path = out / f"{name}.json"
+    held: dict[str, Values] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for seed in SEEDS:
+        for arm in SETTINGS[name].arms:
+            key = f"{named(arm)} | {seed}"
+            if key not in held:
+                held[key] = run(SETTINGS[name], arm, seed)
+                path.write_text(json.dumps(held, indent=1, ensure_ascii=False), encoding="utf-8")
+                print(f"{name} | {key}: {held[key]}", flush=True)
+    return {named(arm): [held[f"{named(arm)} | {seed}"] for seed in SEEDS] for arm in SETTINGS[name].arms}
+
+
+def named(arm: Arm) -> str:
+    """Return how an arm is called."""
+    kind, strength = arm
+    return {"plain": "plain", "SAM": f"SAM, ρ = {strength:g}"}.get(kind, f"{kind}, λ = {strength:g}")
+
+
+def with_interval(values: Iterable[float]) -> str:
+    """Return the mean over seeds with its interval."""
+    held = [*values]
+    error = statistics.stdev(held) / math.sqrt(len(held))
+    return shown(statistics.mean(held), interval(statistics.mean(held), error, len(held) - 1))
+
+
+def printed(name: str, found: dict[str, list[Values]]) -> None:
+    """Print means over seeds, and differences to plain training."""
+    columns = ("κ of conv2", "κ of head", "train loss", "test loss", "gap", "test accuracy")
+    tables = Table(title=f"{name}: means over {len(SEEDS)} seeds"), Table(title=f"{name}: differences to plain")
+    for table in tables:
+        for column in ("training", *columns):
+            table.add_column(column, justify="left" if column == "training" else "right")
+    for arm, runs in found.items():
+        tables[0].add_row(arm, *(with_interval(values[column] for values in runs) for column in columns))
+        if arm != "plain":
+            pairs = [*zip(runs, found["plain"], strict=True)]
+            tables[1].add_row(arm, *(with_interval(a[column] - b[column] for a, b in pairs) for column in columns))
+    for table in tables:
+        Console(width=190).print(table)
+
+
+def drawn(found: dict[str, dict[str, list[Values]]], path: Path) -> None:
+    """Draw κ at the end against the test loss and the accuracy, a row for each setting."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        len(found), 2, figsize=(9, 3.4 * len(found)), dpi=90, layout="constrained", squeeze=False
+    )
+    for row, (name, arms) in zip(axes, found.items(), strict=True):
+        for panel, column in zip(row, ("gap", "test accuracy"), strict=True):
+            for number, (arm, runs) in enumerate(arms.items()):
+                x, y = ([values[key] for values in runs] for key in ("κ of conv2", column))
+                panel.plot(x, y, "o", color=f"C{number}", markersize=5, label=arm)
+            panel.set(xscale="log", xlabel="κ of conv2 at the end", ylabel=column, title=name)
+        row[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path)
+
+
+@click.command(help=__doc__)
+@click.argument("names", nargs=-1, type=click.Choice([*SETTINGS]))
+@click.option("--out", type=click.Path(path_type=Path), required=True)
+@click.option("--figure", type=click.Path(path_type=Path))
+def main(names: Sequence[str], out: Path, figure: Path | None) -> None:
+    """Train and print."""
+    out.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for name in names or SETTINGS:
+        found[name] = kept(name, out)
+        printed(name, found[name])
+    if figure:
+        drawn(found, figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Evaluate the loss on a line or a plane through a network's weights, with the quadratic model of the loss beside it.
+
+    E(θ + Σ_k c_k d_k)   for one or two directions d_k and a grid of coefficients c_k
+
+Directions are random and filter-normalised (Li et al. 2018, https://arxiv.org/abs/1712.09913), the Hessian's top
+eigenvectors (Yao et al. 2020, https://arxiv.org/abs/1912.07145), those to other checkpoints, or the user's own.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import progress as bars
+from ..errors import InputError
+from ..model import calling, fingerprint
+from ..model.selectors import Selector
+from ..numerics.meeting import Group
+from ..numerics.ranks import Ranks
+from ..options import Options, check_flag
+from ..passes.task import Task
+from ..session import public, session
+from . import directions as making
+from .directions import Direction
+from .points import Found, Points
+from .quadratic import quadratic as quadratic_model
+from .slice_options import Wanted, coefficients
+from .slices import Landscape
+from .spectrum import spectrum
+
+_SECONDS = 5.0  # between two times that a file is written
+
+
+@public
+def landscape(
+    model: nn.Module,
+    loss: Any = "auto",
+    data: Any = ...,
+    *,
+    directions: Any = None,
+    through: Any = None,
+    dimensions: int | None = None,
+    layers: Selector | Sequence[Selector] | None = None,
+    normalization: str | None = "auto",
+    steps: Any = 21,
+    span: Any = None,
+    accuracy: bool | None = None,
+    quadratic: bool | None = None,
+    out: str | Path | None = None,
+    seed: int = 0,
+    reduction: str | None = None,
+    forward: calling.Forward | None = None,
+    memory: int | None = None,
+    progress: bool | None = None,
+    process_group: Group = None,
+) -> Landscape:
+    """Return the loss on a grid of points θ + Σ_k c_k d_k along one or two directions, with its quadratic model.
+
+    Args:
+        model: in eval mode; left as it was found. A parameter that several modules share is moved once.
+        loss: its options count.
+        data: batches, to be read again and again: once for up to 64 points.
+        directions: ``"random"`` (the default): Gaussian in weights, filter-normalised, and zero in biases, scales of
+            normalisations and other vectors; ``"eigenvectors"``: those of the Hessian's largest eigenvalues, which
+            have norm 1, or a :class:`Spectrum` that has them; or directions of your own, a mapping from names of
+            parameters, or of layers whose weight is meant, to tensors of their shapes, or two such mappings.
+        through: in place of ``directions``, one or two other checkpoints, modules or state dicts: the line through the
+            model's weights (0) and those of one (1), or the plane through all three, (0, 0), (1, 0) and (0, 1).
+            Buffers of floating-point numbers, such as the statistics of BatchNorm, go along.
+        dimensions: 1 or 2 (the default), of random directions and eigenvectors.
+        layers: selectors: only the parameters of these layers move; of eigenvectors, those of the block of their
+            weights. Buffers stay. None: all.
+        normalization: ``"filter"`` for directions with the norm of the weights in each filter, a row of the layer's
+            matrix; ``"layer"`` in each tensor; None for directions as they are; ``"auto"`` is ``"filter"`` for random
+            ones and None for others.
+        steps: points along each direction, or along one and the other.
+        span: largest coefficient s, from -s; or the smallest and the largest; or such a pair for each direction. None:
+            1, and -0.25 to 1.25 between checkpoints.
+        accuracy: also evaluate the accuracy; None: where targets are classes.
+        quadratic: also compute the quadratic model E + gᵀΔ + ½ ΔᵀHΔ, by a gradient and a Hessian product for each
+            direction. None: unless buffers go along, which it is not of.
+        out: a file, ``.npz``, that is written every few seconds and at the end, also by an error's. A call with the
+            same weights, data, loss, directions and grid goes on with it; another one is refused.
+        seed: of random directions, and where Lanczos starts.
+        reduction: ``"mean"`` or ``"sum"``.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        memory: bytes to hold at a time.
+        progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`. The first rank reads and writes the file.
+
+    Returns:
+        Losses, accuracies and coefficients. NaN and infinity are kept. Small networks run at several points together,
+        by ``torch.func.vmap``; others, and models that it does not take, at one after the other. The values are the
+        same to rounding.
+
+    Raises:
+        InputError: options that do not fit, or do not apply to these directions; another checkpoint or shape; a file
+            of another slice; see :func:`pyflatness.relative_flatness`.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double().eval()
+        >>> data = torch.randn(100, 4).double(), torch.randint(3, (100,))
+        >>> found = pf.landscape(model, torch.nn.CrossEntropyLoss(), data, steps=(5, 3), span=0.01)
+        >>> found.losses.shape, bool((found.losses - found.quadratic.at(*found.coefficients)).abs().max() < 1e-5)
+        (torch.Size([5, 3]), True)
+    """
+    wanted = Wanted.of(directions, through, dimensions, layers, normalization)
+    grid = coefficients(wanted.count, steps, (-0.25, 1.25) if wanted.through else (-1.0, 1.0), span)
+    accuracy = None if accuracy is None else check_flag("accuracy", accuracy)
+    quadratic = None if quadratic is None else check_flag("quadratic", quadratic)
+    progress = None if progress is None else check_flag("progress", progress)
+    options = Options(memory=memory, seed=seed, nan_policy="propagate")
+    same: dict[str, Any] = {"reduction": reduction, "forward": forward, "process_group": process_group}
+    if wanted.given == "eigenvectors":
+        found = spectrum(
+            model, loss, data, layers=layers, k=wanted.count, memory=memory, seed=seed, progress=progress, **same
+        )
+        wanted = replace(wanted, given=found, layers=None)
+    with session(model, loss, data, options, reads=3, progress=False, **same) as task:
+        along = wanted.made(task.model, options.seed)
+        buffers = making.moves_buffers(task.model, along)
+        if quadratic and buffers:
+            raise InputError("quadratic=True: buffers go along between these checkpoints, and there is no such model")
+        slice_ = _Slice(task, along, grid, accuracy, quadratic=not buffers if quadratic is None else quadratic)
+        return slice_.found(None if out is None else Path(out), progress)
+
+
+class _Slice:
+    """Evaluate the loss on a grid.
+
+    Args:
+        task: the model, its loss and data.
+        directions: one or two.
+        grid: coefficients along each.
+        accuracy: see :class:`.points.Points`.
+        quadratic: whether the quadratic model is wanted.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        directions: Sequence[Direction],
+        grid: tuple[Tensor, ...],
+        accuracy: bool | None,
+        *,
+        quadratic: bool,
+    ) -> None:
+        self._task, self._directions, self._grid, self._quadratic = task, directions, grid, quadratic
+        self._points = Points(task, accuracy)
+        self._theta = making.origin(task.model, directions)
+
+    def found(self, out: Path | None, progress: bool | None) -> Landscape:
+        """Return the slice; what a file has of it is not evaluated again."""
+        ranks = self._task.batches.shard.ranks
+        found = self._begun(out, ranks)
+        if self._quadratic and found.quadratic is None:
+            found = replace(found, quadratic=quadratic_model(self._task, self._directions, found.loss))
+        places = torch.cartesian_prod(*self._grid).view(-1, len(self._grid)).tolist()
+        at_once, total = self._points.at_once(self._theta), len(places)
+        written = -1
+        try:
+            with bars.bar("points", total, False if ranks.rank else progress) as advance:
+                advance(found.done, "")
+                last = -math.inf
+                while found.done < total:
+                    if out is not None and ranks.rank == 0 and time.monotonic() - last > _SECONDS:
+                        found.save(out)
+                        written, last = found.done, time.monotonic()
+                    some = places[found.done : found.done + at_once]
+                    points = [making.moved(self._theta, self._directions, place) for place in some]
+                    found = _with(found, self._points(points))
+                    advance(len(some), "")
+        finally:
+            if out is not None and ranks.rank == 0 and found.done > written:
+                found.save(out)
+        return found
+
+    def _begun(self, out: Path | None, ranks: Ranks) -> Landscape:
+        """Return the slice as a file has it, or without points.
+
+        Raises:
+            InputError: it is a file of another slice.
+        """
+        own, key, shape = self._points.own, self._key(), [len(each) for each in self._grid]
+        content = b"" if out is None or ranks.rank or not out.exists() else out.read_bytes()
+        if out is not None and not ranks.alone:
+            content = ranks.broadcast(content, 0)
+        if content:
+            found = Landscape.read(content, f"out={str(out)!r}")
+            other = [name for name in key if found.key.get(name) != key[name]]
+            if other:
+                raise InputError(
+                    f"out={str(out)!r} is a slice of other {', '.join(other)}; pass another file, or remove this one"
+                )
+            return found
+        empty = torch.full(shape, torch.nan, dtype=torch.float64, device="cpu")
+        return Landscape(
+            coefficients=self._grid,
+            losses=empty,
+            accuracy=None if own.accuracies is None else empty,
+            loss=float(own.losses),
+            quadratic=None,
+            labels=tuple(direction.label for direction in self._directions),
+            samples=self._points.samples,
+            done=0,
+            key=key,
+        )
+
+    def _key(self) -> dict[str, str]:
+        """Return what the values depend on, by names; the same on all ranks."""
+        task, own = self._task, self._points.own
+        tensors = [
+            (f"{place} {name}", change)
+            for place, direction in enumerate(self._directions)
+            for name, change in direction.values.items()
+        ]
+        ends = [f"{float(each[0])!r} to {float(each[-1])!r} by {len(each)}" for each in self._grid]
+        return {
+            "weights": f"{fingerprint.of_tensors(task.model.named_parameters())} {fingerprint.of_buffers(task.model)}",
+            "data": self._points.fingerprint,
+            "loss": f"{type(task.loss).__name__}, {task.loss.reduction}, {float(own.losses):.6e}",
+            "directions": fingerprint.of_tensors(tensors),
+            "grid": ", ".join(ends),
+            "accuracy": str(own.accuracies is not None),
+            "quadratic": str(self._quadratic),
+        }
+
+
+def _with(found: Landscape, more: Found) -> Landscape:
+    """Return a slice with its next points."""
+    done = found.done + len(more.losses)
+
+    def filled(before: Tensor, values: Tensor) -> Tensor:
+        after = before.clone()
+        after.view(-1)[found.done : done] = values
+        return after
+
+    accuracy = None if more.accuracies is None or found.accuracy is None else filled(found.accuracy, more.accuracies)
+    return replace(found, losses=filled(found.losses, more.losses), accuracy=accuracy, done=done)

@@ -1,0 +1,258 @@
+"""Evaluate the loss on the line between two networks, and the barrier between them: linear mode connectivity.
+
+    barrier = max_α E((1 - α) θ + α θ') - ((1 - α) E(θ) + α E(θ'))
+
+over α from 0 to 1 (Frankle et al. 2020, https://arxiv.org/abs/1912.05671; Entezari et al. 2022,
+https://arxiv.org/abs/2110.06296). Two minima without a barrier are connected. Between them the statistics of BatchNorm
+that either was trained with are not those of its activations, and are computed anew at each point.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import progress as bars
+from ..errors import InputError
+from ..messages import shown
+from ..model import calling
+from ..model.parameters import Parameters
+from ..model.selectors import Selector
+from ..numerics.meeting import Group
+from ..options import Options, check_count, check_flag
+from ..passes.task import Task
+from ..report import views
+from ..session import public, session
+from . import batch_statistics
+from . import directions as making
+from .points import Found, Points
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class LinearInterpolation:
+    """Hold the loss on the line between two networks.
+
+    Attributes:
+        coefficients: (steps,) float64, α from 0, the model, to 1, the other.
+        losses: (steps,) float64, on the training data.
+        accuracy: (steps,), or None where targets are no classes.
+        test_losses: on the test data, or None.
+        test_accuracy: or None.
+        samples: of the training data.
+        refreshed: whether statistics of BatchNorm were computed anew at each point.
+    """
+
+    coefficients: Tensor
+    losses: Tensor
+    accuracy: Tensor | None
+    test_losses: Tensor | None
+    test_accuracy: Tensor | None
+    samples: int
+    refreshed: bool
+
+    @property
+    def barrier(self) -> float:
+        """Return max_α E(α) - ((1 - α) E(0) + α E(1)) over the points; 0 without a barrier, NaN if a loss is."""
+        return _barrier(self.coefficients, self.losses)
+
+    @property
+    def test_barrier(self) -> float | None:
+        """Return the same on the test data; None without such."""
+        return None if self.test_losses is None else _barrier(self.coefficients, self.test_losses)
+
+    @property
+    def error_barrier(self) -> float | None:
+        """Return the same of the error, 1 - accuracy, on the training data; None without accuracies."""
+        return None if self.accuracy is None else _barrier(self.coefficients, 1 - self.accuracy)
+
+    @property
+    def test_error_barrier(self) -> float | None:
+        """Return the same of the error on the test data; None without such, or without accuracies."""
+        return None if self.test_accuracy is None else _barrier(self.coefficients, 1 - self.test_accuracy)
+
+    def plot(self, path: "str | Path | None" = None, *, axes: "Axes | None" = None) -> "tuple[Figure, Axes]":
+        """Draw the losses on the line, dashed what is linear between the ends; a loss that is not finite is a gap.
+
+        Args:
+            path: where the figure is written too.
+            axes: to draw into; None: those of a new figure, outside of pyplot.
+
+        Returns:
+            Figure and axes of matplotlib.
+
+        Raises:
+            MissingExtraError: without matplotlib.
+        """
+        figure, axes = views.onto(axes)
+        for label, losses in (("training", self.losses), ("test", self.test_losses)):
+            if losses is None:
+                continue
+            (line,) = axes.plot(
+                self.coefficients, losses.where(losses.isfinite(), torch.nan), marker=".", label=f"{label} loss"
+            )
+            axes.plot([0, 1], losses[[0, -1]], "--", color=line.get_color(), linewidth=0.9)
+        axes.set(xlabel="α, from one network to the other", ylabel="loss")
+        axes.legend()
+        if path is not None:
+            figure.savefig(path)
+        return figure, axes
+
+    def __str__(self) -> str:
+        lines = [
+            f"{name} loss {float(losses[0]):.6g} to {float(losses[-1]):.6g}, barrier {barrier:.6g}"
+            for name, losses, barrier in (
+                ("training", self.losses, self.barrier),
+                ("test", self.test_losses, self.test_barrier),
+            )
+            if losses is not None
+        ]
+        anew = ", statistics of BatchNorm computed anew" if self.refreshed else ""
+        return "\n".join([*lines, f"{len(self.coefficients)} points, {self.samples} samples{anew}"])
+
+    __repr__ = __str__
+
+
+@public
+def linear_interpolation(
+    model: nn.Module,
+    loss: Any = "auto",
+    data: Any = ...,
+    other: nn.Module | Mapping[str, Tensor] = ...,  # type: ignore[assignment]
+    *,
+    test: Any = None,
+    layers: Selector | Sequence[Selector] | None = None,
+    steps: int = 21,
+    update_bn: bool | None = None,
+    accuracy: bool | None = None,
+    reduction: str | None = None,
+    forward: calling.Forward | None = None,
+    memory: int | None = None,
+    progress: bool | None = None,
+    process_group: Group = None,
+) -> LinearInterpolation:
+    """Return the loss on the line between two networks, E((1 - α) θ + α θ'), and the barrier between them.
+
+    Args:
+        model: in eval mode; left as it was found.
+        loss: its options count.
+        data: batches of the training data, to be read again and again.
+        other: another module of the same structure, or a state dict.
+        test: batches of other data, for the loss on these too.
+        layers: selectors: only the parameters of these layers go from the one network to the other. None: all, and
+            buffers of floating-point numbers.
+        steps: points, with both ends.
+        update_bn: compute the statistics of BatchNorm anew at each point, ends too, by a read of ``data`` with these
+            layers, and no others, in training mode: means over batches of their means and variances, as
+            ``torch.optim.swa_utils.update_bn`` takes them. None: where there is such a layer. False: statistics are
+            linear in α, as other buffers are.
+        accuracy: also evaluate the accuracy; None: where targets are classes.
+        reduction: ``"mean"`` or ``"sum"``.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        memory: bytes to hold at a time.
+        progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`. Statistics of BatchNorm are means over the batches
+            of all ranks.
+
+    Returns:
+        Losses and accuracies, whose ``barrier`` is max_α E(α) - ((1 - α) E(0) + α E(1)). NaN and infinity are kept.
+
+    Raises:
+        InputError: another checkpoint than of this model, or the model itself; ``update_bn=True`` without BatchNorm;
+            batches of one sample, which have no variance; see :func:`pyflatness.relative_flatness`.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> one, other = (torch.nn.Linear(1, 1, bias=False).double() for _ in range(2))
+        >>> _ = one.weight.data.fill_(-1.0), other.weight.data.fill_(1.0)
+        >>> data = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
+        >>> found = pf.linear_interpolation(one, lambda f, y: -((f - y) ** 2).mean(), data, other, steps=3)
+        >>> found.losses.tolist(), found.barrier
+        ([-1.0, 0.0, -1.0], 1.0)
+    """
+    steps = check_count("steps", steps, 2, "a number of points")
+    update_bn = None if update_bn is None else check_flag("update_bn", update_bn)
+    accuracy = None if accuracy is None else check_flag("accuracy", accuracy)
+    progress = None if progress is None else check_flag("progress", progress)
+    if not isinstance(other, (nn.Module, Mapping)):
+        raise InputError(f"other={shown(other)}: a module or a state dict is wanted")
+    options = Options(memory=memory, nan_policy="propagate")
+    with session(
+        *(model, loss, data, options),
+        reduction=reduction,
+        forward=forward,
+        reads=3,
+        progress=False,
+        process_group=process_group,
+    ) as task:
+        anew = bool(batch_statistics.norms(task.model)) if update_bn is None else update_bn
+        if anew and not batch_statistics.norms(task.model):
+            raise InputError("update_bn=True: the model has no BatchNorm with running statistics")
+        line = _Line(task, None if test is None else task.on(test, reads=3), other, layers, accuracy, update_bn=anew)
+        coefficients = torch.linspace(0, 1, steps, dtype=torch.float64, device="cpu")
+        train, on_test = line.at(coefficients, progress)
+        return LinearInterpolation(
+            coefficients=coefficients,
+            losses=train.losses,
+            accuracy=train.accuracies,
+            test_losses=None if on_test is None else on_test.losses,
+            test_accuracy=None if on_test is None else on_test.accuracies,
+            samples=line.samples,
+            refreshed=anew,
+        )
+
+
+class _Line:
+    """Evaluate networks between two.
+
+    Args:
+        task: of the training data.
+        test: of the test data.
+        other: the end of the line.
+        layers: whose parameters move.
+        accuracy: see :class:`.points.Points`.
+        update_bn: whether statistics are computed anew.
+    """
+
+    def __init__(
+        self, task: Task, test: Task | None, other: Any, layers: Any, accuracy: bool | None, *, update_bn: bool
+    ) -> None:
+        self._task, self._update_bn = task, update_bn
+        names = None if layers is None else making.chosen(task.model, layers)
+        self._direction = making.to(task.model, other, names, "other", "")
+        self._theta = making.origin(task.model, [self._direction])
+        self._on = [Points(each, accuracy) for each in (task, test) if each is not None]
+        self.samples = self._on[0].samples
+
+    def at(self, coefficients: Tensor, progress: bool | None) -> tuple[Found, Found | None]:
+        """Return what there is at some α, on the training and the test data."""
+        at_once = min(points.at_once(self._theta) for points in self._on)
+        found: list[list[Found]] = [[] for _ in self._on]
+        rank = self._task.batches.shard.ranks.rank
+        with bars.bar("points", len(coefficients), False if rank else progress) as advance:
+            for some in coefficients.split(at_once):
+                networks = [self._network(alpha) for alpha in some.tolist()]
+                for points, held in zip(self._on, found, strict=True):
+                    held.append(points(networks))
+                advance(len(some), "")
+        train, *test = (_joined(each) for each in found)
+        return train, test[0] if test else None
+
+    def _network(self, alpha: float) -> Parameters:
+        values = making.moved(self._theta, [self._direction], [alpha])
+        return values | batch_statistics.refreshed(self._task, values) if self._update_bn else values
+
+
+def _joined(parts: Sequence[Found]) -> Found:
+    accuracies = [part.accuracies for part in parts if part.accuracies is not None]
+    return Found(torch.cat([part.losses for part in parts]), torch.cat(accuracies) if accuracies else None)
+
+
+def _barrier(coefficients: Tensor, values: Tensor) -> float:
+    return float((values - torch.lerp(values[0], values[-1], coefficients)).max())

@@ -1,0 +1,176 @@
+"""Evaluate the loss of a model, and its accuracy, at many points of its parameters.
+
+Small networks run at several points together, by ``torch.func.vmap``, as long as these fit a processor's caches, or
+a GPU's memory: that saves what each operation takes to begin. Where it is the operations themselves that take the time,
+points go one by one, and so they do where vmap does not take the model. Either way a read of the data serves several.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..losses import risk
+from ..model import calling, data, parameters
+from ..model.fingerprint import Fingerprint
+from ..model.parameters import Parameters
+from ..numerics.accumulate import Accumulator
+from ..passes.independence import agree, rounding
+from ..passes.memory import Budget
+from ..passes.task import Task
+
+_CACHE = 2 * 2**20  # bytes; beyond it points together take longer than one by one, on a processor
+_MOST = 64  # points of a read
+_COPIES = 3  # of moved parameters that a point takes: its own, in the stack, and while it is made
+
+
+@dataclass(frozen=True)
+class Found:
+    """Hold what was found at some points.
+
+    Attributes:
+        losses: (points,) float64 on the CPU; NaN and infinity are kept.
+        accuracies: (points,), or None.
+    """
+
+    losses: Tensor
+    accuracies: Tensor | None
+
+
+class Points:
+    """Evaluate a model at points, on the task's data.
+
+    Args:
+        task: its model, loss and data, which are read once for the model's own point, and for every call once.
+        accuracy: whether it is wanted too; None: where targets are classes.
+
+    Attributes:
+        own: the loss and accuracy of the model as it is.
+        samples: of the data.
+        fingerprint: of the data; of all ranks.
+
+    Raises:
+        InputError: targets or outputs that do not fit.
+    """
+
+    def __init__(self, task: Task, accuracy: bool | None = None) -> None:
+        self._task, self._classes, self._bytes = task, accuracy is not False, 0
+        self._together, self._compared = True, False
+        read, over = Fingerprint(), Accumulator("propagate", task.loss.reduction)
+        losses = right = torch.zeros(1, dtype=torch.float64, device="cpu")
+        self._targets = 0.0
+        for number, batch in enumerate(task.batches):
+            read.add(data.with_samples(batch, data.size(batch)), data.size(batch))
+            with _Written() as written:
+                outputs, targets = calling.run(task.model, batch, task.forward)
+            self._bytes = max(self._bytes, written.bytes)
+            over.add(data.size(batch), risk.weight(outputs, targets, task.loss, number))
+            losses = losses + float(task.loss.value(outputs, targets))
+            if self._classes and (accuracy or risk.has_classes(outputs, targets, task.loss)):
+                hits = risk.hits(outputs, targets, task.loss, number)
+                right, self._targets = right + float(hits.sum()), self._targets + len(hits)
+            else:
+                self._classes = False
+        shard = task.batches.shard
+        self._classes = all(shard.every("the targets", self._classes))
+        counted = torch.tensor([self._targets], dtype=torch.float64, device="cpu")
+        sums = over.together(shard, {"losses": losses, "right": right, "targets": counted})
+        self._targets, self._normaliser = float(sums["targets"]), over.normaliser
+        self.own, self.samples = self._found(sums), over.samples
+        self.fingerprint = "; ".join(shard.every("the samples", str(read)))
+
+    def at_once(self, values: Parameters) -> int:
+        """Return for how many points a read of the data may serve, the same on all ranks.
+
+        Args:
+            values: that such a point has.
+        """
+        budget = Budget.of(self._task.model, self._task.options.memory)
+        most = max(1, min(_MOST, budget.graph // max(1, self._size(values))))
+        return int(min(self._task.batches.shard.every("points of a read", most)))
+
+    def __call__(self, points: Sequence[Parameters]) -> Found:
+        """Return loss and accuracy at points, by one read of the data.
+
+        Args:
+            points: what is in the place of parameters and buffers at each, by name; all have the same names.
+        """
+        task, loss = self._task, self._task.loss
+        sums = {name: torch.zeros(len(points), dtype=torch.float64, device="cpu") for name in ("losses", "right")}
+        with calling.dry_run():
+            for number, batch in enumerate(task.batches):
+                for place, (outputs, targets) in enumerate(self._outputs(points, batch)):
+                    sums["losses"][place] += float(loss.value(outputs, targets))
+                    if self._classes:
+                        sums["right"][place] += float(risk.hits(outputs, targets, loss, number).sum())
+        return self._found(task.batches.shard.sum("the end of a read of the data", sums))
+
+    def _outputs(self, points: Sequence[Parameters], batch: Any) -> Iterator[tuple[Tensor, Any]]:
+        """Yield outputs and targets of a batch at each point."""
+        model, forward = self._task.model, self._task.forward
+        together = self._room // max(1, self._size(points[0]))
+        start = 0
+        while start < len(points):
+            some = points[start : start + together] if together > 1 and self._together else points[start : start + 1]
+            found = self._at_once(some, batch) if len(some) > 1 else None
+            if found is None:
+                some = some[:1]
+                yield parameters.run(model, some[0], batch, forward)
+            else:
+                outputs, targets = found
+                yield from ((each, targets) for each in outputs)
+            start += len(some)
+
+    def _at_once(self, points: Sequence[Parameters], batch: Any) -> tuple[Tensor, Any] | None:
+        """Return outputs (points, …) by vmap; None if the model does not take it: its errors come again with one."""
+        model, forward = self._task.model, self._task.forward
+        stacked = {name: torch.stack([point[name] for point in points]) for name in points[0]}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of operations that vmap takes one by one
+                outputs, targets = torch.func.vmap(
+                    lambda values: parameters.run(model, values, batch, forward),
+                    out_dims=(0, None),  # type: ignore[arg-type]  # torch's annotation forgets it
+                )(stacked)
+            if not self._compared:
+                first, _ = parameters.run(model, points[0], batch, forward)
+                self._together = agree(first, outputs[0], rounding(first.dtype))
+                self._compared = True
+        except Exception:
+            self._together = False
+        return (outputs, targets) if self._together else None
+
+    def _size(self, values: Parameters) -> int:
+        """Return about how many bytes a point takes."""
+        return self._bytes + _COPIES * sum(w.numel() * w.element_size() for w in values.values())
+
+    @property
+    def _room(self) -> int:
+        """Return the bytes for points that run together."""
+        budget = Budget.of(self._task.model, self._task.options.memory)
+        return budget.buffers if budget.device.type == "cuda" else min(_CACHE, budget.graph)
+
+    def _found(self, sums: dict[Any, Tensor]) -> Found:
+        losses, right = sums["losses"].cpu(), sums["right"].cpu()
+        accurate = self._classes and self._targets > 0
+        return Found(losses / self._normaliser, right / self._targets if accurate else None)
+
+
+class _Written(TorchDispatchMode):
+    """Add up the bytes that operations inside return, views too: what a forward pass moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(returned):
+            if isinstance(leaf, Tensor):
+                self.bytes += leaf.numel() * leaf.element_size()
+        return returned

@@ -1,0 +1,82 @@
+"""Compute the quadratic model of the loss in a few directions: E(θ) + gᵀΔ + ½ ΔᵀHΔ for Δ = Σ_k c_k d_k.
+
+It is one gradient and a Hessian product for each direction, exact over all of the data.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..hessian.parameter_products import ParameterProducts
+from ..passes.task import Task
+from .directions import Direction
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """Hold the quadratic model of the loss in K directions.
+
+    Attributes:
+        value: E(θ).
+        gradient: (K,) float64, ⟨∇E, d_k⟩.
+        hessian: (K, K), ⟨d_j, H d_k⟩.
+    """
+
+    value: float
+    gradient: Tensor
+    hessian: Tensor
+
+    def at(self, *coefficients: Tensor) -> Tensor:
+        """Return the model's values E + Σ_k c_k g_k + ½ Σ_jk c_j c_k H_jk over a grid.
+
+        Args:
+            coefficients: for each direction, (steps_k,).
+
+        Returns:
+            (steps_1,), or (steps_1, steps_2), float64.
+
+        Raises:
+            InputError: not as many as there are directions.
+        """
+        if len(coefficients) != len(self.gradient):
+            raise InputError(
+                f"coefficients: as many as there are directions are wanted, {len(self.gradient)}, got "
+                f"{len(coefficients)}"
+            )
+        points = torch.stack(torch.meshgrid(*(c.double() for c in coefficients), indexing="ij"), dim=-1)
+        second = ((points @ self.hessian) * points).sum(dim=-1)
+        return self.value + points @ self.gradient + 0.5 * second
+
+
+def quadratic(task: Task, directions: Sequence[Direction], value: float) -> Quadratic:
+    """Return the quadratic model in directions of parameters.
+
+    Args:
+        task: the model, its loss and data, which are read four times.
+        directions: all of whose names are parameters'.
+        value: E(θ).
+
+    Raises:
+        InputError: an operation without a second derivative.
+    """
+    try:
+        products = ParameterProducts(task, {name for direction in directions for name in direction.values})
+        rows = torch.stack([_vector(products, direction) for direction in directions])
+        gradient, turned = products.gradient(), products({products.names: rows})[products.names]
+    except InputError as error:
+        raise type(error)(f"{error}; quadratic=False leaves the quadratic model out").about(error.layers) from error
+    hessian = rows @ turned.T
+    return Quadratic(value, (rows @ gradient).cpu(), (0.5 * (hessian + hessian.T)).cpu())
+
+
+def _vector(products: ParameterProducts, direction: Direction) -> Tensor:
+    """Return a direction as one vector (N,) float64, in the order of the products."""
+    parts = products.as_weights(
+        products.names, torch.zeros(products.size(products.names), dtype=torch.float64, device=products.device)
+    )
+    for name, change in direction.values.items():
+        parts[name].copy_(change)
+    return torch.cat([parts[name].flatten() for name in products.names])

@@ -1,0 +1,165 @@
+"""Hold a slice of the loss along one or two directions; write it to a file, and read it from there."""
+
+import io
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from . import slice_figure
+from .quadratic import Quadratic
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_FORMAT = "pyflatness landscape 1"
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """Hold the loss at points θ + Σ_k c_k d_k on a grid of coefficients of one or two directions.
+
+    Attributes:
+        coefficients: of each direction, (steps_k,) float64.
+        losses: (steps_1,), or (steps_1, steps_2), float64; NaN and infinity are what the loss is there, or NaN what
+            was not evaluated yet, see ``done``.
+        accuracy: the fraction of right predictions at the same points, or None.
+        loss: E(θ), that of the model itself.
+        quadratic: the quadratic model of the loss in these directions, or None.
+        labels: of the directions.
+        samples: of the data.
+        done: how many points, in the order of ``losses.flatten()``, have been evaluated.
+        key: of what model, data, directions and grid it is, by names; for a file that is gone on with.
+    """
+
+    coefficients: tuple[Tensor, ...]
+    losses: Tensor
+    accuracy: Tensor | None
+    loss: float
+    quadratic: Quadratic | None
+    labels: tuple[str, ...]
+    samples: int
+    done: int
+    key: Mapping[str, str]
+
+    def save(self, path: str | Path) -> None:
+        """Write it as an ``.npz`` file, which appears under its name when it is whole.
+
+        Its arrays are ``coefficients_0``, ``coefficients_1``, ``losses``, ``accuracy``, ``gradient``, ``hessian``, and
+        ``about``, the rest as JSON; numpy reads them with ``allow_pickle=False``.
+        """
+        arrays: dict[str, Any] = {f"coefficients_{k}": each.numpy() for k, each in enumerate(self.coefficients)}
+        arrays["losses"] = self.losses.numpy()
+        if self.accuracy is not None:
+            arrays["accuracy"] = self.accuracy.numpy()
+        about: dict[str, Any] = {
+            "format": _FORMAT,
+            "loss": self.loss,
+            "labels": self.labels,
+            "samples": self.samples,
+            "done": self.done,
+            "key": dict(self.key),
+        }
+        if self.quadratic is not None:
+            about["value"] = self.quadratic.value
+            arrays |= {"gradient": self.quadratic.gradient.numpy(), "hessian": self.quadratic.hessian.numpy()}
+        path = Path(path)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with part.open("wb") as file:
+                np.savez(file, about=np.array(json.dumps(about)), **arrays)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Landscape":
+        """Return what :meth:`save` wrote, or :func:`pyflatness.landscape` with ``out=``, finished or not.
+
+        Raises:
+            InputError: another file.
+            FileNotFoundError: no file.
+        """
+        return cls.read(Path(path).read_bytes(), str(path))
+
+    @classmethod
+    def read(cls, content: bytes, name: str) -> "Landscape":
+        """Return what :meth:`save` wrote, from the content of a file.
+
+        Raises:
+            InputError: it is that of another file.
+        """
+        try:
+            with np.load(io.BytesIO(content), allow_pickle=False) as held:
+                arrays = {name: held[name] for name in held.files}
+            about = json.loads(str(arrays.pop("about")))
+            if about["format"] != _FORMAT:
+                raise ValueError(f"its format is {about['format']!r}")
+            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            quadratic = None
+            if "hessian" in tensors:
+                quadratic = Quadratic(about["value"], tensors["gradient"], tensors["hessian"])
+            return cls(
+                coefficients=tuple(tensors[f"coefficients_{k}"] for k in range(len(about["labels"]))),
+                losses=tensors["losses"],
+                accuracy=tensors.get("accuracy"),
+                loss=about["loss"],
+                quadratic=quadratic,
+                labels=tuple(about["labels"]),
+                samples=about["samples"],
+                done=about["done"],
+                key=about["key"],
+            )
+        except Exception as error:
+            raise InputError(f"{name}: no landscape that Landscape.save wrote ({error})") from error
+
+    def plot(
+        self, path: "str | Path | None" = None, *, axes: "Axes | None" = None, quadratic: bool = True
+    ) -> "tuple[Figure, Axes]":
+        """Draw the loss as a curve, or of two directions as filled contours; where it is not finite there is a gap.
+
+        The quadratic model is a dashed curve, or dashed contour lines of the same levels. Colours and levels are on a
+        logarithmic scale where the loss is positive and its largest value a hundred times its smallest.
+
+        Args:
+            path: where the figure is written too.
+            axes: to draw into; None: those of a new figure, outside of pyplot.
+            quadratic: whether the quadratic model is drawn, where there is one.
+
+        Returns:
+            Figure and axes of matplotlib.
+
+        Raises:
+            MissingExtraError: without matplotlib.
+            InputError: no loss is finite.
+        """
+        model = self.quadratic.at(*self.coefficients) if quadratic and self.quadratic is not None else None
+        return slice_figure.drawn(self.coefficients, self.losses, self.labels, model, path, axes)
+
+    def __str__(self) -> str:
+        grid = " × ".join(str(len(each)) for each in self.coefficients)
+        finite = self.losses[self.losses.isfinite()]
+        span = f"{float(finite.min()):.6g} to {float(finite.max()):.6g}" if len(finite) else "not finite"
+        lines = [
+            f"loss on {grid} points along {', '.join(self.labels)}: {span}; {self.loss:.6g} at the weights; "
+            f"{self.samples} samples"
+        ]
+        if self.done < self.losses.numel():
+            lines.append(f"{self.done} of {self.losses.numel()} points are evaluated")
+        if self.quadratic is not None:
+            slopes, curvatures = self.quadratic.gradient, self.quadratic.hessian.diagonal()
+            lines += [
+                f"{label}: gradient {float(slope):.4g}, curvature {float(curvature):.4g}"
+                for label, slope, curvature in zip(self.labels, slopes, curvatures, strict=True)
+            ]
+        return "\n".join(lines)
+
+    __repr__ = __str__

@@ -1,0 +1,216 @@
+"""Measure flatness in the training of Lightning's Trainer."""
+
+import contextlib
+import importlib
+import math
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..errors import InputError, MissingExtraError
+from ..model import hugging_face
+from ..model.selectors import Selector
+from ..training.history import History
+from .watch import Watch, check_model
+
+_LOSSES = ("loss", "criterion", "loss_fn", "loss_function")  # attributes of modules
+_NOT_WHOLE = ("FSDPStrategy", "DeepSpeedStrategy")  # whose weights are not on any rank as the module has them
+
+
+def _bases() -> tuple[type, ...]:
+    """Return the base classes of callbacks of both packages that Lightning comes as, where they are installed."""
+    found = []
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        with contextlib.suppress(ModuleNotFoundError):
+            found.append(importlib.import_module(name).Callback)
+    if not found:
+        raise MissingExtraError("Lightning is not installed: pip install 'pyflatness[lightning]'")
+    return tuple(found)
+
+
+class FlatnessCallback(*_bases()):  # type: ignore[misc]
+    """Measure the model at the ends of epochs of a fit, and log the values through the trainer's loggers.
+
+    The training is what it is without the callback, bit by bit: modes, buffers, gradients, random states, samplers and
+    workers of loaders stay as they are. Values are logged as ``flatness/relative_flatness/conv1`` for a layer and
+    ``flatness/network/relative_flatness`` for the network, with ``flatness/seconds``, what the measurement took; other
+    callbacks may monitor them (``ModelCheckpoint(monitor=…, save_on_train_epoch_end=True)``). Neither the sanity check
+    nor ``trainer.validate`` measures. Over ranks (DDP) all take part, each with the batches of its own loader.
+
+    What is not possible is skipped with a warning: a measure that the model does not have, data that are not there, the
+    strategies FSDP and DeepSpeed.
+
+    Args:
+        layers: a selector or several, see :func:`pyflatness.measure`; None: every layer that can be measured and ran.
+        measures: names, or None or ``"all"``, see :func:`pyflatness.measure`.
+        data: ``"val"`` or ``"train"``: the trainer's own loader, with its ``limit_val_batches`` or
+            ``limit_train_batches``; or a loader, a list of batches or a tuple of tensors. Batches of all but a tuple go
+            through the module's batch hooks (``on_after_batch_transfer``, …) as in validation.
+        loss: an ``nn`` loss module, ``F`` function, name or callable, see :func:`pyflatness.measure`. None: the
+            module's (or the model's) attribute ``loss``, ``criterion``, ``loss_fn`` or ``loss_function``, if there is
+            one; of a model of transformers its own.
+        model: the attribute of the LightningModule that is measured, such as ``"net"`` or ``"ema.module"``; None: the
+            LightningModule itself, called as ``module(inputs)``.
+        every_n_epochs: epochs n, 2 n, … are measured, counted from 1 and from the first fit, also after resuming.
+        limit_batches: how many batches are read, on each rank; None: all.
+        name: what the names of logged values begin with; two callbacks of a trainer need two.
+        strict: whether what is not possible is an error, which ends the training.
+        **options: of :func:`pyflatness.measure`: ``probes``, ``curvature``, ``normalize``, ``forward``, ``memory``, …
+
+    Attributes:
+        history: a :class:`pyflatness.History` with a record for each measured epoch, ``epoch`` and ``step`` as
+            Lightning counts them (epochs from 0). It is saved in checkpoints and restored from them.
+
+    Raises:
+        InputError: measures or options that do not exist; when a fit begins: no loss, or no such model.
+        MissingExtraError: without Lightning.
+
+    Example:
+        >>> from pyflatness.integrations.lightning import FlatnessCallback
+        >>> callback = FlatnessCallback(layers="head", loss="cross_entropy", every_n_epochs=5)
+        >>> # Trainer(callbacks=[callback]).fit(module)
+        >>> callback.history
+        History(0 records: nothing measured)
+    """
+
+    def __init__(
+        self,
+        layers: Selector | Sequence[Selector] | None = None,
+        measures: str | Sequence[str] | None = "relative_flatness",
+        data: Any = "val",
+        *,
+        loss: Any = None,
+        model: str | None = None,
+        every_n_epochs: int = 1,
+        limit_batches: int | None = None,
+        name: str = "flatness",
+        strict: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._watch = Watch(layers, measures, data, every_n_epochs, limit_batches, name, strict, options)
+        self._loss, self._model = loss, model
+
+    @property
+    def history(self) -> History:
+        """Return what was measured."""
+        return self._watch.history
+
+    @property
+    def state_key(self) -> str:
+        """Return the callback's key in checkpoints."""
+        return f"FlatnessCallback[{self._watch.name}]"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the callback: its history."""
+        return {"history": self.history.to_json()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the history of a checkpoint."""
+        self._watch.history = History.from_json(state_dict["history"])
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Raise before a fit begins if there is no loss, or no such model; the module has made what it makes itself."""
+        self._loss_of(pl_module, self._measured(pl_module))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to count the training's time."""
+        self._watch.begin()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Measure the epoch, if it is one that is to be measured, and log the values."""
+        if not self._watch.is_due(trainer.current_epoch + 1):
+            return
+
+        def problem() -> tuple[nn.Module, Any]:
+            if any(kind.__name__ in _NOT_WHOLE for kind in type(trainer.strategy).__mro__):
+                raise InputError(
+                    f"under {type(trainer.strategy).__name__} the weights are not in the module as a whole; measure a "
+                    "checkpoint of it after the training, or train by DDPStrategy or ModelParallelStrategy"
+                )
+            model = self._measured(pl_module)
+            return model, self._loss_of(pl_module, model)
+
+        epoch, step = trainer.current_epoch, trainer.global_step
+        with _validating(trainer):
+            values = self._watch.measured(epoch, step, problem, lambda: self._batches(trainer))
+        if values:
+            pl_module.log_dict(values, sync_dist=trainer.world_size > 1, batch_size=1)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Say what the measurements have cost."""
+        if self.history and trainer.is_global_zero:
+            print(self._watch.overhead())
+
+    def _measured(self, pl_module: Any) -> nn.Module:
+        return pl_module if self._model is None else check_model(pl_module, self._model)
+
+    def _loss_of(self, pl_module: nn.Module, model: nn.Module) -> Any:
+        """Return the user's loss, or the one that a module has.
+
+        Raises:
+            InputError: there is none, or there are several.
+        """
+        if self._loss is not None:
+            return self._loss
+        held = {name: getattr(owner, name, None) for owner in (model, pl_module) for name in _LOSSES}
+        # A method takes what its class gives it, and that is often a batch.
+        found = {name: loss for name, loss in held.items() if callable(loss) and type(loss) is not types.MethodType}
+        if len({id(loss) for loss in found.values()}) == 1:
+            return next(iter(found.values()))
+        if not found and hugging_face.inner(model) is not None:
+            return "auto"
+        there = f"has several losses ({', '.join(found)})" if found else f"has no attribute {' or '.join(_LOSSES)}"
+        raise InputError(
+            f"loss: {type(pl_module).__name__} {there}; pass the loss that it is trained with, "
+            "FlatnessCallback(loss=nn.CrossEntropyLoss())"
+        )
+
+    def _batches(self, trainer: Any) -> Any:
+        """Return the data that are to be measured, as the module takes them."""
+        data = self._watch.data
+        if not isinstance(data, str):
+            return data if isinstance(data, tuple) and isinstance(data[0], Tensor) else _Prepared(data, trainer)
+        if data == "train":
+            held, limit = trainer.train_dataloader, trainer.num_training_batches
+        else:
+            loop = trainer.fit_loop.epoch_loop.val_loop
+            loop.setup_data()  # where no validation came before, as with check_val_every_n_epoch
+            held, limit = trainer.val_dataloaders, sum(loop.max_batches)
+        found = [] if held is None else tree_leaves(held)
+        if len(found) != 1:
+            raise InputError(f"data={data!r}: the trainer has {len(found)} such loaders; pass one as data=")
+        return _Prepared(found[0], trainer, limit)
+
+
+class _Prepared:
+    """Iterate over a loader's batches as the module gets them in validation: converted, moved, and by its hooks."""
+
+    def __init__(self, loader: Any, trainer: Any, limit: float = math.inf) -> None:
+        self._loader, self._trainer, self._limit = loader, trainer, limit
+
+    def __len__(self) -> int:
+        return int(min(len(self._loader), self._limit))
+
+    def __iter__(self) -> Iterator[Any]:
+        trainer = self._trainer
+        for number, batch in enumerate(self._loader):
+            if number >= self._limit:
+                return
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+            yield trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+@contextlib.contextmanager
+def _validating(trainer: Any) -> Iterator[None]:
+    """Let the trainer be in validation inside, for hooks that ask it, and the model compute in its precision."""
+    trainer.validating = True
+    try:
+        with trainer.precision_plugin.val_step_context():
+            yield
+    finally:
+        trainer.training = True

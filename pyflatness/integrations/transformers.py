@@ -1,0 +1,144 @@
+"""Measure flatness in the training of the Trainer of Hugging Face's transformers."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ..errors import InputError, MissingExtraError
+from ..losses import auto
+from ..model.selectors import Selector
+from ..training.history import History
+from .watch import Watch, check_model
+
+try:
+    from transformers import TrainerCallback
+except ModuleNotFoundError as error:
+    raise MissingExtraError(f"{error.name} is not installed: pip install 'pyflatness[hf]' accelerate") from None
+
+
+class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
+    """Measure the model at the ends of epochs, and log the values through the trainer.
+
+    The training is what it is without the callback, bit by bit: modes, buffers, gradients, random states, samplers and
+    workers of loaders stay as they are. Values are logged by ``trainer.log``, and so stand in
+    ``trainer.state.log_history`` and in TensorBoard, Weights & Biases and others of ``report_to``: as
+    ``flatness/relative_flatness/classifier`` for a layer and ``flatness/network/relative_flatness`` for the network,
+    with ``flatness/seconds``, what the measurement took. (The trainer puts ``train/`` in front where it writes to
+    TensorBoard and Weights & Biases.) Over ranks all take part, each with the batches of its own loader.
+
+    What is not possible is skipped with a warning: a measure that the model does not have, data that are not there,
+    weights that FSDP1 or DeepSpeed has spread.
+
+    Args:
+        trainer: the trainer that the callback is added to. It is not known to callbacks otherwise, and has the loggers.
+        layers: a selector or several, see :func:`pyflatness.measure`; None: every layer that can be measured and ran.
+        measures: names, or None or ``"all"``, see :func:`pyflatness.measure`.
+        data: ``"val"``: of ``trainer.get_eval_dataloader()``; ``"train"``: the loader of the training; or a loader, a
+            list of batches or a tuple of tensors.
+        loss: see :func:`pyflatness.measure`; ``"auto"`` is the one that the model computes itself.
+        model: the attribute of the trainer's model that is measured; None: the model.
+        every_n_epochs: epochs n, 2 n, … are measured, counted from 1 and from the first training, also after resuming.
+        limit_batches: how many batches are read, on each rank; None: all.
+        name: what the names of logged values begin with.
+        strict: whether what is not possible is an error, which ends the training.
+        **options: of :func:`pyflatness.measure`: ``probes``, ``curvature``, ``normalize``, ``forward``, ``memory``, …
+
+    Attributes:
+        history: a :class:`pyflatness.History` with a record for each measured epoch, counted from 1.
+
+    Raises:
+        InputError: measures, options or a model that do not exist; ``loss="auto"`` where the trainer has another loss.
+        MissingExtraError: without transformers.
+
+    Example:
+        >>> from pyflatness.integrations.transformers import FlatnessCallback
+        >>> # trainer.add_callback(FlatnessCallback(trainer, layers="classifier", probes=4))
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        layers: Selector | Sequence[Selector] | None = None,
+        measures: str | Sequence[str] | None = "relative_flatness",
+        data: Any = "val",
+        *,
+        loss: Any = "auto",
+        model: str | None = None,
+        every_n_epochs: int = 1,
+        limit_batches: int | None = None,
+        name: str = "flatness",
+        strict: bool = False,
+        **options: Any,
+    ) -> None:
+        if not callable(getattr(trainer, "add_callback", None)):
+            raise InputError(
+                f"trainer: a Trainer of transformers is wanted, got {type(trainer).__name__}; "
+                "trainer.add_callback(FlatnessCallback(trainer, layers=…))"
+            )
+        self._watch = Watch(layers, measures, data, every_n_epochs, limit_batches, name, strict, options)
+        self._trainer, self._loss, self._path = trainer, loss, model
+        self._measured()
+        if auto.is_auto(loss) and (trainer.compute_loss_func is not None or trainer.label_smoother is not None):
+            own = "compute_loss_func=" if trainer.compute_loss_func is not None else "label_smoothing_factor"
+            raise InputError(
+                f"loss='auto' is the model's own loss, and the trainer has another by {own}; pass the one to measure "
+                "by, such as loss=nn.CrossEntropyLoss(label_smoothing=0.1)"
+            )
+
+    @property
+    def history(self) -> History:
+        """Return what was measured."""
+        return self._watch.history
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to count the training's time."""
+        self._watch.begin()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure the epoch, if it is one that is to be measured, and log the values."""
+        epoch = math.ceil(state.epoch - 1e-6)  # steps are counted as fractions of an epoch; a last one may be cut short
+        if not self._watch.is_due(epoch):
+            return
+
+        def problem() -> tuple[nn.Module, Any]:
+            if self._trainer.is_deepspeed_enabled:
+                raise InputError(
+                    "under DeepSpeed the weights are not in the model as a whole; measure a checkpoint of it after the "
+                    "training"
+                )
+            return self._measured(), self._loss
+
+        train = kwargs["train_dataloader"]
+        values = self._watch.measured(epoch, state.global_step, problem, lambda: self._batches(train))
+        if values:
+            due = control.should_log  # of the training's own loss, by logging_strategy="epoch"
+            self._trainer.log(values)
+            control.should_log = due
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say what the measurements have cost."""
+        if self.history and state.is_world_process_zero:
+            print(self._watch.overhead())
+
+    def _measured(self) -> nn.Module:
+        model: nn.Module = self._trainer.model
+        return model if self._path is None else check_model(model, self._path)
+
+    def _batches(self, train: Any) -> Any:
+        data = self._watch.data
+        if data == "val" and isinstance(self._trainer.eval_dataset, dict):
+            names = ", ".join(map(repr, self._trainer.eval_dataset))
+            raise InputError(f"data='val': the trainer has several data sets ({names}); pass a loader of one as data=")
+        if isinstance(data, str):
+            data = self._trainer.get_eval_dataloader() if data == "val" else train
+        return _plain(data)
+
+
+def _plain(loader: Any) -> Any:
+    """Return the loader of torch's inside one of accelerate's, which gives the same batches.
+
+    Accelerate's tells gradient accumulation that it is being read, and counts its epochs.
+    """
+    return loader.base_dataloader if type(loader).__name__ == "DataLoaderShard" else loader

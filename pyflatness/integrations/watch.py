@@ -1,0 +1,245 @@
+"""Do what the callbacks have in common: measure a model in training, name the values, keep them, and count the time."""
+
+import contextlib
+import difflib
+import inspect
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..api import measure
+from ..errors import InputError, NonFiniteError
+from ..measures import named
+from ..messages import shown
+from ..model.generators import Generators, OutsideTorch
+from ..model.selectors import Selector
+from ..options import Options, check_count, check_flag
+from ..report import Report
+from ..training import loaders
+from ..training.history import History
+
+NETWORK = "network"
+_PARAMETERS = inspect.signature(measure).parameters
+_OWN = ("model", "loss", "data", "layers", "measures", "process_group")
+_OPTIONS = [name for name in _PARAMETERS if name not in _OWN]
+
+
+class Watch:
+    """Measure a model at the ends of epochs, and leave all that the training depends on as it was.
+
+    Args:
+        layers: as for :func:`pyflatness.measure`.
+        measures: as for :func:`pyflatness.measure`.
+        data: ``"train"``, ``"val"``, or what :func:`pyflatness.measure` takes, if it can be read at every epoch.
+        every_n_epochs: an epoch is measured if its number, counted from 1, is a multiple of it.
+        limit_batches: how many of the data's batches are read; None: all.
+        name: what the names of the values begin with.
+        strict: whether what is not possible is an error.
+        options: further ones of :func:`pyflatness.measure`.
+
+    Attributes:
+        history: what was measured, a record for each epoch.
+
+    Raises:
+        InputError: measures, options, data or numbers that do not fit.
+        TypeError: an option that :func:`pyflatness.measure` does not have.
+    """
+
+    def __init__(
+        self,
+        layers: Selector | Sequence[Selector] | None,
+        measures: str | Sequence[str] | None,
+        data: Any,
+        every_n_epochs: int,
+        limit_batches: int | None,
+        name: str,
+        strict: bool,
+        options: dict[str, Any],
+    ) -> None:
+        self.layers, self.data, self.name, self.options = layers, data, name, _checked(options)
+        self.measures: str | list[str] | None = measures if measures is None or measures == "all" else _names(measures)
+        self.every_n_epochs = check_count("every_n_epochs", every_n_epochs, 1)
+        self.limit_batches = None if limit_batches is None else check_count("limit_batches", limit_batches, 1)
+        self.strict = check_flag("strict", strict)
+        if isinstance(data, str) and data not in ("train", "val"):
+            raise InputError(f"data={shown(data)}: 'train', 'val', a loader or a tuple of tensors is wanted")
+        if hasattr(data, "__next__"):
+            raise InputError(
+                f"data: {type(data).__name__} can be read once, and every epoch is to read it; pass a list of batches "
+                "or a DataLoader"
+            )
+        self.history = History()
+        self.begin()
+
+    def begin(self) -> None:
+        """Say that the training begins now, against which the measurements' time is held."""
+        self._begun, self._spent = time.perf_counter(), 0.0
+
+    def is_due(self, epoch: int) -> bool:
+        """Return whether an epoch, counted from 1, is to be measured."""
+        return epoch % self.every_n_epochs == 0
+
+    def measured(
+        self, epoch: int, step: int, problem: Callable[[], tuple[nn.Module, Any]], batches: Callable[[], Any]
+    ) -> dict[str, float]:
+        """Return values by the names that they are logged under; none where it is not possible, with a warning.
+
+        Args:
+            epoch: as the trainer counts it.
+            step: how many steps the optimizer has taken.
+            problem: returns the model and its loss.
+            batches: returns the data.
+
+        Raises:
+            Exception: what stands in the way, if ``strict``.
+        """
+        started = time.perf_counter()
+        try:
+            model, loss = problem()
+            with _as_found(model):
+                data = batches()
+                with loaders.as_found(data):
+                    report = self._report(model, loss, self._limited(data))
+        except Exception as error:  # of whatever kind: hours of training are not to end by it
+            if self.strict:
+                raise
+            self._warn(f"epoch {epoch} is not measured: {type(error).__name__}: {error}")
+            return {}
+        finally:
+            spent = time.perf_counter() - started
+            self._spent += spent
+        self.history.add(report, step=step, epoch=epoch, seconds=spent)
+        values = {
+            self._logged_as(name, layer): found.value
+            for name, held in report.by_measure().items()
+            for layer, found in held.items()
+        }
+        return {**values, f"{self.name}/seconds": spent}
+
+    def overhead(self) -> str:
+        """Return in words what the measurements have cost since :meth:`begin`."""
+        whole = time.perf_counter() - self._begun
+        share = self._spent / whole if whole else 0.0
+        return f"{self.name}: measured in {self._spent:.1f} s, {share:.1%} of the training's {whole:.1f} s"
+
+    def _limited(self, data: Any) -> Any:
+        """Return so many batches as a list, for a measure may read them several times, and a loader may shuffle."""
+        if self.limit_batches is None:
+            return data
+        if isinstance(data, tuple):
+            raise InputError("limit_batches= is for loaders; pass the tensors' first samples as data=")
+        return [*itertools.islice(data, self.limit_batches)]
+
+    def _report(self, model: nn.Module, loss: Any, data: Any) -> Report:
+        """Return all measures, or those that are possible, if they were named; the others are not tried again."""
+        several = isinstance(self.measures, list) and len(self.measures) > 1
+        try:
+            return self._of(model, loss, data, self.measures)
+        except InputError:
+            if self.strict or not several:
+                raise
+        assert isinstance(self.measures, list)
+        possible, refused = [], {}
+        for name in self.measures:
+            try:
+                self._of(model, loss, data, [name])
+                possible.append(name)
+            except InputError as error:
+                refused[name] = error
+        if not possible:
+            raise next(iter(refused.values()))
+        for name, why in refused.items():
+            again = isinstance(why, NonFiniteError)  # the weights of another epoch may be finite
+            self._warn(f"{name} is left out{'' if again else ' from now on'}: {why}")
+        self.measures = [n for n in self.measures if n in possible or isinstance(refused[n], NonFiniteError)]
+        return self._of(model, loss, data, possible)
+
+    def _of(self, model: nn.Module, loss: Any, data: Any, measures: str | list[str] | None) -> Report:
+        return measure(model, loss, data, layers=self.layers, measures=measures, **self.options)
+
+    def _warn(self, text: str) -> None:
+        if not _is_distributed() or dist.get_rank() == 0:
+            warnings.warn(f"{self.name}: {text}", RuntimeWarning, stacklevel=2)
+
+    def _logged_as(self, measure: str, layer: str) -> str:
+        return f"{self.name}/{measure}/{layer}" if layer else f"{self.name}/{NETWORK}/{measure}"
+
+
+def check_model(model: Any, path: str) -> nn.Module:
+    """Return the module at a path of attributes, such as ``"net"`` or ``"ema.module"``.
+
+    Raises:
+        InputError: there is none.
+    """
+    found = model
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    if not isinstance(found, nn.Module):
+        raise InputError(f"model={path!r}: {type(model).__name__} has no module of that name")
+    return found
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a measurement, whose names and choices fit."""
+    for name in options:
+        if name not in _OPTIONS:
+            near = ", ".join(difflib.get_close_matches(name, _OPTIONS)) or ", ".join(_OPTIONS)
+            raise TypeError(f"FlatnessCallback() has no argument {name!r}; did you mean {near}?")
+    choices = {field.name for field in fields(Options)}
+    Options(**{name: given for name, given in options.items() if name in choices})
+    return {"progress": False, **options}
+
+
+def _names(measures: str | Sequence[str]) -> list[str]:
+    return [row.name for row in named(measures)]
+
+
+@contextlib.contextmanager
+def _as_found(model: nn.Module) -> Iterator[None]:
+    """Let a model in training be measured inside, in eval mode; afterwards it and all random states are as they were.
+
+    Modes are set on each module, past ``train()`` and ``eval()`` of the user's, which may do more than that.
+    """
+    modules = [*model.modules()]
+    modes = [module.training for module in modules]
+    of_torch, outside = Generators(modules), OutsideTorch()
+    states = of_torch.states()
+    try:
+        with _buffers_of_rank_zero(model):
+            for module in modules:
+                module.training = False
+            yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+        of_torch.put_back(states)
+        outside.put_back()
+
+
+@contextlib.contextmanager
+def _buffers_of_rank_zero(model: nn.Module) -> Iterator[None]:
+    """Give all ranks the buffers of the first one inside, as DistributedDataParallel does before a forward pass.
+
+    In training each rank's BatchNorm gathers statistics of its own samples.
+    """
+    buffers: Iterable[Any] = model.buffers() if _is_distributed() else ()
+    kept = [(buffer, buffer.clone()) for buffer in buffers]
+    for buffer, _ in kept:
+        dist.broadcast(buffer, 0)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -1,0 +1,108 @@
+"""Compute |wᵀ M|² of each sample at a layer, with a graph in everything that it is made of.
+
+    M = Σ_p δ_p φ_pᵀ (d, m)        |wᵀ M|² = ⟨M, w wᵀ M⟩ = Σ_pp' ⟨φ_p, φ_p'⟩ ⟨wᵀ δ_p, wᵀ δ_p'⟩
+
+In plain torch, so that it can be differentiated as often as is wanted.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..contractions import Geometry, promoted
+from ..passes import normalize
+from ..passes.batch_layout import Layout
+from ..passes.recorder import Call
+
+
+@dataclass(frozen=True)
+class AtLayer:
+    """Bring a layer's call into the form that :func:`squared_norms` takes.
+
+    Attributes:
+        call: of the layer.
+        layout: where it keeps the samples.
+        samples: of the batch.
+    """
+
+    call: Call
+    layout: Layout
+    samples: int
+
+    def factors(self, weight: Tensor, module: nn.Module, used: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return w (G, d, m) and φ (n, G, m, P), a column for each position.
+
+        Args:
+            weight: of the shape that the layer keeps.
+            module: the layer.
+            used: which loss terms are not ignored, (terms,), where both are to be rescaled by the deviations of the
+                input's channels; or None.
+        """
+        kind, inputs = self.call.kind, promoted(self.call.inputs)
+        matrix = promoted(kind.as_matrix(weight)).unflatten(0, (kind.groups, -1))
+        if used is not None:
+            scale = self._deviations(inputs, used)
+            matrix = matrix * normalize.of_columns(module, scale).to(matrix.dtype)
+            inputs = normalize.divided(inputs, scale, kind.class_dim)
+        padded = self.layout.samples_first(kind.pad(inputs, self.call.output), self.samples)
+        return matrix, _joined([columns(part, kind.geometry) for part in kind.in_common_form(padded)], 3)
+
+    def deltas(self, gradient: Tensor) -> Tensor:
+        """Return a gradient in the layer's output as δ (n, G, P, d)."""
+        kind = self.call.kind
+        parts = kind.in_common_form(self.layout.samples_first(gradient, self.samples))
+        return _joined([kind.geometry.rows(part) for part in parts], 2)
+
+    def _deviations(self, inputs: Tensor, used: Tensor) -> Tensor:
+        kind = self.call.kind
+        rows = self.layout.samples_first(inputs, self.samples)
+        rows = rows.movedim(2, -1) if kind.class_dim == 1 else rows
+        rows = rows.reshape(self.samples, -1, rows.shape[-1])
+        mask = normalize.rows_used(used.view(self.samples, -1), rows.shape[1], kind.pointwise)
+        eps = torch.finfo(self.call.inputs.dtype).eps
+        return normalize.differentiable_scale(rows.flatten(0, 1), mask.flatten(), eps)
+
+
+def squared_norms(weight: Tensor, columns: Tensor, deltas: Tensor) -> Tensor:
+    """Return |wᵀ M|² of each sample, summed over groups, (n,).
+
+    Args:
+        weight: w, (G, d, m).
+        columns: φ, (n, G, m, P).
+        deltas: δ, (n, G, P, d).
+    """
+    groups, d, m = weight.shape
+    if groups == 1:  # products with w are then one of matrices, for all samples together
+        weight, columns, deltas = weight.squeeze(0), columns.squeeze(1), deltas.squeeze(1)
+    positions, rank = deltas.shape[-2], min(d, m)
+    if positions == 1:
+        return _summed(columns.square().sum(dim=-2) * (deltas @ weight).square().sum(dim=-1))
+    if positions**2 * (d + m) + rank * d * positions < positions * d * m + rank * d * m:
+        left, right = (deltas @ weight,) * 2 if m <= d else (deltas, deltas @ (weight @ weight.mT))
+        return _summed((columns.mT @ columns) * (left @ right.mT))
+    gradients = columns @ deltas  # Mᵀ: so that the gradient in the columns comes in their own order
+    if m < d:
+        return _summed((gradients @ weight).square())
+    return _summed(gradients * (gradients @ (weight @ weight.mT)))
+
+
+def columns(inputs: Tensor, geometry: Geometry) -> Tensor:
+    """Return the patches of padded inputs, as :meth:`.Geometry.patches` does, as columns (n, G, m, P).
+
+    Those of images come by torch's own function, which is faster in both directions.
+    """
+    if geometry.kernel_elements == 1 or geometry.kernel[0] > 1 or inputs.shape[2] > 1:
+        return geometry.patches(inputs).mT
+    found = F.unfold(inputs.squeeze(2), geometry.kernel[1:], dilation=geometry.dilation[1:], stride=geometry.stride[1:])
+    grouped: Tensor = found.unflatten(1, (geometry.groups, -1))
+    return grouped
+
+
+def _summed(values: Tensor) -> Tensor:
+    return values.flatten(1).sum(dim=1)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)

@@ -1,0 +1,110 @@
+"""Keep a layer's call in the user's own forward pass: its input, its weight, and where its output is.
+
+Hooks on the model say when a forward pass begins and ends, so that what activation checkpointing computes again in a
+backward pass is not kept.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils import parametrize
+
+from ..model import data, layers
+from ..model.calling import version
+from ..passes.recorder import Call, with_own_history
+from ..session import untraced
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def not_compiled(hook: _Hook) -> _Hook:
+    """Return a hook that torch.compile does not look into."""
+    return untraced(hook)  # type: ignore[no-any-return]
+
+
+class Watched:
+    """Hook a model and one of its layers, and keep the layer's calls of the model's last forward pass with a graph.
+
+    A copy of it, as of a model that is copied with its hooks, keeps nothing.
+
+    Args:
+        model: the user's own module, without wrappers.
+        layer: a part of it, or itself.
+
+    Attributes:
+        calls: of the layer, whose inputs have their graph.
+        weight: the effective one of the last call, of the shape that the layer keeps.
+        samples: of the batch, -1 if that is not known.
+    """
+
+    def __init__(self, model: nn.Module, layer: nn.Module) -> None:
+        self._make(in_use=True)
+        # A layer may be the model itself: its call is kept between the model's first hook and its last.
+        self._handles += [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            layer.register_forward_hook(self._keep, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+        if parametrize.is_parametrized(layer):  # its weight is made anew whenever it is asked for
+            self._handles.append(layer.register_forward_pre_hook(self._enter))
+            self._handles.append(layer.register_forward_hook(self._leave, always_call=True))
+
+    def _make(self, *, in_use: bool) -> None:
+        self.calls: list[Call] = []
+        self.weight: Tensor | None = None
+        self.samples, self._running, self._in_use = -1, False, in_use
+        self._handles: list[Any] = []
+        self._cached = contextlib.ExitStack()
+
+    def __reduce__(self) -> Any:
+        return _unused, ()
+
+    def remove(self) -> None:
+        """Take the hooks away and forget the calls."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.calls, self.weight = [], None
+
+    @not_compiled
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forget()
+        self._running = self._in_use and torch.is_grad_enabled()
+        self.samples = data.size((args, kwargs))
+
+    @not_compiled
+    def _end(self, *_: Any) -> None:
+        self._running = False
+
+    @not_compiled
+    def _enter(self, *_: Any) -> None:
+        self._cached.enter_context(parametrize.cached())
+
+    @not_compiled
+    def _leave(self, *_: Any) -> None:
+        self._cached.close()
+
+    @not_compiled
+    def _keep(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
+        kind = layers.kind_of(layer)
+        inputs = kind.inputs_of(args, kwargs) if self._running else None
+        if inputs is None or not isinstance(output, Tensor) or not output.requires_grad:
+            return None
+        own = with_own_history(output)
+        shape = torch.empty_like(own, device="meta", requires_grad=False)
+        self.weight = layer.weight
+        self.calls.append(Call(inputs, version(inputs), get_gradient_edge(own), None, shape, kind))
+        return None if own is output else own
+
+
+def _unused() -> Watched:
+    """Return one for the hooks of a copy."""
+    made = Watched.__new__(Watched)
+    made._make(in_use=False)
+    return made

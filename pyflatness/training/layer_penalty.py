@@ -1,0 +1,264 @@
+"""Give an estimate of the relative flatness of any layer as a term of a training loss.
+
+    κ = (1/n) Σ_i Σ_c |wᵀ M_i^(c)|²,    M_i^(c) = Σ_p δ_ip^(c) φ_ipᵀ
+
+is the layer's relative flatness in the GGN of the loss, with δ^(c) what arrives at the layer of column c of the loss's
+square-root factor S_i (see :mod:`.sweep`). In place of the columns one cotangent v_i = S_i r_i with independent random
+signs r_i goes backward: the mean over signs is κ. That backward pass is made with a graph, so that the gradient of the
+estimate is an unbiased estimate of the gradient of κ.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from .. import losses
+from ..contractions import full_precision, promoted, promoted_dtype
+from ..errors import InputError, NotYetError
+from ..messages import check_tensor, second_derivatives, shown
+from ..model import checks, kinds, layers, selectors
+from ..model.calling import one_tensor, version
+from ..options import Options, check_draws
+from ..passes import linearity
+from ..passes.batch_layout import Layout, mixed
+from ..passes.dry_run import layouts_of, narrow
+from ..passes.recorder import Call, Recorder
+from .at_layer import AtLayer, squared_norms
+from .layer_call import Watched, not_compiled
+from .loss_terms import LossTerms
+
+
+class FlatnessPenalty:
+    """Represent the relative flatness of one layer as a term of a training loss, estimated by random cotangents.
+
+    It hooks the layer, and when it is called with the outputs of the forward pass that the user made, it returns
+
+        κ̂ = (1/n) Σ_i |wᵀ M_i|²,   M_i = Σ_p δ_ip φ_ipᵀ
+
+    with φ the layer's inputs at its positions p (pixels, tokens), w its weight (d, m), and δ what arrives at the
+    layer's outputs of a random cotangent v_i of the model's outputs, E v_i v_iᵀ = ∂²ℓ_i/∂f_i². Its expectation is the
+    relative flatness κ of the layer on the batch (Petzka et al. 2021, Definition 3) in the generalised Gauss-Newton
+    matrix, which is the Hessian where the model is piecewise linear behind the layer (ReLU, max-pooling, no smooth
+    activations). It is never negative. Its gradient, by double backward, is an unbiased estimate of the gradient of κ
+    in all parameters.
+
+    With BatchNorm in training mode a sample's outputs depend on the batch. The value then is the curvature where the
+    weight is varied for one sample at a time, and the batch's statistics with it; this differs from the curvature with
+    these statistics held fixed by terms of order 1/n. The gradient goes through the statistics as the loss's does.
+
+    Signs are drawn from torch's global generator of the outputs' device, as dropout does it, unless ``generator`` is
+    given.
+
+    Args:
+        model: trained by the user; ``DistributedDataParallel`` and ``torch.compile`` are looked through.
+        layer: name, pattern or module of a layer that the forward pass calls once: linear, (transposed) convolutions,
+            bilinear, transformers' ``Conv1D``.
+        loss: ``nn.CrossEntropyLoss``, ``nn.MSELoss`` or ``nn.BCEWithLogitsLoss`` with their options, the ``F`` function
+            or its name. Another scale of the loss is one of the penalty.
+        probes: random cotangents of a call, each with a backward pass of its own; the variance falls as 1/probes.
+        normalize: ``"std"`` for the measure of Theorem 4, of φ_j / σ_j and w_j σ_j with the deviations σ_j of the
+            layer's input channels over the batch, which are differentiated too.
+        generator: for the signs, on the device of the outputs.
+
+    Raises:
+        InputError: a layer that does not exist or has no weight matrix, a model or option that does not fit.
+        NotYetError: a loss without differentiable factors; a layer of another kind.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> from torch import nn
+        >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+        >>> loss, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> x, y = torch.randn(8, 1, 8, 8), torch.arange(8) % 3
+        >>> with pf.FlatnessPenalty(net, "0", loss) as penalty:
+        ...     outputs = net(x)
+        ...     total = loss(outputs, y) + 0.1 * penalty(outputs, y)
+        ...     total.backward()
+        ...     optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layer: str | nn.Module,
+        loss: Any = "cross_entropy",
+        probes: int = 1,
+        *,
+        normalize: str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(f"model: a torch.nn.Module is wanted, got {type(model).__name__}")
+        if isinstance(model, nn.DataParallel):
+            raise InputError("model: nn.DataParallel copies its layers at every call; use DistributedDataParallel")
+        if isinstance(model, nn.parallel.DistributedDataParallel) and model.static_graph:
+            raise InputError(
+                "model: DistributedDataParallel(static_graph=True) counts one backward pass a step, and a penalty "
+                "makes another in it; leave static_graph out"
+            )
+        self._normalize = Options(normalize=normalize).normalize
+        self._probes = check_draws("probes", probes, 1)
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise InputError(f"generator: a torch.Generator is wanted, got {shown(generator)}")
+        self._generator = generator
+        resolved = losses.resolve(loss)
+        if isinstance(resolved, losses.CustomLoss):
+            raise NotYetError(
+                f"loss={shown(loss)} has no sampled factors that can be differentiated: pass nn.CrossEntropyLoss, "
+                "nn.MSELoss or nn.BCEWithLogitsLoss with its options"
+            )
+        assert isinstance(resolved, losses.Sampled)
+        self._loss = resolved
+        self._model = layers.unwrap(model)
+        checks.check_kinds([*self._model.named_modules()])
+        self._name = selectors.one(self._model, layer)
+        self._module = selectors.select(self._model, layer).modules[self._name]
+        _check_kind(self._name, self._module)
+        self._layout: Layout | None = None
+        self._is_new = True
+        self._watched = Watched(self._model, self._module)
+
+    @not_compiled
+    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return an estimate of κ for the batch that the model was called on last, with its graph.
+
+        Args:
+            outputs: what the model returned, or what the loss takes of it (logits that were cut or transposed).
+            targets: what the loss takes.
+
+        Returns:
+            A tensor without dimensions, in the outputs' dtype, of half precision in float32.
+
+        Raises:
+            InputError: the layer did not run, ran more than once, is frozen or has no part in the outputs; outputs or
+                targets do not fit; an operation behind the layer has no second derivative.
+        """
+        outputs = check_tensor("outputs", one_tensor(outputs))
+        terms = LossTerms.of(outputs, check_tensor("targets", targets), self._loss)
+        call, weight = self._call(outputs)
+        with torch.enable_grad(), full_precision(outputs):
+            at_layer = AtLayer(call, self._laid_out(call, outputs), self._samples(outputs))
+            w, phi = at_layer.factors(weight, self._module, terms.used if self._normalize else None)
+            values = []
+            for _ in range(self._probes):
+                size, cotangent = terms.cotangent(self._signs)
+                delta = at_layer.deltas(self._sent(outputs, call, cotangent))
+                values.append(size**2 * squared_norms(w, phi, delta).sum())
+            value = (torch.stack(values).mean() / terms.normaliser).to(promoted_dtype(outputs.dtype))
+        if self._is_new:
+            self._check_twice_differentiable(value, weight)
+            self._is_new = False
+        return value
+
+    def remove(self) -> None:
+        """Take the hooks off the model; the penalty cannot be called any more."""
+        self._watched.remove()
+
+    def __enter__(self) -> "FlatnessPenalty":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def _signs(self, like: Tensor) -> Tensor:
+        """Return ±1 of the shape, dtype and device of a tensor."""
+        return torch.empty_like(like).bernoulli_(0.5, generator=self._generator).mul_(2).sub_(1)
+
+    def _call(self, outputs: Tensor) -> tuple[Call, Tensor]:
+        """Return the layer's only call in the last forward pass, and its weight then."""
+        calls, weight, name = self._watched.calls, self._watched.weight, f"layer {self._name!r}"
+        if not any(parameter.requires_grad for parameter in self._weights()):
+            raise InputError(f"{name} is frozen: its weight does not require a gradient; choose another layer")
+        if not outputs.requires_grad:
+            raise InputError(
+                "outputs: they have no graph (detached, or of a forward pass under torch.no_grad()); pass them as the "
+                "model returned them in training"
+            )
+        if not calls or weight is None:
+            raise InputError(
+                f"{name} did not run in a forward pass with gradients since the penalty was made or removed: call the "
+                "model itself, and then the penalty (hooks do not run where a part of the model is called, or in code "
+                "that torch.compile made before)"
+            )
+        if len(calls) > 1:
+            raise InputError(
+                f"{name} ran {len(calls)} times in the forward pass, and FlatnessPenalty is for one call; choose "
+                "another layer"
+            )
+        if version(calls[0].inputs) != calls[0].version:
+            raise InputError(f"{name}: its input was modified in place after it ran; leave that input as it is")
+        layers.check_dtype(f"{name}: weight", weight.dtype)
+        return calls[0], weight
+
+    def _weights(self) -> list[Tensor]:
+        """Return the layer's parameters but for its bias."""
+        return [parameter for name, parameter in self._module.named_parameters() if name != "bias"]
+
+    def _samples(self, outputs: Tensor) -> int:
+        """Return the samples of the batch: those of the model's input, which outputs may have flattened."""
+        samples = self._watched.samples
+        return samples if samples > 0 and len(outputs) % samples == 0 else len(outputs)
+
+    def _laid_out(self, call: Call, outputs: Tensor) -> Layout:
+        """Return where the layer keeps the samples, found at the first batch with more than one."""
+        samples = self._samples(outputs)
+        if self._layout is None and samples > 1:
+            self._layout = Layout() if _couples_samples(self._model) else self._found(call, outputs, samples)
+        layout = self._layout or Layout()
+        if not layout.fits(call.output, samples):
+            raise InputError(
+                f"layer {self._name!r}: its output {tuple(call.output.shape)} does not have the {samples} samples of "
+                f"the batch in dimension {layout.dim}"
+            )
+        return layout
+
+    def _found(self, call: Call, outputs: Tensor, samples: int) -> Layout:
+        recorder = Recorder({self._name: self._module})
+        recorder.calls[self._name] = [call]
+        layouts = layouts_of(recorder, samples)
+        if not layouts[self._name]:
+            raise mixed(self._name, call.output.shape, samples)
+        return narrow(outputs, linearity.users_of(outputs), recorder, layouts, samples)[self._name][0]
+
+    def _sent(self, outputs: Tensor, call: Call, cotangent: Tensor) -> Tensor:
+        """Return what arrives of a cotangent of the outputs at those of the layer, with its graph."""
+        (found,) = torch.autograd.grad(outputs, call.edge, cotangent, create_graph=True, allow_unused=True)
+        if found is None:
+            raise InputError(
+                f"layer {self._name!r}: the outputs do not depend on its output in the model's last forward pass; pass "
+                "the outputs of that pass, before the next one is made"
+            )
+        return promoted(found)
+
+    def _check_twice_differentiable(self, value: Tensor, weight: Tensor) -> None:
+        """Raise in the first call, and not in the user's backward pass, if that would fail."""
+        with second_derivatives(
+            f"layer {self._name!r}: an operation behind it has no second derivative",
+            "run attention by torch's own operations (with torch.nn.attention.sdpa_kernel(SDPBackend.MATH)), leave "
+            "what is behind the layer out of torch.compile, or choose a layer behind that operation",
+        ):
+            torch.autograd.grad(value, weight, retain_graph=True, allow_unused=True)
+
+
+def _check_kind(name: str, module: nn.Module) -> None:
+    """Raise for what has a weight matrix and is not called on one tensor that it multiplies."""
+    kind = kinds.find(module)
+    if isinstance(module, kinds.Use) or kind is None or kind.tokens or isinstance(kind, kinds.Scale):
+        what = "a weight that no module calls" if isinstance(module, kinds.Use) else f"a {type(module).__name__}"
+        raise NotYetError(
+            f"layer {name!r} is {what}; FlatnessPenalty takes linear, bilinear, convolutional and transposed "
+            "convolutional layers"
+        )
+
+
+def _couples_samples(model: nn.Module) -> bool:
+    """Return whether a BatchNorm normalises by the batch, so that every sample's output depends on all of them."""
+    return any(
+        isinstance(module, _NormBase)
+        and not isinstance(module, _InstanceNorm)
+        and (module.training or module.running_mean is None)
+        for module in model.modules()
+    )

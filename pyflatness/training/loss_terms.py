@@ -1,0 +1,65 @@
+"""Draw a random cotangent of a batch's outputs that is differentiable in them.
+
+    v = Σ_c r_c s_·c,    r_c = ±1 at random,    E v vᵀ = ∂²ℓ/∂f²
+
+The signs of all columns of all loss terms are independent, so that the mean over them has no cross terms.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import losses
+from ..contractions import promoted
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Hold a batch's loss terms and its outputs, with their graph.
+
+    Attributes:
+        normaliser: what a sum over the terms is divided by, a tensor without dimensions or 1.
+        used: (terms,), whether the loss does not ignore each.
+    """
+
+    normaliser: Tensor | float
+    used: Tensor
+    _outputs: Tensor
+    _rows: losses.Rows
+    _loss: losses.Sampled
+
+    @classmethod
+    def of(cls, outputs: Tensor, targets: Tensor, loss: losses.Sampled) -> "LossTerms":
+        """Return the terms of outputs (n, C, …), or (n,).
+
+        Raises:
+            InputError: targets or outputs that do not fit the loss.
+        """
+        rows = losses.rows(outputs, targets, loss)
+        normaliser = rows.terms.weights.sum() if loss.reduction == "mean" else 1.0
+        used = torch.ones_like(rows.terms.scale, dtype=torch.bool) if rows.terms.used is None else rows.terms.used
+        return cls(normaliser, used, outputs, rows, loss)
+
+    def cotangent(self, signs: Callable[[Tensor], Tensor]) -> tuple[Tensor | float, Tensor]:
+        """Return a number and a cotangent of the outputs' shape and dtype, whose product is v.
+
+        Args:
+            signs: returns ±1 of the shape, dtype and device of a tensor.
+        """
+        rows, terms = promoted(self._rows.of(self._outputs)), self._rows.terms
+        counted = (terms.scale != 0).unsqueeze(1)
+        whole = bool(counted.all())
+        rows = rows if whole else torch.where(counted, rows, 0.0)  # NaN in an ignored row goes nowhere
+        mixed = self._loss.sampled(rows, terms, signs(rows.detach()))
+        mixed = mixed if whole else torch.where(counted, mixed, 0.0)
+        size: Tensor | float = 1.0
+        if self._outputs.dtype is torch.float16:  # the small ones would underflow on their way
+            size = mixed.detach().abs().amax().clamp_min(torch.finfo(mixed.dtype).tiny)
+        return size, self._shaped(mixed / size).to(self._outputs.dtype)
+
+    def _shaped(self, rows: Tensor) -> Tensor:
+        if self._outputs.ndim == 1:
+            return rows.view_as(self._outputs)
+        return rows.view(self._outputs.movedim(self._rows.dim, -1).shape).movedim(-1, self._rows.dim)

@@ -1,0 +1,199 @@
+"""The callback for the Trainer of transformers: what it measures, logs and keeps, and that training does not notice."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pyflatness as pf
+from support import trainings
+from support.trainings import rows
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+FlatnessCallback = pytest.importorskip("pyflatness.integrations.transformers").FlatnessCallback
+
+WORDS, LABELS, LENGTH = 20, 3, 5
+
+
+def texts(samples, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, WORDS, (samples, LENGTH), generator=generator)
+    return [{"input_ids": row, "labels": row[0] % LABELS} for row in tokens]
+
+
+def classifier():
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(vocab_size=WORDS, num_labels=LABELS, max_position_embeddings=LENGTH, **sizes)
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(config)
+
+
+def trainer_of(folder, model=None, trainer=transformers.Trainer, **options):
+    given = {name: options.pop(name) for name in ("compute_loss_func", "eval_dataset") if name in options}
+    few = {
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 0.01,
+        "seed": 1,
+        "logging_steps": 1,
+    }
+    quiet = {"report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+    arguments = transformers.TrainingArguments(str(folder), **{**few, **quiet, **options})
+    given = {"eval_dataset": texts(6, 2), **given}
+    return trainer(model or classifier(), arguments, train_dataset=texts(14, 1), **given)
+
+
+def trained(folder, *callbacks, **options):
+    """Train, and return the trainer, and all that the training depends on as it is afterwards."""
+    trainer = trainer_of(folder, **options)
+    made = [trainer.add_callback(callback := FlatnessCallback(trainer, **each)) or callback for each in callbacks]
+    trainer.train()
+    state, loader = trainer.accelerator.gradient_state, trainer.callback_handler.train_dataloader
+    parameters = [*trainer.model.parameters()]
+    found = {
+        "weights": [parameter.tolist() for parameter in parameters],
+        "grads": [None if parameter.grad is None else parameter.grad.tolist() for parameter in parameters],
+        "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
+        "eval_losses": [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row],
+        "optimizer": str(trainer.optimizer.state_dict()["state"]),
+        "being read": [each is loader for each in state.dataloader_references].count(True),
+        "modes": [module.training for module in trainer.model.modules()],
+        "random": trainings.random_states(),
+    }
+    return trainer, found, made
+
+
+CALLBACKS = {
+    "val": {"layers": "classifier"},
+    "train, sampled": {"data": "train", "probes": 2, "curvature": "ggn"},
+    "train, some batches": {"data": "train", "limit_batches": 2, "layers": "classifier", "normalize": "std"},
+}
+TRAININGS = {
+    "plain": {"eval_strategy": "epoch"},
+    "accumulation, clipping": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
+    "checkpointing": {"gradient_checkpointing": True},
+    "workers": {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "eval_strategy": "epoch"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("options", TRAININGS.values(), ids=TRAININGS)
+def test_a_training_is_what_it_is_without_the_callback(tmp_path, options):
+    _, expected, _ = trained(tmp_path, **options)
+    named = [{**each, "name": name} for name, each in CALLBACKS.items()]
+    _, found, callbacks = trained(tmp_path, *named, **options)
+    assert found == expected
+    assert all({row["epoch"] for row in rows(callback)} == {1, 2} for callback in callbacks)
+
+
+def test_losses_that_are_logged_by_epoch_are_logged(tmp_path):
+    _, expected, _ = trained(tmp_path, logging_strategy="epoch")
+    _, found, _ = trained(tmp_path, {"layers": "classifier"}, logging_strategy="epoch")
+    assert len(found["losses"]) == 2
+    assert found == expected
+
+
+def test_values_are_those_of_the_model_at_that_time(tmp_path):
+    options = {"layers": "classifier", "measures": ["relative_flatness", "trace"]}
+    trainer, _, (callback,) = trained(tmp_path, {**options, "strict": True})
+    report = pf.measure(trainer.model.eval(), "auto", trainer.get_eval_dataloader(), **options)
+    last = {(row["measure"], row["layer"]): row["value"] for row in rows(callback) if row["epoch"] == 2}
+    values = report.by_measure()
+    assert last == {(name, layer): held.value for name in values for layer, held in values[name].items()}
+
+
+def test_values_go_to_the_log_history_and_tensorboard(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("tensorboard")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    trainer, _, (callback,) = trained(tmp_path, {"layers": "classifier"}, report_to="tensorboard")
+    logged = [row for row in trainer.state.log_history if "flatness/seconds" in row]
+    values = [row["value"] for row in rows(callback) if row["layer"]]
+    assert [row["flatness/relative_flatness/classifier"] for row in logged] == values
+    assert [(row["epoch"], row["step"]) for row in logged] == [(1.0, 4), (2.0, 8)]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "board")).Reload()
+    scalars = events.Scalars("train/flatness/relative_flatness/classifier")
+    assert [scalar.value for scalar in scalars] == pytest.approx(values)
+    assert "flatness: measured in" in capsys.readouterr().out
+
+
+def test_a_resumed_training_measures_the_same_epochs(tmp_path):
+    epochs = {"num_train_epochs": 4, "save_strategy": "epoch"}
+    *_, (whole,) = trained(tmp_path, {"layers": "classifier", "every_n_epochs": 2}, **epochs)
+    trainer = trainer_of(tmp_path, **epochs)
+    callback = FlatnessCallback(trainer, layers="classifier", every_n_epochs=2)
+    trainer.add_callback(callback)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+    assert [row["epoch"] for row in rows(whole) if row["layer"]] == [2, 4]
+    assert [*callback.history] == [*whole.history][1:]
+
+
+def test_precision_of_the_training(tmp_path):
+    exact = trained(tmp_path, {"layers": "classifier"}, learning_rate=0.0)[2][0]
+    half = trained(tmp_path, {"layers": "classifier", "strict": True}, learning_rate=0.0, bf16=True)[2][0]
+    values = [[row["value"] for row in rows(callback)] for callback in (exact, half)]
+    assert values[1] == pytest.approx(values[0], rel=5e-2)
+
+
+def test_a_training_that_is_cut_short_is_measured_at_its_end(tmp_path):
+    *_, (callback,) = trained(tmp_path, {"layers": "classifier"}, max_steps=6)
+    assert [(row["epoch"], row["step"]) for row in rows(callback) if row["layer"]] == [(1, 4), (2, 6)]
+
+
+def test_evaluation_alone_is_not_measured(tmp_path):
+    trainer = trainer_of(tmp_path)
+    callback = FlatnessCallback(trainer)
+    trainer.add_callback(callback)
+    trainer.evaluate()
+    assert len(callback.history) == 0
+
+
+def test_what_is_not_possible_is_skipped_or_an_error(tmp_path):
+    for options, data, message in (
+        ({"eval_dataset": None}, "val", "requires an eval_dataset"),
+        ({"eval_dataset": {"a": texts(6, 2), "b": texts(6, 3)}}, "val", "several data sets .'a', 'b'."),
+        ({}, [{"input_ids": torch.ones(2, LENGTH, dtype=torch.int64)}], "labels"),
+    ):
+        with pytest.warns(RuntimeWarning, match=f"epoch 1 is not measured: .*{message}"):
+            trained(tmp_path, {"data": data}, max_steps=1, **options)
+        with pytest.raises(ValueError, match=message):
+            trained(tmp_path, {"data": data, "strict": True}, max_steps=1, **options)
+
+
+def test_deepspeed_is_refused(tmp_path):
+    class Deep(transformers.Trainer):
+        def log(self, logs, *rest):
+            self.is_deepspeed_enabled = True  # when the training goes on already
+            super().log(logs, *rest)
+
+        def evaluate(self):
+            raise AssertionError
+
+    with pytest.warns(RuntimeWarning, match="under DeepSpeed the weights"):
+        trained(tmp_path, {}, trainer=Deep, num_train_epochs=1)
+
+
+def test_a_loss_of_the_trainers_has_to_be_passed(tmp_path):
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+    for options in ({"label_smoothing_factor": 0.1}, {"compute_loss_func": lambda *args, **kwargs: None}):
+        trainer = trainer_of(tmp_path, **options)
+        with pytest.raises(pf.InputError, match="pass the one to measure by"):
+            FlatnessCallback(trainer)
+        FlatnessCallback(trainer, loss=loss)
+    *_, (callback,) = trained(tmp_path, {"loss": loss, "strict": True}, label_smoothing_factor=0.1)
+    assert callback.history
+
+
+def test_bad_arguments(tmp_path):
+    trainer = trainer_of(tmp_path)
+    for arguments, options, error, message in (
+        (["classifier"], {}, pf.InputError, "a Trainer of transformers is wanted, got str"),
+        ([trainer], {"model": "nowhere"}, pf.InputError, "has no module of that name"),
+        ([trainer], {"process_group": False}, TypeError, "no argument 'process_group'"),
+    ):
+        with pytest.raises(error, match=message):
+            FlatnessCallback(*arguments, **options)
+    copy.copy(FlatnessCallback(trainer, model="bert"))
