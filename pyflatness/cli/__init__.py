@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from .merge import merge
     from .output import checked
     from .plan import plan
+    from .report import report
     from .reproduce import reproduce
     from .score import score
     from .show import show
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     sections = {
         "Measure networks": [score, layers, plan],
-        "Read and keep a store of values": [ls, show, export, verify, merge, gc],
+        "Read and keep a store of values": [ls, show, report, export, verify, merge, gc],
         "Learn": [demo, example_zoo, measures, reproduce, doctor],
     }
     group = click.version_option(__version__, prog_name="pyflatness")(Group(sections, _HELP))

@@ -2,7 +2,6 @@
 
 import json
 import math
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ..errors import InputError
-from . import intervals, json_text, views
+from . import html, intervals, json_text, page, views
 
 if TYPE_CHECKING:
     import pandas
@@ -118,6 +117,9 @@ class Estimate(float):
             *self.notes,
         ]
         return f"Estimate({number}: {', '.join(filter(None, facts))})"
+
+    def _repr_html_(self) -> str:
+        return html.of_estimate(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the value and its facts as plain numbers, strings and lists."""
@@ -280,23 +282,38 @@ class Report:
         """
         views.write_csv(views.rows(self), path)
 
-    def plot(self, path: str | Path | None = None) -> "tuple[Figure, list[Axes]]":
+    def to_html(self, path: str | Path | None = None, *, title: str = "Flatness of a network") -> str:
+        """Return a page of the values and their profiles over the layers, as one file that loads nothing.
+
+        Args:
+            path: where the page is written too.
+            title: its heading.
+
+        Raises:
+            MissingExtraError: without Altair.
+        """
+        return page.written(html.page(self, title), path)
+
+    def plot(
+        self, path: str | Path | None = None, *, axes: "Axes | Sequence[Axes] | None" = None
+    ) -> "tuple[Figure, list[Axes]]":
         """Draw the layers' values as profiles from the first layer to the last, an axis for each measure.
 
         Args:
             path: where the figure is written too; its ending is its format.
+            axes: matplotlib's, to draw into, one for each measure; None: those of a new figure.
 
         Returns:
             Figure and axes of matplotlib, outside of pyplot.
 
         Raises:
             MissingExtraError: without matplotlib.
-            InputError: no measure has values of layers.
+            InputError: no measure has values of layers, or ``axes`` are not as many as measures that have.
         """
-        figure, axes = views.profile(self)
+        figure, drawn = views.profile(self, axes)
         if path is not None:
             figure.savefig(path)
-        return figure, axes
+        return figure, drawn
 
     def __eq__(self, other: object) -> bool:
         return _facts(self) == _facts(other) if isinstance(other, Report) else NotImplemented
@@ -309,20 +326,9 @@ class Report:
         lines = [line for measures in tables for line in ("", *self._table(measures, cell))][1:]
         omitted = f", {first.omitted} omitted" if first.omitted else ""
         samples = f"{first.samples} samples" if first.samples else "no data read"
-        notes = dict.fromkeys(
-            f"{layer or 'network'}: {note}"
-            for layer in (*self.layers, "")
-            for measure in self.measures
-            if (layer, measure) in self._estimates
-            for note in self._estimates[layer, measure].notes
-        )
-        kinds = [textwrap.fill(f"network, {what}: {names}", _WIDTH) for names, what in _by_reason(self.network_of)]
-        notes |= dict.fromkeys(kinds if len(kinds) > 1 else ())
-        left_out = [f"skipped {names}: {reason}" for names, reason in _by_reason(self.skipped)]
-        left_out += [f"without {names}: {reason}" for names, reason in _by_reason(self.why_uncovered)]
         sampled = any(estimate.stderr is not None for estimate in self._estimates.values())
         brackets = ", [95 % intervals]" if sampled else ""
-        return "\n".join([*lines, f"{samples}{omitted}, {first.backend} backend{brackets}", *notes, *left_out])
+        return "\n".join([*lines, f"{samples}{omitted}, {first.backend} backend{brackets}", *views.remarks(self)])
 
     def _side_by_side(self, cell: "_Cell") -> list[list[str]]:
         """Return the names of the measures in each table, as many to a table as there is room for."""
@@ -365,18 +371,13 @@ class Report:
 
     __repr__ = __str__
 
+    def _repr_html_(self) -> str:
+        return html.of_report(self)
+
 
 def _facts(held: Estimate | Report) -> str:
     """Return an estimate or report as text, in which NaN equals NaN."""
     return json.dumps(held.to_dict(), sort_keys=True)
-
-
-def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return what has the same reason together, as a list in words."""
-    together: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        together.setdefault(reason, []).append(name)
-    return [(", ".join(names), reason) for reason, names in together.items()]
 
 
 def _number(estimate: Estimate | None) -> str:

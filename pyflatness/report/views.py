@@ -1,6 +1,8 @@
 """Show reports as data frames and figures; pandas and matplotlib are imported when they are asked for."""
 
 import csv
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -91,25 +93,55 @@ def _figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def onto(axes: "Axes | None") -> "tuple[Figure, Axes]":
+def remarks(report: "Report") -> list[str]:
+    """Return what a reader of the values should know: the notes on them, and what was left out, with the reasons."""
+    by_measure = report.by_measure().values()
+    notes = dict.fromkeys(
+        f"{layer or 'network'}: {note}"
+        for layer in (*report.layers, "")
+        for held in by_measure
+        if layer in held
+        for note in held[layer].notes
+    )
+    left_out = [f"skipped {names}: {reason}" for names, reason in _by_reason(report.skipped)]
+    left_out += [f"without {names}: {reason}" for names, reason in _by_reason(report.why_uncovered)]
+    kinds = [textwrap.fill(f"network, {what}: {names}", 100) for names, what in _by_reason(report.network_of)]
+    return [*notes, *(kinds if len(kinds) > 1 else ()), *left_out]
+
+
+def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return what has the same reason together, as a list in words."""
+    together: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        together.setdefault(reason, []).append(name)
+    return [(", ".join(names), reason) for reason, names in together.items()]
+
+
+def onto(axes: "Axes | None", width: float = 6.0) -> "tuple[Figure, Axes]":
     """Return the axes of the user's with their figure; None: those of an empty figure."""
-    return figure() if axes is None else (cast("Figure", axes.figure), axes)
+    return figure(width) if axes is None else (cast("Figure", axes.figure), axes)
 
 
-def profile(report: "Report") -> "tuple[Figure, list[Axes]]":
+def profile(report: "Report", axes: "Axes | Sequence[Axes] | None" = None) -> "tuple[Figure, list[Axes]]":
     """See :meth:`.Report.plot`."""
     held = {measure: {layer: e for layer, e in of.items() if layer} for measure, of in report.by_measure().items()}
     drawn = {measure: of for measure, of in held.items() if of}
     if not drawn:
         raise InputError(f"report: {', '.join(report.measures)} has values of the network alone; no profile of layers")
-    whole = _figure(max(6.0, 2.5 + 0.35 * len(report.layers)), 2.5 + 2.0 * len(drawn))
-    axes = [*whole.subplots(len(drawn), sharex=True, squeeze=False)[:, 0]]
-    for axis, (measure, of) in zip(axes, drawn.items(), strict=True):
+    if axes is None:
+        whole = _figure(max(6.0, 2.5 + 0.35 * len(report.layers)), 2.5 + 2.0 * len(drawn))
+        panels = [*whole.subplots(len(drawn), sharex=True, squeeze=False)[:, 0]]
+    else:
+        panels = [*axes] if isinstance(axes, Iterable) else [axes]
+        whole = cast("Figure", panels[0].figure)
+    if len(panels) != len(drawn):
+        raise InputError(f"axes: one for each of {', '.join(drawn)} is wanted, got {len(panels)}")
+    for axis, (measure, of) in zip(panels, drawn.items(), strict=True):
         _draw(axis, [report.layers.index(layer) for layer in of], [*of.values()])
         axis.set_ylabel(measure)
-    axes[-1].set_xticks(range(len(report.layers)), report.layers, rotation=45, ha="right", rotation_mode="anchor")
-    axes[-1].set_xlabel("layer, in the model's order")
-    return whole, axes
+    panels[-1].set_xticks(range(len(report.layers)), report.layers, rotation=45, ha="right", rotation_mode="anchor")
+    panels[-1].set_xlabel("layer, in the model's order")
+    return whole, panels
 
 
 def _draw(axis: "Axes", places: list[int], values: list["Estimate"]) -> None:
