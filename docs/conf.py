@@ -27,7 +27,7 @@ autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|numpy|pandas|matplotlib|collections)\..*|Record|.*\.(Row|Density|Ray|Slurm)")
+    ("py:.*", r"(torch|numpy|pandas|matplotlib|collections)\..*|Record|.*\.(Row|Density|Quadratic|Ray|Slurm)|reset")
 ]
 python_use_unqualified_type_names = True
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

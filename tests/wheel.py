@@ -41,7 +41,8 @@ def main() -> int:
     lowest = "--python", environment, "--resolution", "lowest-direct"
     _run(sys.executable, "-m", "uv", "pip", "install", *lowest, *asked)
     python = environment / "bin" / "python"
-    module = ROOT / "tests" / "support" / "consumer.py"
+    module = shutil.copy(ROOT / "tests" / "support" / "consumer.py", FOLDER)
+    os.chdir(FOLDER)  # where the package is the wheel's
     _run(sys.executable, "-m", "mypy", "--strict", "--config-file=", "--python-executable", python, module)
     _run(sys.executable, "-m", "basedpyright", "--level", "error", "--pythonpath", python, "--project", FOLDER, module)
     return _tested(python)

@@ -11,6 +11,11 @@ from .. import __version__
 from ..errors import FlatnessError
 from ..messages import printable
 
+_HELP = """Measure how flat the loss is around trained networks.
+
+`pyflatness COMMAND --help` describes a command. Commands that print a table take --json, for programs.
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit.
@@ -19,28 +24,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: what follows the program's name; None takes the process's own.
 
     Raises:
-        SystemExit: always; with a status of 0 if all went well, and of 2 for what cannot be done.
+        SystemExit: always; with a status of 0 if all went well, and else as :data:`.group.STATUSES` has it.
     """
     from .demo import demo
     from .doctor import doctor
     from .example_zoo import example_zoo
     from .export import export
     from .gc import gc
+    from .group import Group
     from .layers import layers
     from .ls import ls
     from .measures import measures
     from .merge import merge
     from .output import checked
     from .plan import plan
+    from .report import report
     from .reproduce import reproduce
     from .score import score
     from .show import show
     from .verify import verify
 
-    commands = [demo, doctor, example_zoo, export, gc, layers, ls, measures, merge]
-    commands += [plan, reproduce, score, show, verify]
-    group = click.Group("pyflatness", help="How flat is the loss around a trained network.", commands=commands)
-    group = click.version_option(__version__, prog_name="pyflatness")(group)
+    sections = {
+        "Measure networks": [score, layers, plan],
+        "Read and keep a store of values": [ls, show, report, export, verify, merge, gc],
+        "Learn": [demo, example_zoo, measures, reproduce, doctor],
+    }
+    group = click.version_option(__version__, prog_name="pyflatness")(Group(sections, _HELP))
     try:
         with checked():
             group.main(arguments, prog_name="pyflatness")

@@ -38,7 +38,7 @@ from ..contractions import (
     layer,
     reference,
 )
-from .output import show
+from .output import json_option, show, show_json
 
 BUDGETS = {torch.float32: 1e-5, torch.float64: 1e-12}
 ROUTES = ("fused", "pairs", "rows")
@@ -70,20 +70,34 @@ class Check:
 
 
 @click.command()
-def doctor() -> None:
+@json_option
+def doctor(as_json: bool) -> None:
     """Show versions and engines, and check that they compute the right numbers.
 
     Exits with status 1 if the check fails.
     """
+    if as_json:
+        checks = self_check()
+        rows = [{**vars(check), "dtype": _name(check.dtype), "ok": check.ok} for check in checks]
+        show_json({"environment": _facts(), "checks": rows, "ok": all(check.ok for check in checks)})
+    else:
+        checks = _shown()
+    if not all(check.ok for check in checks):
+        raise SystemExit(1)
+
+
+def _shown() -> list[Check]:
+    """Print what is found as soon as it is, and return the checks."""
     show(_environment())
     if not compiled.instruction_sets():
         click.echo("Warning: there are no compiled kernels; everything runs, slower, on the reference")
     checks = self_check()
     show(_table(checks))
-    if not all(check.ok for check in checks):
+    if all(check.ok for check in checks):
+        click.echo("Self-check: all OK")
+    else:
         click.echo("Self-check FAILED: this machine computes wrong numbers; please report this table")
-        raise SystemExit(1)
-    click.echo("Self-check: all OK")
+    return checks
 
 
 def self_check(seed: int = 0) -> list[Check]:
@@ -241,6 +255,11 @@ def _table(checks: list[Check]) -> Table:
     )
     for check in checks:
         verdict = Text("OK", "green") if check.ok else Text("FAILED", "red")
-        dtype = str(check.dtype).removeprefix("torch.")
-        table.add_row(check.engine, dtype, f"{check.error:.1e}", check.route, f"{check.budget:.0e}", verdict)
+        table.add_row(
+            check.engine, _name(check.dtype), f"{check.error:.1e}", check.route, f"{check.budget:.0e}", verdict
+        )
     return table
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -19,11 +20,14 @@ def interruptible() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
+    if threading.current_thread() is not threading.main_thread():  # no other can have handlers of signals
+        yield
+        return
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     except KeyboardInterrupt:
-        click.echo("interrupted")
+        click.echo("interrupted", err=True)
         raise SystemExit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)

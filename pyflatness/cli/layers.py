@@ -14,21 +14,27 @@ from ..model.kinds import SUPPORTED
 from ..model.uses import Use
 from ..scoring import specs
 from . import spec_options
-from .output import show
+from .output import json_option, show, show_json
 
 
 @click.command()
 @spec_options.option("model", "the model", more=spec_options.NAMED_MODELS)
-def layers(model: specs.Function, model_args: dict[str, Any]) -> None:
+@json_option
+def layers(model: specs.Function, model_args: dict[str, Any], as_json: bool) -> None:
     """Show the model's layers that can be measured: name, type, weight matrix.
 
     Of parameters that no module calls, those that may turn out to be weights are among them.
     """
     network = model_layers.unwrap(specs.build_model(spec_options.bind(model, model_args, "model")))
+    found = {name: (_kind(layer), _shape(layer)) for name, layer in selectors.layers(network).items()}
+    if as_json:
+        show_json([{"name": name, "type": kind, "shape": shape} for name, (kind, shape) in found.items()])
+        return
     table = Table("name", "type", "weight matrix, d × m", box=box.SIMPLE_HEAD)
-    for name, layer in selectors.layers(network).items():
-        table.add_row(printable(name) or "(the model)", _kind(layer), _shape(layer))
-    if table.row_count == 0:
+    for name, (kind, shape) in found.items():
+        size = "open until the model runs" if shape is None else "{} × {}".format(*shape)
+        table.add_row(printable(name) or "(the model)", kind, size)
+    if not found:
         click.echo(f"{type(network).__name__} has no layer that can be measured ({SUPPORTED})")
         return
     show(table)
@@ -41,8 +47,9 @@ def _kind(layer: nn.Module) -> str:
     return holder if layer.source.of_module else f"parameter of {holder}"
 
 
-def _shape(module: nn.Module) -> str:
+def _shape(module: nn.Module) -> tuple[int, int] | None:
+    """Return (d, m); None where it is open until the model runs."""
     if any(map(nn.parameter.is_lazy, module.parameters())):
-        return "open until the model runs"
+        return None
     d, m = model_layers.matrix(module)[0].shape
-    return f"{d} × {m}"
+    return d, m

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from ..messages import printable
 from ..scoring.store import Store
-from .output import show
+from .output import json_option, show, show_json
 
 _STATES = """
 SELECT name, coalesce(sum(state = 'done'), 0) AS done, coalesce(sum(state = 'failed'), 0) AS failed,
@@ -20,12 +20,19 @@ _TIME = "SELECT coalesce(sum(seconds), 0) FROM units"
 
 @click.command()
 @click.argument("store", type=click.Path(path_type=Path))
-def ls(store: Path) -> None:
+@json_option
+def ls(store: Path, as_json: bool) -> None:
     """Show how many values of each checkpoint in STORE are done, failed and to do."""
     with Store(store) as held:
-        rows = held.select(_STATES)
-        settings = held.settings().values()
+        rows = [dict(row) for row in held.select(_STATES)]
+        settings = [
+            {"model": facts["shown"]["model"], "data": facts["shown"]["data"], "loss": facts["key"]["loss"]["name"]}
+            for facts in held.settings().values()
+        ]
         ((seconds,),) = held.select(_TIME)
+    if as_json:
+        show_json({"checkpoints": rows, "settings": settings, "seconds": seconds})
+        return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_footer=True)
     totals = {name: sum(row[name] for row in rows) for name in ("done", "failed", "todo")}
     table.add_column("checkpoint", f"{len(rows)} checkpoints")
@@ -34,8 +41,6 @@ def ls(store: Path) -> None:
     for row in rows:
         table.add_row(printable(row["name"]), *(str(row[name]) for name in totals))
     show(table)
-    for facts in settings:
-        shown = facts["shown"]
-        loss = facts["key"]["loss"]["name"]
-        click.echo(printable(f"model {shown['model'] or 'of each'}; data {shown['data']}; loss {loss}"))
+    for one in settings:
+        click.echo(printable(f"model {one['model'] or 'of each'}; data {one['data']}; loss {one['loss']}"))
     click.echo(f"{seconds:.3g} s of measuring")

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pkgutil import iter_modules
 
 import click
@@ -13,7 +13,8 @@ from rich.table import Table
 
 from .. import measures as package
 from ..measures import MEASURES, Measure
-from .output import show
+from . import choosing
+from .output import json_option, show, show_json
 
 
 @dataclass(frozen=True)
@@ -64,18 +65,32 @@ initial weights, the readings of the authors' code. `pf.representation` (the lar
 
 
 @click.command()
-@click.option("--markdown", is_flag=True, help="As the page docs/measures.md.")
-def measures(markdown: bool) -> None:
+@click.option("--help-me-choose", is_flag=True, help="Show which measure is for what instead.")
+@click.option(
+    "--markdown", is_flag=True, help="As the page docs/measures.md, or as the table in docs/which-measure.md."
+)
+@json_option
+def measures(help_me_choose: bool, markdown: bool, as_json: bool) -> None:
     """Show the measures: name, formula, source, what they are invariant to, and cost."""
-    if markdown:
-        click.echo(page(), nl=False)
-        return
+    if as_json:
+        show_json([asdict(choice) for choice in choosing.CHOICES] if help_me_choose else _facts())
+    elif markdown:
+        click.echo(choosing.markdown() if help_me_choose else page(), nl=False)
+    else:
+        show(choosing.as_table() if help_me_choose else _table())
+
+
+def _facts() -> list[dict[str, str]]:
+    return [{column.attribute: column.of(measure) for column in COLUMNS} for measure in MEASURES]
+
+
+def _table() -> Table:
     table = Table("", "", box=box.SIMPLE, show_header=False, leading=1)  # one line of all columns fits no terminal
     name, formula, *others = COLUMNS
     for measure in MEASURES:
         facts = [f"{column.title}: {column.of(measure)}" for column in others]
         table.add_row(name.of(measure), "\n".join([formula.of(measure), *facts]))
-    show(table)
+    return table
 
 
 def page() -> str:

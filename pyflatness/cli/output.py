@@ -1,10 +1,13 @@
-"""Print whole tables whatever the width, and raise an error where standard output cannot be written."""
+"""Print whole tables whatever the width, or JSON, and raise an error where standard output cannot be written."""
 
 import contextlib
 import io
+import json
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import click
 from rich.console import Console
@@ -17,13 +20,33 @@ _NARROWEST = 80  # with less room whole columns would vanish; a terminal that ha
 _WIDTH_OF_FILES = 200  # a file or pipe has no width that lines would have to be folded at
 
 
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, for programs.")
+
+
 def show(table: Table) -> None:
-    """Print a table, its text as it is, without markup; cells are folded where it is too wide, and never cut off."""
-    console = Console(markup=False, highlight=False, emoji=False)
+    """Print a table, its text as it is, without markup; cells are folded where it is too wide, and never cut off.
+
+    Colours and bold type are for terminals, and not with ``NO_COLOR`` in the environment.
+    """
+    plain = bool(os.environ.get("NO_COLOR"))  # rich would leave bold type, which is escape codes too
+    console = Console(markup=False, highlight=False, emoji=False, color_system=None if plain else "auto")
     console.width = max(console.width, _NARROWEST) if console.is_terminal else _WIDTH_OF_FILES
     for column in table.columns:
         column.overflow, column.no_wrap = "fold", False
     console.print(table)
+
+
+def show_json(facts: Any) -> None:
+    """Print dicts, lists, texts and numbers as JSON, which has no NaN and no infinity: these are null."""
+    click.echo(json.dumps(_finite(facts), indent=1, ensure_ascii=False, allow_nan=False))
+
+
+def _finite(facts: Any) -> Any:
+    if isinstance(facts, dict):
+        return {name: _finite(held) for name, held in facts.items()}
+    if isinstance(facts, (list, tuple)):
+        return [*map(_finite, facts)]
+    return None if isinstance(facts, float) and not math.isfinite(facts) else facts
 
 
 class Notes:

@@ -1,6 +1,5 @@
 """Run ``pyflatness plan``: what a measurement would take on machines that are not there."""
 
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +12,7 @@ from ..messages import duration
 from ..options import check_dtype
 from ..scoring import planned, specs
 from . import spec_options
-from .output import show
+from .output import json_option, show, show_json
 
 
 @click.command()
@@ -27,7 +26,7 @@ from .output import show
 @click.option("--layers", metavar="SELECTOR", multiple=True, help="Layers to measure; all by default.")
 @click.option("--dtype", help="Of the weights, as bfloat16; by default as the model is made.")
 @click.option("--flops-per-second", type=click.FloatRange(0, min_open=True), help="That a rank reaches, for the time.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, of bytes and whole numbers.")
+@json_option
 def plan(
     model: specs.Function,
     model_args: dict[str, Any],
@@ -69,7 +68,7 @@ def plan(
     ]
     if as_json:
         rows = [{**asdict(row), "memory": row.memory} for row in plans]
-        click.echo(json.dumps({"work": asdict(work), "plans": rows}, indent=2))
+        show_json({"work": asdict(work), "plans": rows})  # of bytes and whole numbers
         return
     click.echo(
         f"{len(work.layers)} layers with {work.layer_weights:,} of {work.parameters:,} parameters; exact values take "

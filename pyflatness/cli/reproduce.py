@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from ..messages import printable
-from .output import show
+from .output import json_option, show, show_json
 from .paths import prepare_folder, write_whole
 
 
@@ -24,8 +24,15 @@ from .paths import prepare_folder, write_whole
               help="Folder for the results; what a later run goes on from is in its subfolder work.")  # fmt: skip
 @click.option("--set", "changes", multiple=True, metavar="NAME=VALUE",
               help="Change a setting of the scale, e.g. seeds=2; may be repeated.")  # fmt: skip
+@json_option
 def reproduce(
-    name: str | None, listed: bool, scale: str, data_dir: Path | None, out: Path, changes: tuple[str, ...]
+    name: str | None,
+    listed: bool,
+    scale: str,
+    data_dir: Path | None,
+    out: Path,
+    changes: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Redo a figure of the papers on flatness.
 
@@ -36,7 +43,7 @@ def reproduce(
     from ..experiments import reproducing
 
     if listed or name is None:
-        _list(experiments.EXPERIMENTS)
+        _list(experiments.EXPERIMENTS, as_json)
         return
     experiment = experiments.named(name)
     settings = dict(_setting(change) for change in changes)
@@ -44,6 +51,11 @@ def reproduce(
     found, files = reproducing.reproduce(experiment, out / "work", scale, data_dir, settings)
     for file, content in files.items():
         write_whole(out / file, content)
+    if as_json:
+        rows = [*map(vars, found.findings)]
+        paths = [str(out / file) for file in files]
+        show_json({"findings": rows, "verdict": found.verdict, "failures": dict(found.failures), "files": paths})
+        return
     table = Table("", "here", "95 % interval", "paper", box=box.SIMPLE_HEAD)
     for item in found.findings:
         table.add_row(item.what, reproducing.number(item.value), reproducing.interval(item), item.paper)
@@ -54,7 +66,11 @@ def reproduce(
     click.echo(printable(f"{', '.join(files)} are in {out}"))
 
 
-def _list(rows: Any) -> None:
+def _list(rows: Any, as_json: bool) -> None:
+    if as_json:
+        facts = ("name", "figure", "title", "seconds", "data")
+        show_json([{fact: getattr(row, fact) for fact in facts} for row in rows])
+        return
     table = Table("name", "figure", "what", "small scale", "data at paper scale", box=box.SIMPLE_HEAD)
     for row in rows:
         table.add_row(row.name, row.figure, row.title, f"{row.seconds} s", row.data or "none")

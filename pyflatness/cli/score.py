@@ -34,7 +34,6 @@ from ..scoring.run import Run
 from ..scoring.units import Request
 from ..scoring.worker import Source
 from . import config, launched, score_csv, score_store, spec_options
-from .interruptible import interruptible
 from .paths import is_same_file, prepare_file
 
 _ALL = "all"
@@ -80,7 +79,6 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
 
 
 @click.command()
-@interruptible()
 @config.option
 @spec_options.option("model", "the model", more=spec_options.NAMED_MODELS)
 @spec_options.option(
@@ -202,7 +200,8 @@ def score(
     the same command goes on after an interruption, and one that names more checkpoints, layers or measures computes
     what is new.
 
-    Exit status: 0 if all is done, 1 if something failed, 2 for a command that cannot be done, 130 if interrupted.
+    Exit status: 0 if all is done, 1 if there are rows with errors, 2 for a command that cannot be done, 130 if
+    interrupted.
     """
     if (out is None) == (store is None):
         raise click.UsageError("pass --out FILE.csv, or --store FILE.sqlite, with which the same command goes on")

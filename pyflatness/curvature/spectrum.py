@@ -109,12 +109,15 @@ class Spectrum:
     size: int
     notes: tuple[str, ...] = ()
 
-    def plot(self, path: str | Path | None = None, *, width: float | None = None) -> "tuple[Figure, Axes]":
+    def plot(
+        self, path: str | Path | None = None, *, width: float | None = None, axes: "Axes | None" = None
+    ) -> "tuple[Figure, Axes]":
         """Draw the density with its standard error, and the eigenvalues as ticks below it.
 
         Args:
             path: where the figure is written too.
             width: of the Gaussian; None: a hundredth of the range of the eigenvalues.
+            axes: matplotlib's, to draw into; None: those of a new figure.
 
         Returns:
             Figure and axes of matplotlib, outside of pyplot.
@@ -122,7 +125,7 @@ class Spectrum:
         Raises:
             MissingExtraError: without matplotlib.
         """
-        figure, axes = views.figure()
+        figure, axes = views.onto(axes)
         values = [self.eigenvalues] if self.density is None else [self.eigenvalues, self.density.nodes.flatten()]
         low, high = (float(f(torch.cat(values))) for f in (torch.min, torch.max))
         width = width or max(high - low, 1e-12) / 100

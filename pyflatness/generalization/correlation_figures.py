@@ -69,7 +69,7 @@ def plot_correlation(
     found = correlations(table, x, y, **options)
     networks = read(table, test)
     kept, values, against = networks.kept(exclude), networks.column(x), networks.column(y)
-    figure, axes = views.figure() if axes is None else (cast("Figure", axes.get_figure()), axes)
+    figure, axes = views.onto(axes)
     if clusters is None:
         axes.plot(values[kept], against[kept], "o", color="C0", label=f"{found.points} networks")
     else:

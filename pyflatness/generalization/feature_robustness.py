@@ -99,11 +99,12 @@ class FeatureRobustness:
         lines = [f"  α = {a:g}: {intervals.shown(rise, ends)}, parabola {p:.4g}" for a, rise, ends, p in rows]
         return "\n".join([f"FeatureRobustness({facts}, {self.samples} samples, 95 % intervals:", *lines]) + ")"
 
-    def plot(self, path: str | Path | None = None) -> "tuple[Figure, Axes]":
+    def plot(self, path: str | Path | None = None, *, axes: "Axes | None" = None) -> "tuple[Figure, Axes]":
         """Draw the curve with its 95 % intervals, and the parabola.
 
         Args:
             path: where the figure is written too; its ending is its format.
+            axes: matplotlib's, to draw into; None: those of a new figure.
 
         Returns:
             Figure and axes of matplotlib, outside of pyplot.
@@ -111,7 +112,7 @@ class FeatureRobustness:
         Raises:
             MissingExtraError: without matplotlib.
         """
-        figure, axes = views.figure()
+        figure, axes = views.onto(axes)
         steps = torch.linspace(0, float(self.alphas.abs().max()), 101, dtype=torch.float64, device="cpu")
         parabola = steps.square() * self.kappa / (2 * self.features)
         axes.plot(steps.tolist(), parabola.tolist(), color="0.4", label="α² κ / 2m")

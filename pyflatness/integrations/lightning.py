@@ -112,10 +112,9 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
         """Go on with the history of a checkpoint."""
         self._watch.history = History.from_json(state_dict["history"])
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Raise before a fit begins if there is no loss, or no such model."""
-        if stage == "fit":
-            self._loss_of(pl_module, self._measured(pl_module))
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Raise before a fit begins if there is no loss, or no such model; the module has made what it makes itself."""
+        self._loss_of(pl_module, self._measured(pl_module))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to count the training's time."""

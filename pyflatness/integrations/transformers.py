@@ -10,7 +10,6 @@ from ..errors import InputError, MissingExtraError
 from ..losses import auto
 from ..model.selectors import Selector
 from ..training.history import History
-from .loaders import plain
 from .watch import Watch, check_model
 
 try:
@@ -114,7 +113,9 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
         train = kwargs["train_dataloader"]
         values = self._watch.measured(epoch, state.global_step, problem, lambda: self._batches(train))
         if values:
+            due = control.should_log  # of the training's own loss, by logging_strategy="epoch"
             self._trainer.log(values)
+            control.should_log = due
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say what the measurements have cost."""
@@ -132,4 +133,12 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
             raise InputError(f"data='val': the trainer has several data sets ({names}); pass a loader of one as data=")
         if isinstance(data, str):
             data = self._trainer.get_eval_dataloader() if data == "val" else train
-        return plain(data)
+        return _plain(data)
+
+
+def _plain(loader: Any) -> Any:
+    """Return the loader of torch's inside one of accelerate's, which gives the same batches.
+
+    Accelerate's tells gradient accumulation that it is being read, and counts its epochs.
+    """
+    return loader.base_dataloader if type(loader).__name__ == "DataLoaderShard" else loader

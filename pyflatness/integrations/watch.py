@@ -22,8 +22,8 @@ from ..model.generators import Generators, OutsideTorch
 from ..model.selectors import Selector
 from ..options import Options, check_count, check_flag
 from ..report import Report
+from ..training import loaders
 from ..training.history import History
-from . import loaders
 
 NETWORK = "network"
 _PARAMETERS = inspect.signature(measure).parameters

@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ..errors import InputError
-from . import intervals, json_text, views
+from . import html, intervals, json_text, page, views
 
 if TYPE_CHECKING:
     import pandas
@@ -115,6 +115,9 @@ class Estimate(float):
             *self.notes,
         ]
         return f"Estimate({number}: {', '.join(filter(None, facts))})"
+
+    def _repr_html_(self) -> str:
+        return html.of_estimate(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the value and its facts as plain numbers, strings and lists."""
@@ -250,11 +253,24 @@ class Report:
         """
         return views.frame(views.rows(self))
 
-    def plot(self, path: str | Path | None = None) -> "tuple[Figure, Axes]":
+    def to_html(self, path: str | Path | None = None, *, title: str = "Flatness of a network") -> str:
+        """Return a page of the values and their profiles over the layers, as one file that loads nothing.
+
+        Args:
+            path: where the page is written too.
+            title: its heading.
+
+        Raises:
+            MissingExtraError: without Altair.
+        """
+        return page.written(html.page(self, title), path)
+
+    def plot(self, path: str | Path | None = None, *, axes: "Axes | None" = None) -> "tuple[Figure, Axes]":
         """Draw the layers' values as a profile from the first to the last, a line for each measure.
 
         Args:
             path: where the figure is written too; its ending is its format.
+            axes: matplotlib's, to draw into; None: those of a new figure.
 
         Returns:
             Figure and axes of matplotlib, outside of pyplot.
@@ -263,7 +279,7 @@ class Report:
             MissingExtraError: without matplotlib.
             InputError: no measure has values of layers.
         """
-        figure, axes = views.profile(self)
+        figure, axes = views.profile(self, axes)
         if path is not None:
             figure.savefig(path)
         return figure, axes
@@ -276,18 +292,9 @@ class Report:
         lines = [line for measures in self._side_by_side() for line in ("", *self._table(measures))][1:]
         omitted = f", {first.omitted} omitted" if first.omitted else ""
         samples = f"{first.samples} samples" if first.samples else "no data read"
-        notes = dict.fromkeys(
-            f"{layer or 'network'}: {note}"
-            for layer in (*self.layers, "")
-            for measure in self.measures
-            if (layer, measure) in self._estimates
-            for note in self._estimates[layer, measure].notes
-        )
-        left_out = [f"skipped {names}: {reason}" for names, reason in _by_reason(self.skipped)]
-        left_out += [f"without {names}: {reason}" for names, reason in _by_reason(self.why_uncovered)]
         sampled = any(estimate.stderr is not None for estimate in self._estimates.values())
         brackets = ", [95 % intervals]" if sampled else ""
-        return "\n".join([*lines, f"{samples}{omitted}, {first.backend} backend{brackets}", *notes, *left_out])
+        return "\n".join([*lines, f"{samples}{omitted}, {first.backend} backend{brackets}", *views.remarks(self)])
 
     def _side_by_side(self) -> list[list[str]]:
         """Return the names of the measures in each table, as many to a table as there is room for."""
@@ -326,18 +333,13 @@ class Report:
 
     __repr__ = __str__
 
+    def _repr_html_(self) -> str:
+        return html.of_report(self)
+
 
 def _facts(held: Estimate | Report) -> str:
     """Return an estimate or report as text, in which NaN equals NaN."""
     return json.dumps(held.to_dict(), sort_keys=True)
-
-
-def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return what has the same reason together, as a list in words."""
-    together: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        together.setdefault(reason, []).append(name)
-    return [(", ".join(names), reason) for reason, names in together.items()]
 
 
 def _number(estimate: Estimate | None) -> str:

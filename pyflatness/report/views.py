@@ -1,5 +1,6 @@
 """Show reports as data frames and figures; pandas and matplotlib are imported when they are asked for."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import InputError, MissingExtraError
@@ -77,18 +78,41 @@ def _figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def onto(axes: "Axes | None") -> "tuple[Figure, Axes]":
+def remarks(report: "Report") -> list[str]:
+    """Return what a reader of the values should know: the notes on them, and what was left out, with the reasons."""
+    by_measure = report.by_measure().values()
+    notes = dict.fromkeys(
+        f"{layer or 'network'}: {note}"
+        for layer in (*report.layers, "")
+        for held in by_measure
+        if layer in held
+        for note in held[layer].notes
+    )
+    left_out = [f"skipped {names}: {reason}" for names, reason in _by_reason(report.skipped)]
+    left_out += [f"without {names}: {reason}" for names, reason in _by_reason(report.why_uncovered)]
+    return [*notes, *left_out]
+
+
+def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return what has the same reason together, as a list in words."""
+    together: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        together.setdefault(reason, []).append(name)
+    return [(", ".join(names), reason) for reason, names in together.items()]
+
+
+def onto(axes: "Axes | None", width: float = 6.0) -> "tuple[Figure, Axes]":
     """Return the axes of the user's with their figure; None: those of an empty figure."""
-    return figure() if axes is None else (cast("Figure", axes.figure), axes)
+    return figure(width) if axes is None else (cast("Figure", axes.figure), axes)
 
 
-def profile(report: "Report") -> "tuple[Figure, Axes]":
+def profile(report: "Report", axes: "Axes | None" = None) -> "tuple[Figure, Axes]":
     """See :meth:`.Report.plot`."""
     held = {measure: {layer: e for layer, e in of.items() if layer} for measure, of in report.by_measure().items()}
     drawn = {measure: of for measure, of in held.items() if of}
     if not drawn:
         raise InputError(f"report: {', '.join(report.measures)} has values of the network alone; no profile of layers")
-    figure_, axes = figure(max(6.0, 2.5 + 0.35 * len(report.layers)))
+    figure_, axes = onto(axes, max(6.0, 2.5 + 0.35 * len(report.layers)))
     places = {layer: place for place, layer in enumerate(report.layers)}
     for measure, of in drawn.items():
         x, y = [places[layer] for layer in of], [e.value for e in of.values()]

@@ -53,7 +53,7 @@ def records(store: Store, more: Mapping[str, Mapping[str, Any]] | None = None) -
             "arguments": json.dumps({"loss": key["loss"], **given}, sort_keys=True),
             "model": shown.get("model") or "",
             "data": shown.get("data") or "",
-            "setting": of_json(key)[:_DIGITS],
+            "setting": setting_hash(facts),
         }
         for checkpoint in checkpoints:
             held = store.values(setting, checkpoint["content"])
@@ -62,6 +62,11 @@ def records(store: Store, more: Mapping[str, Mapping[str, Any]] | None = None) -
             for one in filter(lambda one: is_there(one.value), held):
                 found = {**same, **asdict(row(checkpoint["name"], one.value, fit)), "versions": one.versions}
                 yield {name: found[name] for name in COLUMNS} | columns
+
+
+def setting_hash(facts: Mapping[str, Any]) -> str:
+    """Return what rows of a setting have in common, by content."""
+    return of_json(facts["key"])[:_DIGITS]
 
 
 def _renamed(columns: Mapping[str, Any]) -> Record:

@@ -1,8 +1,9 @@
 """Hold the scores of many models, as a call of :func:`pyflatness.score` returns them."""
 
 import difflib
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -10,12 +11,20 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import InputError, MissingExtraError
+from ..generalization.correlation_figures import plot_correlation
 from ..messages import printable
 from ..report import intervals
+from ..report.page import tables, written
+from ..training.history import History
+from . import page
 from .rows import Row
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_SHOWN = 200  # values that a notebook's cell shows
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,6 +67,10 @@ class Scores:
         near = difflib.get_close_matches(checkpoint, names) or names
         raise InputError(f"scores: no row of {key!r}; there are {', '.join(near[:5])}")
 
+    def columns(self) -> dict[str, list[Any]]:
+        """Return the rows as columns by name, as :func:`pyflatness.correlations` takes them."""
+        return {entry.name: [getattr(row, entry.name) for row in self.rows] for entry in fields(Row)}
+
     @property
     def errors(self) -> dict[str, str]:
         """Return the models of which something could not be measured, each with its first error."""
@@ -75,6 +88,68 @@ class Scores:
             raise MissingExtraError("a data frame needs pandas: pip install 'pyflatness[frame]'") from None
         return pandas.DataFrame([asdict(row) for row in self.rows])
 
+    def to_html(
+        self,
+        path: str | Path | None = None,
+        *,
+        title: str = "Scores",
+        against: str | None = None,
+        test: Any = None,
+        exclude: Collection[str] = (),
+        interval: str = "bootstrap",
+        histories: Mapping[str, History] | None = None,
+    ) -> str:
+        """Return a page of all values, with charts and correlations, as one file that loads nothing.
+
+        Args:
+            path: where the page is written too.
+            title: its heading.
+            against: the column that measures are held against, such as ``"loss"``; None: ``"gap"`` if there is
+                ``test``, else the loss.
+            test: scores of the same models on test data, or a table as for :func:`pyflatness.correlations`: ``gap`` is
+                their loss less that of these.
+            exclude: names of models that do not count in the correlations, and are drawn hollow.
+            interval: ``"bootstrap"``, or ``"fisher"``, which takes less time for many models.
+            histories: of trainings, by the names that they are shown under.
+
+        Raises:
+            InputError: no rows, no such column, no such model, or a model that is not in ``test``.
+            MissingExtraError: without Altair.
+        """
+        other = test.columns() if isinstance(test, Scores) else test
+        choices = page.Choices(against, other, exclude, interval, histories or {})
+        return written(page.page(title, [page.Part("", [asdict(row) for row in self.rows])], choices), path)
+
+    def plot(
+        self,
+        x: str,
+        y: str = "loss",
+        *,
+        test: "Scores | None" = None,
+        exclude: Collection[str] = (),
+        path: str | Path | None = None,
+        axes: "Axes | None" = None,
+    ) -> "tuple[Figure, Axes]":
+        """Draw a measure against the loss or the generalisation gap; see :func:`pyflatness.plot_correlation`.
+
+        Args:
+            x: a measure; of one with values of several layers ``"trace network"``, or ``"trace"`` and a layer's name.
+            y: ``"loss"``, ``"accuracy"``, ``"gap"`` with ``test``, or another measure.
+            test: scores of the same models on test data.
+            exclude: names of models that do not count, and are drawn hollow.
+            path: where the figure is written too; its ending is its format.
+            axes: matplotlib's, to draw into; None: those of a new figure.
+
+        Returns:
+            Figure and axes of matplotlib, outside of pyplot.
+
+        Raises:
+            InputError: no such column or model, or a model that counts and has no value.
+            MissingExtraError: without matplotlib.
+        """
+        other = None if test is None else test.columns()
+        return plot_correlation(self.columns(), x, y, test=other, exclude=exclude, path=path, axes=axes)
+
     def __str__(self) -> str:
         console = Console(width=200, markup=False, highlight=False, emoji=False, color_system=None)
         with console.capture() as capture:
@@ -82,6 +157,12 @@ class Scores:
         return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        records = [asdict(row) for row in self.rows]
+        shown = tables.values(records[:_SHOWN], "Scores", ("loss", "accuracy"))
+        more = [f"and {len(records) - _SHOWN} more values"] if len(records) > _SHOWN else []
+        return tables.fragment(shown, [tables.LEGEND, *more])
 
 
 def table(rows: tuple[Row, ...] | list[Row], names: list[str] | None = None) -> Table:

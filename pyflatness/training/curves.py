@@ -42,15 +42,15 @@ def draw(
         if len(drawn) != len(wanted):
             raise InputError(f"axes: {len(drawn)} for {len(wanted)} measures ({', '.join(wanted)}); pass one for each")
         figure = cast("Figure", drawn[0].get_figure())
-    along, places = _places(records, x)
+    along, where = places(records, x)
     colours = _colours([layer for layer in known if layer])
     for name, panel in zip(wanted, drawn, strict=True):
         if name in held:
-            _draw_measure(panel, records, places, name, chosen, colours)
+            _draw_measure(panel, records, where, name, chosen, colours)
         else:
             points = [
                 (place, record.numbers[name])
-                for place, record in zip(places, records, strict=True)
+                for place, record in zip(where, records, strict=True)
                 if name in record.numbers
             ]
             panel.plot(*zip(*points, strict=True), marker=".", color="black")
@@ -65,16 +65,16 @@ def _check_known(what: str, names: Sequence[str], known: Sequence[str]) -> None:
             raise InputError(f"history: no {what} {name!r} was recorded; there are {listed}")
 
 
-def _places(records: "Sequence[Record]", x: str | None) -> tuple[str, list[float]]:
+def places(records: "Sequence[Record]", x: str | None) -> tuple[str, list[float]]:
     """Return what the records are drawn along, and where each of them is."""
     if x not in (None, "step", "epoch"):
         raise InputError(f"x={x!r}: 'step' or 'epoch' is wanted, or None")
     for along in ("step", "epoch") if x is None else (x,):
-        places = [getattr(record, along) for record in records]
-        if None not in places:
-            return along, places
+        found = [getattr(record, along) for record in records]
+        if None not in found:
+            return along, found
     if x is not None:
-        raise InputError(f"x={x!r}: record {places.index(None)} has no {x}")
+        raise InputError(f"x={x!r}: record {found.index(None)} has no {x}")
     return "record", [*range(len(records))]
 
 

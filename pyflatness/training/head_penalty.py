@@ -15,6 +15,7 @@ from .. import losses
 from ..contractions import full_precision, promoted
 from ..errors import InputError, NotYetError
 from ..messages import check_tensor, shown
+from ..model.spread import is_spread
 from ..options import Options
 from ..passes.normalize import differentiable_scale
 from ..tensor_head import check_head
@@ -59,7 +60,7 @@ def flatness_penalty(
 
     Raises:
         InputError: shapes, dtypes, devices, targets or options that do not fit; the message says what was received.
-        NotYetError: a loss that has no formula at a head.
+        NotYetError: a loss that has no formula at a head; a ``DTensor``.
 
     Example:
         >>> import torch, pyflatness as pf
@@ -80,6 +81,12 @@ def flatness_penalty(
             "cross-entropy on logits"
         )
     check_head(features, weight, bias)
+    for what, tensor in (("features", features), ("weight", weight), ("bias", bias)):
+        if tensor is not None and is_spread(tensor):
+            raise NotYetError(
+                f"{what}: it is spread over ranks (a DTensor, as of FSDP2 or tensor parallelism); a penalty takes "
+                "a head that every rank has as a whole, as under DistributedDataParallel"
+            )
     if features.numel() == 0:
         raise InputError(f"features: there are no samples in {tuple(features.shape)}")
     if targets is not None:

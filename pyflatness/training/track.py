@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -15,6 +14,7 @@ from ..messages import shown
 from ..options import check_names
 from ..report import Report
 from ..session import public, taking_options_of
+from . import loaders
 from .history import History
 
 _AVERAGED = ("ema", "swa")
@@ -43,9 +43,8 @@ def track(
     Args:
         model: the one that is trained.
         loss: its options count.
-        data: read at each record, so a tuple of tensors, a list of batches or a DataLoader, and no iterator. Where a
-            training loop is in the middle of a DataLoader with ``persistent_workers``, pass another one over the same
-            data.
+        data: read at each record, so a tuple of tensors, a list of batches or a DataLoader, and no iterator. It may be
+            the DataLoader that a training loop is in the middle of.
         measures: names; None and ``"all"`` as for :func:`pyflatness.measure`.
         weights: of which weights: ``"live"``, those of ``model``; ``"ema"`` or ``"swa"``, those of ``averaged``; or
             several of these. Averaged weights are left out of records before their first update.
@@ -97,7 +96,7 @@ def track(
                 if not module.n_averaged.item():
                     continue
                 module = module.module
-            with _in_eval_mode(module), _generators_kept(data):
+            with _in_eval_mode(module), loaders.as_found(data):
                 reports[name] = measure(module, loss, data, measures=measures, **options)
         return reports
 
@@ -137,15 +136,3 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:  # not by train(), which models override
             module.training = training
-
-
-@contextlib.contextmanager
-def _generators_kept(data: Any) -> Iterator[None]:
-    """Put back afterwards the generators that a DataLoader, which the training may read too, shuffles with."""
-    held = [getattr(part, "generator", None) for part in (data, getattr(data, "sampler", None))]
-    states = [(generator, generator.get_state()) for generator in held if isinstance(generator, torch.Generator)]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)

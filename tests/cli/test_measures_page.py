@@ -1,8 +1,12 @@
 """``pyflatness measures`` and the page that it writes."""
 
+import re
+
 import pytest
 
+import pyflatness as pf
 from pyflatness import cli
+from pyflatness.cli import choosing
 from pyflatness.measures import MEASURES
 from support import ROOT
 
@@ -31,3 +35,29 @@ def test_the_page_of_measures_is_up_to_date(capsys: pytest.CaptureFixture[str]) 
     assert path.read_text(encoding="utf-8") == capsys.readouterr().out, (
         "pyflatness measures --markdown > docs/measures.md"
     )
+
+
+def test_the_table_to_choose_by_is_that_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "which-measure.md").read_text(encoding="utf-8")
+    table = "".join(line for line in page.splitlines(keepends=True) if line.startswith("|"))
+    assert _status("measures", "--help-me-choose", "--markdown") == 0
+    assert capsys.readouterr().out == table, "pyflatness measures --help-me-choose --markdown, in docs/which-measure.md"
+    assert _status("measures", "--help-me-choose") == 0
+    shown = capsys.readouterr().out
+    for choice in choosing.CHOICES:
+        assert {*choice.want.split()} <= {*shown.split()}  # cells are folded
+    assert "`" not in shown
+
+
+def test_what_can_be_chosen_exists_and_is_invariant_to_what_is_said() -> None:
+    known = {measure.name: measure for measure in MEASURES}
+    rescalings = {"layer-wise", "neuron-wise"}
+    for choice in choosing.CHOICES:
+        names = re.findall(r"`([\w.]+)`", choice.take)
+        assert names, choice
+        for name in names:
+            assert name in known or hasattr(pf, name.removeprefix("pf.")) or name == ".per_neuron", name
+        if choice.invariant.split()[0] in rescalings:
+            said = {word for word in choice.invariant.split() if word in rescalings}
+            for name in known.keys() & set(names):
+                assert set(known[name].invariant.split(", ")) == said, name

@@ -25,6 +25,9 @@ from collections import OrderedDict
 parts = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)
 model = nn.Sequential(OrderedDict(zip(("conv1", "relu", "flat", "fc"), parts))).double().eval()
 loss, batches = nn.CrossEntropyLoss(), [(x[:30].double(), y[:30]), (x[30:].double(), y[30:])]
+train = test = batches
+others = nn.Conv2d(1, 4, 3), *parts[1:3], nn.Linear(144, 3)
+other = nn.Sequential(OrderedDict(zip(("conv1", "relu", "flat", "fc"), others))).double().eval()
 """,
     "models.md": """
 import torch, transformers, pyflatness as pf

@@ -92,6 +92,19 @@ def test_a_copy_with_averaged_weights_is_measured_by_its_name():
     assert len(set(network_values(callback))) == 1  # nobody updates it
 
 
+@pytest.mark.parametrize("hook", ["setup", "configure_model"])
+def test_model_and_loss_may_be_made_when_the_fit_is_set_up(hook):
+    module = lightning_module(pl, criterion=False)
+
+    def made(*_, **__):
+        module.part, module.loss_fn = module.net, nn.CrossEntropyLoss()
+
+    setattr(module, hook, made)
+    callback = FlatnessCallback(model="part", strict=True)
+    fit([callback], module, max_epochs=1)
+    assert network_values(callback) == [pytest.approx(at_the_end(module), rel=1e-6)]
+
+
 def test_batches_go_through_the_modules_hooks_as_in_validation():
     class Scaled(type(lightning_module(pl))):
         def on_after_batch_transfer(self, batch, dataloader_idx):

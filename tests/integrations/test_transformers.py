@@ -88,6 +88,13 @@ def test_a_training_is_what_it_is_without_the_callback(tmp_path, options):
     assert all({row["epoch"] for row in rows(callback)} == {1, 2} for callback in callbacks)
 
 
+def test_losses_that_are_logged_by_epoch_are_logged(tmp_path):
+    _, expected, _ = trained(tmp_path, logging_strategy="epoch")
+    _, found, _ = trained(tmp_path, {"layers": "classifier"}, logging_strategy="epoch")
+    assert len(found["losses"]) == 2
+    assert found == expected
+
+
 def test_values_are_those_of_the_model_at_that_time(tmp_path):
     options = {"layers": "classifier", "measures": ["relative_flatness", "trace"]}
     trainer, _, (callback,) = trained(tmp_path, {**options, "strict": True})

@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
+import pyflatness as pf
 from support import rank_penalty
 from support.ranks import outcomes
 
@@ -24,3 +28,13 @@ def test_gradients_are_those_of_one_process(found, name):
 
 def test_a_static_graph_is_refused(found):
     assert all("static_graph" in message for message in found["static_step"])
+
+
+def test_a_head_that_is_spread_over_ranks_is_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weight = distribute_tensor(torch.randn(3, 5), init_device_mesh("cpu", (1,)), [Replicate()])
+        with pytest.raises(pf.NotYetError, match="weight: it is spread over ranks"):
+            pf.flatness_penalty(torch.randn(4, 5), weight)
+    finally:
+        dist.destroy_process_group()

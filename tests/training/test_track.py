@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import pyflatness as pf
+from support import trainings
 from support.cases import classifier
 
 X, Y = torch.randn(24, 5, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
@@ -76,6 +77,38 @@ def test_a_training_with_records_is_the_one_without():
     assert len(history) == 6
     assert numbers == others
     assert all(map(torch.equal, plain, states))
+
+
+def drawn_batches(record, **options):
+    """The batches of a training loop over a loader that draws from generators of its own, measured in each epoch."""
+    noisy = trainings.Noisy(12, 0)
+    if "batch_sampler" in options:
+        shuffled = RandomSampler(noisy, generator=torch.Generator().manual_seed(0))
+        options["batch_sampler"] = BatchSampler(shuffled, 5, drop_last=False)
+    else:
+        options |= {"batch_size": 5, "shuffle": True, "generator": torch.Generator().manual_seed(0)}
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002, the global one
+    loader = DataLoader(noisy, **options)
+    history = pf.track(classifier(6, 4, 3).float(), LOSS, loader)
+    found = []
+    for epoch in range(2):
+        for x, _ in loader:
+            found.append(x)
+            if record and len(found) % 2:  # in the middle of an epoch
+                history.record(epoch=epoch)
+    assert bool(history) == record
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"batch_sampler": True}, {"num_workers": 1, "persistent_workers": True}],
+    ids=["shuffled", "batch sampler", "workers"],
+)
+def test_the_loader_of_the_training_may_be_measured(options):
+    assert torch.equal(drawn_batches(True, **options), drawn_batches(False, **options))
 
 
 def test_a_record_is_what_measure_gives():

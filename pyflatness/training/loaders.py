@@ -1,4 +1,4 @@
-"""Read a trainer's loader once more, so that the training does not notice."""
+"""Read a training's loader once more, so that the training does not notice."""
 
 import contextlib
 import random
@@ -18,7 +18,7 @@ def as_found(loader: Any) -> Iterator[None]:
     """Let a loader be read inside; afterwards it, its samplers, its dataset and their generators are as they were.
 
     What is put back are attributes (a sampler's epoch, a loader's iterator) and the states of generators that are held
-    as attributes. Workers that a loader keeps between its epochs are not used: they go on with the trainer's epochs,
+    as attributes. Workers that a loader keeps between its epochs are not used: they go on with the training's epochs,
     and draw random numbers of their own. New ones are started for a read.
     """
     parts = _parts(loader)
@@ -31,14 +31,6 @@ def as_found(loader: Any) -> Iterator[None]:
     finally:
         for back in undo:
             back()
-
-
-def plain(loader: Any) -> Any:
-    """Return the loader of torch's inside one of accelerate's, which gives the same batches.
-
-    Accelerate's tells gradient accumulation that it is being read, and counts its epochs.
-    """
-    return loader.base_dataloader if type(loader).__name__ == "DataLoaderShard" else loader
 
 
 def _parts(loader: Any) -> list[Any]:

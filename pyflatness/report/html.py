@@ -1,0 +1,64 @@
+"""Show estimates and reports as HTML: small tables for a notebook, and a page with charts."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from . import views
+from .page import charts, tables
+from .page.page import Page, Section
+
+if TYPE_CHECKING:
+    from . import Estimate, Report
+
+
+def record(estimate: "Estimate", measure: str, checkpoint: str = "") -> dict[str, Any]:
+    """Return an estimate as a row of a page's tables."""
+    low, high = (estimate.interval() if estimate.stderr is not None else None) or (None, None)
+    facts = {name: getattr(estimate, name) for name in ("layer", "value", "stderr", "exact", "method", "samples")}
+    return {**facts, "checkpoint": checkpoint, "measure": measure, "low": low, "high": high, "error": ""}
+
+
+def of_estimate(estimate: "Estimate") -> str:
+    """Return an estimate as a table for a notebook's cell."""
+    own = record(estimate, "")
+    facts: list[tuple[str, Any]] = [
+        ("value", tables.value(own).text),
+        ("exact", "yes" if estimate.exact else "no"),
+        ("standard error", "–" if estimate.stderr is None else f"{estimate.stderr:.3g}"),
+        ("95 % interval", "–" if own["low"] is None else f"[{own['low']:.6g}, {own['high']:.6g}]"),
+        ("off by at most", "" if estimate.bound is None else f"{estimate.bound:.3g}"),
+        ("layer", estimate.layer),
+        ("method", estimate.method),
+        ("samples", f"{estimate.samples}{f', {estimate.omitted} omitted' if estimate.omitted else ''}"),
+    ]
+    return tables.fragment(tables.facts("Estimate", [fact for fact in facts if fact[1] != ""]), estimate.notes)
+
+
+def of_report(report: "Report") -> str:
+    """Return a report's values as a table for a notebook's cell."""
+    return tables.fragment(_values(report), [tables.LEGEND, *views.remarks(report)])
+
+
+def page(report: "Report", title: str) -> Page:
+    """Return a page of a report: its values, their profile over the layers, and how they came about."""
+    own = _records(report)
+    sections = [Section("Values", (tables.LEGEND,), charts.profiles(own), (_values(report),))]
+    sections.append(Section("How the values came about", (), tables=(tables.summary(own),)))
+    return Page(title, tuple(views.remarks(report)), tuple(sections))
+
+
+def _values(report: "Report") -> tables.Table:
+    """Return the report's values without the column of the model."""
+    found = tables.values(_records(report), "Values by layer")
+    return tables.Table(found.caption, found.header[1:], tuple(row[1:] for row in found.rows), found.measures, 0)
+
+
+def _records(report: "Report") -> list[dict[str, Any]]:
+    places: Iterable[str] = (*report.layers, "")
+    by_measure = report.by_measure()
+    return [
+        {**record(held[place], measure), "layer": place}
+        for place in places
+        for measure, held in by_measure.items()
+        if place in held
+    ]

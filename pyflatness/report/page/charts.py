@@ -1,0 +1,199 @@
+"""Describe charts as Vega-Lite, by Altair.
+
+Names of models, layers and measures are data, titles or labels of a chart, which are drawn as text. Expressions, and
+the fields of the data, have names of this module's own: nothing that comes from outside is evaluated.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import MissingExtraError
+from .tables import Record
+
+DATA = "points"
+"""The name of the data in a specification."""
+
+Rows = list[dict[str, Any]]
+Spec = dict[str, Any]
+
+_WIDE = 100  # a measure whose largest value is so many times the smallest is drawn logarithmically
+_NAMED = 10  # models that a legend has room for
+_LINES = 50  # models of which each has a line; of more the median is drawn, with a band
+_SIZE = {"width": 300, "height": 220}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Hold what is drawn along an axis: the field of the data, its title, and whether its scale is logarithmic."""
+
+    field: str
+    title: str
+    log: bool = False
+
+    @classmethod
+    def of(cls, field: str, title: str, values: Sequence[float | None]) -> "Axis":
+        """Return an axis that is logarithmic where values of very different sizes are all positive."""
+        there = [value for value in values if value is not None and math.isfinite(value)]
+        return cls(field, title, bool(there) and min(there) > 0 and max(there) > _WIDE * min(there))
+
+
+@dataclass(frozen=True)
+class Charts:
+    """Hold charts of the same data."""
+
+    data: Rows
+    specs: tuple[Spec, ...]
+
+
+def altair() -> Any:
+    """Return the module.
+
+    Raises:
+        MissingExtraError: without it, or without what has the JavaScript of its charts.
+    """
+    try:
+        import altair
+        import vl_convert  # noqa: F401
+    except ImportError:
+        raise MissingExtraError("a page needs altair and vl-convert: pip install 'pyflatness[html]'") from None
+    return altair
+
+
+def finite(value: float | None) -> float | None:
+    """Return a number as JSON has it: NaN and infinity are null."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def scatter(x: Axis, y: Axis, lines: Sequence[str]) -> Spec:
+    """Return a chart of one field against another: a point for each model, with an interval where x has one.
+
+    Models that do not count (the field ``out``) are hollow; those without x are hollow at the left edge, those without
+    y at the lower one.
+
+    Args:
+        x: across; the fields ``…_low`` and ``…_high`` hold its interval.
+        y: upward.
+        lines: below the title.
+    """
+    alt = altair()
+    base = alt.Chart(alt.NamedData(name=DATA)).encode(
+        tooltip=["model:N", *(alt.Tooltip(axis.field, type="quantitative", title=axis.title) for axis in (x, y))]
+    )
+    across, upward = alt.X(**_position(alt, x)), alt.Y(**_position(alt, y))
+    has_x, has_y = f"isValid(datum.{x.field})", f"isValid(datum.{y.field})"
+    left, bottom = alt.value(0), alt.value(_SIZE["height"])
+
+    def points(which: str, x: Any, y: Any, *, filled: bool = False) -> Any:
+        return base.transform_filter(which).mark_point(filled=filled, size=40, clip=False).encode(x=x, y=y)
+
+    layers = [
+        base.transform_filter(f"{has_x} && {has_y} && isValid(datum.{x.field}_low)")
+        .mark_rule(opacity=0.4)
+        .encode(x=alt.X(f"{x.field}_low:Q"), x2=f"{x.field}_high:Q", y=upward),
+        points(f"{has_x} && {has_y} && !datum.out", across, upward, filled=True),
+        points(f"{has_x} && {has_y} && datum.out", across, upward),
+        points(f"!{has_x} && {has_y}", left, upward),
+        points(f"{has_x} && !{has_y}", across, bottom),
+    ]
+    return _finished(alt.layer(*layers), x.title, lines, f"{x.title} against {y.title}: {'; '.join(lines)}")
+
+
+def profile(measure: Axis, layers: Sequence[str], models: int) -> Spec:
+    """Return a chart of a measure over the layers, from the first to the last: a line for each model.
+
+    Args:
+        measure: upward; the fields ``…_low`` and ``…_high`` hold its interval.
+        layers: in the model's order.
+        models: how many there are; of many the median is drawn, with a band from the lower quartile to the upper one.
+    """
+    alt = altair()
+    base = alt.Chart(alt.NamedData(name=DATA)).transform_filter(f"isValid(datum.{measure.field})")
+    base = base.encode(
+        x=alt.X("layer:N", sort=[*layers], title="layer, in the model's order", axis=alt.Axis(labelLimit=90)),
+        y=alt.Y(**_position(alt, measure)),
+    )
+    if models > _LINES:
+        lines = ["median and quartiles of the models"]
+        drawn = base.mark_errorband(extent="iqr") + base.mark_line(point=True).encode(
+            y=alt.Y(f"median({measure.field}):Q", **_scale(alt, measure))
+        )
+    else:
+        lines = []
+        legend = alt.Legend(title="model", labelLimit=260) if 1 < models <= _NAMED else None
+        tooltip = ["model:N", "layer:N", alt.Tooltip(measure.field, type="quantitative", title=measure.title)]
+        one = base.encode(color=alt.Color("model:N", legend=legend), tooltip=tooltip)
+        ends = one.transform_filter(f"isValid(datum.{measure.field}_low)").mark_rule()
+        ends = ends.encode(y=alt.Y(f"{measure.field}_low:Q"), y2=f"{measure.field}_high:Q")
+        drawn = ends + one.mark_line(point=True, opacity=0.8)
+    return _finished(drawn, measure.title, lines, f"{measure.title} over {len(layers)} layers of {models} models")
+
+
+def profiles(records: Sequence[Record]) -> Charts:
+    """Return a chart over the layers of each measure that has values of several."""
+    measures = [*dict.fromkeys(record["measure"] for record in records)]
+    of_layers = [record for record in records if record["layer"] and record["value"] is not None]
+    layers = [*dict.fromkeys(record["layer"] for record in of_layers)]
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for record in of_layers:
+        place = record["checkpoint"], record["layer"]
+        row = rows.setdefault(place, {"model": record["checkpoint"], "layer": record["layer"]})
+        row |= numbers(f"m{measures.index(record['measure'])}", record)
+    specs = []
+    for number, name in enumerate(measures):
+        own = [record for record in of_layers if record["measure"] == name]
+        if len({record["layer"] for record in own}) > 1:
+            axis = Axis.of(f"m{number}", name, [record["value"] for record in own])
+            specs.append(profile(axis, layers, len({record["checkpoint"] for record in own})))
+    return Charts([*rows.values()] if specs else [], tuple(specs))
+
+
+def numbers(field: str, record: Record) -> dict[str, float]:
+    """Return a value and the ends of its interval as fields; those that there are."""
+    named = {field: record["value"]}
+    if record["stderr"] is not None:
+        named |= {f"{field}_low": record["low"], f"{field}_high": record["high"]}
+    return {name: number for name, given in named.items() if (number := finite(given)) is not None}
+
+
+def curve(x: str, number: Axis, *, layers: Sequence[str] = (), weights: Sequence[str] = ()) -> Spec:
+    """Return a chart of a number over the steps of a training: a line for each layer, dashed for averaged weights.
+
+    Args:
+        x: the title of what it is over, the field ``x``.
+        number: upward; the fields ``…_low`` and ``…_high`` hold the ends of a band.
+        layers: in the model's order, ``"network"`` among them; none of a number that is of no layer.
+        weights: sets of weights.
+    """
+    alt = altair()
+    base = alt.Chart(alt.NamedData(name=DATA)).transform_filter(f"isValid(datum.{number.field})")
+    tooltip = [alt.Tooltip("x:Q", title=x), alt.Tooltip(number.field, type="quantitative", title=number.title)]
+    encoded: Mapping[str, Any] = {}
+    if layers:
+        encoded = {
+            "color": alt.Color("layer:N", sort=[*layers], legend=alt.Legend(title="layer", labelLimit=260)),
+            "strokeDash": alt.StrokeDash("weights:N", sort=[*weights], legend=None),
+        }
+        tooltip = ["layer:N", "weights:N", *tooltip]
+    base = base.encode(x=alt.X("x:Q", title=x, scale=alt.Scale(zero=False)), **encoded)
+    band = base.transform_filter(f"isValid(datum.{number.field}_low)").mark_area(opacity=0.2)
+    band = band.encode(y=alt.Y(f"{number.field}_low:Q", **_scale(alt, number)), y2=f"{number.field}_high:Q")
+    lines = base.mark_line(point=True).encode(y=alt.Y(**_position(alt, number)), tooltip=tooltip)
+    return _finished(band + lines, number.title, [], f"{number.title} over {x}")
+
+
+def _position(alt: Any, axis: Axis) -> dict[str, Any]:
+    return {"field": axis.field, "type": "quantitative", **_scale(alt, axis)}
+
+
+def _scale(alt: Any, axis: Axis) -> dict[str, Any]:
+    scale = alt.Scale(type="log") if axis.log else alt.Scale(zero=False)
+    return {"title": axis.title, "scale": scale, "axis": alt.Axis(titleLimit=_SIZE["width"])}
+
+
+def _finished(chart: Any, title: str, lines: Sequence[str], description: str) -> Spec:
+    alt = altair()
+    heading = alt.TitleParams(text=title, subtitle=[*lines], anchor="start", limit=_SIZE["width"] + 60)
+    finished: Spec = chart.properties(title=heading, description=description, **_SIZE).to_dict()
+    return finished

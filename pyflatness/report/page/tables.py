@@ -1,0 +1,180 @@
+"""Make tables for HTML. Every text in them is escaped where they are written, by the templates."""
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...messages import printable
+from .. import intervals
+
+if TYPE_CHECKING:
+    import jinja2
+
+Record = Mapping[str, Any]
+"""A value of a model, by name: ``checkpoint``, ``layer`` (``""`` the network), ``measure``, ``value``, ``stderr``,
+``low``, ``high``, ``exact``, ``method``, ``samples`` and ``error``, which is empty where there is a value."""
+
+NETWORK = "network"
+"""Stands for the layer of the network's values."""
+
+LEGEND = (
+    "A plain number is exact up to rounding. ± is the standard error of a sampled value, and the brackets are its 95 % "
+    "interval. ≈ marks any other value that is not exact; its cell says more where the pointer rests on it."
+)
+
+
+class Cell(NamedTuple):
+    """Hold a cell of a table.
+
+    Attributes:
+        text: what is read.
+        key: the number that rows are sorted by; None: the text.
+        kind: its class in the style sheet: ``"failed"``, or nothing.
+        note: shown where the pointer rests on it.
+    """
+
+    text: str
+    key: float | None = None
+    kind: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Hold a table of which the first cell of a row is its heading.
+
+    Attributes:
+        caption: says what it is of.
+        header: names of the columns.
+        rows: cells, as many as there are columns.
+        measures: columns of which a reader may choose one.
+        layer: which column is the layer, of which a reader may choose one; None: there is none.
+    """
+
+    caption: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    measures: tuple[str, ...] = ()
+    layer: int | None = None
+
+    @property
+    def layers(self) -> list[str]:
+        """Return the layers that there are to choose from."""
+        return [] if self.layer is None else [*dict.fromkeys(row[self.layer].text for row in self.rows)]
+
+
+@functools.cache
+def templates() -> "jinja2.Environment":
+    """Return the templates beside this module, which escape whatever is put into them."""
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    return jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+
+
+def fragment(table: Table, notes: Sequence[str] = ()) -> str:
+    """Return a table with notes below it as HTML for a notebook's cell."""
+    return templates().get_template("fragment.html").render(table=table, notes=notes)
+
+
+def text(given: object) -> Cell:
+    """Return what is no measure as a cell: texts on one line, numbers to be sorted as such."""
+    if given is None:
+        return Cell("")
+    if isinstance(given, str):
+        return Cell(printable(given), _number(given))
+    if isinstance(given, float):
+        return number(given)
+    return Cell(str(given), float(given) if isinstance(given, int) and not isinstance(given, bool) else None)
+
+
+def number(given: float | None) -> Cell:
+    """Return a number as a cell, or an empty one."""
+    return Cell("") if given is None else Cell(f"{given:.6g}", _key(given))
+
+
+def value(record: Record) -> Cell:
+    """Return the value of a record as a cell, with its standard error and interval, and whether it is exact."""
+    found, stderr = record["value"], record["stderr"]
+    if found is None:
+        return Cell("failed", kind="failed", note=printable(record["error"]))
+    if stderr is not None:
+        ends = None if record["low"] is None or record["high"] is None else (record["low"], record["high"])
+        shown, _, brackets = intervals.shown(found, ends).partition(" ")
+        return Cell(f"{shown} ± {stderr:.2g} {brackets}", _key(found), note=_how(record))
+    if record["exact"]:
+        return Cell(f"{found:.6g}", _key(found))
+    return Cell(f"≈ {found:.6g}", _key(found), note=f"not exact; {_how(record)}")
+
+
+def values(records: Sequence[Record], caption: str, beside: Sequence[str] = ()) -> Table:
+    """Return values with a row for each model and layer, and a column for each measure.
+
+    Args:
+        records: in the order of their rows.
+        caption: of the table.
+        beside: names of further columns, which are the same for all values of a model.
+    """
+    measures = tuple(dict.fromkeys(record["measure"] for record in records))
+    rows: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in records:
+        rows.setdefault((record["checkpoint"], record["layer"]), {})[record["measure"]] = record
+    cells = tuple(
+        (
+            *(text(checkpoint), Cell(printable(layer) or NETWORK)),
+            *(value(held[name]) if name in held else Cell("") for name in measures),
+            *(text(_first(held.values(), name)) for name in beside),
+        )
+        for (checkpoint, layer), held in rows.items()
+    )
+    return Table(caption, ("model", "layer", *measures, *beside), cells, measures, 1)
+
+
+def summary(records: Sequence[Record]) -> Table:
+    """Return how the values of each measure came about: how many are exact, and what the others are."""
+    rows = []
+    for measure in dict.fromkeys(record["measure"] for record in records):
+        own = [record for record in records if record["measure"] == measure]
+        there = [record for record in own if record["value"] is not None]
+        exact = sum(bool(record["exact"]) for record in there)
+        errors = [
+            record["stderr"] / abs(record["value"])
+            for record in there
+            if record["stderr"] is not None and record["value"]
+        ]
+        methods = ", ".join(dict.fromkeys(str(record["method"]) for record in there))
+        samples = ", ".join(dict.fromkeys(str(record["samples"]) for record in there))
+        counts = (len(there), exact, len(there) - exact, len(own) - len(there))
+        worst = number(max(errors)) if errors else Cell("")
+        rows.append((Cell(measure), *map(text, counts), Cell(methods), Cell(samples), worst))
+    header = ("measure", "values", "exact", "not exact", "failed", "method", "samples", "largest relative error")
+    return Table("How the values came about", header, tuple(rows))
+
+
+def facts(caption: str, rows: Iterable[tuple[str, object]]) -> Table:
+    """Return names and what they stand for as a table."""
+    return Table(caption, ("what", "is"), tuple((Cell(name), Cell(printable(str(held)))) for name, held in rows))
+
+
+def _first(records: Iterable[Record], name: str) -> object:
+    return next((record[name] for record in records if record.get(name) is not None), None)
+
+
+def _how(record: Record) -> str:
+    return f"method {record['method']}, {record['samples']} samples"
+
+
+def _key(found: float) -> float | None:
+    return found if math.isfinite(found) else None
+
+
+def _number(found: str) -> float | None:
+    try:
+        return _key(float(found))
+    except ValueError:
+        return None

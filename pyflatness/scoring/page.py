@@ -1,0 +1,200 @@
+"""Make a page of many models: their values, profiles over the layers, correlations with a gap, and how all was made."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import InputError
+from ..generalization import tables as networks_tables
+from ..generalization.coefficients import STATISTICS
+from ..generalization.correlation import Correlations, correlations
+from ..generalization.tables import Networks, Vector
+from ..messages import printable
+from ..report.page import Cell, Page, Section, Table, charts, tables
+from ..report.page.charts import Axis, Charts
+from ..training.history import History
+from . import history_page
+from .export import COLUMNS, Record
+
+_GAPS = ("gap", "generalization_gap", "loss")  # what measures are held against, unless that is said: the first there is
+_BESIDE = ("loss", "accuracy")
+
+HOLLOW = (
+    "Hollow points do not count. They were excluded by name, or have no value: those without a value of the measure "
+    "are at the left edge, and those without one of what it is held against at the lower edge."
+)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Hold how a page of models is made.
+
+    Attributes:
+        against: the column that measures are held against; None: the first of ``gap``, ``generalization_gap`` and
+            ``loss`` that there is.
+        test: a table of the same networks on test data; ``gap`` is its loss less that of the models.
+        exclude: names of models that do not count in the correlations.
+        interval: how the intervals of correlations are made, ``"bootstrap"`` or ``"fisher"``.
+        histories: of trainings, by the names that they are shown under.
+    """
+
+    against: str | None = None
+    test: Any = None
+    exclude: Collection[str] = ()
+    interval: str = "bootstrap"
+    histories: Mapping[str, History] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Hold the values of one setting: the same data, loss and options. ``made`` says how they came about."""
+
+    name: str
+    records: Sequence[Record]
+    made: Sequence[tuple[str, object]] = ()
+
+
+def page(title: str, parts: Sequence[Part], choices: Choices, more: Sequence[Section] = ()) -> Page:
+    """Return a page.
+
+    Args:
+        title: its heading.
+        parts: each with sections of its own.
+        choices: what measures are held against, and how.
+        more: sections at the end.
+
+    Raises:
+        InputError: no such column, no such model to exclude, or a table of test data without some of the models.
+        MissingExtraError: without Altair.
+    """
+    if not any(part.records for part in parts):
+        raise InputError("page: there are no values to show")
+    every = [record for part in parts for record in part.records]
+    unknown = [name for name in choices.exclude if not _among([name], every)]
+    if unknown:
+        raise InputError(f"exclude: {unknown[0]!r} is none of the models, such as {every[0]['checkpoint']!r}")
+    sections = [section for part in parts for section in _sections(part, choices, several=len(parts) > 1)]
+    sections += [history_page.section(name, history) for name, history in choices.histories.items()]
+    models = len({record["checkpoint"] for record in every})
+    measures = [*dict.fromkeys(record["measure"] for record in every)]
+    texts = (f"{models} models, {len(measures)} measures: {', '.join(measures)}.",)
+    return Page(title, texts, (*sections, *more))
+
+
+def _sections(part: Part, choices: Choices, *, several: bool) -> Iterator[Section]:
+    suffix = f" · {part.name}" if several and part.name else ""
+    settings = [name for name in part.records[0] if name not in {*COLUMNS, *_BESIDE}]
+    yield Section(
+        f"Values{suffix}",
+        (tables.LEGEND,),
+        tables=(tables.values(part.records, "Values by model and layer", (*_BESIDE, *settings)),),
+    )
+    of_layers = charts.profiles(part.records)
+    if of_layers.specs:
+        yield Section(f"Over the layers{suffix}", charts=of_layers)
+    against = _Against.of(part.records, choices)
+    yield against.section(suffix)
+    yield _left_out(part.records, against, suffix)
+    made = (tables.summary(part.records), *([tables.facts("What was measured", part.made)] if part.made else []))
+    yield Section(f"How it was made{suffix}", tables=made)
+
+
+@dataclass(frozen=True)
+class _Against:
+    """Hold the measures of networks against one column."""
+
+    networks: Networks
+    y: str
+    kept: NDArray[np.bool_]
+    interval: str
+
+    @classmethod
+    def of(cls, records: Sequence[Record], choices: Choices) -> "_Against":
+        columns = [name for name in records[0] if name != "setting"]
+        networks = networks_tables.read({name: [record[name] for record in records] for name in columns}, choices.test)
+        y = choices.against or next((name for name in _GAPS if name in networks.columns), "loss")
+        networks.column(y)  # raises if there is none
+        return cls(networks, y, networks.kept(_among(choices.exclude, records)), choices.interval)
+
+    @property
+    def measures(self) -> list[str]:
+        return [name for name in self.networks.measures if name != self.y]
+
+    def counting(self, x: str) -> NDArray[np.bool_]:
+        """Return which networks count: those that are not excluded, and have both numbers."""
+        return self.kept & np.isfinite(self.networks.column(x)) & np.isfinite(self.networks.column(self.y))
+
+    def correlations(self, x: str) -> Correlations | None:
+        """Return the correlations of a measure over the networks that count; None where there are none."""
+        counts = self.counting(x)
+        if not counts.any():
+            return None
+        columns = {name: self.networks.column(name)[counts].tolist() for name in (x, self.y)}
+        return correlations(columns, x, self.y, interval=self.interval)
+
+    def section(self, suffix: str) -> Section:
+        found = {x: self.correlations(x) for x in self.measures}
+        title = "generalisation gap" if self.y == "gap" else self.y
+        header = ("measure", *STATISTICS, "networks", "left out")
+        table = Table(f"Correlations with {title}", header, tuple(self._row(x, found[x]) for x in found))
+        how = next((f"{one.method}." for one in found.values() if one is not None), "")
+        return Section(f"Against {title}{suffix}", (how, HOLLOW), self._charts(found, title), (table,))
+
+    def _row(self, x: str, found: Correlations | None) -> tuple[Cell, ...]:
+        counts = int(self.counting(x).sum())
+        rows = [Cell("–")] * len(STATISTICS) if found is None else [_correlation(found, x, how) for how in STATISTICS]
+        return (Cell(printable(x)), *rows, tables.text(counts), tables.text(len(self.kept) - counts))
+
+    def _charts(self, found: Mapping[str, Correlations | None], title: str) -> Charts:
+        upward = Axis.of("y", title, self.networks.column(self.y).tolist())
+        specs, columns = [], {"y": self.networks.column(self.y)}
+        for place, (x, own) in enumerate(found.items()):
+            columns[f"x{place}"] = self.networks.column(x)
+            lines = [str(row) for row in own.rows] if own is not None else []
+            specs.append(charts.scatter(Axis.of(f"x{place}", x, columns[f"x{place}"].tolist()), upward, lines))
+        return Charts(self._data(columns), tuple(specs))
+
+    def _data(self, columns: Mapping[str, Vector]) -> charts.Rows:
+        return [
+            {"model": name, "out": not kept}
+            | {key: float(column[place]) for key, column in columns.items() if math.isfinite(column[place])}
+            for place, (name, kept) in enumerate(zip(self.networks.names, self.kept, strict=True))
+        ]
+
+
+def _among(names: Collection[str], records: Sequence[Record]) -> list[str]:
+    """Return the names that are those of models, or of their files."""
+    known = {record["checkpoint"] for record in records}
+    aliases = {alias for name in known for alias in (name, Path(name).name, Path(name).stem)}
+    return [name for name in names if name in aliases]
+
+
+def _correlation(found: Correlations, x: str, statistic: str) -> Cell:
+    row = found[x, statistic]
+    return Cell(str(row).removeprefix(f"{statistic} "), None if math.isnan(row.value) else row.value)
+
+
+def _left_out(records: Sequence[Record], against: _Against, suffix: str) -> Section:
+    """Return the values that failed, and the models that do not count in correlations, each with the reason."""
+    rows = [
+        (record["checkpoint"], record["layer"] or tables.NETWORK, record["measure"], record["error"])
+        for record in records
+        if record["error"]
+    ]
+    rows += [(name, "", "", "excluded by name") for name in against.networks.named(~against.kept)]
+    missing = ~np.isfinite(against.networks.column(against.y))
+    rows += [(name, "", against.y, "no number") for name in against.networks.named(missing)]
+    if not rows:
+        return Section(f"Failed and excluded{suffix}", ("None: every value that was asked for is there, and counts.",))
+    cells = tuple(tuple(Cell(printable(text)) for text in row) for row in rows)
+    return Section(
+        f"Failed and excluded{suffix}",
+        tables=(
+            Table("Values that failed, and models that do not count", ("model", "layer", "measure", "why"), cells),
+        ),
+    )

@@ -1,0 +1,101 @@
+"""Make a page of a store: the values of each of its settings, and how they were made as far as the store has it."""
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import InputError
+from ..report.page import Page, Section, tables
+from .export import Record, records, setting_hash
+from .page import Choices, Part, page
+from .store import Store
+
+_UNITS = """
+SELECT min(finished) AS first, max(finished) AS last, sum(seconds) AS seconds, count(*) AS units FROM units
+WHERE setting = ?
+"""
+_VERSIONS = "SELECT versions, count(*) AS units FROM units WHERE setting = ? GROUP BY versions ORDER BY min(finished)"
+
+
+def of_store(store: Store, title: str, choices: Choices, more: Mapping[str, Mapping[str, Any]] | None = None) -> Page:
+    """Return a page of all that a store has.
+
+    Args:
+        store: to be read.
+        title: the page's heading.
+        choices: what measures are held against, and how.
+        more: columns of checkpoints, by their names, beside those that the store has.
+
+    Raises:
+        InputError: a store without values, and as :func:`.page.page`.
+        MissingExtraError: without Altair.
+    """
+    found = [*records(store, more)]
+    settings = [*dict.fromkeys(record["setting"] for record in found)]
+    own = {key: [record for record in found if record["setting"] == key] for key in settings}
+    made = {key: facts for key, facts in _made(store).items() if key in own}
+    parts = [Part(_name(own[key][0]), own[key], made[key]) for key in settings]
+    return page(title, parts, choices, [_checkpoints(store)])
+
+
+def table(store: Store) -> dict[str, list[Any]]:
+    """Return the values of a store as columns by name.
+
+    Raises:
+        InputError: it has no values, or a checkpoint has values of several settings.
+    """
+    found = [*records(store)]
+    settings: dict[str, set[str]] = {}
+    for record in found:
+        settings.setdefault(record["checkpoint"], set()).add(record["setting"])
+    several = [name for name, own in settings.items() if len(own) > 1]
+    if several:
+        raise InputError(f"test: {several[0]!r} has values of several settings (data, loss, …) in {store.path}")
+    if not found:
+        raise InputError(f"test: there are no values in {store.path}")
+    return {name: [record[name] for record in found] for name in found[0]}
+
+
+def _made(store: Store) -> dict[str, list[tuple[str, object]]]:
+    """Return how the values of each setting were made, by its hash as records have it."""
+    return {setting_hash(facts): _facts(store, number, facts) for number, facts in store.settings().items()}
+
+
+def _facts(store: Store, setting: int, facts: Mapping[str, Any]) -> list[tuple[str, object]]:
+    key, shown = facts["key"], facts.get("shown", {})
+    data, units = key["data"], store.select(_UNITS, (setting,))[0]
+    found: list[tuple[str, object]] = [
+        ("model", shown.get("model") or "that of each checkpoint"),
+        ("data", shown.get("data") or ""),
+        ("samples", data["samples"]),
+        (
+            "fingerprint of the data (SHA-256)",
+            data["content"] + (", first and last batch alone" if "ends" in data else ""),
+        ),
+        ("loss", key["loss"].get("name", "")),
+        *((f"option {name}", value) for name, value in key["options"].items() if value not in (None, False)),
+        ("measuring took", f"{units['seconds'] or 0:.3g} s in {units['units']} units"),
+    ]
+    if units["first"] is not None:
+        found.append(("measured", f"{_date(units['first'])} to {_date(units['last'])} UTC"))
+    for row in store.select(_VERSIONS, (setting,)):
+        versions = ", ".join(f"{name} {number}" for name, number in json.loads(row["versions"]).items())
+        found.append(("versions", f"{versions} ({row['units']} units)"))
+    return found
+
+
+def _name(record: Record) -> str:
+    """Return what tells a setting from others for a reader; the first digits of its hash where nothing else does."""
+    return ", ".join(filter(None, (record["model"], record["data"]))) or str(record["setting"])
+
+
+def _checkpoints(store: Store) -> Section:
+    rows = store.select("SELECT name, path, content FROM checkpoints ORDER BY id")
+    cells = tuple(tuple(map(tables.text, (row["name"], row["path"] or "in memory", row["content"]))) for row in rows)
+    held = tables.Table("Checkpoints by content", ("model", "file", "SHA-256 of its content"), cells)
+    return Section("Checkpoints", tables=(held,), closed=True)
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))

@@ -1,0 +1,183 @@
+"""What all commands have in common: help by purpose, exit statuses, JSON for programs, plain output."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import click
+import pytest
+
+import pyflatness as pf
+from pyflatness import cli
+from pyflatness.cli import doctor, group
+from pyflatness.cli.output import show_json
+from pyflatness.experiments import EXPERIMENTS
+from pyflatness.measures import MEASURES
+from support import ROOT
+from support.score_runs import saved, status
+
+PAGE = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+LINEAR = ["--model", "torch.nn:Linear", "--model-args", '{"in_features": 4, "out_features": 3}']
+
+
+@pytest.fixture
+def read(capsys):
+    """A function that runs a command with --json, and returns what is in the JSON that it prints."""
+
+    def run(*arguments, expected=0):
+        assert status(*arguments, "--json") == expected
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture
+def store(tiny):
+    """A store with one checkpoint."""
+    path = Path(tiny).with_name("runs.sqlite")
+    options = {"model": f"{tiny}:Tiny", "layers": "*", "measures": ["trace", "weight_norm"], "store": path}
+    pf.score({"first": saved(tiny, 1, "1.safetensors")}, f"{tiny}:data", "cross_entropy", **options)
+    return str(path)
+
+
+def test_help_has_every_command_in_a_section_and_the_exit_statuses(capsys):
+    assert status("--help") == 0
+    out = capsys.readouterr().out
+    titles = re.findall(r"^(\S.*):$", out, re.MULTILINE)
+    assert titles[:2] == ["Options", "Measure networks"]
+    assert "Commands" not in titles
+    files = {path.stem for path in (ROOT / "pyflatness" / "cli").glob("*.py")}
+    commands = set(re.findall(r"^  ([a-z][a-z-]*)  ", out, re.MULTILINE))
+    assert {"score", "ls", "demo"} <= {name for name in commands if name.replace("-", "_") in files} == commands
+    assert "..." not in out[out.index("Measure networks:") :]
+    for code, meaning in group.STATUSES.items():
+        assert f"  {code:<5}{meaning}" in out
+
+
+def test_the_page_has_every_command_and_status(capsys):
+    assert status("--help") == 0
+    for name in re.findall(r"^  ([a-z][a-z-]*)  ", capsys.readouterr().out, re.MULTILINE):
+        assert f"| `{name}` |" in PAGE
+    for code, meaning in group.STATUSES.items():
+        assert f"| {code} | {meaning} |" in PAGE
+
+
+@pytest.mark.parametrize("command", ["ls", "gc", "doctor", "measures"])
+def test_an_interruption_ends_any_command_with_its_status(command, monkeypatch, capsys):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(click.Command, "invoke", interrupted)
+    assert status(command, *(["x.sqlite"] if command in ("ls", "gc") else [])) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
+def test_commands_run_beside_the_main_thread(capsys):
+    thread = threading.Thread(target=lambda: status("measures", "--help-me-choose"))
+    thread.start()
+    thread.join()
+    assert "you want" in capsys.readouterr().out
+
+
+def test_json_of_networks_and_measures(read):
+    assert read("layers", *LINEAR) == [{"name": "", "type": "Linear", "shape": [3, 4]}]
+    lazy = read("layers", "--model", "torch.nn:LazyLinear", "--model-args", '{"out_features": 3}')
+    assert lazy == [{"name": "", "type": "LazyLinear", "shape": None}]
+    assert [row["name"] for row in read("measures")] == [measure.name for measure in MEASURES]
+    assert {"want", "take", "invariant", "price"} == {*read("measures", "--help-me-choose")[0]}
+    assert [row["name"] for row in read("reproduce", "--list")] == [row.name for row in EXPERIMENTS]
+    plans = read("plan", *LINEAR, "--shape", "4")
+    assert plans["work"]["parameters"] == 15
+    assert [row["sharded"] for row in plans["plans"]] == [False, True]
+
+
+def test_json_of_a_store(read, store):
+    listed = read("ls", store)
+    (row,) = listed["checkpoints"]
+    assert (row["name"], row["done"], row["failed"], row["todo"]) == ("first", 6, 0, 0)
+    assert listed["settings"][0]["loss"] == "CrossEntropy"
+    assert listed["seconds"] > 0
+    shown = read("show", store, "first")
+    assert (shown["checkpoint"], len(shown["content"])) == ("first", 64)
+    (setting,) = shown["settings"]
+    values = {(row["layer"], row["measure"]): row["value"] for row in setting["rows"]}
+    assert values["", "trace"] == pytest.approx(
+        sum(v for (layer, name), v in values.items() if layer and name == "trace")
+    )
+    assert read("verify", store) == {"store": store, "whole": True, "problems": [], "orphans": []}
+
+
+def test_json_of_a_store_that_is_not_whole(read, store, capsys):
+    import sqlite3
+
+    connection = sqlite3.connect(store)
+    with connection:
+        connection.execute("DELETE FROM units WHERE id = 1")
+    connection.close()
+    found = read("verify", store, expected=1)
+    assert not found["whole"]
+    assert found["problems"]
+    assert status("verify", store) == 1
+    assert "run pyflatness score as before with another --store" in capsys.readouterr().out
+
+
+def test_json_of_the_doctor(read, monkeypatch):
+    checks = [doctor.Check("reference", doctor.torch.float32, error, "fused", 1e-5) for error in (1e-7, float("inf"))]
+    monkeypatch.setattr(doctor, "self_check", lambda: checks)
+    found = read("doctor", expected=1)
+    assert found["environment"]["pyflatness"] == pf.__version__
+    assert [(row["dtype"], row["error"], row["ok"]) for row in found["checks"]] == [
+        ("float32", 1e-7, True),
+        ("float32", None, False),
+    ]
+    assert not found["ok"]
+
+
+def test_json_has_no_nan(capsys):
+    show_json({"a": [float("nan"), (1.5, float("-inf"))], "b": True})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, [1.5, None]], "b": True}
+
+
+def _on_a_terminal(**environment):
+    """Return what ``pyflatness measures --help-me-choose`` writes to a terminal."""
+    ours, theirs = pty.openpty()
+    env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    command = [sys.executable, "-m", "pyflatness", "measures", "--help-me-choose"]
+    with subprocess.Popen(command, stdout=theirs, env={**env, "TERM": "xterm-256color", **environment}) as process:
+        os.close(theirs)
+        written = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            written += part
+    os.close(ours)
+    assert process.returncode == 0
+    return written.decode()
+
+
+def test_escape_codes_are_for_terminals_and_not_with_no_color():
+    assert "\x1b[" in _on_a_terminal()
+    assert "\x1b" not in _on_a_terminal(NO_COLOR="1")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("measures",), ("layers", *LINEAR), ("doctor",)])
+def test_no_escape_codes_in_a_pipe(arguments):
+    env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    done = subprocess.run([sys.executable, "-m", "pyflatness", *arguments], capture_output=True, env=env, check=True)
+    assert len(done.stdout) > 100
+    assert b"\x1b" not in done.stdout + done.stderr
+
+
+def test_main_is_what_the_script_runs():
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
