@@ -208,9 +208,9 @@ def spectrum(
             come up, since an eigenvalue is one of all samples together.
         reduction: ``"mean"`` or ``"sum"``.
         forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes to hold at a time; vectors take 1 GiB, or this where it is more, and up to three times
-            as much while a step is made. At least 2 (pairs + 1) are needed for the eigenpairs, and ``steps + 1`` for the density, of 8 N
-            bytes each: without ``memory=`` these may take 4 GiB.
+        memory: bytes to hold at a time; vectors take 1 GiB, or this where it is more, and up to three times as much
+            while a step is made. At least 2 (pairs + 1) are needed for the eigenpairs, and ``steps + 1`` for the
+            density, of 8 N bytes each: without ``memory=`` these may take 4 GiB.
         seed: of the random vectors.
         progress: show a bar.
         process_group: as for :func:`pyflatness.relative_flatness`.
