@@ -124,7 +124,7 @@ CALLS = {
         Many,
         lambda m: pf.linear_interpolation(m, LOSS, _data(), _doubled(m), test=_data(), steps=3),
     ),
-    "track": (Many, lambda m: pf.track(m, LOSS, _data(), layers="*").record()),
+    "track": (Many, lambda m: pf.track(m, LOSS, _data(), layers="*").record().reports),
     "reparameterize": (Plain, lambda m: pf.reparameterize(m, {"body": 2.0}, _data()).state_dict()),
     "head_flatness": (Plain, lambda m: pf.head_flatness(*_phi())),
     "flatness_penalty": (Plain, lambda m: pf.flatness_penalty(*_phi())),

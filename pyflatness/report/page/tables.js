@@ -1,5 +1,4 @@
-"use strict";
-// Make tables sortable and filterable, which are readable without this script.
+"use strict"; // Make tables sortable and filterable, which are readable without this script.
 const order = new Intl.Collator(undefined, { numeric: true });
 
 function sortable(table, status) {
@@ -8,8 +7,7 @@ function sortable(table, status) {
     const cell = row.cells[column];
     return "key" in cell.dataset ? Number(cell.dataset.key) : cell.textContent;
   };
-  // Numbers before texts, and empty cells last whatever the direction.
-  const rank = (found) => (typeof found === "number" ? 0 : found ? 1 : 2);
+  const rank = (found) => (typeof found === "number" ? 0 : found ? 1 : 2); // empty cells last in either direction
   const compare = (a, b, sign) => rank(a) - rank(b) || sign * (rank(a) ? order.compare(a, b) : a - b);
   heads.forEach((head, column) => {
     const button = document.createElement("button");
@@ -30,7 +28,6 @@ function sortable(table, status) {
 
 function filterable(form, table, status) {
   const names = [...table.tHead.rows[0].cells].map((head) => head.textContent);
-  const measures = [...(form.elements.measure?.options ?? [])].map((option) => option.value);
   const rows = [...table.tBodies[0].rows].map((row) => [row, row.textContent.toLowerCase()]);
   let shown = "";
   const filter = () => {
@@ -43,13 +40,14 @@ function filterable(form, table, status) {
       count += !row.hidden;
     }
     if (measure !== shown) {
-      const out = names.map((name) => Boolean(measure) && measures.includes(name) && name !== measure);
-      for (const row of table.rows) out.forEach((hidden, column) => (row.cells[column].hidden = hidden));
+      const measures = [...form.elements.measure.options].map((option) => option.value);
+      const out = names.map((name) => measure && measures.includes(name) && name !== measure);
+      for (const row of table.rows) out.forEach((hidden, column) => (row.cells[column].hidden = Boolean(hidden)));
+      shown = measure;
     }
-    shown = measure;
     status.textContent = `${count} of ${rows.length} rows`;
   };
-  form.addEventListener("input", filter);
+  for (const event of ["input", "change"]) form.addEventListener(event, filter);
   form.addEventListener("submit", (event) => event.preventDefault());
   filter();
   form.hidden = false;

@@ -1,0 +1,155 @@
+"""The page of results in a real browser: Debian's Chromium without a window, driven by Selenium."""
+
+import base64
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pyflatness as pf
+from pyflatness.scoring.rows import Row
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+HOSTILE = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(None in (CHROMIUM, DRIVER), reason="no Chromium: apt-get install chromium chromium-driver"),
+]
+
+
+def scores(models: int, measures: int, layers: tuple[str, ...] = ("a", "b", "")) -> pf.Scores:
+    draw = random.Random(0)
+    rows = [
+        Row(f"m{m}", layer, f"measure_{k}", draw.gauss(1, 0.2), None, "ggn", True, 20, draw.random(), 0.5, 1.0)
+        for m in range(models)
+        for k in range(measures)
+        for layer in (layers if k == 1 else ("",))
+    ]
+    return pf.Scores((*rows, Row(HOSTILE, "", "measure_0", error=HOSTILE)), 0)
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install 'pyflatness[browser]'")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--window-size=1400,2000"):
+        options.add_argument(argument)
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def opened(browser: Any, path: Path) -> None:
+    """Open a page and wait until its charts are drawn."""
+    browser.get(path.as_uri())
+    until = time.monotonic() + 120
+    while browser.execute_script("return document.documentElement.dataset.drawn") != "yes":
+        assert time.monotonic() < until, browser.get_log("browser")
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def page(browser: Any, tmp_path: Path) -> Any:
+    scores(12, 3).to_html(tmp_path / "page.html", title="A page", exclude=["m3"])
+    opened(browser, tmp_path / "page.html")
+    return browser
+
+
+def column(browser: Any, number: int) -> list[str]:
+    """Return the cells of the first table's column in the rows that are shown."""
+    return browser.execute_script(
+        "return [...document.querySelectorAll('#table-0-0 tbody tr:not([hidden])')].map("
+        f"row => row.cells[{number}].textContent)"
+    )
+
+
+def head(browser: Any, number: int) -> Any:
+    return browser.find_elements("css selector", "#table-0-0 thead th")[number]
+
+
+def test_rows_are_sorted_by_click_and_by_keyboard(page: Any) -> None:
+    button = head(page, 2).find_element("tag name", "button")
+    button.click()
+    assert head(page, 2).get_attribute("aria-sort") == "ascending"
+    numbers = [float(cell) for cell in column(page, 2) if cell not in ("", "failed")]
+    assert numbers == sorted(numbers)
+    assert len(numbers) == 12
+    button.send_keys("\ue007")  # Enter
+    assert head(page, 2).get_attribute("aria-sort") == "descending"
+    assert [float(cell) for cell in column(page, 2) if cell not in ("", "failed")] == numbers[::-1]
+    assert column(page, 2)[12] == "failed"  # behind the numbers, and empty cells last
+    head(page, 0).find_element("tag name", "button").send_keys(" ")
+    assert head(page, 2).get_attribute("aria-sort") is None
+    assert column(page, 0)[-3:] == ["m11"] * 3  # numbers in names count as numbers
+
+
+def test_rows_are_filtered(page: Any) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    form = page.find_element("css selector", "form.filter")
+    status = form.find_element("css selector", "[role=status]")
+    assert status.text == "37 of 37 rows"
+    form.find_element("name", "words").send_keys("M1")
+    assert {*column(page, 0)} == {"m1", "m10", "m11"}
+    assert status.text == "9 of 37 rows"
+    Select(form.find_element("name", "layer")).select_by_visible_text("a")
+    assert column(page, 1) == ["a"] * 3
+    Select(form.find_element("name", "measure")).select_by_visible_text("measure_1")
+    heads = page.find_elements("css selector", "#table-0-0 thead th")
+    shown = [cell.text.split()[0] for cell in heads if cell.is_displayed()]
+    assert "measure_1" in shown
+    assert not {"measure_0", "measure_2"} & {*shown}
+
+
+def test_a_point_says_what_it_is(page: Any) -> None:
+    from selenium.webdriver import ActionChains
+
+    point = page.find_element("css selector", "#chart-2-0 .mark-symbol path[aria-roledescription]")
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", point)
+    ActionChains(page).move_to_element(point).perform()
+    tooltip = page.find_element("id", "vg-tooltip-element")
+    assert "model" in tooltip.text
+    assert "loss" in tooltip.text
+
+
+def test_nothing_of_a_name_runs(page: Any) -> None:
+    assert page.title == "A page"
+    assert page.find_elements("css selector", "main img") == []
+    severe = [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"]
+    assert severe == []
+
+
+def test_it_prints(page: Any, tmp_path: Path) -> None:
+    pdf = base64.b64decode(page.print_page())
+    assert pdf.startswith(b"%PDF")
+    assert len(pdf) > 20_000
+
+
+def test_it_is_a_table_without_javascript(browser: Any, tmp_path: Path) -> None:
+    scores(3, 2).to_html(tmp_path / "page.html")
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    browser.get((tmp_path / "page.html").as_uri())
+    table = browser.find_element("id", "table-0-0")
+    assert table.is_displayed()
+    assert "m2" in table.text
+    assert not browser.find_element("css selector", "form.filter").is_displayed()
+    assert "need JavaScript" in browser.find_element("tag name", "main").text
+
+
+def test_how_long_a_thousand_models_take(
+    browser: Any, tmp_path: Path, record_property: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores(1000, 20, ("",)).to_html(tmp_path / "page.html", interval="fisher")
+    began = time.perf_counter()
+    browser.get((tmp_path / "page.html").as_uri())
+    loaded = time.perf_counter() - began
+    opened_after = browser.execute_script("return performance.timing.loadEventEnd - performance.timing.navigationStart")
+    assert browser.find_element("css selector", "[role=status]").text == "1001 of 1001 rows"
+    with capsys.disabled():
+        print(f"\n1,000 models x 20 measures: loaded in {opened_after / 1000:.2f} s, {loaded:.2f} s for the driver")
