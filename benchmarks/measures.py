@@ -2,8 +2,8 @@
 
 Run from the project's root: ``python benchmarks/measures.py [lenet] [resnet]``; both unless one is named. Whole calls
 of ``pf.measure`` over all layers, alternatives in turn; every figure is a ratio within one run. ``together`` is
-``measures=None``; normalised sharpness, for which weight gradients are made and squared entry by entry, has a line of
-its own.
+``measures="sweep"``; normalised sharpness, for which weight gradients are made and squared entry by entry, has a line
+of its own.
 
 Notes, what lost:
 - By multiply-adds, not run: |w ∘ M|² with pairs of positions first, Σ_s δ_ps δ_p's (Σ_j w_sj² φ_pj φ_p'j), shared by

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from . import head, interrupts, losses, plan, tensor_head
 from .errors import InputError
-from .measures import RELATIVE_FLATNESS, at_head, named
+from .measures import RELATIVE_FLATNESS, are_named, at_head, named
 from .measures.layer_values import LayerValues
 from .model import calling, uses
 from .model.selectors import Selector
@@ -321,12 +321,13 @@ def measure(
         data: batches.
         layers: a selector or several, each a name, glob, ``re:…``, ``type:…`` or module; None: every layer that can be
             measured and ran.
-        measures: names (``pyflatness measures`` lists them); None: those of one sweep, which are relative flatness, the
-            trace and what follows from it, layers' adaptive sharpness, the flatness of neurons, and the norm of the
-            weights; ``"all"``. A name that cannot be had is an error. Of None and ``"all"`` such a measure is left out,
-            and ``report.skipped`` says why: options that it does not know (``probes=``, ``normalize=``), curvature of
-            the wrong sign, a model or loss that it is not defined for. What no measure can be had with (data, targets,
-            NaN, a model in training mode) is an error all the same.
+        measures: names (``pyflatness measures`` lists them); None: relative flatness and the trace; ``"sweep"``: all
+            that their sweep gives, which are also what follows from the trace, layers' adaptive sharpness, the flatness
+            of neurons, and the norm of the weights; ``"all"``. A name that cannot be had is an error. Of None,
+            ``"sweep"`` and ``"all"`` such a measure is left out, and ``report.skipped`` says why: options that it does
+            not know (``probes=``, ``normalize=``), curvature of the wrong sign, a model or loss that it is not defined
+            for. What no measure can be had with (data, targets, NaN, a model in training mode) is an error all the
+            same.
         curvature: ``"auto"``, ``"ggn"`` or ``"hessian"``.
         probes: a number of random probes for each sample, or ``"adaptive"``.
         target_stderr: an absolute standard error for every value of a sweep, the network's too; those derived from one
@@ -373,8 +374,8 @@ def measure(
         *(memory, seed, rtol, max_passes),
     )
     options.refuse_tolerance()
-    wanted, by_name = named(measures), measures is not None and measures != "all"
-    steps = plan.plan(wanted, options, networks=measures is not None)
+    wanted, by_name = named(measures), are_named(measures)
+    steps = plan.plan(wanted, options, networks=measures is not None and measures != "sweep")
     with session(
         *(model, loss, data, options),
         reduction=reduction,
@@ -395,4 +396,5 @@ def measure(
     names = tuple(name for name in task.selection.modules if name in measured)
     found = coverage.marked(found, [row.name for row in wanted if row.of_layers], left_out) if layers is None else found
     with_values = tuple(row.name for row in wanted if any(row.name == m for _, m in found))
-    return Report(names, with_values, found, measurement.skipped, left_out, why)
+    network_of = {row.name: row.network_of for row in wanted if ("", row.name) in found}
+    return Report(names, with_values, found, measurement.skipped, left_out, why, network_of)

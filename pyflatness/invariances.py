@@ -116,7 +116,7 @@ def invariances(
         model: as for :func:`pyflatness.reparameterize`.
         loss: as for :func:`pyflatness.measure`.
         data: as for :func:`pyflatness.measure`; read several times.
-        measures: names, None or ``"all"``, as for :func:`pyflatness.measure`.
+        measures: names, None, ``"sweep"`` or ``"all"``, as for :func:`pyflatness.measure`.
         layers: that are measured, as for :func:`pyflatness.measure`; all that can be get new weights.
         factors: between which the factors are drawn, uniformly.
         seed: of the factors.

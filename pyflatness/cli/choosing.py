@@ -29,13 +29,13 @@ CHOICES = (
         "one sweep: a forward pass, and a backward pass for each class but one",
     ),
     Choice(
-        "the same at the price of a forward pass",
+        "a first look at the lowest price",
         "`relative_flatness` of the head (`pf.relative_flatness`)",
         "layer-wise rescaling",
         "a forward pass",
     ),
     Choice(
-        "nothing that any rescaling changes",
+        "to compare networks whose neurons may be rescaled too",
         "`relative_flatness_std`, `adaptive_sharpness`, `normalized_sharpness` or `neuron_flatness`",
         "layer-wise and neuron-wise rescaling",
         "one sweep",
@@ -67,7 +67,7 @@ CHOICES = (
     Choice(
         "a bound on the generalisation gap",
         "`pf.generalization_bound`, `pac_bayes`",
-        "see their pages",
+        "see docs/generalization.md, docs/measures.md",
         "many forward passes",
     ),
     Choice(

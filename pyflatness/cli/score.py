@@ -36,7 +36,7 @@ from ..scoring.worker import Source
 from . import config, launched, score_csv, score_store, spec_options
 from .paths import is_same_file, prepare_file
 
-_ALL = "all"
+_SETS = ("sweep", "all")
 _PATH = click.Path(path_type=Path)
 
 
@@ -45,9 +45,11 @@ def _measures(context: click.Context, parameter: click.Parameter, given: tuple[s
     names = [name.strip() for text in given for name in text.split(",") if name.strip()]
     known = [row.name for row in MEASURES]
     for name in names:
-        if name not in (*known, _ALL):
-            raise click.BadParameter(f"{name!r} is not one of {', '.join(map(repr, (*known, _ALL)))}")
-    return tuple(row.name for row in named(_ALL if _ALL in names else names))
+        if name not in (*known, *_SETS):
+            raise click.BadParameter(f"{name!r} is not one of {', '.join(map(repr, (*known, *_SETS)))}")
+    if not names:
+        named(names)  # which is an error
+    return tuple(dict.fromkeys(row.name for name in names for row in named(name)))
 
 
 def _limit(context: click.Context, parameter: click.Parameter, given: str | None) -> float | None:
@@ -110,7 +112,7 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
     default=[MEASURES[0].name],
     show_default=True,
     callback=_measures,
-    help="See pyflatness measures; 'all'. Of several layers there is a row for the network too, with no layer.",
+    help="See pyflatness measures; 'sweep'; 'all'. Of several layers there is a row for the network, with no layer.",
 )
 @click.option("--curvature", type=click.Choice(["auto", "ggn", "hessian"]), default="auto", show_default=True)
 @click.option(

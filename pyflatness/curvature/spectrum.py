@@ -20,6 +20,7 @@ from ..hessian.eigenvalues import tolerance_of
 from ..hessian.parameter_products import ParameterProducts
 from ..hessian.products import Names, Products
 from ..model import calling
+from ..model.layers import tie_notes
 from ..model.selectors import Selector
 from ..numerics.eigenpairs import Pairs, Search, least_vectors, quadrature
 from ..numerics.meeting import Group
@@ -207,8 +208,9 @@ def spectrum(
             come up, since an eigenvalue is one of all samples together.
         reduction: ``"mean"`` or ``"sum"``.
         forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes to hold at a time; vectors take 1 GiB, or this where it is more. At least 2 (pairs + 1) of them
-            are needed for the eigenpairs, and ``steps + 1`` for the density, of 8 N bytes each.
+        memory: bytes to hold at a time; vectors take 1 GiB, or this where it is more, and up to three times as much
+            while a step is made. At least 2 (pairs + 1) are needed for the eigenpairs, and ``steps + 1`` for the
+            density, of 8 N bytes each: without ``memory=`` these may take 4 GiB.
         seed: of the random vectors.
         progress: show a bar.
         process_group: as for :func:`pyflatness.relative_flatness`.
@@ -252,7 +254,7 @@ def spectrum(
     ) as task:
         products = ParameterProducts(task) if layers is None else Products(task.of(layers))
         names = products.names if isinstance(products, ParameterProducts) else tuple(products.modules)
-        block = _Block(products, names, Budget.of(task.model, memory).bases, seed)
+        block = _Block(products, names, Budget.of(task.model, memory), seed)
         largest, smallest = block.wanted(k, which)
         block.check(largest + smallest, steps if density else 0, max_products)
         precision = tolerance or tolerance_of(products)
@@ -271,8 +273,17 @@ def spectrum(
             samples=products.samples,
             products=block.products,
             size=products.size(names),
-            notes=(*products.notes(""), *([f"ended by max_products={max_products}"] if pairs.limited else [])),
+            notes=(
+                *_notes(task.model, products),
+                *([f"ended by max_products={max_products}"] if pairs.limited else []),
+            ),
         )
+
+
+def _notes(model: nn.Module, products: Products) -> list[str]:
+    """Return what a reader of the values should know, of tied weights by the names of their layers."""
+    tied = {name: tie_notes(model, module) for name, module in products.modules.items()}
+    return [*(f"{name}: {note}" for name, notes in tied.items() for note in notes), *products.notes("")]
 
 
 class _Block:
@@ -281,12 +292,12 @@ class _Block:
     Args:
         products: with the block.
         names: of the block.
-        memory: bytes for vectors.
+        budget: for vectors.
         seed: of random starts.
     """
 
-    def __init__(self, products: Products, names: Names, memory: int, seed: int) -> None:
-        self._times, self._names, self._memory = products, names, memory
+    def __init__(self, products: Products, names: Names, budget: Budget, seed: int) -> None:
+        self._times, self._names, self._budget = products, names, budget
         self._generator = torch.Generator().manual_seed(seed)
         self._size, self._device = products.size(names), products.device
         self.products = 0
@@ -312,10 +323,11 @@ class _Block:
         least = {f"{pairs} eigenpairs": least_vectors(pairs, self._size), f"steps={steps}": min(steps, self._size) + 1}
         what, vectors = max(least.items(), key=lambda item: item[1])
         needed = vectors * _NUMBER * self._size
-        if needed > self._memory:
+        room = self._budget.least_bases
+        if needed > room:
             raise InputError(
                 f"{what}: {vectors} vectors of {self._size:,} numbers in float64 take {needed:,} bytes, of which there "
-                f"are {self._memory:,}; pass memory={needed} if this machine has them, a smaller k= or steps=, or "
+                f"are {room:,}; pass memory={needed} if this machine has them, a smaller k= or steps=, or "
                 "layers= for the block of fewer weights"
             )
 
@@ -326,7 +338,7 @@ class _Block:
             self._size,
             self._device,
             tolerance=tolerance,
-            room=self._memory // (_NUMBER * self._size),
+            room=self._budget.bases // (_NUMBER * self._size),
             limit=most,
         )
         found: Pairs = self._found(search.pairs(largest, smallest, copies=copies))
@@ -335,7 +347,7 @@ class _Block:
     def density(self, probes: int, steps: int) -> Density:
         """Return the quadrature of random probes, as many at a time as memory has room for."""
         steps = min(steps, self._size)
-        at_once = max(1, self._memory // (_NUMBER * self._size * (steps + 1)))
+        at_once = max(1, self._budget.bases // (_NUMBER * self._size * (steps + 1)))
         found = []
         for start in range(0, probes, at_once):
             count = min(at_once, probes - start)

@@ -45,7 +45,7 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
 
     Args:
         layers: a selector or several, see :func:`pyflatness.measure`; None: every layer that can be measured and ran.
-        measures: names, or None or ``"all"``, see :func:`pyflatness.measure`.
+        measures: names, or None, ``"sweep"`` or ``"all"``, see :func:`pyflatness.measure`.
         data: ``"val"`` or ``"train"``: the trainer's own loader, with its ``limit_val_batches`` or
             ``limit_train_batches``; or a loader, a list of batches or a tuple of tensors. Batches of all but a tuple go
             through the module's batch hooks (``on_after_batch_transfer``, …) as in validation.

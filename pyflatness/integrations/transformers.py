@@ -34,7 +34,7 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
     Args:
         trainer: the trainer that the callback is added to. It is not known to callbacks otherwise, and has the loggers.
         layers: a selector or several, see :func:`pyflatness.measure`; None: every layer that can be measured and ran.
-        measures: names, or None or ``"all"``, see :func:`pyflatness.measure`.
+        measures: names, or None, ``"sweep"`` or ``"all"``, see :func:`pyflatness.measure`.
         data: ``"val"``: of ``trainer.get_eval_dataloader()``; ``"train"``: the loader of the training; or a loader, a
             list of batches or a tuple of tensors.
         loss: see :func:`pyflatness.measure`; ``"auto"`` is the one that the model computes itself.

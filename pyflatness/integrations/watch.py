@@ -16,7 +16,7 @@ from torch import nn
 
 from ..api import measure
 from ..errors import InputError, NonFiniteError
-from ..measures import named
+from ..measures import are_named, named
 from ..messages import shown
 from ..model.generators import Generators, OutsideTorch
 from ..model.selectors import Selector
@@ -64,7 +64,7 @@ class Watch:
         options: dict[str, Any],
     ) -> None:
         self.layers, self.data, self.name, self.options = layers, data, name, _checked(options)
-        self.measures: str | list[str] | None = measures if measures is None or measures == "all" else _names(measures)
+        self.measures = _asked(measures)
         self.every_n_epochs = check_count("every_n_epochs", every_n_epochs, 1)
         self.limit_batches = None if limit_batches is None else check_count("limit_batches", limit_batches, 1)
         self.strict = check_flag("strict", strict)
@@ -197,7 +197,10 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
     return {"progress": False, **options}
 
 
-def _names(measures: str | Sequence[str]) -> list[str]:
+def _asked(measures: str | Sequence[str] | None) -> str | list[str] | None:
+    """Return the names of measures, or what stands for several of which some may be left out."""
+    if measures is None or (isinstance(measures, str) and not are_named(measures)):
+        return measures
     return [row.name for row in named(measures)]
 
 

@@ -62,23 +62,32 @@ MEASURES = (
 )
 
 
+BY_DEFAULT = (RELATIVE_FLATNESS, TRACE)
+_SETS = ("sweep", "all")
+
+
+def are_named(names: str | Sequence[str] | None) -> bool:
+    """Return whether measures are asked for by their names, so that one which cannot be had is an error."""
+    return names is not None and not (isinstance(names, str) and names in _SETS)
+
+
 def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
-    """Return measures by their names; ``"all"`` means every one, None those of one sweep.
+    """Return measures by their names; None: the two of a report by default; ``"sweep"``: those of one sweep; ``"all"``.
 
     Raises:
         InputError: no name, or one that is not in the table.
     """
     if names is None:
-        return tuple(row for row in MEASURES if _of_one_sweep(row))
-    if isinstance(names, str) and names == "all":
-        return MEASURES
+        return BY_DEFAULT
+    if isinstance(names, str) and names in _SETS:
+        return MEASURES if names == "all" else tuple(row for row in MEASURES if _of_one_sweep(row))
     table = {measure.name: measure for measure in MEASURES}
     wanted = check_names("measures", names)
     if not wanted:
-        raise InputError("measures: at least one name is wanted, or 'all', or None for those of one sweep")
+        raise InputError("measures: at least one name is wanted, or 'sweep' for those of one sweep, or 'all'")
     for name in wanted:
         if name not in table:
-            raise InputError(f"measures: {name!r} does not exist; choose among {', '.join(table)}, or 'all'")
+            raise InputError(f"measures: {name!r} does not exist; choose among {', '.join(table)}, or 'sweep' or 'all'")
     return tuple(table[name] for name in wanted)
 
 
@@ -107,6 +116,7 @@ __all__ = [
     "RELATIVE_FLATNESS_STD",
     "TRACE",
     "Measure",
+    "are_named",
     "at_head",
     "named",
     "with_bases",

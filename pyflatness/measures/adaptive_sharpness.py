@@ -6,10 +6,10 @@ It is Definition E.1 of C24.
     Σ_j θ_j² ∂²E/∂θ_j²,    θ all trainable parameters, biases and normalisation too        of the network
 
 over the entries w_j of a layer's weight. So the network's value is not the sum of its layers'; it takes a sweep of its
-own (:mod:`pyflatness.sweep.diagonal`), made where the measure is asked for by name or by ``"all"``: ``measures=None``
-gives the layers' values alone. Where the network's cannot be had (too many entries in which the model is not piecewise
-linear), the report has the layers' and says why. It is the limit ρ → 0 of :mod:`.adaptive_sharpness_mc` where the model
-is twice differentiable.
+own (:mod:`pyflatness.sweep.diagonal`), made where the measure is asked for by name or by ``"all"``:
+``measures="sweep"`` gives the layers' values alone. Where the network's cannot be had (too many entries in which the
+model is not piecewise linear), the report has the layers' and says why. It is the limit ρ → 0 of
+:mod:`.adaptive_sharpness_mc` where the model is twice differentiable.
 
 Behind layers that are not piecewise linear a layer's value comes from the diagonal of the Hessian, d products for a
 layer of one position, d min(P, m) for P; sampled as E⟨D, H D⟩ for D = diag(a) w diag(b) with random signs a, b, drawn

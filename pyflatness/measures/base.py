@@ -70,6 +70,15 @@ class Measure:
         assert (self.base is None) == (self.derive is None), self.name
 
     @property
+    def network_of(self) -> str:
+        """Return what the network's value is of, in words."""
+        if not self.of_layers:
+            return "of the whole model"
+        return (
+            "the sum over layers" if self.quantity is not None and self.of_parts is None else "of the layers together"
+        )
+
+    @property
     def of_network_alone(self) -> bool:
         """Return whether there is one value for the whole network and none for a layer."""
         return self.granularity == "network"

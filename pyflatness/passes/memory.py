@@ -11,6 +11,7 @@ _CPU = torch.device("cpu")
 _BUFFERS = 24 * 2**20  # near to what a processor's caches hold
 _HELD_BACK = 48 * 2**20
 _BASES = 2**30
+_LEAST_BASES = 4 * _BASES
 _SECOND_ORDER = 3  # about the memory that a graph takes together with that of its derivatives
 
 
@@ -31,6 +32,8 @@ class Budget:
     - ``blocks``: as much as ``memory=`` again, for the float64 Hessians of one layer's rows where they are written out.
     - ``bases``: 1 GiB, or ``memory=`` where that is more, for the vectors that Lanczos keeps, of one layer's rows or of
       all blocks of λ_max. With fewer vectors it takes more products, each of which may read the data.
+
+    Vectors that a search cannot do without may take ``least_bases``: 4 GiB where the user names no ``memory``.
 
     Attributes:
         asked: the user's ``memory``, in bytes; None takes :data:`DEFAULT_MEMORY`, on a GPU a quarter of all that it has
@@ -80,6 +83,11 @@ class Budget:
     def bases(self) -> int:
         """Return the bytes for the bases of Lanczos."""
         return max(_BASES, self._total)
+
+    @property
+    def least_bases(self) -> int:
+        """Return the bytes for a basis of the fewest vectors that do."""
+        return self.bases if self.asked else max(_LEAST_BASES, self._total)
 
     @property
     def _total(self) -> int:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _TENSORS = ("per_sample", "per_neuron")  # of an Estimate
-_SKIPPED, _UNCOVERED, _WHY = "skipped", "uncovered", "why_uncovered"  # beside the measures of a report as a dict
-_WIDTH = 96  # of the columns of values and layers in a table
+# Beside the measures of a report as a dict.
+_BESIDE = ("skipped", "uncovered", "why_uncovered", "network_of")
+_WIDTH = 100  # of a table
+_LONGEST = 24  # of a layer's name, from where on it is folded if there is no room for it
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -176,6 +178,9 @@ class Report:
             Empty where no layer was measured.
         why_uncovered: for some of these the reason, where it is not that other layers were chosen: what the weight is
             used in besides, that it is used in nothing, or a kernel that it goes into.
+        network_of: by measure, what the network's value is of: ``"the sum over layers"``, ``"of the layers together"``
+            (their largest, the eigenvalue of their joint Hessian, …) or ``"of the whole model"``: of all its
+            parameters, or of its input, whatever layers were chosen.
     """
 
     layers: tuple[str, ...]
@@ -184,6 +189,17 @@ class Report:
     skipped: Mapping[str, str] = field(default_factory=dict)
     uncovered: Mapping[str, float] = field(default_factory=dict)
     why_uncovered: Mapping[str, str] = field(default_factory=dict)
+    network_of: Mapping[str, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Return the number of estimates."""
+        return len(self._estimates)
+
+    def __iter__(self) -> Iterator[tuple[str, str, Estimate]]:
+        """Yield (layer, measure, estimate), measure after measure; the network's layer is ``""``."""
+        for measure, held in self.by_measure().items():
+            for layer, estimate in held.items():
+                yield layer, measure, estimate
 
     def __getitem__(self, key: str | tuple[str, str]) -> Estimate:
         layer, measure = ("", key) if isinstance(key, str) else key
@@ -208,8 +224,7 @@ class Report:
             measure: {layer: estimate.to_dict() for layer, estimate in held.items()}
             for measure, held in self.by_measure().items()
         }
-        beside: dict[str, dict[str, Any]] = {_SKIPPED: dict(self.skipped), _UNCOVERED: dict(self.uncovered)}
-        beside[_WHY] = dict(self.why_uncovered)
+        beside: dict[str, dict[str, Any]] = {name: dict(getattr(self, name)) for name in _BESIDE}
         return {**facts, **{key: held for key, held in beside.items() if held}}
 
     def to_json(self, path: str | Path | None = None) -> str:
@@ -226,7 +241,7 @@ class Report:
         if not isinstance(facts, Mapping) or not all(isinstance(held, Mapping) for held in facts.values()):
             raise InputError("report: a dict as of Report.to_dict() is wanted: measure -> layer -> estimate")
         facts = dict(facts)
-        beside = [dict(facts.pop(key, {})) for key in (_SKIPPED, _UNCOVERED, _WHY)]
+        beside = [dict(facts.pop(key, {})) for key in _BESIDE]
         found = {
             (layer, measure): Estimate.from_dict(estimate)
             for measure, held in facts.items()
@@ -253,6 +268,20 @@ class Report:
         """
         return views.frame(views.rows(self))
 
+    def to_csv(self, path: str | Path) -> None:
+        """Write a table as CSV: one row per estimate, the columns of :meth:`to_frame` without those of tensors.
+
+        Numbers are written so that reading them gives every bit; ``notes`` are joined by ``"; "``, and what is unknown
+        is an empty cell.
+
+        Args:
+            path: of the file, which is replaced.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        views.write_csv(views.rows(self), path)
+
     def to_html(self, path: str | Path | None = None, *, title: str = "Flatness of a network") -> str:
         """Return a page of the values and their profiles over the layers, as one file that loads nothing.
 
@@ -265,57 +294,63 @@ class Report:
         """
         return page.written(html.page(self, title), path)
 
-    def plot(self, path: str | Path | None = None, *, axes: "Axes | None" = None) -> "tuple[Figure, Axes]":
-        """Draw the layers' values as a profile from the first to the last, a line for each measure.
+    def plot(
+        self, path: str | Path | None = None, *, axes: "Axes | Sequence[Axes] | None" = None
+    ) -> "tuple[Figure, list[Axes]]":
+        """Draw the layers' values as profiles from the first layer to the last, an axis for each measure.
 
         Args:
             path: where the figure is written too; its ending is its format.
-            axes: matplotlib's, to draw into; None: those of a new figure.
+            axes: matplotlib's, to draw into, one for each measure; None: those of a new figure.
 
         Returns:
             Figure and axes of matplotlib, outside of pyplot.
 
         Raises:
             MissingExtraError: without matplotlib.
-            InputError: no measure has values of layers.
+            InputError: no measure has values of layers, or ``axes`` are not as many as measures that have.
         """
-        figure, axes = views.profile(self, axes)
+        figure, drawn = views.profile(self, axes)
         if path is not None:
             figure.savefig(path)
-        return figure, axes
+        return figure, drawn
 
     def __eq__(self, other: object) -> bool:
         return _facts(self) == _facts(other) if isinstance(other, Report) else NotImplemented
 
     def __str__(self) -> str:
         first = max(self._estimates.values(), key=lambda estimate: estimate.samples)
-        lines = [line for measures in self._side_by_side() for line in ("", *self._table(measures))][1:]
+        tables = self._side_by_side(_number)
+        cell = _number if len(tables) == 1 else _number_above_interval
+        tables = tables if cell is _number else self._side_by_side(cell)
+        lines = [line for measures in tables for line in ("", *self._table(measures, cell))][1:]
         omitted = f", {first.omitted} omitted" if first.omitted else ""
         samples = f"{first.samples} samples" if first.samples else "no data read"
         sampled = any(estimate.stderr is not None for estimate in self._estimates.values())
         brackets = ", [95 % intervals]" if sampled else ""
         return "\n".join([*lines, f"{samples}{omitted}, {first.backend} backend{brackets}", *views.remarks(self)])
 
-    def _side_by_side(self) -> list[list[str]]:
+    def _side_by_side(self, cell: "_Cell") -> list[list[str]]:
         """Return the names of the measures in each table, as many to a table as there is room for."""
-        layers = max(map(len, (*self.layers, "network")))
+        layers = min(_LONGEST, max(map(len, (*self.layers, "network"))))
+        beside = layers + self._longest_method() + len("exact") + 7  # 2 between columns, 1 in front of them
         tables: list[list[str]] = []
         room = 0
         for measure, held in self.by_measure().items():
-            width = 2 + max([len(measure), *(len(_number(estimate)) for estimate in held.values())])
+            width = 2 + max(len(line) for text in (measure, *map(cell, held.values())) for line in text.split("\n"))
             if width > room:
-                tables, room = [*tables, []], _WIDTH - layers
+                tables, room = [*tables, []], _WIDTH - beside
             tables[-1].append(measure)
             room -= width
         return tables
 
-    def _table(self, measures: Sequence[str]) -> list[str]:
+    def _table(self, measures: Sequence[str], cell: "_Cell") -> list[str]:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("layer", overflow="fold")
         for measure in measures:
             table.add_column(measure, justify="right", no_wrap=True)
-        for header in ("value of", "exact"):
-            table.add_column(header)
+        table.add_column("value of", min_width=self._longest_method())
+        table.add_column("exact", no_wrap=True)
         for layer in (*self.layers, ""):
             cells = [self._estimates.get((layer, measure)) for measure in measures]
             row = [estimate for estimate in cells if estimate is not None]
@@ -325,11 +360,14 @@ class Report:
                 table.add_section()
             methods = ", ".join(dict.fromkeys(e.method for e in row))
             exact = "yes" if all(e.exact for e in row) else "no"
-            table.add_row(layer or "network", *map(_number, cells), methods, exact)
-        console = Console(width=200, markup=False, highlight=False, emoji=False, color_system=None)
+            table.add_row(layer or "network", *map(cell, cells), methods, exact)
+        console = Console(width=_WIDTH, markup=False, highlight=False, emoji=False, color_system=None)
         with console.capture() as capture:
             console.print(table)
         return [line.rstrip() for line in capture.get().splitlines() if line.strip()]
+
+    def _longest_method(self) -> int:
+        return max(len("value of"), *(len(estimate.method) for estimate in self._estimates.values()))
 
     __repr__ = __str__
 
@@ -348,3 +386,10 @@ def _number(estimate: Estimate | None) -> str:
     if estimate.stderr is None:
         return f"{estimate.value:.6g}"
     return intervals.shown(estimate.value, estimate.interval())
+
+
+def _number_above_interval(estimate: Estimate | None) -> str:
+    return _number(estimate).replace(" [", "\n[")
+
+
+_Cell = Callable[[Estimate | None], str]

@@ -1,16 +1,22 @@
 """Show reports as data frames and figures; pandas and matplotlib are imported when they are asked for."""
 
-from collections.abc import Mapping
+import csv
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import InputError, MissingExtraError
+from ..messages import to_cell
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from . import Report
+    from . import Estimate, Report
+
+_OF_TENSORS = ("per_sample", "per_neuron")
 
 
 def rows(report: "Report") -> list[dict[str, Any]]:
@@ -22,6 +28,17 @@ def rows(report: "Report") -> list[dict[str, Any]]:
     ]
 
 
+def write_csv(rows: list[dict[str, Any]], path: str | Path) -> None:
+    """See :meth:`.Report.to_csv`."""
+    columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _OF_TENSORS]
+    with Path(path).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            texts = {**row, "notes": "; ".join(row.get("notes", ()))}
+            writer.writerow({name: to_cell(cell) if isinstance(cell, str) else cell for name, cell in texts.items()})
+
+
 def frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
     """Return rows of estimates as a data frame, without columns of values by sample or neuron that nothing has.
 
@@ -29,9 +46,7 @@ def frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
         MissingExtraError: without pandas.
     """
     table = rows_frame(rows)
-    return table.drop(
-        columns=[name for name in ("per_sample", "per_neuron") if name in table and table[name].isna().all()]
-    )
+    return table.drop(columns=[name for name in _OF_TENSORS if name in table and table[name].isna().all()])
 
 
 def rows_frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
@@ -90,7 +105,8 @@ def remarks(report: "Report") -> list[str]:
     )
     left_out = [f"skipped {names}: {reason}" for names, reason in _by_reason(report.skipped)]
     left_out += [f"without {names}: {reason}" for names, reason in _by_reason(report.why_uncovered)]
-    return [*notes, *left_out]
+    kinds = [textwrap.fill(f"network, {what}: {names}", 100) for names, what in _by_reason(report.network_of)]
+    return [*notes, *(kinds if len(kinds) > 1 else ()), *left_out]
 
 
 def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -106,24 +122,33 @@ def onto(axes: "Axes | None", width: float = 6.0) -> "tuple[Figure, Axes]":
     return figure(width) if axes is None else (cast("Figure", axes.figure), axes)
 
 
-def profile(report: "Report", axes: "Axes | None" = None) -> "tuple[Figure, Axes]":
+def profile(report: "Report", axes: "Axes | Sequence[Axes] | None" = None) -> "tuple[Figure, list[Axes]]":
     """See :meth:`.Report.plot`."""
     held = {measure: {layer: e for layer, e in of.items() if layer} for measure, of in report.by_measure().items()}
     drawn = {measure: of for measure, of in held.items() if of}
     if not drawn:
         raise InputError(f"report: {', '.join(report.measures)} has values of the network alone; no profile of layers")
-    figure_, axes = onto(axes, max(6.0, 2.5 + 0.35 * len(report.layers)))
-    places = {layer: place for place, layer in enumerate(report.layers)}
-    for measure, of in drawn.items():
-        x, y = [places[layer] for layer in of], [e.value for e in of.values()]
-        ends = [e.interval() or (e.value, e.value) for e in of.values()]
-        errors = [(high - low) / 2 for low, high in ends]
-        axes.errorbar(x, y, yerr=errors if any(errors) else None, marker="o", markersize=4, capsize=2, label=measure)
-    if all(e.value > 0 for of in drawn.values() for e in of.values()):
-        axes.set_yscale("log")
-    axes.set_xticks(range(len(report.layers)), report.layers, rotation=45, ha="right", rotation_mode="anchor")
-    axes.set_xlabel("layer, in the model's order")
-    axes.set_ylabel("value")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    return figure_, axes
+    if axes is None:
+        whole = _figure(max(6.0, 2.5 + 0.35 * len(report.layers)), 2.5 + 2.0 * len(drawn))
+        panels = [*whole.subplots(len(drawn), sharex=True, squeeze=False)[:, 0]]
+    else:
+        panels = [*axes] if isinstance(axes, Iterable) else [axes]
+        whole = cast("Figure", panels[0].figure)
+    if len(panels) != len(drawn):
+        raise InputError(f"axes: one for each of {', '.join(drawn)} is wanted, got {len(panels)}")
+    for axis, (measure, of) in zip(panels, drawn.items(), strict=True):
+        _draw(axis, [report.layers.index(layer) for layer in of], [*of.values()])
+        axis.set_ylabel(measure)
+    panels[-1].set_xticks(range(len(report.layers)), report.layers, rotation=45, ha="right", rotation_mode="anchor")
+    panels[-1].set_xlabel("layer, in the model's order")
+    return whole, panels
+
+
+def _draw(axis: "Axes", places: list[int], values: list["Estimate"]) -> None:
+    ends = [e.interval() or (e.value, e.value) for e in values]
+    errors = [(high - low) / 2 for low, high in ends]
+    shown = errors if any(errors) else None
+    axis.errorbar(places, [e.value for e in values], yerr=shown, marker="o", markersize=4, capsize=2)
+    if all(e.value > 0 for e in values):
+        axis.set_yscale("log")
+    axis.grid(alpha=0.3)

@@ -74,7 +74,8 @@ def score(
             arguments, or its name, ``"file.py:callable"`` or ``"hf:folder"``.
         layers: names, globs, ``re:…`` or ``type:…``; None: the last Linear that ran. With several layers a measure has
             a row for the network too.
-        measures: names (``pyflatness measures`` lists them), None or ``"all"``, as for :func:`pyflatness.measure`.
+        measures: names (``pyflatness measures`` lists them), None, ``"sweep"`` or ``"all"``, as for
+            :func:`pyflatness.measure`.
         store: path of an SQLite file in which values are kept; made if it is not there.
         executor: where to measure. None: here, one model after the other. ``"processes"``: in ``workers`` new processes
             of this machine, which read the data and the weights by themselves; a script needs the guard

@@ -45,7 +45,7 @@ def track(
         loss: its options count.
         data: read at each record, so a tuple of tensors, a list of batches or a DataLoader, and no iterator. It may be
             the DataLoader that a training loop is in the middle of.
-        measures: names; None and ``"all"`` as for :func:`pyflatness.measure`.
+        measures: names; None, ``"sweep"`` and ``"all"`` as for :func:`pyflatness.measure`.
         weights: of which weights: ``"live"``, those of ``model``; ``"ema"`` or ``"swa"``, those of ``averaged``; or
             several of these. Averaged weights are left out of records before their first update.
         averaged: a ``torch.optim.swa_utils.AveragedModel`` of the model, or another module with its layers that holds

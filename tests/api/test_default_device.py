@@ -96,7 +96,7 @@ class Smooth(nn.Module):
 )
 def test_all_measures_of_a_curved_network(options):
     model, x, y = Smooth().eval(), torch.randn(6, 2, 4), torch.randint(3, (6, 3))
-    assert_same(lambda: pf.measure(model, LOSS, (x, y), **options))
+    assert_same(lambda: pf.measure(model, LOSS, (x, y), **{"measures": "sweep", **options}))
 
 
 @pytest.mark.parametrize(

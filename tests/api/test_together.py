@@ -42,7 +42,7 @@ X, Y = torch.randn(12, 5, generator=torch.Generator().manual_seed(1), dtype=torc
 def test_the_default_is_what_its_measures_are_by_name(name):
     case = CASES[name]
     data = list(zip(case.inputs.split(2), case.targets.split(2), strict=True))
-    report = pf.measure(case.build(), case.loss, data, per_sample=True)
+    report = pf.measure(case.build(), case.loss, data, per_sample=True, measures="sweep")
     assert {*report.measures, *report.skipped} == {*ONE_SWEEP}
     for measure in report.measures:
         expected = pf.measure(case.build(), case.loss, data, measures=measure, per_sample=True)
@@ -54,7 +54,7 @@ def test_the_default_is_what_its_measures_are_by_name(name):
 
 
 def test_the_default_reads_the_data_once():
-    report = pf.measure(mlp(), LOSS, iter([(X[:5], Y[:5]), (X[5:], Y[5:])]))
+    report = pf.measure(mlp(), LOSS, iter([(X[:5], Y[:5]), (X[5:], Y[5:])]), measures="sweep")
     assert list(report.measures) == ONE_SWEEP
     for name in TWO_READS:
         with pytest.raises(pf.InputError, match="iterator"):
@@ -62,7 +62,7 @@ def test_the_default_reads_the_data_once():
 
 
 def test_the_default_has_no_sum_for_a_network_s_adaptive_sharpness():
-    report = pf.measure(mlp(), LOSS, (X, Y))
+    report = pf.measure(mlp(), LOSS, (X, Y), measures="sweep")
     with pytest.raises(pf.InputError, match="'adaptive_sharpness' has no value of the network"):
         report["adaptive_sharpness"]
     assert report["0", "adaptive_sharpness"].value > 0
@@ -84,7 +84,7 @@ def test_the_default_has_no_sum_for_a_network_s_adaptive_sharpness():
     ],
 )
 def test_options_that_leave_some_out_of_the_default(options, left_out):
-    report = pf.measure(mlp(), LOSS, (X, Y), **options)
+    report = pf.measure(mlp(), LOSS, (X, Y), measures="sweep", **options)
     assert [name for name in ONE_SWEEP if name not in left_out] == list(report.measures)
     assert {*report.skipped} == {*left_out}
     for name in left_out:
@@ -102,7 +102,7 @@ def test_negative_traces_leave_their_roots_out():
     with torch.no_grad():
         model[2].weight.mul_(0.01)
         model[2].bias.zero_()
-    report = pf.measure(model, loss, (X, Y))
+    report = pf.measure(model, loss, (X, Y), measures="sweep")
     assert report["2", "trace"].value < 0
     assert {*report.skipped} == {*NORMALISED}
     assert "of which there is no root" in report.skipped["matrix_normalized_sharpness"]
@@ -208,14 +208,14 @@ def test_nan_of_one_measure_is_an_error(monkeypatch):
 
 
 def test_reasons_in_a_report(tmp_path):
-    report = pf.measure(mlp(), LOSS, (X, Y), probes=3)
+    report = pf.measure(mlp(), LOSS, (X, Y), probes=3, measures="sweep")
     path = tmp_path / "report.json"
     text = report.to_json(path)
     assert json.loads(text)["skipped"] == report.skipped
     for again in (pf.Report.from_json(path), pf.Report.from_dict(report.to_dict())):
         assert again == report
         assert (again.skipped, again.measures, str(again)) == (report.skipped, report.measures, str(report))
-    assert "skipped" not in pf.measure(mlp(), LOSS, (X, Y)).to_dict()
+    assert "skipped" not in pf.measure(mlp(), LOSS, (X, Y), measures="sweep").to_dict()
     (line,) = [line for line in str(report).splitlines() if line.startswith("skipped neuron_flatness, ")]
     assert "has no sampled value" in line
     assert {*report.to_frame()["measure"]} == {*report.measures}
@@ -257,7 +257,7 @@ def test_measures_of_nothing():
 def test_a_model_that_is_a_layer_keeps_its_own_adaptive_sharpness():
     model = nn.Linear(4, 3).double()
     data = torch.randn(6, 4).double(), torch.arange(6) % 3
-    report = pf.measure(model, nn.CrossEntropyLoss(), data)
+    report = pf.measure(model, nn.CrossEntropyLoss(), data, measures="sweep")
     assert "adaptive_sharpness" in report.measures
     assert not report.skipped
 
@@ -273,7 +273,7 @@ def test_all_measures_beside_a_sample_of_nan(policy):
 
 
 def test_sampled_values_have_no_largest():
-    report = pf.measure(mlp(nn.Tanh), LOSS, (X, Y), probes=3)
+    report = pf.measure(mlp(nn.Tanh), LOSS, (X, Y), probes=3, measures="sweep")
     assert "largest of several" in report.skipped["largest_scaled_trace"]
     report = pf.measure(mlp(), LOSS, (X, Y), measures=["trace", "adaptive_sharpness"], probes="adaptive", rtol=0.1)
     assert "takes probes=k" in report.skipped["adaptive_sharpness"]

@@ -71,7 +71,7 @@ def zoo(tiny: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[Path], p
         torch.manual_seed(seed)
         network = own["LeNet5"]().eval()
         save_file(network.state_dict(), path)
-        reports.append(pf.measure(network, "cross_entropy", own["train_data"]()))
+        reports.append(pf.measure(network, "cross_entropy", own["train_data"](), measures="sweep"))
     return folder, paths, reports[0]
 
 

@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 import pyflatness as pf
 from pyflatness.numerics import lanczos
+from pyflatness.passes.memory import Budget
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -22,6 +23,32 @@ def _network():
 def _data():
     generator = torch.Generator().manual_seed(1)
     return torch.randn(8, 4, generator=generator).double(), torch.randint(3, (8,), generator=generator)
+
+
+def test_the_fewest_vectors_of_a_residual_network_fit():
+    wanted = 12 * 8 * 11_689_512  # five eigenpairs of a ResNet-18
+    assert Budget(None).bases < wanted <= Budget(None).least_bases
+    assert Budget(2**20).least_bases == Budget(2**20).bases
+
+
+# --- tied weights ----------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.hidden, self.head = nn.Embedding(4, 3), nn.Linear(3, 3), nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.hidden(self.embedding(x))))
+
+
+def test_the_block_of_a_tied_weight_says_that_it_is_of_one_use():
+    model, data = Tied().double().eval(), (torch.tensor([0, 1, 2, 3]), torch.tensor([1, 0, 3, 1]))
+    assert "head: weight tied with embedding" in str(pf.spectrum(model, LOSS, data, layers=["head", "hidden"], k=1))
+    assert not pf.spectrum(model, LOSS, data, layers="hidden", k=1).notes
+    assert not pf.spectrum(model, LOSS, data, k=1).notes
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -46,13 +73,17 @@ def test_fewer_products_than_pairs_are_refused():
 
 @pytest.mark.parametrize(
     ("options", "named", "vectors"),
-    [({"k": 40}, r"40 eigenpairs", 82), ({"density": True, "steps": 100}, r"steps=100", 101)],
+    [
+        ({"k": 40, "memory": 2**20}, r"40 eigenpairs", 82),
+        ({"density": True, "steps": 100, "memory": 2**20}, r"steps=100", 101),
+        ({"k": 120}, r"120 eigenpairs", 242),
+    ],
 )
 def test_vectors_that_do_not_fit_are_an_error_before_the_first_product(options, named, vectors):
     model = nn.Sequential(nn.Linear(1500, 1500), nn.Tanh(), nn.Linear(1500, 2))
     size = sum(w.numel() for w in model.parameters())
     needed = vectors * 8 * size
-    assert needed > 2**30
+    assert needed > (2**30 if "memory" in options else 2**32)
     data = torch.randn(2, 1500), torch.randint(2, (2,))
     with pytest.raises(pf.InputError, match=rf"{named}: {vectors} vectors of {size:,} .* pass memory={needed} "):
         pf.spectrum(model.eval(), LOSS, data, **options)

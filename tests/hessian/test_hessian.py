@@ -54,7 +54,7 @@ def test_affine_convolutions(name, layer):
     case = CASES[name]
     dense, dense_name = truth.affine(case.build(), layer, case.inputs)
     matrix = truth.layer_hessian(dense, case.loss, case.inputs, case.targets, dense_name)
-    report = pf.measure(case.build(), case.loss, batches(case), layers=layer, conv="affine")
+    report = pf.measure(case.build(), case.loss, batches(case), layers=layer, conv="affine", measures="sweep")
     flatness = truth.relative_flatness_of(matrix, truth.weight_of(dense, dense_name))
     assert report[layer, "relative_flatness"].value == pytest.approx(flatness, rel=1e-9, abs=1e-12)
     assert report[layer, "trace"].value == pytest.approx(truth.trace_of(matrix), rel=1e-9, abs=1e-12)
@@ -67,7 +67,7 @@ def test_float32(name, layer):
     data = [(x, y.float() if y.is_floating_point() else y) for x, y in data]
     loss = case.loss.float() if isinstance(case.loss, nn.Module) else case.loss
     try:
-        report = pf.measure(case.build().float(), loss, data, layers=layer)
+        report = pf.measure(case.build().float(), loss, data, layers=layer, measures="sweep")
     finally:
         loss.double() if isinstance(case.loss, nn.Module) else None
     largest = float(grid.hessian(case, layer).abs().max())
@@ -82,7 +82,7 @@ def test_float32(name, layer):
 def test_every_estimate_covers(name, layer):
     """Within four standard errors of the truth, whether by factors or by Hessian probes."""
     case = CASES[name]
-    report = pf.measure(case.build(), case.loss, batches(case), layers=layer, probes=200, seed=1)
+    report = pf.measure(case.build(), case.loss, batches(case), layers=layer, probes=200, seed=1, measures="sweep")
     for measure, value in expected_of(case, layer).items():
         estimate, method = report[layer, measure], grid.method(case, layer, measure)
         assert abs(estimate.value - value) <= 4 * (estimate.stderr or 0) + 1e-9 * abs(value) + 1e-14
@@ -152,7 +152,16 @@ def test_a_standard_error_that_exact_values_reach_sooner():
 def test_a_seed_is_one_value_in_any_cut(name, layer):
     case = CASES[name]
     found = [
-        pf.measure(case.build(), case.loss, batches(case, size), layers=layer, probes=3, seed=7, memory=memory)
+        pf.measure(
+            case.build(),
+            case.loss,
+            batches(case, size),
+            layers=layer,
+            probes=3,
+            seed=7,
+            memory=memory,
+            measures="sweep",
+        )
         for size, memory in ((case.samples, None), (1, None), (case.samples, 1))
     ]
     for measure in ("relative_flatness", "trace"):
@@ -161,7 +170,7 @@ def test_a_seed_is_one_value_in_any_cut(name, layer):
         assert [report[layer, measure].stderr for report in found] == pytest.approx(
             [found[0][layer, measure].stderr] * 3
         )
-    other = pf.measure(case.build(), case.loss, batches(case), layers=layer, probes=3, seed=8)
+    other = pf.measure(case.build(), case.loss, batches(case), layers=layer, probes=3, seed=8, measures="sweep")
     assert other[layer, "trace"].value != found[0][layer, "trace"].value
 
 

@@ -31,7 +31,7 @@ class Table(nn.Module):
 def test_attributes_that_belong_together_are_put_back_together():
     net = Table().double().eval()
     before = everything(net)
-    pf.measure(net, LOSS, (X, Y))
+    pf.measure(net, LOSS, (X, Y), measures="sweep")
     assert changed(before, everything(net)) == []
     net(X[:2])
     before = everything(net)

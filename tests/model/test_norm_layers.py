@@ -47,7 +47,7 @@ def test_a_pattern_means_normalisations_where_it_means_no_other_layer(layers, ex
 
 def test_a_module_is_a_selector_and_the_network_is_the_sum_of_what_is_named():
     net = network()
-    report = pf.measure(net, LOSS, (X, Y), layers=[net.block[0], net.head])
+    report = pf.measure(net, LOSS, (X, Y), layers=[net.block[0], net.head], measures="sweep")
     assert report.layers == ("block.0", "head")
     parts = [report[layer, "relative_flatness"].value for layer in report.layers]
     assert report["relative_flatness"].value == pytest.approx(sum(parts))

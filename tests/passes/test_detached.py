@@ -166,7 +166,7 @@ def test_a_layer_that_is_detached_alone_is_left_out_of_all_layers():
     parts = {"front": nn.Linear(4, 6), "side": nn.Linear(4, 6), "head": nn.Linear(6, 3)}
     net = Net(lambda net, x: net.head(torch.relu(net.front(x)) * net.side(x).detach().sigmoid()), **parts).double()
     for cut in (5, 9):
-        report = pf.measure(net, LOSS, [(X[:cut], Y[:cut]), (X[cut:], Y[cut:])][: 2 - cut // 9])
+        report = pf.measure(net, LOSS, [(X[:cut], Y[:cut]), (X[cut:], Y[cut:])][: 2 - cut // 9], measures="sweep")
         assert report.layers == ("front", "head")
         assert [*report.uncovered] == ["side.weight"]
         assert not report["trace"].exact

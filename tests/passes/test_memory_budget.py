@@ -79,7 +79,9 @@ def test_values_are_those_of_a_large_budget():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1100, 40), nn.ReLU(), nn.Linear(40, 4)).double().eval()
     data = torch.randn(12, 1100).double(), torch.arange(12) % 4
-    small, large = (pf.measure(model, nn.CrossEntropyLoss(), data, memory=size) for size in (2**20, 2**30))
+    small, large = (
+        pf.measure(model, nn.CrossEntropyLoss(), data, memory=size, measures="sweep") for size in (2**20, 2**30)
+    )
     for measure in small.measures:
         for layer in small.layers:
             if (layer, measure) in small._estimates:

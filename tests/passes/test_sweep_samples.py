@@ -104,7 +104,7 @@ def test_layers_that_run_in_some_batches_only():
     x[:, 0] = torch.tensor([1.0, -1, -1, -1, 1, 1, 1])
     for cuts in ([1, 3, 3], [1] * 7):
         batches = list(zip(x.split(cuts), y.split(cuts), strict=True))
-        report = pf.measure(net, LOSS, batches)
+        report = pf.measure(net, LOSS, batches, measures="sweep")
         assert report.layers == ("inp", "a", "b", "head")
         for layer, rows in (("a", x[:, 0] > 0), ("b", x[:, 0] < 0)):
             share = truth.of_model(net, LOSS, x[rows], y[rows], layer) * int(rows.sum()) / 7
@@ -127,7 +127,7 @@ def test_a_layer_that_runs_for_later_samples_only(memory):
     late = torch.randn(32, 4).double()
     late[-1] += 9
     batches = [(x, y), (late, y[:32])]
-    report = pf.measure(net, LOSS, batches, memory=memory)
+    report = pf.measure(net, LOSS, batches, memory=memory, measures="sweep")
     assert report.layers == ("inp", "late", "head")
     with pytest.raises(pf.InputError, match=r"targets of batch 0: a tensor is wanted, got list"):
         pf.measure(net, LOSS, [(x, y.tolist())], normalize="std")

@@ -195,7 +195,7 @@ def test_draws_that_agree_by_chance_have_no_interval():
 def test_a_figure_has_intervals(tmp_path):
     pytest.importorskip("matplotlib")
     report = pf.measure(classifier(5, 6, 3).double(), LOSS, (X, Y), measures="trace", probes=2)
-    _, axes = report.plot()
+    _, (axes,) = report.plot()
     (bars,) = axes.containers[0].lines[2]
     ends = [tuple(segment[:, 1]) for segment in bars.get_segments()]
     assert ends == [pytest.approx(report[layer, "trace"].interval()) for layer in report.layers]

@@ -43,10 +43,12 @@ def test_scores_show_values_and_escape_names():
 
 
 def test_figures_are_drawn_into_given_axes(report):
+    several = [*Figure().subplots(len(report.plot()[1]), squeeze=False)[:, 0]]
+    assert report.plot(axes=several) == (several[0].figure, several)
+    with pytest.raises(pf.InputError, match=r"axes: one for each of .* is wanted, got"):
+        report.plot(axes=[*several, *several])
     mine = Figure().subplots()
-    figure, axes = report.plot(axes=mine)
-    assert (figure, axes) == (mine.figure, mine)
     rows = tuple(Row(f"m{x}", "", "trace", float(x * x % 7), loss=float(x)) for x in range(6))
-    figure, axes = pf.Scores(rows, 0).plot("trace", axes=mine)
+    _, axes = pf.Scores(rows, 0).plot("trace", axes=mine)
     assert axes is mine
     assert axes.get_xlabel() == "trace"

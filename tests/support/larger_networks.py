@@ -124,7 +124,7 @@ def entries() -> Iterator[tuple[str, Callable[[], Any]]]:
     backends = "reference", "compiled"
     for (name, (*_, layers)), backend in itertools.product(NETWORKS.items(), backends):
         for variant, options in VARIANTS.items():
-            call = partial(on_network, name, pf.measure, backend=backend, **options)
+            call = partial(on_network, name, pf.measure, backend=backend, **{"measures": "sweep", **options})
             yield f"measure | larger: {name} | {variant} | {backend}", call
         for layer in layers:
             call = partial(on_network, name, pf.relative_flatness, layer, backend=backend, dtype=torch.float64)

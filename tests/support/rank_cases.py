@@ -108,7 +108,7 @@ def every_measure(rank, size):
 
 
 def sampled_measures(rank, size):
-    return pf.measure(model(), LOSS, batches(rank, size), probes=2)
+    return pf.measure(model(), LOSS, batches(rank, size), probes=2, measures="sweep")
 
 
 def sum_of_losses(rank, size):
@@ -226,7 +226,9 @@ nan_raised_of_every_measure = with_nan("raise", pf.measure, measures="all")
 
 def wrapped(rank, size):
     network = model()
-    return pf.measure(network if size == 1 else DistributedDataParallel(network), LOSS, part(rank, size))
+    return pf.measure(
+        network if size == 1 else DistributedDataParallel(network), LOSS, part(rank, size), measures="sweep"
+    )
 
 
 def subgroup(rank, size):

@@ -80,13 +80,13 @@ def other_buffers(rank, size):
 
 
 def other_layers(rank, size):
-    return pf.measure(model(), LOSS, part(rank, size), layers=["0", "2"][rank])
+    return pf.measure(model(), LOSS, part(rank, size), layers=["0", "2"][rank], measures="sweep")
 
 
 def other_calls(rank, size):
     if rank == 0:
         return pf.relative_flatness(model(), LOSS, part(rank, size))
-    return pf.measure(model(), LOSS, part(rank, size))
+    return pf.measure(model(), LOSS, part(rank, size), measures="sweep")
 
 
 def other_measures(rank, size):
@@ -129,7 +129,7 @@ def objects_in_batches(rank, size):
 
 
 def adaptive(rank, size):
-    return pf.measure(model(), LOSS, part(rank, size), probes="adaptive")
+    return pf.measure(model(), LOSS, part(rank, size), probes="adaptive", measures="sweep")
 
 
 def refused(rank, size):

@@ -90,7 +90,7 @@ CALLS = {
     "probes": (Many, lambda m: pf.relative_flatness(m, LOSS, _data(), "tail", probes=2)),
     "attention": (Attention, lambda m: pf.relative_flatness(m, LOSS, _data(), "encoder.linear1")),
     "block_traces": (Plain, lambda m: pf.block_traces(m, LOSS, _data(), "body")),
-    "measure": (Many, lambda m: pf.measure(m, LOSS, _data())),
+    "measure": (Many, lambda m: pf.measure(m, LOSS, _data(), measures="sweep")),
     "measure all": (Plain, lambda m: pf.measure(m, LOSS, _data(), measures="all")),
     "sharpness": (Many, lambda m: pf.measure(m, LOSS, _data(), layers="head", measures=["sharpness", "lambda_max"])),
     "fisher_rao": (Many, lambda m: pf.measure(m, LOSS, _data(), layers="head", measures="fisher_rao")),

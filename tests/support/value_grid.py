@@ -100,8 +100,9 @@ def of_layers() -> Iterator[Entry]:
                     yield f"{name} | {', '.join(row)} | {backend}", call
         row = next(turn)
         for backend in BACKENDS:
-            yield f"measure | {case.name} | defaults | {backend}", partial(on_case, case, pf.measure, backend=backend)
-            call = partial(on_case, case, pf.measure, backend=backend, **options_of(row))
+            call = partial(on_case, case, pf.measure, backend=backend, measures="sweep")
+            yield f"measure | {case.name} | defaults | {backend}", call
+            call = partial(on_case, case, pf.measure, backend=backend, **{"measures": "sweep", **options_of(row)})
             yield f"measure | {case.name} | {', '.join(row)} | {backend}", call
         memory = (1, None)[len(case.name) % 2]
         yield f"block_traces | {case.name}", partial(on_case, case, pf.block_traces, case.layers[0], memory=memory)

@@ -52,7 +52,7 @@ def test_every_estimate_covers(name):
     case = CASES[name]
     layers = linear_layers(case)
     inputs, targets = (part.repeat(60, *(1,) * (part.ndim - 1)) for part in (case.inputs, case.targets))
-    exact = pf.measure(case.build(), case.loss, [(inputs, targets)], layers=layers, curvature="ggn")
+    exact = pf.measure(case.build(), case.loss, [(inputs, targets)], layers=layers, curvature="ggn", measures="sweep")
     found = adaptive(case.build(), case.loss, [(inputs, targets)], layers, rtol=0.2, seed=3)
     for layer in layers:
         value = exact[layer, "trace"].value
@@ -186,7 +186,7 @@ class Counting(nn.Module):
 def test_a_batch_that_cannot_be_cut():
     inner, (x, y) = network(3.0)
     data = list(zip(x.split(24), y.split(24), strict=True))
-    exact = pf.measure(inner, nn.CrossEntropyLoss(), data)
+    exact = pf.measure(inner, nn.CrossEntropyLoss(), data, measures="sweep")
     model = Counting(inner, whole=True)
     found = adaptive(model, nn.CrossEntropyLoss(), data, rtol=0.02)
     assert set(model.sizes) == {24}

@@ -27,7 +27,9 @@ def test_ggn_of_every_layer(name):
             with pytest.raises(pf.InputError, match=r"layer 'one': .* cannot be told apart by the"):
                 pf.measure(model, case.loss, data, layers=list(case.layers), curvature="ggn")
             continue
-        report = pf.measure(model, case.loss, data, layers=list(case.layers), curvature="ggn", per_sample=True)
+        report = pf.measure(
+            model, case.loss, data, layers=list(case.layers), curvature="ggn", per_sample=True, measures="sweep"
+        )
         for layer in case.layers:
             matrix, weight = grid.ggn(case, layer), truth.weight_of(model, layer)
             groups = grid.groups(case, layer)
@@ -50,7 +52,13 @@ def test_every_backend_instruction_set_and_route(name, route, engine, monkeypatc
     case = CASES[name]
     data = data_of(case, 1 if name == "gathered tokens" else case.samples)
     report = pf.measure(
-        case.build(), case.loss, data, layers=list(case.layers), curvature="ggn", backend=engine.backend
+        case.build(),
+        case.loss,
+        data,
+        layers=list(case.layers),
+        curvature="ggn",
+        backend=engine.backend,
+        measures="sweep",
     )
     for layer in case.layers:
         flatness, trace = expected_of(case, layer, grid.ggn(case, layer))
@@ -95,7 +103,7 @@ def test_float32(name):
     inputs, targets = to(torch.float32, case.inputs), to(torch.float32, case.targets)
     size = 1 if name == "gathered tokens" else 2
     data = list(zip(inputs.split(size), targets.split(size), strict=True))
-    report = pf.measure(model, loss, data, layers=list(case.layers), curvature="ggn")
+    report = pf.measure(model, loss, data, layers=list(case.layers), curvature="ggn", measures="sweep")
     for layer in case.layers:
         flatness, trace = expected_of(case, layer, grid.ggn(case, layer))
         largest = float(grid.ggn(case, layer).abs().max())

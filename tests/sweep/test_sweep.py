@@ -20,7 +20,7 @@ def test_every_layer_that_ran_by_default():
     net = residual()
     net.add_module("unused", nn.Identity())
     net.unused.layer = nn.Linear(2, 2)
-    report = pf.measure(net, LOSS, (X, Y))
+    report = pf.measure(net, LOSS, (X, Y), measures="sweep")
     assert report.layers == ("0", "3.conv1", "3.conv2", "5.conv1", "5.conv2", "8")
     assert report.measures[:2] == ("relative_flatness", "trace")
     assert report["weight_norm"].value == pytest.approx(
@@ -39,7 +39,7 @@ def test_every_layer_that_ran_by_default():
     ],
 )
 def test_selectors(selectors, names):
-    report = pf.measure(residual(), LOSS, (X, Y), layers=selectors)
+    report = pf.measure(residual(), LOSS, (X, Y), layers=selectors, measures="sweep")
     assert list(report.layers) == names
 
 
@@ -86,13 +86,13 @@ def test_a_report():
 
 
 def test_a_report_as_a_file(tmp_path):
-    report = pf.measure(residual(), LOSS, (X, Y), layers="8")
+    report = pf.measure(residual(), LOSS, (X, Y), layers="8", measures="sweep")
     text = report.to_json(tmp_path / "report.json")
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(text) == report.to_dict()
 
 
 def test_one_layer_is_the_same_alone_and_among_others():
-    report = pf.measure(residual(), LOSS, (X, Y))
+    report = pf.measure(residual(), LOSS, (X, Y), measures="sweep")
     for layer in report.layers:
         alone = pf.relative_flatness(residual(), LOSS, (X, Y), layer)
         assert alone.value == pytest.approx(report[layer, "relative_flatness"].value, rel=1e-5)
@@ -129,12 +129,14 @@ def test_rescaling_layers_and_neurons():
 
 
 def test_order_threads_and_cuts_do_not_matter():
-    expected = pf.measure(residual(), LOSS, (X, Y))
+    expected = pf.measure(residual(), LOSS, (X, Y), measures="sweep")
     order = torch.randperm(20)
-    assert_same(expected, pf.measure(residual(), LOSS, (X[order], Y[order])))
-    assert_same(expected, pf.measure(residual(), LOSS, list(zip(X.split(7), Y.split(7), strict=True))))
+    assert_same(expected, pf.measure(residual(), LOSS, (X[order], Y[order]), measures="sweep"))
+    assert_same(
+        expected, pf.measure(residual(), LOSS, list(zip(X.split(7), Y.split(7), strict=True)), measures="sweep")
+    )
     with on_threads(1):
-        assert_same(expected, pf.measure(residual(), LOSS, (X, Y)))
+        assert_same(expected, pf.measure(residual(), LOSS, (X, Y), measures="sweep"))
 
 
 # --- the user's state -------------------------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ OPTIONS = [{}, {"normalize": "std"}, {"conv": "affine"}, {"curvature": "ggn", "p
 def test_a_sweep_leaves_no_trace(model, options):
     before = snapshot(model)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=6, shuffle=True)
-    pf.measure(model, LOSS, loader, **options)
+    pf.measure(model, LOSS, loader, measures="sweep", **options)
     pf.block_traces(model, LOSS, loader, "3.conv1")
     assert_unchanged(model, before)
 
@@ -210,38 +212,38 @@ def test_an_error_leaves_no_trace_while_it_is_handled(model, options):
 
 
 def test_nothing_is_kept_alive(model):
-    pf.measure(model, LOSS, (X, Y))
+    pf.measure(model, LOSS, (X, Y), measures="sweep")
     gc.collect()
     kept = sum(type(thing) is torch.Tensor for thing in gc.get_objects())
-    pf.measure(model, LOSS, (X, Y))
+    pf.measure(model, LOSS, (X, Y), measures="sweep")
     gc.collect()
     assert kept == sum(type(thing) is torch.Tensor for thing in gc.get_objects())
 
 
 def test_frozen_parameters_and_grad_modes(model):
-    expected = pf.measure(model, LOSS, (X, Y))
+    expected = pf.measure(model, LOSS, (X, Y), measures="sweep")
     model.requires_grad_(False)
-    assert_same(expected, pf.measure(model, LOSS, (X, Y)), rel=1e-12)
+    assert_same(expected, pf.measure(model, LOSS, (X, Y), measures="sweep"), rel=1e-12)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            assert_same(expected, pf.measure(model, LOSS, (X.clone(), Y.clone())), rel=1e-12)
-    assert_same(expected, pf.measure(model, LOSS, (X.clone().requires_grad_(), Y)), rel=1e-12)
+            assert_same(expected, pf.measure(model, LOSS, (X.clone(), Y.clone()), measures="sweep"), rel=1e-12)
+    assert_same(expected, pf.measure(model, LOSS, (X.clone().requires_grad_(), Y), measures="sweep"), rel=1e-12)
 
 
 def test_wrapped_and_compiled_models(model):
-    expected = pf.measure(model, LOSS, (X, Y))
-    assert_same(expected, pf.measure(nn.DataParallel(model), LOSS, (X, Y)), rel=1e-12)
+    expected = pf.measure(model, LOSS, (X, Y), measures="sweep")
+    assert_same(expected, pf.measure(nn.DataParallel(model), LOSS, (X, Y), measures="sweep"), rel=1e-12)
     compiled = torch.compile(model, backend="eager")
     compiled(X)
-    assert_same(expected, pf.measure(compiled, LOSS, (X, Y)), rel=1e-12)
+    assert_same(expected, pf.measure(compiled, LOSS, (X, Y), measures="sweep"), rel=1e-12)
 
 
 def test_distributed_data_parallel(model):
-    expected = pf.measure(model, LOSS, (X, Y))
+    expected = pf.measure(model, LOSS, (X, Y), measures="sweep")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(model.requires_grad_(True))
-        assert_same(expected, pf.measure(wrapped, LOSS, (X, Y)), rel=1e-12)
+        assert_same(expected, pf.measure(wrapped, LOSS, (X, Y), measures="sweep"), rel=1e-12)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -268,12 +270,12 @@ def test_activation_checkpointing(reentrant):
             x = x.clone().requires_grad_() if reentrant else x
             return self.head(torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=reentrant))
 
-    plain = pf.measure(residual(), LOSS, (X, Y))
+    plain = pf.measure(residual(), LOSS, (X, Y), measures="sweep")
     if reentrant:
         with pytest.raises(pf.InputError, match="pass use_reentrant=False"):
             pf.measure(Checkpointed(), LOSS, (X, Y))
         return
-    report = pf.measure(Checkpointed(), LOSS, (X, Y))
+    report = pf.measure(Checkpointed(), LOSS, (X, Y), measures="sweep")
     for name, other in zip(plain.layers, report.layers, strict=True):
         assert report[other, "trace"].value == pytest.approx(plain[name, "trace"].value, rel=1e-5)
 
@@ -301,13 +303,15 @@ def test_an_input_that_is_overwritten_later():
     plain = Plain()
     plain.load_state_dict(net.state_dict())
     x, y = torch.randn(6, 4), torch.arange(6) % 3
-    assert_same(pf.measure(plain, LOSS, (x, y)), pf.measure(net, LOSS, (x, y)), rel=1e-6)
+    assert_same(
+        pf.measure(plain, LOSS, (x, y), measures="sweep"), pf.measure(net, LOSS, (x, y), measures="sweep"), rel=1e-6
+    )
 
 
 def test_transformer_layers_without_their_fast_path():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     net = nn.Sequential(layer, Net(lambda self, x: x[:, 0]), nn.Linear(8, 3)).eval()
     x, y = torch.randn(4, 5, 8), torch.arange(4) % 3
-    report = pf.measure(net, LOSS, (x, y), curvature="ggn")
+    report = pf.measure(net, LOSS, (x, y), curvature="ggn", measures="sweep")
     assert report.layers == ("0.self_attn.in_proj_weight", "0.self_attn.out_proj", "0.linear1", "0.linear2", "2")
     assert torch.backends.mha.get_fastpath_enabled()

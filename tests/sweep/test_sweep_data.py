@@ -16,8 +16,8 @@ from support.residual import LOSS, X, Y, assert_same, residual
 
 
 def test_one_shot_iterators():
-    expected = pf.measure(residual(), LOSS, (X, Y))
-    assert_same(expected, pf.measure(residual(), LOSS, iter([(X[:9], Y[:9]), (X[9:], Y[9:])])))
+    expected = pf.measure(residual(), LOSS, (X, Y), measures="sweep")
+    assert_same(expected, pf.measure(residual(), LOSS, iter([(X[:9], Y[:9]), (X[9:], Y[9:])]), measures="sweep"))
     alone = pf.relative_flatness(residual(), LOSS, iter([(X[:9], Y[:9]), (X[9:], Y[9:])]), "0")
     assert alone.value == pytest.approx(expected["0", "relative_flatness"].value, rel=1e-5)
     with pytest.raises(pf.InputError, match="can be read once, and 3 passes"):
@@ -27,8 +27,10 @@ def test_one_shot_iterators():
 
 
 def test_first_batches_of_one_sample():
-    expected = pf.measure(residual(), LOSS, (X, Y))
-    assert_same(expected, pf.measure(residual(), LOSS, [(X[:1], Y[:1]), (X[1:2], Y[1:2]), (X[2:], Y[2:])]))
+    expected = pf.measure(residual(), LOSS, (X, Y), measures="sweep")
+    assert_same(
+        expected, pf.measure(residual(), LOSS, [(X[:1], Y[:1]), (X[1:2], Y[1:2]), (X[2:], Y[2:])], measures="sweep")
+    )
 
 
 def test_token_models_in_transformers():
@@ -76,7 +78,7 @@ def test_causal_language_models_in_transformers():
     hidden = net.transformer(ids).last_hidden_state[:, :-1].detach()
     expected = pf.head_flatness(hidden, net.lm_head.weight, None, ids[:, 1:])
     assert found.value == pytest.approx(expected.value, rel=1e-5)
-    swept = pf.measure(net, LOSS, batches, layers="lm_head", forward=pf.causal_lm)
+    swept = pf.measure(net, LOSS, batches, layers="lm_head", forward=pf.causal_lm, measures="sweep")
     assert swept["lm_head", "relative_flatness"].value == pytest.approx(expected.value, rel=1e-4)
 
 
@@ -110,17 +112,17 @@ def test_padded_tokens_are_left_out_of_the_deviations():
     with torch.no_grad():
         rescaled.embed.weight.div_(deviation)
         rescaled.body.weight.mul_(deviation)
-    found = pf.measure(net, LOSS, [batch], layers="body", normalize="std")
-    expected = pf.measure(rescaled, LOSS, [batch], layers="body")
+    found = pf.measure(net, LOSS, [batch], layers="body", normalize="std", measures="sweep")
+    expected = pf.measure(rescaled, LOSS, [batch], layers="body", measures="sweep")
     assert found["body", "relative_flatness"].value == pytest.approx(expected["body", "relative_flatness"].value)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_and_autocast(dtype):
-    expected = pf.measure(residual(), LOSS, (X, Y))
+    expected = pf.measure(residual(), LOSS, (X, Y), measures="sweep")
     with torch.autocast("cpu", dtype):
-        assert_same(expected, pf.measure(residual(), LOSS, (X, Y)), rel=0.1)
-    assert_same(expected, pf.measure(residual().to(dtype), LOSS, (X.to(dtype), Y)), rel=0.1)
+        assert_same(expected, pf.measure(residual(), LOSS, (X, Y), measures="sweep"), rel=0.1)
+    assert_same(expected, pf.measure(residual().to(dtype), LOSS, (X.to(dtype), Y), measures="sweep"), rel=0.1)
 
 
 def test_autocast_does_not_reach_backward_passes():
@@ -137,9 +139,9 @@ def test_autocast_does_not_reach_backward_passes():
 
     torch.manual_seed(0)
     model, data = Off(), (torch.randn(40, 16), torch.arange(40) % 5)
-    expected, blocks = pf.measure(model, LOSS, data), pf.block_traces(model, LOSS, data, "body.0")
+    expected, blocks = pf.measure(model, LOSS, data, measures="sweep"), pf.block_traces(model, LOSS, data, "body.0")
     with torch.autocast("cpu", torch.bfloat16):
-        assert_same(expected, pf.measure(model, LOSS, data), rel=1e-9)
+        assert_same(expected, pf.measure(model, LOSS, data, measures="sweep"), rel=1e-9)
         torch.testing.assert_close(pf.block_traces(model, LOSS, data, "body.0"), blocks, rtol=1e-9, atol=0)
 
 
@@ -152,7 +154,7 @@ def test_non_finite_samples(bad, normalize):
     x = X.clone()
     x[6, 0, 0, 0] = bad
     batches, kept = [(x[:5], Y[:5]), (x[5:], Y[5:])], torch.arange(20) != 6
-    options = {"normalize": normalize, "per_sample": True}
+    options = {"normalize": normalize, "per_sample": True, "measures": "sweep"}
     with pytest.raises(pf.NonFiniteError, match=r"batch 1: 1 of 15 samples have NaN or infinity .* layer '0'"):
         pf.measure(residual(), LOSS, batches, **options)
     expected = pf.measure(residual(), LOSS, (X[kept], Y[kept]), **options)
@@ -184,10 +186,14 @@ def test_ignored_targets_may_hold_anything():
     x, y = torch.randn(5, 2, 6), torch.arange(30).view(5, 6) % 4
     expected_y = y.clone()
     expected_y[2, 1], y[2, 1] = -100, -100
-    expected = pf.measure(net, LOSS, (x, y))
+    expected = pf.measure(net, LOSS, (x, y), measures="sweep")
     batches = [(x, y)]
     nan_logits = pf.measure(
-        net, LOSS, batches, forward=lambda net, b: (net(b[0]).masked_fill((b[1] == -100).unsqueeze(1), math.nan), b[1])
+        net,
+        LOSS,
+        batches,
+        forward=lambda net, b: (net(b[0]).masked_fill((b[1] == -100).unsqueeze(1), math.nan), b[1]),
+        measures="sweep",
     )
     assert_same(expected, nan_logits, rel=1e-6)
 
@@ -196,10 +202,10 @@ def test_ignored_targets_may_hold_anything():
 
 
 def test_batches_are_cut_to_the_memory(monkeypatch):
-    expected = pf.measure(residual(), LOSS, (X, Y))
+    expected = pf.measure(residual(), LOSS, (X, Y), measures="sweep")
     seen = []
     forward = networks_forward(seen)
-    assert_same(expected, pf.measure(residual(), LOSS, [(X, Y)], memory=200_000, forward=forward))
+    assert_same(expected, pf.measure(residual(), LOSS, [(X, Y)], memory=200_000, forward=forward, measures="sweep"))
     sizes = seen[1:]  # the first is the look at some samples
     assert sum(sizes) == 20
     assert 1 <= max(sizes) < 10
@@ -215,7 +221,7 @@ def networks_forward(seen):
 
 
 def test_out_of_memory_halves_the_batch(monkeypatch):
-    expected = pf.measure(residual(), LOSS, (X, Y))
+    expected = pf.measure(residual(), LOSS, (X, Y), measures="sweep")
     gradients = torch.autograd.grad
 
     def limited(outputs, *rest, **options):
@@ -225,7 +231,7 @@ def test_out_of_memory_halves_the_batch(monkeypatch):
 
     monkeypatch.setattr(torch.autograd, "grad", limited)
     seen = []
-    assert_same(expected, pf.measure(residual(), LOSS, [(X, Y)], forward=networks_forward(seen)))
+    assert_same(expected, pf.measure(residual(), LOSS, [(X, Y)], forward=networks_forward(seen), measures="sweep"))
     assert seen == [2, 20, 10, 5, 5, 5, 5]
     monkeypatch.setattr("pyflatness.messages._OUT_OF_MEMORY", ())
     with pytest.raises(RuntimeError, match="can't allocate memory"):
@@ -246,8 +252,10 @@ def test_batches_that_cannot_be_cut():
     net = Masked()
     x, y, mask = torch.randn(6, 6), torch.arange(6) % 3, torch.rand(6, 6)
     batches = [{"x": x, "mask": mask, "labels": y}]
-    report = pf.measure(net, LOSS, batches)
-    expected = pf.measure(net, LOSS, [(x, y)], forward=lambda net, batch: (net(batch[0], mask), batch[1]))
+    report = pf.measure(net, LOSS, batches, measures="sweep")
+    expected = pf.measure(
+        net, LOSS, [(x, y)], forward=lambda net, batch: (net(batch[0], mask), batch[1]), measures="sweep"
+    )
     assert_same(expected, report)
 
 

@@ -131,7 +131,7 @@ def test_a_record_is_what_measure_gives():
 def test_relative_flatness_alone_unless_measures_are_named():
     history = pf.track(classifier(5, 6, 4, 3), LOSS, (X, Y))
     assert history.record().reports["live"].measures == ("relative_flatness",)
-    every = pf.track(classifier(5, 6, 4, 3), LOSS, (X, Y), measures=None).record().reports["live"]
+    every = pf.track(classifier(5, 6, 4, 3), LOSS, (X, Y), measures="sweep").record().reports["live"]
     assert {"trace", "weight_norm"} < {*every.measures}
 
 

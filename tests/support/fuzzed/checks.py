@@ -26,7 +26,10 @@ def check(verdict: Verdict) -> None:
 def _measure(verdict: Verdict, what: str, data=None, **options):
     case = verdict.case
     data = case.data() if data is None else data
-    return verdict.call(what, lambda: pf.measure(case.model, case.problem.loss, data, **{**case.options, **options}))
+    return verdict.call(
+        what,
+        lambda: pf.measure(case.model, case.problem.loss, data, **{"measures": "sweep", **case.options, **options}),
+    )
 
 
 def _flatness(verdict: Verdict, what: str, layer: str | None, data=None, **options):
