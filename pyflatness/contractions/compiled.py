@@ -77,7 +77,8 @@ except ImportError as error:
     _C = None
     _MISSING = (
         f"the compiled kernels are not here ({error}): install pyflatness with `pip install .` (or `pip install -e .`) "
-        'from its root, which needs a C++ compiler, or pass backend="reference"'
+        "from its root, which needs a C++ compiler, and start Python elsewhere: in the root its sources hide what is "
+        'installed; or pass backend="reference"'
     )
 INSTALLED = _C is not None
 

@@ -69,7 +69,7 @@ def _contours(axes: Any, coefficients: Sequence[Tensor], losses: Tensor, finite:
         norm=LogNorm(low, high) if wide else None,
         cmap="viridis",
     )
-    axes.get_figure().colorbar(filled, ax=axes, label="loss")
+    axes.get_figure().colorbar(filled, ax=axes, label="loss", ticks=levels[::3].tolist(), format="%.3g")
     if model is not None and bool(((model > low) & (model < high)).any()):
         values, lines = model.T.numpy(), levels[1:-1:3].numpy()
         axes.contour(x.numpy(), y.numpy(), values, levels=lines, colors="white", linestyles="dashed", linewidths=0.9)
