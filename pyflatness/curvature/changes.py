@@ -194,11 +194,20 @@ def _rounded(rows: Tensor, steps: int) -> Tensor:
 
 
 def _of_layers(model: nn.Module, chosen: Layers, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Return the changes of layers that a function makes of their matrices (d, m)."""
-    found = {}
+    """Return the changes of layers that a function makes of their matrices (d, m).
+
+    A weight that several layers share has one change, of the first one's matrix: the others may be its transpose.
+    """
+    found: dict[str, Tensor] = {}
+    first: dict[Tensor, str] = {}
     for name, module in _layers(model, chosen).items():
-        matrix, _ = kinds.matrix(module)
-        found[name] = kinds.as_weight(module, change(promoted(matrix))).contiguous()
+        assert isinstance(module.weight, Tensor)
+        owner = first.setdefault(module.weight, name)
+        if owner == name:
+            matrix, _ = kinds.matrix(module)
+            found[name] = kinds.as_weight(module, change(promoted(matrix))).contiguous()
+        else:
+            found[name] = found[owner]
     return found
 
 

@@ -51,6 +51,20 @@ def test_the_block_of_a_tied_weight_says_that_it_is_of_one_use():
     assert not pf.spectrum(model, LOSS, data, k=1).notes
 
 
+def test_a_tied_weight_changes_once():
+    """All changes together are those of the parameter, although the layers' matrices are each other's transpose."""
+    model, data = Tied().double().eval(), (torch.tensor([0, 1, 2, 3]), torch.tensor([1, 0, 3, 1]))
+    changes = pf.changes.rounded(model, bits=3, per="channel")
+    assert torch.equal(changes["embedding"], changes["head"])
+    report = pf.cost_of_change(model, LOSS, data, changes)
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.embedding.weight += changes["embedding"]
+        changed.hidden.weight += changes["hidden"]
+        expected = LOSS(changed(data[0]), data[1]) - LOSS(model(data[0]), data[1])
+    assert float(report["loss_change"]) == pytest.approx(expected.item(), rel=1e-9)
+
+
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
