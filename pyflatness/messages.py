@@ -16,7 +16,10 @@ from .errors import FlatnessError, InputError
 _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # and tab, CR and LF, which are escaped anyway
 _ESCAPE = re.compile(r"\\(?:[\\nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
-_NOT_TWICE = ("is not implemented", "once_differentiable", "differentiate twice", "double backward")
+_NOT_TWICE = (
+    *("is not implemented", "once_differentiable", "differentiate twice", "double backward"),
+    "requires create_graph=False",  # of what torch.compile made for one backward pass
+)
 
 
 def shown(value: object) -> str:

@@ -8,6 +8,7 @@ signs r_i goes backward: the mean over signs is κ. That backward pass is made w
 estimate is an unbiased estimate of the gradient of κ.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ class FlatnessPenalty:
         outputs = check_tensor("outputs", one_tensor(outputs))
         terms = LossTerms.of(outputs, check_tensor("targets", targets), self._loss)
         call, weight = self._call(outputs)
-        with torch.enable_grad(), full_precision(outputs):
+        with torch.enable_grad(), full_precision(outputs), self._twice_differentiable():
             at_layer = AtLayer(call, self._laid_out(call, outputs), self._samples(outputs))
             w, phi = at_layer.factors(weight, self._module, terms.used if self._normalize else None)
             values = []
@@ -233,13 +234,17 @@ class FlatnessPenalty:
             )
         return promoted(found)
 
-    def _check_twice_differentiable(self, value: Tensor, weight: Tensor) -> None:
-        """Raise in the first call, and not in the user's backward pass, if that would fail."""
-        with second_derivatives(
+    def _twice_differentiable(self) -> AbstractContextManager[None]:
+        """Return a context in which an operation without a second derivative is a clear error."""
+        return second_derivatives(
             f"layer {self._name!r}: an operation behind it has no second derivative",
             "run attention by torch's own operations (with torch.nn.attention.sdpa_kernel(SDPBackend.MATH)), leave "
             "what is behind the layer out of torch.compile, or choose a layer behind that operation",
-        ):
+        )
+
+    def _check_twice_differentiable(self, value: Tensor, weight: Tensor) -> None:
+        """Raise in the first call, and not in the user's backward pass, if that would fail."""
+        with self._twice_differentiable():
             torch.autograd.grad(value, weight, retain_graph=True, allow_unused=True)
 
 
