@@ -9,6 +9,7 @@
 The search is an ascent, see :mod:`.ascent`; what it finds is a lower bound of the maximum.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -185,8 +186,4 @@ def keskar_sharpness(
     ) as task:
         found = ascent.of(task, None)
     percent = 100 / (1 + found.loss)
-    return WorstCase(
-        found.value * percent,
-        found.restarts * percent,
-        *(found.loss, found.gradient_norm, None, found.groups, found.samples, found.rho),
-    )
+    return replace(found, value=found.value * percent, restarts=found.restarts * percent)
