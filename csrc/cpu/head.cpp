@@ -229,7 +229,7 @@ void softmax_variance_sum(const T* features, int64_t stride, const T* prepared, 
                           int64_t n, int64_t m, int64_t d, double* values, double* total, int64_t* counted,
                           int threads) {
   const T *bias = prepared + d * pyflatness::packed_columns(m), *distances = bias + d;
-  const auto add = [&](int64_t first, int64_t count, Part* part) __attribute__((always_inline)) {
+  const auto add = [=](int64_t first, int64_t count, Part* part) __attribute__((always_inline)) {
     alignas(64) double of_rows[kBlockRows<T>];
     block_values<T, true>(features, stride, prepared, bias, distances, n, m, d, first, of_rows);
     add_block<T>(of_rows, count, labels ? labels + first : nullptr, ignored, d, part);

@@ -120,10 +120,11 @@ PYFLATNESS_INLINE Sum sum_of_blocks(int64_t n, int64_t work, int threads, const 
   Sum found[kParts];
 #pragma omp parallel for num_threads(team(threads, work)) schedule(static)
   for (int64_t p = 0; p < parts; ++p) {
+    const Add own = add;  // what it holds lies in registers
     Sum part = {};
     for (int64_t block = p * blocks / parts; block < (p + 1) * blocks / parts; ++block) {
       const int64_t first = block * kBlockRows<T>;
-      add(first, minimum(kBlockRows<T>, n - first), &part);
+      own(first, minimum(kBlockRows<T>, n - first), &part);
     }
     found[p] = part;
   }

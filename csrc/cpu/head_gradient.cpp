@@ -56,7 +56,7 @@ void softmax_variance_gradient(const T* features, int64_t stride, const T* prepa
                                int threads) {
   constexpr int64_t kRows = kBlockRows<T>;
   const T *bias = prepared + d * pyflatness::packed_columns(m), *distances = bias + d;
-  const auto add = [&](int64_t first, int64_t count, double* part) __attribute__((always_inline)) {
+  const auto add = [=](int64_t first, int64_t count, double* part) __attribute__((always_inline)) {
     alignas(64) T logits[pyflatness::kMaxFusedOutputs * kRows], block_slopes[pyflatness::kMaxFusedOutputs * kRows];
     alignas(64) T norms[kRows], variance[kRows], ones[kRows], of_rows[kRows];
     block_products<T, true>(features, stride, first, count, prepared, m, d, logits, norms);
