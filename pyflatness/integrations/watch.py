@@ -207,7 +207,7 @@ def _asked(measures: str | Sequence[str] | None) -> str | list[str] | None:
 
 @contextlib.contextmanager
 def _as_found(model: nn.Module) -> Iterator[None]:
-    """Let a model in training be measured inside, in eval mode; afterwards it and all random states are as they were."""
+    """Let a model in training be measured inside, in eval mode; afterwards it and random states are as they were."""
     of_torch, outside = Generators([*model.modules()]), OutsideTorch()
     states = of_torch.states()
     try:

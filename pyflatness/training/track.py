@@ -37,8 +37,8 @@ def track(
     """Return a history of a network's measures, to which every call of ``history.record()`` adds those of that moment.
 
     It measures as :func:`pyflatness.measure` does, which describes all options but these, at the cost of one such call
-    for each record and each set of weights. The model may be in training mode: it is measured in eval mode, which is set
-    on each module, without a call of ``eval()``. A training with records is bit for bit the one without.
+    for each record and each set of weights. The model may be in training mode: it is measured in eval mode, which is
+    set on each module, without a call of ``eval()``. A training with records is bit for bit the one without.
 
     Args:
         model: the one that is trained.
