@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .. import progress as bars
 from ..errors import InputError
+from ..messages import check_path
 from ..model import calling, fingerprint
 from ..model.selectors import Selector
 from ..numerics.meeting import Group
@@ -123,13 +124,14 @@ def landscape(
             model, loss, data, layers=layers, k=wanted.count, memory=memory, seed=seed, progress=progress, **same
         )
         wanted = replace(wanted, given=found, layers=None)
+    path = None if out is None else check_path("out", out)
     with session(model, loss, data, options, reads=3, progress=False, **same) as task:
         along = wanted.made(task.model, options.seed)
         buffers = making.moves_buffers(task.model, along)
         if quadratic and buffers:
             raise InputError("quadratic=True: buffers go along between these checkpoints, and there is no such model")
         slice_ = _Slice(task, along, grid, accuracy, quadratic=not buffers if quadratic is None else quadratic)
-        return slice_.found(None if out is None else Path(out), progress)
+        return slice_.found(path, progress)
 
 
 class _Slice:

@@ -28,7 +28,7 @@ from ..messages import check_tensor, shown
 from ..numerics import accumulate, meeting
 from ..numerics.meeting import Group
 from ..numerics.variances import standard_error
-from ..options import check_count, check_draws, check_number, check_seed
+from ..options import check_count, check_draws, check_function, check_number, check_seed
 from ..report import intervals
 from ..session import public
 from . import noise
@@ -204,6 +204,7 @@ def refit(fit: Fit, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor |
     Raises:
         InputError: it returns something else.
     """
+    check_function("fit", fit, "(features, targets) -> (weight, bias)")
     with torch.enable_grad(), interrupts.at_once():
         result = fit(features, targets)
     if not isinstance(result, tuple) or len(result) != 2:

@@ -126,7 +126,9 @@ class Bench:
         self.network = None if setup.model is None else specs.build_model(setup.model.made)
         self.data = setup.data.made()
         if hasattr(self.data, "__next__"):
-            raise InputError("--data: an iterator can be read once; have the callable return a list or a DataLoader")
+            what = f"{type(self.data).__name__} can be read once, and every model reads the data"
+            raise InputError(f"{setup.data.name} {what}; pass a list of batches or a DataLoader, or what returns one")
+        Batches(self.data, torch.device("cpu"))  # raises for what are no data, before any model is measured
         self._mine, self._counts = self.data, True
         if not ranks.alone:
             self._mine, samples = dealing.dealt(self.data, ranks, setup.limit)

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 from ..api import measure
 from ..errors import InputError
 from ..measures import named
-from ..messages import shown
+from ..messages import check_choice, check_module, shown
 from ..options import check_names
 from ..report import Report
 from ..session import public, taking_options_of
@@ -106,9 +106,10 @@ def track(
 def _chosen(model: nn.Module, weights: str | Sequence[str], averaged: nn.Module | None) -> dict[str, nn.Module]:
     """Return the models that hold the weights that are asked for, by their names."""
     names = check_names("weights", weights)
+    if not names:
+        raise InputError("weights: an empty list; pass 'live' for those of the model")
     for name in names:
-        if name not in _WEIGHTS:
-            raise InputError(f"weights: {name!r} does not exist; choose among {', '.join(map(repr, _WEIGHTS))}")
+        check_choice("weights", name, _WEIGHTS)
     of_averages = [name for name in names if name in _AVERAGED]
     if len(of_averages) > 1:
         raise InputError("weights: 'ema' and 'swa' both are names for those of averaged=; ask for one of them")
@@ -120,9 +121,7 @@ def _chosen(model: nn.Module, weights: str | Sequence[str], averaged: nn.Module 
         raise InputError(f"averaged: weights={shown(weights)} do not ask for it; pass weights=['live', 'ema']")
     models: dict[str, Any] = {name: averaged if name in _AVERAGED else model for name in names}
     for name, module in models.items():
-        if not isinstance(module, nn.Module):
-            what = "averaged" if name in _AVERAGED else "model"
-            raise InputError(f"{what}: a torch.nn.Module is wanted, got {type(module).__name__}")
+        check_module("averaged" if name in _AVERAGED else "model", module)
     return models
 
 
