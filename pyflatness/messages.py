@@ -8,7 +8,7 @@ import contextlib
 import difflib
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -80,7 +80,8 @@ def check_module(what: str, model: object) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         got = f"the class {model.__name__} itself; make one of it" if isinstance(model, type) else type(model).__name__
-        raise InputError(f"{what}: a torch.nn.Module is wanted, got {got}")
+        hint = "; load it into the model first, model.load_state_dict(…)" if isinstance(model, Mapping) else ""
+        raise InputError(f"{what}: a torch.nn.Module is wanted, got {got}{hint}")
     return model
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import head
-from ..errors import InputError, NonFiniteError
+from ..errors import InputError
 from ..losses import Loss, risk
 from ..measures import RELATIVE_FLATNESS
 from ..model import calling
@@ -255,6 +255,6 @@ class _Curve:
 
     def _checked(self, value: Tensor, number: int, where: str) -> float:
         found = float(value)
-        error = partial(NonFiniteError, f"batch {number}: the loss of the model{where} is {found}")
+        error = partial(risk.not_finite, number, found, where)
         check_together(self._policy, math.isfinite(found), error)
         return found

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .. import head
 from ..contractions import promoted
-from ..errors import InputError, NonFiniteError
+from ..errors import InputError
 from ..losses import risk
 from ..messages import check_tensor
 from ..model import calling, layers
@@ -302,7 +302,7 @@ class _Loss:
 
 def _finite(value: float, number: int) -> float:
     if not math.isfinite(value):
-        raise NonFiniteError(f"batch {number}: the loss of the model with changed features is {value}")
+        raise risk.not_finite(number, value, " with changed features")
     return value
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import interrupts, losses, tensor_head
 from ..contractions import promoted
-from ..errors import InputError, NonFiniteError
+from ..errors import InputError
 from ..losses import CustomLoss, Loss, risk
 from ..messages import check_tensor, shown
 from ..numerics import accumulate, meeting
@@ -299,7 +299,7 @@ class Sums:
         columns = [_by_draw(self._loss, f, t) for f, t in zip(outputs, targets, strict=True)]
         values = torch.stack(columns, dim=1).cpu()
         if not bool(values.isfinite().all()):
-            raise NonFiniteError(f"batch {number}: the loss is {float(values.sum())}; no sample can be left out here")
+            raise risk.not_finite(number, float(values.sum()))
         return values
 
     def mean(self) -> float:

@@ -63,7 +63,7 @@ class Batches:
             raise InputError("data: enumerate yields (number, batch) pairs; pass the loader itself")
         elif hasattr(data, "__next__") and reads > 1:
             raise InputError(
-                f"data: {type(data).__name__} can be read once, and {reads} passes are needed (normalize=, "
+                f"data: {type(data).__name__} can be read once, and {reads} reads are needed (normalize=, "
                 "target_stderr= and some measures take more than one); pass a list of batches or a DataLoader"
             )
         self._data = data
@@ -74,7 +74,7 @@ class Batches:
     def peek(self) -> Any:
         """Return the first batch, without taking it from the data: the read that gave it goes on where it stopped."""
         if self.is_empty():
-            raise no_samples()
+            raise no_samples(self._data)
         assert self._begun is not None
         return to_device(self._begun[0][-1], self._device)
 
@@ -129,7 +129,7 @@ class Batches:
                     read.add(with_samples(batch, samples), samples)
                 yield to_device(batch, self._device)
         if empty:
-            raise no_samples()
+            raise no_samples(self._data)
         if self._compared:
             self._compare(read)
 
@@ -230,9 +230,11 @@ def repeated(data: Any) -> int:
     return batches * sampler.batch_size - len(sampler.batch_sampler.sampler) if sampler.batch_size else 0
 
 
-def no_samples() -> InputError:
+def no_samples(data: Any = None) -> InputError:
     """Return the error of data without samples."""
-    return InputError("data: there are no samples in it")
+    spent = hasattr(data, "__next__")
+    hint = "; an iterator that was read before is at its end: pass a list of batches or a DataLoader" if spent else ""
+    return InputError(f"data: there are no samples in it{hint}")
 
 
 def _fetched(batches: Iterable[Any]) -> Iterator[Any]:
@@ -276,6 +278,7 @@ def _checked_size(batch: Any, number: int) -> int:
             inside += "; a tokenizer gives tensors with return_tensors='pt'"
         raise InputError(
             f"data: batch {number} holds no tensor with samples in dimension 0: it is a {type(batch).__name__}{inside}"
+            "; batches are (inputs, targets) pairs of tensors, or mappings of them with `labels`"
         )
     return samples
 
