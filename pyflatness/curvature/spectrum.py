@@ -6,11 +6,8 @@ Eigenpairs come by Lanczos with one start or two, densities by stochastic Lanczo
 eigenpairs`); every product with H is exact, over all of the data.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,138 +23,12 @@ from ..numerics.eigenpairs import BESIDE, BESIDE_STEPS, Pairs, Search, least_vec
 from ..numerics.meeting import Group
 from ..options import Options, check_count, check_draws, check_flag, check_number
 from ..passes.memory import Budget
-from ..report import views
 from ..session import public, session
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from .spectra import Density, Spectrum
 
 WHICH = ("largest", "smallest", "both")
 MAX_PRODUCTS = 1000  # that eigenpairs take, unless the user says otherwise
 _NUMBER = 8  # bytes of one
-
-
-@dataclass(frozen=True)
-class Density:
-    """Hold a quadrature of the spectrum's density for each random probe.
-
-    Attributes:
-        nodes: (probes, steps) float64, Ritz values.
-        weights: (probes, steps), their weights; those of a probe sum up to 1.
-        size: N, how many eigenvalues there are.
-    """
-
-    nodes: Tensor
-    weights: Tensor
-    size: int
-
-    def at(self, points: Tensor, width: float) -> tuple[Tensor, Tensor]:
-        """Return the density at some points, smoothed by a Gaussian, and its standard error over the probes.
-
-        p(t) = (1/N) Σ_j N(t; λ_j, width²), the mean over probes of Σ_i τ_i N(t; θ_i, width²).
-
-        Args:
-            points: (p,).
-            width: the standard deviation of the Gaussian, in units of the eigenvalues.
-
-        Returns:
-            (p,) and (p,) float64; the error is NaN for a single probe.
-
-        Raises:
-            InputError: a width that is not positive.
-        """
-        width = check_number("width", width)
-        away = (points.double().view(-1, 1, 1) - self.nodes) / width
-        each = (self.weights * (-0.5 * away.square()).exp()).sum(dim=2) / (width * math.sqrt(2 * math.pi))
-        return each.mean(dim=1), _standard_error(each)
-
-    def moment(self, power: int) -> tuple[float, float]:
-        """Return Σ_j λ_j^power of all eigenvalues, and its standard error; power 1 is the trace."""
-        each = self.size * (self.weights * self.nodes**power).sum(dim=1).unsqueeze(0)
-        return float(each.mean()), float(_standard_error(each))
-
-
-@dataclass(frozen=True)
-class Spectrum:
-    """Hold eigenpairs of the loss Hessian, and the density of its eigenvalues.
-
-    Attributes:
-        eigenvalues: (k,) float64, descending; with ``which="both"`` k of each end.
-        eigenvectors: by layer or parameter, (k, …), the shape of its parameter behind k, or of the layer's rows of it,
-            as changes of weights have; each has norm 1 in all together.
-        residuals: (k,) |H y - θ y|: an eigenvalue lies so near to each value. They are of the products that were taken,
-            with their rounding; after restarts they may be bounds.
-        converged: whether all pairs were brought to the tolerance, with ``copies=True`` those of multiple eigenvalues.
-        limited: whether it ended at ``max_products=`` instead, which :attr:`notes` say too.
-        density: or None.
-        method: ``"hessian"`` or ``"ggn"``.
-        samples: of the data.
-        products: with vectors, those of the density too.
-        size: N, the weights that the matrix is in.
-        notes: what a reader of the values should know.
-    """
-
-    eigenvalues: Tensor
-    eigenvectors: Mapping[str, Tensor]
-    residuals: Tensor
-    converged: bool
-    limited: bool
-    density: Density | None
-    method: str
-    samples: int
-    products: int
-    size: int
-    notes: tuple[str, ...] = ()
-
-    def plot(
-        self, path: str | Path | None = None, *, width: float | None = None, axes: "Axes | None" = None
-    ) -> "tuple[Figure, Axes]":
-        """Draw the density with its standard error, and the eigenvalues as ticks below it.
-
-        Args:
-            path: where the figure is written too.
-            width: of the Gaussian; None: a hundredth of the range of the eigenvalues.
-            axes: matplotlib's, to draw into; None: those of a new figure.
-
-        Returns:
-            Figure and axes of matplotlib, outside of pyplot.
-
-        Raises:
-            MissingExtraError: without matplotlib.
-        """
-        figure, axes = views.onto(axes)
-        values = [self.eigenvalues] if self.density is None else [self.eigenvalues, self.density.nodes.flatten()]
-        low, high = (float(f(torch.cat(values))) for f in (torch.min, torch.max))
-        width = width or max(high - low, 1e-12) / 100
-        axes.plot(self.eigenvalues.tolist(), [0.0] * len(self.eigenvalues), "|", markersize=14, label="eigenvalues")
-        if self.density is not None:
-            points = torch.linspace(low - 3 * width, high + 3 * width, 1000, dtype=torch.float64, device="cpu")
-            mean, error = self.density.at(points, width)
-            axes.plot(points, mean, label=f"density, Gaussian of width {width:.2g}")
-            if not bool(error.isnan().any()):
-                axes.fill_between(points, (mean - error).clamp_min(0), mean + error, alpha=0.3)
-            # Logarithmic from what a single eigenvalue's peak has on: else the bulk hides all others.
-            axes.set_yscale("symlog", linthresh=1 / (self.density.size * width * math.sqrt(2 * math.pi)))
-            axes.set_ylabel("density")
-        axes.set(xlabel=f"eigenvalue of the {'GGN' if self.method == 'ggn' else 'Hessian'}")
-        axes.legend()
-        if path is not None:
-            figure.savefig(path)
-        return figure, axes
-
-    def __str__(self) -> str:
-        pairs = zip(self.eigenvalues.tolist(), self.residuals.tolist(), strict=True)
-        lines = [f"{value: .6g} ± {residual:.1e}" for value, residual in pairs]
-        name = "GGN" if self.method == "ggn" else "Hessian"
-        ended = "" if self.converged else ", not converged"
-        lines.append(f"{name} in {self.size} weights, {self.samples} samples, {self.products} products{ended}")
-        if self.density is not None:
-            trace, error = self.density.moment(1)
-            lines.append(f"density by {len(self.density.nodes)} probes; trace {trace:.6g} ± {error:.1g}")
-        return "\n".join([*lines, *self.notes])
-
-    __repr__ = __str__
 
 
 @public
@@ -375,8 +246,3 @@ class _Block:
                 wanted = asking.send(images.pop())
         except StopIteration as end:
             return end.value
-
-
-def _standard_error(each: Tensor) -> Tensor:
-    """Return the standard error of the mean over the last dimension."""
-    return each.std(dim=1) / math.sqrt(each.shape[1]) if each.shape[1] > 1 else torch.full_like(each[:, 0], torch.nan)
