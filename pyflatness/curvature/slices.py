@@ -56,6 +56,16 @@ class Landscape:
         Its arrays are ``coefficients_0``, ``coefficients_1``, ``losses``, ``accuracy``, ``gradient``, ``hessian``, and
         ``about``, the rest as JSON; numpy reads them with ``allow_pickle=False``.
         """
+        path = Path(path)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            part.write_bytes(self.content())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def content(self) -> bytes:
+        """Return what :meth:`save` writes."""
         arrays: dict[str, Any] = {f"coefficients_{k}": each.numpy() for k, each in enumerate(self.coefficients)}
         arrays["losses"] = self.losses.numpy()
         if self.accuracy is not None:
@@ -71,14 +81,9 @@ class Landscape:
         if self.quadratic is not None:
             about["value"] = self.quadratic.value
             arrays |= {"gradient": self.quadratic.gradient.numpy(), "hessian": self.quadratic.hessian.numpy()}
-        path = Path(path)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with part.open("wb") as file:
-                np.savez(file, about=np.array(json.dumps(about)), **arrays)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        buffer = io.BytesIO()
+        np.savez(buffer, about=np.array(json.dumps(about)), **arrays)
+        return buffer.getvalue()
 
     @classmethod
     def load(cls, path: str | Path) -> "Landscape":

@@ -89,7 +89,8 @@ def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
         raise InputError("measures: at least one name is wanted, or 'sweep' for those of one sweep, or 'all'")
     for name in wanted:
         if name not in table:
-            raise InputError(f"measures: {name!r} does not exist; did you mean {near(name, [*table, *_SETS])}?{_ALL_LISTED}")
+            likely = near(name, [*table, *_SETS])
+            raise InputError(f"measures: {name!r} does not exist; did you mean {likely}?{_ALL_LISTED}")
     return tuple(table[name] for name in wanted)
 
 

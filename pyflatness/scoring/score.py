@@ -137,7 +137,8 @@ def score(
         elif path is None:
             scores = _scored(run, where)
         else:
-            scores = _kept(run, where, stack.enter_context(Store(path, write=True)), retry=retry)
+            held = stack.enter_context(Store(path, write=True, command="pf.score in Python"))
+            scores = _kept(run, where, held, retry=retry)
         return scores if ranks.alone else Scores.of(*ranks.first("the scores", [scores.computed, *map(asdict, scores)]))
 
 
