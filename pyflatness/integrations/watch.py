@@ -17,6 +17,7 @@ from ..api import measure
 from ..errors import InputError, NonFiniteError
 from ..measures import are_named, named
 from ..messages import near, shown
+from ..model.data import used_up
 from ..model.generators import Generators, OutsideTorch
 from ..model.selectors import Selector
 from ..options import Options, check_count, check_flag
@@ -70,10 +71,7 @@ class Watch:
         if isinstance(data, str) and data not in ("train", "val"):
             raise InputError(f"data={shown(data)}: 'train', 'val', a loader or a tuple of tensors is wanted")
         if hasattr(data, "__next__"):
-            raise InputError(
-                f"data: {type(data).__name__} can be read once, and every epoch is to read it; pass a list of batches "
-                "or a DataLoader"
-            )
+            raise used_up(data, "and every epoch is to read it")
         self.history = History()
         self.begin()
 

@@ -62,10 +62,8 @@ class Batches:
         elif isinstance(data, enumerate):
             raise InputError("data: enumerate yields (number, batch) pairs; pass the loader itself")
         elif hasattr(data, "__next__") and reads > 1:
-            raise InputError(
-                f"data: {type(data).__name__} can be read once, and {reads} reads are needed (normalize=, "
-                "target_stderr= and some measures take more than one); pass a list of batches or a DataLoader"
-            )
+            more = "(normalize=, target_stderr= and some measures take more than one)"
+            raise used_up(data, f"and {reads} reads are needed {more}")
         self._data = data
         self._compared = reads > 1 and not isinstance(data, (tuple, list))
         self._first: Fingerprint | None = None  # of the first read
@@ -144,11 +142,8 @@ class Batches:
         if _promised(self._data) and self._data.collate_fn is default_collate:
             return _sampled(self._data)
         if not self.repeatable:
-            raise InputError(
-                f"data: {type(self._data).__name__} can be read once, and its samples have to be counted before they "
-                "are measured, since random probes belong to samples by their places in the data of all ranks; pass a "
-                "list of batches or a DataLoader"
-            )
+            places = "since random probes belong to samples by their places in the data of all ranks"
+            raise used_up(self._data, f"and its samples have to be counted before they are measured, {places}")
         self._compared = True
         return sum(size(batch) for batch in self)
 
@@ -228,6 +223,12 @@ def repeated(data: Any) -> int:
         return 0
     batches = len(sampler) * (1 if sampler.split_batches else sampler.num_processes)
     return batches * sampler.batch_size - len(sampler.batch_sampler.sampler) if sampler.batch_size else 0
+
+
+def used_up(data: Any, why: str, option: str = "data") -> InputError:
+    """Return the error of an iterator, which is at its end after one read, where that is not enough."""
+    kind = type(data).__name__
+    return InputError(f"{option}: {kind} can be read once, {why}; pass a list of batches or a DataLoader")
 
 
 def no_samples(data: Any = None) -> InputError:

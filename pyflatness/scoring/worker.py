@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import InputError
 from ..messages import is_out_of_memory, reason
 from ..model import state
-from ..model.data import Batches, size
+from ..model.data import Batches, size, used_up
 from ..numerics.ranks import ALONE, Ranks, is_the_end
 from . import checkpoints, data_specs, dealing, described, keys, loading, measuring, pretrained, specs
 from .cutting import Cut
@@ -126,8 +126,7 @@ class Bench:
         self.network = None if setup.model is None else specs.build_model(setup.model.made)
         self.data = setup.data.made()
         if hasattr(self.data, "__next__"):
-            what = f"{type(self.data).__name__} can be read once, and every model reads the data"
-            raise InputError(f"{setup.data.name} {what}; pass a list of batches or a DataLoader, or what returns one")
+            raise used_up(self.data, "and every model reads them", setup.data.name.rstrip("="))
         Batches(self.data, torch.device("cpu"))  # raises for what are no data, before any model is measured
         self._mine, self._counts = self.data, True
         if not ranks.alone:

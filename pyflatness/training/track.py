@@ -11,6 +11,7 @@ from ..api import measure
 from ..errors import InputError
 from ..measures import named
 from ..messages import check_choice, check_module, shown
+from ..model.data import used_up
 from ..options import check_names
 from ..report import Report
 from ..session import public, taking_options_of
@@ -82,10 +83,7 @@ def track(
     named(measures)
     chosen = _chosen(model, weights, averaged)
     if hasattr(data, "__next__"):
-        raise InputError(
-            f"data: {type(data).__name__} can be read once, and every record reads them; pass a list of batches or a "
-            "DataLoader"
-        )
+        raise used_up(data, "and every record reads them")
     if history is not None and not isinstance(history, History):
         raise InputError(f"history: a History is wanted, got {type(history).__name__} {shown(history)}")
 

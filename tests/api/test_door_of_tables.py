@@ -61,7 +61,7 @@ CASES = [
     (
         "score",
         {"data": iter([(X, Y)])},
-        "data= list_iterator can be read once, and every model reads the data; pass a list",
+        "data: list_iterator can be read once, and every model reads them; pass a list",
     ),
     ("score", {"layers": []}, "layers: an empty list; pass None for the last Linear that ran"),
     ("score", {"store": ""}, "store='': the path of a file is wanted"),
