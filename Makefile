@@ -39,9 +39,9 @@ soak: setup kernels-prove
 test-oldest: setup
 	$(BIN)/python tests/oldest.py
 
-# The site, from docs/ and the docstrings, into build/site; a warning is an error.
+# The site, from docs/ and the docstrings, into build/site; docs/examples are run for it; a warning is an error.
 docs: setup
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky -q docs build/site
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky -q docs build/site
 
 # The wheel with a manylinux tag, and the kernels' tests with it and the oldest versions, in an environment of 7 GB.
 wheel: setup

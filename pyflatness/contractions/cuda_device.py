@@ -32,7 +32,7 @@ except ImportError as error:
     _cuda = None
     _MISSING = (
         f"the CUDA kernels are not here ({error}): install pyflatness with `pip install .` from its root where "
-        'nvcc is, or pass backend="reference", which runs on the GPU in plain torch'
+        'nvcc and a torch with CUDA are, or pass backend="reference", which runs on the GPU in plain torch'
     )
 
 

@@ -18,7 +18,7 @@ from ..errors import InputError, MissingExtraError, NotYetError
 from ..measures import at_head
 from ..model import fingerprint, layers, state
 from ..model.spread import is_spread
-from ..numerics.accumulate import normaliser
+from ..numerics.accumulate import normaliser_or_nan
 from ..options import Options
 
 try:
@@ -127,9 +127,8 @@ class RelativeFlatness(Metric):
         self.weights_read = torch.full_like(self.weights_read, read)
 
     def compute(self) -> Tensor:
-        """Return κ, a float64 tensor without dimensions; NaN where no target counts, as the loss is."""
-        weight = self.normaliser.item()
-        return self.total / (normaliser(weight, self._loss.reduction) if weight else torch.nan)
+        """Return κ, a float64 tensor without dimensions; NaN where no target counts, as the mean of the loss is."""
+        return self.total / normaliser_or_nan(self.normaliser.item(), self._loss.reduction)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take in a batch, and return its own value; see :meth:`update`."""

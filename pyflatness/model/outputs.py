@@ -30,17 +30,17 @@ def single(outputs: Any) -> Tensor | None:
     return None if any(part.is_floating_point() for part in others) else outputs[0]
 
 
-def refusal(outputs: Any) -> InputError:
+def refusal(outputs: Any, way_out: str = _WAY_OUT) -> InputError:
     """Return the error that asks which tensor is meant."""
     found = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
     shapes = ", ".join(str(tuple(leaf.shape)) for leaf in found)
     if not found:
         return InputError(
-            f"model: no tensor, tuple or object with `logits` came out, got {type(outputs).__name__}; {_WAY_OUT}"
+            f"model: no tensor, tuple or object with `logits` came out, got {type(outputs).__name__}; {way_out}"
         )
+    several = "several tensors" if len(found) > 1 else "a tensor by another name than `logits`"
     return InputError(
-        f"model: it returns a {type(outputs).__name__} with several tensors, {shapes}, and the loss takes one; "
-        f"{_WAY_OUT}"
+        f"model: it returns a {type(outputs).__name__} with {several}, {shapes}, and the loss takes one; {way_out}"
     )
 
 

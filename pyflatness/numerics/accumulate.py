@@ -108,7 +108,14 @@ def normaliser(total_weight: float, reduction: str = "mean") -> float:
     """
     if total_weight == 0:
         raise InputError("targets: every one is ignored (or has class weight 0), so the loss has no terms")
-    return total_weight if reduction == "mean" or math.isnan(total_weight) else 1.0
+    return normaliser_or_nan(total_weight, reduction)
+
+
+def normaliser_or_nan(total_weight: float, reduction: str) -> float:
+    """Return the normaliser, NaN for a mean over no terms at all, which torch's losses return as NaN too."""
+    if reduction == "mean" or math.isnan(total_weight):
+        return total_weight or math.nan
+    return 1.0
 
 
 class Accumulator:

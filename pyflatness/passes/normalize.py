@@ -99,7 +99,7 @@ def differentiable_scale(rows: Tensor, used: Tensor | None, eps: float) -> Tenso
         eps: of the dtype that the rows came in.
     """
     counted = torch.ones_like(rows[:, :1], dtype=torch.bool) if used is None else used.unsqueeze(1)
-    count = counted.sum()
+    count = counted.sum().clamp_min(1)  # of no rows the deviations are 0
     rows = torch.where(counted, rows, 0.0).double()
     mean = rows.sum(dim=0) / count
     variance = torch.where(counted, rows - mean, 0.0).square().sum(dim=0) / count

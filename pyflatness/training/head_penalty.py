@@ -56,7 +56,8 @@ def flatness_penalty(
 
     Returns:
         κ, a tensor without dimensions in the features' dtype, of half precision in float32. NaN where features, weight
-        or bias have NaN, and then its gradients are NaN too; rows that are ignored are not looked at.
+        or bias have NaN, and then its gradients are NaN too; rows that are ignored are not looked at. Where all
+        rows are ignored it is what torch's losses are: NaN for the reduction "mean", 0 for "sum", with gradients of 0.
 
     Raises:
         InputError: shapes, dtypes, devices, targets or options that do not fit; the message says what was received.
@@ -92,7 +93,7 @@ def flatness_penalty(
     if targets is not None:
         targets = check_tensor("targets", targets).detach().to(features.device)
     with full_precision(features):
-        shares, coefficients = head_terms.of(resolved, features, len(weight), targets)
+        shares, coefficients, added = head_terms.of(resolved, features, len(weight), targets)
         rows, weight = promoted(features.flatten(0, -2)), promoted(weight)
         bias = None if bias is None else promoted(bias)
         if normalize:
@@ -101,9 +102,9 @@ def flatness_penalty(
             dropped = scale == 0  # where a quotient has no derivative, even of entries that are not chosen
             rows, weight = torch.where(dropped, 0.0, rows / torch.where(dropped, 1.0, scale)), weight * scale
         if isinstance(resolved, losses.CrossEntropy):
-            return (fused_head.penalty if fused_head.fits(weight) else weighted_sum)(rows, weight, bias, shares)
+            return (fused_head.penalty if fused_head.fits(weight) else weighted_sum)(rows, weight, bias, shares) + added
         values = _elementwise(resolved, rows, weight, bias, coefficients)
-        return (values.double() * shares).sum().to(rows.dtype)
+        return (values.double() * shares).sum().to(rows.dtype) + added
 
 
 def _elementwise(loss: losses.Loss, rows: Tensor, weight: Tensor, bias: Tensor | None, coefficients: Tensor) -> Tensor:

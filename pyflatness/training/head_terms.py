@@ -11,11 +11,12 @@ from torch import Tensor
 
 from .. import losses
 from ..contractions import promoted_dtype
-from ..numerics.accumulate import normaliser
+from ..numerics.accumulate import normaliser_or_nan
 from .operators import one_by_one
 
-Shares = tuple[Tensor, Tensor]
-"""What each row is multiplied by, (rows,) float64, and coefficients of its outputs, (rows, d); (0, d) for none."""
+Shares = tuple[Tensor, Tensor, Tensor]
+"""What each row is multiplied by, (rows,) float64; coefficients of its outputs, (rows, d), or (0, d) for none; and what
+is added to the sum, 0 or, of a mean over no rows, NaN."""
 
 
 def of(loss: losses.Loss, features: Tensor, outputs: int, targets: Tensor | None) -> Shares:
@@ -28,7 +29,7 @@ def of(loss: losses.Loss, features: Tensor, outputs: int, targets: Tensor | None
         targets: of the rows, or None; no gradient flows to them.
 
     Raises:
-        InputError: targets or options of the loss that do not fit, or targets that are all ignored.
+        InputError: targets or options of the loss that do not fit.
     """
     found: Shares = _operator(
         features.detach(),
@@ -77,13 +78,16 @@ def _operator(
     ignore_index: int,
     label_smoothing: float,
     reduction: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     loss = _made(kind, weight, pos_weight, ignore_index, label_smoothing, reduction)
     shape = *features.shape[:-1], outputs
     terms = loss.terms(features.new_zeros(()).expand(shape), targets, len(shape) - 1)
-    shares = terms.scale / normaliser(float(terms.weights.sum()), reduction)
+    total = float(terms.weights.sum())
+    divided_by = normaliser_or_nan(total, reduction)
+    shares = terms.scale / (divided_by if total else 1.0)  # of no terms 0, so that gradients are as the loss's
     coefficients = terms.extra[0].clone() if terms.extra else features.new_empty(0, outputs)
-    return shares, coefficients
+    added = features.new_tensor(0.0 if total or reduction == "sum" else torch.nan, dtype=promoted_dtype(features.dtype))
+    return shares, coefficients, added
 
 
 @_operator.register_fake
@@ -91,7 +95,8 @@ def _(features: Tensor, outputs: int, targets: Tensor | None, kind: str, *option
     rows = features.shape[:-1].numel()
     of_rows = rows if kind == losses.BinaryCrossEntropy.__name__ else 0
     dtype = promoted_dtype(features.dtype)
-    return features.new_empty(rows, dtype=torch.float64), features.new_empty(of_rows, outputs, dtype=dtype)
+    coefficients = features.new_empty(of_rows, outputs, dtype=dtype)
+    return features.new_empty(rows, dtype=torch.float64), coefficients, features.new_empty((), dtype=dtype)
 
 
 _operator.register_vmap(one_by_one(_operator))

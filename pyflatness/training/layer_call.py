@@ -5,7 +5,7 @@ backward pass is not kept.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrize
 
+from ..errors import InputError
 from ..model import data, layers
 from ..model.calling import version
 from ..passes.recorder import Call, with_own_history
@@ -38,6 +39,7 @@ class Watched:
     Attributes:
         calls: of the layer, whose inputs have their graph.
         weight: the effective one of the last call, of the shape that the layer keeps.
+        version: of the weight's contents in that call, as counted by torch.
         samples: of the batch, -1 if that is not known.
     """
 
@@ -56,7 +58,7 @@ class Watched:
     def _make(self, *, in_use: bool) -> None:
         self.calls: list[Call] = []
         self.weight: Tensor | None = None
-        self.samples, self._running, self._in_use = -1, False, in_use
+        self.version, self.samples, self._running, self._in_use = 0, -1, False, in_use
         self._handles: list[Any] = []
         self._cached = contextlib.ExitStack()
 
@@ -98,9 +100,33 @@ class Watched:
             return None
         own = with_own_history(output)
         shape = torch.empty_like(own, device="meta", requires_grad=False)
-        self.weight = layer.weight
+        weight = self.weight = layer.weight
+        self.version = version(weight)
         self.calls.append(Call(inputs, version(inputs), get_gradient_edge(own), None, shape, kind))
         return None if own is output else own
+
+
+@contextlib.contextmanager
+def graph_as_recorded() -> Iterator[None]:
+    """Raise a clear error where the graph of the user's forward pass is gone, or was modified in place, inside.
+
+    Raises:
+        InputError: with what to do.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            raise InputError(
+                "outputs: a backward pass has freed their graph; call the penalty before backward() and add it to the "
+                "loss, or keep the graph by backward(retain_graph=True)"
+            ) from error
+        if "modified by an inplace operation" in str(error):
+            raise InputError(
+                "outputs: a weight or another tensor that the forward pass used was modified in place after it; call "
+                f"the penalty before optimizer.step(), or make another forward pass ({error})"
+            ) from error
+        raise
 
 
 def _unused() -> Watched:

@@ -8,6 +8,7 @@ signs r_i goes backward: the mean over signs is κ. That backward pass is made w
 estimate is an unbiased estimate of the gradient of κ.
 """
 
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,16 +20,17 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from .. import losses
 from ..contractions import full_precision, promoted, promoted_dtype
 from ..errors import InputError, NotYetError
-from ..messages import check_tensor, second_derivatives, shown
+from ..messages import check_module, check_tensor, second_derivatives, shown
 from ..model import checks, kinds, layers, selectors
-from ..model.calling import one_tensor, version
+from ..model.calling import version
+from ..model.outputs import refusal, single
 from ..options import Options, check_draws
 from ..passes import linearity
 from ..passes.batch_layout import Layout, mixed
 from ..passes.dry_run import layouts_of, narrow
 from ..passes.recorder import Call, Recorder
 from .at_layer import AtLayer, squared_norms
-from .layer_call import Watched, not_compiled
+from .layer_call import Watched, graph_as_recorded, not_compiled
 from .loss_terms import LossTerms
 
 
@@ -91,9 +93,7 @@ class FlatnessPenalty:
         normalize: str | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise InputError(f"model: a torch.nn.Module is wanted, got {type(model).__name__}")
-        if isinstance(model, nn.DataParallel):
+        if isinstance(check_module("model", model), nn.DataParallel):
             raise InputError("model: nn.DataParallel copies its layers at every call; use DistributedDataParallel")
         if isinstance(model, nn.parallel.DistributedDataParallel) and model.static_graph:
             raise InputError(
@@ -121,6 +121,7 @@ class FlatnessPenalty:
         self._layout: Layout | None = None
         self._is_new = True
         self._watched = Watched(self._model, self._module)
+        weakref.finalize(self, self._watched.remove).atexit = False  # the model has the hooks, and hooks keep tensors
 
     @not_compiled
     def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -131,16 +132,17 @@ class FlatnessPenalty:
             targets: what the loss takes.
 
         Returns:
-            A tensor without dimensions, in the outputs' dtype, of half precision in float32.
+            A tensor without dimensions, in the outputs' dtype, of half precision in float32. Where all targets are
+            ignored it is what torch's losses are: NaN for the reduction "mean", 0 for "sum", with gradients of 0.
 
         Raises:
             InputError: the layer did not run, ran more than once, is frozen or has no part in the outputs; outputs or
                 targets do not fit; an operation behind the layer has no second derivative.
         """
-        outputs = check_tensor("outputs", one_tensor(outputs))
+        outputs = check_tensor("outputs", _one_tensor(outputs))
         terms = LossTerms.of(outputs, check_tensor("targets", targets), self._loss)
         call, weight = self._call(outputs)
-        with torch.enable_grad(), full_precision(outputs), self._twice_differentiable():
+        with torch.enable_grad(), full_precision(outputs), graph_as_recorded(), self._twice_differentiable():
             at_layer = AtLayer(call, self._laid_out(call, outputs), self._samples(outputs))
             w, phi = at_layer.factors(weight, self._module, terms.used if self._normalize else None)
             values = []
@@ -148,14 +150,17 @@ class FlatnessPenalty:
                 size, cotangent = terms.cotangent(self._signs)
                 delta = at_layer.deltas(self._sent(outputs, call, cotangent))
                 values.append(size**2 * squared_norms(w, phi, delta).sum())
-            value = (torch.stack(values).mean() / terms.normaliser).to(promoted_dtype(outputs.dtype))
+            value = terms.reduced(torch.stack(values).mean()).to(promoted_dtype(outputs.dtype))
         if self._is_new:
             self._check_twice_differentiable(value, weight)
             self._is_new = False
         return value
 
     def remove(self) -> None:
-        """Take the hooks off the model; the penalty cannot be called any more."""
+        """Take the hooks off the model; the penalty cannot be called any more.
+
+        A penalty that is deleted takes them off by itself.
+        """
         self._watched.remove()
 
     def __enter__(self) -> "FlatnessPenalty":
@@ -191,6 +196,11 @@ class FlatnessPenalty:
             )
         if version(calls[0].inputs) != calls[0].version:
             raise InputError(f"{name}: its input was modified in place after it ran; leave that input as it is")
+        if version(weight) != self._watched.version:
+            raise InputError(
+                f"{name}: its weight was modified in place after the forward pass; call the penalty before "
+                "optimizer.step(), or make another forward pass"
+            )
         layers.check_dtype(f"{name}: weight", weight.dtype)
         return calls[0], weight
 
@@ -244,8 +254,16 @@ class FlatnessPenalty:
 
     def _check_twice_differentiable(self, value: Tensor, weight: Tensor) -> None:
         """Raise in the first call, and not in the user's backward pass, if that would fail."""
-        with self._twice_differentiable():
+        with graph_as_recorded(), self._twice_differentiable():
             torch.autograd.grad(value, weight, retain_graph=True, allow_unused=True)
+
+
+def _one_tensor(outputs: Any) -> Tensor:
+    """Return the logits in what a model returned."""
+    tensor = single(outputs)
+    if tensor is None:
+        raise refusal(outputs, "pass the one that the loss takes, penalty(outputs, targets)")
+    return tensor
 
 
 def _check_kind(name: str, module: nn.Module) -> None:

@@ -20,11 +20,9 @@ class LossTerms:
     """Hold a batch's loss terms and its outputs, with their graph.
 
     Attributes:
-        normaliser: what a sum over the terms is divided by, a tensor without dimensions or 1.
         used: (terms,), whether the loss does not ignore each.
     """
 
-    normaliser: Tensor | float
     used: Tensor
     _outputs: Tensor
     _rows: losses.Rows
@@ -38,9 +36,18 @@ class LossTerms:
             InputError: targets or outputs that do not fit the loss.
         """
         rows = losses.rows(outputs, targets, loss)
-        normaliser = rows.terms.weights.sum() if loss.reduction == "mean" else 1.0
         used = torch.ones_like(rows.terms.scale, dtype=torch.bool) if rows.terms.used is None else rows.terms.used
-        return cls(normaliser, used, outputs, rows, loss)
+        return cls(used, outputs, rows, loss)
+
+    def reduced(self, total: Tensor) -> Tensor:
+        """Return a sum over the terms as the loss's reduction has it: divided by the terms' weights for a mean.
+
+        A mean over no terms is NaN and has gradients of 0, as torch's losses have them.
+        """
+        if self._loss.reduction == "sum":
+            return total
+        weight = self._rows.terms.weights.sum()
+        return torch.where(weight == 0, torch.nan, total) / weight
 
     def cotangent(self, signs: Callable[[Tensor], Tensor]) -> tuple[Tensor | float, Tensor]:
         """Return a number and a cotangent of the outputs' shape and dtype, whose product is v.
