@@ -9,7 +9,7 @@ from ..scoring import upkeep
 from ..scoring.store import Store
 
 
-@click.command()
+@click.command(short_help="Unite stores.")
 @click.argument("store", type=click.Path(path_type=Path))
 @click.argument("others", metavar="OTHER...", nargs=-1, required=True, type=click.Path(path_type=Path))
 def merge(store: Path, others: tuple[Path, ...]) -> None:

@@ -15,7 +15,7 @@ from .output import json_option, show_json
 from .score_csv import print_rows
 
 
-@click.command(name="show")
+@click.command(name="show", short_help="Show the values and errors of one checkpoint.")
 @click.argument("store", type=click.Path(path_type=Path))
 @click.argument("checkpoint")
 @json_option

@@ -238,4 +238,5 @@ def _text(cell: Any) -> str:
 
 
 def _near(name: str, known: Collection[str]) -> str:
-    return ", ".join((difflib.get_close_matches(name, known) or [*known])[:8])
+    places = sorted((each for each in known if each.startswith(f"{name} ")), key=lambda each: each != f"{name} network")
+    return ", ".join((places or difflib.get_close_matches(name, known) or [*known])[:8])

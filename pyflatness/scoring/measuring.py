@@ -1,5 +1,6 @@
 """Measure a unit: some values of one network, which share their reads of the data."""
 
+import importlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -91,6 +92,7 @@ def measured(
     Raises:
         RankError: they cannot go on together, which is no fault of the unit's.
     """
+    importlib.import_module("torch._dynamo")  # torch loads it at first use: seconds, which are no measure's
     start = time.perf_counter()
     found: dict[str, _Held | str] = {}
     known: Fit | None = None
