@@ -28,6 +28,16 @@ def shown(value: object) -> str:
     return line if len(line) <= 80 else line[:79] + "…"
 
 
+def in_words(result: object, *facts: str) -> str:
+    """Return what a result is printed as: its class, and in brackets its facts but for empty ones."""
+    return f"{type(result).__name__}({', '.join(filter(None, facts))})"
+
+
+def with_error(value: float, stderr: float | None) -> str:
+    """Return a number and, where there is one, its standard error."""
+    return f"{value:.6g}" if stderr is None else f"{value:.6g} ± {stderr:.2g}"
+
+
 def reason(error: BaseException) -> str:
     """Return an exception as one line that is safe to print.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from . import invocation
 from .interruptible import interruptible
 
 STATUSES = {
@@ -35,6 +36,11 @@ class Group(click.Group):
             rows = [(str(c.name).ljust(longest), c.get_short_help_str()) for c in commands]
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, which are noted as they are."""
+        invocation.note(ctx, args)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""

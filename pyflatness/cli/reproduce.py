@@ -22,6 +22,8 @@ from .paths import prepare_folder, write_whole
               help="Folder of data sets, as torchvision or Hugging Face leave them, or NAME.npz.")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), default=Path("reproduced"), show_default=True,
               help="Folder for the results; what a later run goes on from is in its subfolder work.")  # fmt: skip
+@click.option("--device", default="cpu", show_default=True,
+              help="Where networks are trained and measured, e.g. cuda, which goes on from work-cuda.")  # fmt: skip
 @click.option("--set", "changes", multiple=True, metavar="NAME=VALUE",
               help="Change a setting of the scale, e.g. seeds=2; may be repeated.")  # fmt: skip
 @json_option
@@ -31,6 +33,7 @@ def reproduce(
     scale: str,
     data_dir: Path | None,
     out: Path,
+    device: str,
     changes: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -48,7 +51,7 @@ def reproduce(
     experiment = experiments.named(name)
     settings = dict(_setting(change) for change in changes)
     prepare_folder(out)
-    found, files = reproducing.reproduce(experiment, out / "work", scale, data_dir, settings)
+    found, files = reproducing.reproduce(experiment, out / "work", scale, data_dir, settings, device=device)
     for file, content in files.items():
         write_whole(out / file, content)
     if as_json:

@@ -17,6 +17,7 @@ from ..scoring.measuring import Outcome
 from ..scoring.run import Kept, Run, keep
 from ..scoring.store import Store
 from ..scoring.worker import Job
+from . import invocation
 from .bars import bar
 from .output import Notes
 
@@ -66,7 +67,7 @@ def _write(run: Run, path: Path, columns: Mapping[str, Mapping[str, Any]], how: 
     """Do what :func:`write` does, and return the exit status."""
     if how.ends:
         click.echo("the data are known by their first and last batch: a change between these goes unnoticed", err=True)
-    with Store.copied(path) if dry_run else Store(path, write=True) as store:
+    with Store.copied(path) if dry_run else Store(path, write=True, command=invocation.command()) as store:
         kept = keep(run, store, retry=how.retry, ends=how.ends)
         store.describe(columns)
         click.echo(printable(_summary(run, kept, path)))

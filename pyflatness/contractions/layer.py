@@ -11,6 +11,7 @@ layers, or that are zero at most positions, are worth being contracted several a
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -206,35 +207,38 @@ class LayerContraction:
             return self.entries(inputs, cotangent, sign)
 
         with self._precision():
-            route = self._made(inputs, count, stack_size, positions)
+            route = self._chosen(inputs, count, stack_size, positions)()
         stack: Stack = route if isinstance(route, Stacked) else Copies(stack_size, self.buffer, route.products)
         return Contraction(self._wanted, route.products, entries, stack, stack_size, held, self._precision)
 
-    def _made(self, inputs: Calls, count: int, stack_size: int, positions: Tensor | None) -> Route:
-        """Return the route, prepared for these inputs."""
+    def _chosen(self, inputs: Calls, count: int, stack_size: int, positions: Tensor | None) -> Callable[[], Route]:
+        """Return what prepares the best route for these inputs."""
         layer, phi = self._prepared, inputs[0]
         if len(inputs) > 1:
-            return Summed(layer, inputs)
+            return partial(Summed, layer, inputs)
         by_gram = self._route_of(phi, count) == "gram"
         if by_gram and layer.places(phi) == 1:
-            return OnePosition(layer, phi)
+            return partial(OnePosition, layer, phi)
         if not self._compiled:
             return self._of_library(phi, stack_size, by_gram=by_gram)
         phi = promoted(phi)
+        if not by_gram and stack_size > 1:
+            return partial(Gathered, layer, phi, positions)
         if not by_gram:
-            return Direct(layer, phi, layer.factor) if stack_size == 1 else Gathered(layer, phi, positions)
+            return partial(Direct, layer, phi, layer.factor)
         if layer.weight is None:
-            return Gram(layer, phi, squares=layer.products.squares)
-        return Both(Direct(layer, phi, None), Gram(layer, phi, squares=False) if layer.factor_rows else None)
+            return partial(Gram, layer, phi, squares=layer.products.squares)
+        return partial(Both, Direct(layer, phi, None), Gram(layer, phi, squares=False) if layer.factor_rows else None)
 
-    def _of_library(self, phi: Tensor, stack_size: int, *, by_gram: bool) -> Route:
-        """Return the route by products of torch's matrix library."""
+    def _of_library(self, phi: Tensor, stack_size: int, *, by_gram: bool) -> Callable[[], Route]:
+        """Return what prepares the route by products of torch's matrix library."""
         layer = self._prepared
         if layer.weight is None:
-            return Stacked(layer, phi, stack_size, by_gram=by_gram, squares=layer.products.squares)
+            return partial(Stacked, layer, phi, stack_size, by_gram=by_gram, squares=layer.products.squares)
         if not by_gram or not layer.factor_rows:
-            return Written(layer, phi, layer.factor)
-        return Both(Written(layer, phi, None), Stacked(layer, phi, stack_size, by_gram=True, squares=False))
+            return partial(Written, layer, phi, layer.factor)
+        by_gram_alone = Stacked(layer, phi, stack_size, by_gram=True, squares=False)
+        return partial(Both, Written(layer, phi, None), by_gram_alone)
 
     def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
         """Return whether cotangents of some elements a row, each at a position of its own, can be contracted."""

@@ -6,14 +6,14 @@ results are float64.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .centre import centre, shifted
-from .class_sums import ClassSums, MeanRow
+from .class_sums import ClassSums, MeanRow, add_tile, mean_row_by
 from .geometry import Geometry, Triple
 from .precision import promoted
 
@@ -170,36 +170,6 @@ def exponentiate_tile(
     return add_tile(exponentiate, logits, bias, norms, first, sums, rounded)
 
 
-def add_tile(
-    exponentiate: Callable[[Tensor, Tensor | None, float, Tensor], tuple[Tensor, Tensor | None, Tensor]],
-    logits: Tensor,
-    bias: Tensor | None,
-    norms: Tensor,
-    first: int,
-    sums: ClassSums,
-    rounded: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Do what :func:`exponentiate_tile` does by a backend's :func:`exponentiate`."""
-    before, tile = sums.maximum.clone(), slice(first, first + logits.shape[1])
-    if bias is not None:
-        logits.add_(bias[tile])
-    rest, moment, place = exponentiate(logits, None if rounded is not None else norms[tile], 0.0, sums.maximum)
-    if rounded is not None:
-        values = rounded.copy_(logits).to(logits.dtype)
-        both = values.sum(dim=1, dtype=torch.float64), row_dots(values, norms[tile].expand_as(values))
-        rest, moment = (rows.masked_fill_((place >= 0) & (sums.maximum == torch.inf), torch.nan) for rows in both)
-    assert moment is not None
-    raised = place >= 0
-    joining, top = torch.where(raised, sums.top, -1), place.add_(first)
-    joined = joining >= 0
-    factor = torch.where(joined, (before - sums.maximum).double().exp(), 1.0)
-    joined_norms = torch.where(joined, norms[joining.clamp_min(0)], 0.0)
-    sums.rest.add_(joined).mul_(factor).add_(rest)
-    sums.moment.add_(joined_norms).mul_(factor).add_(moment)
-    sums.top.copy_(torch.where(raised, top, sums.top))
-    return joining, factor
-
-
 def norms_about(weight: Tensor, centre: Tensor) -> Tensor:
     """Return ``|w_s - centre|²``, (d,) in the dtype of ``centre`` (m,); ``weight`` (d, m) may be in half precision."""
     parts = weight.split(max(1, _PROMOTED // max(1, weight.shape[1])))
@@ -240,30 +210,6 @@ def mean_row(
         reach: whether that is wanted.
     """
     return mean_row_by(row_dots, summed, weight, centre, sums, uncentred, reach)
-
-
-def mean_row_by(
-    dots: Callable[[Tensor, Tensor], Tensor],
-    summed: Tensor,
-    weight: Tensor,
-    centre: Tensor,
-    sums: ClassSums,
-    uncentred: Tensor | None,
-    reach: bool,
-) -> MeanRow:
-    """Do what :func:`mean_row` does by a backend's :func:`row_dots`."""
-    dtype = summed.dtype
-    if uncentred is not None:
-        summed.addr_(uncentred.to(dtype), centre, alpha=-1)
-    top = promoted(weight[sums.top.clamp_min(0)]).sub_(centre)
-    whole = dots(*[summed + top] * 2) if reach else None
-    mean = summed.div_(sums.rest.to(dtype).clamp_min(torch.finfo(dtype).tiny).unsqueeze(1))
-    others, away = dots(mean, mean), top.neg_().add_(mean)
-    lengths = MeanRow(others, dots(away, away), whole)
-    mean.addcmul_(away, (-1 / (1 + sums.rest)).unsqueeze(1).to(dtype))
-    if uncentred is not None:
-        mean.add_(centre)
-    return lengths
 
 
 def spread(

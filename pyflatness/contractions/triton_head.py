@@ -18,12 +18,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import triton_kernels as kernels
 from .arrays import dense
-from .class_sums import ClassSums, MeanRow
+from .class_sums import ClassSums, MeanRow, mean_row_by
 from .cuda_device import on_device
 from .reference import (
     exponentiate,
     exponentiate_tile,
-    mean_row_by,
     pair_distances,
     sigmoid_curvature,
     softmax_variance,

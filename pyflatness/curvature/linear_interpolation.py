@@ -106,7 +106,7 @@ class LinearInterpolation:
 
     def __str__(self) -> str:
         lines = [
-            f"{name} loss {float(losses[0]):.6g} to {float(losses[-1]):.6g}, barrier {barrier:.6g}"
+            f"{name} loss {float(losses[0]):.6g} at α = 0, {float(losses[-1]):.6g} at α = 1; barrier {barrier:.6g}"
             for name, losses, barrier in (
                 ("training", self.losses, self.barrier),
                 ("test", self.test_losses, self.test_barrier),

@@ -14,7 +14,7 @@ from ..messages import shown
 from ..options import check_count
 from . import directions as making
 from .directions import NORMALIZATIONS, Direction
-from .spectrum import Spectrum
+from .spectra import Spectrum
 
 _BY_NAME = ("random", "eigenvectors")
 

@@ -91,11 +91,12 @@ def table(
         The columns, with NaN for what could not be measured, as of a network that diverged; and these rows by name,
         with the reasons.
     """
-    made, train, test = problem(bench, kind)
+    made, *data = problem(bench, kind)
+    train, test = map(bench.on_device, data)
     settings = {name: bench.settings.get(name) for name in ("classes", "samples", "width", "data", "images")}
     folder = bench.kept(f"c24-{kind}-{bench.scale}", [settings, list(kept), [descent.name for descent in descents]])
     weights = followed(made, descents, train, kept, folder, bench.shown)
-    network, some = made().eval(), tuple(part[: bench.settings["measured"]] for part in train)
+    network, some = made().to(bench.device).eval(), tuple(part[: bench.settings["measured"]] for part in train)
     rows: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
     with progress.bar("measuring", len(descents) * len(kept), bench.shown) as advance:

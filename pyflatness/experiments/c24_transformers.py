@@ -42,6 +42,7 @@ def measured(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
     else:
         whole, _ = image_data.read(bench.data_dir, "cifar10")
         train = image_data.scaled(whole, settings["samples"])
+    train = bench.on_device(train)
     data = train[0][: settings["measured"]], F.one_hot(train[1][: settings["measured"]], 10).float()
     shapes = itertools.product(settings["patches"], settings["widths"], settings["depths"], range(settings["seeds"]))
     rows: list[dict[str, Any]] = []
@@ -119,6 +120,7 @@ def _trained(shape: tuple[int, int, int, int], train: Data, epochs: int, path: P
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = VisionTransformer((inputs.shape[1], inputs.shape[2]), patch, width, depth, 10)
+        network = network.to(inputs.device)
         if not path.exists():
             optimizer = torch.optim.Adam(network.parameters(), lr=0.002)
             for _ in range(epochs):

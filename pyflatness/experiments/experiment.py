@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from .. import __version__
 from ..errors import InputError
 from ..scoring.keys import VALUES_VERSION
@@ -27,6 +30,7 @@ class Bench:
         folder: for what is kept between runs, trained networks and stores, which experiments share.
         data_dir: where the user's data sets are; None if there are none.
         shown: whether progress bars are; None: on a terminal.
+        device: where networks are trained and measured.
     """
 
     scale: str
@@ -34,6 +38,12 @@ class Bench:
     folder: Path
     data_dir: Path | None = None
     shown: bool | None = None
+    device: torch.device = torch.device("cpu")  # noqa: RUF009, which torch does not change
+
+    def on_device(self, data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return inputs and labels on the device, where networks follow them."""
+        inputs, labels = data
+        return inputs.to(self.device), labels.to(self.device)
 
     def kept(self, name: str, facts: Any) -> Path:
         """Return the folder of networks that follow from some facts, so that those of other settings are not taken.

@@ -46,7 +46,8 @@ def made(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
         of. And the networks and values that there are none of, and why.
     """
     settings = bench.settings
-    train, tests = data(bench)
+    train, held_out = data(bench)
+    train, tests = bench.on_device(train), {name: bench.on_device(held) for name, held in held_out.items()}
     followed = {name: value for name, value in settings.items() if name not in _SHAPES}
     folder = bench.kept(f"grid-{bench.scale}", followed)
     rows = {row["name"]: row for row in trained(settings, train, folder, bench.shown)}
@@ -159,7 +160,7 @@ def _network(row: Mapping[str, Any], train: Data, folder: Path) -> nn.Module:
 
     network = perceptron(train[0].shape[1], row["width"], row["depth"], 10)
     network.load_state_dict(load_file(folder / f"{row['name']}.safetensors"))
-    return network.eval()
+    return network.to(train[0].device).eval()
 
 
 def scored(

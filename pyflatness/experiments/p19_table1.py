@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError
 from ..invariances import WAYS, invariances
 from ..scoring import checkpoints, loading
-from . import p21_minima, training
+from . import p21_minima
 from .experiment import Bench, Experiment, Finding, Found, Points
+from .zoo import trained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,14 +26,13 @@ BESIDES = ("trace", "lambda_max", "relative_flatness", "relative_flatness_std")
 def measure(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
     """Train one network, and multiply its layers and neurons by factors in [5, 25]."""
     zoo = p21_minima.zoo(bench)
-    name, recipe = next(iter(zoo.recipes.items()))
-    folder = bench.folder / zoo.name
-    paths = training.train(zoo.network, {name: recipe}, zoo.train, zoo.until, folder, bench.shown)
+    name = next(iter(zoo.recipes))
+    paths = trained(bench, zoo, [name])
     if name not in paths:
         raise InputError(f"{name} is not trained, and epochs=0 trains none")
-    network = zoo.network().eval()
+    network = zoo.network().to(bench.device).eval()
     loading.load(network, checkpoints.read(paths[name]).state)
-    data = zoo.first(bench.settings["measured"])
+    data = bench.on_device(zoo.first(bench.settings["measured"]))
     asked = [*BY_LAYERS, *ALWAYS, *BESIDES]
     found = invariances(network.double(), "cross_entropy", (data[0].double(), data[1]), measures=asked, layers="*")
     columns = {key: [getattr(row, key) for row in found.rows] for key in COLUMNS}

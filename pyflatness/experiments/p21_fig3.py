@@ -78,7 +78,7 @@ def _measured(bench: Bench, separation: float) -> list[list[float]]:
 def measured(bench: Bench, separation: float, seed: int) -> list[float]:
     """Return relative flatness of the head on the sample, and the losses on sample and test set."""
     samples, tested = bench.settings["samples"], bench.settings["tested"]
-    features, labels = synthetic.dataset(separation, seed, samples + tested)
+    features, labels = bench.on_device(synthetic.dataset(separation, seed, samples + tested))
     x, y = features[:samples], labels[:samples]
     weight, bias = synthetic.ridge(x, y)
     kappa = float(head_flatness(x, weight, bias, y, loss="mse_loss"))

@@ -79,7 +79,7 @@ def _measured(bench: Bench, separation: float) -> list[list[float]]:
 def measured(bench: Bench, separation: float, seed: int) -> list[float]:
     """Return the parts of the bound with ½δ²κ/m, δ = n^(-1/(4+m)), and heads refitted on the sample of each fold."""
     samples, tested = bench.settings["samples"], bench.settings["tested"]
-    features, labels = synthetic.dataset(separation, seed, samples + tested)
+    features, labels = bench.on_device(synthetic.dataset(separation, seed, samples + tested))
     x, y, test = features[:samples], labels[:samples], (features[samples:], labels[samples:])
     weight, bias = synthetic.ridge(x, y)
     kappa = float(head_flatness(x, weight, bias, y, loss="mse_loss"))

@@ -1,11 +1,12 @@
 """Run an experiment, and write what it found: a figure, all numbers as JSON, and a page with table and verdict."""
 
+import contextlib
 import io
 import json
 import math
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,39 +27,80 @@ def reproduce(
     data_dir: Path | None = None,
     changes: Mapping[str, Any] | None = None,
     shown: bool | None = None,
+    device: str = "cpu",
 ) -> tuple[Found, dict[str, bytes]]:
     """Run an experiment, and return what was found, also as files by their names: a figure, JSON, and a page.
 
     Args:
         experiment: which.
         folder: of what is kept between runs; made if it is not there. A run that was interrupted goes on where it
-            stopped, and experiments share networks.
+            stopped, and experiments share networks. That of another device than the CPU has its type at the end,
+            ``work-cuda``, since networks and values are others there.
         scale: ``"small"`` or ``"paper"``.
         data_dir: where the user's data sets are.
         changes: of settings, by name.
         shown: whether progress bars are; None: on a terminal.
+        device: where networks are trained and measured, such as ``"cuda"``. First weights and the order of the samples
+            are the same on every device. Convolutions of single precision are not rounded to TF32.
 
     Raises:
-        InputError: no such scale or setting, or data that are not there.
+        InputError: no such scale or setting, data that are not there, or a device that torch cannot use.
         MissingExtraError: without matplotlib or safetensors.
     """
     settings = experiment.settings(scale, changes or {})
     _require_extras()
     if scale == "paper" and experiment.data and data_dir is None:
         raise InputError(f"{experiment.name}: at paper scale it needs {experiment.data}; say where with --data-dir")
+    where = usable(device)
+    if where.type != "cpu":
+        folder = folder.with_name(f"{folder.name}-{where.type}")
     folder.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # networks of this size gain nothing from more, and sums do not depend on the machine
-    try:
-        found = experiment.run(Bench(scale, settings, folder, data_dir, shown))
-    finally:
-        torch.set_num_threads(threads)
+    with _arithmetic():
+        found = experiment.run(Bench(scale, settings, folder, data_dir, shown, where))
     told = {
         "seconds": round(time.monotonic() - start, 1),
-        "versions": {"pyflatness": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            **{"pyflatness": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "device": torch.cuda.get_device_name(where) if where.type == "cuda" else where.type,
+        },
     }
     return found, files(experiment, scale, found, {"settings": settings, **told})
+
+
+def usable(name: str) -> torch.device:
+    """Return a device by its name.
+
+    Raises:
+        InputError: torch knows none of that name, or cannot use it here.
+    """
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # of torch without CUDA, say; of "meta"
+        why = str(error).strip().partition("\n")[0]
+        raise InputError(f"device: {name!r} cannot be used here ({why}); pass one of this machine, or cpu") from None
+    return device
+
+
+@contextlib.contextmanager
+def _arithmetic() -> Iterator[None]:
+    """Compute by one thread and without TF32 inside a ``with`` block.
+
+    Networks of this size gain nothing from more threads, and sums do not depend on the machine. TF32 keeps ten bits,
+    too few to see that a value stays after a reparameterisation.
+    """
+    convolutions: Any = torch.backends.cudnn
+    threads, precision = torch.get_num_threads(), convolutions.conv.fp32_precision
+    torch.set_num_threads(1)
+    convolutions.conv.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        convolutions.conv.fp32_precision = "none"  # inherited, as it is unless it was set
+        if convolutions.conv.fp32_precision != precision:
+            convolutions.conv.fp32_precision = precision
 
 
 def restated(experiment: Experiment, facts: Mapping[str, Any]) -> tuple[Found, dict[str, bytes]]:

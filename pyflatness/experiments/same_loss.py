@@ -14,6 +14,7 @@ SGD has β₁ = 0, momentum β₁ = 0.9 and c = 1, Adam c = 1 - β₁ with the u
 decay λ is decoupled.
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -84,7 +85,7 @@ def train(
     Args:
         shape: inputs, width, depth, classes, as for :func:`perceptron`.
         recipes: one for each network.
-        data: inputs (n, inputs) and classes (n,).
+        data: inputs (n, inputs) and classes (n,), on the device where the networks are to be trained.
         batch_size: samples of a step; what is left over at the end of an epoch is left out.
         target: cross-entropy, the mean over all training data.
         most_steps: after which a network has failed.
@@ -105,7 +106,7 @@ class _Group:
                 networks.append(perceptron(*shape))
         self._network = perceptron(*shape)
         stacked, _ = stack_module_state(networks)
-        self._weights = {name: weight.detach() for name, weight in stacked.items()}
+        self._weights = {name: weight.detach().to(self._x.device) for name, weight in stacked.items()}
         self._gradient = vmap(grad(self._loss))
         self._orders = {recipe.seed: torch.Generator().manual_seed(recipe.seed) for recipe in recipes}
 
@@ -149,7 +150,7 @@ class _Group:
         """Yield batches (k, batch, inputs), (k, batch); networks of one seed have the same."""
         n = len(self._x)
         orders = {seed: torch.randperm(n, generator=generator) for seed, generator in self._orders.items()}
-        order = torch.stack([orders[seed] for seed in seeds])
+        order = torch.stack([orders[seed] for seed in seeds]).to(self._x.device)
         for start in range(0, n - self._batch_size + 1, self._batch_size):
             index = order[:, start : start + self._batch_size]
             yield self._x[index], self._y[index]
@@ -181,10 +182,11 @@ class _Update:
 
     def __init__(self, recipes: Sequence[Recipe], weights: Weights) -> None:
         bases = [BASE[recipe.optimizer] for recipe in recipes]
-        self._rate = _column([rate * r.learning_rate for (rate, _), r in zip(bases, recipes, strict=True)])
-        self._decay = _column([decay * r.weight_decay for (_, decay), r in zip(bases, recipes, strict=True)])
-        self._adam = _column([float(recipe.optimizer == "adam") for recipe in recipes])
-        self._beta = _column([0.0 if recipe.optimizer == "sgd" else _MOMENTUM for recipe in recipes])
+        column = functools.partial(_column, device=next(iter(weights.values())).device)
+        self._rate = column([rate * r.learning_rate for (rate, _), r in zip(bases, recipes, strict=True)])
+        self._decay = column([decay * r.weight_decay for (_, decay), r in zip(bases, recipes, strict=True)])
+        self._adam = column([float(recipe.optimizer == "adam") for recipe in recipes])
+        self._beta = column([0.0 if recipe.optimizer == "sgd" else _MOMENTUM for recipe in recipes])
         self._first = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         self._second = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         self._steps = 0
@@ -210,8 +212,8 @@ class _Update:
         self._adam, self._beta = self._adam[places], self._beta[places]
 
 
-def _column(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers).unsqueeze(1)
+def _column(numbers: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, device=device).unsqueeze(1)
 
 
 def _of(weights: Mapping[str, Tensor], place: int | Tensor) -> Weights:

@@ -46,9 +46,10 @@ def round_trip(features: Tensor, seed: int) -> float:
     """Return by how much features differ at most after the way to the inputs and back, as a part of their largest."""
     generator = torch.Generator().manual_seed(seed)
     shrunk = features * _SHRUNK
-    layers = [torch.empty(after, before).to(features) for before, after in itertools.pairwise(_WIDTHS)]
+    layers = [torch.empty(after, before, dtype=features.dtype) for before, after in itertools.pairwise(_WIDTHS)]
     for weight in layers:
         nn.init.xavier_uniform_(weight, generator=generator)
+    layers = [weight.to(features.device) for weight in layers]
     there = shrunk
     for weight in reversed(layers):
         there = torch.linalg.lstsq(weight, torch.atanh(there).t()).solution.t()

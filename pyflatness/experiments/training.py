@@ -89,13 +89,14 @@ def train(
 ) -> dict[str, Path]:
     """Train a network by each recipe, and return its checkpoints by the recipes' names.
 
-    The checkpoints' metadata have the recipe, the epochs, the mean loss of the last one, and whether the network
-    converged. What is in the folder already is not trained again.
+    The checkpoints' metadata have the recipe, the epochs, the mean loss of the last one, whether the network converged,
+    and on what it was trained. What is in the folder already is not trained again, wherever it was trained. The first
+    weights and the order of the samples are the same on every device.
 
     Args:
         network: makes one, without buffers.
         recipes: by name.
-        data: inputs (n, …) and labels (n,).
+        data: inputs (n, …) and labels (n,), on the device where the networks are to be trained.
         until: when training ends.
         folder: for the checkpoints; made if it is not there.
         shown: whether a progress bar is; None: on a terminal.
@@ -110,12 +111,18 @@ def train(
             for name in missing:
                 del paths[name]
             if missing and until.epochs:
-                group = _Group(network, {name: recipes[name] for name in names}, _saved_group(folder, asked), missing)
+                of_group = {name: recipes[name] for name in names}
+                group = _Group(network, of_group, _saved_group(folder, asked), missing, data[0].device)
                 for name, state, facts in group.trained(data, until, advance):
                     paths[name] = folder / f"{name}.safetensors"
                     _save(state, asked[name] | facts, paths[name])
                     advance(1, "")
     return {name: paths[name] for name in recipes if name in paths}
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a reader knows a device by: the name of a GPU of Nvidia's, or the device's type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def metadata(path: Path) -> dict[str, str]:
@@ -165,17 +172,23 @@ class _Group:
         recipes: of all networks of the group, which are the same whenever training goes on.
         path: where the group is saved.
         missing: the networks that are not done yet.
+        device: where they are trained.
     """
 
     def __init__(
-        self, network: Callable[[], nn.Module], recipes: Mapping[str, Recipe], path: Path, missing: Sequence[str]
+        self,
+        network: Callable[[], nn.Module],
+        recipes: Mapping[str, Recipe],
+        path: Path,
+        missing: Sequence[str],
+        device: torch.device,
     ) -> None:
         first = next(iter(recipes.values()))
         self._names, self._epoch, self._recipes = [*recipes], 0, recipes
         self._title = f"{first.optimizer}, batches of {first.batch_size}"
         self._batch_size = first.batch_size
         self._path = path
-        made = [_initialized(network, recipe) for recipe in recipes.values()]
+        made = [_initialized(network, recipe).to(device) for recipe in recipes.values()]
         self._parameters, _ = stack_module_state(made)
         self._optimizer = OPTIMIZERS[first.optimizer]([*self._parameters.values()], lr=1.0)
         self._gradients = _gradients(made[0])
@@ -188,15 +201,16 @@ class _Group:
     ) -> Iterator[tuple[str, dict[str, Tensor], dict[str, Any]]]:
         """Train, and yield each network's name, parameters and metadata when it is done."""
         saved = time.monotonic()
+        where = f"{device_name(data[0].device)}, torch {torch.__version__}"
         while self._names:
             losses = self._train_epoch(*data)
             self._epoch += 1
             advance(0, f"{self._title}: epoch {self._epoch}, loss {losses.median():.3g}")
-            done = (losses < until.loss) | ~losses.isfinite() | torch.tensor(self._epoch >= until.epochs)
+            done = (losses < until.loss) | ~losses.isfinite() | (self._epoch >= until.epochs)
             for place in done.nonzero()[:, 0].tolist():
                 name, loss = self._names[place], float(losses[place])
                 state = {key: value[place].detach().clone() for key, value in self._parameters.items()}
-                facts = {"epochs": self._epoch, "loss": loss, "converged": loss < until.loss}
+                facts = {"epochs": self._epoch, "loss": loss, "converged": loss < until.loss, "trained_on": where}
                 yield name, state, facts
             self._keep([not ended for ended in done.tolist()])
             if time.monotonic() - saved > _SAVED_EVERY:
@@ -208,8 +222,9 @@ class _Group:
         """Take each network through all samples once, and return its mean loss, (networks,)."""
         orders = torch.stack([_order(self._recipes[name].seed, self._epoch, len(labels)) for name in self._names])
         rates = torch.tensor([self._recipes[name].learning_rate for name in self._names], dtype=torch.float64)
-        totals = torch.zeros(len(self._names))
-        for places in orders.split(self._batch_size, dim=1):
+        rate_of = {name: _of_each(rates, parameter) for name, parameter in self._parameters.items()}
+        totals = torch.zeros(len(self._names), device=inputs.device)
+        for places in orders.to(inputs.device).split(self._batch_size, dim=1):
             gradients, losses = self._gradients(self._parameters, inputs[places], labels[places])
             totals += losses.detach() * places.shape[1]
             for name, parameter in self._parameters.items():
@@ -217,10 +232,9 @@ class _Group:
             before = [parameter.detach().clone() for parameter in self._parameters.values()]
             self._optimizer.step()
             with torch.no_grad():
-                for start, parameter in zip(before, self._parameters.values(), strict=True):
-                    rate = rates.to(parameter).view(-1, *(1,) * (parameter.dim() - 1))
-                    parameter.copy_(start + rate * (parameter - start))
-        return totals / len(labels)
+                for start, (name, parameter) in zip(before, self._parameters.items(), strict=True):
+                    parameter.copy_(start + rate_of[name] * (parameter - start))
+        return totals.cpu() / len(labels)
 
     def _keep(self, kept: Sequence[bool]) -> None:
         """Let go of the other networks."""
@@ -247,10 +261,12 @@ class _Group:
         facts = {key: json.loads(value) for key, value in metadata(self._path).items()}
         tensors = load_file(self._path)
         for name, parameter in self._parameters.items():
-            parameter.data = tensors.pop(f"parameter {name}")
+            parameter.data = tensors.pop(f"parameter {name}").to(parameter.device)
         for key, value in tensors.items():
             _, name, entry = key.split(" ")
-            self._optimizer.state[self._parameters[name]][entry] = value
+            parameter = self._parameters[name]
+            held = value.to(parameter.device) if value.shape == parameter.shape else value  # not the number of steps
+            self._optimizer.state[parameter][entry] = held
         self._names, self._epoch = facts["names"], facts["epoch"]
 
 
@@ -274,6 +290,11 @@ def _initialized(network: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
             else:
                 nn.init.zeros_(parameter)
     return made
+
+
+def _of_each(numbers: Tensor, parameter: Tensor) -> Tensor:
+    """Return a number for each network as a factor of the stacked parameter."""
+    return numbers.to(parameter).view(-1, *(1,) * (parameter.dim() - 1))
 
 
 def _order(seed: int, epoch: int, count: int) -> Tensor:

@@ -33,7 +33,7 @@ class Descent:
 
 def half_squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return the mean over samples of ½ |f - y|², y the unit vector of the class."""
-    return (outputs - torch.eye(outputs.shape[1])[labels]).square().sum(dim=1).mean() / 2
+    return (outputs - torch.eye(outputs.shape[1], device=outputs.device)[labels]).square().sum(dim=1).mean() / 2
 
 
 def steps_kept(last: int, count: int) -> list[int]:
@@ -54,7 +54,7 @@ def followed(
     Args:
         network: makes one.
         descents: how each is trained.
-        train: inputs and classes.
+        train: inputs and classes, on the device where the networks are to be trained.
         kept: numbers of steps, ascending; the last one ends the training.
         folder: in which the weights are kept, a file for each batch size, so that they are not trained again.
         shown: whether a progress bar is; None: on a terminal.
@@ -92,7 +92,7 @@ def _descended(
         return half_squared_error(functional_call(made[0], weights, (x,)), y)
 
     stacked, _ = stack_module_state(made)
-    weights = {name: weight.detach() for name, weight in stacked.items()}
+    weights = {name: weight.detach().to(train[0].device) for name, weight in stacked.items()}
     rates = {name: _rates(group, weight) for name, weight in weights.items()}
     gradient, (x, y) = vmap(grad(loss)), train
     generators = {descent.seed: torch.Generator().manual_seed(descent.seed) for descent in group}
@@ -102,7 +102,7 @@ def _descended(
             drawn = {
                 seed: torch.randint(len(x), (group[0].batch_size,), generator=own) for seed, own in generators.items()
             }
-            index = torch.stack([drawn[descent.seed] for descent in group])
+            index = torch.stack([drawn[descent.seed] for descent in group]).to(x.device)
             slopes = gradient(weights, x[index], y[index])
             weights = {name: weight - rates[name] * slopes[name] for name, weight in weights.items()}
             if step in kept:
@@ -112,5 +112,5 @@ def _descended(
 
 
 def _rates(group: Sequence[Descent], weight: Tensor) -> Tensor:
-    rates = torch.tensor([descent.learning_rate for descent in group])
+    rates = torch.tensor([descent.learning_rate for descent in group], device=weight.device)
     return rates.view(-1, *(1,) * (weight.ndim - 1))

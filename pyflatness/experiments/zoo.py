@@ -16,13 +16,17 @@ from ..messages import shown
 from ..scoring.score import score
 from . import training
 from .experiment import Bench, note
+from .placed import placed
 from .training import Recipe, Until
 
 Data = tuple[Tensor, Tensor]
 
 _COMPARED = 256  # samples on which a network with other weights is held against the first
 _PARTS = 40  # of the networks that are scored between two steps of the bar
-_FACTS = ("name", "recipe", *(field.name for field in fields(Recipe)), "epochs", "training_loss", "converged")
+_FACTS = (
+    *("name", "recipe", *(field.name for field in fields(Recipe))),
+    *("epochs", "training_loss", "converged", "trained_on"),
+)
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ def networks(bench: Bench, zoo: Zoo, asked: Sequence[Asked], *, change: Change |
             losses and accuracies.
         change: makes other weights of each checkpoint, which are then scored; None: those that were trained.
     """
-    paths = training.train(zoo.network, zoo.recipes, zoo.train, zoo.until, bench.folder / zoo.name, bench.shown)
+    paths = trained(bench, zoo)
     facts = {name: _facts(zoo, name, path) for name, path in paths.items()}
     failures = {name: "not trained" for name in zoo.recipes if name not in paths}
     if change is not None:
@@ -167,6 +171,13 @@ def networks(bench: Bench, zoo: Zoo, asked: Sequence[Asked], *, change: Change |
         if not own["converged"]:
             note(failures, name, f"did not converge: loss {own['training_loss']:.3g} in epoch {own['epochs']}")
     return tabled(columns, failures)
+
+
+def trained(bench: Bench, zoo: Zoo, names: Sequence[str] | None = None) -> dict[str, Path]:
+    """Train what is not trained yet, and return the checkpoints that there are by name; ``names``: of these alone."""
+    recipes = zoo.recipes if names is None else {name: zoo.recipes[name] for name in names}
+    data = bench.on_device(zoo.train)
+    return training.train(zoo.network, recipes, data, zoo.until, bench.folder / zoo.name, bench.shown)
 
 
 def tabled(columns: Mapping[str, list[Any]], failures: Mapping[str, str]) -> Networks:
@@ -220,6 +231,7 @@ def _facts(zoo: Zoo, name: str, path: Path) -> dict[str, Any]:
         "epochs": json.loads(told.get("epochs", "null")),
         "training_loss": float(told.get("loss", "nan")),
         "converged": json.loads(told.get("converged", "true")),
+        "trained_on": told.get("trained_on", ""),
     }
 
 
@@ -230,16 +242,16 @@ def _scored(
     found: dict[str, tuple[float | None, float | None, dict[str, float]]] = {}
     names = [*paths]
     size = max(1, len(names) // _PARTS)
-    layers = asked.layers
+    layers, data, made = asked.layers, bench.on_device(asked.data), placed(zoo.network, bench.device)
     with progress.bar(f"scoring {', '.join(asked.measures)[:40]}", len(names), bench.shown) as advance:
         for start in range(0, len(names), size):
             some = {name: paths[name] for name in names[start : start + size]}
             store = bench.folder / f"{zoo.name}.sqlite"
             scores = score(
                 some,
-                asked.data,
+                data,
                 "cross_entropy",
-                model=zoo.network,
+                model=made,
                 layers=layers,
                 measures=asked.measures,
                 store=store,

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import interrupts, losses, tensor_head
 from ..contractions import promoted
 from ..errors import InputError
-from ..messages import check_tensor
+from ..messages import check_tensor, in_words
 from ..options import check_draws, check_number, check_seed
 from ..session import public
 
@@ -47,6 +47,17 @@ class LabelConstancy:
     def constant(self) -> float:
         """Return C, the largest of D(δ)/δ³."""
         return float((self.changes / self.deltas**3).max())
+
+    def __repr__(self) -> str:
+        ends = (float(x) for tensor in (self.changes, self.deltas) for x in tensor.aminmax())
+        return in_words(
+            self,
+            "D(δ) from {:.4g} to {:.4g} for δ from {:g} to {:g}".format(*ends),
+            f"C = {self.constant:.4g}",
+            f"m = {self.features}",
+            f"{self.samples} samples",
+            f"{self.draws} draws",
+        )
 
     def epsilon(self, kappa: float) -> Tensor:
         """Return δ² κ/(2m) + D(δ) for each δ, (k,): feature robustness by Corollary 10.

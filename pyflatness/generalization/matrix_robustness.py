@@ -23,7 +23,7 @@ from .. import head
 from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import risk
-from ..messages import check_tensor, shown
+from ..messages import check_tensor, in_words, shown
 from ..model import calling, layers
 from ..model.data import size
 from ..model.selectors import Selector
@@ -57,6 +57,17 @@ class MatrixRobustness:
     layer: str
     samples: int
 
+    def __repr__(self) -> str:
+        ends = (float(x) for tensor in (self.rises, self.alphas) for x in tensor.aminmax())
+        return in_words(
+            self,
+            "rises from {:.4g} to {:.4g} for α from {:g} to {:g}".format(*ends),
+            f"ε = {self.epsilon:.6g}",
+            f"loss {self.loss:.6g}",
+            f"layer {self.layer!r}",
+            f"{self.samples} samples",
+        )
+
     @property
     def epsilon(self) -> float:
         """Return the largest |E_F| of these α: the ε for which the model is feature robust, as far as they tell."""
@@ -84,6 +95,19 @@ class LargestRobustness:
     loss: float
     layer: str
     samples: int
+
+    def __repr__(self) -> str:
+        low, high = (float(end) for end in self.rises.aminmax())
+        return in_words(
+            self,
+            f"{self.rise:.6g}",
+            f"{len(self.rises)} starts from {low:.6g} to {high:.6g}" if len(self.rises) > 1 else "1 start",
+            f"δ = {self.delta:g}",
+            f"matrix {' × '.join(map(str, self.matrix.shape))}",
+            f"loss {self.loss:.6g}",
+            f"layer {self.layer!r}",
+            f"{self.samples} samples",
+        )
 
 
 @public

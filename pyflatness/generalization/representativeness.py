@@ -24,7 +24,7 @@ from .. import interrupts, losses, tensor_head
 from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss, risk
-from ..messages import check_tensor, shown
+from ..messages import check_tensor, in_words, shown
 from ..numerics import accumulate, meeting
 from ..numerics.meeting import Group
 from ..numerics.variances import standard_error
@@ -110,7 +110,7 @@ class Representativeness:
         if self.test is not None:
             parts = self.test
             facts.append(f"test: gap {parts.gap:.4g} = {parts.representativeness:.4g} + {parts.robustness:.4g}")
-        return f"Representativeness({', '.join(facts)})"
+        return in_words(self, *facts)
 
 
 @public

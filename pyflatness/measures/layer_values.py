@@ -17,10 +17,10 @@ from ..passes.memory import Budget
 from ..passes.runner import Runner
 from ..passes.task import Task
 from ..report import Estimate
-from ..sweep import stages
 from ..sweep.activations import ACTIVATIONS, INPUTS
 from ..sweep.adaptive_sweep import AdaptiveSweep
 from ..sweep.layer_sweep import Sweep, Values
+from ..sweep.stages import Stages
 from ..sweep.totals import Sums, Totals, layer_error
 from . import Measure
 
@@ -78,45 +78,48 @@ class LayerValues:
         if kind is AdaptiveSweep:
             self._task.batches.shard.ranks.refuse("probes='adaptive'", "pass probes=k, a number of probes, ")
         sweep = kind(self._runner, self._loss, self._options, wanted)
-        target = self._options.target_stderr
-        if target is None:
-            sums = self._sums(sweep, self._options.draws)
-        else:
-            sums = stages.until(
-                target, partial(self._sums, sweep), lambda: sweep.exact_passes, self._options.max_passes
-            )
-        selected = [*self._runner.selected]
+        stages = Stages(self._options, lambda: sweep.exact_passes)
+        for draws in stages:
+            totals = self._totals(sampled=draws is not None)
+            if isinstance(sweep, AdaptiveSweep):
+                sweep.by_groups(totals.add)
+            else:
+                self._runner.each(sweep.work(draws), totals.add)
+            sweep.unite()
+            stages.sums = totals.sums()
         found: dict[tuple[str, str], Estimate] = {}
         for measure in measures:
-            quantity = str(measure.quantity)
-            column, of_activations = sweep.quantities.index(quantity), quantity in ACTIVATIONS
-            has_neurons = of_activations or QUANTITIES[quantity].neurons is not None
-            estimates: dict[str, Estimate] = {}
-            for name in (*self._runner.modules, ""):
-                row = selected.index(name) if name else -1
-                layers_of = [name] if name else [*self._runner.modules]
-                by = sweep.method(layers_of, quantity)
-                sampled = sums.errors is not None and by != "head"
-                stderr, dof = sums.uncertainty(row, column) if sampled else (None, None)
-                estimates[name] = Estimate(
-                    value=float(sums.values[row, column]),
-                    stderr=stderr,
-                    samples=sums.samples,
-                    method=f"{by}-sampled" if sampled else by,
-                    exact=not sampled and all(self._is_hessian(layer, sweep) for layer in layers_of),
-                    backend="reference" if of_activations else sweep.backend,
-                    per_sample=None if sums.per_sample is None else sums.per_sample[row, column],
-                    layer=name,
-                    omitted=sums.omitted,
-                    notes=self._notes(name, sweep) if name else (),
-                    per_neuron=sums.parts.get((name, quantity)) if has_neurons else None,
-                    dof=dof,
-                )
+            names = (*self._runner.modules, "")
+            estimates = {name: self._estimate(name, str(measure.quantity), sweep, stages.sums) for name in names}
             with attempt(measure):
                 if measure.of_parts is not None:
-                    estimates = self._of_parts(measure, sums, sweep, estimates)
+                    estimates = self._of_parts(measure, stages.sums, sweep, estimates)
                 found.update(((name, measure.name), estimate) for name, estimate in estimates.items())
         return found
+
+    def _estimate(self, name: str, quantity: str, sweep: Sweep, sums: Sums) -> Estimate:
+        """Return the estimate of a quantity in a layer, or for the name ``""`` in the network."""
+        row = [*self._runner.selected].index(name) if name else -1
+        column, of_activations = sweep.quantities.index(quantity), quantity in ACTIVATIONS
+        has_neurons = of_activations or QUANTITIES[quantity].neurons is not None
+        layers_of = [name] if name else [*self._runner.modules]
+        by = sweep.method(layers_of, quantity)
+        sampled = sums.errors is not None and by != "head"
+        stderr, dof = sums.uncertainty(row, column) if sampled else (None, None)
+        return Estimate(
+            value=float(sums.values[row, column]),
+            stderr=stderr,
+            samples=sums.samples,
+            method=f"{by}-sampled" if sampled else by,
+            exact=not sampled and all(self._is_hessian(layer, sweep) for layer in layers_of),
+            backend="reference" if of_activations else sweep.backend,
+            per_sample=None if sums.per_sample is None else sums.per_sample[row, column],
+            layer=name,
+            omitted=sums.omitted,
+            notes=self._notes(name, sweep) if name else (),
+            per_neuron=sums.parts.get((name, quantity)) if has_neurons else None,
+            dof=dof,
+        )
 
     def _of_parts(
         self, measure: Measure, sums: Sums, sweep: Sweep, estimates: Mapping[str, Estimate]
@@ -189,16 +192,6 @@ class LayerValues:
         (total,) = totals.over.together(self._task.batches.shard, own).values()
         matrix: Tensor = torch.block_diag(*(total / totals.over.normaliser))
         return matrix
-
-    def _sums(self, sweep: Sweep, draws: range | None) -> Sums:
-        """Return the sums: exact, by probe groups, or by the probes of these numbers."""
-        totals = self._totals(sampled=draws is not None)
-        if isinstance(sweep, AdaptiveSweep):
-            sweep.by_groups(totals.add)
-        else:
-            self._runner.each(sweep.work(draws), totals.add)
-        sweep.unite()
-        return totals.sums()
 
     def _totals(self, *, sampled: bool = False) -> Totals:
         error = partial(layer_error, self._runner.selected)

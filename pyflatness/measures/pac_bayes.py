@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, NonFiniteError
 from ..losses import risk
+from ..messages import in_words, with_error
 from ..model import calling, layers, parameters, state
 from ..model.data import size
 from ..numerics.meeting import Group
@@ -69,6 +70,14 @@ class Bisection:
     drops: tuple[float, ...]
     reached: bool
     stderr: float | None
+
+    def __repr__(self) -> str:
+        return in_words(self, *self._facts())
+
+    def _facts(self) -> list[str]:
+        sigma, flatness = with_error(self.sigma, self.stderr), with_error(self.flatness, self.flatness_stderr)
+        drop = f"drop {self.drop:.4g} of the accuracy{'' if self.reached else ', which is not the wanted one'}"
+        return [f"σ = {sigma}", f"flatness {flatness}", drop, f"{len(self.drops)} draws"]
 
     @property
     def drop(self) -> float:
@@ -109,6 +118,12 @@ class PacBayes(Bisection):
     unfolded: tuple[str, ...] = ()
     initial_bound: float | None = None
     magnitude_origin_bound: float | None = None
+
+    def __repr__(self) -> str:
+        bounds = [
+            f"{name} {held:.6g}" for name, held in vars(self).items() if name.endswith("bound") and held is not None
+        ]
+        return in_words(self, *self._facts(), *bounds, f"accuracy {self.accuracy:.6g}", f"{self.samples} samples")
 
 
 @public

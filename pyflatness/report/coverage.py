@@ -1,42 +1,11 @@
-"""Find the weights that no measured layer has, and say what that means for values of the network.
-
-A weight is a floating-point parameter of two or more dimensions at the module that holds it: the matrix of a linear
-map, a kernel, an embedding. Biases and the scales of normalisation layers are none. A parameter that several modules
-hold (tied weights) is a weight of each, since a measured layer has the derivative through its own use only.
-"""
+"""Say in values of the network which weights they leave out."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from torch import Tensor, nn
-
 from . import Estimate
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm)
 _LISTED = 4  # names in a note
-
-
-def uncovered(
-    model: nn.Module, covered: Mapping[tuple[nn.Module, str], int], besides: Collection[tuple[nn.Module, str]] = ()
-) -> dict[str, float]:
-    """Return the weights that no measured layer has, by name, each with its share of all the weights' entries.
-
-    Args:
-        model: the whole.
-        covered: how many entries layers have of parameters, by the module that holds one and its name there.
-        besides: parameters that are used outside of their layers too, which is one more weight of each.
-    """
-    sizes, left = 0, {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or not is_weight(module, name, parameter):
-                continue
-            count = (1 + ((module, name) in besides)) * parameter.numel()
-            sizes += count
-            missing = count - covered.get((module, name), 0)
-            if missing > 0:
-                left[f"{prefix}.{name}" if prefix else name] = missing
-    return {name: size / sizes for name, size in left.items()}
 
 
 def marked(
@@ -47,7 +16,7 @@ def marked(
     Args:
         found: by layer and measure, ``""`` the network.
         of_layers: the measures whose value of the network is of its measured layers together.
-        left_out: from :func:`uncovered`.
+        left_out: the weights that no measured layer has, by name, each with its share of all weights' entries.
     """
     if not left_out:
         return dict(found)
@@ -59,14 +28,3 @@ def marked(
         key: replace(estimate, exact=False, notes=(*estimate.notes, note)) if key in network else estimate
         for key, estimate in found.items()
     }
-
-
-def is_weight(module: nn.Module, name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter, of this name in its module, is a weight."""
-    return (
-        parameter.is_floating_point()
-        and parameter.ndim >= 2
-        and not name.startswith("bias")
-        and not name.endswith("_bias")
-        and not isinstance(module, _NORMS)
-    )

@@ -131,7 +131,8 @@ def score(
         elif store is None:
             scores = _scored(run, where)
         else:
-            scores = _kept(run, where, stack.enter_context(Store(Path(store), write=True)), retry=retry)
+            held = stack.enter_context(Store(Path(store), write=True, command="pf.score in Python"))
+            scores = _kept(run, where, held, retry=retry)
         return scores if ranks.alone else Scores.of(*ranks.first("the scores", [scores.computed, *map(asdict, scores)]))
 
 

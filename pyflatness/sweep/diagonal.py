@@ -31,11 +31,11 @@ from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from ..report import Estimate
-from . import stages
 from .layer_gradients import LayerGradients
 from .layer_sweep import Values
 from .per_sample_diagonal import PerSampleDiagonal
 from .per_sample_parameters import Group, PerSampleParameters
+from .stages import Stages
 from .totals import OR_OVERFLOW, Sums, Totals
 
 
@@ -183,10 +183,10 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
             "number of probes, or target_stderr="
         )
     diagonal = Diagonal(task, adaptive=adaptive, certify=certify)
-    if options.target_stderr is None:
-        sums = diagonal.sums(options.draws)
-    else:
-        sums = stages.until(options.target_stderr, diagonal.sums, lambda: diagonal.exact_passes, options.max_passes)
+    stages = Stages(options, lambda: diagonal.exact_passes)
+    for draws in stages:
+        stages.sums = diagonal.sums(draws)
+    sums = stages.sums
     by = "hessian" if diagonal.nonlinear and not options.by_ggn else "ggn"
     taken = by == "hessian" and linearity.CUSTOM in diagonal.nonlinear.values()
     sampled = sums.errors is not None

@@ -1,7 +1,8 @@
 """The imports of a package as a graph, read from its source: between modules, and between rooms.
 
 A room is a folder right below the package's root, with all that it holds, or a module at the root. Imports inside
-functions count like others; those under ``if TYPE_CHECKING:`` are kept apart, as nothing is imported there.
+functions count like others; those under ``if TYPE_CHECKING:`` are kept apart, as nothing is imported there. To take the
+package's ``__version__`` is to import none of what the package exports beside it.
 """
 
 import ast
@@ -67,7 +68,8 @@ def _imported(node: ast.Import | ast.ImportFrom, importer: str, is_package: bool
         return [alias.name for alias in node.names]
     parts = importer.split(".")
     above = parts[: len(parts) - node.level + is_package] if node.level else []
-    return [".".join([*above, *filter(None, [node.module]), alias.name]) for alias in node.names]
+    names = [alias.name for alias in node.names if alias.name != "__version__"]
+    return [".".join([*above, *filter(None, [node.module]), name]) for name in names]
 
 
 def _ancestors(name: str) -> Iterator[str]:

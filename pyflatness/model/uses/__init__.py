@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.autograd.graph import Node
 
-from ...report import coverage
 from .. import calling, kinds, spread
-from . import besides, candidates, experts, recurrent
+from . import besides, candidates, coverage, experts, recurrent
 from .candidates import runs_with_its_module
 from .use import Source, Use
 

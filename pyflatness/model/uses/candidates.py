@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ...report import coverage
 from .. import kinds
 from ..spread import is_spread
 from . import experts, recurrent
+from .coverage import is_weight
 from .use import Source, Use
 
 _MOST_DIMENSIONS = 5  # of a weight: those of filters in three dimensions
@@ -99,7 +99,7 @@ def _is_candidate(module: nn.Module, key: str, parameter: Tensor) -> bool:
     return (
         not nn.parameter.is_lazy(parameter)
         and not is_spread(parameter)
-        and coverage.is_weight(module, key, parameter)
+        and is_weight(module, key, parameter)
         and parameter.ndim <= _MOST_DIMENSIONS
         and parameter.layout == torch.strided
         and parameter.is_contiguous()
