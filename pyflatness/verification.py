@@ -190,7 +190,7 @@ def verify(
             with uses.attached({estimate.layer: target}):
                 risk()  # after which it knows what it stands for
         # The other kernels of attention have no second derivative.
-        with _differentiable(target), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        with calling.differentiated(), _differentiable(target), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             coarsest = _coarsest(risk())
             method, truth = _truth(estimate, target, risk, _Passes(estimate, target, seconds, progress))
     checks = []
@@ -267,6 +267,9 @@ def _truth(estimate: Estimate, layer: nn.Module, risk: Callable[[], Tensor], pas
     )
 
 
+_CLASSES = (torch.int8, torch.int16, torch.int32)
+
+
 def _risk(model: nn.Module, loss: Any, batch: Any, forward: calling.Forward | None) -> Tensor:
     def taken(returned: Any) -> Any:
         """Return what the user's loss is called on: all outputs, where it is not clear which one is meant."""
@@ -274,6 +277,8 @@ def _risk(model: nn.Module, loss: Any, batch: Any, forward: calling.Forward | No
         return returned if one is None else one
 
     outputs, targets = calling.run(model, batch, forward, taken)
+    if isinstance(targets, Tensor) and targets.dtype in _CLASSES:  # which torch's losses want in int64 or uint8
+        targets = targets.long()
     value: Tensor = loss(outputs, targets)
     return value
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError
+from ..messages import check_choice
 from . import compiled, cuda, reference
 from .precision import promoted_dtype
 
@@ -22,8 +23,7 @@ WORKS: tuple[Work, ...] = get_args(Work)
 
 def check(name: str) -> None:
     """Raise if there is no backend of that name."""
-    if name not in NAMES:
-        raise BackendError(f"backend={name!r} does not exist; choose one of {', '.join(NAMES)}")
+    check_choice("backend", name, NAMES, BackendError)
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype, work: Work) -> ModuleType:

@@ -303,7 +303,10 @@ class _Search:
             outputs, targets = parameters.run(self._model, values, batch, self._task.forward)
             hits = risk.hits(outputs, targets, self._task.loss, number)
             if not values and bool(outputs.isnan().any()):
-                raise NonFiniteError(f"batch {number}: the model's outputs have NaN in them, so it has no accuracy")
+                raise NonFiniteError(
+                    f"batch {number}: the model's outputs have NaN in them, so it has no accuracy; leave such samples "
+                    "out of the data"
+                )
             right, total, samples = right + int(hits.sum()), total + len(hits), samples + size(batch)
         counts = torch.tensor([right, total, samples], dtype=torch.float64, device="cpu")
         found = self._task.batches.shard.sum("an accuracy", {"counts": counts})["counts"]

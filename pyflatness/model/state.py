@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 
 from .. import interrupts
 from ..errors import InputError
+from ..messages import check_module
 from ..numerics.ranks import Ranks
 from . import fsdp, layers, spread, tensor_parallel, uses
 from .calling import replaced_forward
@@ -46,8 +47,7 @@ def observing(model: nn.Module, ranks: Ranks | None = None) -> Iterator[tuple[nn
     Raises:
         InputError: not a module, or in a mode in which samples are not independent.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model: a torch.nn.Module is wanted, got {type(model).__name__}")
+    check_module("model", model)
     with interrupts.held():
         while not _turn.acquire(timeout=_PATIENCE):
             interrupts.check()

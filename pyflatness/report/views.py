@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import InputError, MissingExtraError
-from ..messages import to_cell
+from ..messages import check_path, to_cell
 
 if TYPE_CHECKING:
     import pandas
@@ -93,6 +93,16 @@ def _figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def save(figure: "Figure", path: Any) -> None:
+    """Write a figure to a path, or to a file that is open; to None not at all.
+
+    Raises:
+        InputError: something else.
+    """
+    if path is not None:
+        figure.savefig(path if hasattr(path, "write") else check_path("path", path))
+
+
 def remarks(report: "Report") -> list[str]:
     """Return what a reader of the values should know: the notes on them, and what was left out, with the reasons."""
     by_measure = report.by_measure().values()
@@ -119,7 +129,11 @@ def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
 
 def onto(axes: "Axes | None", width: float = 6.0) -> "tuple[Figure, Axes]":
     """Return the axes of the user's with their figure; None: those of an empty figure."""
-    return figure(width) if axes is None else (cast("Figure", axes.figure), axes)
+    if axes is None:
+        return figure(width)
+    if not hasattr(axes, "plot"):
+        raise InputError(f"axes: axes of matplotlib are wanted, as of plt.subplots(), got {type(axes).__name__}")
+    return cast("Figure", axes.figure), axes
 
 
 def profile(report: "Report", axes: "Axes | Sequence[Axes] | None" = None) -> "tuple[Figure, list[Axes]]":

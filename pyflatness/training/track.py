@@ -10,7 +10,8 @@ from torch.optim.swa_utils import AveragedModel
 from ..api import measure
 from ..errors import InputError
 from ..measures import named
-from ..messages import shown
+from ..messages import check_choice, check_module, shown
+from ..model.data import used_up
 from ..options import check_names
 from ..report import Report
 from ..session import public, taking_options_of
@@ -82,10 +83,7 @@ def track(
     named(measures)
     chosen = _chosen(model, weights, averaged)
     if hasattr(data, "__next__"):
-        raise InputError(
-            f"data: {type(data).__name__} can be read once, and every record reads them; pass a list of batches or a "
-            "DataLoader"
-        )
+        raise used_up(data, "and every record reads them")
     if history is not None and not isinstance(history, History):
         raise InputError(f"history: a History is wanted, got {type(history).__name__} {shown(history)}")
 
@@ -106,9 +104,10 @@ def track(
 def _chosen(model: nn.Module, weights: str | Sequence[str], averaged: nn.Module | None) -> dict[str, nn.Module]:
     """Return the models that hold the weights that are asked for, by their names."""
     names = check_names("weights", weights)
+    if not names:
+        raise InputError("weights: an empty list; pass 'live' for those of the model")
     for name in names:
-        if name not in _WEIGHTS:
-            raise InputError(f"weights: {name!r} does not exist; choose among {', '.join(map(repr, _WEIGHTS))}")
+        check_choice("weights", name, _WEIGHTS)
     of_averages = [name for name in names if name in _AVERAGED]
     if len(of_averages) > 1:
         raise InputError("weights: 'ema' and 'swa' both are names for those of averaged=; ask for one of them")
@@ -120,9 +119,7 @@ def _chosen(model: nn.Module, weights: str | Sequence[str], averaged: nn.Module 
         raise InputError(f"averaged: weights={shown(weights)} do not ask for it; pass weights=['live', 'ema']")
     models: dict[str, Any] = {name: averaged if name in _AVERAGED else model for name in names}
     for name, module in models.items():
-        if not isinstance(module, nn.Module):
-            what = "averaged" if name in _AVERAGED else "model"
-            raise InputError(f"{what}: a torch.nn.Module is wanted, got {type(module).__name__}")
+        check_module("averaged" if name in _AVERAGED else "model", module)
     return models
 
 
