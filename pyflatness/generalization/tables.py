@@ -254,8 +254,7 @@ def _text(cell: Any) -> str:
 
 
 def _known(name: str, columns: Collection[str]) -> str:
-    """Return the columns that a missing one may mean: of a measure without a layer all of its own, the network first."""
-    places = sorted(
-        (each for each in columns if each.startswith(f"{name} ")), key=lambda each: each != f"{name} network"
-    )
+    """Return the columns that a missing one may mean: of the name of a measure alone all of it, the network first."""
+    network = f"{name} network"
+    places = sorted((each for each in columns if each.startswith(f"{name} ")), key=lambda each: each != network)
     return ", ".join(places[:8]) or near(name, columns, 8)
