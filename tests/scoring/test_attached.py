@@ -269,6 +269,17 @@ def test_a_spectrum_that_fails_is_kept_as_an_error(tmp_path: Path) -> None:
         assert upkeep.problems(store) == []
     assert (good.name, good.error, bad.name, bad.result) == ("a", "", "broken", None)
     assert bad.error
+    with Store(tmp_path / "other.sqlite", write=True) as other, Store(path) as store:
+        upkeep.merge(other, store)
+        content = other.select("SELECT content FROM attached WHERE error != ''")[0]["content"]
+        result = attached.Entry(
+            content, "", "spectrum", "tuple", "", pf.spectrum(network(), LOSS, DATA).to_json().encode()
+        )
+        attached.put(other, result)
+        with other.changes() as connection:
+            connection.execute("UPDATE attached SET added = 0")
+        assert upkeep.merge(other, store) == 1  # the spectrum of a, which is later; no error takes the other's place
+        assert [one.error for one in attached.found(other)] == ["", ""]
     assert status("report", str(path), "--out", str(tmp_path / "page.html")) == 0
     page = html.unescape((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert f"<p>broken, tuple has no spectrum: {bad.error}</p>" in page
