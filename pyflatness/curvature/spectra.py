@@ -73,8 +73,9 @@ class Spectrum:
         eigenvalues: (k,) float64, descending; with ``which="both"`` k of each end.
         eigenvectors: by layer or parameter, (k, …), the shape of its parameter behind k, or of the layer's rows of it,
             as changes of weights have; each has norm 1 in all together.
-        residuals: (k,) |H y - θ y|: an eigenvalue lies so near to each value.
-        converged: whether all pairs were brought to the tolerance, and a search beside them found nothing beyond.
+        residuals: (k,) |H y - θ y|: an eigenvalue lies so near to each value. They are of the products that were taken,
+            with their rounding; after restarts they may be bounds.
+        converged: whether all pairs were brought to the tolerance, with ``copies=True`` those of multiple eigenvalues.
         limited: whether it ended at ``max_products=`` instead, which :attr:`notes` say too.
         density: or None.
         method: ``"hessian"`` or ``"ggn"``.
@@ -126,8 +127,7 @@ class Spectrum:
             axes.set_ylabel("density")
         axes.set(xlabel=f"eigenvalue of the {'GGN' if self.method == 'ggn' else 'Hessian'}")
         axes.legend()
-        if path is not None:
-            figure.savefig(path)
+        views.save(figure, path)
         return figure, axes
 
     def width(self) -> float:

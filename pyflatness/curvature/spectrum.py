@@ -2,7 +2,7 @@
 
     H = ∂²E/∂w²  or its GGN,  of one layer's block, of some layers' weights jointly, or of all trainable parameters
 
-Eigenpairs come by Lanczos and deflation, densities by stochastic Lanczos quadrature (:mod:`pyflatness.numerics.
+Eigenpairs come by Lanczos with one start or two, densities by stochastic Lanczos quadrature (:mod:`pyflatness.numerics.
 eigenpairs`); every product with H is exact, over all of the data.
 """
 
@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import InputError
 from ..hessian.eigenvalues import tolerance_of
 from ..hessian.parameter_products import ParameterProducts
 from ..hessian.products import Names, Products
+from ..messages import check_choice
 from ..model import calling
 from ..model.layers import tie_notes
 from ..model.selectors import Selector
-from ..numerics.eigenpairs import Pairs, Search, least_vectors, quadrature
+from ..numerics.eigenpairs import BESIDE, BESIDE_STEPS, Pairs, Search, least_vectors, quadrature
 from ..numerics.meeting import Group
 from ..options import Options, check_count, check_draws, check_flag, check_number
 from ..passes.memory import Budget
@@ -67,30 +68,32 @@ def spectrum(
             all trainable parameters of the network.
         k: how many eigenpairs, at each end that is asked for; 0 for the density alone.
         which: ``"largest"``, algebraically, ``"smallest"`` (the most negative), or ``"both"``.
-        copies: also search for further copies of multiple eigenvalues, by some more products. False: of a multiple one
-            a single copy may be found, and :attr:`Spectrum.converged` speaks of the residuals alone.
+        copies: count multiple eigenvalues as often as they are there: from two random starts, whose products are taken
+            together, and where these show two copies by a search for more. False: one start, which takes fewer
+            products and more reads of the data, and of a multiple eigenvalue a single copy may be found. For ``k=1``
+            it is the same.
         density: also estimate the density by stochastic Lanczos quadrature.
         probes: random vectors of the density.
         steps: products of each of them.
         tolerance: for residuals, relative to the matrix's norm; None: 1e-8 in float64, 1e-5 in float32.
-        max_products: with vectors that the search for eigenpairs takes at most, besides one for each pair that measures
-            its residual; those of the density come on top.
+        max_products: with vectors that the search for eigenpairs takes at most. Those of the density come on top, and
+            one for each pair where restarts left their residuals unclear.
         curvature: ``"auto"`` and ``"hessian"`` for the Hessian, ``"ggn"`` for the GGN.
         nan_policy: ``"raise"``, or ``"propagate"`` for eigenvalues of NaN; ``"omit"`` is an error where NaN or infinity
             come up, since an eigenvalue is one of all samples together.
         reduction: ``"mean"`` or ``"sum"``.
         forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes to hold at a time; vectors take 1 GiB, or this where it is more, and up to three times as much
-            while a step is made. At least 2 (pairs + 1) are needed for the eigenpairs, and ``steps + 1`` for the
-            density, of 8 N bytes each: without ``memory=`` these may take 4 GiB.
+        memory: bytes to hold at a time; vectors take 1 GiB, or this where it is more. At least 2 (pairs + 4) are needed
+            for the eigenpairs, and ``steps + 4`` for the density, of 8 N bytes each: without ``memory=`` these may
+            take 4 GiB.
         seed: of the random vectors.
         progress: show a bar.
         process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
-        The eigenpairs with their residuals. Copies of a multiple eigenvalue count: when all pairs are found, a
-        search among the vectors that are orthogonal to them has to find nothing beyond. That no eigenvalue was missed
-        is as certain as that random starts have a component along its eigenvector.
+        The eigenpairs with their residuals. That no eigenvalue was missed is as certain as that random starts have a
+        component along its eigenvector: one that lies by a share g of the matrix's norm beyond the values is missed
+        with a chance of about ``tolerance`` / g at most.
 
     Raises:
         InputError: options that do not fit; vectors that do not fit the memory; an operation without a second
@@ -111,8 +114,7 @@ def spectrum(
     if tolerance is not None:
         tolerance = check_number("tolerance", tolerance)
     max_products = check_count("max_products", max_products, 1, "a number of products")
-    if which not in WHICH:
-        raise InputError(f"which={which!r} does not exist; choose one of {', '.join(map(repr, WHICH))}")
+    check_choice("which", which, WHICH)
     if not k and not density:
         raise InputError("k=0 and density=False: nothing is asked for")
     options = Options(curvature=curvature, nan_policy=nan_policy, memory=memory, seed=seed)
@@ -192,7 +194,9 @@ class _Block:
         """
         if pairs > most:
             raise InputError(f"max_products={most}: {pairs} eigenpairs take {pairs} products at least")
-        least = {f"{pairs} eigenpairs": least_vectors(pairs, self._size), f"steps={steps}": min(steps, self._size) + 1}
+        least = {f"steps={steps}": min(steps, self._size) + BESIDE_STEPS} if steps else {}
+        if pairs:
+            least[f"{pairs} eigenpairs"] = least_vectors(pairs, self._size) + BESIDE
         what, vectors = max(least.items(), key=lambda item: item[1])
         needed = vectors * _NUMBER * self._size
         room = self._budget.least_bases
@@ -210,7 +214,7 @@ class _Block:
             self._size,
             self._device,
             tolerance=tolerance,
-            room=self._budget.bases // (_NUMBER * self._size),
+            room=self._budget.bases // (_NUMBER * self._size) - BESIDE,
             limit=most,
         )
         found: Pairs = self._found(search.pairs(largest, smallest, copies=copies))
@@ -219,14 +223,17 @@ class _Block:
     def density(self, probes: int, steps: int) -> Density:
         """Return the quadrature of random probes, as many at a time as memory has room for."""
         steps = min(steps, self._size)
-        at_once = max(1, self._budget.bases // (_NUMBER * self._size * (steps + 1)))
+        at_once = max(1, self._budget.bases // (_NUMBER * self._size * (steps + BESIDE_STEPS)))
         found = []
         for start in range(0, probes, at_once):
             count = min(at_once, probes - start)
-            starts = torch.randn(count, self._size, generator=self._generator, dtype=torch.float64, device="cpu")
-            found.append(self._found(quadrature(starts.to(self._device), steps)))
+            found.append(self._found(quadrature(self._random(count), steps)))
         nodes, weights = (torch.cat(each).cpu() for each in zip(*found, strict=True))
         return Density(nodes, weights, self._size)
+
+    def _random(self, count: int) -> Tensor:
+        vectors = torch.randn(count, self._size, generator=self._generator, dtype=torch.float64, device="cpu")
+        return vectors.to(self._device)
 
     def _found(self, asking: Any) -> Any:
         """Return what a generator returns that asks for products."""
@@ -234,6 +241,8 @@ class _Block:
             wanted = next(asking)
             while True:
                 self.products += len(wanted)
-                wanted = asking.send(self._times({self._names: wanted})[self._names])
+                images = [self._times({self._names: wanted})[self._names]]
+                del wanted  # a part of what the search may want to let go
+                wanted = asking.send(images.pop())
         except StopIteration as end:
             return end.value

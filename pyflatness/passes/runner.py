@@ -260,7 +260,7 @@ class Runner:
         overwritten = recorder.overwritten()
         if overwritten:
             raise InputError(f"batch {number}: the inputs of {', '.join(overwritten)} are modified in place")
-        dry_run.check_samples(outputs, samples)
+        batch_layout.check_outputs(outputs, samples)
         check(outputs)
         users = linearity.users_of(outputs)
         if known.find_otherwise_used(users) or known.find_without_path(outputs, users, batch):

@@ -311,8 +311,7 @@ class Report:
             InputError: no measure has values of layers, or ``axes`` are not as many as measures that have.
         """
         figure, drawn = views.profile(self, axes)
-        if path is not None:
-            figure.savefig(path)
+        views.save(figure, path)
         return figure, drawn
 
     def __eq__(self, other: object) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import InputError, MissingExtraError
-from ..messages import to_cell
+from ..messages import check_path, to_cell
 
 if TYPE_CHECKING:
     import pandas
@@ -62,13 +62,13 @@ def rows_frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
     return pandas.DataFrame(rows)
 
 
-def figure(width: float = 6.0) -> "tuple[Figure, Axes]":
+def figure() -> "tuple[Figure, Axes]":
     """Return an empty figure, outside of pyplot: no window, no global state.
 
     Raises:
         MissingExtraError: without matplotlib.
     """
-    empty = _figure(width, 4.5)
+    empty = _figure(6.0, 4.5)
     return empty, empty.subplots()
 
 
@@ -91,6 +91,16 @@ def _figure(width: float, height: float) -> "Figure":
     except ImportError:
         raise MissingExtraError("a figure needs matplotlib: pip install 'pyflatness[plot]'") from None
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: "Figure", path: Any) -> None:
+    """Write a figure to a path, or to a file that is open; to None not at all.
+
+    Raises:
+        InputError: something else.
+    """
+    if path is not None:
+        figure.savefig(path if hasattr(path, "write") else check_path("path", path))
 
 
 def remarks(report: "Report") -> list[str]:
@@ -117,9 +127,13 @@ def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
     return [(", ".join(names), reason) for reason, names in together.items()]
 
 
-def onto(axes: "Axes | None", width: float = 6.0) -> "tuple[Figure, Axes]":
+def onto(axes: "Axes | None") -> "tuple[Figure, Axes]":
     """Return the axes of the user's with their figure; None: those of an empty figure."""
-    return figure(width) if axes is None else (cast("Figure", axes.figure), axes)
+    if axes is None:
+        return figure()
+    if not hasattr(axes, "plot"):
+        raise InputError(f"axes: axes of matplotlib are wanted, as of plt.subplots(), got {type(axes).__name__}")
+    return cast("Figure", axes.figure), axes
 
 
 def profile(report: "Report", axes: "Axes | Sequence[Axes] | None" = None) -> "tuple[Figure, list[Axes]]":

@@ -14,6 +14,7 @@ from ..curvature.slices import Landscape
 from ..curvature.spectra import Spectrum
 from ..errors import InputError
 from ..messages import shown
+from ..options import check_path
 from ..session import public
 from ..training.history import History
 from .store import Store, versions
@@ -106,7 +107,7 @@ def add_to_store(store: str | Path, name: str, result: Result, *, label: str = "
         ...     pf.add_to_store(f"{folder}/runs.sqlite", "linear", found)
     """
     new = kind_of(result)[0] == "history"  # others are of a model that is there
-    with Store(Path(store), write=True, new=new, command="pf.add_to_store in Python") as held:
+    with Store(check_path("store", store), write=True, new=new, command="pf.add_to_store in Python") as held:
         add(held, name, result, label)
 
 

@@ -86,6 +86,7 @@ def read_npz(
     Raises:
         InputError: a damaged file, one with objects in it, or no array of that name.
     """
+    texts.check_sizes(count, batch_size)
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             tokens = inputs is None and "input_ids" in file.files
@@ -142,6 +143,7 @@ def read_parquet(
     import pyarrow
     from pyarrow import parquet
 
+    texts.check_sizes(count, batch_size)
     try:
         file = parquet.ParquetFile(path)
         words = text or ("text" if inputs is None and "text" in file.schema_arrow.names else None)
@@ -212,6 +214,7 @@ def read_hugging_face(
     """
     import datasets
 
+    texts.check_sizes(count, batch_size)
     try:
         found = datasets.load_from_disk(str(path))
     except Exception as error:  # of pyarrow, of JSON, of the library's own

@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import InputError
 from ..messages import is_out_of_memory, reason
 from ..model import state
-from ..model.data import Batches, size
+from ..model.data import Batches, size, used_up
 from ..numerics.ranks import ALONE, Ranks, is_the_end
 from . import checkpoints, data_specs, dealing, described, keys, loading, measuring, pretrained, specs
 from .cutting import Cut
@@ -128,7 +128,8 @@ class Bench:
         self.network = None if setup.model is None else specs.build_model(setup.model.made)
         self.data = setup.data.made()
         if hasattr(self.data, "__next__"):
-            raise InputError("--data: an iterator can be read once; have the callable return a list or a DataLoader")
+            raise used_up(self.data, "and every model reads them", setup.data.name.rstrip("="))
+        Batches(self.data, torch.device("cpu"))  # raises for what are no data, before any model is measured
         self._mine, self._counts = self.data, True
         if not ranks.alone:
             self._mine, samples = dealing.dealt(self.data, ranks, setup.limit)
