@@ -13,8 +13,7 @@ from typing import NamedTuple
 from ..curvature.slices import Landscape
 from ..curvature.spectra import Spectrum
 from ..errors import InputError
-from ..messages import shown
-from ..options import check_path
+from ..messages import check_path, shown
 from ..session import public
 from ..training.history import History
 from .store import Store, versions
