@@ -155,6 +155,13 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
 @click.option("--out", type=_PATH, help="CSV file for the rows.")
 @click.option("--store", type=_PATH, help="SQLite file for the values: run again, the command goes on where it was.")
 @click.option("--retry", is_flag=True, help="Compute again what failed. (--store)")
+@click.option(
+    "--spectrum",
+    metavar="K",
+    type=click.IntRange(1),
+    help="Also the K largest eigenvalues of each network's Hessian and the density of all, by some 600 products with "
+    "it, for the page of pyflatness report. (--store)",
+)
 @click.option("--shard", metavar="I/N", callback=_shard, help="The I-th of N parts, in a store of its own. (--store)")
 @click.option(
     "--executor", type=click.Choice(executors.NAMES), default="processes", show_default=True, help="(--store)"
@@ -196,6 +203,7 @@ def score(
     out: Path | None,
     store: Path | None,
     retry: bool,
+    spectrum: int | None,
     shard: tuple[int, int] | None,
     executor: str,
     executor_args: dict[str, Any],
@@ -220,8 +228,10 @@ def score(
     """
     if (out is None) == (store is None):
         raise click.UsageError("pass --out FILE.csv, or --store FILE.sqlite, with which the same command goes on")
-    if out is not None and (retry or shard or table or settings or dry_run or workers > 1):
-        raise click.UsageError("--retry, --shard, --workers, --metadata, --settings and --dry-run go with --store")
+    if out is not None and (retry or spectrum or shard or table or settings or dry_run or workers > 1):
+        raise click.UsageError(
+            "--retry, --spectrum, --shard, --workers, --metadata, --settings and --dry-run go with --store"
+        )
     if store is not None and as_json:
         raise click.UsageError(
             "--json goes with --out; of a store pyflatness ls --json and show --json print what it has"
@@ -284,7 +294,9 @@ def score(
             where = executor_args | ({"address": ray_address} if ray_address else {})
             alone = ranks.alone and found
             how = score_store.How(
-                executor if alone else "serial", workers, where, retry=retry, ends=fingerprint == "ends", shown=progress
+                *(executor if alone else "serial", workers, where, retry, fingerprint == "ends"),
+                spectrum=spectrum or 0,
+                shown=progress,
             )
             score_store.write(run, path, columns, how, dry_run=dry_run)
 
