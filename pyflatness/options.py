@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import contractions
-from .errors import InputError
+from .errors import BackendError, InputError
 from .messages import check_choice, shown
 from .numerics.accumulate import NAN_POLICIES, omits
 
@@ -50,7 +50,7 @@ class Options:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        contractions.check(self.backend)
+        check_choice("backend", self.backend, contractions.BACKENDS, BackendError)
         self._set("per_sample", check_flag("per_sample", self.per_sample))
         self._set("seed", check_seed("seed", self.seed))
         self._set("max_passes", check_count("max_passes", self.max_passes, 1, "a number of passes"))

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError
-from ..messages import check_choice
 from . import compiled, cuda, reference
 from .precision import promoted_dtype
 
@@ -21,11 +20,6 @@ Work = Literal["heads", "layers", "eigenvalues"]
 WORKS: tuple[Work, ...] = get_args(Work)
 
 
-def check(name: str) -> None:
-    """Raise if there is no backend of that name."""
-    check_choice("backend", name, NAMES, BackendError)
-
-
 def choose(name: str, device: torch.device, dtype: torch.dtype, work: Work) -> ModuleType:
     """Return the backend for tensors of a device and dtype; ``"auto"`` takes the compiled one where it can run.
 
@@ -33,9 +27,8 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, work: Work) -> M
     :func:`choose_for_head`, and the same as ``"auto"`` here.
 
     Raises:
-        BackendError: no such backend, or ``"compiled"`` asked for and unable to run.
+        BackendError: ``"compiled"`` asked for and unable to run.
     """
-    check(name)
     if name == "reference":
         return reference
     kernels = cuda if device.type == "cuda" else compiled

@@ -20,6 +20,7 @@ from ..messages import near, shown
 from ..model.data import used_up
 from ..model.generators import Generators, OutsideTorch
 from ..model.selectors import Selector
+from ..model.state import in_eval_mode
 from ..options import Options, check_count, check_flag
 from ..report import Report
 from ..training import loaders
@@ -203,22 +204,13 @@ def _asked(measures: str | Sequence[str] | None) -> str | list[str] | None:
 
 @contextlib.contextmanager
 def _as_found(model: nn.Module) -> Iterator[None]:
-    """Let a model in training be measured inside, in eval mode; afterwards it and all random states are as they were.
-
-    Modes are set on each module, past ``train()`` and ``eval()`` of the user's, which may do more than that.
-    """
-    modules = [*model.modules()]
-    modes = [module.training for module in modules]
-    of_torch, outside = Generators(modules), OutsideTorch()
+    """Let a model in training be measured inside, in eval mode; afterwards it and random states are as they were."""
+    of_torch, outside = Generators([*model.modules()]), OutsideTorch()
     states = of_torch.states()
     try:
-        with _buffers_of_rank_zero(model):
-            for module in modules:
-                module.training = False
+        with _buffers_of_rank_zero(model), in_eval_mode(model):
             yield
     finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
         of_torch.put_back(states)
         outside.put_back()
 

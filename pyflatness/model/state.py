@@ -91,6 +91,23 @@ def _prepared(model: nn.Module, stack: contextlib.ExitStack, ranks: Ranks | None
     return model, random
 
 
+@contextlib.contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Hold a model in eval mode inside; afterwards every module is in the mode that it was in.
+
+    Modes are set on each module, past ``eval()`` and ``train()`` of the user's. These may do more, such as merge
+    adapters into weights, which could not be undone bit by bit in the middle of a training.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 class _Once:
     """Compute a parametrised weight once, as its ``forward``.
 

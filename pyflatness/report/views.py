@@ -62,13 +62,13 @@ def rows_frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
     return pandas.DataFrame(rows)
 
 
-def figure(width: float = 6.0) -> "tuple[Figure, Axes]":
+def figure() -> "tuple[Figure, Axes]":
     """Return an empty figure, outside of pyplot: no window, no global state.
 
     Raises:
         MissingExtraError: without matplotlib.
     """
-    empty = _figure(width, 4.5)
+    empty = _figure(6.0, 4.5)
     return empty, empty.subplots()
 
 
@@ -127,10 +127,10 @@ def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
     return [(", ".join(names), reason) for reason, names in together.items()]
 
 
-def onto(axes: "Axes | None", width: float = 6.0) -> "tuple[Figure, Axes]":
+def onto(axes: "Axes | None") -> "tuple[Figure, Axes]":
     """Return the axes of the user's with their figure; None: those of an empty figure."""
     if axes is None:
-        return figure(width)
+        return figure()
     if not hasattr(axes, "plot"):
         raise InputError(f"axes: axes of matplotlib are wanted, as of plt.subplots(), got {type(axes).__name__}")
     return cast("Figure", axes.figure), axes

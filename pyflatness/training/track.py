@@ -1,7 +1,6 @@
 """Track a network while it is trained: measure it at steps that the user chooses."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -12,6 +11,7 @@ from ..errors import InputError
 from ..measures import named
 from ..messages import check_choice, check_module, shown
 from ..model.data import used_up
+from ..model.state import in_eval_mode
 from ..options import check_names
 from ..report import Report
 from ..session import public, taking_options_of
@@ -38,8 +38,8 @@ def track(
     """Return a history of a network's measures, to which every call of ``history.record()`` adds those of that moment.
 
     It measures as :func:`pyflatness.measure` does, which describes all options but these, at the cost of one such call
-    for each record and each set of weights. The model may be in training mode: it is measured in eval mode. A training
-    with records is bit for bit the one without.
+    for each record and each set of weights. The model may be in training mode: it is measured in eval mode, which is
+    set on each module, without a call of ``eval()``. A training with records is bit for bit the one without.
 
     Args:
         model: the one that is trained.
@@ -94,7 +94,7 @@ def track(
                 if not module.n_averaged.item():
                     continue
                 module = module.module
-            with _in_eval_mode(module), loaders.as_found(data):
+            with in_eval_mode(module), loaders.as_found(data):
                 reports[name] = measure(module, loss, data, measures=measures, **options)
         return reports
 
@@ -121,15 +121,3 @@ def _chosen(model: nn.Module, weights: str | Sequence[str], averaged: nn.Module 
     for name, module in models.items():
         check_module("averaged" if name in _AVERAGED else "model", module)
     return models
-
-
-@contextlib.contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Hold a model in eval mode inside; afterwards every module is in the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes:  # not by train(), which models override
-            module.training = training

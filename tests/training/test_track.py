@@ -79,6 +79,32 @@ def test_a_training_with_records_is_the_one_without():
     assert all(map(torch.equal, plain, states))
 
 
+class Adapted(nn.Linear):
+    """A layer that adds an adapter to its weight in eval mode, and takes it out again in training: by rounding."""
+
+    def __init__(self):
+        super().__init__(5, 3)
+        self.adapter, self.merged = nn.Parameter(torch.randn(3, 5)), False
+
+    def train(self, mode=True):
+        if mode == self.merged:
+            self.weight.data += -self.adapter if mode else self.adapter
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        return super().forward(x) + (0 if self.merged else x @ self.adapter.t())
+
+
+def test_weights_that_eval_changes_are_left_alone():
+    torch.manual_seed(0)
+    model = Adapted()
+    before = model.weight.clone()
+    pf.track(model, LOSS, (X, Y), measures=["trace"]).record()
+    assert torch.equal(model.weight, before)
+    assert (model.merged, model.training) == (False, True)
+
+
 def drawn_batches(record, **options):
     """The batches of a training loop over a loader that draws from generators of its own, measured in each epoch."""
     noisy = trainings.Noisy(12, 0)
