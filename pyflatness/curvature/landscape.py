@@ -8,7 +8,7 @@ eigenvectors (Yao et al. 2020, https://arxiv.org/abs/1912.07145), those to other
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,13 +126,14 @@ def landscape(
         same["process_group"] = ranks
         begun = _begun(path, ranks)
         made = _made(wanted, layers, seed)
-        if wanted.given == "eigenvectors" and (begun is None or not made or begun.key.get("eigenvectors") != made):
+        if wanted.given == "eigenvectors" and not (begun and begun.directions and begun.key.get("eigenvectors") == made):
             found = spectrum(
                 model, loss, data, layers=layers, k=wanted.count, memory=memory, seed=seed, progress=progress, **same
             )
             wanted = replace(wanted, given=found, layers=None)
         with session(model, loss, data, options, reads=3, progress=False, **same) as task:
             if wanted.given == "eigenvectors" and begun is not None:
+                _check_same(begun, {"weights": _weights(task.model)}, path)
                 pairs = zip(begun.directions, begun.labels, strict=True)
                 along = [making.given(task.model, changes, label) for changes, label in pairs]
             else:
@@ -198,7 +199,9 @@ class _Slice:
             progress: whether a bar is shown.
         """
         ranks = self._task.batches.shard.ranks
-        found = self._checked(begun, out) if begun is not None else self._empty(made)
+        if begun is not None:
+            _check_same(begun, self._key(), out)
+        found = self._empty(made) if begun is None else begun
         if self._quadratic and found.quadratic is None:
             found = replace(found, quadratic=quadratic_model(self._task, self._directions, found.loss))
         places = torch.cartesian_prod(*self._grid).view(-1, len(self._grid)).tolist()
@@ -222,19 +225,6 @@ class _Slice:
             if out is not None and ranks.rank == 0 and found.done > written:
                 found.save(out)
         return replace(found, directions=())
-
-    def _checked(self, begun: Landscape, out: Path | None) -> Landscape:
-        """Return the slice as a file has it.
-
-        Raises:
-            InputError: it is a file of another slice.
-        """
-        other = [name for name, value in self._key().items() if begun.key.get(name) != value]
-        if other:
-            raise InputError(
-                f"out={str(out)!r} is a slice of other {', '.join(other)}; pass another file, or remove this one"
-            )
-        return begun
 
     def _empty(self, made: str) -> Landscape:
         """Return the slice without points."""
@@ -263,7 +253,7 @@ class _Slice:
         ]
         ends = [f"{float(each[0])!r} to {float(each[-1])!r} by {len(each)}" for each in self._grid]
         return {
-            "weights": f"{fingerprint.of_tensors(task.model.named_parameters())} {fingerprint.of_buffers(task.model)}",
+            "weights": _weights(task.model),
             "data": self._points.fingerprint,
             "loss": f"{type(task.loss).__name__}, {task.loss.reduction}, {float(own.losses):.6e}",
             "directions": fingerprint.of_tensors(tensors),
@@ -271,6 +261,19 @@ class _Slice:
             "accuracy": str(own.accuracies is not None),
             "quadratic": str(self._quadratic),
         }
+
+
+def _weights(model: nn.Module) -> str:
+    return f"{fingerprint.of_tensors(model.named_parameters())} {fingerprint.of_buffers(model)}"
+
+
+def _check_same(begun: Landscape, key: Mapping[str, str], out: Path | None) -> None:
+    """Raise an InputError if a file is of another slice than a key, or a part of one, says."""
+    other = [name for name, value in key.items() if begun.key.get(name) != value]
+    if other:
+        raise InputError(
+            f"out={str(out)!r} is a slice of other {', '.join(other)}; pass another file, or remove this one"
+        )
 
 
 def _with(found: Landscape, more: Found) -> Landscape:

@@ -133,8 +133,9 @@ def listed(option: str, names: str | Sequence[str]) -> tuple[str, ...]:
     Raises:
         InputError: something else.
     """
-    check_names(option, names, " of columns")
-    return (names,) if isinstance(names, str) else tuple(names)
+    given = (names,) if isinstance(names, str) else tuple(check_several(option, names, "a name or several of columns"))
+    check_names(option, given, " of columns")
+    return given
 
 
 def read(table: Any, test: Any = None) -> Networks:

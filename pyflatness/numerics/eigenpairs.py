@@ -99,9 +99,12 @@ class Search:
         ritz = yield from self._ends(space, largest, smallest, fewest=0)
         again = copies and ritz is not None and self._is_multiple(ritz, largest, smallest)
         while again and self._converged and ritz is not None:
+            if self._products >= self._limit:
+                self._converged, self._limited = False, True
+                break
             before = ritz
             space.restart(ritz.vectors[:, ritz.ends(largest, smallest)])
-            space.start(min(self._starts, self._size - wanted))
+            space.start(min(self._starts, self._size - wanted, self._limit - self._products))
             fewest = self._products + _FEWEST * self._starts
             ritz = yield from self._ends(space, largest + bool(largest), smallest + bool(smallest), fewest)
             again = ritz is not None and self._is_beyond(ritz, before, largest, smallest)
@@ -166,10 +169,10 @@ class Search:
         return False
 
     def _is_beyond(self, ritz: Ritz, before: Ritz, largest: int, smallest: int) -> bool:
-        """Return whether the innermost wanted value of an end lies further out than it did before."""
-        upper = largest and ritz.values[-largest] > before.values[-largest] + self._slack
-        lower = smallest and ritz.values[smallest - 1] < before.values[smallest - 1] - self._slack
-        return bool(upper or lower)
+        """Return whether a wanted value lies further out than it did before, for a copy that was found beyond it."""
+        upper = ritz.values.flip(0)[:largest] - before.values.flip(0)[:largest]
+        lower = before.values[:smallest] - ritz.values[:smallest]
+        return bool((torch.cat([upper, lower]) > self._slack).any())
 
     def _are_small(self, residuals: Tensor) -> bool:
         """Return whether residuals came down to the tolerance, but for the products' rounding."""

@@ -89,7 +89,10 @@ class _Gradient(Function):
 
 
 def among(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that compute plain convolutions, without padding of another kind than zeros."""
+    """Return the modules of a model that compute plain convolutions, without padding of another kind than zeros.
+
+    Those whose padding is "same", or whose stride was set to a number afterwards, are left to torch.
+    """
     return [
         module
         for module in model.modules()
@@ -97,7 +100,7 @@ def among(model: nn.Module) -> list[nn.Module]:
         and any(type(module)._conv_forward is kind._conv_forward for kind in _CLASSES)
         and "_conv_forward" not in module.__dict__
         and module.padding_mode == "zeros"
-        and not isinstance(module.padding, str)
+        and all(isinstance(each, (tuple, list)) for each in (module.stride, module.padding, module.dilation))
     ]
 
 

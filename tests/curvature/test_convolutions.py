@@ -65,6 +65,14 @@ def test_eigenvalues_are_those_of_the_dense_hessian(name):
     assert all("_conv_forward" not in module.__dict__ for module in model.modules())
 
 
+def test_a_stride_that_was_set_to_a_number():
+    model, data = Net(*KINDS["2d"]).double().eval(), _data(KINDS["2d"][1])
+    model.first.stride, model.second.padding = 1, 1
+    found = pf.spectrum(model, LOSS, data, k=2)
+    values = torch.linalg.eigvalsh(_dense(model, data)).flip(0)
+    torch.testing.assert_close(found.eigenvalues, values[:2], rtol=0, atol=1e-7)
+
+
 def test_without_some_of_the_parameters():
     model, data = Net(*KINDS["2d"]).double().eval(), _data(KINDS["2d"][1])
     model.first.weight.requires_grad_(False)

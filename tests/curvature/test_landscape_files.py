@@ -242,3 +242,18 @@ def test_eigenvectors_of_layers_that_are_no_names_are_computed_again(tmp_path):
     whole = call(tmp_path / "a.npz", model, **options)
     assert not pf.Landscape.load(tmp_path / "a.npz").directions
     same(call(tmp_path / "a.npz", model, **options), whole)
+
+
+def test_a_file_that_its_own_result_was_saved_over_is_gone_on_with(tmp_path):
+    out, options = tmp_path / "a.npz", {"directions": "eigenvectors"}
+    whole = call(out, **options)
+    whole.save(out)  # without the eigenvectors, which are for the file alone
+    same(call(out, **options), whole)
+
+
+def test_a_file_of_eigenvectors_of_another_network_is_refused(tmp_path):
+    out, options = tmp_path / "a.npz", {"directions": "eigenvectors"}
+    call(out, **options)
+    wider = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double().eval()
+    with pytest.raises(pf.InputError, match="slice of other weights"):
+        call(out, wider, **options)

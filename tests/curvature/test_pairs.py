@@ -109,6 +109,24 @@ def test_what_the_search_takes():
     torch.testing.assert_close(both.values, values[:4], rtol=0, atol=1e-8)
 
 
+def test_copies_that_come_one_after_another_beyond_an_innermost_value_that_stays():
+    values = torch.tensor([3.0] * 5 + [2.0] * 5 + [1.0] * 5 + [0.0] * 10 + [-1.0] * 5, dtype=torch.float64)
+    for seed in range(3):
+        found, _ = _found(_search(len(values), seed=seed).pairs(4, 12), _matrix(values))
+        assert found.converged
+        torch.testing.assert_close(found.values, torch.cat([values[:4], values[-12:]]), rtol=0, atol=1e-8)
+
+
+def test_a_search_for_copies_takes_no_more_products_than_it_may():
+    values = _spectrum(MULTIPLE["five times"])
+    whole, _ = _found(_search(len(values)).pairs(5, 0), _matrix(values))
+    for limit in range(5, whole.products):
+        found, widths = _found(_search(len(values), limit=limit).pairs(5, 0), _matrix(values))
+        assert sum(widths) == found.products == limit
+        assert found.limited != found.converged
+        assert found.limited or float((found.values - 5).abs().max()) < 1e-8
+
+
 @pytest.mark.parametrize("limit", [4, 5, 7])
 def test_a_search_takes_no_more_products_than_it_may(limit):
     values = _spectrum([6.0, 4, 3, 2, 1])

@@ -163,3 +163,12 @@ def test_without_the_extras(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(pf.MissingExtraError, match=f"needs {extra}: pip install 'pyflatness"):
             call()
+
+
+@pytest.mark.parametrize("option", ["given", "clusters"])
+def test_names_of_columns_that_can_be_read_once(option):
+    table = {"a": KAPPA, "b": [1, 2, 3, 4] * 5, "y": GAP}
+    listed = pf.correlations(table, ["a"], "y", **{option: ["b"]})
+    once = pf.correlations(table, (name for name in ["a"]), "y", **{option: (name for name in ["b"])})
+    assert str(once) == str(listed)
+    assert str(once) != str(pf.correlations(table, ["a"], "y"))
