@@ -126,7 +126,8 @@ def landscape(
         same["process_group"] = ranks
         begun = _begun(path, ranks)
         made = _made(wanted, layers, seed)
-        if wanted.given == "eigenvectors" and not (begun and begun.directions and begun.key.get("eigenvectors") == made):
+        has_them = begun is not None and begun.directions and begun.key.get("eigenvectors") == made
+        if wanted.given == "eigenvectors" and not has_them:
             found = spectrum(
                 model, loss, data, layers=layers, k=wanted.count, memory=memory, seed=seed, progress=progress, **same
             )
