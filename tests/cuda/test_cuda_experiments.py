@@ -12,7 +12,6 @@ from pyflatness.experiments.experiment import Bench
 from pyflatness.experiments.training import Recipe, Until
 from pyflatness.experiments.zoo import Zoo
 
-on_a_gpu = pytest.mark.parametrize("cuda_device", ["cuda"], indirect=True)
 TINY = {
     **{"images": 60, "samples": 60, "measured": 30, "tested": 60, "repetitions": 5, "seeds": 2, "epochs": 3},
     **{"steps": 60, "snapshots": 4, "separations": [0.5, 6]},
@@ -27,6 +26,14 @@ def data():
 
 
 @pytest.fixture
+def gpu():
+    """A GPU, with the compiled kernels or without them."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    return torch.device("cuda")
+
+
+@pytest.fixture
 def full_precision():
     before = torch.backends.cudnn.conv.fp32_precision
     torch.backends.cudnn.conv.fp32_precision = "ieee"
@@ -34,13 +41,12 @@ def full_precision():
     torch.backends.cudnn.conv.fp32_precision = before
 
 
-@on_a_gpu
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "rmsprop"])
-def test_training(cuda_device, tmp_path, optimizer, full_precision):
+def test_training(gpu, tmp_path, optimizer, full_precision):
     """To rounding, which the steps of Adam and RMSprop, about as large for small gradients, enlarge."""
     recipes = {f"{seed}": Recipe(optimizer, 16, 1e-3, seed) for seed in range(3)}
     found = {}
-    for device in (torch.device("cpu"), cuda_device):
+    for device in (torch.device("cpu"), gpu):
         inputs, labels = data()
         given = inputs.to(device), labels.to(device)
         paths = training.train(networks.lenet5, recipes, given, Until(0.0, 2), tmp_path / device.type, shown=False)
@@ -55,8 +61,7 @@ def test_training(cuda_device, tmp_path, optimizer, full_precision):
             assert (value - expected[key]).norm() <= 0.02 * moved, key
 
 
-@on_a_gpu
-def test_an_interrupted_run_goes_on(cuda_device, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on(gpu, tmp_path, monkeypatch):
     recipes = {f"{seed}": Recipe("adam", 16, 1e-3, seed) for seed in range(2)}
     monkeypatch.setattr(training, "_SAVED_EVERY", 0.0)
     step, calls = training._Group._train_epoch, []
@@ -68,7 +73,7 @@ def test_an_interrupted_run_goes_on(cuda_device, tmp_path, monkeypatch):
         return step(self, *given)
 
     monkeypatch.setattr(training._Group, "_train_epoch", interrupted)
-    given = tuple(part.to(cuda_device) for part in data())
+    given = tuple(part.to(gpu) for part in data())
     with pytest.raises(KeyboardInterrupt):
         training.train(networks.lenet5, recipes, given, Until(0.0, 4), tmp_path, shown=False)
     paths = training.train(networks.lenet5, recipes, given, Until(0.0, 4), tmp_path, shown=False)
@@ -76,13 +81,12 @@ def test_an_interrupted_run_goes_on(cuda_device, tmp_path, monkeypatch):
     assert {training.metadata(path)["epochs"] for path in paths.values()} == {"4"}
 
 
-@on_a_gpu
-def test_values(cuda_device, tmp_path, full_precision):
+def test_values(gpu, tmp_path, full_precision):
     """Of networks that were trained on the CPU; those with random draws are from the device's generator."""
     recipes = {f"{seed}_seed{seed}": Recipe("adam", 16, 1e-3, seed) for seed in range(2)}
     of = Zoo("lenet5", networks.lenet5, recipes, data(), data(), Until(0.0, 1))
     here = Bench("paper", {"measured": 40}, tmp_path, shown=False)
-    there = dataclasses.replace(here, device=cuda_device)
+    there = dataclasses.replace(here, device=gpu)
     expected, found = (zoo.networks(bench, of, p21_fig6.asked(bench, of)) for bench in (here, there))
     assert expected.columns.keys() == found.columns.keys()
     for column, values in found.columns.items():
@@ -90,13 +94,12 @@ def test_values(cuda_device, tmp_path, full_precision):
             assert values == pytest.approx(expected.columns[column], rel=2e-3, abs=1e-6), column
 
 
-@on_a_gpu
 @pytest.mark.parametrize("experiment", experiments.EXPERIMENTS, ids=lambda experiment: experiment.name)
-def test_experiments(cuda_device, experiment, tmp_path):
+def test_experiments(gpu, experiment, tmp_path):
     pytest.importorskip("sklearn")
     changes = {name: value for name, value in TINY.items() if name in experiment.small}
     if "loss" in experiment.small:
         changes["loss"] = 2.0 if experiment.name == "grid" else 2.2
-    bench = Bench("small", experiment.settings("small", changes), tmp_path, shown=False, device=cuda_device)
+    bench = Bench("small", experiment.settings("small", changes), tmp_path, shown=False, device=gpu)
     columns, _ = experiment.measure(bench)
     assert len({len(column) for column in columns.values()}) == 1
