@@ -53,7 +53,7 @@ class Networks:
         """
         if name not in self.columns:
             hint = "; pass test=, the same networks scored on test data" if name == "gap" else ""
-            raise InputError(f"table: no column of numbers {name!r}; there are {near(name, self.columns, 8)}{hint}")
+            raise InputError(f"table: no column of numbers {name!r}; there are {_known(name, self.columns)}{hint}")
         return self.columns[name]
 
     def finite(self, name: str, kept: NDArray[np.bool_]) -> Vector:
@@ -251,3 +251,10 @@ def _number(cell: Any) -> float:
 
 def _text(cell: Any) -> str:
     return "" if cell is None or str(cell) in ("nan", "<NA>") else str(cell)  # these are pandas' empty cells
+
+
+def _known(name: str, columns: Collection[str]) -> str:
+    """Return the columns that a missing one may mean: of the name of a measure alone all of it, the network first."""
+    network = f"{name} network"
+    places = sorted((each for each in columns if each.startswith(f"{name} ")), key=lambda each: each != network)
+    return ", ".join(places[:8]) or near(name, columns, 8)

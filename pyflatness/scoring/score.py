@@ -41,6 +41,7 @@ def score(
     executor: str | Executor | None = None,
     workers: int = 1,
     retry: bool = False,
+    spectrum: int | None = None,
     curvature: str = "auto",
     probes: int | str | None = None,
     target_stderr: float | None = None,
@@ -84,6 +85,10 @@ def score(
             any executor as ``concurrent.futures`` has them.
         workers: how many processes, or tasks at a time.
         retry: compute again what failed before.
+        spectrum: how many of the largest eigenvalues of each model's loss Hessian, in all of its trainable parameters,
+            to compute, with the density of all eigenvalues: ``pf.spectrum(model, loss, data, k=spectrum,
+            density=True)``, by some 600 products with the Hessian for each model. The store keeps them, and
+            ``pyflatness report`` shows them. What fails is an error there, and no row.
         curvature: as for :func:`pyflatness.measure`, like all that follow.
         probes: a number of random probes for each sample, or ``"adaptive"``.
         target_stderr: an absolute standard error for every value.
@@ -126,6 +131,9 @@ def score(
     if isinstance(model, nn.Module):
         raise InputError("model: what makes the network is wanted, got a network; pass models={name: network}")
     made = None if model is None else Source(model, name="model=")
+    eigenvalues = 0 if spectrum is None else check_count("spectrum", spectrum, 1)
+    if eigenvalues and store is None:
+        raise InputError("spectrum=: spectra are kept in a store; pass store= too, or call pf.spectrum for each model")
     with joined(process_group) as ranks, contextlib.ExitStack() as stack:
         named_models = _by_name(models)
         source = Source(data, _for_data(data, model, models), "data=")
@@ -138,7 +146,7 @@ def score(
             scores = _scored(run, where)
         else:
             held = stack.enter_context(Store(path, write=True, command="pf.score in Python"))
-            scores = _kept(run, where, held, retry=retry)
+            scores = _kept(run, where, held, retry=retry, spectrum=eigenvalues)
         return scores if ranks.alone else Scores.of(*ranks.first("the scores", [scores.computed, *map(asdict, scores)]))
 
 
@@ -199,10 +207,10 @@ def _scored(run: Run, executor: Executor) -> Scores:
     return Scores(tuple(every), len(jobs))
 
 
-def _kept(run: Run, executor: Executor, store: Store, *, retry: bool) -> Scores:
+def _kept(run: Run, executor: Executor, store: Store, *, retry: bool, spectrum: int) -> Scores:
     """Measure what a store does not have yet, and return what it has then."""
-    kept = keep(run, store, retry=retry)
-    run.go(kept.jobs, executor, lambda job, outcome: store.commit(kept.setting, job.content, outcome))
+    kept = keep(run, store, retry=retry, spectrum=spectrum)
+    run.go(kept.jobs, executor, lambda job, outcome: kept.commit(store, job, outcome))
     every = (
         row
         for name, content in kept.contents.items()

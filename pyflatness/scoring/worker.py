@@ -98,13 +98,15 @@ class Setup:
 class Job:
     """Hold a unit and where its weights are: a file, or a network itself; ``content`` is the key of the file's bytes.
 
-    ``fit`` says whether loss and accuracy are wanted too.
+    ``fit`` says whether loss and accuracy are wanted too. With ``spectrum``, so many eigenvalues are wanted, and the
+    unit has no values.
     """
 
     unit: Unit
     weights: Path | nn.Module
     content: str = ""
     fit: bool = True
+    spectrum: int = 0
 
 
 class Bench:
@@ -170,10 +172,13 @@ class Bench:
                 raise
             return Outcome.failed(job.unit, reason(error))
         while True:
-            data, ranks = self._mine, self.ranks
-            found = measuring.measured(
-                *(model, data, self.setup.request, job.unit, step), fit=job.fit, counts=self._counts, ranks=ranks
-            )
+            request, data, ranks = self.setup.request, self._mine, self.ranks
+            if job.spectrum:
+                found = measuring.spectrum_of(model, data, request, job.spectrum, ranks)
+            else:
+                found = measuring.measured(
+                    *(model, data, request, job.unit, step), fit=job.fit, counts=self._counts, ranks=ranks
+                )
             if self.setup.batch_size != "auto" or not self._halved(found):
                 return replace(found, batch_size=data.most if isinstance(data, Cut) else None, notes=notes)
 
