@@ -13,7 +13,7 @@ from . import invocation
 _PATH = click.Path(path_type=Path)
 
 
-@click.command(name="add")
+@click.command(name="add", short_help="Put a spectrum, a landscape or a history into a store.")
 @click.argument("store", type=_PATH)
 @click.argument("name")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=_PATH)

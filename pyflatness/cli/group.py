@@ -15,8 +15,6 @@ STATUSES = {
     130: "interrupted, by Ctrl-C or SIGTERM",
 }
 
-_WHOLE = 1000  # characters, so that no sentence is cut off
-
 
 class Group(click.Group):
     """Run the command that is named; an interruption that it does not take itself ends it with status 130.
@@ -32,10 +30,10 @@ class Group(click.Group):
         self._sections = sections
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands in sections, with the first sentence of each one's help."""
+        """Write the commands in sections, with the ``short_help`` of each, which is a line."""
         longest = max(map(len, self.commands))
         for title, commands in self._sections.items():
-            rows = [(str(c.name).ljust(longest), c.get_short_help_str(_WHOLE)) for c in commands]
+            rows = [(str(c.name).ljust(longest), c.get_short_help_str()) for c in commands]
             with formatter.section(title):
                 formatter.write_dl(rows)
 

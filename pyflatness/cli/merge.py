@@ -10,7 +10,7 @@ from ..scoring.store import Store
 from . import invocation
 
 
-@click.command()
+@click.command(short_help="Unite stores.")
 @click.argument("store", type=click.Path(path_type=Path))
 @click.argument("others", metavar="OTHER...", nargs=-1, required=True, type=click.Path(path_type=Path))
 def merge(store: Path, others: tuple[Path, ...]) -> None:

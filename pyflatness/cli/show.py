@@ -14,7 +14,7 @@ from .output import json_option, show_json
 from .score_csv import print_rows
 
 
-@click.command(name="show")
+@click.command(name="show", short_help="Show the values and errors of one checkpoint.")
 @click.argument("store", type=click.Path(path_type=Path))
 @click.argument("checkpoint")
 @json_option
@@ -33,9 +33,7 @@ def show(store: Path, checkpoint: str, as_json: bool) -> None:
     ]
     if as_json:
         held_of = [{"model": shown["model"], "data": shown["data"], "rows": [*map(asdict, of)]} for shown, of in tables]
-        others = [
-            {"kind": attached.kind_of(one.result)[0], "label": one.label, "text": str(one.result)} for one in results
-        ]
+        others = [{"kind": one.kind, "label": one.label, "text": one.error or str(one.result)} for one in results]
         show_json({"checkpoint": name, "content": content, "columns": columns, "settings": held_of, "results": others})
         return
     click.echo(printable(f"{name}: content {content[:16]}"))
@@ -47,5 +45,5 @@ def show(store: Path, checkpoint: str, as_json: bool) -> None:
         print_rows(of)
     for one in results:
         click.echo()
-        for line in (f"{attached.kind_of(one.result)[0]} {one.label}".rstrip(), *str(one.result).splitlines()):
+        for line in (f"{one.kind} {one.label}".rstrip(), *(one.error or str(one.result)).splitlines()):
             click.echo(printable(line))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .. import progress as bars
 from ..errors import InputError
+from ..messages import check_path
 from ..model import calling, fingerprint
 from ..model.selectors import Selector
 from ..numerics.meeting import Group, joined
@@ -120,7 +121,7 @@ def landscape(
     progress = None if progress is None else check_flag("progress", progress)
     options = Options(memory=memory, seed=seed, nan_policy="propagate")
     same: dict[str, Any] = {"reduction": reduction, "forward": forward, "process_group": process_group}
-    path = None if out is None else Path(out)
+    path = None if out is None else check_path("out", out)
     with joined(process_group) as ranks:
         same["process_group"] = ranks
         begun = _begun(path, ranks)

@@ -100,8 +100,7 @@ class LinearInterpolation:
             axes.plot([0, 1], losses[[0, -1]], "--", color=line.get_color(), linewidth=0.9)
         axes.set(xlabel="α, from one network to the other", ylabel="loss")
         axes.legend()
-        if path is not None:
-            figure.savefig(path)
+        views.save(figure, path)
         return figure, axes
 
     def __str__(self) -> str:

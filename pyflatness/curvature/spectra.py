@@ -127,8 +127,7 @@ class Spectrum:
             axes.set_ylabel("density")
         axes.set(xlabel=f"eigenvalue of the {'GGN' if self.method == 'ggn' else 'Hessian'}")
         axes.legend()
-        if path is not None:
-            figure.savefig(path)
+        views.save(figure, path)
         return figure, axes
 
     def width(self) -> float:

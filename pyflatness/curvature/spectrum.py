@@ -16,6 +16,7 @@ from ..errors import InputError
 from ..hessian.eigenvalues import tolerance_of
 from ..hessian.parameter_products import ParameterProducts
 from ..hessian.products import Names, Products
+from ..messages import check_choice
 from ..model import calling
 from ..model.layers import tie_notes
 from ..model.selectors import Selector
@@ -113,8 +114,7 @@ def spectrum(
     if tolerance is not None:
         tolerance = check_number("tolerance", tolerance)
     max_products = check_count("max_products", max_products, 1, "a number of products")
-    if which not in WHICH:
-        raise InputError(f"which={which!r} does not exist; choose one of {', '.join(map(repr, WHICH))}")
+    check_choice("which", which, WHICH)
     if not k and not density:
         raise InputError("k=0 and density=False: nothing is asked for")
     options = Options(curvature=curvature, nan_policy=nan_policy, memory=memory, seed=seed)

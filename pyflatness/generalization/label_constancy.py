@@ -18,7 +18,7 @@ from .. import interrupts, losses, tensor_head
 from ..contractions import promoted
 from ..errors import InputError
 from ..messages import check_tensor, in_words
-from ..options import check_draws, check_number, check_seed
+from ..options import check_draws, check_function, check_numbers, check_seed
 from ..session import public
 
 Labels = Callable[[Tensor], Tensor]
@@ -113,11 +113,10 @@ def label_constancy(
     resolved = losses.resolve(loss, None)
     if isinstance(resolved, losses.CustomLoss):
         raise InputError("loss: a callable has no loss of a single sample; take a loss of torch")
-    radii = [check_number("deltas", delta) for delta in deltas]
-    if not radii:
-        raise InputError("deltas: one number at least is wanted")
+    radii = check_numbers("deltas", deltas)
     draws, seed = check_draws("draws", draws, 2), check_seed("seed", seed)
-    targets = labels(features) if targets is None else check_tensor("targets", targets)
+    check_function("labels", labels, "of features (n, m) that returns their targets")
+    targets = check_tensor("targets", labels(features) if targets is None else targets)
     tensor_head.check_tensors(features, weight, bias, targets, resolved)
     phi, w = promoted(features.detach()), promoted(weight.detach())
     shift = 0 if bias is None else promoted(bias.detach())

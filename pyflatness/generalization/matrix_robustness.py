@@ -21,16 +21,16 @@ from torch import Tensor, nn
 
 from .. import head
 from ..contractions import promoted
-from ..errors import InputError, NonFiniteError
+from ..errors import InputError
 from ..losses import risk
-from ..messages import check_tensor, in_words, shown
+from ..messages import check_tensor, in_words
 from ..model import calling, layers
 from ..model.data import size
 from ..model.selectors import Selector
 from ..numerics import meeting
 from ..numerics.accumulate import Accumulator
 from ..numerics.meeting import Group
-from ..options import Options, check_count, check_number
+from ..options import Options, check_count, check_number, check_numbers
 from ..passes.task import Task
 from ..session import public, session
 from .noise import orthonormal
@@ -157,11 +157,7 @@ def matrix_robustness(
         >>> [round(rise, 6) for rise in found.rises.tolist()], round(found.epsilon, 6)
         ([0.025, 0.1], 0.1)
     """
-    if not isinstance(alphas, Iterable):
-        raise InputError(f"alphas={shown(alphas)}: numbers are wanted")
-    steps = [check_number("alphas", alpha, "numbers", math.isfinite) for alpha in alphas]
-    if not steps:
-        raise InputError("alphas: one number at least is wanted")
+    steps = check_numbers("alphas", alphas, "numbers", math.isfinite)
     matrix = check_tensor("matrix", matrix)
     with session(
         model,
@@ -330,7 +326,7 @@ class _Loss:
 
 def _finite(value: float, number: int) -> float:
     if not math.isfinite(value):
-        raise NonFiniteError(f"batch {number}: the loss of the model with changed features is {value}")
+        raise risk.not_finite(number, value, " with changed features")
     return value
 
 

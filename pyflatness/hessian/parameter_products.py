@@ -44,6 +44,7 @@ class ParameterProducts(Products):
         else:
             self._theta = {name: values for name, values in parameters.every(task.model).items() if name in some}
         self.names: Names = tuple(self._theta)
+        self._all = some is None
         self._weight_norms = False  # whether the model has such, in what was run so far
         self._convolutions: list[nn.Module] = []  # none where the graph is looked at: it is to be torch's
         super().__init__(task)
@@ -76,6 +77,8 @@ class ParameterProducts(Products):
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
         if any(node.name() == "CheckpointFunctionBackward" for node in run.users):
             raise calling.reentrant()
+        if self._all and not run.outputs.requires_grad:
+            raise calling.without_graph()
         self._weight_norms = self._weight_norms or weight_norms.are_among(run.users)
         return super()._seen(run)
 

@@ -51,6 +51,8 @@ DROP, DRAWS, STEPS, TOLERANCE = 0.1, 10, 15, 0.01
 LARGEST = 2.0  # σ
 EPSILON = 1e-3
 
+_NO_ACCURACY = "the model's outputs have NaN in them, so it has no accuracy; leave such samples out of the data"
+
 
 @dataclass(frozen=True)
 class Bisection:
@@ -120,9 +122,8 @@ class PacBayes(Bisection):
     magnitude_origin_bound: float | None = None
 
     def __repr__(self) -> str:
-        bounds = [
-            f"{name} {held:.6g}" for name, held in vars(self).items() if name.endswith("bound") and held is not None
-        ]
+        held = {name: value for name, value in vars(self).items() if name.endswith("bound") and value is not None}
+        bounds = [f"{name} {value:.6g}" for name, value in held.items()]
         return in_words(self, *self._facts(), *bounds, f"accuracy {self.accuracy:.6g}", f"{self.samples} samples")
 
 
@@ -303,7 +304,7 @@ class _Search:
             outputs, targets = parameters.run(self._model, values, batch, self._task.forward)
             hits = risk.hits(outputs, targets, self._task.loss, number)
             if not values and bool(outputs.isnan().any()):
-                raise NonFiniteError(f"batch {number}: the model's outputs have NaN in them, so it has no accuracy")
+                raise NonFiniteError(f"batch {number}: {_NO_ACCURACY}")
             right, total, samples = right + int(hits.sum()), total + len(hits), samples + size(batch)
         counts = torch.tensor([right, total, samples], dtype=torch.float64, device="cpu")
         found = self._task.batches.shard.sum("an accuracy", {"counts": counts})["counts"]

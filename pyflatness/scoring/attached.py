@@ -6,14 +6,14 @@ is found by the content of its weights, as values are, and a history by the name
 
 import difflib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ..curvature.slices import Landscape
 from ..curvature.spectra import Spectrum
 from ..errors import InputError
-from ..messages import shown
+from ..messages import check_path, shown
 from ..session import public
 from ..training.history import History
 from .store import Store, versions
@@ -22,11 +22,38 @@ Result = Spectrum | Landscape | History
 
 
 class Attached(NamedTuple):
-    """Hold a result of a store with the name of its model or training, and what tells it from others of its kind."""
+    """Hold a result of a store with the name of its model or training, and what tells it from others of its kind.
+
+    Where it could not be computed there is an error in its place.
+    """
 
     name: str
+    kind: str
     label: str
-    result: Result
+    result: Result | None
+    error: str = ""
+
+
+class Entry(NamedTuple):
+    """Hold what a store has of a result.
+
+    Attributes:
+        content: of the model's weights; empty for a history.
+        training: the name of a history.
+        kind: of the result.
+        label: tells it from others of its kind.
+        setting: the hash of what it was computed of besides the weights; empty where that is not known.
+        file: its content; empty where there is an error.
+        error: why there is no result.
+    """
+
+    content: str
+    training: str
+    kind: str
+    label: str
+    setting: str
+    file: bytes
+    error: str = ""
 
 
 def read(file: bytes, what: str) -> Result:
@@ -79,7 +106,7 @@ def add_to_store(store: str | Path, name: str, result: Result, *, label: str = "
         ...     pf.add_to_store(f"{folder}/runs.sqlite", "linear", found)
     """
     new = kind_of(result)[0] == "history"  # others are of a model that is there
-    with Store(Path(store), write=True, new=new, command="pf.add_to_store in Python") as held:
+    with Store(check_path("store", store), write=True, new=new, command="pf.add_to_store in Python") as held:
         add(held, name, result, label)
 
 
@@ -89,14 +116,35 @@ def add(store: Store, name: str, result: Result, label: str = "") -> None:
     if kind == "history" and label:
         raise InputError(f"label={shown(label)}: a history is told from others by the name of its training alone")
     of = "" if kind == "history" else _content(store, name)
-    cells = (of, "" if of else name, kind, label, content(result), versions(), time.time())
+    put(store, Entry(of, "" if of else name, kind, label, "", content(result)))
+
+
+def put(store: Store, entry: Entry) -> None:
+    """Write a result into a store; it takes the place of one of the same model or training, kind and label."""
+    names = (*Entry._fields, "versions", "added")
     with store.changes() as connection:
         connection.execute(
-            "INSERT INTO attached (content, training, kind, label, file, versions, added) VALUES (?, ?, ?, ?, ?, ?, ?) "
-            "ON CONFLICT DO UPDATE SET file = excluded.file, versions = excluded.versions, added = excluded.added",
-            cells,
+            f"INSERT OR REPLACE INTO attached ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})",
+            (*entry, versions(), time.time()),
         )
         store.note_run(connection)
+
+
+def there(store: Store, kind: str, setting: str, *, failed: bool) -> set[str]:
+    """Return the contents of weights of which there is a result in a setting; of those that failed with ``failed``."""
+    rows = store.select("SELECT content, error FROM attached WHERE kind = ? AND setting = ?", (kind, setting))
+    return {row["content"] for row in rows if failed or not row["error"]}
+
+
+def failures(store: Store, setting: str, contents: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the models of which a result could not be computed in a setting, each with its error."""
+    chosen = {*contents}
+    rows = store.select(
+        "SELECT name, error, content FROM attached JOIN checkpoints USING (content) "
+        "WHERE setting = ? AND error != '' ORDER BY checkpoints.id",
+        (setting,),
+    )
+    return [(row["name"], row["error"]) for row in rows if row["content"] in chosen]
 
 
 def found(store: Store) -> list[Attached]:
@@ -106,11 +154,16 @@ def found(store: Store) -> list[Attached]:
         InputError: a file in it that is damaged.
     """
     rows = store.select(
-        "SELECT coalesce(name, training) AS name, label, file FROM attached LEFT JOIN checkpoints USING (content) "
-        "WHERE name NOT NULL OR attached.content = '' "
+        "SELECT coalesce(name, training) AS name, kind, label, file, error "
+        "FROM attached LEFT JOIN checkpoints USING (content) WHERE name NOT NULL OR attached.content = '' "
         "ORDER BY name IS NULL, checkpoints.id, attached.id"
     )
-    return [Attached(row["name"], row["label"], read(row["file"], f"{store.path}: {row['name']}")) for row in rows]
+    return [
+        Attached(*(row["name"], row["kind"], row["label"]), None, row["error"])
+        if row["error"]
+        else Attached(*(row["name"], row["kind"], row["label"]), read(row["file"], f"{store.path}: {row['name']}"))
+        for row in rows
+    ]
 
 
 def kind_of(result: object) -> tuple[str, Callable[[Result], bytes]]:

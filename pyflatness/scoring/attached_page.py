@@ -25,11 +25,14 @@ def sections(held: Sequence[Attached]) -> Iterator[Section]:
     """
     spectra = {_name(one): one.result for one in held if isinstance(one.result, Spectrum)}
     landscapes = {_name(one): one.result for one in held if isinstance(one.result, Landscape)}
+    failed = [f"{_name(one)} has no spectrum: {one.error}" for one in held if one.error]
+    if failed and not spectra:
+        yield Section("Spectra", tuple(map(printable, failed)))
     if spectra:
         text = (
             "Of each eigenvalue the residual is shown where the pointer rests on it: an eigenvalue lies so near to it."
         )
-        yield Section("Spectra", (text,), _of_spectra(spectra), (_table_of_spectra(spectra),))
+        yield Section("Spectra", (text, *map(printable, failed)), _of_spectra(spectra), (_table_of_spectra(spectra),))
     if landscapes:
         yield Section("Landscapes", (), _of_landscapes(landscapes), (_table_of_landscapes(landscapes),))
 

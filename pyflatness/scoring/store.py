@@ -62,8 +62,8 @@ _LATER = {  # tables that stores may lack, which earlier releases made; these re
     "runs": "id INTEGER PRIMARY KEY, command TEXT NOT NULL, began REAL NOT NULL, versions TEXT NOT NULL, "
     "UNIQUE (command, began)",
     "attached": "id INTEGER PRIMARY KEY, content TEXT NOT NULL, training TEXT NOT NULL, kind TEXT NOT NULL, "
-    "label TEXT NOT NULL, file BLOB NOT NULL, versions TEXT NOT NULL, added REAL NOT NULL, "
-    "UNIQUE (content, training, kind, label)",
+    "label TEXT NOT NULL, setting TEXT NOT NULL, file BLOB NOT NULL, error TEXT NOT NULL, versions TEXT NOT NULL, "
+    "added REAL NOT NULL, UNIQUE (content, training, kind, label)",
 }
 
 _NUMBERS = tuple(field.name for field in fields(Value) if field.name != "pair")

@@ -25,8 +25,8 @@ def merge(store: Store, other: Store) -> int:
     """Take into a store what another has and it has not; return how many values, spectra, landscapes and histories.
 
     Of a value that both have the store's own stays, unless it failed or is to do and the other's is not; of a spectrum,
-    landscape or history that both have the later one. A checkpoint that both know by one name keeps the content that
-    the store has for it.
+    landscape or history that both have the later one, but for one that failed in the place of one that is there. A
+    checkpoint that both know by one name keeps the content that the store has for it.
     """
     taken = 0
     with store.changes() as connection:
@@ -58,8 +58,8 @@ def _take_attached(connection: sqlite3.Connection, other: Store) -> int:
     for row in other.select("SELECT * FROM attached ORDER BY id"):
         key = "content = :content AND training = :training AND kind = :kind AND label = :label"
         cells = {**dict(row), "id": None}
-        own = connection.execute(f"SELECT added FROM attached WHERE {key}", cells).fetchone()
-        if own is None or own["added"] < row["added"]:
+        own = connection.execute(f"SELECT error = '' AS good, added FROM attached WHERE {key}", cells).fetchone()
+        if own is None or (own["good"], own["added"]) < (row["error"] == "", row["added"]):
             connection.execute(f"DELETE FROM attached WHERE {key}", cells)
             _insert(connection, "attached", cells)
             taken += 1

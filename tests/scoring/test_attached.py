@@ -1,5 +1,6 @@
 """Spectra, landscapes and histories in a store: they come back as they were, and merge, move and go as values do."""
 
+import html
 import sqlite3
 import time
 from pathlib import Path
@@ -214,3 +215,99 @@ def test_files_that_are_no_results(path: Path, tmp_path: Path) -> None:
         assert name in str(status("add", str(path), "a", str(tmp_path / name)))
     assert "cannot be read" in str(status("add", str(path), "a", str(tmp_path / "none.json")))
     assert held(path) == {}
+
+
+def test_spectra_are_asked_for_as_measures_are(tmp_path: Path) -> None:
+    models, path = {"a": network(), "b": network(1)}, tmp_path / "runs.sqlite"
+    assert pf.score({"a": models["a"]}, DATA, LOSS, store=path, spectrum=2).computed == 2  # a value and a spectrum
+    mine = pf.spectrum(models["a"], LOSS, DATA, k=1)
+    pf.add_to_store(path, "a", mine)
+    assert pf.score(models, DATA, LOSS, store=path, spectrum=2).computed == 2  # those of b
+    assert pf.score(models, DATA, LOSS, store=path, spectrum=2).computed == 0
+    found = held(path)
+    assert [*found] == [("a", "tuple"), ("a", ""), ("b", "tuple")]
+    assert equal(found["a", ""], mine)
+    for name, model in models.items():
+        truth = pf.spectrum(model, LOSS, DATA, k=2, density=True)
+        assert equal(found[name, "tuple"], truth)
+    assert pf.score(models, DATA, LOSS, store=path, spectrum=3).computed == 2  # they take the place of those before
+    assert len(held(path)["b", "tuple"].eigenvalues) == 3
+    other = DATA[0] + 1, DATA[1]
+    assert pf.score({"a": models["a"]}, other, LOSS, store=path, spectrum=3).computed == 2
+    with pytest.raises(pf.InputError, match="spectra are kept in a store"):
+        pf.score(models, DATA, LOSS, spectrum=2)
+
+
+class Once(torch.autograd.Function):
+    """The identity, without a second derivative."""
+
+    @staticmethod
+    def forward(context, values):
+        return values.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(context, gradients):
+        return gradients
+
+
+class NotTwice(nn.Module):
+    def forward(self, values):
+        return Once.apply(values)
+
+
+def test_a_spectrum_that_fails_is_kept_as_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "runs.sqlite"
+    broken = nn.Sequential(nn.Linear(4, 5), NotTwice(), nn.Linear(5, 3)).double().eval()
+    models = {"a": network(), "broken": broken}
+    scores = pf.score(models, DATA, LOSS, store=path, spectrum=1)
+    assert scores["broken", "relative_flatness"].value > 0
+    assert pf.score(models, DATA, LOSS, store=path, spectrum=1).computed == 0
+    assert pf.score(models, DATA, LOSS, store=path, spectrum=1, retry=True).computed == 1
+    with Store(path) as store:
+        (good, bad) = attached.found(store)
+        assert upkeep.problems(store) == []
+    assert (good.name, good.error, bad.name, bad.result) == ("a", "", "broken", None)
+    assert bad.error
+    with Store(tmp_path / "other.sqlite", write=True) as other, Store(path) as store:
+        upkeep.merge(other, store)
+        content = other.select("SELECT content FROM attached WHERE error != ''")[0]["content"]
+        result = attached.Entry(
+            content, "", "spectrum", "tuple", "", pf.spectrum(network(), LOSS, DATA).to_json().encode()
+        )
+        attached.put(other, result)
+        with other.changes() as connection:
+            connection.execute("UPDATE attached SET added = 0")
+        assert upkeep.merge(other, store) == 1  # the spectrum of a, which is later; no error takes the other's place
+        assert [one.error for one in attached.found(other)] == ["", ""]
+    assert status("report", str(path), "--out", str(tmp_path / "page.html")) == 0
+    page = html.unescape((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert f"<p>broken, tuple has no spectrum: {bad.error}</p>" in page
+    assert status("show", str(path), "broken") == 0
+
+
+def test_the_command_computes_spectra_and_goes_on(tiny: str, capsys) -> None:
+    store = str(Path(tiny).with_name("runs.sqlite"))
+    checkpoints = [str(saved(tiny, seed, f"{seed}.safetensors")) for seed in (1, 2)]
+    bad = Path(tiny).with_name("bad.safetensors")
+    bad.write_bytes(b"nothing")
+    score = ["score", "--model", f"{tiny}:Tiny", "--data", f"{tiny}:data", "--loss", "cross_entropy"]
+    score += ["--executor", "serial", "--store", store, "--spectrum", "1"]
+    assert status(*score, checkpoints[0], "--dry-run") == 0
+    assert (
+        "2 units to do (1 values, 1 reads of the data, and 1 spectra of some 600 Hessian products each)"
+        in capsys.readouterr().out
+    )
+    assert status(*score, checkpoints[0]) == 0
+    assert status(*score, *checkpoints) == 0
+    assert "2 units done, 0 to do; 0 values failed" in capsys.readouterr().out
+    assert status(*score, *checkpoints, str(bad)) == 1
+    out = capsys.readouterr().out
+    assert "spectra that failed: 1" in out
+    assert "no safetensors file, or a damaged one" in out
+    with Store(Path(store)) as held_open:
+        kinds = [(Path(one.name).name, one.kind, bool(one.error)) for one in attached.found(held_open)]
+    spectrum = [(f"{name}.safetensors", "spectrum", name == "bad") for name in ("1", "2", "bad")]
+    assert kinds == spectrum
+    assert status(*score[:-4], "--spectrum", "1", "--out", "x.csv", checkpoints[0]) == 2
+    assert "go with --store" in capsys.readouterr().err
