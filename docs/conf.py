@@ -86,8 +86,9 @@ def _docstring(app, what, name, obj, options, lines):
 
 def setup(app):
     """Connect what pages are read through, and let a warning in an example be an error of it."""
-    strict = warnings.catch_warnings(action="error")
+    strict = warnings.catch_warnings()
     app.connect("builder-inited", lambda app: strict.__enter__(), priority=400)  # the examples run at 500
+    app.connect("builder-inited", lambda app: warnings.simplefilter("error"), priority=401)
     app.connect("builder-inited", lambda app: strict.__exit__(None, None, None), priority=600)
     app.connect("source-read", _source)
     app.connect("autodoc-process-docstring", _docstring)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..messages import check_path
 from . import slice_figure
 from .quadratic import Quadratic
 
@@ -60,7 +61,7 @@ class Landscape:
         ``direction_0`` and ``direction_1`` with the name of a parameter behind a space, where it has directions, and
         ``about``, the rest as JSON; numpy reads them with ``allow_pickle=False``.
         """
-        path = Path(path)
+        path = check_path("path", path)
         part = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             part.write_bytes(self.content())
@@ -99,7 +100,7 @@ class Landscape:
             InputError: another file.
             FileNotFoundError: no file.
         """
-        return cls.read(Path(path).read_bytes(), str(path))
+        return cls.read(check_path("path", path).read_bytes(), str(path))
 
     @classmethod
     def read(cls, content: bytes, name: str) -> "Landscape":

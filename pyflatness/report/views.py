@@ -2,7 +2,7 @@
 
 import csv
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,7 +31,7 @@ def rows(report: "Report") -> list[dict[str, Any]]:
 def write_csv(rows: list[dict[str, Any]], path: str | Path) -> None:
     """See :meth:`.Report.to_csv`."""
     columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _OF_TENSORS]
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
+    with check_path("path", path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         for row in rows:
@@ -93,6 +93,15 @@ def _figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def onto_each(axes: "Axes | Iterable[Axes]", names: Collection[str]) -> "tuple[Figure, list[Axes]]":
+    """Return the axes of the user's, one for each name, with the figure of the first."""
+    given: list[Any] = [*axes] if isinstance(axes, Iterable) else [axes]
+    if len(given) != len(names):
+        raise InputError(f"axes: one for each of {', '.join(names)} is wanted, got {len(given)}")
+    figures = [onto(each)[0] for each in given]
+    return figures[0], given
+
+
 def save(figure: "Figure", path: Any) -> None:
     """Write a figure to a path, or to a file that is open; to None not at all.
 
@@ -146,10 +155,7 @@ def profile(report: "Report", axes: "Axes | Sequence[Axes] | None" = None) -> "t
         whole = _figure(max(6.0, 2.5 + 0.35 * len(report.layers)), 2.5 + 2.0 * len(drawn))
         panels = [*whole.subplots(len(drawn), sharex=True, squeeze=False)[:, 0]]
     else:
-        panels = [*axes] if isinstance(axes, Iterable) else [axes]
-        whole = cast("Figure", panels[0].figure)
-    if len(panels) != len(drawn):
-        raise InputError(f"axes: one for each of {', '.join(drawn)} is wanted, got {len(panels)}")
+        whole, panels = onto_each(axes, drawn)
     for axis, (measure, of) in zip(panels, drawn.items(), strict=True):
         _draw(axis, [report.layers.index(layer) for layer in of], [*of.values()])
         axis.set_ylabel(measure)

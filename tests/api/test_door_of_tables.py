@@ -29,6 +29,22 @@ CALLS = {
     "score": lambda **given: pf.score(**{"models": {"a": doors.net()}, "data": (X, Y), "loss": LOSS, **given}),
 }
 OF_TABLES = ("correlations", "granulated_kendall", "sign_error", "conditional_mutual_information", "plot_correlation")
+REPORT = pf.measure(doors.net(), LOSS, (X, Y), measures="trace")
+HISTORY = pf.History()
+HISTORY.add(REPORT, step=1)
+RESULTS = [
+    (lambda: REPORT[None], r"report\[measure\] or report\[layer, measure\] is wanted, got None"),
+    (lambda: REPORT["0", "trace", 3], r"report\[layer, measure\] is wanted, got \('0', 'trace', 3\)"),
+    (lambda: REPORT.to_json(3), "path=3: the path of a file is wanted"),
+    (lambda: REPORT.to_csv(None), "path=None: the path of a file is wanted"),
+    (lambda: REPORT.plot(axes=3), "axes: axes of matplotlib are wanted, .* got int"),
+    (lambda: REPORT.plot(axes=[1, 2]), "axes: one for each of trace is wanted, got 2"),
+    (lambda: REPORT.plot(3), "path=3: the path of a file is wanted"),
+    (lambda: pf.Report.from_json(3), "report: JSON text, or the path of a file of it, is wanted"),
+    (lambda: HISTORY.plot(measures=[]), "measures: an empty list; pass None for all that were recorded"),
+    (lambda: HISTORY.plot(axes=3), "axes: axes of matplotlib are wanted, .* got int"),
+    (lambda: pf.Landscape.load(3), "path=3: the path of a file is wanted"),
+]
 CASES = [
     *((name, {"table": {"m": 3}}, "table: m=3: cells are wanted") for name in OF_TABLES),
     *((name, {"exclude": 3}, "exclude=3: a name or several of networks are wanted") for name in OF_TABLES),
@@ -75,6 +91,12 @@ CASES = [
 def test_bad_input(name, given, match):
     with pytest.raises(pf.InputError, match=match):
         CALLS[name](**given)
+
+
+@pytest.mark.parametrize(("call", "match"), RESULTS)
+def test_results(call, match):
+    with pytest.raises(pf.InputError, match=match):
+        call()
 
 
 def test_what_the_cases_are_made_from_is_fine():

@@ -48,6 +48,19 @@ def test_value_and_gradients_are_the_composed_ones(dtype, with_bias, wide):
     torch.testing.assert_close(*gradients, **tolerance)
 
 
+@pytest.mark.parametrize(("n", "d", "m"), [(37, 6, 9), (20, 70, 50)])
+def test_gradients_by_torchs_operations_are_the_composed_ones(monkeypatch, n, d, m):
+    """As on CUDA, where they come together for more classes than a kernel on the CPU has."""
+    monkeypatch.setattr(fused_head.backends, "choose", lambda *_: reference)
+    *given, shares = problem(n, d, m)
+    shares[5] = 0
+    given = [tensor.requires_grad_() for tensor in given]
+    found, expected = fused_head.penalty(*given, shares), weighted_sum(*given, shares)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    gradients = [torch.autograd.grad(3 * value, given) for value in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-11)
+
+
 def test_the_public_call_takes_the_kernel(monkeypatch):
     calls, kernel = [], compiled.softmax_variance_gradient
     monkeypatch.setattr(compiled, "softmax_variance_gradient", lambda *given: calls.append(1) or kernel(*given))
