@@ -39,9 +39,9 @@ soak: setup kernels-prove
 test-oldest: setup
 	$(BIN)/python tests/oldest.py
 
-# The site, from docs/ and the docstrings, into build/site; a warning is an error.
+# The site, from docs/ and the docstrings, into build/site; docs/examples are run for it; a warning is an error.
 docs: setup
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky -q docs build/site
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky -q docs build/site
 
 # The wheel with a manylinux tag, and the kernels' tests with it and the oldest versions, in an environment of 7 GB.
 wheel: setup
@@ -51,7 +51,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh tests/*.cpp tests/*/*.h)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh tests/*.cpp tests/*/*.cpp tests/*/*.h)
 
 CONFIGURE = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
 

@@ -20,6 +20,7 @@ import torch
 from gpu_rows import Row, Works, bandwidth, milliseconds, peak_mib
 from networks import images, measurable, resnet18, settled
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import pyflatness as pf
 from pyflatness.contractions import Geometry, LayerContraction, compiled, cuda, reference
@@ -43,6 +44,8 @@ def works(device: torch.device) -> Works:
         said = f"ResNet-18, n = 256, convolutions {convolutions}, products {products}"
         for take, name in ((network, said), (public_call, f"{said}, pf.measure")):
             found[name] = functools.partial(in_precision, convolutions, products, take, model, 256, device)
+    said = "ResNet-18, n = 256, pf.spectrum, 8 Hessian products"
+    found[said] = lambda: hessian_products(model(), 256, 8, device)
     found["linear 4096 × 4096, 8 × 2048 tokens, bfloat16"] = functools.partial(sequence, 8, 2048, 4096, device)
     found["eigenvalues of 8192 matrices, 9 × 9, float64"] = functools.partial(eigenvalues, 8192, 9, device)
     return found
@@ -119,6 +122,32 @@ def public_call(model: nn.Module, n: int, device: torch.device, backend: str = "
     least = peak_mib(lambda: sweep.run([data[0]]), device)
     extra = peak_mib(lambda: measured(backend), device) - least
     return Row(times.pop("sweep"), times.pop("ours"), times, extra)
+
+
+def hessian_products(model: nn.Module, n: int, count: int, device: torch.device, rounds: int = 5) -> Row:
+    """Return the trace of the Hessian in all parameters by products with so many random vectors.
+
+    The floor takes no more than these products: a gradient with its graph, and one derivative of it for each vector.
+    """
+    x, y = images(n).to(device), (torch.arange(n) % 10).to(device)
+    parameters = [*model.parameters()]
+    signs = [[torch.randn_like(parameter).sign() for parameter in parameters] for _ in range(count)]
+
+    def bare_products() -> Tensor:
+        gradients = torch.autograd.grad(F.cross_entropy(model(x), y), parameters, create_graph=True)
+        total = x.new_zeros(())
+        for vector in signs:
+            products = torch.autograd.grad(gradients, parameters, vector, retain_graph=True)
+            total += sum((one * other).sum() for one, other in zip(products, vector, strict=True))
+        return total
+
+    def ours() -> pf.Spectrum:
+        return pf.spectrum(model, "cross_entropy", (x, y), k=0, density=True, probes=count, steps=1, progress=False)
+
+    products = ours().products
+    times = milliseconds({"bare": bare_products, "ours": ours}, device, rounds)
+    extra = peak_mib(ours, device) - peak_mib(bare_products, device)
+    return Row(times.pop("bare"), times.pop("ours"), times, extra, None, f"{products} products")
 
 
 def sequence(n: int, tokens: int, width: int, device: torch.device, backend: ModuleType = cuda, rounds: int = 9) -> Row:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _WARM = 0.001  # seconds of uncounted calls in front of those that are timed; one call may take longer
 _DISTURBED = 0.02  # seconds of waiting for a core, for each second of a call
 _PATIENCE = 20.0  # seconds that the calls of :func:`in_turn` which are timed again may take altogether
@@ -62,6 +64,16 @@ def in_turn(
             patience -= time.perf_counter() - start
             seconds[name].append(found)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Return a clock of what is done on a device: on a GPU one that first waits until all of it is done."""
+
+    def waited() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return waited if device.type == "cuda" else time.perf_counter
 
 
 def _timed(function: Callable[[], Any], repeats: int, clock: Callable[[], float]) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """Settings of Sphinx: `make docs`."""
 
 import re
+import warnings
 from pathlib import Path
 
 import pyflatness
@@ -11,12 +12,13 @@ version = release = pyflatness.__version__
 
 extensions = [
     *("sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx.ext.viewcode"),
-    *("myst_parser", "sphinx_copybutton", "sphinx-mathjax-offline"),
+    *("myst_parser", "sphinx_copybutton", "sphinx-mathjax-offline", "sphinx_gallery.gen_gallery"),
 ]
-exclude_patterns = ["papers/*.md"]
+exclude_patterns = ["papers/*.md", "examples"]
 html_theme = "furo"
 html_title = f"pyflatness {release}"
-html_static_path: list[str] = []
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 4
@@ -33,6 +35,19 @@ python_use_unqualified_type_names = True
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
+sphinx_gallery_conf = {  # docs/examples/*.py, which are run, become pages in docs/gallery, which git ignores
+    "examples_dirs": "examples",
+    "gallery_dirs": "gallery",
+    "filename_pattern": r"\.py$",
+    "within_subsection_order": "FileNameSortKey",
+    "ignore_repr_types": r"tuple|matplotlib",  # what calls that draw return
+    "default_thumb_file": "front.png",
+    "run_stale_examples": True,  # the package may have changed where a script has not
+    "image_srcset": ["2x"],
+    "show_signature": False,
+    "write_computation_times": False,
+    "copyfile_regex": "",
+}
 
 ROOT = Path(__file__).resolve().parent.parent
 FROM_ROOT = {"index": "README", "changelog": "CHANGELOG", "contributing": "CONTRIBUTING", "security": "SECURITY"}
@@ -40,7 +55,7 @@ FROM_ROOT = {"index": "README", "changelog": "CHANGELOG", "contributing": "CONTR
 
 
 def _source(app, docname, source):
-    """Lead links to files outside of docs/ to their pages; what has none stays as text."""
+    """Lead links to files outside of docs/, and to examples, to their pages; what has none stays as text."""
     text = source[0]
     if docname in FROM_ROOT:
         text = (ROOT / f"{FROM_ROOT[docname]}.md").read_text(encoding="utf-8") + "\n" + text
@@ -50,12 +65,15 @@ def _source(app, docname, source):
     def led(link):
         words, target = link[1], link[2].strip()
         name = target.removeprefix("../")
+        if example := re.fullmatch(r"examples(?:/(\w+)\.py)?", name):
+            return f"[{words}](gallery/{example[1] or 'index'}.rst)"
         if name in pages:
             return f"[{words}]({pages[name]}.md)"
         outside = target.startswith("../") or (docname in FROM_ROOT and (ROOT / target).is_file())
         return words if outside else link[0]
 
-    source[0] = re.sub(r"(?<!!)\[([^\]\[]+)\]\(([^()#:]+)\)", led, text)
+    text = re.sub(r"(?<!!)\[([^\]\[]+)\]\(([^()#:]+)\)", led, text)
+    source[0] = re.sub(r"\[[\w/-]+\.md\](?=\([\w/-]+\.md\b)", "[]", text)  # a page by its title, not its file
 
 
 def _docstring(app, what, name, obj, options, lines):
@@ -67,6 +85,10 @@ def _docstring(app, what, name, obj, options, lines):
 
 
 def setup(app):
-    """Connect what pages are read through."""
+    """Connect what pages are read through, and let a warning in an example be an error of it."""
+    strict = warnings.catch_warnings()
+    app.connect("builder-inited", lambda app: strict.__enter__(), priority=400)  # the examples run at 500
+    app.connect("builder-inited", lambda app: warnings.simplefilter("error"), priority=401)
+    app.connect("builder-inited", lambda app: strict.__exit__(None, None, None), priority=600)
     app.connect("source-read", _source)
     app.connect("autodoc-process-docstring", _docstring)

@@ -8,7 +8,8 @@ from .curvature.critical import critical_sharpness
 from .curvature.landscape import landscape
 from .curvature.linear_interpolation import LinearInterpolation, linear_interpolation
 from .curvature.slices import Landscape
-from .curvature.spectrum import Spectrum, spectrum
+from .curvature.spectra import Spectrum
+from .curvature.spectrum import spectrum
 from .curvature.worst_case import keskar_sharpness, worst_case_sharpness
 from .errors import (
     BackendError,
@@ -48,6 +49,7 @@ from .measures.representation import representation
 from .model.calling import causal_lm
 from .reparameterization.reparameterize import reparameterize
 from .report import Estimate, Report
+from .scoring.attached import add_to_store
 from .scoring.score import score
 from .scoring.scores import Scores
 from .training.head_penalty import flatness_penalty
@@ -78,6 +80,7 @@ __all__ = [
     "Verification",
     "WorstCase",
     "adaptive_sharpness_mc",
+    "add_to_store",
     "authors_representativeness",
     "block_traces",
     "bounds",

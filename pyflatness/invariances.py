@@ -20,10 +20,10 @@ from torch import nn
 from .api import measure
 from .errors import InputError
 from .measures import MEASURES
-from .messages import shown
+from .messages import check_module, shown
 from .model.layers import is_supported, matrix
 from .model.selectors import Selector
-from .options import check_seed
+from .options import check_numbers, check_seed
 from .reparameterization.reparameterize import reparameterize
 from .report import Estimate, views
 
@@ -142,11 +142,12 @@ def invariances(
          trace          moved, ...     moved, ...     no
          scaled_trace   kept, ...      moved, ...     layer-wise
     """
-    check_seed("seed", seed)
-    if len(factors) != 2 or not 0 < factors[0] <= factors[1]:
-        raise InputError(f"factors: two positive numbers (low, high) are wanted, got {shown(factors)}")
+    model, seed = check_module("model", model), check_seed("seed", seed)
+    low, *high = check_numbers("factors", factors, "two positive numbers (low, high)")
+    if len(high) != 1 or low > high[0]:
+        raise InputError(f"factors={shown(factors)}: two positive numbers (low, high) are wanted")
     forward = {"forward": options["forward"]} if "forward" in options else {}
-    multiplied, skipped = _multiplied(model, data, np.random.default_rng(seed), factors, forward)
+    multiplied, skipped = _multiplied(model, data, np.random.default_rng(seed % 2**64), factors, forward)
     options = {"layers": layers, "measures": measures, "seed": seed, **options}
     before = measure(model, loss, data, **options)
     tolerance = _EXACT if next(model.parameters()).dtype == torch.float64 else _ROUNDED

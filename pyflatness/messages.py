@@ -5,11 +5,14 @@ that are not UTF-8, or the beginning of a formula that a spreadsheet would run.
 """
 
 import contextlib
+import difflib
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import FlatnessError, InputError
 
@@ -26,6 +29,22 @@ def shown(value: object) -> str:
     """Return what was received as one short line, for a message."""
     line = " ".join(repr(value).split())
     return line if len(line) <= 80 else line[:79] + "…"
+
+
+def near(name: object, known: Iterable[object], most: int = 5) -> str:
+    """Return the known names that are closest to one that does not exist, or else the first ones, for a message."""
+    names = [*map(str, known)]
+    return ", ".join((difflib.get_close_matches(str(name), names) or names)[:most])
+
+
+def in_words(result: object, *facts: str) -> str:
+    """Return what a result is printed as: its class, and in brackets its facts but for empty ones."""
+    return f"{type(result).__name__}({', '.join(filter(None, facts))})"
+
+
+def with_error(value: float, stderr: float | None) -> str:
+    """Return a number and, where there is one, its standard error."""
+    return f"{value:.6g}" if stderr is None else f"{value:.6g} ± {stderr:.2g}"
 
 
 def reason(error: BaseException) -> str:
@@ -61,6 +80,42 @@ def check_tensor(what: str, tensor: object) -> Tensor:
     if tensor.is_meta:
         raise InputError(f"{what}: {tuple(tensor.shape)} of {tensor.dtype} on the meta device has no values; load it")
     return tensor
+
+
+def check_module(what: str, model: object) -> nn.Module:
+    """Return a module.
+
+    Raises:
+        InputError: something else, such as its class.
+    """
+    if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__} itself; make one of it" if isinstance(model, type) else type(model).__name__
+        hint = "; load it into the model first, model.load_state_dict(…)" if isinstance(model, Mapping) else ""
+        raise InputError(f"{what}: a torch.nn.Module is wanted, got {got}{hint}")
+    return model
+
+
+def check_choice(
+    option: str, given: object, choices: Collection[str | None], error: type[FlatnessError] = InputError
+) -> None:
+    """Raise if an option is none of its choices.
+
+    Raises:
+        FlatnessError: of the type ``error``, with the choices.
+    """
+    if not (given is None or isinstance(given, str)) or given not in choices:
+        raise error(f"{option}={shown(given)} does not exist; choose one of {', '.join(map(repr, choices))}")
+
+
+def check_path(option: str, given: object) -> Path:
+    """Return where a file is, or is to be.
+
+    Raises:
+        InputError: no path, or that of a folder.
+    """
+    if not isinstance(given, (str, os.PathLike)) or not isinstance(os.fspath(given), str) or Path(given).is_dir():
+        raise InputError(f"{option}={shown(given)}: the path of a file is wanted")
+    return Path(given)
 
 
 def _instead(given: object) -> str:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from . import contractions
-from .errors import InputError
-from .messages import shown
+from .errors import BackendError, InputError
+from .messages import check_choice, shown
 from .numerics.accumulate import NAN_POLICIES, omits
 
 MAX_PASSES = 2048  # backward passes of a micro-batch, or Hessian products of a layer, unless the user says otherwise
@@ -49,11 +49,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            given = getattr(self, name)
-            if not (given is None or isinstance(given, str)) or given not in choices:
-                listed = ", ".join(map(repr, choices))
-                raise InputError(f"{name}={shown(given)} does not exist; choose one of {listed}")
-        contractions.check(self.backend)
+            check_choice(name, getattr(self, name), choices)
+        check_choice("backend", self.backend, contractions.BACKENDS, BackendError)
         self._set("per_sample", check_flag("per_sample", self.per_sample))
         self._set("seed", check_seed("seed", self.seed))
         self._set("max_passes", check_count("max_passes", self.max_passes, 1, "a number of passes"))
@@ -172,10 +169,40 @@ def check_number(
         InputError: no number, or one that does not fit; the message says which is ``wanted``.
     """
     given = _plain(value)
-    real = hasattr(given, "__float__") and not isinstance(given, bool) and getattr(given, "ndim", 0) == 0
-    if not real or not fits(float(given)):
+    if not _is_real(given) or not fits(float(given)):
         raise InputError(f"{name}={shown(value)}: {wanted} is wanted")
     return float(given)
+
+
+def check_numbers(
+    option: str,
+    given: Any,
+    wanted: str = "positive numbers",
+    fits: Callable[[float], bool] = lambda value: 0 < value < math.inf,
+) -> list[float]:
+    """Return an option that is several numbers, one at least, as a list.
+
+    Raises:
+        InputError: something else, or a number that does not fit.
+    """
+    found = check_several(option, given, wanted)
+    if not found:
+        raise InputError(f"{option}={shown(given)}: {wanted} are wanted, one at least")
+    for number in found:
+        if not _is_real(_plain(number)) or not fits(float(_plain(number))):
+            raise InputError(f"{option}={shown(given)}: {wanted} are wanted, and {shown(number)} is among them")
+    return [float(_plain(number)) for number in found]
+
+
+def check_function(option: str, given: Any, called: str) -> Callable[..., Any]:
+    """Return an option that is a function.
+
+    Raises:
+        InputError: something else; the message says how the function would be called.
+    """
+    if not callable(given):
+        raise InputError(f"{option}={shown(given)}: a function {called} is wanted")
+    return given  # type: ignore[no-any-return]
 
 
 def check_relative_error(name: str, value: Any) -> float:
@@ -207,17 +234,39 @@ def check_dtype(option: str, given: Any) -> torch.dtype:
     return kind
 
 
-def check_names(option: str, given: Any) -> list[str]:
+def check_names(option: str, given: Any, hint: str = "") -> list[str]:
     """Return one name or several as a list, each once.
+
+    Args:
+        option: its name.
+        given: by the user.
+        hint: what the message says behind "a name or several".
 
     Raises:
         InputError: something else.
     """
-    found = [given] if isinstance(given, str) else [*given] if isinstance(given, Iterable) else [None]
+    wanted = f"a name or several{hint}"
+    found = [given] if isinstance(given, str) else check_several(option, given, wanted)
     for name in found:
         if not isinstance(name, str):
-            raise InputError(f"{option}={shown(given)}: a name or several are wanted, pyflatness measures lists them")
+            raise InputError(f"{option}={shown(given)}: {wanted} are wanted, and {shown(name)} is among them")
     return [*dict.fromkeys(found)]
+
+
+def check_several(option: str, given: Any, wanted: str) -> list[Any]:
+    """Return an option that is a list, an array or the like as a list.
+
+    Raises:
+        InputError: something else.
+    """
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable) or getattr(given, "ndim", 1) != 1:
+        raise InputError(f"{option}={shown(given)}: {wanted} are wanted")
+    return [*given]
+
+
+def _is_real(given: Any) -> bool:
+    """Return whether it is a real number, or an estimate of one."""
+    return hasattr(given, "__float__") and not isinstance(given, bool) and getattr(given, "ndim", 0) == 0
 
 
 def _plain(value: Any) -> Any:

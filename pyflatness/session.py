@@ -1,7 +1,6 @@
 """Open every public call: check its arguments, and take hold of the user's model, loss and data once."""
 
 import contextlib
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -12,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from . import losses
-from .errors import InputError
 from .losses import auto
-from .messages import shown
+from .messages import near, shown
 from .model import calling, fingerprint, shards, spread, state
 from .model.data import Batches, first, leaves
 from .numerics.meeting import Group, joined
 from .numerics.ranks import ALONE, Ranks
-from .options import Options, check_flag
+from .options import Options, check_flag, check_function
 from .passes.checked import Checked, explained
 from .passes.task import Task
 
@@ -58,8 +56,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             )
         for name in kwargs:
             if name not in parameters:
-                near = ", ".join(difflib.get_close_matches(name, names)) or ", ".join(names)
-                raise TypeError(f"{function.__name__}() has no argument {name!r}; did you mean {near}?")
+                listed = near(name, names, len(names))
+                raise TypeError(f"{function.__name__}() has no argument {name!r}; did you mean {listed}?")
         return function(*args, **kwargs)
 
     return cast(Callable[P, R], untraced(called))
@@ -123,8 +121,8 @@ def session(
         RankError: another rank fails or does not come; the ranks' models or options differ.
     """
     resolved = None if auto.is_auto(loss) else losses.resolve(loss, reduction)
-    if forward is not None and not callable(forward):
-        raise InputError(f"forward={shown(forward)}: a function (model, batch) -> (outputs, targets) is wanted")
+    if forward is not None:
+        check_function("forward", forward, "(model, batch) -> (outputs, targets)")
     progress = None if progress is None else check_flag("progress", progress)
     options = options or Options()
     with (

@@ -39,6 +39,7 @@ Item = TypeVar("Item")
 
 _TIMED = 3  # backward passes that say how long the others will take
 _DEFINITION_ENTRIES = 4096  # weights up to which the definition's one backward pass per weight is affordable
+_CLASSES = (torch.int8, torch.int16, torch.int32)  # which torch's losses want in int64 or uint8
 # The forward pass's own rounding is in these.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -190,7 +191,7 @@ def verify(
             with uses.attached({estimate.layer: target}):
                 risk()  # after which it knows what it stands for
         # The other kernels of attention have no second derivative.
-        with _differentiable(target), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        with calling.differentiated(), _differentiable(target), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             coarsest = _coarsest(risk())
             method, truth = _truth(estimate, target, risk, _Passes(estimate, target, seconds, progress))
     checks = []
@@ -240,17 +241,14 @@ class _Passes:
         start = time.monotonic()
         for done, item in enumerate(progress_bar.track(items, total, "backward passes", self._shown)):
             interrupts.check()
-            if done == min(_TIMED, total - 1):
-                self._check((time.monotonic() - start) / max(1, done) * total, total)
+            expected = (time.monotonic() - start) / max(1, done) * total
+            if self._seconds is not None and done == min(_TIMED, total - 1) and expected > self._seconds:
+                raise InputError(
+                    f"layer {self._estimate.layer!r} of {self._weights} weights: the truth of {self._estimate.samples} "
+                    f"samples takes {total} backward passes, about {expected:.2g} s, more than "
+                    f"seconds={self._seconds:g}; pass fewer samples=, a smaller layer of the same kind, or seconds=None"
+                )
             yield item
-
-    def _check(self, expected: float, total: int) -> None:
-        if self._seconds is not None and expected > self._seconds:
-            raise InputError(
-                f"layer {self._estimate.layer!r} of {self._weights} weights: the truth of {self._estimate.samples} "
-                f"samples takes {total} backward passes, about {expected:.2g} s, more than seconds={self._seconds:g}; "
-                "pass fewer samples=, a smaller layer of the same kind, or seconds=None"
-            )
 
 
 def _truth(estimate: Estimate, layer: nn.Module, risk: Callable[[], Tensor], passes: _Passes) -> tuple[str, float]:
@@ -274,6 +272,8 @@ def _risk(model: nn.Module, loss: Any, batch: Any, forward: calling.Forward | No
         return returned if one is None else one
 
     outputs, targets = calling.run(model, batch, forward, taken)
+    if isinstance(targets, Tensor) and targets.dtype in _CLASSES:
+        targets = targets.long()
     value: Tensor = loss(outputs, targets)
     return value
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -42,7 +42,12 @@ OPTIONAL = {"test_cli.py": ("click", "scipy", "sklearn", "matplotlib")}  # what 
 NEEDED = ("torch", "pybind11", "numpy", "rich", "pytest", "hypothesis")
 WORKERS = min(6, os.cpu_count() or 1)
 LATE, KERNEL = "the time for these tests is over", "kernel"  # what support.launches writes into reports
-UNSANITIZED = ("test_cuda_streams.py", "test_cuda_public_calls.py")  # large ones; torch's kernels rather than ours
+UNSANITIZED = tuple(  # large ones; torch's kernels rather than ours
+    f"test_cuda_{name}.py"
+    for name in (
+        *("streams", "public_calls", "every_call", "penalties", "curvature", "memory", "ranks", "integrations"),
+    )
+)
 UNRACED = (  # under racecheck cuBLAS's bfloat16 products of 16 classes stop with an illegal access
     "tests/cuda/test_cuda_spread.py::test_one_call_for_all_classes_of_a_chunk[cuda]",
     "tests/cuda/test_cuda_spread.py::test_ill_conditioned_rows_among_others[cuda-dtype2]",
@@ -68,10 +73,12 @@ class Outcome:
 
 def main() -> int:
     """Runs the steps; returns the exit status."""
-    steps = {"build": build, "test": test, "memcheck": sanitized, "racecheck": sanitized}
+    steps: dict[str, Callable[..., Outcome]] = {"build": build, "test": test}
+    steps |= {"memcheck": sanitized, "racecheck": sanitized}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="*", metavar="|".join(steps), help="all unless named")
     parser.add_argument("--seconds", type=float, default=180, help="for each of memcheck and racecheck (%(default)s)")
+    parser.add_argument("--files", metavar="PATTERN", help="of the tests that are run, such as 'tests/cuda/*_rows.py'")
     given = parser.parse_args()
     chosen = given.steps or [*steps]
     if not {*chosen} <= {*steps}:
@@ -86,7 +93,8 @@ def main() -> int:
     BUILD.mkdir(parents=True, exist_ok=True)
     found: dict[str, Outcome] = {}
     for name in chosen:
-        found[name] = steps[name](name, given.seconds)
+        options = {"pattern": given.files} if given.files and name != "build" else {}
+        found[name] = steps[name](name, given.seconds, **options)
         if name == "build" and found[name].failed:
             break
     gpu = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
@@ -111,13 +119,13 @@ def table(found: dict[str, Outcome]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
-def test(name: str, seconds: float) -> Outcome:
+def test(name: str, seconds: float, pattern: str = "tests/**/test_*.py") -> Outcome:  # noqa: PT028
     """The tests."""
     if run([sys.executable, "-c", SAYS_WHY]):
         return Outcome("the kernels cannot run", True)
     several = ["-n", str(WORKERS)] if importlib.util.find_spec("xdist") else []
     report = BUILD / "test.xml"
-    status = run([*pytest_command(report), *several, *files("tests/**/test_*.py")])
+    status = run([*pytest_command(report), *several, *files(pattern)])
     return outcome([report], bool(status))
 
 
@@ -204,7 +212,7 @@ def nvcc() -> str | None:
     return next((place for place in places if place and Path(place).exists()), None)
 
 
-def sanitized(tool: str, seconds: float) -> Outcome:
+def sanitized(tool: str, seconds: float, pattern: str = "tests/cuda/test_*.py") -> Outcome:
     """The tests under a tool of compute-sanitizer; each allocation one of its own, so that none hides an overrun."""
     folders = [Path(nvcc() or "").parent, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"]
     folders.append(Path("/usr/local/cuda/bin"))
@@ -217,7 +225,7 @@ def sanitized(tool: str, seconds: float) -> Outcome:
     # Errors of torch's own calls are not ours; the binding raises on those of a launch.
     chosen += ["--report-api-errors", "no"] if "--report-api-errors" in said else []
     command = [sanitizer, "--tool", tool, *chosen, "--target-processes", "all", "--error-exitcode", "1"]
-    tests = [name for name in files("tests/cuda/test_*.py") if not name.endswith(UNSANITIZED)]
+    tests = [name for name in files(pattern) if not name.endswith(UNSANITIZED)]
     tests += [f"--deselect={test}" for test in UNRACED] if tool == "racecheck" else []
     until = time.time() + seconds
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYFLATNESS_UNTIL": str(until)}

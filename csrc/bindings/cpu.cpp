@@ -121,10 +121,10 @@ double softmax_variance_gradient(Array features, int64_t stride, Array weight, A
   T* q = pointer<T>("probabilities", probabilities, product(d, n));
   T* f = pointer<T>("factors", factors, product(2, n));
   double total;
-  const auto& kernels = of<T>(selected->head);  // while the GIL is held
+  const auto &head = of<T>(selected->head), &gradient = of<T>(selected->head_gradient);  // while the GIL is held
   py::gil_scoped_release release;
-  kernels.prepare_softmax_variance(w, bias.second ? b : nullptr, d, m, p, threads);
-  kernels.softmax_variance_gradient(x, stride, p, a, n, m, d, g, q, f, &total, threads);
+  head.prepare_softmax_variance(w, bias.second ? b : nullptr, d, m, p, threads);
+  gradient.softmax_variance_gradient(x, stride, p, a, n, m, d, g, q, f, &total, threads);
   return total;
 }
 

@@ -4,14 +4,16 @@
 namespace pyflatness {
 
 // What the kernel sources, compiled for one instruction set, export; and the set's list of them.
-#define PYFLATNESS_SET(isa)                                                                           \
-  extern const HeadTables head_##isa;                                                                 \
-  extern const LayerTables layer_##isa;                                                               \
-  extern const GatheredTables gathered_##isa;                                                         \
-  extern const GramTables gram_##isa;                                                                 \
-  extern const EigenKernels eigen_##isa;                                                              \
-  namespace {                                                                                         \
-  const Kernels set_##isa = {#isa, head_##isa, layer_##isa, gathered_##isa, gram_##isa, eigen_##isa}; \
+#define PYFLATNESS_SET(isa)                                                                \
+  extern const HeadTables head_##isa;                                                      \
+  extern const HeadGradientTables head_gradient_##isa;                                     \
+  extern const LayerTables layer_##isa;                                                    \
+  extern const GatheredTables gathered_##isa;                                              \
+  extern const GramTables gram_##isa;                                                      \
+  extern const EigenKernels eigen_##isa;                                                   \
+  namespace {                                                                              \
+  const Kernels set_##isa = {#isa,           head_##isa, head_gradient_##isa, layer_##isa, \
+                             gathered_##isa, gram_##isa, eigen_##isa};                     \
   }
 
 PYFLATNESS_SET(base)

@@ -1,8 +1,6 @@
 // Head kernels. Compiled once per instruction set (PYFLATNESS_ISA names it), so nothing here may have external linkage
 // but the table at the end.
-#include "common.h"
-#include "kernels.h"
-#include "simd.h"
+#include "head_blocks.h"
 
 namespace {
 
@@ -82,91 +80,6 @@ void pair_distances(const T* weight, int64_t d, int64_t m, T* out, int threads) 
   }
 }
 
-// softmax_variance goes by blocks of two vectors of rows. Products of a tile of rows and outputs are summed in
-// registers, lanes along the features; then the sums are folded into vectors with lanes along the rows.
-template <typename T>
-constexpr int64_t kBlockRows = 2 * Simd<T>::kLanes;
-constexpr int64_t kTileRows = PYFLATNESS_VECTOR_BYTES == 64 ? 4 : 2;  // at most the lanes of a vector of double
-constexpr int kTileOutputs = PYFLATNESS_VECTOR_REGISTERS == 32 && kTileRows == 2 ? 10 : 5;  // fills the registers
-template <typename T>
-constexpr int64_t kTileStep = Simd<T>::kLanes / kTileRows;  // a tile's rows lie so far apart, as folding wants them
-
-// The address may lie behind the array: a prefetch never faults, but a pointer there must not be formed.
-template <typename T>
-PYFLATNESS_INLINE void prefetch(const T* place, int64_t ahead) {
-  const uintptr_t bytes = static_cast<uintptr_t>(ahead) * sizeof(T);
-  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(place) + bytes), 0, 2);
-}
-
-// sums[s, 0] = sum_j weight[s, j] rows[0, kTileStep, ...][j], folded as far as a tile's rows go. The first tile adds
-// rows[r][j]^2 behind them, and brings the rows of a block to come (`ahead` elements on) into the second cache: the
-// first is full of this block.
-template <typename T, int Outputs, bool First, bool Packed>
-PYFLATNESS_INLINE void product_tile(const T* const* rows, int64_t ahead, const T* weight, int64_t m,
-                                    typename Simd<T>::Vec* sums) {  // [Outputs + First, 2 kTileStep]
-  using S = Simd<T>;
-  typename S::Vec tile[Outputs + First][kTileRows] = {}, x[kTileRows];
-  const auto add = [&](const auto& weight_at) __attribute__((always_inline)) {
-    for (int s = 0; s < Outputs; ++s) {
-      const typename S::Vec w = weight_at(weight + s * (Packed ? pyflatness::packed_columns(m) : m));
-      for (int64_t r = 0; r < kTileRows; ++r) tile[s][r] += w * x[r];
-    }
-    if (First)
-      for (int64_t r = 0; r < kTileRows; ++r) tile[Outputs + First - 1][r] += x[r] * x[r];
-  };
-  int64_t j = 0;
-  for (; j + S::kLanes <= m; j += S::kLanes) {
-    for (int64_t r = 0; r < kTileRows; ++r) {
-      x[r] = S::load(rows[r * kTileStep<T>] + j);
-      if (First) prefetch(rows[r * kTileStep<T>] + j, ahead);
-    }
-    add([j](const T* w) { return S::load(w + j); });
-  }
-  if (j < m) {  // x holds the last features where the weight has them, and zeros in the lanes that were added already
-    for (int64_t r = 0; r < kTileRows; ++r) x[r] = S::load_tail(rows[r * kTileStep<T>] + m, m - j, m);
-    if constexpr (Packed)
-      add([j](const T* w) { return S::load(w + j); });
-    else
-      add([m](const T* w) { return m < S::kLanes ? S::load_partial(w, m, 0) : S::load(w + m - S::kLanes); });
-  }
-  for (int s = 0; s < Outputs + First; ++s) {
-    sums[s * 2 * kTileStep<T>] = S::fold(tile[s]);
-  }
-}
-
-template <typename T, bool First, bool Packed, int Outputs = kTileOutputs>
-PYFLATNESS_INLINE void product_tile(const T* const* rows, int64_t ahead, const T* weight, int64_t m, int64_t outputs,
-                                    typename Simd<T>::Vec* sums) {
-  if constexpr (Outputs > 1) {
-    if (outputs < Outputs) return product_tile<T, First, Packed, Outputs - 1>(rows, ahead, weight, m, outputs, sums);
-  }
-  product_tile<T, Outputs, First, Packed>(rows, ahead, weight, m, sums);
-}
-
-// logits[s, r] for a tile of outputs and the block's rows; the first tile writes the squared norms too.
-template <typename T, bool First, bool Packed>
-PYFLATNESS_INLINE void block_tile(const T* const* rows, int64_t ahead, const T* weight, int64_t m, int64_t outputs,
-                                  T* logits, T* norms) {
-  using S = Simd<T>;
-  typename S::Vec sums[kTileOutputs + 1][2][kTileStep<T>];
-  for (int64_t vector = 0; vector < 2; ++vector)
-    for (int64_t r = 0; r < kTileStep<T>; ++r)
-      product_tile<T, First, Packed>(rows + vector * S::kLanes + r, ahead, weight, m, outputs, &sums[0][vector][r]);
-  for (int64_t s = 0; s < outputs + First; ++s)
-    for (int64_t vector = 0; vector < 2; ++vector)
-      S::store((s < outputs ? logits + s * kBlockRows<T> : norms) + vector * S::kLanes, S::fold(sums[s][vector]));
-}
-
-// Logits (by outputs: one vector holds one output of many rows) and squared norms of a block of rows.
-template <typename T, bool Packed>
-void block_products(const T* const* rows, int64_t ahead, const T* weight, int64_t m, int64_t d, T* logits, T* norms) {
-  const int64_t columns = Packed ? pyflatness::packed_columns(m) : m;
-  block_tile<T, true, Packed>(rows, ahead, weight, m, minimum(d, kTileOutputs), logits, norms);
-  for (int64_t s = kTileOutputs; s < d; s += kTileOutputs)
-    block_tile<T, false, Packed>(rows, ahead, weight + s * columns, m, minimum(d - s, kTileOutputs),
-                                 logits + s * kBlockRows<T>, norms);
-}
-
 // variance[r] = sum_{s<t} p_s p_t D_st for a block of rows. Every term is >= 0, so nothing cancels, however close to
 // one the largest probability is. Two vectors go side by side, as every sum waits for its last addition.
 template <typename T>
@@ -176,14 +89,8 @@ PYFLATNESS_INLINE void pair_variance(T* logits,  // [d, kBlockRows]
   using Vec = typename S::Vec;
   const auto at = [&](int64_t s, int v)
                       __attribute__((always_inline)) { return logits + s * kBlockRows<T> + v * S::kLanes; };
-  Vec top[2];
-  for (int v = 0; v < 2; ++v) top[v] = S::load(at(0, v)) + bias[0];
-  for (int64_t s = 1; s < d; ++s)
-    for (int v = 0; v < 2; ++v) {
-      const Vec z = S::load(at(s, v)) + bias[s];
-      top[v] = z > top[v] ? z : top[v];
-    }
-  Vec normaliser[2] = {}, pairs[2] = {};
+  Vec top[2], normaliser[2] = {}, pairs[2] = {};
+  block_maximum(logits, bias, d, top);
   for (int64_t s = 0; s < d; ++s) {
     Vec e[2], inner[2] = {};
     for (int v = 0; v < 2; ++v) {
@@ -205,11 +112,9 @@ PYFLATNESS_INLINE void block_values(const T* features, int64_t stride, const T* 
                                     double* values) {
   constexpr int64_t kRows = kBlockRows<T>;
   const int64_t count = minimum(kRows, n - first);
-  const T* rows[kRows];  // beyond the last row: that row again, not written
-  for (int64_t r = 0; r < kRows; ++r) rows[r] = features + (first + minimum(r, count - 1)) * stride;
   alignas(64) T logits[pyflatness::kMaxFusedOutputs * kRows];
   alignas(64) T norms[kRows], variance[kRows];
-  block_products<T, Packed>(rows, count == kRows ? 2 * kRows * stride : 0, weight, m, d, logits, norms);
+  block_products<T, Packed>(features, stride, first, count, weight, m, d, logits, norms);
   pair_variance(logits, bias, distances, d, variance);
   for (int64_t r = 0; r < count; ++r) values[r] = static_cast<double>(norms[r]) * static_cast<double>(variance[r]);
 }
@@ -284,6 +189,11 @@ struct Part {
   double total = 0;
   int64_t counted = 0;
   bool wrong = false;
+
+  void operator+=(const Part& other) {
+    total += other.total, counted += other.counted;
+    wrong |= other.wrong;
+  }
 };
 
 // Adds a block's values; those of rows that are ignored become 0.
@@ -314,124 +224,20 @@ PYFLATNESS_INLINE void add_block(double* values, int64_t count, const int64_t* l
   part->total += D::sum(sum);
 }
 
-// The rows are added up in parts, whose number the threads do not change: nor do they the sum.
-constexpr int64_t kParts = 256;
-
 template <typename T>
 void softmax_variance_sum(const T* features, int64_t stride, const T* prepared, const int64_t* labels, int64_t ignored,
                           int64_t n, int64_t m, int64_t d, double* values, double* total, int64_t* counted,
                           int threads) {
-  constexpr int64_t kRows = kBlockRows<T>;
   const T *bias = prepared + d * pyflatness::packed_columns(m), *distances = bias + d;
-  const int64_t blocks = blocks_of(n, kRows), parts = minimum(blocks, kParts);
-  Part found[kParts];
-#pragma omp parallel for num_threads(team(threads, n * m * d)) schedule(static)
-  for (int64_t p = 0; p < parts; ++p) {
-    Part part;
-    for (int64_t block = p * blocks / parts; block < (p + 1) * blocks / parts; ++block) {
-      const int64_t first = block * kRows, count = minimum(kRows, n - first);
-      alignas(64) double of_rows[kRows];
-      block_values<T, true>(features, stride, prepared, bias, distances, n, m, d, first, of_rows);
-      add_block<T>(of_rows, count, labels ? labels + first : nullptr, ignored, d, &part);
-      if (values) std::memcpy(values + first, of_rows, static_cast<size_t>(count) * sizeof(double));
-    }
-    found[p] = part;
-  }
-  Part whole;
-  for (int64_t p = 0; p < parts; ++p) {
-    whole.total += found[p].total, whole.counted += found[p].counted;
-    whole.wrong |= found[p].wrong;
-  }
+  const auto add = [=](int64_t first, int64_t count, Part* part) __attribute__((always_inline)) {
+    alignas(64) double of_rows[kBlockRows<T>];
+    block_values<T, true>(features, stride, prepared, bias, distances, n, m, d, first, of_rows);
+    add_block<T>(of_rows, count, labels ? labels + first : nullptr, ignored, d, part);
+    if (values) std::memcpy(values + first, of_rows, static_cast<size_t>(count) * sizeof(double));
+  };
+  const Part whole = sum_of_blocks<T, Part>(n, n * m * d, threads, add);
   *total = whole.total;
   *counted = whole.wrong ? -1 : whole.counted;
-}
-
-// For a block of rows: logits become probabilities p, slopes[s] = p_s (q_s - 2 v) with q_s = sum_t p_t D_st, which is
-// the gradient of v = sum_s p_s q_s / 2 in the logits.
-template <typename T>
-PYFLATNESS_INLINE void pair_slopes(T* logits,  // [d, kBlockRows], also the next
-                                   T* slopes, const T* bias, const T* distances, int64_t d, T* variance) {
-  using S = Simd<T>;
-  using Vec = typename S::Vec;
-  const auto at = [](T* rows, int64_t s, int v)
-                      __attribute__((always_inline)) { return rows + s * kBlockRows<T> + v * S::kLanes; };
-  Vec top[2], normaliser[2] = {}, twice[2] = {};
-  for (int v = 0; v < 2; ++v) top[v] = S::load(at(logits, 0, v)) + bias[0];
-  for (int64_t s = 1; s < d; ++s)
-    for (int v = 0; v < 2; ++v) {
-      const Vec z = S::load(at(logits, s, v)) + bias[s];
-      top[v] = z > top[v] ? z : top[v];
-    }
-  for (int64_t s = 0; s < d; ++s)
-    for (int v = 0; v < 2; ++v) {
-      const Vec e = S::exp_nonpositive(S::load(at(logits, s, v)) + bias[s] - top[v]);
-      S::store(at(logits, s, v), e);
-      normaliser[v] += e;
-    }
-  for (int64_t s = 0; s < d; ++s)
-    for (int v = 0; v < 2; ++v) S::store(at(logits, s, v), S::load(at(logits, s, v)) / normaliser[v]);
-  for (int64_t s = 0; s < d; ++s) {
-    Vec q[2] = {};
-    for (int64_t t = 0; t < d; ++t)
-      for (int v = 0; v < 2; ++v) q[v] += S::load(at(logits, t, v)) * distances[s * d + t];
-    for (int v = 0; v < 2; ++v) {
-      twice[v] += S::load(at(logits, s, v)) * q[v];
-      S::store(at(slopes, s, v), q[v]);
-    }
-  }
-  for (int64_t s = 0; s < d; ++s)
-    for (int v = 0; v < 2; ++v)
-      S::store(at(slopes, s, v), S::load(at(logits, s, v)) * (S::load(at(slopes, s, v)) - twice[v]));
-  for (int v = 0; v < 2; ++v) S::store(variance + v * S::kLanes, twice[v] * T(0.5));
-}
-
-// to[s, first...] = scale * from[s, ...] for the `count` rows of a block that there are.
-template <typename T>
-PYFLATNESS_INLINE void write_block(const T* from, const T* scale, int64_t d, int64_t n, int64_t first, int64_t count,
-                                   T* to) {
-  using S = Simd<T>;
-  for (int64_t s = 0; s < d; ++s)
-    for (int64_t r = 0; r < count; r += S::kLanes) {
-      const typename S::Vec rows = S::load(from + s * kBlockRows<T> + r) * S::load(scale + r);
-      T* place = to + s * n + first + r;
-      count - r < S::kLanes ? S::store_partial(place, rows, count - r) : S::store(place, rows);
-    }
-}
-
-template <typename T>
-void softmax_variance_gradient(const T* features, int64_t stride, const T* prepared, const double* shares, int64_t n,
-                               int64_t m, int64_t d, T* slopes, T* probabilities, T* factors, double* total,
-                               int threads) {
-  constexpr int64_t kRows = kBlockRows<T>;
-  const T *bias = prepared + d * pyflatness::packed_columns(m), *distances = bias + d;
-  const int64_t blocks = blocks_of(n, kRows), parts = minimum(blocks, kParts);
-  double found[kParts];
-#pragma omp parallel for num_threads(team(threads, n * m * d)) schedule(static)
-  for (int64_t p = 0; p < parts; ++p) {
-    alignas(64) T logits[pyflatness::kMaxFusedOutputs * kRows], block_slopes[pyflatness::kMaxFusedOutputs * kRows];
-    alignas(64) T norms[kRows], variance[kRows], ones[kRows], of_rows[kRows];
-    double part = 0;
-    for (int64_t block = p * blocks / parts; block < (p + 1) * blocks / parts; ++block) {
-      const int64_t first = block * kRows, count = minimum(kRows, n - first);
-      const T* rows[kRows];  // beyond the last row: that row again, not written
-      for (int64_t r = 0; r < kRows; ++r) rows[r] = features + (first + minimum(r, count - 1)) * stride;
-      block_products<T, true>(rows, count == kRows ? 2 * kRows * stride : 0, prepared, m, d, logits, norms);
-      pair_slopes(logits, block_slopes, bias, distances, d, variance);
-      for (int64_t r = 0; r < kRows; ++r) {
-        ones[r] = 1, of_rows[r] = 0;
-        if (r >= count) continue;
-        const double share = shares[first + r], scale = share * static_cast<double>(norms[r]);
-        part += scale * static_cast<double>(variance[r]);
-        factors[first + r] = static_cast<T>(2 * share * static_cast<double>(variance[r]));
-        factors[n + first + r] = of_rows[r] = static_cast<T>(scale);
-      }
-      write_block(block_slopes, of_rows, d, n, first, count, slopes);
-      write_block(logits, ones, d, n, first, count, probabilities);
-    }
-    found[p] = part;
-  }
-  *total = 0;
-  for (int64_t p = 0; p < parts; ++p) *total += found[p];
 }
 
 // The maximum of a row and its first place. A NaN is never the maximum; it shows in the sums instead.
@@ -529,14 +335,9 @@ void sigmoid_curvature(const T* logits, const T* coefficients, const T* row_norm
 }
 
 template <typename T>
-constexpr pyflatness::HeadKernels<T> kTable = {pair_distances<T>,
-                                               softmax_variance<T>,
-                                               prepare_softmax_variance<T>,
-                                               softmax_variance_sum<T>,
-                                               softmax_variance_gradient<T>,
-                                               exponentiate<T>,
-                                               row_dots<T>,
-                                               sigmoid_curvature<T>};
+constexpr pyflatness::HeadKernels<T> kTable = {
+    pair_distances<T>, softmax_variance<T>, prepare_softmax_variance<T>, softmax_variance_sum<T>,
+    exponentiate<T>,   row_dots<T>,         sigmoid_curvature<T>};
 
 }  // namespace
 

@@ -52,19 +52,6 @@ struct HeadKernels {
                                double* values,  // [n] or null
                                double* total, int64_t* counted, int threads);
 
-  // The sum of the values of softmax_variance times `shares`, and what its gradient is made of, for v_i = var_{p_i}(w):
-  // slopes[s, i] = shares_i |phi_i|^2 dv_i/dz_is, the probabilities p_is, factors[0, i] = 2 shares_i v_i and
-  // factors[1, i] = shares_i |phi_i|^2. The total is the same for any number of threads.
-  void (*softmax_variance_gradient)(const T* features,  // [n, m], row i at features + i * stride
-                                    int64_t stride,
-                                    const T* prepared,     // [d * (packed_columns(m) + 1 + d)]
-                                    const double* shares,  // [n]
-                                    int64_t n, int64_t m, int64_t d,
-                                    T* slopes,         // [d, n]
-                                    T* probabilities,  // [d, n]
-                                    T* factors,        // [2, n]
-                                    double* total, int threads);
-
   // A block of each row's logits, in place: z_s -> exp(z_s - maximum), where `maximum` (that of the blocks before,
   // -infinity for the first) is raised to this block's own largest logit first. If that raises it, the place t of that
   // logit takes `top_value`, and stays out of the sums; else t = -1.
@@ -93,6 +80,22 @@ struct HeadKernels {
                             int64_t n, int64_t d,
                             double* out,  // [n]
                             int threads);
+};
+
+template <typename T>
+struct HeadGradientKernels {
+  // The sum of the values of softmax_variance times `shares`, and what its gradient is made of, for v_i = var_{p_i}(w):
+  // slopes[s, i] = shares_i |phi_i|^2 dv_i/dz_is, the probabilities p_is, factors[0, i] = 2 shares_i v_i and
+  // factors[1, i] = shares_i |phi_i|^2. The total is the same for any number of threads.
+  void (*softmax_variance_gradient)(const T* features,  // [n, m], row i at features + i * stride
+                                    int64_t stride,
+                                    const T* prepared,     // [d * (packed_columns(m) + 1 + d)]
+                                    const double* shares,  // [n]
+                                    int64_t n, int64_t m, int64_t d,
+                                    T* slopes,         // [d, n]
+                                    T* probabilities,  // [d, n]
+                                    T* factors,        // [2, n]
+                                    double* total, int threads);
 };
 
 // A linear or convolutional layer. For each sample and group, M = sum_p delta_p phi_p^T (rows x columns): the patches
@@ -204,6 +207,7 @@ struct Tables {
   Table<double> f64;
 };
 using HeadTables = Tables<HeadKernels>;
+using HeadGradientTables = Tables<HeadGradientKernels>;
 using LayerTables = Tables<LayerKernels>;
 using GatheredTables = Tables<GatheredKernels>;
 using GramTables = Tables<GramKernels>;
@@ -219,6 +223,7 @@ const Table<T>& of(const Tables<Table>& tables) {
 struct Kernels {
   const char* name;
   const HeadTables& head;
+  const HeadGradientTables& head_gradient;
   const LayerTables& layer;
   const GatheredTables& gathered;
   const GramTables& gram;

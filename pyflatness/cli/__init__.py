@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: always; with a status of 0 if all went well, and else as :data:`.group.STATUSES` has it.
     """
+    from .add import add
     from .demo import demo
     from .doctor import doctor
     from .example_zoo import example_zoo
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     sections = {
         "Measure networks": [score, layers, plan],
-        "Read and keep a store of values": [ls, show, report, export, verify, merge, gc],
+        "Read and keep a store of values": [ls, show, report, export, add, verify, merge, gc],
         "Learn": [demo, example_zoo, measures, reproduce, doctor],
     }
     group = click.version_option(__version__, prog_name="pyflatness")(Group(sections, _HELP))

@@ -29,7 +29,7 @@ from ..generalization.correlation import Correlation, correlation
 from ..messages import printable
 from . import demo_networks
 from .demo_networks import Row
-from .output import show
+from .output import json_option, show, show_json
 from .paths import prepare_folder, write_whole
 
 if TYPE_CHECKING:
@@ -39,12 +39,13 @@ if TYPE_CHECKING:
 MEASURES = {"kappa": "κ", "normalised_kappa": "κ normalised"}
 
 
-@click.command()
+@click.command(short_help="Train and measure 24 small networks.")
 @click.option(
     "--out", type=click.Path(path_type=Path), default="demo", show_default=True, help="Folder for the results."
 )
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of data and networks.")
-def demo(out: Path, seed: int) -> None:
+@json_option
+def demo(out: Path, seed: int, as_json: bool) -> None:
     """Measure relative flatness and generalisation of 24 small networks.
 
     The command trains them on handwritten digits (less than a minute), prints a table and the correlations, and writes
@@ -55,6 +56,9 @@ def demo(out: Path, seed: int) -> None:
     rows = demo_networks.run(demo_networks.recipes(seed), demo_networks.load_digits(seed))
     correlations = correlate(rows, seed)
     write(out, rows, correlations, seed)
+    if as_json:
+        show_json(_results(rows, correlations, seed))
+        return
     _print(rows, correlations)
     click.echo(printable(f"scatter.png, results.json and results.csv are in {out}"))
 
@@ -73,12 +77,7 @@ def correlate(rows: list[Row], seed: int) -> list[Correlation]:
 
 def write(folder: Path, rows: list[Row], correlations: list[Correlation], seed: int) -> None:
     """Write the plot, and all numbers in full precision as JSON and CSV."""
-    results = {
-        "seed": seed,
-        "versions": _versions(),
-        "correlations": [_plain(item.to_dict()) for item in correlations],
-        "networks": [_plain(asdict(row)) for row in rows],
-    }
+    results = _results(rows, correlations, seed)
     table = io.StringIO()
     writer = csv.DictWriter(table, [field.name for field in fields(Row)], lineterminator="\n")
     writer.writeheader()
@@ -86,6 +85,16 @@ def write(folder: Path, rows: list[Row], correlations: list[Correlation], seed: 
     write_whole(folder / "scatter.png", _plot(rows, correlations))
     write_whole(folder / "results.json", (json.dumps(results, indent=2, allow_nan=False) + "\n").encode())
     write_whole(folder / "results.csv", table.getvalue().encode())
+
+
+def _results(rows: list[Row], correlations: list[Correlation], seed: int) -> dict[str, Any]:
+    """Return what results.json has."""
+    return {
+        "seed": seed,
+        "versions": _versions(),
+        "correlations": [_plain(item.to_dict()) for item in correlations],
+        "networks": [_plain(asdict(row)) for row in rows],
+    }
 
 
 def _require_extras() -> None:

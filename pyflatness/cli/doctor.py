@@ -69,7 +69,7 @@ class Check:
         return self.error <= self.budget
 
 
-@click.command()
+@click.command(short_help="Check the installation and the numbers it computes.")
 @json_option
 def doctor(as_json: bool) -> None:
     """Show versions and engines, and check that they compute the right numbers.

@@ -21,7 +21,7 @@ from .demo_networks import Digits, Recipe
 from .paths import prepare_folder, write_whole
 
 
-@click.command("example-zoo")
+@click.command("example-zoo", short_help="Save 24 small networks to try the commands on.")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of data and networks.")
 def example_zoo(folder: Path, seed: int) -> None:

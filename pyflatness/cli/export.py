@@ -12,7 +12,7 @@ from ..scoring.store import Store
 from .paths import prepare_file, write_whole
 
 
-@click.command(name="export")
+@click.command(name="export", short_help="Write a table for other programs: CSV, JSON, Parquet.")
 @click.argument("store", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="FILE.csv, .json, .jsonl or .parquet.")
 @click.option("--metadata", "table", type=click.Path(path_type=Path), help="CSV or JSON file: columns by checkpoint.")

@@ -9,7 +9,7 @@ from ..scoring import upkeep
 from ..scoring.store import Store
 
 
-@click.command()
+@click.command(short_help="Take out what belongs to no checkpoint any more.")
 @click.argument("store", type=click.Path(path_type=Path))
 def gc(store: Path) -> None:
     """Take out of STORE the values of weights that no checkpoint has any more, and give the space back."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from . import invocation
 from .interruptible import interruptible
 
 STATUSES = {
@@ -13,8 +14,6 @@ STATUSES = {
     2: "cannot be done as it was asked; standard error says why",
     130: "interrupted, by Ctrl-C or SIGTERM",
 }
-
-_WHOLE = 1000  # characters, so that no sentence is cut off
 
 
 class Group(click.Group):
@@ -31,12 +30,17 @@ class Group(click.Group):
         self._sections = sections
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands in sections, with the first sentence of each one's help."""
+        """Write the commands in sections, with the ``short_help`` of each, which is a line."""
         longest = max(map(len, self.commands))
         for title, commands in self._sections.items():
-            rows = [(str(c.name).ljust(longest), c.get_short_help_str(_WHOLE)) for c in commands]
+            rows = [(str(c.name).ljust(longest), c.get_short_help_str()) for c in commands]
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, which are noted as they are."""
+        invocation.note(ctx, args)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""

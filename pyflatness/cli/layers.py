@@ -17,7 +17,7 @@ from . import spec_options
 from .output import json_option, show, show_json
 
 
-@click.command()
+@click.command(short_help="List the layers of a network that can be measured.")
 @spec_options.option("model", "the model", more=spec_options.NAMED_MODELS)
 @json_option
 def layers(model: specs.Function, model_args: dict[str, Any], as_json: bool) -> None:

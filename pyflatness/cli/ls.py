@@ -18,7 +18,7 @@ FROM checkpoints LEFT JOIN results USING (content) GROUP BY checkpoints.id ORDER
 _TIME = "SELECT coalesce(sum(seconds), 0) FROM units"
 
 
-@click.command()
+@click.command(short_help="Count what is done, failed and to do of each checkpoint.")
 @click.argument("store", type=click.Path(path_type=Path))
 @json_option
 def ls(store: Path, as_json: bool) -> None:

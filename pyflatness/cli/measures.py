@@ -64,7 +64,7 @@ initial weights, the readings of the authors' code. `pf.representation` (the lar
 """
 
 
-@click.command()
+@click.command(short_help="List the measures, or say which one is for what.")
 @click.option("--help-me-choose", is_flag=True, help="Show which measure is for what instead.")
 @click.option(
     "--markdown", is_flag=True, help="As the page docs/measures.md, or as the table in docs/which-measure.md."

@@ -26,14 +26,20 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON i
 def show(table: Table) -> None:
     """Print a table, its text as it is, without markup; cells are folded where it is too wide, and never cut off.
 
-    Colours and bold type are for terminals, and not with ``NO_COLOR`` in the environment.
+    Colours and bold type are for terminals, and not with ``NO_COLOR`` in the environment. Lines of files and pipes end
+    where their text does.
     """
     plain = bool(os.environ.get("NO_COLOR"))  # rich would leave bold type, which is escape codes too
     console = Console(markup=False, highlight=False, emoji=False, color_system=None if plain else "auto")
     console.width = max(console.width, _NARROWEST) if console.is_terminal else _WIDTH_OF_FILES
     for column in table.columns:
         column.overflow, column.no_wrap = "fold", False
-    console.print(table)
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))  # click would take ASCII for UTF-8
 
 
 def show_json(facts: Any) -> None:
@@ -60,11 +66,16 @@ class Notes:
         for note in notes:
             self._names.setdefault(note, set()).add(name)
 
-    def show(self) -> None:
-        """Print each note with the first checkpoint that it is on."""
+    def lines(self) -> Iterator[str]:
+        """Yield each note with the first checkpoint that it is on."""
         for note, names in self._names.items():
             first, *more = sorted(names)  # workers have them in no order
-            click.echo(printable(f"{first}{f' and {len(more)} more' if more else ''}: {note}"))
+            yield printable(f"{first}{f' and {len(more)} more' if more else ''}: {note}")
+
+    def show(self) -> None:
+        """Print the lines."""
+        for line in self.lines():
+            click.echo(line)
 
 
 @contextlib.contextmanager

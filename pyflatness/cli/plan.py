@@ -15,7 +15,7 @@ from . import spec_options
 from .output import json_option, show, show_json
 
 
-@click.command()
+@click.command(short_help="Say what a measurement would take on other machines.")
 @spec_options.option("model", "the model", more=spec_options.NAMED_MODELS)
 @click.option("--ranks", type=click.IntRange(1), multiple=True, default=[8], show_default=True, help="Repeatable.")
 @click.option("--samples", type=click.IntRange(1), default=1024, show_default=True, help="Of all data.")

@@ -16,7 +16,7 @@ from .paths import prepare_file, write_whole
 _PATH = click.Path(path_type=Path)
 
 
-@click.command(name="report")
+@click.command(name="report", short_help="Write a page to look at: table, charts, correlations.")
 @click.argument("store", type=_PATH)
 @click.option("--out", type=_PATH, required=True, help="FILE.html.")
 @click.option("--title", help="Heading of the page.  [default: the store's name]")

@@ -13,8 +13,8 @@ from .output import json_option, show, show_json
 from .paths import prepare_folder, write_whole
 
 
-@click.command()
-@click.argument("name", required=False)
+@click.command(short_help="Redo a figure of the papers.")
+@click.argument("name", required=False, shell_complete=lambda context, parameter, typed: _names(typed))
 @click.option("--list", "listed", is_flag=True, help="List the experiments.")
 @click.option("--scale", type=click.Choice(["small", "paper"]), default="small", show_default=True,
               help="small: minutes on two cores, no data needed; paper: the paper's settings and data.")  # fmt: skip
@@ -67,6 +67,13 @@ def reproduce(
         click.echo(printable(f"{point}: {why}"))
     click.echo(printable(found.verdict))
     click.echo(printable(f"{', '.join(files)} are in {out}"))
+
+
+def _names(typed: str) -> list[str]:
+    """Return the experiments whose names begin so, for the shell."""
+    from ..experiments import EXPERIMENTS
+
+    return [row.name for row in EXPERIMENTS if row.name.startswith(typed)]
 
 
 def _list(rows: Any, as_json: bool) -> None:

@@ -8,6 +8,7 @@ Processes that torchrun has started measure each checkpoint together (:mod:`.lau
 import functools
 import json
 import os
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import click
 import torch
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 from torch import nn
 from torch.nn import functional as F
 
@@ -34,6 +36,7 @@ from ..scoring.run import Run
 from ..scoring.units import Request
 from ..scoring.worker import Source
 from . import config, launched, score_csv, score_store, spec_options
+from .output import json_option
 from .paths import is_same_file, prepare_file
 
 _SETS = ("sweep", "all")
@@ -50,6 +53,13 @@ def _measures(context: click.Context, parameter: click.Parameter, given: tuple[s
     if not names:
         named(names)  # which is an error
     return tuple(dict.fromkeys(row.name for name in names for row in named(name)))
+
+
+def _complete(context: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Return what the last of the names that are typed may be, for the shell."""
+    before, comma, last = typed.rpartition(",")
+    known = (*(row.name for row in MEASURES), *_SETS)
+    return [CompletionItem(before + comma + name) for name in known if name.startswith(last)]
 
 
 def _limit(context: click.Context, parameter: click.Parameter, given: str | None) -> float | None:
@@ -80,7 +90,7 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
     return None if given is None else (int(number), int(count))
 
 
-@click.command()
+@click.command(short_help="Measure many checkpoints on one data set.")
 @config.option
 @spec_options.option("model", "the model", more=spec_options.NAMED_MODELS)
 @spec_options.option(
@@ -112,6 +122,7 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
     default=[MEASURES[0].name],
     show_default=True,
     callback=_measures,
+    shell_complete=_complete,
     help="See pyflatness measures; 'sweep'; 'all'. Of several layers there is a row for the network, with no layer.",
 )
 @click.option("--curvature", type=click.Choice(["auto", "ggn", "hessian"]), default="auto", show_default=True)
@@ -144,6 +155,13 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
 @click.option("--out", type=_PATH, help="CSV file for the rows.")
 @click.option("--store", type=_PATH, help="SQLite file for the values: run again, the command goes on where it was.")
 @click.option("--retry", is_flag=True, help="Compute again what failed. (--store)")
+@click.option(
+    "--spectrum",
+    metavar="K",
+    type=click.IntRange(1),
+    help="Also the K largest eigenvalues of each network's Hessian and the density of all, by some 600 products with "
+    "it, for the page of pyflatness report. (--store)",
+)
 @click.option("--shard", metavar="I/N", callback=_shard, help="The I-th of N parts, in a store of its own. (--store)")
 @click.option(
     "--executor", type=click.Choice(executors.NAMES), default="processes", show_default=True, help="(--store)"
@@ -162,6 +180,7 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
 @click.option("--fingerprint", type=click.Choice(["all", "ends"]), default="all", help="Batches to know data by.")
 @click.option("--dry-run", is_flag=True, help="Say what there is to do, and how long it will take. (--store)")
 @click.option("--progress/--no-progress", default=None, help="Show a bar.  [on a terminal]")
+@json_option
 @click.option("--allow-pickle-weights-only", is_flag=True, expose_value=False, hidden=True)  # of 0.1.0: always so
 @click.argument("paths", metavar="[CHECKPOINT]...", nargs=-1, type=_PATH)
 def score(
@@ -184,6 +203,7 @@ def score(
     out: Path | None,
     store: Path | None,
     retry: bool,
+    spectrum: int | None,
     shard: tuple[int, int] | None,
     executor: str,
     executor_args: dict[str, Any],
@@ -194,6 +214,7 @@ def score(
     fingerprint: str,
     dry_run: bool,
     progress: bool | None,
+    as_json: bool,
     paths: tuple[Path, ...],
 ) -> None:
     """Measure the network of each CHECKPOINT, with its loss and accuracy from the same pass.
@@ -207,8 +228,14 @@ def score(
     """
     if (out is None) == (store is None):
         raise click.UsageError("pass --out FILE.csv, or --store FILE.sqlite, with which the same command goes on")
-    if out is not None and (retry or shard or table or settings or dry_run or workers > 1):
-        raise click.UsageError("--retry, --shard, --workers, --metadata, --settings and --dry-run go with --store")
+    if out is not None and (retry or spectrum or shard or table or settings or dry_run or workers > 1):
+        raise click.UsageError(
+            "--retry, --spectrum, --shard, --workers, --metadata, --settings and --dry-run go with --store"
+        )
+    if store is not None and as_json:
+        raise click.UsageError(
+            "--json goes with --out; of a store pyflatness ls --json and show --json print what it has"
+        )
     if not paths and (shard or workers > 1):
         raise click.UsageError("--shard and --workers go with several CHECKPOINTs, and none is there")
     criterion = _loss(loss, loss_args)
@@ -224,7 +251,10 @@ def score(
             f"--model {spec} has random weights; pass CHECKPOINTs, or --model-args that name weights"
         )
     draws = int(probes) if probes and probes.lstrip("-").isdigit() else probes
-    options = Options(curvature, draws, target_stderr, seed=seed, rtol=rtol, max_passes=max_passes)
+    try:
+        options = Options(curvature, draws, target_stderr, seed=seed, rtol=rtol, max_passes=max_passes)
+    except InputError as error:
+        raise InputError(_by_option(str(error))) from None
     with launched.ranks() as ranks:
         if not ranks.alone and (dry_run or workers > 1 or (executor != "serial" and _is_given("executor"))):
             raise click.UsageError(
@@ -253,7 +283,8 @@ def score(
         if auto.is_auto(criterion) and selectors:
             _check_passes(run)
         if out is not None:
-            score_csv.write(run, *((out, progress) if ranks.rank == 0 else (Path(os.devnull), False)))
+            file, shown = (out, progress) if ranks.rank == 0 else (Path(os.devnull), False)
+            score_csv.write(run, file, shown, as_json=as_json)
         if store is not None:
             columns = metadata.read(table, run.models) if table else {}
             if settings:
@@ -263,9 +294,17 @@ def score(
             where = executor_args | ({"address": ray_address} if ray_address else {})
             alone = ranks.alone and found
             how = score_store.How(
-                executor if alone else "serial", workers, where, retry=retry, ends=fingerprint == "ends", shown=progress
+                *(executor if alone else "serial", workers, where, retry, fingerprint == "ends"),
+                spectrum=spectrum or 0,
+                shown=progress,
             )
             score_store.write(run, path, columns, how, dry_run=dry_run)
+
+
+def _by_option(message: str) -> str:
+    """Return an error of :class:`Options` with the names that the command line has: ``--rtol 2`` for ``rtol=2``."""
+    named = re.sub(r"\b(probes|target_stderr|rtol|max_passes|seed)=", lambda found: f"--{found[1]} ", message)
+    return named.replace("_stderr", "-stderr").replace("_passes", "-passes").replace("  ", " ")
 
 
 def _is_given(option: str) -> bool:

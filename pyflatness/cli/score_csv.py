@@ -14,12 +14,18 @@ from ..scoring.rows import Row, csv_line, rows
 from ..scoring.run import Run
 from ..scoring.scores import table
 from .bars import bar
-from .output import Notes, show
+from .output import Notes, show, show_json
 from .paths import append_whole
 
 
-def write(run: Run, out: Path, shown: bool | None = None) -> None:
+def write(run: Run, out: Path, shown: bool | None = None, *, as_json: bool = False) -> None:
     """Measure everything, write it, and print it.
+
+    Args:
+        run: what is asked.
+        out: the file.
+        shown: whether a bar is, see :func:`.bars.bar`.
+        as_json: whether the rows are printed as JSON, with the notes and whether this was interrupted.
 
     Raises:
         InputError: the file cannot be written.
@@ -33,10 +39,15 @@ def write(run: Run, out: Path, shown: bool | None = None) -> None:
         interrupted = error
     except OSError as error:  # all others end up in rows
         raise InputError(f"--out {out}: cannot be written ({error.strerror}); it has {len(found)} rows") from None
-    print_rows(found)
-    notes.show()
     errors = sum(bool(row.error) for row in found)
-    click.echo(printable(f"{'interrupted; ' if interrupted else ''}wrote {out}: {len(found)} rows, {errors} errors"))
+    if as_json:
+        facts = {"rows": [*map(asdict, found)], "notes": [*notes.lines()], "interrupted": interrupted is not None}
+        show_json({"file": str(out), "errors": errors, **facts})
+    else:
+        print_rows(found)
+        notes.show()
+        said = f"{'interrupted; ' if interrupted else ''}wrote {out}: {len(found)} rows, {errors} errors"
+        click.echo(printable(said))
     if interrupted or errors:
         raise SystemExit(130 if interrupted else 1) from interrupted
 

@@ -17,6 +17,7 @@ from ..scoring.measuring import Outcome
 from ..scoring.run import Kept, Run, keep
 from ..scoring.store import Store
 from ..scoring.worker import Job
+from . import invocation
 from .bars import bar
 from .output import Notes
 
@@ -33,6 +34,7 @@ class How:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     retry: bool = False
     ends: bool = False
+    spectrum: int = 0
     shown: bool | None = None
 
 
@@ -66,8 +68,8 @@ def _write(run: Run, path: Path, columns: Mapping[str, Mapping[str, Any]], how: 
     """Do what :func:`write` does, and return the exit status."""
     if how.ends:
         click.echo("the data are known by their first and last batch: a change between these goes unnoticed", err=True)
-    with Store.copied(path) if dry_run else Store(path, write=True) as store:
-        kept = keep(run, store, retry=how.retry, ends=how.ends)
+    with Store.copied(path) if dry_run else Store(path, write=True, command=invocation.command()) as store:
+        kept = keep(run, store, retry=how.retry, ends=how.ends, spectrum=how.spectrum)
         store.describe(columns)
         click.echo(printable(_summary(run, kept, path)))
         if dry_run:
@@ -76,28 +78,34 @@ def _write(run: Run, path: Path, columns: Mapping[str, Mapping[str, Any]], how: 
         done, interrupted = _go(run, store, kept, how, notes := Notes())
         counts = store.counts(kept.setting, kept.contents.values())
         errors = store.errors(kept.setting, kept.contents.values())
+        failed = kept.failures(store)
     left = len(kept.jobs) - done
     click.echo(printable(f"{path}: {done} units done, {left} to do; {counts['failed']} values failed"))
     notes.show()
-    for name, error in errors[:_SHOWN]:
+    if failed:
+        click.echo(f"spectra that failed: {len(failed)}")
+    for name, error in (errors + failed)[:_SHOWN]:
         click.echo(printable(f"{name}: {error}"))
-    if counts["failed"]:
+    if counts["failed"] or failed:
         click.echo(f"pyflatness show {path} CHECKPOINT has all errors of one; --retry computes again what failed")
     if interrupted:
         click.echo("interrupted: what was done is kept, and the same command goes on from there")
         raise SystemExit(130) from interrupted
-    return 1 if counts["failed"] else 0
+    return 1 if counts["failed"] or failed else 0
 
 
 def _summary(run: Run, kept: Kept, path: Path) -> str:
     checkpoints, units = len(kept.contents), len(kept.jobs)
     values = sum(len(job.unit.pairs) for job in kept.jobs)
-    reads = run.reads(kept.jobs)
-    return f"{path}: {checkpoints} checkpoints, {units} units to do ({values} values, {reads} reads of the data)"
+    spectra = sum(bool(job.spectrum) for job in kept.jobs)
+    also = f", and {spectra} spectra of some 600 Hessian products each" if spectra else ""
+    reads = f"{run.reads(kept.jobs)} reads of the data{also}"
+    return f"{path}: {checkpoints} checkpoints, {units} units to do ({values} values, {reads})"
 
 
 def _estimate(run: Run, jobs: list[Job]) -> None:
-    """Measure the first unit, keep nothing of it, and print how long all of them will take."""
+    """Measure the first unit, keep nothing of it, and print how long all of them, but for spectra, will take."""
+    jobs = [job for job in jobs if not job.spectrum]
     if jobs:
         seconds = math.inf
         for _ in range(2):  # what is done once for a process counts once, if the unit is short
@@ -119,7 +127,7 @@ def _go(run: Run, store: Store, kept: Kept, how: How, notes: Notes) -> tuple[int
 
     def take(job: Job, outcome: Outcome) -> None:
         nonlocal done
-        store.commit(kept.setting, job.content, outcome)
+        kept.commit(store, job, outcome)
         notes.add(str(job.weights), outcome.notes)
         done += 1
         progress.advance(task)

@@ -12,7 +12,7 @@ from .output import json_option, show_json
 _NEXT = "not whole: put a copy of it back, or run pyflatness score as before with another --store"
 
 
-@click.command()
+@click.command(short_help="Check that a store is whole.")
 @click.argument("store", type=click.Path(path_type=Path))
 @json_option
 def verify(store: Path, as_json: bool) -> None:

@@ -3,7 +3,8 @@
 ``kernels in C++ (compiled) or torch (reference)  ->  contractions (here)  ->  losses  ->  measures``
 """
 
-from .backends import check, choose, choose_for_few, choose_for_head, describe
+from .backends import NAMES as BACKENDS
+from .backends import choose, choose_for_few, choose_for_head, describe
 from .dense import DenseContraction
 from .geometry import Geometry
 from .layer import LayerContraction
@@ -16,6 +17,7 @@ from .wide import Bounded
 from .written import WrittenContraction
 
 __all__ = [
+    "BACKENDS",
     "DEFAULT_MEMORY",
     "FUSED_OUTPUTS",
     "Bounded",
@@ -28,7 +30,6 @@ __all__ = [
     "SoftmaxVariance",
     "TokenContraction",
     "WrittenContraction",
-    "check",
     "choose",
     "choose_for_few",
     "choose_for_head",

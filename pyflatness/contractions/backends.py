@@ -20,12 +20,6 @@ Work = Literal["heads", "layers", "eigenvalues"]
 WORKS: tuple[Work, ...] = get_args(Work)
 
 
-def check(name: str) -> None:
-    """Raise if there is no backend of that name."""
-    if name not in NAMES:
-        raise BackendError(f"backend={name!r} does not exist; choose one of {', '.join(NAMES)}")
-
-
 def choose(name: str, device: torch.device, dtype: torch.dtype, work: Work) -> ModuleType:
     """Return the backend for tensors of a device and dtype; ``"auto"`` takes the compiled one where it can run.
 
@@ -33,9 +27,8 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, work: Work) -> M
     :func:`choose_for_head`, and the same as ``"auto"`` here.
 
     Raises:
-        BackendError: no such backend, or ``"compiled"`` asked for and unable to run.
+        BackendError: ``"compiled"`` asked for and unable to run.
     """
-    check(name)
     if name == "reference":
         return reference
     kernels = cuda if device.type == "cuda" else compiled

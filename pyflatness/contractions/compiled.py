@@ -7,8 +7,11 @@ import functools
 import importlib
 import math
 import os
+import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +69,14 @@ __all__ = [
 _NONE = 0, 0  # the array that is not given
 _SUFFIX = {torch.float32: "_f32", torch.float64: "_f64"}
 
+
+def _hidden() -> Path | None:
+    """Return the folder of an installation with kernels that this package, from a clone, is found in front of."""
+    here = Path(__file__).resolve().parents[1]
+    places = (Path(path, here.name) for path in sys.path)
+    return next((place for place in places if place.resolve() != here and any(place.glob("_C.*"))), None)
+
+
 _C: Any
 try:
     # After torch, so that both use the OpenMP runtime that torch brings and not a pool of threads each.
@@ -78,6 +89,14 @@ except ImportError as error:
         "from its root, which needs a C++ compiler, and start Python elsewhere: in the root its sources hide what is "
         'installed; or pass backend="reference"'
     )
+    if (_found := _hidden()) is not None:
+        warnings.warn(
+            f"Python found the sources of pyflatness in {Path(__file__).resolve().parents[2]} in front of the package "
+            f"installed in {_found.parent}. They have no compiled kernels, so that plain torch computes everything, "
+            "slower. Start Python in another folder, or install with `pip install -e .`",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 INSTALLED = _C is not None
 
 

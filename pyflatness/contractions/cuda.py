@@ -14,6 +14,7 @@ from .cuda_head import (
     row_dots,
     sigmoid_curvature,
     softmax_variance,
+    softmax_variance_gradient,
     spread,
 )
 from .cuda_layers import patches, products
@@ -38,6 +39,7 @@ __all__ = [
     "sigmoid_curvature",
     "small_eigenvalues",
     "softmax_variance",
+    "softmax_variance_gradient",
     "spread",
     "unavailable",
 ]

@@ -9,6 +9,7 @@ from .arrays import array, dense, strided
 from .class_sums import ClassSums, MeanRow
 from .cuda_device import HALF, SUFFIX, launch, module
 from .precision import promoted_dtype
+from .reference import RowSlopes, softmax_variance_gradient_by
 
 _WEIGHT_SUFFIX = {**SUFFIX, **HALF}
 
@@ -25,6 +26,11 @@ def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor, distances: 
     given = head_arguments.softmax_variance(features, weight, bias, distances)
     launch("softmax_variance", given.tensors, *given.arguments)
     return given.results
+
+
+def softmax_variance_gradient(features: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor) -> RowSlopes:
+    """See :func:`.reference.softmax_variance_gradient`."""
+    return softmax_variance_gradient_by(pair_distances, row_dots, features, weight, bias, shares)
 
 
 def exponentiate(

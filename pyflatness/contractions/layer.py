@@ -241,7 +241,7 @@ class LayerContraction:
         return partial(Both, Written(layer, phi, None), by_gram_alone)
 
     def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
-        """Return whether cotangents of some elements a row, each at a position of its own, can be contracted."""
+        """Return whether cotangents can be contracted of which each row has some elements, and where they belong."""
         if not self._compiled or self._route_of(inputs[0], count) == "gram":
             return False
         return self.stack_size(inputs, count, held, elements) > 1

@@ -22,6 +22,7 @@ from ..errors import InputError, NonFiniteError
 from ..hessian.eigenvalues import tolerance_of
 from ..hessian.parameter_products import ParameterProducts
 from ..losses import risk
+from ..messages import in_words
 from ..model import calling, data, parameters
 from ..numerics import lanczos
 from ..passes.memory import Budget
@@ -59,6 +60,21 @@ class WorstCase:
 
     def __float__(self) -> float:
         return self.value
+
+    def __repr__(self) -> str:
+        low, high = (float(end) for end in self.restarts.aminmax())
+        return in_words(
+            self,
+            f"{self.value:.6g}",
+            f"{len(self.restarts)} restarts from {low:.6g} to {high:.6g}" if len(self.restarts) > 1 else "1 start",
+            "" if self.bound is None else f"bound of the quadratic model {self.bound:.6g}",
+            f"loss {self.loss:.6g}",
+            f"gradient norm {self.gradient_norm:.4g}",
+            f"ρ = {self.rho:g}",
+            f"{self.groups} groups" if self.groups > 1 else "",
+            f"{self.samples} samples",
+            *self.notes,
+        )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..contractions import promoted
 from ..errors import InputError
-from ..messages import shown
+from ..messages import check_choice, check_module
 from ..model import layers as kinds
 from ..model import selectors
 from ..model.selectors import Selector
@@ -55,8 +55,7 @@ def rounded(
     """
     bits = check_count("bits", bits, 2, "a number of bits", 16)
     group_size = check_count("group_size", group_size, 1, "a number of entries")
-    if per not in _PER:
-        raise InputError(f"per={shown(per)} does not exist; choose one of {', '.join(map(repr, _PER))}")
+    check_choice("per", per, _PER)
     steps = 2 ** (bits - 1) - 1
 
     def change(matrix: Tensor) -> Tensor:
@@ -213,9 +212,7 @@ def _of_layers(model: nn.Module, chosen: Layers, change: Callable[[Tensor], Tens
 
 def _layers(model: nn.Module, chosen: Layers) -> dict[str, nn.Module]:
     """Return layers by name; of all, those that are layers without a look at how the model runs."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model: a torch.nn.Module is wanted, got {type(model).__name__}")
-    found = selectors.select(kinds.unwrap(model), chosen).modules
+    found = selectors.select(kinds.unwrap(check_module("model", model)), chosen).modules
     if chosen is not None:
         return found
     return {

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from .. import progress as bars
 from ..errors import InputError
+from ..messages import check_path
 from ..model import calling, fingerprint
 from ..model.selectors import Selector
-from ..numerics.meeting import Group
+from ..numerics.meeting import Group, joined
 from ..numerics.ranks import Ranks
 from ..options import Options, check_flag
 from ..passes.task import Task
@@ -33,7 +34,8 @@ from .slice_options import Wanted, coefficients
 from .slices import Landscape
 from .spectrum import spectrum
 
-_SECONDS = 5.0  # between two times that a file is written
+_SECONDS = 5.0  # between two times that a file is written, at least
+_SHARE = 0.05  # of the time that writing may take: a file with eigenvectors may be large
 
 
 @public
@@ -85,7 +87,8 @@ def landscape(
         quadratic: also compute the quadratic model E + gᵀΔ + ½ ΔᵀHΔ, by a gradient and a Hessian product for each
             direction. None: unless buffers go along, which it is not of.
         out: a file, ``.npz``, that is written every few seconds and at the end, also by an error's. A call with the
-            same weights, data, loss, directions and grid goes on with it; another one is refused.
+            same weights, data, loss, directions and grid goes on with it; another one is refused. It has the
+            eigenvectors too, which are computed once (again where ``layers`` are no names).
         seed: of random directions, and where Lanczos starts.
         reduction: ``"mean"`` or ``"sum"``.
         forward: ``(model, batch) -> (outputs, targets)``.
@@ -118,18 +121,47 @@ def landscape(
     progress = None if progress is None else check_flag("progress", progress)
     options = Options(memory=memory, seed=seed, nan_policy="propagate")
     same: dict[str, Any] = {"reduction": reduction, "forward": forward, "process_group": process_group}
-    if wanted.given == "eigenvectors":
-        found = spectrum(
-            model, loss, data, layers=layers, k=wanted.count, memory=memory, seed=seed, progress=progress, **same
-        )
-        wanted = replace(wanted, given=found, layers=None)
-    with session(model, loss, data, options, reads=3, progress=False, **same) as task:
-        along = wanted.made(task.model, options.seed)
-        buffers = making.moves_buffers(task.model, along)
-        if quadratic and buffers:
-            raise InputError("quadratic=True: buffers go along between these checkpoints, and there is no such model")
-        slice_ = _Slice(task, along, grid, accuracy, quadratic=not buffers if quadratic is None else quadratic)
-        return slice_.found(None if out is None else Path(out), progress)
+    path = None if out is None else check_path("out", out)
+    with joined(process_group) as ranks:
+        same["process_group"] = ranks
+        begun = _begun(path, ranks)
+        made = _made(wanted, layers, seed)
+        if wanted.given == "eigenvectors" and (begun is None or not made or begun.key.get("eigenvectors") != made):
+            found = spectrum(
+                model, loss, data, layers=layers, k=wanted.count, memory=memory, seed=seed, progress=progress, **same
+            )
+            wanted = replace(wanted, given=found, layers=None)
+        with session(model, loss, data, options, reads=3, progress=False, **same) as task:
+            if wanted.given == "eigenvectors" and begun is not None:
+                pairs = zip(begun.directions, begun.labels, strict=True)
+                along = [making.given(task.model, changes, label) for changes, label in pairs]
+            else:
+                along = wanted.made(task.model, options.seed)
+            buffers = making.moves_buffers(task.model, along)
+            if quadratic and buffers:
+                raise InputError(
+                    "quadratic=True: buffers go along between these checkpoints, and there is no such model"
+                )
+            slice_ = _Slice(task, along, grid, accuracy, quadratic=not buffers if quadratic is None else quadratic)
+            return slice_.found(begun, made, path, progress)
+
+
+def _begun(out: Path | None, ranks: Ranks) -> Landscape | None:
+    """Return what the first rank's file has, or None if there is no file."""
+    content = b"" if out is None or ranks.rank or not out.exists() else out.read_bytes()
+    if out is not None and not ranks.alone:
+        content = ranks.broadcast(content, 0)
+    return Landscape.read(content, f"out={str(out)!r}") if content else None
+
+
+def _made(wanted: Wanted, layers: Any, seed: int) -> str:
+    """Return which eigenvectors of a model and its loss are wanted, where a text can say so; else an empty text."""
+    names = (
+        [layers] if layers is None or isinstance(layers, str) else [*layers] if isinstance(layers, Sequence) else [()]
+    )
+    if wanted.given != "eigenvectors" or not all(name is None or isinstance(name, str) for name in names):
+        return ""
+    return f"{wanted.count} of {names!r}, seed {seed}, normalization {wanted.normalization!r}"
 
 
 class _Slice:
@@ -156,23 +188,32 @@ class _Slice:
         self._points = Points(task, accuracy)
         self._theta = making.origin(task.model, directions)
 
-    def found(self, out: Path | None, progress: bool | None) -> Landscape:
-        """Return the slice; what a file has of it is not evaluated again."""
+    def found(self, begun: Landscape | None, made: str, out: Path | None, progress: bool | None) -> Landscape:
+        """Return the slice.
+
+        Args:
+            begun: what a file has of it, which is not evaluated again.
+            made: which eigenvectors a file is to have, see :func:`_made`; or an empty text.
+            out: the file, or None.
+            progress: whether a bar is shown.
+        """
         ranks = self._task.batches.shard.ranks
-        found = self._begun(out, ranks)
+        found = self._checked(begun, out) if begun is not None else self._empty(made)
         if self._quadratic and found.quadratic is None:
             found = replace(found, quadratic=quadratic_model(self._task, self._directions, found.loss))
         places = torch.cartesian_prod(*self._grid).view(-1, len(self._grid)).tolist()
         at_once, total = self._points.at_once(self._theta), len(places)
-        written = -1
+        written, pause = -1, _SECONDS
         try:
             with bars.bar("points", total, False if ranks.rank else progress) as advance:
                 advance(found.done, "")
                 last = -math.inf
                 while found.done < total:
-                    if out is not None and ranks.rank == 0 and time.monotonic() - last > _SECONDS:
+                    start = time.monotonic()
+                    if out is not None and ranks.rank == 0 and start - last > pause:
                         found.save(out)
                         written, last = found.done, time.monotonic()
+                        pause = max(_SECONDS, (last - start) / _SHARE)
                     some = places[found.done : found.done + at_once]
                     points = [making.moved(self._theta, self._directions, place) for place in some]
                     found = _with(found, self._points(points))
@@ -180,26 +221,24 @@ class _Slice:
         finally:
             if out is not None and ranks.rank == 0 and found.done > written:
                 found.save(out)
-        return found
+        return replace(found, directions=())
 
-    def _begun(self, out: Path | None, ranks: Ranks) -> Landscape:
-        """Return the slice as a file has it, or without points.
+    def _checked(self, begun: Landscape, out: Path | None) -> Landscape:
+        """Return the slice as a file has it.
 
         Raises:
             InputError: it is a file of another slice.
         """
-        own, key, shape = self._points.own, self._key(), [len(each) for each in self._grid]
-        content = b"" if out is None or ranks.rank or not out.exists() else out.read_bytes()
-        if out is not None and not ranks.alone:
-            content = ranks.broadcast(content, 0)
-        if content:
-            found = Landscape.read(content, f"out={str(out)!r}")
-            other = [name for name in key if found.key.get(name) != key[name]]
-            if other:
-                raise InputError(
-                    f"out={str(out)!r} is a slice of other {', '.join(other)}; pass another file, or remove this one"
-                )
-            return found
+        other = [name for name, value in self._key().items() if begun.key.get(name) != value]
+        if other:
+            raise InputError(
+                f"out={str(out)!r} is a slice of other {', '.join(other)}; pass another file, or remove this one"
+            )
+        return begun
+
+    def _empty(self, made: str) -> Landscape:
+        """Return the slice without points."""
+        own, shape = self._points.own, [len(each) for each in self._grid]
         empty = torch.full(shape, torch.nan, dtype=torch.float64, device="cpu")
         return Landscape(
             coefficients=self._grid,
@@ -210,7 +249,8 @@ class _Slice:
             labels=tuple(direction.label for direction in self._directions),
             samples=self._points.samples,
             done=0,
-            key=key,
+            key=self._key() | ({"eigenvectors": made} if made else {}),
+            directions=tuple(direction.values for direction in self._directions) if made else (),
         )
 
     def _key(self) -> dict[str, str]:

@@ -100,13 +100,12 @@ class LinearInterpolation:
             axes.plot([0, 1], losses[[0, -1]], "--", color=line.get_color(), linewidth=0.9)
         axes.set(xlabel="α, from one network to the other", ylabel="loss")
         axes.legend()
-        if path is not None:
-            figure.savefig(path)
+        views.save(figure, path)
         return figure, axes
 
     def __str__(self) -> str:
         lines = [
-            f"{name} loss {float(losses[0]):.6g} to {float(losses[-1]):.6g}, barrier {barrier:.6g}"
+            f"{name} loss {float(losses[0]):.6g} at α = 0, {float(losses[-1]):.6g} at α = 1; barrier {barrier:.6g}"
             for name, losses, barrier in (
                 ("training", self.losses, self.barrier),
                 ("test", self.test_losses, self.test_barrier),

@@ -36,8 +36,7 @@ def drawn(
     draw(axes, coefficients, losses.where(losses.isfinite(), torch.nan), finite, model)
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1] if len(labels) > 1 else "loss")
-    if path is not None:
-        figure.savefig(path)
+    views.save(figure, path)
     return figure, axes
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..messages import shown
+from ..messages import check_choice, shown
 from ..options import check_count
 from . import directions as making
 from .directions import NORMALIZATIONS, Direction
-from .spectrum import Spectrum
+from .spectra import Spectrum
 
 _BY_NAME = ("random", "eigenvectors")
 
@@ -44,9 +44,7 @@ class Wanted:
         Raises:
             InputError: options that do not exist, or do not apply.
         """
-        if normalization not in NORMALIZATIONS:
-            listed = ", ".join(map(repr, NORMALIZATIONS))
-            raise InputError(f"normalization={shown(normalization)} does not exist; choose one of {listed}")
+        check_choice("normalization", normalization, NORMALIZATIONS)
         if through is not None:
             if directions is not None:
                 raise InputError("directions= and through= both say where to; pass one of them")
@@ -151,13 +149,13 @@ def _spans(span: Any, count: int) -> list[tuple[float, float]]:
         f"span={shown(span)}: a positive number, the smallest and largest coefficient, or such a pair for each of "
         f"{count} directions is wanted"
     )
-    given = span.tolist() if isinstance(span, (Tensor, np.ndarray)) else span
     try:
+        given = span.tolist() if isinstance(span, (Tensor, np.ndarray)) else span
         if not isinstance(given, Sequence):
             given = (-float(given), float(given))
         pairs = [*given] if isinstance(given[0], Sequence) else [given] * count
         found = [(float(low), float(high)) for low, high in pairs]
-    except (TypeError, ValueError, IndexError):
+    except (TypeError, ValueError, IndexError, NotImplementedError):  # the last of a tensor on the meta device
         raise InputError(message) from None
     if len(found) != count or not all(-math.inf < low < high < math.inf for low, high in found):
         raise InputError(message)

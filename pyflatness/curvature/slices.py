@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..messages import check_path
 from . import slice_figure
 from .quadratic import Quadratic
 
@@ -38,6 +39,8 @@ class Landscape:
         samples: of the data.
         done: how many points, in the order of ``losses.flatten()``, have been evaluated.
         key: of what model, data, directions and grid it is, by names; for a file that is gone on with.
+        directions: changes by names of parameters, where a file has to have them: eigenvectors, which a call that goes
+            on with it would have to compute again.
     """
 
     coefficients: tuple[Tensor, ...]
@@ -49,17 +52,31 @@ class Landscape:
     samples: int
     done: int
     key: Mapping[str, str]
+    directions: tuple[Mapping[str, Tensor], ...] = ()
 
     def save(self, path: str | Path) -> None:
         """Write it as an ``.npz`` file, which appears under its name when it is whole.
 
-        Its arrays are ``coefficients_0``, ``coefficients_1``, ``losses``, ``accuracy``, ``gradient``, ``hessian``, and
+        Its arrays are ``coefficients_0``, ``coefficients_1``, ``losses``, ``accuracy``, ``gradient``, ``hessian``,
+        ``direction_0`` and ``direction_1`` with the name of a parameter behind a space, where it has directions, and
         ``about``, the rest as JSON; numpy reads them with ``allow_pickle=False``.
         """
+        path = check_path("path", path)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            part.write_bytes(self.content())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def content(self) -> bytes:
+        """Return what :meth:`save` writes."""
         arrays: dict[str, Any] = {f"coefficients_{k}": each.numpy() for k, each in enumerate(self.coefficients)}
         arrays["losses"] = self.losses.numpy()
         if self.accuracy is not None:
             arrays["accuracy"] = self.accuracy.numpy()
+        for place, direction in enumerate(self.directions):
+            arrays |= {f"direction_{place} {name}": change.cpu().numpy() for name, change in direction.items()}
         about: dict[str, Any] = {
             "format": _FORMAT,
             "loss": self.loss,
@@ -71,14 +88,9 @@ class Landscape:
         if self.quadratic is not None:
             about["value"] = self.quadratic.value
             arrays |= {"gradient": self.quadratic.gradient.numpy(), "hessian": self.quadratic.hessian.numpy()}
-        path = Path(path)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with part.open("wb") as file:
-                np.savez(file, about=np.array(json.dumps(about)), **arrays)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        buffer = io.BytesIO()
+        np.savez(buffer, about=np.array(json.dumps(about)), **arrays)
+        return buffer.getvalue()
 
     @classmethod
     def load(cls, path: str | Path) -> "Landscape":
@@ -88,7 +100,7 @@ class Landscape:
             InputError: another file.
             FileNotFoundError: no file.
         """
-        return cls.read(Path(path).read_bytes(), str(path))
+        return cls.read(check_path("path", path).read_bytes(), str(path))
 
     @classmethod
     def read(cls, content: bytes, name: str) -> "Landscape":
@@ -117,6 +129,7 @@ class Landscape:
                 samples=about["samples"],
                 done=about["done"],
                 key=about["key"],
+                directions=_directions(tensors),
             )
         except Exception as error:
             raise InputError(f"{name}: no landscape that Landscape.save wrote ({error})") from error
@@ -163,3 +176,13 @@ class Landscape:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def _directions(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
+    """Return the directions among the arrays of a file."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, change in tensors.items():
+        place, _, name = key.partition(" ")
+        if place.startswith("direction_"):
+            found.setdefault(place, {})[name] = change
+    return tuple(found[place] for place in sorted(found))

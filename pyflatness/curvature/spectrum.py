@@ -2,15 +2,12 @@
 
     H = ∂²E/∂w²  or its GGN,  of one layer's block, of some layers' weights jointly, or of all trainable parameters
 
-Eigenpairs come by Lanczos and deflation, densities by stochastic Lanczos quadrature (:mod:`pyflatness.numerics.
+Eigenpairs come by Lanczos with one start or two, densities by stochastic Lanczos quadrature (:mod:`pyflatness.numerics.
 eigenpairs`); every product with H is exact, over all of the data.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,144 +16,20 @@ from ..errors import InputError
 from ..hessian.eigenvalues import tolerance_of
 from ..hessian.parameter_products import ParameterProducts
 from ..hessian.products import Names, Products
+from ..messages import check_choice
 from ..model import calling
 from ..model.layers import tie_notes
 from ..model.selectors import Selector
-from ..numerics.eigenpairs import Pairs, Search, least_vectors, quadrature
+from ..numerics.eigenpairs import BESIDE, BESIDE_STEPS, Pairs, Search, least_vectors, quadrature
 from ..numerics.meeting import Group
 from ..options import Options, check_count, check_draws, check_flag, check_number
 from ..passes.memory import Budget
-from ..report import views
 from ..session import public, session
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from .spectra import Density, Spectrum
 
 WHICH = ("largest", "smallest", "both")
 MAX_PRODUCTS = 1000  # that eigenpairs take, unless the user says otherwise
 _NUMBER = 8  # bytes of one
-
-
-@dataclass(frozen=True)
-class Density:
-    """Hold a quadrature of the spectrum's density for each random probe.
-
-    Attributes:
-        nodes: (probes, steps) float64, Ritz values.
-        weights: (probes, steps), their weights; those of a probe sum up to 1.
-        size: N, how many eigenvalues there are.
-    """
-
-    nodes: Tensor
-    weights: Tensor
-    size: int
-
-    def at(self, points: Tensor, width: float) -> tuple[Tensor, Tensor]:
-        """Return the density at some points, smoothed by a Gaussian, and its standard error over the probes.
-
-        p(t) = (1/N) Σ_j N(t; λ_j, width²), the mean over probes of Σ_i τ_i N(t; θ_i, width²).
-
-        Args:
-            points: (p,).
-            width: the standard deviation of the Gaussian, in units of the eigenvalues.
-
-        Returns:
-            (p,) and (p,) float64; the error is NaN for a single probe.
-
-        Raises:
-            InputError: a width that is not positive.
-        """
-        width = check_number("width", width)
-        away = (points.double().view(-1, 1, 1) - self.nodes) / width
-        each = (self.weights * (-0.5 * away.square()).exp()).sum(dim=2) / (width * math.sqrt(2 * math.pi))
-        return each.mean(dim=1), _standard_error(each)
-
-    def moment(self, power: int) -> tuple[float, float]:
-        """Return Σ_j λ_j^power of all eigenvalues, and its standard error; power 1 is the trace."""
-        each = self.size * (self.weights * self.nodes**power).sum(dim=1).unsqueeze(0)
-        return float(each.mean()), float(_standard_error(each))
-
-
-@dataclass(frozen=True)
-class Spectrum:
-    """Hold eigenpairs of the loss Hessian, and the density of its eigenvalues.
-
-    Attributes:
-        eigenvalues: (k,) float64, descending; with ``which="both"`` k of each end.
-        eigenvectors: by layer or parameter, (k, …), the shape of its parameter behind k, or of the layer's rows of it,
-            as changes of weights have; each has norm 1 in all together.
-        residuals: (k,) |H y - θ y|: an eigenvalue lies so near to each value.
-        converged: whether all pairs were brought to the tolerance, and a search beside them found nothing beyond.
-        limited: whether it ended at ``max_products=`` instead, which :attr:`notes` say too.
-        density: or None.
-        method: ``"hessian"`` or ``"ggn"``.
-        samples: of the data.
-        products: with vectors, those of the density too.
-        size: N, the weights that the matrix is in.
-        notes: what a reader of the values should know.
-    """
-
-    eigenvalues: Tensor
-    eigenvectors: Mapping[str, Tensor]
-    residuals: Tensor
-    converged: bool
-    limited: bool
-    density: Density | None
-    method: str
-    samples: int
-    products: int
-    size: int
-    notes: tuple[str, ...] = ()
-
-    def plot(
-        self, path: str | Path | None = None, *, width: float | None = None, axes: "Axes | None" = None
-    ) -> "tuple[Figure, Axes]":
-        """Draw the density with its standard error, and the eigenvalues as ticks below it.
-
-        Args:
-            path: where the figure is written too.
-            width: of the Gaussian; None: a hundredth of the range of the eigenvalues.
-            axes: matplotlib's, to draw into; None: those of a new figure.
-
-        Returns:
-            Figure and axes of matplotlib, outside of pyplot.
-
-        Raises:
-            MissingExtraError: without matplotlib.
-        """
-        figure, axes = views.onto(axes)
-        values = [self.eigenvalues] if self.density is None else [self.eigenvalues, self.density.nodes.flatten()]
-        low, high = (float(f(torch.cat(values))) for f in (torch.min, torch.max))
-        width = width or max(high - low, 1e-12) / 100
-        axes.plot(self.eigenvalues.tolist(), [0.0] * len(self.eigenvalues), "|", markersize=14, label="eigenvalues")
-        if self.density is not None:
-            points = torch.linspace(low - 3 * width, high + 3 * width, 1000, dtype=torch.float64, device="cpu")
-            mean, error = self.density.at(points, width)
-            axes.plot(points, mean, label=f"density, Gaussian of width {width:.2g}")
-            if not bool(error.isnan().any()):
-                axes.fill_between(points, (mean - error).clamp_min(0), mean + error, alpha=0.3)
-            # Logarithmic from what a single eigenvalue's peak has on: else the bulk hides all others.
-            axes.set_yscale("symlog", linthresh=1 / (self.density.size * width * math.sqrt(2 * math.pi)))
-            axes.set_ylabel("density")
-        axes.set(xlabel=f"eigenvalue of the {'GGN' if self.method == 'ggn' else 'Hessian'}")
-        axes.legend()
-        if path is not None:
-            figure.savefig(path)
-        return figure, axes
-
-    def __str__(self) -> str:
-        pairs = zip(self.eigenvalues.tolist(), self.residuals.tolist(), strict=True)
-        lines = [f"{value: .6g} ± {residual:.1e}" for value, residual in pairs]
-        name = "GGN" if self.method == "ggn" else "Hessian"
-        ended = "" if self.converged else ", not converged"
-        lines.append(f"{name} in {self.size} weights, {self.samples} samples, {self.products} products{ended}")
-        if self.density is not None:
-            trace, error = self.density.moment(1)
-            lines.append(f"density by {len(self.density.nodes)} probes; trace {trace:.6g} ± {error:.1g}")
-        return "\n".join([*lines, *self.notes])
-
-    __repr__ = __str__
 
 
 @public
@@ -195,30 +68,32 @@ def spectrum(
             all trainable parameters of the network.
         k: how many eigenpairs, at each end that is asked for; 0 for the density alone.
         which: ``"largest"``, algebraically, ``"smallest"`` (the most negative), or ``"both"``.
-        copies: also search for further copies of multiple eigenvalues, by some more products. False: of a multiple one
-            a single copy may be found, and :attr:`Spectrum.converged` speaks of the residuals alone.
+        copies: count multiple eigenvalues as often as they are there: from two random starts, whose products are taken
+            together, and where these show two copies by a search for more. False: one start, which takes fewer
+            products and more reads of the data, and of a multiple eigenvalue a single copy may be found. For ``k=1``
+            it is the same.
         density: also estimate the density by stochastic Lanczos quadrature.
         probes: random vectors of the density.
         steps: products of each of them.
         tolerance: for residuals, relative to the matrix's norm; None: 1e-8 in float64, 1e-5 in float32.
-        max_products: with vectors that the search for eigenpairs takes at most, besides one for each pair that measures
-            its residual; those of the density come on top.
+        max_products: with vectors that the search for eigenpairs takes at most. Those of the density come on top, and
+            one for each pair where restarts left their residuals unclear.
         curvature: ``"auto"`` and ``"hessian"`` for the Hessian, ``"ggn"`` for the GGN.
         nan_policy: ``"raise"``, or ``"propagate"`` for eigenvalues of NaN; ``"omit"`` is an error where NaN or infinity
             come up, since an eigenvalue is one of all samples together.
         reduction: ``"mean"`` or ``"sum"``.
         forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes to hold at a time; vectors take 1 GiB, or this where it is more, and up to three times as much
-            while a step is made. At least 2 (pairs + 1) are needed for the eigenpairs, and ``steps + 1`` for the
-            density, of 8 N bytes each: without ``memory=`` these may take 4 GiB.
+        memory: bytes to hold at a time; vectors take 1 GiB, or this where it is more. At least 2 (pairs + 4) are needed
+            for the eigenpairs, and ``steps + 4`` for the density, of 8 N bytes each: without ``memory=`` these may
+            take 4 GiB.
         seed: of the random vectors.
         progress: show a bar.
         process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
-        The eigenpairs with their residuals. Copies of a multiple eigenvalue count: when all pairs are found, a
-        search among the vectors that are orthogonal to them has to find nothing beyond. That no eigenvalue was missed
-        is as certain as that random starts have a component along its eigenvector.
+        The eigenpairs with their residuals. That no eigenvalue was missed is as certain as that random starts have a
+        component along its eigenvector: one that lies by a share g of the matrix's norm beyond the values is missed
+        with a chance of about ``tolerance`` / g at most.
 
     Raises:
         InputError: options that do not fit; vectors that do not fit the memory; an operation without a second
@@ -239,8 +114,7 @@ def spectrum(
     if tolerance is not None:
         tolerance = check_number("tolerance", tolerance)
     max_products = check_count("max_products", max_products, 1, "a number of products")
-    if which not in WHICH:
-        raise InputError(f"which={which!r} does not exist; choose one of {', '.join(map(repr, WHICH))}")
+    check_choice("which", which, WHICH)
     if not k and not density:
         raise InputError("k=0 and density=False: nothing is asked for")
     options = Options(curvature=curvature, nan_policy=nan_policy, memory=memory, seed=seed)
@@ -320,7 +194,9 @@ class _Block:
         """
         if pairs > most:
             raise InputError(f"max_products={most}: {pairs} eigenpairs take {pairs} products at least")
-        least = {f"{pairs} eigenpairs": least_vectors(pairs, self._size), f"steps={steps}": min(steps, self._size) + 1}
+        least = {f"steps={steps}": min(steps, self._size) + BESIDE_STEPS} if steps else {}
+        if pairs:
+            least[f"{pairs} eigenpairs"] = least_vectors(pairs, self._size) + BESIDE
         what, vectors = max(least.items(), key=lambda item: item[1])
         needed = vectors * _NUMBER * self._size
         room = self._budget.least_bases
@@ -338,7 +214,7 @@ class _Block:
             self._size,
             self._device,
             tolerance=tolerance,
-            room=self._budget.bases // (_NUMBER * self._size),
+            room=self._budget.bases // (_NUMBER * self._size) - BESIDE,
             limit=most,
         )
         found: Pairs = self._found(search.pairs(largest, smallest, copies=copies))
@@ -347,14 +223,17 @@ class _Block:
     def density(self, probes: int, steps: int) -> Density:
         """Return the quadrature of random probes, as many at a time as memory has room for."""
         steps = min(steps, self._size)
-        at_once = max(1, self._budget.bases // (_NUMBER * self._size * (steps + 1)))
+        at_once = max(1, self._budget.bases // (_NUMBER * self._size * (steps + BESIDE_STEPS)))
         found = []
         for start in range(0, probes, at_once):
             count = min(at_once, probes - start)
-            starts = torch.randn(count, self._size, generator=self._generator, dtype=torch.float64, device="cpu")
-            found.append(self._found(quadrature(starts.to(self._device), steps)))
+            found.append(self._found(quadrature(self._random(count), steps)))
         nodes, weights = (torch.cat(each).cpu() for each in zip(*found, strict=True))
         return Density(nodes, weights, self._size)
+
+    def _random(self, count: int) -> Tensor:
+        vectors = torch.randn(count, self._size, generator=self._generator, dtype=torch.float64, device="cpu")
+        return vectors.to(self._device)
 
     def _found(self, asking: Any) -> Any:
         """Return what a generator returns that asks for products."""
@@ -362,11 +241,8 @@ class _Block:
             wanted = next(asking)
             while True:
                 self.products += len(wanted)
-                wanted = asking.send(self._times({self._names: wanted})[self._names])
+                images = [self._times({self._names: wanted})[self._names]]
+                del wanted  # a part of what the search may want to let go
+                wanted = asking.send(images.pop())
         except StopIteration as end:
             return end.value
-
-
-def _standard_error(each: Tensor) -> Tensor:
-    """Return the standard error of the mean over the last dimension."""
-    return each.std(dim=1) / math.sqrt(each.shape[1]) if each.shape[1] > 1 else torch.full_like(each[:, 0], torch.nan)

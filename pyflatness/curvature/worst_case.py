@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
+from ..messages import check_choice
 from ..model import calling
 from ..numerics import meeting
 from ..numerics.meeting import Group
@@ -92,8 +93,7 @@ def worst_case_sharpness(
         (0.005, 0.005)
     """
     adaptive, bound = check_flag("adaptive", adaptive), check_flag("bound", bound)
-    if norm not in NORMS:
-        raise InputError(f"norm={norm!r} does not exist; choose one of {', '.join(map(repr, NORMS))}")
+    check_choice("norm", norm, NORMS)
     if bound and norm == "linf":
         raise InputError("bound=True is for norm='l2': a maximum norm of ρ allows a Euclidean one of ρ √N")
     scale = torch.abs if adaptive else torch.ones_like

@@ -1,8 +1,7 @@
 """Redo the figures of the papers: one file an experiment, and one row in the table below."""
 
-import difflib
-
 from ..errors import InputError
+from ..messages import near
 from . import (
     c24_pairs,
     c24_tightness,
@@ -55,6 +54,6 @@ def named(name: str) -> Experiment:
     """
     table = {experiment.name: experiment for experiment in EXPERIMENTS}
     if name not in table:
-        near = difflib.get_close_matches(name, table) or [*table]
-        raise InputError(f"{name!r}: no such experiment; there are {', '.join(near)}; see pyflatness reproduce --list")
+        listed = near(name, table, len(table))
+        raise InputError(f"{name!r}: no such experiment; there are {listed}; see pyflatness reproduce --list")
     return table[name]

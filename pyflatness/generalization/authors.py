@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import interrupts, losses, tensor_head
 from ..contractions import promoted
+from ..errors import InputError
 from ..losses import Loss
 from ..messages import check_tensor
 from ..numerics import meeting
@@ -76,6 +77,8 @@ def authors_representativeness(
     folds, seed = check_count("folds", folds, 2), check_seed("seed", seed)
     resolved = losses.resolve(loss, reduction)
     features, targets = check_tensor("features", features), check_tensor("targets", targets)
+    if features.ndim == 0:
+        raise InputError("features: 2 dimensions are wanted, got shape ()")
     with interrupts.held(), torch.inference_mode(False), torch.no_grad():
         places = assigned(len(features), folds, seed).to(features.device)
         values = []

@@ -29,6 +29,7 @@ from ..errors import InputError
 from ..losses import Loss
 from ..measures import RELATIVE_FLATNESS
 from ..measures.relative_flatness_max import relative_flatness_max
+from ..messages import in_words
 from ..model import calling, data, layers
 from ..model.data import Batches
 from ..model.selectors import Selector
@@ -136,7 +137,7 @@ class GeneralizationBound:
         if parts is not None:
             split = f"{parts.representativeness:.4g} representativeness + {parts.robustness:.4g} robustness"
             facts.insert(1, f"measured gap {parts.gap:.6g} = {split}")
-        return f"GeneralizationBound({', '.join(facts)})"
+        return in_words(self, *facts)
 
 
 @public

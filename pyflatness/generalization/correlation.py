@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
+from ..options import check_seed
 from ..report import views
 from . import intervals, permutation
 from .coefficients import STATISTICS, coefficients, whole
-from .tables import Vector, listed, read
+from .tables import Vector, listed, one_name, read
 
 if TYPE_CHECKING:
     import pandas
@@ -160,9 +161,10 @@ def correlations(
     """
     networks = read(table, test)
     kept = networks.kept(exclude)
-    held, grouping = listed(given), listed(clusters or ())
+    held, grouping = listed("given", given), () if clusters is None else listed("clusters", clusters)
+    y, seed = one_name("y", y), check_seed("seed", seed) % 2**64  # NumPy's are not negative
     others = tuple(name for name in networks.measures if name not in {y, *held, *grouping})
-    wanted = others if x is None else listed(x)
+    wanted = others if x is None else listed("x", x)
     if not wanted:
         raise InputError(f"table: there is no column of numbers but {y!r}")
     target, *fixed = (networks.finite(name, kept) for name in (y, *held))

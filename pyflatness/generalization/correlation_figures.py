@@ -2,16 +2,16 @@
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import InputError
+from ..messages import check_choice
 from ..report import views
 from .coefficients import STATISTICS, cosines, products, whole
 from .correlation import correlations
-from .tables import Vector, listed, read
+from .tables import Vector, listed, one_name, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,19 +65,21 @@ def plot_correlation(
         >>> axes.get_title().splitlines()[0].startswith("Pearson 0.80")
         True
     """
+    x, y = one_name("x", x), one_name("y", y)
     options: Any = {"exclude": exclude, "test": test, "seed": seed, "interval": interval, "clusters": clusters}
     found = correlations(table, x, y, **options)
     networks = read(table, test)
     kept, values, against = networks.kept(exclude), networks.column(x), networks.column(y)
     figure, axes = views.onto(axes)
-    if clusters is None:
+    grouping = () if clusters is None else listed("clusters", clusters)
+    if not grouping:
         axes.plot(values[kept], against[kept], "o", color="C0", label=f"{found.points} networks")
     else:
-        groups, labels = networks.groups(listed(clusters), kept)
+        groups, labels = networks.groups(grouping, kept)
         _draw_clusters(axes, values[kept], against[kept], groups, labels)
     if found.excluded:
         label = f"{len(found.excluded)} excluded by name, not in the correlations"
-        color = "C0" if clusters is None else "gray"
+        color = "gray" if grouping else "C0"
         axes.plot(values[~kept], against[~kept], "o", color=color, fillstyle="none", label=label)
     drawn = values[np.isfinite(values)]
     if drawn.min() > 0 and drawn.max() > _WIDE * drawn.min():
@@ -87,9 +89,8 @@ def plot_correlation(
     axes.set_ylabel("generalisation gap" if y == "gap" else y)
     axes.grid(alpha=0.3)
     beside = {"fontsize": 7, "loc": "upper left", "bbox_to_anchor": (1.01, 1), "borderaxespad": 0}
-    axes.legend(**({} if clusters is None else beside))
-    if path is not None:
-        figure.savefig(path)
+    axes.legend(**(beside if grouping else {}))
+    views.save(figure, path)
     return figure, axes
 
 
@@ -131,19 +132,18 @@ def plot_correlation_matrix(
         >>> axes.images[0].get_array()[0].round(1).tolist()
         [1.0, 0.6, 0.4]
     """
-    if statistic not in STATISTICS:
-        raise InputError(f"statistic={statistic!r}: there are {', '.join(map(repr, STATISTICS))}")
+    check_choice("statistic", statistic, STATISTICS)
     networks = read(table, test)
     kept = networks.kept(exclude)
     gap = ["gap"] if "gap" in networks.columns else []
-    names = [*gap, *(name for name in networks.measures if name != "gap")] if columns is None else listed(columns)
+    own = [*gap, *(name for name in networks.measures if name != "gap")]
+    names = own if columns is None else listed("columns", columns)
     values, sample = [networks.finite(name, kept) for name in names], whole(int(kept.sum()))
     found = cosines(products(statistic, values, sample))[0]
+    figure, drawn_into = views.onto(axes)
     if axes is None:
-        figure, axes = views.figure()
         figure.set_size_inches(3.5 + 0.4 * len(names), 2.5 + 0.4 * len(names))
-    else:
-        figure = cast("Figure", axes.get_figure())
+    axes = drawn_into
     image = axes.imshow(found, cmap="RdBu_r", vmin=-1, vmax=1)
     if len(names) <= _WRITTEN:
         for i, row in enumerate(found):
@@ -153,8 +153,7 @@ def plot_correlation_matrix(
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(names)), names)
     figure.colorbar(image, ax=axes, label=f"{statistic}, {int(kept.sum())} networks")
-    if path is not None:
-        figure.savefig(path)
+    views.save(figure, path)
     return figure, axes
 
 

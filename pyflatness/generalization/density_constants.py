@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..messages import check_tensor
+from ..messages import check_tensor, in_words
 from ..model import layers
 from ..options import check_draws, check_number, check_seed
 from ..session import public
@@ -54,6 +54,20 @@ class DensityConstants:
     log_second: float
     features: int
     samples: int
+
+    def __repr__(self) -> str:
+        return in_words(
+            self,
+            f"log C_1 = {self.log_first:.6g}",
+            f"log C_2 = {self.log_second:.6g}",
+            f"τ_2 = {self.tau:.4g}",
+            f"log α = {self.log_alpha:.4g}",
+            f"log β = {self.log_beta:.4g}",
+            f"∫ |∇²(p |z|²)| = {self.curvature:.4g}",
+            f"log Vol = {self.log_volume:.4g}",
+            f"m = {self.features}",
+            f"n = {self.samples}",
+        )
 
     def log_bound(self, failure: float) -> float:
         """Return the logarithm of (C_1 + C_2/√Δ) n^(-2/(4+m)).

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import head
-from ..errors import InputError, NonFiniteError
+from ..errors import InputError
 from ..losses import Loss, risk
 from ..measures import RELATIVE_FLATNESS
 from ..model import calling
@@ -34,7 +34,7 @@ from ..model.selectors import Selector
 from ..numerics.accumulate import Accumulator, check_together, omits
 from ..numerics.meeting import Group
 from ..numerics.variances import standard_error
-from ..options import Options, check_draws, check_number
+from ..options import Options, check_draws, check_number, check_numbers
 from ..plan import of_layer
 from ..report import Estimate, intervals, views
 from ..session import public, session
@@ -123,8 +123,7 @@ class FeatureRobustness:
         axes.set_ylabel("rise of the loss, features φ + αAφ")
         axes.grid(alpha=0.3)
         axes.legend()
-        if path is not None:
-            figure.savefig(path)
+        views.save(figure, path)
         return figure, axes
 
 
@@ -181,7 +180,7 @@ def feature_robustness(
         >>> low < float(found.parabola) < high
         True
     """
-    steps = _checked(alphas)
+    steps = check_numbers("alphas", alphas)
     draws = check_draws("draws", draws, 2)
     kappa = None if kappa is None else check_number("kappa", kappa, "a number", math.isfinite)
     options = Options(nan_policy=nan_policy, seed=seed)
@@ -256,16 +255,6 @@ class _Curve:
 
     def _checked(self, value: Tensor, number: int, where: str) -> float:
         found = float(value)
-        error = partial(NonFiniteError, f"batch {number}: the loss of the model{where} is {found}")
+        error = partial(risk.not_finite, number, found, where)
         check_together(self._policy, math.isfinite(found), error)
         return found
-
-
-def _checked(alphas: Iterable[float]) -> list[float]:
-    try:
-        steps = [float(alpha) for alpha in alphas]
-    except (TypeError, ValueError):
-        raise InputError(f"alphas={alphas!r}: numbers are wanted") from None
-    if not steps or not all(0 < alpha < float("inf") for alpha in steps):
-        raise InputError(f"alphas={steps}: one positive number at least is wanted, and no others")
-    return steps

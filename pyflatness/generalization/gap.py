@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, NonFiniteError
 from ..losses import CustomLoss, Loss, risk
+from ..messages import in_words, with_error
 from ..model import calling
 from ..model.data import size
 from ..numerics.accumulate import Accumulator, normaliser
@@ -56,6 +57,15 @@ class Performance:
     loss_stderr: float | None = None
     accuracy_stderr: float | None = None
 
+    def __repr__(self) -> str:
+        return in_words(
+            self,
+            f"loss {with_error(self.loss, self.loss_stderr)}",
+            "" if self.accuracy is None else f"accuracy {with_error(self.accuracy, self.accuracy_stderr)}",
+            f"{self.samples} samples",
+            f"{self.omitted} omitted" if self.omitted else "",
+        )
+
 
 @dataclass(frozen=True)
 class GeneralizationGap:
@@ -68,6 +78,16 @@ class GeneralizationGap:
 
     train: Performance
     test: Performance
+
+    def __repr__(self) -> str:
+        accuracy = self.accuracy_gap
+        return in_words(
+            self,
+            with_error(self.gap, self.gap_stderr),
+            "" if accuracy is None else f"of the accuracy {with_error(accuracy, self.accuracy_gap_stderr)}",
+            f"train {self.train}",
+            f"test {self.test}",
+        )
 
     @property
     def gap(self) -> float:

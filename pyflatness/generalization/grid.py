@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from .tables import Vector, listed, read
+from .tables import Vector, listed, one_name, read
 
 Codes = NDArray[np.intp]
 
@@ -69,7 +69,8 @@ def read_grid(
     Raises:
         InputError: no such columns or rows, or a cell that is empty or, in measure or target, not finite.
     """
-    names = listed(settings)
+    measure, target = one_name("measure", measure), one_name("target", target)
+    names = listed("settings", settings)
     if not names or len({*names, measure, target}) < len(names) + 2:
         raise InputError(f"settings={settings!r}: columns other than {measure!r} and {target!r} are wanted, each once")
     networks = read(table, test)

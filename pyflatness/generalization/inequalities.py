@@ -24,7 +24,7 @@ from ..measures.normalized_sharpness import NORMALIZED_SHARPNESS, Minimum, minim
 from ..model import calling
 from ..model.selectors import Selector
 from ..numerics.meeting import Group
-from ..options import MAX_PASSES, Options, check_count, check_flag, check_number
+from ..options import MAX_PASSES, Options, check_count, check_flag, check_number, check_several
 from ..passes.task import Task
 from ..report import Estimate
 from ..session import public, session
@@ -272,7 +272,8 @@ def bounds(
     """
     options = Options(backend=backend, nan_policy=nan_policy, memory=memory, max_passes=max_passes)
     normalized, adaptive = check_flag("normalized", normalized), check_flag("adaptive", adaptive)
-    powers = [check_count("powers", power, 1, "whole numbers") for power in powers]
+    wanted = "whole numbers"
+    powers = [check_count("powers", power, 1, wanted) for power in check_several("powers", powers, wanted)]
     if sharpness is not None and not (isinstance(sharpness, str) and sharpness == _ALL):
         sharpness = check_number("sharpness", sharpness, f"a number or {_ALL!r}", lambda given: not math.isnan(given))
         if powers:

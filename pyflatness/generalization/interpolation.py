@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .. import interrupts
 from ..errors import InputError
 from ..measures.bounds import at_interpolation
+from ..messages import in_words
 from ..model import calling, parameters
 from ..numerics import meeting
 from ..numerics.meeting import Group
@@ -51,6 +52,18 @@ class InterpolationError:
     parameters: int
     samples: int
     adaptive: bool
+
+    def __repr__(self) -> str:
+        return in_words(
+            self,
+            f"{'adaptive ' if self.adaptive else ''}sharpness {self.sharpness:.6g}",
+            f"at interpolation {self.at_interpolation:.6g}",
+            f"difference {self.difference:.4g}",
+            "" if self.bound is None else f"at most {self.bound:.4g}",
+            f"residual {self.residual:.4g}",
+            f"{self.parameters} parameters",
+            f"{self.samples} samples",
+        )
 
     @property
     def difference(self) -> float:

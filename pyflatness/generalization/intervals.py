@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import InputError
+from ..messages import check_choice
 from ..report.intervals import student_t
 from .coefficients import Resamples, coefficients, resamples
 from .tables import Vector
@@ -57,8 +57,7 @@ def finder(interval: str, n: int, held: int, clusters: NDArray[np.intp] | None, 
     Raises:
         InputError: another interval.
     """
-    if interval not in _NAMES:
-        raise InputError(f"interval={interval!r}: there are {', '.join(map(repr, _NAMES))}")
+    check_choice("interval", interval, _NAMES)
     if n - held < FEWEST or (clusters is not None and clusters.max() + 1 < FEWEST):
         return lambda value, statistic, columns: _NONE
     if interval == "bootstrap":

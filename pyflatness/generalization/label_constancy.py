@@ -17,8 +17,8 @@ from torch import Tensor
 from .. import interrupts, losses, tensor_head
 from ..contractions import promoted
 from ..errors import InputError
-from ..messages import check_tensor
-from ..options import check_draws, check_number, check_seed
+from ..messages import check_tensor, in_words
+from ..options import check_draws, check_function, check_numbers, check_seed
 from ..session import public
 
 Labels = Callable[[Tensor], Tensor]
@@ -47,6 +47,17 @@ class LabelConstancy:
     def constant(self) -> float:
         """Return C, the largest of D(δ)/δ³."""
         return float((self.changes / self.deltas**3).max())
+
+    def __repr__(self) -> str:
+        ends = (float(x) for tensor in (self.changes, self.deltas) for x in tensor.aminmax())
+        return in_words(
+            self,
+            "D(δ) from {:.4g} to {:.4g} for δ from {:g} to {:g}".format(*ends),
+            f"C = {self.constant:.4g}",
+            f"m = {self.features}",
+            f"{self.samples} samples",
+            f"{self.draws} draws",
+        )
 
     def epsilon(self, kappa: float) -> Tensor:
         """Return δ² κ/(2m) + D(δ) for each δ, (k,): feature robustness by Corollary 10.
@@ -102,11 +113,10 @@ def label_constancy(
     resolved = losses.resolve(loss, None)
     if isinstance(resolved, losses.CustomLoss):
         raise InputError("loss: a callable has no loss of a single sample; take a loss of torch")
-    radii = [check_number("deltas", delta) for delta in deltas]
-    if not radii:
-        raise InputError("deltas: one number at least is wanted")
+    radii = check_numbers("deltas", deltas)
     draws, seed = check_draws("draws", draws, 2), check_seed("seed", seed)
-    targets = labels(features) if targets is None else check_tensor("targets", targets)
+    check_function("labels", labels, "of features (n, m) that returns their targets")
+    targets = check_tensor("targets", labels(features) if targets is None else targets)
     tensor_head.check_tensors(features, weight, bias, targets, resolved)
     phi, w = promoted(features.detach()), promoted(weight.detach())
     shift = 0 if bias is None else promoted(bias.detach())

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 
 from .. import head
 from ..contractions import promoted
-from ..errors import InputError, NonFiniteError
+from ..errors import InputError
 from ..losses import risk
-from ..messages import check_tensor, shown
+from ..messages import check_tensor, in_words
 from ..model import calling, layers
 from ..model.data import size
 from ..model.selectors import Selector
 from ..numerics import meeting
 from ..numerics.accumulate import Accumulator
 from ..numerics.meeting import Group
-from ..options import Options, check_count, check_number
+from ..options import Options, check_count, check_number, check_numbers
 from ..passes.task import Task
 from ..session import public, session
 from .noise import orthonormal
@@ -56,6 +56,17 @@ class MatrixRobustness:
     loss: float
     layer: str
     samples: int
+
+    def __repr__(self) -> str:
+        ends = (float(x) for tensor in (self.rises, self.alphas) for x in tensor.aminmax())
+        return in_words(
+            self,
+            "rises from {:.4g} to {:.4g} for α from {:g} to {:g}".format(*ends),
+            f"ε = {self.epsilon:.6g}",
+            f"loss {self.loss:.6g}",
+            f"layer {self.layer!r}",
+            f"{self.samples} samples",
+        )
 
     @property
     def epsilon(self) -> float:
@@ -84,6 +95,19 @@ class LargestRobustness:
     loss: float
     layer: str
     samples: int
+
+    def __repr__(self) -> str:
+        low, high = (float(end) for end in self.rises.aminmax())
+        return in_words(
+            self,
+            f"{self.rise:.6g}",
+            f"{len(self.rises)} starts from {low:.6g} to {high:.6g}" if len(self.rises) > 1 else "1 start",
+            f"δ = {self.delta:g}",
+            f"matrix {' × '.join(map(str, self.matrix.shape))}",
+            f"loss {self.loss:.6g}",
+            f"layer {self.layer!r}",
+            f"{self.samples} samples",
+        )
 
 
 @public
@@ -133,11 +157,7 @@ def matrix_robustness(
         >>> [round(rise, 6) for rise in found.rises.tolist()], round(found.epsilon, 6)
         ([0.025, 0.1], 0.1)
     """
-    if not isinstance(alphas, Iterable):
-        raise InputError(f"alphas={shown(alphas)}: numbers are wanted")
-    steps = [check_number("alphas", alpha, "numbers", math.isfinite) for alpha in alphas]
-    if not steps:
-        raise InputError("alphas: one number at least is wanted")
+    steps = check_numbers("alphas", alphas, "numbers", math.isfinite)
     matrix = check_tensor("matrix", matrix)
     with session(
         model,
@@ -306,7 +326,7 @@ class _Loss:
 
 def _finite(value: float, number: int) -> float:
     if not math.isfinite(value):
-        raise NonFiniteError(f"batch {number}: the loss of the model with changed features is {value}")
+        raise risk.not_finite(number, value, " with changed features")
     return value
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
+from ..options import check_count, check_flag
 from .coefficients import cosines, partial, permuted_products, products, whole
 from .tables import Vector
 
@@ -25,9 +26,8 @@ _ROUNDING = 1e-12  # by which equal correlations may differ
 
 def check(permutations: int, clusters: NDArray[np.intp] | None, within: bool) -> None:
     """Raise an InputError for options that do not fit together."""
-    if isinstance(permutations, bool) or not isinstance(permutations, int) or permutations < 0:
-        raise InputError(f"permutations={permutations!r}: a number of permutations is wanted, such as 9999, or 0")
-    if within and (clusters is None or not permutations):
+    check_count("permutations", permutations, 0, "a number of permutations, such as 9999 or 0,")
+    if check_flag("within", within) and (clusters is None or not permutations):
         raise InputError("within=True permutes inside of clusters: pass clusters= and permutations= too")
 
 

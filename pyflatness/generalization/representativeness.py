@@ -22,13 +22,13 @@ from torch import Tensor
 
 from .. import interrupts, losses, tensor_head
 from ..contractions import promoted
-from ..errors import InputError, NonFiniteError
+from ..errors import InputError
 from ..losses import CustomLoss, Loss, risk
-from ..messages import check_tensor, shown
+from ..messages import check_tensor, in_words, shown
 from ..numerics import accumulate, meeting
 from ..numerics.meeting import Group
 from ..numerics.variances import standard_error
-from ..options import check_count, check_draws, check_number, check_seed
+from ..options import check_count, check_draws, check_function, check_number, check_seed
 from ..report import intervals
 from ..session import public
 from . import noise
@@ -110,7 +110,7 @@ class Representativeness:
         if self.test is not None:
             parts = self.test
             facts.append(f"test: gap {parts.gap:.4g} = {parts.representativeness:.4g} + {parts.robustness:.4g}")
-        return f"Representativeness({', '.join(facts)})"
+        return in_words(self, *facts)
 
 
 @public
@@ -204,6 +204,7 @@ def refit(fit: Fit, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor |
     Raises:
         InputError: it returns something else.
     """
+    check_function("fit", fit, "(features, targets) -> (weight, bias)")
     with torch.enable_grad(), interrupts.at_once():
         result = fit(features, targets)
     if not isinstance(result, tuple) or len(result) != 2:
@@ -298,7 +299,7 @@ class Sums:
         columns = [_by_draw(self._loss, f, t) for f, t in zip(outputs, targets, strict=True)]
         values = torch.stack(columns, dim=1).cpu()
         if not bool(values.isfinite().all()):
-            raise NonFiniteError(f"batch {number}: the loss is {float(values.sum())}; no sample can be left out here")
+            raise risk.not_finite(number, float(values.sum()))
         return values
 
     def mean(self) -> float:

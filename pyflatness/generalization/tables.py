@@ -6,7 +6,6 @@ network`` for the network's), and one for each setting of ``pyflatness export``.
 """
 
 import csv
-import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..messages import from_cell
+from ..messages import from_cell, near, shown
+from ..options import check_names, check_several
 
 Vector = NDArray[np.float64]
 
@@ -53,7 +53,7 @@ class Networks:
         """
         if name not in self.columns:
             hint = "; pass test=, the same networks scored on test data" if name == "gap" else ""
-            raise InputError(f"table: no column of numbers {name!r}; there are {_near(name, self.columns)}{hint}")
+            raise InputError(f"table: no column of numbers {name!r}; there are {_known(name, self.columns)}{hint}")
         return self.columns[name]
 
     def finite(self, name: str, kept: NDArray[np.bool_]) -> Vector:
@@ -79,7 +79,7 @@ class Networks:
             elif name in self.texts:
                 cells = [*self.texts[name]]
             else:
-                raise InputError(f"table: no column {name!r}; there are {_near(name, [*self.columns, *self.texts])}")
+                raise InputError(f"table: no column {name!r}; there are {near(name, [*self.columns, *self.texts], 8)}")
             self._whole(name, np.array([cell != "" for cell in cells]), kept, "empty")
             columns.append([cell for cell, counts in zip(cells, kept, strict=True) if counts])
         rows = [*zip(*columns, strict=True)]
@@ -107,17 +107,33 @@ class Networks:
             InputError: a name that is not there.
         """
         if isinstance(exclude, str):
-            raise InputError(f"exclude={exclude!r}: a list of names is wanted")
+            raise InputError(f"exclude={shown(exclude)}: a list of names is wanted")
+        exclude = check_names("exclude", exclude, " of networks")
         known = [{name, Path(name).name, Path(name).stem} for name in self.names]
         for name in exclude:
             if not any(name in aliases for aliases in known):
-                near = difflib.get_close_matches(name, self.names) or self.names[:3]
-                raise InputError(f"exclude: {name!r} is not in the table; did you mean {', '.join(near)}?")
+                raise InputError(f"exclude: {name!r} is not in the table; did you mean {near(name, self.names, 3)}?")
         return np.array([aliases.isdisjoint(exclude) for aliases in known], dtype=np.bool_)
 
 
-def listed(names: str | Sequence[str]) -> tuple[str, ...]:
-    """Return one name or several as a tuple."""
+def one_name(option: str, given: Any) -> str:
+    """Return the name of a column.
+
+    Raises:
+        InputError: something else.
+    """
+    if not isinstance(given, str):
+        raise InputError(f"{option}={shown(given)}: the name of a column is wanted")
+    return given
+
+
+def listed(option: str, names: str | Sequence[str]) -> tuple[str, ...]:
+    """Return one name or several as a tuple.
+
+    Raises:
+        InputError: something else.
+    """
+    check_names(option, names, " of columns")
     return (names,) if isinstance(names, str) else tuple(names)
 
 
@@ -176,7 +192,7 @@ def _cells(table: Any, what: str) -> tuple[dict[str, Sequence[Any]], Sequence[An
     if hasattr(table, "columns") and hasattr(table, "to_dict"):  # a data frame, without importing pandas
         return {str(name): column for name, column in table.to_dict(orient="list").items()}, list(table.index)
     if isinstance(table, Mapping):
-        return {str(name): list(column) for name, column in table.items()}, None
+        return {str(name): check_several(f"{what}: {name}", cells, "cells") for name, cells in table.items()}, None
     raise InputError(
         f"{what}: a data frame, a dict of lists or the path of a CSV file is wanted, got {type(table).__name__}"
     )
@@ -237,5 +253,8 @@ def _text(cell: Any) -> str:
     return "" if cell is None or str(cell) in ("nan", "<NA>") else str(cell)  # these are pandas' empty cells
 
 
-def _near(name: str, known: Collection[str]) -> str:
-    return ", ".join((difflib.get_close_matches(name, known) or [*known])[:8])
+def _known(name: str, columns: Collection[str]) -> str:
+    """Return the columns that a missing one may mean: of the name of a measure alone all of it, the network first."""
+    network = f"{name} network"
+    places = sorted((each for each in columns if each.startswith(f"{name} ")), key=lambda each: each != network)
+    return ", ".join(places[:8]) or near(name, columns, 8)

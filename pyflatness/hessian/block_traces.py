@@ -162,7 +162,7 @@ class BlockTraces:
         return torch.cat(parts, dim=1).transpose(0, 1)
 
     def _in_order(self, traced: Tensor, entries: Tensor) -> Tensor:
-        """Return both in the order of the quantities as they were given."""
+        """Return the values of block traces and the others in the order in which the quantities were given."""
         names = [*self._traced, *(name for name in self._quantities if name not in self._traced)]
         places = torch.tensor([names.index(name) for name in self._quantities], dtype=torch.int64, device=traced.device)
         return torch.cat([traced, entries])[places]
@@ -192,7 +192,10 @@ class BlockTraces:
         return torch.stack(parts)
 
     def _units(self, directions: Directions) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield every row of a group and column, some at a time: their numbers (k,), (k,), and B (k, 1, G, ρ, r)."""
+        """Yield the unit directions e_s e_bᵀ, some at a time.
+
+        Yields the numbers s of their rows, over all groups, and b of their columns, (k,) each, and B (k, 1, G, ρ, r).
+        """
         groups, rows, columns = len(self._weight), self._basis.size, directions.columns
         count = groups * rows * columns
         for chosen in torch.arange(count, device=self._weight.device).split(directions.batch):

@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..model import calling, parameters
 from ..model.selectors import Selection
-from ..passes import linearity, weight_norms
+from ..passes import convolutions, linearity, weight_norms
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from .products import Names, Products, for_second_derivatives
@@ -44,8 +44,11 @@ class ParameterProducts(Products):
         else:
             self._theta = {name: values for name, values in parameters.every(task.model).items() if name in some}
         self.names: Names = tuple(self._theta)
+        self._all = some is None
         self._weight_norms = False  # whether the model has such, in what was run so far
+        self._convolutions: list[nn.Module] = []  # none where the graph is looked at: it is to be torch's
         super().__init__(task)
+        self._convolutions = convolutions.among(self._model)
 
     def notes(self, name: str) -> tuple[str, ...]:
         """Return what a reader of a value should know."""
@@ -74,6 +77,8 @@ class ParameterProducts(Products):
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
         if any(node.name() == "CheckpointFunctionBackward" for node in run.users):
             raise calling.reentrant()
+        if self._all and not run.outputs.requires_grad:
+            raise calling.without_graph()
         self._weight_norms = self._weight_norms or weight_norms.are_among(run.users)
         return super()._seen(run)
 
@@ -86,6 +91,7 @@ class ParameterProducts(Products):
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
                 stack.enter_context(calling.differentiated_in_all_parameters())
                 stack.enter_context(parameters.inside(self._model, self._leaves))
+                stack.enter_context(convolutions.with_second_derivatives(self._convolutions))
                 if self._weight_norms:  # every operation takes a little longer there
                     stack.enter_context(weight_norms.WrittenOut())
                 yield

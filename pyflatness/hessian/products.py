@@ -161,8 +161,8 @@ class Products:
             NonFiniteError: a product is not finite; under ``nan_policy="propagate"`` it is handed on.
             InputError: an operation of the model has no second derivative.
         """
-        inverse = {names: self._inverse_spread(names) for names in vectors}
-        sent = {names: rows * inverse[names] for names, rows in vectors.items()}
+        inverse = {names: self._inverse_spread(names) for names in vectors} if self._spreads else {}
+        sent = {names: rows * inverse[names] if inverse else rows for names, rows in vectors.items()}
         sums = {names: torch.zeros_like(rows) for names, rows in vectors.items()}
 
         def take(found: tuple[int, Vectors]) -> None:
@@ -173,7 +173,11 @@ class Products:
 
         self._runner.each(lambda run: (run.number, self._of_run(run, sent)), take)
         whole = self._shard.sum("a product with the Hessian", {**sums})
-        return {names: whole[names] * inverse[names] / self._normaliser for names in sums}
+        for names, rows in whole.items():
+            rows /= self._normaliser
+            if inverse:
+                rows *= inverse[names]
+        return whole
 
     def gradient(self) -> Tensor:
         """Return ∂E/∂w of all of the layers, (N,) float64, by one read of the data.
@@ -203,7 +207,15 @@ class Products:
         names = [*run.recorder.calls] or [*self._leaves]
         with contractions.full_precision(run.outputs), block_traces.differentiable(names, advice, self._what):
             multiply = self._ggn(run) if self._options.by_ggn else self._hessian(run)
-            return {names: torch.stack([multiply(names, row) for row in rows]) for names, rows in vectors.items()}
+            return {names: self._each(partial(multiply, names), rows) for names, rows in vectors.items()}
+
+    @staticmethod
+    def _each(multiply: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        """Return the products of rows (b, N), which all go back through one graph."""
+        found = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        for row, place in zip(rows, found, strict=True):
+            place.copy_(multiply(row))
+        return found
 
     def _hessian(self, run: Run) -> Callable[[Names, Tensor], Tensor]:
         leaves = self._leaves
@@ -212,8 +224,7 @@ class Products:
         gradients = _gradients(value, leaves, create_graph=True)
 
         def multiply(names: Names, vector: Tensor) -> Tensor:
-            along = self._along(gradients, names, vector)
-            return self._joined(_gradients(along, {name: leaves[name] for name in names}))
+            return self._joined(self._along(gradients, names, vector, {name: leaves[name] for name in names}))
 
         return multiply
 
@@ -228,7 +239,7 @@ class Products:
         ).values()
 
         def multiply(names: Names, vector: Tensor) -> Tensor:
-            (pushed,) = _gradients(self._along(gradients, names, vector), {"": u}).values()  # J v
+            (pushed,) = self._along(gradients, names, vector, {"": u}).values()  # J v
             (product,) = _gradients(gradient, {"": outputs}, pushed).values()
             return self._joined(_gradients(run.outputs, {name: leaves[name] for name in names}, product))
 
@@ -239,12 +250,16 @@ class Products:
         for name, found in run.recorder.gradients(value, cotangent, names, create_graph=True).items() if names else ():
             linearity.check_complete(f"layer {name!r}", found)
 
-    def _along(self, gradients: Mapping[str, Tensor], names: Names, vector: Tensor) -> Tensor:
-        """Return ⟨gradients, v⟩, float64."""
-        total = torch.zeros((), dtype=torch.float64, device=vector.device)
-        for name, direction in self.as_weights(names, vector).items():
-            total = total + (gradients[name] * direction.to(gradients[name].dtype)).sum(dtype=torch.float64)
-        return total
+    def _along(
+        self, gradients: Mapping[str, Tensor], names: Names, vector: Tensor, inputs: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the gradients of ⟨gradients, v⟩ in inputs."""
+        sent = {
+            name: (gradients[name], direction.to(gradients[name].dtype))
+            for name, direction in self.as_weights(names, vector).items()
+            if gradients[name].requires_grad
+        }
+        return _gradients([each for each, _ in sent.values()], inputs, [each for _, each in sent.values()])
 
     def as_weights(self, names: Names, vector: Tensor) -> dict[str, Tensor]:
         """Return a vector (N,) as tensors of the shape of the layers' weights."""
@@ -325,10 +340,14 @@ def spread(module: nn.Module, scale: Tensor) -> Tensor:
 
 
 def _gradients(
-    value: Tensor, inputs: Mapping[str, Tensor], cotangent: Tensor | None = None, *, create_graph: bool = False
+    value: Tensor | list[Tensor],
+    inputs: Mapping[str, Tensor],
+    cotangent: Tensor | list[Tensor] | None = None,
+    *,
+    create_graph: bool = False,
 ) -> dict[str, Tensor]:
     """Return gradients of a value, or ⟨cotangent, value⟩; zeros where it does not depend on an input."""
-    if not value.requires_grad:
+    if not (len(value) if isinstance(value, list) else value.requires_grad):
         return {name: torch.zeros_like(tensor) for name, tensor in inputs.items()}
     found = torch.autograd.grad(
         value, [*inputs.values()], cotangent, create_graph=create_graph, retain_graph=True, materialize_grads=True

@@ -1,7 +1,6 @@
 """Do what the callbacks have in common: measure a model in training, name the values, keep them, and count the time."""
 
 import contextlib
-import difflib
 import inspect
 import itertools
 import time
@@ -17,9 +16,11 @@ from torch import nn
 from ..api import measure
 from ..errors import InputError, NonFiniteError
 from ..measures import are_named, named
-from ..messages import shown
+from ..messages import near, shown
+from ..model.data import used_up
 from ..model.generators import Generators, OutsideTorch
 from ..model.selectors import Selector
+from ..model.state import in_eval_mode
 from ..options import Options, check_count, check_flag
 from ..report import Report
 from ..training import loaders
@@ -71,10 +72,7 @@ class Watch:
         if isinstance(data, str) and data not in ("train", "val"):
             raise InputError(f"data={shown(data)}: 'train', 'val', a loader or a tuple of tensors is wanted")
         if hasattr(data, "__next__"):
-            raise InputError(
-                f"data: {type(data).__name__} can be read once, and every epoch is to read it; pass a list of batches "
-                "or a DataLoader"
-            )
+            raise used_up(data, "and every epoch is to read it")
         self.history = History()
         self.begin()
 
@@ -190,8 +188,8 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a measurement, whose names and choices fit."""
     for name in options:
         if name not in _OPTIONS:
-            near = ", ".join(difflib.get_close_matches(name, _OPTIONS)) or ", ".join(_OPTIONS)
-            raise TypeError(f"FlatnessCallback() has no argument {name!r}; did you mean {near}?")
+            listed = near(name, _OPTIONS, len(_OPTIONS))
+            raise TypeError(f"FlatnessCallback() has no argument {name!r}; did you mean {listed}?")
     choices = {field.name for field in fields(Options)}
     Options(**{name: given for name, given in options.items() if name in choices})
     return {"progress": False, **options}
@@ -206,22 +204,13 @@ def _asked(measures: str | Sequence[str] | None) -> str | list[str] | None:
 
 @contextlib.contextmanager
 def _as_found(model: nn.Module) -> Iterator[None]:
-    """Let a model in training be measured inside, in eval mode; afterwards it and all random states are as they were.
-
-    Modes are set on each module, past ``train()`` and ``eval()`` of the user's, which may do more than that.
-    """
-    modules = [*model.modules()]
-    modes = [module.training for module in modules]
-    of_torch, outside = Generators(modules), OutsideTorch()
+    """Let a model in training be measured inside, in eval mode; afterwards it and random states are as they were."""
+    of_torch, outside = Generators([*model.modules()]), OutsideTorch()
     states = of_torch.states()
     try:
-        with _buffers_of_rank_zero(model):
-            for module in modules:
-                module.training = False
+        with _buffers_of_rank_zero(model), in_eval_mode(model):
             yield
     finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
         of_torch.put_back(states)
         outside.put_back()
 

@@ -153,10 +153,20 @@ def without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def wrong_shape(what: str, values: Tensor, outputs: Tensor) -> InputError:
+    """Return the error for values that are not of the outputs' shape."""
+    shape, advice = tuple(outputs.shape), "pass a value for each output"
+    if values.numel() == outputs.numel():
+        advice = f"pass targets.reshape{shape}"
+    elif not values.is_floating_point() and values.ndim < outputs.ndim:
+        advice += ", as F.one_hot(targets, classes).double()"
+    return InputError(f"{what}: the outputs' shape {shape} is wanted, got {tuple(values.shape)}; {advice}")
+
+
 def rows_like(what: str, values: Tensor, outputs: Tensor, class_dim: int) -> Tensor:
     """Return ``values``, of the outputs' shape, as (rows, classes)."""
     if values.shape != outputs.shape:
-        raise InputError(f"{what}: the outputs' shape {tuple(outputs.shape)} is wanted, got {tuple(values.shape)}")
+        raise wrong_shape(what, values, outputs)
     values = values.movedim(class_dim, -1)
     return values.reshape(-1, values.shape[-1])
 

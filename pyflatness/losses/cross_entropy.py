@@ -1,6 +1,7 @@
 """Define cross-entropy on logits: class weights, label smoothing, probability targets and ignored targets."""
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -50,21 +51,21 @@ class CrossEntropy:
         if tuple(targets.shape) != expected:
             raise InputError(
                 f"targets: class indices of shape {expected} are wanted for outputs {tuple(outputs.shape)} with "
-                f"classes in dimension {class_dim % outputs.ndim}, got {tuple(targets.shape)}; for token outputs "
-                "(n, T, C), have `forward` return outputs.transpose(1, 2)"
+                f"classes in dimension {class_dim % outputs.ndim}, got {tuple(targets.shape)}; "
+                f"{_advice(outputs, targets, class_dim)}"
             )
         labels = targets.reshape(-1).long()
         if len(labels) == 0:
             return uniform(0, 1.0, 1.0, labels.device)
-        low, high = (int(bound) for bound in labels.aminmax())
+        low, high = torch.stack(labels.aminmax()).tolist()  # one wait for a GPU
         if self.weight is None and 0 <= low <= high < classes and not low <= self.ignore_index <= high:
             return uniform(len(labels), 1.0, 1.0, labels.device)
         kept = labels != self.ignore_index
         wrong = labels[kept & ((labels < 0) | (labels >= classes))]
         if len(wrong):
             raise InputError(
-                f"targets: class {int(wrong[0])} does not exist among {classes} classes "
-                f"(ignore_index is {self.ignore_index})"
+                f"targets: class {int(wrong[0])} does not exist among {classes} classes, which are numbered from 0 to "
+                f"{classes - 1} (ignore_index is {self.ignore_index})"
             )
         if self.weight is None:  # then smoothing moves weight 1 about between classes of weight 1
             weights = kept.double()
@@ -187,3 +188,17 @@ def _factors(q: Tensor, roots: Tensor, top: Tensor) -> Factors:
         take=lambda index: _factors(q[index], roots[index], top[index]),
         form=form,
     )
+
+
+def _advice(outputs: Tensor, targets: Tensor, class_dim: int) -> str:
+    """Return what to do about class indices of another shape than the outputs less their classes."""
+    expected = without(outputs.shape, class_dim)
+    if outputs.shape[class_dim] == 1:
+        return "one output is no choice among classes: have the model return (n, classes), or take another loss"
+    if targets.shape == outputs.shape:
+        return f"where they are one-hot, pass targets.argmax({class_dim % outputs.ndim})"
+    if targets.numel() == math.prod(expected):
+        return f"pass targets.reshape{expected}"
+    if outputs.ndim > 2:
+        return "for token outputs (n, T, C), have `forward` return outputs.transpose(1, 2)"
+    return "pass one class for each sample"

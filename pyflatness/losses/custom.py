@@ -85,7 +85,8 @@ class CustomLoss:
         with advice.on_call(self.loss, taken, targets), interrupts.at_second():
             value = self.loss(taken, targets)
         if not isinstance(value, Tensor) or value.numel() != 1:
-            raise InputError(f"loss: a scalar tensor is wanted from a custom loss, got {shown(value)}")
+            hint = "" if isinstance(value, Tensor) else "; return the tensor itself, without .item()"
+            raise InputError(f"loss: a scalar tensor is wanted from a custom loss, got {shown(value)}{hint}")
         if outputs.requires_grad and torch.is_grad_enabled() and not value.requires_grad:
             raise InputError(
                 "loss: its value does not come from the outputs by operations that torch differentiates (argmax, "

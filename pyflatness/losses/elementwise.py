@@ -80,7 +80,8 @@ class BinaryCrossEntropy(_Elementwise):
                 raise InputError("targets: binary cross-entropy with pos_weight cannot do without them")
             targets = torch.zeros_like(outputs)
         if not targets.is_floating_point():
-            raise InputError(f"targets: floating-point labels in [0, 1] are wanted, got {targets.dtype}")
+            wanted = "floating-point labels in [0, 1] are wanted"
+            raise InputError(f"targets: {wanted}, got {targets.dtype}; convert with .double()")
         dtype = promoted_dtype(outputs.dtype)
         coefficients = torch.ones_like(outputs, dtype=dtype)
         if self.pos_weight is not None:

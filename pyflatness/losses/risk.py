@@ -15,6 +15,7 @@ from ..model import calling, data, parameters
 from ..model.data import Batches
 from ..numerics.accumulate import Accumulator, check_together
 from . import BinaryCrossEntropy, CrossEntropy, CustomLoss, Loss, SquaredError
+from .base import wrong_shape
 
 
 def rows(outputs: Tensor, targets: Any, loss: Loss, number: int) -> losses.Rows:
@@ -37,6 +38,14 @@ def weight(outputs: Tensor, targets: Any, loss: Loss, number: int) -> float:
     return float(rows(outputs, targets, loss, number).terms.weights.sum())
 
 
+def not_finite(number: int, value: float, where: str = "") -> NonFiniteError:
+    """Return the error for a loss of all samples together, which none is left out of."""
+    return NonFiniteError(
+        f"batch {number}: the loss of the model{where} is {value}; no sample can be left out of this value "
+        "(nan_policy='omit' has no part in it), so leave samples with NaN or infinity out of the data"
+    )
+
+
 def hits(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Tensor:
     """Return for each prediction of a batch whether it is right, (predictions,); see :func:`judged`."""
     right, counting = judged(outputs, targets, loss, number)
@@ -54,9 +63,7 @@ def judged(outputs: Tensor, targets: Any, loss: Loss, number: int) -> tuple[Tens
     labels = losses.tensor_targets(targets, number)
     if isinstance(loss, BinaryCrossEntropy):
         if outputs.shape != labels.shape:
-            raise InputError(
-                f"targets of batch {number}: the outputs' shape {tuple(outputs.shape)}, got {tuple(labels.shape)}"
-            )
+            raise wrong_shape(f"batch {number}: targets", labels, outputs)
         return ((outputs > 0) == (labels > 0.5)) & ~outputs.isnan(), torch.ones_like(labels, dtype=torch.bool)
     if _takes_several(loss):
         raise InputError(
@@ -69,7 +76,7 @@ def judged(outputs: Tensor, targets: Any, loss: Loss, number: int) -> tuple[Tens
     wanted = (*outputs.shape[:dim], *outputs.shape[dim + 1 :])
     if labels.is_floating_point() or tuple(labels.shape) != wanted:
         raise InputError(
-            f"targets of batch {number}: an accuracy needs classes of shape {wanted} for outputs "
+            f"batch {number}: targets: an accuracy needs classes of shape {wanted} for outputs "
             f"{tuple(outputs.shape)}, got {targets.dtype} of shape {tuple(targets.shape)}"
         )
     right = (outputs.argmax(dim) == labels) & ~outputs.isnan().any(dim)
@@ -121,8 +128,7 @@ def at(
             if place == 0:
                 over.add(data.size(batch), weight(outputs, targets, loss, number))
             value, where = float(loss.value(outputs, targets)), " under noise" if values else ""
-            what = f"batch {number}: the loss of the model{where} is {value}"
-            error = partial(NonFiniteError, f"{what}; no sample is left out of it, whatever nan_policy says")
+            error = partial(not_finite, number, value, where)
             check_together(nan_policy, math.isfinite(value), error)
             sums[place] += value
     totals = over.together(batches.shard, {"sums": torch.tensor(sums, dtype=torch.float64, device="cpu")})["sums"]

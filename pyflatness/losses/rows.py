@@ -46,7 +46,10 @@ def rows(outputs: Tensor, targets: Tensor, loss: Loss) -> Rows:
         return Rows(loss.terms(outputs, targets, 1), True, 1)
     dim = loss.class_dim(outputs)
     if dim >= outputs.ndim:
-        raise InputError(f"the model's output {tuple(outputs.shape)} has no dimension {dim} for the classes")
+        raise InputError(
+            f"the model's output {tuple(outputs.shape)} has no dimension {dim} for the classes; have "
+            "the model (or forward=) return outputs (n, classes)"
+        )
     return Rows(loss.terms(outputs, targets, dim), loss.positions, dim)
 
 
@@ -56,7 +59,7 @@ def tensor_targets(targets: Any, number: int) -> Tensor:
     Raises:
         InputError: they are no tensor.
     """
-    return check_tensor(f"targets of batch {number}", targets).detach()
+    return check_tensor(f"batch {number}: targets", targets).detach()
 
 
 @contextlib.contextmanager

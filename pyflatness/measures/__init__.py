@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ..errors import InputError
+from ..messages import near
 from ..options import check_names
 from ..sweep.activations import ACTIVATIONS
 from . import at_head, bounds, representation
@@ -64,6 +65,7 @@ MEASURES = (
 
 BY_DEFAULT = (RELATIVE_FLATNESS, TRACE)
 _SETS = ("sweep", "all")
+_ALL_LISTED = " `pyflatness measures` lists all names; 'sweep' and 'all' stand for several"
 
 
 def are_named(names: str | Sequence[str] | None) -> bool:
@@ -87,7 +89,8 @@ def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
         raise InputError("measures: at least one name is wanted, or 'sweep' for those of one sweep, or 'all'")
     for name in wanted:
         if name not in table:
-            raise InputError(f"measures: {name!r} does not exist; choose among {', '.join(table)}, or 'sweep' or 'all'")
+            likely = near(name, [*table, *_SETS])
+            raise InputError(f"measures: {name!r} does not exist; did you mean {likely}?{_ALL_LISTED}")
     return tuple(table[name] for name in wanted)
 
 

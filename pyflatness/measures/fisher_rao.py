@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import InputError, NotYetError
 from ..losses import risk
-from ..model import data, parameters
+from ..model import calling, data, parameters
 from ..numerics.accumulate import Accumulator, masked, non_finite
 from ..numerics.directions import Directions
 from ..report import Estimate
@@ -90,7 +90,9 @@ class _Tangent:
                 duals = {name: forward_ad.make_dual(values, values) for name, values in self._theta.items()}
             outputs, targets = parameters.run(self._task.model, duals, batch, self._task.forward)
             primal, change = forward_ad.unpack_dual(outputs)
-            return primal, torch.zeros_like(primal) if change is None else change, targets
+            if change is None:
+                raise calling.without_graph()
+            return primal, change, targets
 
     def _by_backward_passes(self, batch: Any) -> tuple[Tensor, Tensor, Any]:
         """Differentiate ⟨v, (∂f/∂θ) θ⟩ = ⟨(∂f/∂θ)ᵀ v, θ⟩, which is linear in v, in v.

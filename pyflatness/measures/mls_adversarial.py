@@ -27,6 +27,7 @@ from ..numerics.accumulate import Accumulator, non_finite
 from ..numerics.meeting import Group
 from ..options import Options, check_count, check_flag, check_number
 from ..passes import recorder
+from ..passes.batch_layout import check_outputs
 from ..passes.task import Task
 from ..report import Estimate
 from ..session import public, session
@@ -174,8 +175,7 @@ class _Ascent:
     def _outputs(self, tensor: Tensor) -> Tensor:
         batch = inputs.replaced(self._batch, self._input, tensor.clone())
         outputs, _ = calling.run(self._task.model, batch, self._task.forward)
-        if outputs.ndim == 0 or len(outputs) % self._samples:
-            raise InputError(f"the model's output {tuple(outputs.shape)} does not hold {self._samples} samples")
+        check_outputs(outputs, self._samples)
         return outputs
 
 

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, NonFiniteError
 from ..losses import risk
+from ..messages import in_words, with_error
 from ..model import calling, layers, parameters, state
 from ..model.data import size
 from ..numerics.meeting import Group
@@ -49,6 +50,8 @@ from .base import Measure, Task, Values
 DROP, DRAWS, STEPS, TOLERANCE = 0.1, 10, 15, 0.01
 LARGEST = 2.0  # σ
 EPSILON = 1e-3
+
+_NO_ACCURACY = "the model's outputs have NaN in them, so it has no accuracy; leave such samples out of the data"
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,14 @@ class Bisection:
     drops: tuple[float, ...]
     reached: bool
     stderr: float | None
+
+    def __repr__(self) -> str:
+        return in_words(self, *self._facts())
+
+    def _facts(self) -> list[str]:
+        sigma, flatness = with_error(self.sigma, self.stderr), with_error(self.flatness, self.flatness_stderr)
+        drop = f"drop {self.drop:.4g} of the accuracy{'' if self.reached else ', which is not the wanted one'}"
+        return [f"σ = {sigma}", f"flatness {flatness}", drop, f"{len(self.drops)} draws"]
 
     @property
     def drop(self) -> float:
@@ -109,6 +120,11 @@ class PacBayes(Bisection):
     unfolded: tuple[str, ...] = ()
     initial_bound: float | None = None
     magnitude_origin_bound: float | None = None
+
+    def __repr__(self) -> str:
+        held = {name: value for name, value in vars(self).items() if name.endswith("bound") and value is not None}
+        bounds = [f"{name} {value:.6g}" for name, value in held.items()]
+        return in_words(self, *self._facts(), *bounds, f"accuracy {self.accuracy:.6g}", f"{self.samples} samples")
 
 
 @public
@@ -288,7 +304,7 @@ class _Search:
             outputs, targets = parameters.run(self._model, values, batch, self._task.forward)
             hits = risk.hits(outputs, targets, self._task.loss, number)
             if not values and bool(outputs.isnan().any()):
-                raise NonFiniteError(f"batch {number}: the model's outputs have NaN in them, so it has no accuracy")
+                raise NonFiniteError(f"batch {number}: {_NO_ACCURACY}")
             right, total, samples = right + int(hits.sum()), total + len(hits), samples + size(batch)
         counts = torch.tensor([right, total, samples], dtype=torch.float64, device="cpu")
         found = self._task.batches.shard.sum("an accuracy", {"counts": counts})["counts"]

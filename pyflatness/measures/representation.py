@@ -261,7 +261,7 @@ def representation(
 
 def _named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
     table = {row.name: row for row in ROWS}
-    wanted = [*table] if names is None else check_names("measures", names)
+    wanted = [*table] if names is None else check_names("measures", names, f" of {', '.join(table)}")
     if not wanted:
         raise InputError("measures: at least one name is wanted, or None for all of the Jacobian")
     for name in wanted:

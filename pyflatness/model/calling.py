@@ -212,7 +212,8 @@ def differentiated() -> Iterator[None]:
     """Turn what a model keeps torch from in backward passes inside into an error that says what to do.
 
     Raises:
-        NoGraphError: reentrant activation checkpointing, which torch does not differentiate in chosen tensors.
+        NoGraphError: reentrant activation checkpointing, which torch does not differentiate in chosen tensors; outputs
+            without a graph.
         InputError: a tensor of the graph was modified in place.
     """
     try:
@@ -224,6 +225,8 @@ def differentiated() -> Iterator[None]:
                 "the layer's input, so that torch cannot differentiate the model in all weights that this needs; write "
                 f"h = h + layer(h) ({error})"
             ) from error
+        if "does not require grad and does not have a grad_fn" in str(error):
+            raise without_graph() from error
         if "use_reentrant=True" not in str(error):
             raise
         raise reentrant() from error
@@ -249,6 +252,14 @@ def differentiated_in_all_parameters() -> Iterator[None]:
 
 
 _WITHOUT_GRAPH = "None of the inputs have requires_grad=True"  # torch.utils.checkpoint
+
+
+def without_graph() -> NoGraphError:
+    """Return the error for outputs that autograd knows nothing of."""
+    return NoGraphError(
+        "model: autograd has no path from its outputs back to its weights (detach, .data, numpy or torch.no_grad() is "
+        "on the way), so that derivatives in them would be zero; have the model return outputs with their graph"
+    )
 
 
 def reentrant() -> NoGraphError:

@@ -62,10 +62,8 @@ class Batches:
         elif isinstance(data, enumerate):
             raise InputError("data: enumerate yields (number, batch) pairs; pass the loader itself")
         elif hasattr(data, "__next__") and reads > 1:
-            raise InputError(
-                f"data: {type(data).__name__} can be read once, and {reads} passes are needed (normalize=, "
-                "target_stderr= and some measures take more than one); pass a list of batches or a DataLoader"
-            )
+            more = "(normalize=, target_stderr= and some measures take more than one)"
+            raise used_up(data, f"and {reads} reads are needed {more}")
         self._data = data
         self._compared = reads > 1 and not isinstance(data, (tuple, list))
         self._first: Fingerprint | None = None  # of the first read
@@ -74,7 +72,7 @@ class Batches:
     def peek(self) -> Any:
         """Return the first batch, without taking it from the data: the read that gave it goes on where it stopped."""
         if self.is_empty():
-            raise no_samples()
+            raise no_samples(self._data)
         assert self._begun is not None
         return to_device(self._begun[0][-1], self._device)
 
@@ -129,7 +127,7 @@ class Batches:
                     read.add(with_samples(batch, samples), samples)
                 yield to_device(batch, self._device)
         if empty:
-            raise no_samples()
+            raise no_samples(self._data)
         if self._compared:
             self._compare(read)
 
@@ -144,11 +142,8 @@ class Batches:
         if _promised(self._data) and self._data.collate_fn is default_collate:
             return _sampled(self._data)
         if not self.repeatable:
-            raise InputError(
-                f"data: {type(self._data).__name__} can be read once, and its samples have to be counted before they "
-                "are measured, since random probes belong to samples by their places in the data of all ranks; pass a "
-                "list of batches or a DataLoader"
-            )
+            places = "since random probes belong to samples by their places in the data of all ranks"
+            raise used_up(self._data, f"and its samples have to be counted before they are measured, {places}")
         self._compared = True
         return sum(size(batch) for batch in self)
 
@@ -230,9 +225,17 @@ def repeated(data: Any) -> int:
     return batches * sampler.batch_size - len(sampler.batch_sampler.sampler) if sampler.batch_size else 0
 
 
-def no_samples() -> InputError:
+def used_up(data: Any, why: str, option: str = "data") -> InputError:
+    """Return the error of an iterator, which is at its end after one read, where that is not enough."""
+    kind = type(data).__name__
+    return InputError(f"{option}: {kind} can be read once, {why}; pass a list of batches or a DataLoader")
+
+
+def no_samples(data: Any = None) -> InputError:
     """Return the error of data without samples."""
-    return InputError("data: there are no samples in it")
+    spent = hasattr(data, "__next__")
+    hint = "; an iterator that was read before is at its end: pass a list of batches or a DataLoader" if spent else ""
+    return InputError(f"data: there are no samples in it{hint}")
 
 
 def _fetched(batches: Iterable[Any]) -> Iterator[Any]:
@@ -276,6 +279,7 @@ def _checked_size(batch: Any, number: int) -> int:
             inside += "; a tokenizer gives tensors with return_tensors='pt'"
         raise InputError(
             f"data: batch {number} holds no tensor with samples in dimension 0: it is a {type(batch).__name__}{inside}"
+            "; batches are (inputs, targets) pairs of tensors, or mappings of them with `labels`"
         )
     return samples
 

@@ -38,9 +38,9 @@ def refusal(outputs: Any, way_out: str = _WAY_OUT) -> InputError:
         return InputError(
             f"model: no tensor, tuple or object with `logits` came out, got {type(outputs).__name__}; {way_out}"
         )
+    several = "several tensors" if len(found) > 1 else "a tensor by another name than `logits`"
     return InputError(
-        f"model: it returns a {type(outputs).__name__} with several tensors, {shapes}, and the loss takes one; "
-        f"{way_out}"
+        f"model: it returns a {type(outputs).__name__} with {several}, {shapes}, and the loss takes one; {way_out}"
     )
 
 

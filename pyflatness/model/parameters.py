@@ -35,7 +35,10 @@ def trainable(model: nn.Module) -> Parameters:
     """
     wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not wanted:
-        raise InputError("model: none of its parameters requires gradients, and the measure is over those that do")
+        raise InputError(
+            "model: none of its parameters requires gradients, and the measure is over those that do; call "
+            "model.requires_grad_(True) first"
+        )
     return {name: values for name, values in every(model).items() if name in wanted}
 
 

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 
 from .. import interrupts
 from ..errors import InputError
+from ..messages import check_module
 from ..numerics.ranks import Ranks
 from . import fsdp, layers, spread, tensor_parallel, uses
 from .calling import replaced_forward
@@ -46,8 +47,7 @@ def observing(model: nn.Module, ranks: Ranks | None = None) -> Iterator[tuple[nn
     Raises:
         InputError: not a module, or in a mode in which samples are not independent.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model: a torch.nn.Module is wanted, got {type(model).__name__}")
+    check_module("model", model)
     with interrupts.held():
         while not _turn.acquire(timeout=_PATIENCE):
             interrupts.check()
@@ -89,6 +89,23 @@ def _prepared(model: nn.Module, stack: contextlib.ExitStack, ranks: Ranks | None
         if isinstance(module, parametrize.ParametrizationList):
             stack.enter_context(replaced_forward(module, _Once(module)))
     return model, random
+
+
+@contextlib.contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Hold a model in eval mode inside; afterwards every module is in the mode that it was in.
+
+    Modes are set on each module, past ``eval()`` and ``train()`` of the user's. These may do more, such as merge
+    adapters into weights, which could not be undone bit by bit in the middle of a training.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 class _Once:

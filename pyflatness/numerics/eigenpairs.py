@@ -1,10 +1,13 @@
 """Find eigenpairs at both ends of a symmetric matrix, and the density of its eigenvalues, from products with vectors.
 
-Eigenpairs: an orthonormal basis Q (k, N) is extended by the product of its last row, fully reorthogonalised, and
-restarted from the Ritz vectors at its ends (Wu and Simon 2000). One Krylov space has one vector of every eigenspace, so
-that copies of a multiple eigenvalue are missed. When all wanted pairs are found they are therefore deflated: a search
-among the vectors orthogonal to them has to find nothing beyond the innermost of them at either end, and what it finds
-beyond is taken in.
+Eigenpairs: an orthonormal basis Q (m, N) is extended by the products of its newest vectors, fully reorthogonalised, and
+restarted from the Ritz vectors at its ends (Wu and Simon 2000). The space of one start has one vector of every
+eigenspace, so that copies of a multiple eigenvalue are missed. Where copies count there are two starts, whose products
+are taken together (block Lanczos, Golub and Underwood 1977): their space has two vectors of every eigenspace. Where it
+shows two copies of an eigenvalue there may be more of them. Then the wanted pairs are kept, and the search goes on from
+two other starts among the vectors orthogonal to them, until that brings nothing new.
+
+Residuals take no product more (:mod:`.krylov`).
 
 Density: of a random unit vector v, ⟨v, f(H) v⟩ is Σ_i τ_i f(θ_i) to a good approximation, with the Ritz values θ_i of
 its Krylov space and τ_i the squared first components of T's eigenvectors (stochastic Lanczos quadrature, Ubaru, Chen
@@ -18,10 +21,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .krylov import KrylovSpace, Ritz
 from .lanczos import bordered, orthogonalised
 
+_STARTS = 2  # where copies of eigenvalues count
 _LONGEST = 300  # vectors of a basis, where more are not wanted: T is diagonalised at every step
+_FEWEST = 4  # products of each start that goes on beside pairs that were found: fewer may not show a large eigenvalue
 _NOTHING = 1e-12  # of a matrix's norm: a rest of so little is rounding
+BESIDE = 2 * _STARTS + 2  # vectors beside the basis of a search: sums and parts of products, and what one takes
+BESIDE_STEPS = 4  # beside the steps of a quadrature, for each of its starts
 _SLACK = 10  # of the tolerance: what residuals may be above it for the products' rounding
 
 
@@ -32,9 +40,9 @@ class Pairs:
     Attributes:
         values: (k,) float64, descending.
         vectors: (k, N), orthonormal.
-        residuals: (k,) |H y - θ y|, measured: an eigenvalue lies so near to each value.
+        residuals: (k,) |H y - θ y| of the products that were taken: an eigenvalue lies so near to each value.
         products: how many were taken.
-        converged: whether all were brought to the tolerance, as measured too, and nothing beyond them was left.
+        converged: whether all residuals were brought to the tolerance, and no copies of eigenvalues are left out.
         limited: whether it ended by the limit of products instead.
     """
 
@@ -47,7 +55,7 @@ class Pairs:
 
 
 def least_vectors(pairs: int, size: int) -> int:
-    """Return how many vectors (N,) the search for so many pairs holds at least."""
+    """Return how many vectors (N,) the basis of a search for so many pairs has room for at least."""
     return min(size, 2 * pairs + 2) if pairs else 0
 
 
@@ -59,8 +67,9 @@ class Search:
         size: N.
         device: of the vectors.
         tolerance: for residuals, relative to the matrix's norm as seen so far.
-        room: vectors that memory has room for; a few more than are wanted are taken in any case.
-        limit: products at most, besides those that measure the residuals.
+        room: vectors that memory has room for, beside which there are :data:`BESIDE`; :func:`least_vectors` are taken
+            in any case.
+        limit: products at most.
     """
 
     def __init__(
@@ -76,114 +85,131 @@ class Search:
         Args:
             largest: pairs, algebraically; with the smallest ones all of the matrix's at most.
             smallest: pairs.
-            copies: whether further copies of a multiple eigenvalue are searched for.
+            copies: whether copies of a multiple eigenvalue count; a single pair at an end is the same without.
         """
-        nothing = torch.zeros(0, self._size, dtype=torch.float64, device=self._device)
-        if not largest + smallest:
+        wanted = largest + smallest
+        if not wanted:
+            nothing = torch.zeros(0, self._size, dtype=torch.float64, device=self._device)
             return Pairs(nothing[:, 0], nothing, nothing[:, 0], 0, converged=True)
-        values, vectors = yield from self._ends(largest, smallest, nothing)
-        while copies and self._converged and len(vectors) < self._size:
-            more, others = yield from self._ends(min(largest, 1), min(smallest, 1), vectors)
-            beyond, slack = torch.zeros_like(more, dtype=torch.bool), self._tolerance * self._norm
-            if largest:
-                beyond |= more > values[largest - 1] + slack
-            if smallest:
-                beyond |= more < values[-smallest] - slack
-            if not bool(beyond.any()):
-                break
-            values, order = torch.cat([values, more[beyond]]).sort(descending=True)
-            vectors = torch.cat([vectors, others[beyond]])[order]
-            kept = [*range(largest), *range(len(values) - smallest, len(values))]
-            values, vectors = values[kept], vectors[kept]
-        if not len(vectors) or not bool(vectors.isfinite().all()):
-            return Pairs(values, vectors, torch.full_like(values, torch.nan), self._products, converged=False)
-        images = yield vectors
-        self._products += len(vectors)
-        values = (vectors * images).sum(dim=1)
-        values, order = values.sort(descending=True)
-        vectors, images = vectors[order], images[order]
-        residuals = (images - values.unsqueeze(1) * vectors).norm(dim=1)
-        # Of a product that is not symmetric (a second derivative that is wrong) the recursion says nothing.
-        small = bool((residuals <= _SLACK * self._tolerance * self._norm).all())
-        return Pairs(values, vectors, residuals, self._products, self._converged and small, self._limited)
+        copies = copies and max(largest, smallest) > 1 and wanted < self._size
+        self._starts = min(_STARTS, self._size, self._limit) if copies else 1
+        most = min(self._size, max(least_vectors(wanted, self._size), min(self._room, _LONGEST)))
+        space = KrylovSpace(self._generator, most, self._size, self._device)
+        space.start(self._starts)
+        ritz = yield from self._ends(space, largest, smallest, fewest=0)
+        again = copies and ritz is not None and self._is_multiple(ritz, largest, smallest)
+        while again and self._converged and ritz is not None:
+            before = ritz
+            space.restart(ritz.vectors[:, ritz.ends(largest, smallest)])
+            space.start(min(self._starts, self._size - wanted))
+            fewest = self._products + _FEWEST * self._starts
+            ritz = yield from self._ends(space, largest + bool(largest), smallest + bool(smallest), fewest)
+            again = ritz is not None and self._is_beyond(ritz, before, largest, smallest)
+        if ritz is None:
+            values = torch.full((wanted,), torch.nan, dtype=torch.float64, device="cpu")
+            vectors = torch.full((wanted, self._size), torch.nan, dtype=torch.float64, device=self._device)
+            return Pairs(values, vectors, values, self._products, converged=False)
+        chosen = F.normalize(ritz.vectors[:, ritz.ends(largest, smallest)], dim=0)
+        values, vectors, residuals = space.pairs(chosen)
+        if self._converged and not self._are_small(residuals):
+            # After many restarts they are no more than bounds. Or the products are not those of a symmetric matrix.
+            for place in range(wanted):
+                image = yield vectors[place : place + 1]
+                residuals[place] = float((image[0] - values[place].item() * vectors[place]).norm())
+            self._products += wanted
+        self._converged &= self._are_small(residuals)
+        return Pairs(values, vectors, residuals, self._products, self._converged, self._limited)
 
-    def _ends(self, upper: int, lower: int, locked: Tensor) -> Generator[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Return the values, descending, and vectors at both ends among vectors orthogonal to the locked ones."""
-        dimensions = self._size - len(locked)
-        upper = min(upper, dimensions)
-        lower = min(lower, dimensions - upper)
-        most = min(dimensions, max(least_vectors(upper + lower, dimensions), min(self._room, _LONGEST)))
-        basis = self._random(locked, locked[:0])
-        projected = basis.new_zeros(1, 0, 0)
+    def _ends(self, space: KrylovSpace, upper: int, lower: int, fewest: int) -> Generator[Tensor, Tensor, Ritz | None]:
+        """Return the Ritz pairs of a space that has the pairs at both ends; None where products are not finite.
+
+        Args:
+            space: with vectors to multiply.
+            upper: pairs.
+            lower: pairs.
+            fewest: products that are to be taken before residuals count.
+        """
+        upper = min(upper, self._size)
+        lower = min(lower, self._size - upper)
         while True:
-            image = yield basis[-1:]
-            self._products += 1
-            if not bool(image.isfinite().all()):  # the caller said that NaN is to be handed on
+            images = yield space.newest
+            self._products += len(images)
+            if not bool(images.isfinite().all()):  # the caller said that NaN is to be handed on
                 self._converged = False
-                return image.new_full((upper + lower,), torch.nan), image.expand(upper + lower, -1) * torch.nan
-            rest = _apart(image, locked)
-            coefficients, rest = orthogonalised(basis.unsqueeze(0), rest)
-            projected = bordered(projected, coefficients)
-            values, vectors = (part[0] for part in torch.linalg.eigh(projected))
-            self._norm = max(self._norm, float(values.abs().max()))
-            ends = [*range(lower), *range(len(values) - upper, len(values))]
-            left = float(rest.norm()) * vectors[-1].abs()
-            whole = len(basis) == dimensions
-            done = whole or (len(values) >= upper + lower and bool((left[ends] <= self._tolerance * self._norm).all()))
+                return None
+            ritz = space.take(images)
+            del images  # the next products take their room
+            self._norm = max(self._norm, ritz.norm)
+            count = len(space)
+            small = bool((ritz.left[ritz.ends(upper, lower)] <= self._tolerance * self._norm).all())
+            done = count == self._size or (small and count >= upper + lower and self._products >= fewest)
             if done or self._products >= self._limit:
                 self._converged &= done
                 self._limited |= not done
-                chosen = ends[::-1] if len(values) >= upper + lower else [*range(len(values))][::-1]
-                return values[chosen], F.normalize(vectors[:, chosen].mT @ basis, dim=1)
-            if len(basis) >= most:
-                kept = _outer(len(values), upper, lower, most)
-                basis, projected = vectors[:, kept].mT @ basis, torch.diag(values[kept]).unsqueeze(0)
-            if float(rest.norm()) <= _NOTHING * self._norm:  # an invariant subspace, which has no more to tell
-                following = self._random(locked, basis)
-            else:
-                following = F.normalize(_apart(rest, locked), dim=1)
-            basis = torch.cat([basis, following])
+                return ritz
+            more = min(self._starts, self._size - count, self._limit - self._products)
+            if count + more > space.most:
+                space.restart(ritz.vectors[:, _outer(count, upper, lower, space.most - more)])
+            space.extend(more, self._norm)
 
-    def _random(self, *others: Tensor) -> Tensor:
-        """Return a random unit vector (1, N) that is orthogonal to others."""
-        vector = torch.randn(1, self._size, generator=self._generator, dtype=torch.float64, device="cpu")
-        return F.normalize(_apart(vector.to(self._device), torch.cat([*others])), dim=1)
+    def _is_multiple(self, ritz: Ritz, largest: int, smallest: int) -> bool:
+        """Return whether as many values as there are starts are the same, beyond the innermost wanted one of an end.
+
+        Of the innermost value itself further copies would change nothing.
+        """
+        upper, lower, same = ritz.values.flip(0)[:largest], -ritz.values[:smallest], 2 * self._slack
+        for values in (upper, lower):
+            beyond = values[: max(0, len(values) - self._starts + 1)]
+            close = beyond - values[self._starts - 1 :] <= same
+            if len(values) and bool((close & (beyond > values[-1] + self._slack)).any()):
+                return True
+        return False
+
+    def _is_beyond(self, ritz: Ritz, before: Ritz, largest: int, smallest: int) -> bool:
+        """Return whether the innermost wanted value of an end lies further out than it did before."""
+        upper = largest and ritz.values[-largest] > before.values[-largest] + self._slack
+        lower = smallest and ritz.values[smallest - 1] < before.values[smallest - 1] - self._slack
+        return bool(upper or lower)
+
+    def _are_small(self, residuals: Tensor) -> bool:
+        """Return whether residuals came down to the tolerance, but for the products' rounding."""
+        return bool((residuals <= _SLACK * self._slack).all())
+
+    @property
+    def _slack(self) -> float:
+        """Return how far values may be from each other that are the same."""
+        return self._tolerance * self._norm
 
 
 def quadrature(starts: Tensor, steps: int) -> Generator[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Yield vectors (b, N), want their products, and return the nodes and weights of each start's quadrature.
 
     Args:
-        starts: (b, N) random.
+        starts: (b, N) random, held no longer than until the first product.
         steps: products of each, N at most.
 
     Returns:
         (b, steps) ascending, and (b, steps) whose sums are 1.
     """
-    basis = F.normalize(starts, dim=1).unsqueeze(1)
-    projected = starts.new_zeros(len(starts), 0, 0)
-    for step in range(steps):
-        image = yield basis[:, -1]
-        coefficients, rest = orthogonalised(basis, image)
+    basis = starts.new_empty(len(starts), steps, starts.shape[1])
+    torch.div(starts, starts.norm(dim=1, keepdim=True), out=basis[:, 0])
+    del starts
+    projected = basis.new_zeros(len(basis), 0, 0)
+    for step in range(steps - 1):
+        coefficients, rest = orthogonalised(basis[:, : step + 1], (yield basis[:, step]))
         projected = bordered(projected, coefficients)
-        if step + 1 < steps:
-            norm = rest.norm(dim=1, keepdim=True)
-            there = norm > _NOTHING * projected.abs().amax(dim=(1, 2)).unsqueeze(1)
-            basis = torch.cat([basis, torch.where(there, rest / norm, 0.0).unsqueeze(1)], dim=1)
+        norm = rest.norm(dim=1, keepdim=True)
+        there = norm > _NOTHING * projected.abs().amax(dim=(1, 2)).unsqueeze(1)
+        basis[:, step + 1] = torch.where(there, rest / norm, 0.0)
+        del rest  # the next products take its room
+    projected = bordered(projected, torch.einsum("bkn,bn->bk", basis, (yield basis[:, -1])))
     nodes, vectors = torch.linalg.eigh(projected)
     return nodes, vectors[:, 0].square()
 
 
-def _apart(vectors: Tensor, others: Tensor) -> Tensor:
-    """Return vectors (b, N) without their parts along orthonormal others (k, N); twice, for rounding."""
-    for _ in range(2):
-        vectors = vectors - (vectors @ others.mT) @ others
-    return vectors
-
-
 def _outer(count: int, upper: int, lower: int, most: int) -> list[int]:
     """Return which of so many ascending Ritz vectors a restart keeps: those wanted, and as many more as leave room."""
-    spare = max(0, (most - 1 - upper - lower) // 2)
+    spare = max(0, (most - upper - lower) // 2)
     more = spare * upper // max(1, upper + lower)
     below = lower + (spare - more if lower else 0)
     return [*range(below), *range(count - upper - more, count)]

@@ -53,6 +53,20 @@ def consistent(
     )
 
 
+def check_outputs(outputs: Tensor, samples: int) -> None:
+    """Raise if the model's output is not of floating-point numbers, or cannot be told apart by sample."""
+    if not outputs.is_floating_point():
+        raise InputError(
+            f"model: its output {tuple(outputs.shape)} is {outputs.dtype}, which has no derivative; have the model (or "
+            "forward=) return floating-point outputs, such as the logits in front of argmax"
+        )
+    if outputs.ndim == 0 or len(outputs) % samples:
+        raise InputError(
+            f"the model's output {tuple(outputs.shape)} does not hold {samples} samples in dimension 0; have the model "
+            "(or forward=) return outputs with the samples there, such as (n, classes)"
+        )
+
+
 def mixed(name: str, shape: Sequence[int], samples: int) -> InputError:
     """Return the error for a layer whose rows cannot be told apart."""
     return InputError(

@@ -23,6 +23,7 @@ from ..errors import InputError
 from ..losses import Factors, Loss, Terms
 from ..model import data
 from ..numerics.signs import Signs
+from .batch_layout import check_outputs
 from .limit import check_passes
 from .runner import Run
 
@@ -215,8 +216,7 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Cotan
         InputError: outputs that do not hold the samples.
     """
     outputs = outputs.detach()
-    if outputs.ndim == 0 or len(outputs) % samples:
-        raise InputError(f"the model's output {tuple(outputs.shape)} does not hold {samples} samples in dimension 0")
+    check_outputs(outputs, samples)
     found = losses.rows(outputs, targets, loss)
     rows = found.of(outputs)
     terms = losses.marked(found.terms, rows, masks=not loss.elementwise)

@@ -14,7 +14,7 @@ from ..model import calling, data, layers, uses
 from ..model.uses import Use, besides
 from ..numerics.directions import Directions
 from . import batch_layout, kept_rows, linearity
-from .batch_layout import Layout
+from .batch_layout import Layout, check_outputs
 from .independence import agree, alone, rounding
 from .recorder import Recorder
 
@@ -74,7 +74,7 @@ def run(
         except Exception:  # not a batch that can be cut; an error of the model's own comes again
             start, count, cuttable = 0, samples, False
             outputs, stored = _run(model, recorder, batch, forward, samples)
-        check_samples(outputs, count)
+        check_outputs(outputs, count)
         users = linearity.users_of(outputs)
         besides.note(watches, users.keys())
     check_uses(modules, recorder, users)
@@ -236,12 +236,6 @@ def _check_computed(
     varying = {name: why for name, use in computed.items() if use.source.varies}
     if varying:
         raise InputError(f"layer {', '.join(map(repr, varying))}: {why}, so that it has no one weight").about(varying)
-
-
-def check_samples(outputs: Tensor, samples: int) -> None:
-    """Raise if the model's output cannot be told apart by sample."""
-    if outputs.ndim == 0 or len(outputs) % samples:
-        raise InputError(f"the model's output {tuple(outputs.shape)} does not hold {samples} samples in dimension 0")
 
 
 def matters(

@@ -228,7 +228,7 @@ class Runner:
     def _run(
         self, cut: Callable[[], Any], number: int, numbers: Tensor, work: Callable[[Run], Result], check: Check
     ) -> Result | None:
-        """Do ``work`` on a run of a micro-batch; None: it is to be tried again, with what was found out.
+        """Do ``work`` on a run of a micro-batch; return None if it is to be tried again, as with fewer samples.
 
         The micro-batch is cut here, since it may be a copy for which memory does not suffice.
         """
@@ -250,7 +250,7 @@ class Runner:
         return None
 
     def _recorded(self, batch: Any, number: int, numbers: Tensor, check: Check) -> Run | None:
-        """Run the model on a micro-batch; None: something was found out by it, for which it has to run once more."""
+        """Run the model on a micro-batch; return None if what was found out by it asks for another run in its place."""
         recorder, known, samples = self._recorder, self._known, len(numbers)
         with recorder.recording(samples):
             outputs, targets = self._outputs_and_targets(batch)
@@ -260,7 +260,7 @@ class Runner:
         overwritten = recorder.overwritten()
         if overwritten:
             raise InputError(f"batch {number}: the inputs of {', '.join(overwritten)} are modified in place")
-        dry_run.check_samples(outputs, samples)
+        batch_layout.check_outputs(outputs, samples)
         check(outputs)
         users = linearity.users_of(outputs)
         if known.find_otherwise_used(users) or known.find_without_path(outputs, users, batch):
@@ -286,7 +286,10 @@ class Runner:
         )
 
     def _certified(self, outputs: Tensor, users: linearity.Users, samples: int) -> bool:
-        """Take in which layers are linear; False to have the run once more, so that it has second derivatives."""
+        """Take in which layers are linear; return False if the run has to be made again.
+
+        That is where the forward pass has to leave second derivatives, and where these leave room for fewer samples.
+        """
         was_linear = not self._certificate.reasons
         new = self._certificate.extend(outputs, users, self._recorder)
         if new is None:

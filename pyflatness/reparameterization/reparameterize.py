@@ -120,7 +120,10 @@ def check_same(
     """Raise unless both models give the same outputs for a batch, up to rounding."""
     before, now = (calling.run(net, batch, forward)[0] for net in (model, other))
     if before.shape != now.shape or not bool(before.isfinite().all() and now.isfinite().all()):
-        raise InputError(f"batch {number}: outputs {tuple(before.shape)} and {tuple(now.shape)} are not finite")
+        raise InputError(
+            f"batch {number}: the outputs of the model or of the reparameterised one have NaN or infinity, so that "
+            "they cannot be held against each other; leave such samples out of the data, or pass smaller factors"
+        )
     off, size = float((now - before).abs().amax()), float(before.abs().amax())
     if off > _TOLERANCE.get(before.dtype, 1e-3) * size:
         raise InputError(

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..messages import check_path
 
 
 def write(facts: Any, path: str | Path | None = None) -> str:
     """Return plain numbers, strings, lists and dicts as JSON, also written to a file at ``path``."""
     text = json.dumps(facts, indent=1, ensure_ascii=False)
     if path is not None:
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        check_path("path", path).write_text(text + "\n", encoding="utf-8")
     return text
 
 
@@ -28,5 +29,5 @@ def read(what: str, source: str | Path) -> Any:
     try:
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
         return json.loads(str(source) if is_text else Path(source).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{what}: JSON text, or the path of a file of it, is wanted ({error})") from None

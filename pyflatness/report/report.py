@@ -14,6 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ..errors import InputError
+from ..messages import shown
 from . import html, intervals, json_text, page, views
 
 if TYPE_CHECKING:
@@ -202,7 +203,10 @@ class Report:
                 yield layer, measure, estimate
 
     def __getitem__(self, key: str | tuple[str, str]) -> Estimate:
-        layer, measure = ("", key) if isinstance(key, str) else key
+        names = ("", key) if isinstance(key, str) else key
+        if not isinstance(names, tuple) or len(names) != 2 or not all(isinstance(name, str) for name in names):
+            raise InputError(f"report: report[measure] or report[layer, measure] is wanted, got {shown(key)}")
+        layer, measure = names
         if measure in self.skipped and (not layer or measure not in self.measures):
             raise InputError(f"report: no value of {measure!r}: {self.skipped[measure]}")
         if measure not in self.measures:
@@ -311,8 +315,7 @@ class Report:
             InputError: no measure has values of layers, or ``axes`` are not as many as measures that have.
         """
         figure, drawn = views.profile(self, axes)
-        if path is not None:
-            figure.savefig(path)
+        views.save(figure, path)
         return figure, drawn
 
     def __eq__(self, other: object) -> bool:

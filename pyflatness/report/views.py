@@ -2,12 +2,12 @@
 
 import csv
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import InputError, MissingExtraError
-from ..messages import to_cell
+from ..messages import check_path, to_cell
 
 if TYPE_CHECKING:
     import pandas
@@ -31,7 +31,7 @@ def rows(report: "Report") -> list[dict[str, Any]]:
 def write_csv(rows: list[dict[str, Any]], path: str | Path) -> None:
     """See :meth:`.Report.to_csv`."""
     columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _OF_TENSORS]
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
+    with check_path("path", path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         for row in rows:
@@ -62,13 +62,13 @@ def rows_frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
     return pandas.DataFrame(rows)
 
 
-def figure(width: float = 6.0) -> "tuple[Figure, Axes]":
+def figure() -> "tuple[Figure, Axes]":
     """Return an empty figure, outside of pyplot: no window, no global state.
 
     Raises:
         MissingExtraError: without matplotlib.
     """
-    empty = _figure(width, 4.5)
+    empty = _figure(6.0, 4.5)
     return empty, empty.subplots()
 
 
@@ -91,6 +91,25 @@ def _figure(width: float, height: float) -> "Figure":
     except ImportError:
         raise MissingExtraError("a figure needs matplotlib: pip install 'pyflatness[plot]'") from None
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def onto_each(axes: "Axes | Iterable[Axes]", names: Collection[str]) -> "tuple[Figure, list[Axes]]":
+    """Return the axes of the user's, one for each name, with the figure of the first."""
+    given: list[Any] = [*axes] if isinstance(axes, Iterable) else [axes]
+    if len(given) != len(names):
+        raise InputError(f"axes: one for each of {', '.join(names)} is wanted, got {len(given)}")
+    figures = [onto(each)[0] for each in given]
+    return figures[0], given
+
+
+def save(figure: "Figure", path: Any) -> None:
+    """Write a figure to a path, or to a file that is open; to None not at all.
+
+    Raises:
+        InputError: something else.
+    """
+    if path is not None:
+        figure.savefig(path if hasattr(path, "write") else check_path("path", path))
 
 
 def remarks(report: "Report") -> list[str]:
@@ -117,9 +136,13 @@ def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
     return [(", ".join(names), reason) for reason, names in together.items()]
 
 
-def onto(axes: "Axes | None", width: float = 6.0) -> "tuple[Figure, Axes]":
+def onto(axes: "Axes | None") -> "tuple[Figure, Axes]":
     """Return the axes of the user's with their figure; None: those of an empty figure."""
-    return figure(width) if axes is None else (cast("Figure", axes.figure), axes)
+    if axes is None:
+        return figure()
+    if not hasattr(axes, "plot"):
+        raise InputError(f"axes: axes of matplotlib are wanted, as of plt.subplots(), got {type(axes).__name__}")
+    return cast("Figure", axes.figure), axes
 
 
 def profile(report: "Report", axes: "Axes | Sequence[Axes] | None" = None) -> "tuple[Figure, list[Axes]]":
@@ -132,10 +155,7 @@ def profile(report: "Report", axes: "Axes | Sequence[Axes] | None" = None) -> "t
         whole = _figure(max(6.0, 2.5 + 0.35 * len(report.layers)), 2.5 + 2.0 * len(drawn))
         panels = [*whole.subplots(len(drawn), sharex=True, squeeze=False)[:, 0]]
     else:
-        panels = [*axes] if isinstance(axes, Iterable) else [axes]
-        whole = cast("Figure", panels[0].figure)
-    if len(panels) != len(drawn):
-        raise InputError(f"axes: one for each of {', '.join(drawn)} is wanted, got {len(panels)}")
+        whole, panels = onto_each(axes, drawn)
     for axis, (measure, of) in zip(panels, drawn.items(), strict=True):
         _draw(axis, [report.layers.index(layer) for layer in of], [*of.values()])
         axis.set_ylabel(measure)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..errors import InputError, MissingExtraError
-from ..options import check_dtype
+from ..options import check_count, check_dtype
 from . import images, pretrained, specs, texts
 
 INPUTS = ("inputs", "x", "images", "image", "img", "features")
@@ -42,16 +42,29 @@ def resolve(spec: str) -> specs.Function:
     if path.suffix in (".npz", ".parquet", ".txt", ".jsonl") and not path.is_file():
         raise InputError(f"{spec!r}: there is no such file")
     if path.suffix in (".txt", ".jsonl"):
-        return functools.partial(texts.read_file, path)
+        return _reader(texts.read_file, path)
     if path.suffix == ".npz":
-        return functools.partial(read_npz, path)
+        return _reader(read_npz, path)
     if path.suffix == ".parquet":
-        return functools.partial(_with("pyarrow", read_parquet), path)
+        return _reader(_with("pyarrow", read_parquet), path)
     if not path.is_dir():
         return specs.resolve(spec)
     if any((path / name).is_file() for name in _ON_DISK):
-        return functools.partial(_with("datasets", read_hugging_face), path)
-    return functools.partial(_with("PIL", images.read_images), path)
+        return _reader(_with("datasets", read_hugging_face), path)
+    return _reader(_with("PIL", images.read_images), path)
+
+
+def _reader(function: specs.Function, path: Path) -> specs.Function:
+    """Return a reader of a file or folder, whose counts of samples are looked at first."""
+
+    @functools.wraps(function)
+    def read(path: Path, **options: Any) -> Any:
+        for name in ("count", "batch_size"):
+            if options.get(name) is not None:
+                check_count(name, options[name], 1, "a number of samples")
+        return function(path, **options)
+
+    return functools.partial(read, path)
 
 
 def with_tokenizer(data: Any, arguments: dict[str, Any], model: Any) -> dict[str, Any]:
@@ -86,6 +99,7 @@ def read_npz(
     Raises:
         InputError: a damaged file, one with objects in it, or no array of that name.
     """
+    texts.check_sizes(count, batch_size)
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             tokens = inputs is None and "input_ids" in file.files
@@ -142,6 +156,7 @@ def read_parquet(
     import pyarrow
     from pyarrow import parquet
 
+    texts.check_sizes(count, batch_size)
     try:
         file = parquet.ParquetFile(path)
         words = text or ("text" if inputs is None and "text" in file.schema_arrow.names else None)
@@ -212,6 +227,7 @@ def read_hugging_face(
     """
     import datasets
 
+    texts.check_sizes(count, batch_size)
     try:
         found = datasets.load_from_disk(str(path))
     except Exception as error:  # of pyarrow, of JSON, of the library's own

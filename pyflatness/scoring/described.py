@@ -41,14 +41,9 @@ def content(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().view(-1).view(torch.uint8)
 
 
-def plain(value: Any, known: Iterable[Any] = ()) -> Any:
-    """Return a value as JSON: of tensors and arrays hashes, of objects their class with its source and what they hold.
-
-    Args:
-        value: anything.
-        known: objects that are described elsewhere, such as the weights of a network.
-    """
-    return _Description(known).of(value)
+def plain(value: Any) -> Any:
+    """Return a value as JSON: hashes of tensors and arrays, the class of objects with its source and what they hold."""
+    return _Description().of(value)
 
 
 def of_callable(function: Any, arguments: Mapping[str, Any] | None = None) -> Facts:
@@ -65,7 +60,12 @@ def of_callable(function: Any, arguments: Mapping[str, Any] | None = None) -> Fa
 
 
 def attributes(module: nn.Module, known: Iterable[Any] = ()) -> Facts:
-    """Return what a module holds besides weights, buffers, modules and hooks; ``known`` as in :func:`plain`."""
+    """Return what a module holds besides weights, buffers, modules and hooks.
+
+    Args:
+        module: of a network.
+        known: objects that are described elsewhere, such as the network's weights.
+    """
     return _Description(known).held(module)
 
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import InputError, MissingExtraError
-from ..messages import shown
+from ..messages import check_choice
 
 R = TypeVar("R")
 
@@ -58,8 +58,7 @@ def _class(name: str) -> Callable[..., Executor]:
         return Serial
     if name == "processes":
         return Processes
-    if name not in NAMES:
-        raise InputError(f"executor={shown(name)} does not exist; choose one of {', '.join(map(repr, NAMES))}")
+    check_choice("executor", name, NAMES)
     if importlib.util.find_spec(_EXTRAS[name]) is None:
         raise MissingExtraError(f"executor {name!r} needs {_EXTRAS[name]}: pip install 'pyflatness[{name}]'")
     if name == "ray":

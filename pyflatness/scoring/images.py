@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..errors import InputError
 from ..messages import shown
+from ..options import check_count
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -94,6 +95,7 @@ def read_images(
         InputError: no images, or options that make no sense. When a batch is read: a damaged image, or one of another
             size.
     """
+    check_count("batch_size", batch_size, 1, "a number of samples")
     classes = sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     found = [
         (file, number)

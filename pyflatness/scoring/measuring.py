@@ -1,5 +1,6 @@
 """Measure a unit: some values of one network, which share their reads of the data."""
 
+import importlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from .. import api, head, plan
+from ..curvature.spectrum import spectrum
 from ..measures import named
 from ..measures.base import Values
 from ..messages import reason
@@ -44,7 +46,7 @@ class Outcome:
     """Hold what came of a unit: a value for each of its pairs, and the network's loss and accuracy if data were read.
 
     ``batch_size`` is what the batches had to be cut to for the memory, None where they stayed as they are. ``notes``
-    say what was done in reading the checkpoint.
+    say what was done in reading the checkpoint. Of a spectrum there is the ``file``, or an ``error``.
     """
 
     values: tuple[Value, ...]
@@ -52,17 +54,46 @@ class Outcome:
     seconds: float = 0.0
     batch_size: int | None = None
     notes: tuple[str, ...] = ()
+    file: bytes = b""
+    error: str = ""
 
     @classmethod
     def failed(cls, unit: Unit, error: str) -> "Outcome":
         """Return the outcome of a unit of which nothing could be measured."""
         places = ((pair, pair.place if isinstance(pair.place, str) else "") for pair in unit.pairs)
-        return cls(tuple(Value(pair, layer, error=error) for pair, layer in places))
+        return cls(tuple(Value(pair, layer, error=error) for pair, layer in places), error=error)
 
     @property
     def errors(self) -> list[str]:
-        """Return the errors of values, each once."""
-        return [*dict.fromkeys(value.error for value in self.values if value.error)]
+        """Return the errors of values and of the whole, each once."""
+        return [*dict.fromkeys(filter(None, (*(value.error for value in self.values), self.error)))]
+
+
+def spectrum_of(model: nn.Module, data: Any, request: Request, k: int, ranks: Ranks = ALONE) -> Outcome:
+    """Compute the spectrum of a network's Hessian, in all of its parameters: k eigenvalues, and the density of all.
+
+    Raises:
+        RankError: as :func:`measured`.
+    """
+    options = request.options
+    start = time.perf_counter()
+    try:
+        with ranks.agreed("a spectrum"):
+            found = spectrum(
+                *(model, request.loss, data),
+                k=k,
+                density=True,
+                curvature=options.curvature,
+                memory=options.memory,
+                seed=options.seed,
+                progress=False,
+                process_group=ranks,
+            )
+    except Exception as error:  # as of a unit
+        if is_the_end(error):
+            raise
+        return Outcome((), error=reason(error))
+    return Outcome((), seconds=time.perf_counter() - start, file=found.to_json().encode())
 
 
 def measured(
@@ -91,6 +122,7 @@ def measured(
     Raises:
         RankError: they cannot go on together, which is no fault of the unit's.
     """
+    importlib.import_module("torch._dynamo")  # torch loads it at first use: seconds, which are no measure's
     start = time.perf_counter()
     found: dict[str, _Held | str] = {}
     known: Fit | None = None

@@ -29,6 +29,11 @@ HOLLOW = (
     "are at the left edge, and those without one of what it is held against at the lower edge."
 )
 
+OF_TRAININGS = (
+    "Models that are checkpoints of one training, by the step or epoch in their names or columns; the numbers are in "
+    "the table of values."
+)
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -72,18 +77,19 @@ def page(title: str, parts: Sequence[Part], choices: Choices, more: Sequence[Sec
         InputError: no such column, no such model to exclude, or a table of test data without some of the models.
         MissingExtraError: without Altair.
     """
-    if not any(part.records for part in parts):
-        raise InputError("page: there are no values to show")
     every = [record for part in parts for record in part.records]
+    if not every and not choices.histories:
+        raise InputError("page: there are no values to show")
     unknown = [name for name in choices.exclude if not _among([name], every)]
     if unknown:
-        raise InputError(f"exclude: {unknown[0]!r} is none of the models, such as {every[0]['checkpoint']!r}")
+        such = f", such as {every[0]['checkpoint']!r}" if every else ""
+        raise InputError(f"exclude: {unknown[0]!r} is none of the models{such}")
     sections = [section for part in parts for section in _sections(part, choices, several=len(parts) > 1)]
-    sections += [history_page.section(name, history) for name, history in choices.histories.items()]
+    sections += [history_page.section(choices.histories)] if choices.histories else []
     models = len({record["checkpoint"] for record in every})
     measures = [*dict.fromkeys(record["measure"] for record in every)]
-    texts = (f"{models} models, {len(measures)} measures: {', '.join(measures)}.",)
-    return Page(title, texts, (*sections, *more))
+    text = f"{models} models, {len(measures)} measures: {', '.join(measures)}." if every else ""
+    return Page(title, (text,) if text else (), (*sections, *more))
 
 
 def _sections(part: Part, choices: Choices, *, several: bool) -> Iterator[Section]:
@@ -97,6 +103,9 @@ def _sections(part: Part, choices: Choices, *, several: bool) -> Iterator[Sectio
     of_layers = charts.profiles(part.records)
     if of_layers.specs:
         yield Section(f"Over the layers{suffix}", charts=of_layers)
+    of_trainings = history_page.of_checkpoints(part.records)
+    if of_trainings.specs:
+        yield Section(f"Over the training{suffix}", (OF_TRAININGS,), of_trainings)
     against = _Against.of(part.records, choices)
     yield against.section(suffix)
     yield _left_out(part.records, against, suffix)

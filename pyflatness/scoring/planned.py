@@ -24,7 +24,8 @@ from ..measures import RELATIVE_FLATNESS
 from ..messages import reason
 from ..model import calling, hugging_face, layers, selectors
 from ..numerics.ranks import PACKET
-from ..passes.dry_run import check_samples, saved_storages
+from ..passes.batch_layout import check_outputs
+from ..passes.dry_run import saved_storages
 from ..passes.recorder import Recorder, frozen
 from . import pretrained
 from .rehearsal import rehearsed
@@ -213,7 +214,7 @@ def _of(model: nn.Module, selected: Mapping[str, nn.Module], recorder: Recorder,
     """Return what a micro-batch takes of a model of fake tensors, with its layers hooked."""
     with _counted() as forward, recorder.recording(batch.samples), saved_storages() as storages:
         outputs, _ = calling.run(model, batch.of(model), None)
-    check_samples(outputs, batch.samples)
+    check_outputs(outputs, batch.samples)
     if outputs.ndim < 2:
         raise InputError(f"plan: outputs (n, classes, …) are wanted, of cross-entropy; the model's are {outputs.shape}")
     calls = {name: made for name, made in recorder.calls.items() if made}

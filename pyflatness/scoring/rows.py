@@ -26,7 +26,8 @@ class Row:
         samples: how many the value is over.
         loss: mean loss of the network on the data.
         accuracy: on the data, where targets are classes.
-        seconds: what the measures took that were measured together, with this one among them.
+        seconds: what the measures took that were measured together, with this one among them; longer for the first of
+            a process, as torch is slower the first time that it runs an operation.
         error: why there is no value; empty if there is one.
         low: lower end of the 95 % interval.
         high: its upper end.

@@ -14,7 +14,7 @@ from .. import plan
 from ..errors import InputError
 from ..measures import named
 from ..numerics.ranks import ALONE, Ranks
-from . import described, driver, keys, worker
+from . import attached, described, driver, keys, worker
 from .executors import Serial
 from .measuring import Outcome
 from .store import Store
@@ -87,8 +87,8 @@ class Run:
         return [Job(unit, self.models[name], content) for unit in self._units[key]]
 
     def reads(self, jobs: Iterable[Job]) -> int:
-        """Return how often units read the data."""
-        units = Counter(job.unit for job in jobs)
+        """Return how often units read the data; those of spectra are not known before, and not counted."""
+        units = Counter(job.unit for job in jobs if not job.spectrum)
         options = self.request.options
         return sum(count * plan.plan(named(unit.measures), options).reads for unit, count in units.items())
 
@@ -122,13 +122,16 @@ class Run:
         if self.ranks.alone:
             return jobs
         names, own = {id(held): name for name, held in self.models.items()}, [*jobs]
-        told = [[names[id(job.weights)], job.unit.pairs, job.unit.selectors, job.content, job.fit] for job in own]
+        told = [
+            [names[id(job.weights)], job.unit.pairs, job.unit.selectors, job.content, job.fit, job.spectrum]
+            for job in own
+        ]
         found = self.ranks.first("the units of work", told)
         if self.ranks.rank == 0:
             return own
         return [
-            Job(Unit.of(pairs, selectors), self.models[name], content, fit)
-            for name, pairs, selectors, content, fit in found
+            Job(Unit.of(pairs, selectors), self.models[name], content, fit, spectrum)
+            for name, pairs, selectors, content, fit, spectrum in found
         ]
 
 
@@ -140,14 +143,30 @@ class Kept:
         setting: the store's number of what is the same for all values.
         contents: of the checkpoints, by name.
         jobs: what is to be computed.
+        spectra: what spectra are written as, but for the weights and the result; None: none are wanted.
     """
 
     setting: int
     contents: dict[str, str]
     jobs: list[Job]
+    spectra: attached.Entry | None = None
+
+    def commit(self, store: Store, job: Job, outcome: Outcome) -> None:
+        """Write what came of a job into the store."""
+        if self.spectra is None or not job.spectrum:
+            store.commit(self.setting, job.content, outcome)
+        else:
+            held = self.spectra._replace(content=job.content, file=outcome.file, error=outcome.error)
+            attached.put(store, held)
+
+    def failures(self, store: Store) -> list[tuple[str, str]]:
+        """Return the models whose spectrum could not be computed, each with its error."""
+        if self.spectra is None:
+            return []
+        return attached.failures(store, self.spectra.setting, self.contents.values())
 
 
-def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False) -> Kept:
+def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False, spectrum: int = 0) -> Kept:
     """Ask a store for the values of a run, and return what is to be computed.
 
     Args:
@@ -155,6 +174,7 @@ def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False) -> 
         store: to be written.
         retry: whether values that failed are computed again.
         ends: whether the first and last batch of the data are enough to know them by.
+        spectrum: so many eigenvalues of each model are wanted, too, with the density of all; 0: no spectrum.
     """
     setup, bench = run.setup, run.bench
     ordered = run.request.options.sampled or run.request.options.by_sample
@@ -179,7 +199,17 @@ def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False) -> 
         first.setdefault(content, name)
     missing = store.ask(setting, {content: run.pairs(name) for content, name in first.items()}, retry=retry)
     jobs = [job for content, pairs in missing.items() for job in run.jobs(first[content], pairs, content)]
-    return Kept(setting, contents, jobs)
+    if not spectrum:
+        return Kept(setting, contents, jobs)
+    options = {"curvature": run.request.options.curvature, "seed": run.request.options.seed, "k": spectrum}
+    of_all = described.of_json({**key, "options": options})
+    there = attached.there(store, "spectrum", of_all, failed=not retry)
+    jobs += [
+        Job(Unit((), None), run.models[name], content, spectrum=spectrum)
+        for content, name in first.items()
+        if content not in there
+    ]
+    return Kept(setting, contents, jobs, attached.Entry("", "", "spectrum", setup.data.text(), of_all, b""))
 
 
 def _content(held: Path | nn.Module) -> str:

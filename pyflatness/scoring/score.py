@@ -7,13 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import InputError
 from ..measures import named
-from ..messages import shown
+from ..messages import check_path, shown
 from ..numerics.meeting import Group, joined
-from ..options import MAX_PASSES, Options, check_count, check_names
+from ..options import MAX_PASSES, Options, check_count, check_flag, check_names
 from ..session import public
 from . import data_specs, executors, listing, pretrained, specs
 from .fit import Fit
@@ -41,6 +41,7 @@ def score(
     executor: str | Executor | None = None,
     workers: int = 1,
     retry: bool = False,
+    spectrum: int | None = None,
     curvature: str = "auto",
     probes: int | str | None = None,
     target_stderr: float | None = None,
@@ -84,6 +85,10 @@ def score(
             any executor as ``concurrent.futures`` has them.
         workers: how many processes, or tasks at a time.
         retry: compute again what failed before.
+        spectrum: how many of the largest eigenvalues of each model's loss Hessian, in all of its trainable parameters,
+            to compute, with the density of all eigenvalues: ``pf.spectrum(model, loss, data, k=spectrum,
+            density=True)``, by some 600 products with the Hessian for each model. The store keeps them, and
+            ``pyflatness report`` shows them. What fails is an error there, and no row.
         curvature: as for :func:`pyflatness.measure`, like all that follow.
         probes: a number of random probes for each sample, or ``"adaptive"``.
         target_stderr: an absolute standard error for every value.
@@ -119,24 +124,34 @@ def score(
         curvature, probes, target_stderr, conv, normalize, False, backend, nan_policy, memory, seed, rtol, max_passes
     )
     selectors = () if layers is None else tuple(check_names("layers", layers))
+    if layers is not None and not selectors:
+        raise InputError("layers: an empty list; pass None for the last Linear that ran")
+    retry, path = check_flag("retry", retry), None if store is None else check_path("store", store)
     request = Request(loss, selectors, tuple(row.name for row in named(measures)), options)
+    if isinstance(model, nn.Module):
+        raise InputError("model: what makes the network is wanted, got a network; pass models={name: network}")
     made = None if model is None else Source(model, name="model=")
+    eigenvalues = 0 if spectrum is None else check_count("spectrum", spectrum, 1)
+    if eigenvalues and store is None:
+        raise InputError("spectrum=: spectra are kept in a store; pass store= too, or call pf.spectrum for each model")
     with joined(process_group) as ranks, contextlib.ExitStack() as stack:
+        named_models = _by_name(models)
         source = Source(data, _for_data(data, model, models), "data=")
-        run = Run(_by_name(models), made, source, request, ranks=ranks)
+        run = Run(named_models, made, source, request, ranks=ranks)
         where = _executor(executor, check_count("workers", workers, 1), stack)
         if ranks.rank > 0:
             run.go((), where, lambda job, outcome: None)
             scores = Scores((), 0)
-        elif store is None:
+        elif path is None:
             scores = _scored(run, where)
         else:
-            scores = _kept(run, where, stack.enter_context(Store(Path(store), write=True)), retry=retry)
+            held = stack.enter_context(Store(path, write=True, command="pf.score in Python"))
+            scores = _kept(run, where, held, retry=retry, spectrum=eigenvalues)
         return scores if ranks.alone else Scores.of(*ranks.first("the scores", [scores.computed, *map(asdict, scores)]))
 
 
 def _by_name(models: Any) -> Models:
-    if not isinstance(models, Iterable) or isinstance(models, (str, bytes, nn.Module)):
+    if not isinstance(models, Iterable) or isinstance(models, (str, bytes, nn.Module, Tensor)):
         raise InputError(
             f"models: networks or paths by name, or several paths, are wanted, got {type(models).__name__} "
             f"{shown(models)}"
@@ -154,8 +169,8 @@ def _by_name(models: Any) -> Models:
 
 def _for_data(data: Any, model: Any, models: Any) -> dict[str, Any]:
     """Return the arguments of data that are named: of texts the tokenizer, if all networks are of one name."""
-    every = {model, *(models.values() if isinstance(models, Mapping) else models)}
-    named_ones = [*filter(pretrained.is_named, every)]
+    every = [model, *(models.values() if isinstance(models, Mapping) else models)]
+    named_ones = [*dict.fromkeys(filter(pretrained.is_named, every))]
     return data_specs.with_tokenizer(data, {}, named_ones[0]) if len(named_ones) == 1 else {}
 
 
@@ -172,7 +187,7 @@ def _executor(given: str | Executor | None, workers: int, stack: contextlib.Exit
         if not callable(getattr(given, "submit", None)):
             raise InputError(f"executor={shown(given)}: a name, or an object with a method submit() is wanted")
         return given
-    made = executors.named(given or "serial", workers)
+    made = executors.named("serial" if given is None else given, workers)
     stack.callback(made.shutdown, cancel_futures=True)
     return made
 
@@ -192,10 +207,10 @@ def _scored(run: Run, executor: Executor) -> Scores:
     return Scores(tuple(every), len(jobs))
 
 
-def _kept(run: Run, executor: Executor, store: Store, *, retry: bool) -> Scores:
+def _kept(run: Run, executor: Executor, store: Store, *, retry: bool, spectrum: int) -> Scores:
     """Measure what a store does not have yet, and return what it has then."""
-    kept = keep(run, store, retry=retry)
-    run.go(kept.jobs, executor, lambda job, outcome: store.commit(kept.setting, job.content, outcome))
+    kept = keep(run, store, retry=retry, spectrum=spectrum)
+    run.go(kept.jobs, executor, lambda job, outcome: kept.commit(store, job, outcome))
     every = (
         row
         for name, content in kept.contents.items()

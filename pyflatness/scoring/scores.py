@@ -1,6 +1,5 @@
 """Hold the scores of many models, as a call of :func:`pyflatness.score` returns them."""
 
-import difflib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.table import Table
 
 from ..errors import InputError, MissingExtraError
 from ..generalization.correlation_figures import plot_correlation
-from ..messages import printable
+from ..messages import near, printable
 from ..report import intervals
 from ..report.page import tables, written
 from ..training.history import History
@@ -64,8 +63,7 @@ class Scores:
         if found:
             raise InputError(f"scores: {key!r} has rows of the layers {', '.join(repr(row.layer) for row in found)}")
         names = [*dict.fromkeys(row.checkpoint for row in self.rows)]
-        near = difflib.get_close_matches(checkpoint, names) or names
-        raise InputError(f"scores: no row of {key!r}; there are {', '.join(near[:5])}")
+        raise InputError(f"scores: no row of {key!r}; there are {near(checkpoint, names)}")
 
     def columns(self) -> dict[str, list[Any]]:
         """Return the rows as columns by name, as :func:`pyflatness.correlations` takes them."""

@@ -20,7 +20,7 @@ import cloudpickle
 import submitit
 
 from ..errors import InputError
-from ..messages import reason
+from ..messages import check_choice, reason
 from .calls import Call
 
 R = TypeVar("R")
@@ -69,8 +69,7 @@ class Slurm(Executor):
         cluster: str = "slurm",
         **options: Any,
     ) -> None:
-        if cluster not in _WAITS:
-            raise InputError(f"executor='slurm': cluster={cluster!r} does not exist; choose 'slurm' or 'local'")
+        check_choice("executor='slurm': cluster", cluster, _WAITS)
         if cluster == "slurm" and shutil.which("srun") is None:
             raise InputError("executor='slurm': there is no Slurm here (no srun); run it where jobs are submitted")
         self.workers = _ARRAY if cluster == "slurm" else workers

@@ -1,6 +1,5 @@
 """Find what makes the user's model and data: ``file.py:callable``, ``package.module:callable``, ``hf:folder``, …."""
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -13,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import InputError
-from ..messages import reason
+from ..messages import near, reason
 from . import pretrained
 
 Function = Callable[..., Any]
@@ -44,8 +43,8 @@ def resolve(spec: str) -> Function:
     for part in name.split("."):
         if not hasattr(found, part):
             own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-            near = ", ".join((difflib.get_close_matches(part, own) or own)[:5]) or "another file"
-            raise InputError(f"{spec!r}: there is no {part!r} in {source}; did you mean {near}?")
+            listed = near(part, own) or "another file"
+            raise InputError(f"{spec!r}: there is no {part!r} in {source}; did you mean {listed}?")
         found = getattr(found, part)
     if not callable(found) or isinstance(found, nn.Module):  # a module can be called, but that runs it
         raise InputError(f"{spec!r} is a {type(found).__name__}; a callable that returns the model or data is wanted")

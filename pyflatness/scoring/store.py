@@ -58,6 +58,14 @@ CREATE TABLE results (
 CREATE INDEX results_by_unit ON results (unit);
 """
 
+_LATER = {  # tables that stores may lack, which earlier releases made; these releases do not look at them
+    "runs": "id INTEGER PRIMARY KEY, command TEXT NOT NULL, began REAL NOT NULL, versions TEXT NOT NULL, "
+    "UNIQUE (command, began)",
+    "attached": "id INTEGER PRIMARY KEY, content TEXT NOT NULL, training TEXT NOT NULL, kind TEXT NOT NULL, "
+    "label TEXT NOT NULL, setting TEXT NOT NULL, file BLOB NOT NULL, error TEXT NOT NULL, versions TEXT NOT NULL, "
+    "added REAL NOT NULL, UNIQUE (content, training, kind, label)",
+}
+
 _NUMBERS = tuple(field.name for field in fields(Value) if field.name != "pair")
 
 
@@ -76,15 +84,17 @@ class Store:
         path: of the file. It need not be there to be written.
         write: whether to write it; there is one writer at a time.
         new: whether to make one that is to be written and is not there.
+        command: what writes it: a command line, or the name of a Python call; the store keeps it if anything is added.
 
     Raises:
         StoreError: no store, one of another version, one that another process is writing, one on a network file
             system, or a file that cannot be read or written.
     """
 
-    def __init__(self, path: Path, *, write: bool = False, new: bool = True) -> None:
+    def __init__(self, path: Path, *, write: bool = False, new: bool = True, command: str = "Python call") -> None:
         self.path = path
         self._write = write
+        self._run = command, time.time()
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack, self._explained():
             if not (write and new) and not path.is_file():
@@ -122,11 +132,11 @@ class Store:
         uri = f"{self.path.absolute().as_uri()}?mode={mode}"
         connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=30)
         connection.row_factory = sqlite3.Row
-        connection.execute(f"PRAGMA {'foreign_keys' if self._write else 'query_only'} = ON")
+        connection.execute("PRAGMA foreign_keys = ON")
         return connection
 
     def _check(self) -> None:
-        """Raise if the file is no store of this version; make the tables of a new one."""
+        """Raise if the file is no store of this version; make the tables that are not there."""
         application, version = self._number("application_id"), self._number("user_version")
         if application == version == 0 and self._write and not self._tables():
             with self.changes():
@@ -139,12 +149,15 @@ class Store:
         elif version != SCHEMA:
             what = "a later" if version > SCHEMA else "an earlier"
             raise StoreError(f"store: {self.path} is of {what} release of pyflatness (schema {version}, here {SCHEMA})")
+        for name in _LATER.keys() - self._tables():  # a reader's own are empty, and none of the file
+            self._connection.execute(f"CREATE {'' if self._write else 'TEMP'} TABLE {name} ({_LATER[name]})")
+        self._connection.execute(f"PRAGMA query_only = {'OFF' if self._write else 'ON'}")
 
     def _number(self, pragma: str) -> int:
         return int(self._connection.execute(f"PRAGMA {pragma}").fetchone()[0])
 
-    def _tables(self) -> int:
-        return int(self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
+    def _tables(self) -> set[str]:
+        return {row["name"] for row in self._connection.execute("SELECT name FROM sqlite_master")}
 
     def _into_one_file(self) -> None:
         with contextlib.suppress(sqlite3.Error):  # someone reads: the log stays until the next writer
@@ -251,6 +264,12 @@ class Store:
                         missing.setdefault(content, []).append(pair)
         return missing
 
+    def note_run(self, connection: sqlite3.Connection) -> None:
+        """Note, once, what adds to the store while it is open."""
+        connection.execute(
+            "INSERT OR IGNORE INTO runs (command, began, versions) VALUES (?, ?, ?)", (*self._run, versions())
+        )
+
     def commit(self, setting: int, content: str, outcome: Outcome) -> None:
         """Write what came of a unit: all of it or nothing; values that are done stay as they are."""
         unit = (setting, content, outcome.fit.loss, outcome.fit.accuracy, outcome.seconds, outcome.batch_size)
@@ -259,8 +278,9 @@ class Store:
             number = connection.execute(
                 "INSERT INTO units (setting, content, loss, accuracy, seconds, batch_size, versions, finished) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (*unit, _versions(), time.time()),
+                (*unit, versions(), time.time()),
             ).lastrowid
+            self.note_run(connection)
             connection.executemany(
                 f"UPDATE results SET state = ?, unit = ?, {places} "
                 "WHERE setting = ? AND content = ? AND place = ? AND measure = ? AND state != 'done'",
@@ -342,8 +362,8 @@ def _state(value: Value) -> str:
 
 
 @functools.cache
-def _versions() -> str:
-    """Return what computed a unit, as JSON."""
+def versions() -> str:
+    """Return what computes here, as JSON."""
     return json.dumps(
         {"pyflatness": version("pyflatness"), "torch": torch.__version__, "python": platform.python_version()}
     )

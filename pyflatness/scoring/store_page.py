@@ -2,11 +2,15 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..errors import InputError
-from ..report.page import Page, Section, tables
+from ..messages import printable
+from ..report.page import Cell, Page, Section, tables
+from ..training.history import History
+from . import attached, attached_page
 from .export import Record, records, setting_hash
 from .page import Choices, Part, page
 from .store import Store
@@ -36,7 +40,10 @@ def of_store(store: Store, title: str, choices: Choices, more: Mapping[str, Mapp
     own = {key: [record for record in found if record["setting"] == key] for key in settings}
     made = {key: facts for key, facts in _made(store).items() if key in own}
     parts = [Part(_name(own[key][0]), own[key], made[key]) for key in settings]
-    return page(title, parts, choices, [_checkpoints(store)])
+    held = attached.found(store)
+    stored = {one.name: one.result for one in held if isinstance(one.result, History)}
+    choices = replace(choices, histories={**stored, **choices.histories})
+    return page(title, parts, choices, [*attached_page.sections(held), *_runs(store), _checkpoints(store)])
 
 
 def table(store: Store) -> dict[str, list[Any]]:
@@ -80,14 +87,29 @@ def _facts(store: Store, setting: int, facts: Mapping[str, Any]) -> list[tuple[s
     if units["first"] is not None:
         found.append(("measured", f"{_date(units['first'])} to {_date(units['last'])} UTC"))
     for row in store.select(_VERSIONS, (setting,)):
-        versions = ", ".join(f"{name} {number}" for name, number in json.loads(row["versions"]).items())
-        found.append(("versions", f"{versions} ({row['units']} units)"))
+        found.append(("versions", f"{_versions(row['versions'])} ({row['units']} units)"))
     return found
 
 
 def _name(record: Record) -> str:
     """Return what tells a setting from others for a reader; the first digits of its hash where nothing else does."""
     return ", ".join(filter(None, (record["model"], record["data"]))) or str(record["setting"])
+
+
+def _runs(store: Store) -> Iterator[Section]:
+    """Yield what added to the store: of releases that did not keep it nothing is known."""
+    rows = store.select("SELECT command, began, versions FROM runs ORDER BY began")
+    if rows:
+        cells = tuple(
+            (Cell(f"{_date(row['began'])} UTC"), Cell(printable(row["command"])), Cell(_versions(row["versions"])))
+            for row in rows
+        )
+        held = tables.Table("What added to the store", ("began", "command", "versions"), cells)
+        yield Section("Commands", tables=(held,), closed=True)
+
+
+def _versions(text: str) -> str:
+    return ", ".join(f"{name} {number}" for name, number in json.loads(text).items())
 
 
 def _checkpoints(store: Store) -> Section:

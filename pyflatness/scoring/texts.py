@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..messages import shown
 from ..model.hugging_face import IGNORED
+from ..options import check_count
 from . import pretrained
 
 Batch = dict[str, Tensor]
@@ -54,6 +55,7 @@ def read_file(
         InputError: a file that cannot be read, a line that is no JSON or has no text, no texts at all, or options that
             do not fit each other.
     """
+    check_sizes(count, batch_size)
     try:
         content = path.read_text(encoding="utf-8-sig")  # a mark of the byte order is no part of the first text
     except (OSError, UnicodeError) as error:
@@ -67,6 +69,13 @@ def read_file(
         texts, labels = [*itertools.islice(_parts(content, sample_by), count)], None
     options: dict[str, Any] = {"length": length, "truncate": truncate, "mask": mask, "seed": seed}
     return batches(texts, labels, tokenizer, **options, batch_size=batch_size)
+
+
+def check_sizes(count: int | None, batch_size: int) -> None:
+    """Raise an InputError unless options of a reader of files count samples."""
+    if count is not None:
+        check_count("count", count, 1, "a number of samples")
+    check_count("batch_size", batch_size, 1, "a number of samples")
 
 
 def batches(
@@ -120,8 +129,8 @@ def batches(
             f"pass {'truncate' if packed else 'no mask'}, or no targets"
         )
     for name, size in (("length", length), ("truncate", truncate)):
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise InputError(f"{name}: a number of tokens, 1 or more, is wanted, got {shown(size)}")
+        if size is not None:
+            check_count(name, size, 1, "a number of tokens")
     encoder = pretrained.tokenizer(tokenizer)
     if encoder.pad_token is None:
         encoder.pad_token = encoder.eos_token or encoder.convert_ids_to_tokens(0)  # it is masked

@@ -14,15 +14,19 @@ _ORPHANS = {
     "values of weights that no checkpoint has": (
         "SELECT count(*) FROM results WHERE content NOT IN (SELECT content FROM checkpoints)"
     ),
+    "spectra and landscapes of weights that no checkpoint has": (
+        "SELECT count(*) FROM attached WHERE content != '' AND content NOT IN (SELECT content FROM checkpoints)"
+    ),
     "settings without a value": "SELECT count(*) FROM settings WHERE id NOT IN (SELECT setting FROM results)",
 }
 
 
 def merge(store: Store, other: Store) -> int:
-    """Take into a store what another has and it has not; return how many values.
+    """Take into a store what another has and it has not; return how many values, spectra, landscapes and histories.
 
-    Of a value that both have the store's own stays, unless it failed or is to do and the other's is not. A checkpoint
-    that both know by one name keeps the content that the store has for it.
+    Of a value that both have the store's own stays, unless it failed or is to do and the other's is not; of a spectrum,
+    landscape or history that both have the later one, but for one that failed in the place of one that is there. A
+    checkpoint that both know by one name keeps the content that the store has for it.
     """
     taken = 0
     with store.changes() as connection:
@@ -42,7 +46,29 @@ def merge(store: Store, other: Store) -> int:
         units: dict[int, int] = {}
         for row in other.select("SELECT * FROM results ORDER BY id"):
             taken += _take(connection, other, row, settings, units)
+        taken += _take_attached(connection, other)
+        _take_runs(connection, other)
+        if taken:
+            store.note_run(connection)
     return taken
+
+
+def _take_attached(connection: sqlite3.Connection, other: Store) -> int:
+    taken = 0
+    for row in other.select("SELECT * FROM attached ORDER BY id"):
+        key = "content = :content AND training = :training AND kind = :kind AND label = :label"
+        cells = {**dict(row), "id": None}
+        own = connection.execute(f"SELECT error = '' AS good, added FROM attached WHERE {key}", cells).fetchone()
+        if own is None or (own["good"], own["added"]) < (row["error"] == "", row["added"]):
+            connection.execute(f"DELETE FROM attached WHERE {key}", cells)
+            _insert(connection, "attached", cells)
+            taken += 1
+    return taken
+
+
+def _take_runs(connection: sqlite3.Connection, other: Store) -> None:
+    for row in other.select("SELECT command, began, versions FROM runs ORDER BY began"):
+        connection.execute("INSERT OR IGNORE INTO runs (command, began, versions) VALUES (?, ?, ?)", (*row,))
 
 
 def _take(
@@ -101,6 +127,9 @@ def collect(store: Store) -> list[str]:
     found = orphans(store)
     with store.changes() as connection:
         connection.execute("DELETE FROM results WHERE content NOT IN (SELECT content FROM checkpoints)")
+        connection.execute(
+            "DELETE FROM attached WHERE content != '' AND content NOT IN (SELECT content FROM checkpoints)"
+        )
         connection.execute("DELETE FROM units WHERE id NOT IN (SELECT unit FROM results WHERE unit NOT NULL)")
         connection.execute("DELETE FROM settings WHERE id NOT IN (SELECT setting FROM results)")
     store.select("VACUUM")

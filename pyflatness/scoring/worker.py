@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import InputError
 from ..messages import is_out_of_memory, reason
 from ..model import state
-from ..model.data import Batches, size
+from ..model.data import Batches, size, used_up
 from ..numerics.ranks import ALONE, Ranks, is_the_end
 from . import checkpoints, data_specs, dealing, described, keys, loading, measuring, pretrained, specs
 from .cutting import Cut
@@ -98,13 +98,15 @@ class Setup:
 class Job:
     """Hold a unit and where its weights are: a file, or a network itself; ``content`` is the key of the file's bytes.
 
-    ``fit`` says whether loss and accuracy are wanted too.
+    ``fit`` says whether loss and accuracy are wanted too. With ``spectrum``, so many eigenvalues are wanted, and the
+    unit has no values.
     """
 
     unit: Unit
     weights: Path | nn.Module
     content: str = ""
     fit: bool = True
+    spectrum: int = 0
 
 
 class Bench:
@@ -126,7 +128,8 @@ class Bench:
         self.network = None if setup.model is None else specs.build_model(setup.model.made)
         self.data = setup.data.made()
         if hasattr(self.data, "__next__"):
-            raise InputError("--data: an iterator can be read once; have the callable return a list or a DataLoader")
+            raise used_up(self.data, "and every model reads them", setup.data.name.rstrip("="))
+        Batches(self.data, torch.device("cpu"))  # raises for what are no data, before any model is measured
         self._mine, self._counts = self.data, True
         if not ranks.alone:
             self._mine, samples = dealing.dealt(self.data, ranks, setup.limit)
@@ -169,10 +172,13 @@ class Bench:
                 raise
             return Outcome.failed(job.unit, reason(error))
         while True:
-            data, ranks = self._mine, self.ranks
-            found = measuring.measured(
-                *(model, data, self.setup.request, job.unit, step), fit=job.fit, counts=self._counts, ranks=ranks
-            )
+            request, data, ranks = self.setup.request, self._mine, self.ranks
+            if job.spectrum:
+                found = measuring.spectrum_of(model, data, request, job.spectrum, ranks)
+            else:
+                found = measuring.measured(
+                    *(model, data, request, job.unit, step), fit=job.fit, counts=self._counts, ranks=ranks
+                )
             if self.setup.batch_size != "auto" or not self._halved(found):
                 return replace(found, batch_size=data.most if isinstance(data, Cut) else None, notes=notes)
 

@@ -141,6 +141,11 @@ class Sweep:
         return self._forms[name].matrix
 
     def _values(self, run: Run, signs: Signs | None = None) -> Values:
+        """Return the values of a run's samples in every layer.
+
+        At the head they come by its formula. In other layers they come by directions or cotangents, whichever are
+        fewer, or by second derivatives of the loss where the model is not linear in the weight.
+        """
         linear, nonlinear = self._ran(run)
         sent = cotangents.of_run(run, self._loss)
         heads, forms = self._heads.apart(run, sent, linear)
@@ -150,27 +155,31 @@ class Sweep:
         values = values.to(run.outputs.device)
         parts: Parts = {}
         forms = forms if self._of_weights else {}
-        seen = linear if self._of_activations else {}
-        by_directions = self._by_directions(run, sent, forms) if forms and signs is None and not seen else None
+        active = linear if self._of_activations else {}
+        by_directions = self._by_directions(run, sent, forms) if forms and signs is None and not active else None
         for name, value in (by_directions or {}).items():
             values[0, places[name], : len(value)] += value
-        if (forms or seen) and by_directions is None:
-            found = {name: values[:, places[name]] for name in {**forms, **seen}}
-            self._add_cotangents(run, sent, signs, forms, seen, found, parts)
+        if (forms or active) and by_directions is None:
+            found = {name: values[:, places[name]] for name in {**forms, **active}}
+            self._add_cotangents(run, sent, signs, forms, active, found, parts)
         for name, value in heads.items():
             values[:, places[name], self._heads.columns] = value
         self._add_hessian(run, signs, {name: values[:, places[name]] for name in nonlinear}, parts)
         self.by_hessian.update(nonlinear)
         values = self._marked(values, sent, self._left_out(run, sent), run.number)
-        if parts:
-            kept = counting(self._options.nan_policy, values)
-            neurons = {key for key in parts if key[1] in ACTIVATIONS or QUANTITIES[key[1]].neurons}
-            parts = {key: part[kept].sum(dim=0) if key in neurons else part for key, part in parts.items()}
-            if bool((sent.bad & kept).any()):  # of a loss whose curvature does not show that a sample has none
-                parts = {key: torch.full_like(part, torch.nan) for key, part in parts.items()}
+        parts = self._summed(parts, values, sent) if parts else parts
         return Values(
             values, sent.sample_weights, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(nonlinear)
         )
+
+    def _summed(self, parts: Parts, values: Tensor, sent: cotangents.Cotangents) -> Parts:
+        """Return the parts, those by neuron summed over the samples that count; NaN if one of these has no loss."""
+        kept = counting(self._options.nan_policy, values)
+        neurons = {key for key in parts if key[1] in ACTIVATIONS or QUANTITIES[key[1]].neurons}
+        parts = {key: part[kept].sum(dim=0) if key in neurons else part for key, part in parts.items()}
+        if bool((sent.bad & kept).any()):  # of a loss whose curvature does not show that a sample has none
+            return {key: torch.full_like(part, torch.nan) for key, part in parts.items()}
+        return parts
 
     def _add_cotangents(
         self,
@@ -178,7 +187,7 @@ class Sweep:
         sent: cotangents.Cotangents,
         signs: Signs | None,
         forms: Mapping[str, LayerForm],
-        seen: Collection[str],
+        active: Collection[str],
         found: Mapping[str, Tensor],
         parts: Parts,
     ) -> None:
@@ -188,8 +197,8 @@ class Sweep:
             run: of a micro-batch.
             sent: made of its outputs.
             signs: of the draws; None: exact.
-            forms: of layers that are contracted.
-            seen: layers whose activations are.
+            forms: of layers that are contracted, for quantities of their weights.
+            active: layers of which quantities of activations are wanted.
             found: by layer, the values.
             parts: the summands.
         """
@@ -198,19 +207,19 @@ class Sweep:
         activations = self._activations(run)
         # Several cotangents go through operations whose weights are there in backward passes of the model alone.
         held_back = self._budget.held_back if signs is None and not spread.is_held() else 0
-        edges = activations.input_edges(seen)
-        contracted = Contracted(run, forms, forms, count, hold=held_back, whole=seen, input_edges=edges)
+        edges = activations.input_edges(active)
+        contracted = Contracted(run, forms, forms, count, hold=held_back, whole=active, input_edges=edges)
         if sent.passes == 0:
             none = [(name, form.contraction(run).nothing(run.samples)) for name, form in forms.items()]
-            for name, contribution in (*none, *activations.nothing(seen)):
+            for name, contribution in (*none, *activations.nothing(active)):
                 _add(parts, name, contribution)
         send = partial(run.recorder.gradients, run.outputs, names=found)
         for draw, cotangent, sign in sent.sent(signs, run.numbers, self._options.max_passes, send):
             for name, contribution in contracted.of(cotangent, sign):
                 found[name][draw, : len(contribution.values)] += contribution.values
                 _add(parts, name, contribution)
-            if seen:
-                arrived = {name: contracted.gradients[name] for name in seen}
+            if active:
+                arrived = {name: contracted.gradients[name] for name in active}
                 share = 1.0 if signs is None else 1 / len(signs.draws)
                 for name, contribution in activations.of(arrived, contracted.at_inputs, sign, share):
                     found[name][draw, len(self._of_weights) :] += contribution.values

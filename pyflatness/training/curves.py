@@ -31,6 +31,8 @@ def draw(
     held = dict.fromkeys(name for report in reports for name in report.measures)
     numbers = dict.fromkeys(name for record in records for name in record.numbers)
     wanted = [*held, *numbers] if measures is None else check_names("measures", measures)
+    if not wanted:
+        raise InputError("measures: an empty list; pass None for all that were recorded")
     known = [*dict.fromkeys([*(layer for report in reports for layer in report.layers), ""])]
     chosen = known if layers is None else check_names("layers", layers)
     _check_known("measure or number", wanted, [*held, *numbers])
@@ -38,10 +40,7 @@ def draw(
     if axes is None:
         figure, drawn = views.panels(len(wanted))
     else:
-        drawn = [*axes] if isinstance(axes, Iterable) else [axes]
-        if len(drawn) != len(wanted):
-            raise InputError(f"axes: {len(drawn)} for {len(wanted)} measures ({', '.join(wanted)}); pass one for each")
-        figure = cast("Figure", drawn[0].get_figure())
+        figure, drawn = views.onto_each(axes, wanted)
     along, where = places(records, x)
     colours = _colours([layer for layer in known if layer])
     for name, panel in zip(wanted, drawn, strict=True):

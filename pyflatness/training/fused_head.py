@@ -1,4 +1,4 @@
-"""Compute the penalty of a cross-entropy head and its gradients together, by one pass of a kernel over the rows.
+"""Compute the penalty of a cross-entropy head with its gradients: on the CPU by one pass of a kernel over the rows.
 
 The penalty is a scalar, so that its gradients are known up to one factor when it is. With the kernel's slopes
 G_is = a_i |φ_i|² ∂v_i/∂z_is of v_i = var_{p_i}(w), for shares a_i,
@@ -18,17 +18,19 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
-from ..contractions import FUSED_OUTPUTS, compiled, full_precision
+from ..contractions import FUSED_OUTPUTS, backends, compiled, full_precision
 from ..contractions.centre import centre
 from .operators import one_by_one
-from .softmax_variance import apart, weighted_sum
+from .softmax_variance import apart, takes_pairs, weighted_sum
 
 _Gradients = tuple[Tensor, ...]
 _Pullback = Callable[[Any], _Gradients]
 
 
 def fits(weight: Tensor) -> bool:
-    """Return whether there is a kernel for heads of this weight, float32 or float64."""
+    """Return whether both come together for heads of this weight, float32 or float64."""
+    if weight.is_cuda:  # by fewer of torch's operations, each of which takes the host its time
+        return takes_pairs(*weight.shape)
     return compiled.INSTALLED and weight.device.type == "cpu" and len(weight) <= FUSED_OUTPUTS
 
 
@@ -46,9 +48,11 @@ def _operator(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with full_precision(features):
         counted = (shares != 0).unsqueeze(1)
-        rows = features if bool(counted.all()) else torch.where(counted, features, 0.0)
-        found = compiled.softmax_variance_gradient(rows, weight, bias, shares)
-        value = features.new_tensor(found.total)
+        whole = features.device.type == "cpu" and bool(counted.all())  # for a GPU the host would wait
+        rows = features if whole else torch.where(counted, features, 0.0)
+        backend = backends.choose("auto", features.device, features.dtype, "heads")
+        found = backend.softmax_variance_gradient(rows, weight, bias, shares)
+        value = torch.as_tensor(found.total, dtype=features.dtype, device=features.device)
         if not wanted:
             return value, value.new_empty(0), value.new_empty(0), value.new_empty(0)
         centred, slopes, (twice, scale) = weight - centre(weight), found.slopes, found.factors

@@ -214,8 +214,7 @@ class History:
             MissingExtraError: without matplotlib.
         """
         figure, drawn = curves.draw(self._records, measures, layers, x, axes)
-        if path is not None:
-            figure.savefig(path)
+        views.save(figure, path)
         return figure, drawn
 
     def to_json(self, path: str | Path | None = None) -> str:

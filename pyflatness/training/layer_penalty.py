@@ -20,7 +20,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from .. import losses
 from ..contractions import full_precision, promoted, promoted_dtype
 from ..errors import InputError, NotYetError
-from ..messages import check_tensor, second_derivatives, shown
+from ..messages import check_module, check_tensor, second_derivatives, shown
 from ..model import checks, kinds, layers, selectors
 from ..model.calling import version
 from ..model.outputs import refusal, single
@@ -93,9 +93,7 @@ class FlatnessPenalty:
         normalize: str | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise InputError(f"model: a torch.nn.Module is wanted, got {type(model).__name__}")
-        if isinstance(model, nn.DataParallel):
+        if isinstance(check_module("model", model), nn.DataParallel):
             raise InputError("model: nn.DataParallel copies its layers at every call; use DistributedDataParallel")
         if isinstance(model, nn.parallel.DistributedDataParallel) and model.static_graph:
             raise InputError(

@@ -36,9 +36,13 @@ def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor | None) -> T
     logits = features @ weight.t()
     if bias is not None:  # less its median, which moves no probability; it is -inf where most classes are masked
         logits = logits + (bias - bias.detach().median().nan_to_num(0.0, 0.0, 0.0))
-    d, m = weight.shape
-    of_rows = _by_pairs if d <= max(FUSED_OUTPUTS, 3 * m // 2) else _by_rows
+    of_rows = _by_pairs if takes_pairs(*weight.shape) else _by_rows
     return features.square().sum(dim=1) * of_rows(logits, weight)
+
+
+def takes_pairs(d: int, m: int) -> bool:
+    """Return whether a head of d classes and m features takes pairs of classes, which is up to 3 m / 2 classes."""
+    return d <= max(FUSED_OUTPUTS, 3 * m // 2)
 
 
 def _by_pairs(logits: Tensor, weight: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Track a network while it is trained: measure it at steps that the user chooses."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -10,7 +9,9 @@ from torch.optim.swa_utils import AveragedModel
 from ..api import measure
 from ..errors import InputError
 from ..measures import named
-from ..messages import shown
+from ..messages import check_choice, check_module, shown
+from ..model.data import used_up
+from ..model.state import in_eval_mode
 from ..options import check_names
 from ..report import Report
 from ..session import public, taking_options_of
@@ -37,8 +38,8 @@ def track(
     """Return a history of a network's measures, to which every call of ``history.record()`` adds those of that moment.
 
     It measures as :func:`pyflatness.measure` does, which describes all options but these, at the cost of one such call
-    for each record and each set of weights. The model may be in training mode: it is measured in eval mode. A training
-    with records is bit for bit the one without.
+    for each record and each set of weights. The model may be in training mode: it is measured in eval mode, which is
+    set on each module, without a call of ``eval()``. A training with records is bit for bit the one without.
 
     Args:
         model: the one that is trained.
@@ -82,10 +83,7 @@ def track(
     named(measures)
     chosen = _chosen(model, weights, averaged)
     if hasattr(data, "__next__"):
-        raise InputError(
-            f"data: {type(data).__name__} can be read once, and every record reads them; pass a list of batches or a "
-            "DataLoader"
-        )
+        raise used_up(data, "and every record reads them")
     if history is not None and not isinstance(history, History):
         raise InputError(f"history: a History is wanted, got {type(history).__name__} {shown(history)}")
 
@@ -96,7 +94,7 @@ def track(
                 if not module.n_averaged.item():
                     continue
                 module = module.module
-            with _in_eval_mode(module), loaders.as_found(data):
+            with in_eval_mode(module), loaders.as_found(data):
                 reports[name] = measure(module, loss, data, measures=measures, **options)
         return reports
 
@@ -106,9 +104,10 @@ def track(
 def _chosen(model: nn.Module, weights: str | Sequence[str], averaged: nn.Module | None) -> dict[str, nn.Module]:
     """Return the models that hold the weights that are asked for, by their names."""
     names = check_names("weights", weights)
+    if not names:
+        raise InputError("weights: an empty list; pass 'live' for those of the model")
     for name in names:
-        if name not in _WEIGHTS:
-            raise InputError(f"weights: {name!r} does not exist; choose among {', '.join(map(repr, _WEIGHTS))}")
+        check_choice("weights", name, _WEIGHTS)
     of_averages = [name for name in names if name in _AVERAGED]
     if len(of_averages) > 1:
         raise InputError("weights: 'ema' and 'swa' both are names for those of averaged=; ask for one of them")
@@ -120,19 +119,5 @@ def _chosen(model: nn.Module, weights: str | Sequence[str], averaged: nn.Module 
         raise InputError(f"averaged: weights={shown(weights)} do not ask for it; pass weights=['live', 'ema']")
     models: dict[str, Any] = {name: averaged if name in _AVERAGED else model for name in names}
     for name, module in models.items():
-        if not isinstance(module, nn.Module):
-            what = "averaged" if name in _AVERAGED else "model"
-            raise InputError(f"{what}: a torch.nn.Module is wanted, got {type(module).__name__}")
+        check_module("averaged" if name in _AVERAGED else "model", module)
     return models
-
-
-@contextlib.contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Hold a model in eval mode inside; afterwards every module is in the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes:  # not by train(), which models override
-            module.training = training

@@ -47,8 +47,10 @@ def test_layers_that_are_not_there():
         pf.measure(net(), LOSS, (X, Y), layers=[])
     with pytest.raises(pf.InputError, match="has none that can be measured"):
         pf.measure(nn.Sequential(nn.PReLU()), LOSS, (X, Y))
-    with pytest.raises(pf.InputError, match=r"measures: 'kappa' does not exist; choose among relative_flatness"):
-        pf.measure(net(), LOSS, (X, Y), measures=["kappa"])
+    with pytest.raises(
+        pf.InputError, match=r"measures: 'trase' does not exist; did you mean trace.* `pyflatness measures` lists all"
+    ):
+        pf.measure(net(), LOSS, (X, Y), measures=["trase"])
 
 
 class Unused(Encoder):
@@ -198,7 +200,7 @@ def test_data():
     refused(pf.InputError, r"wanted, got dict; .*data=\[batch\]", data={"x": X, "labels": Y})
     refused(pf.InputError, r"`labels`, got a tuple of 3", data=(X, Y, Y))
     refused(pf.InputError, r"`labels`, got a Tensor", data=[X])
-    refused(pf.InputError, r"can be read once, and 2 passes", data=iter([(X, Y)]), normalize="std")
+    refused(pf.InputError, r"can be read once, and 2 reads", data=iter([(X, Y)]), normalize="std")
     pf.relative_flatness(net(), LOSS, iter([(X, Y)]))
     refused(pf.InputError, r"a pair \(outputs, targets\) is wanted", forward=lambda model, batch: model(batch[0]))
     refused(pf.InputError, "a tensor is wanted, got list", data=[(X, Y.tolist())])

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import pyflatness as pf
 from support import doors
-from support.doors import LOSS, ON_MODELS, ON_TENSORS, WITHOUT_LOSS, WITHOUT_USE_OF_LOSS, C, X, Y, of_layout
+from support.doors import LOSS, ON_MODELS, ON_TENSORS, WITHOUT_LOSS, WITHOUT_USE_OF_LOSS, C, Returning, X, Y, of_layout
 from support.unchanged import assert_unchanged, snapshot
 
 
@@ -55,6 +55,11 @@ DATA = {
     "a list of tensors": (lambda: [X, Y], "got a Tensor .*a tuple of tensors is cut into batches"),
     "three": (lambda: [(X, Y, Y)], "got a tuple of 3"),
     "no dimension": (lambda: (X, torch.tensor(1)), r"shapes \[\(12, 4\), \(\)\]"),
+    "a spent generator": (
+        lambda: iter([]),
+        "an iterator that was read before is at its end|can be read once, and .* are needed",
+    ),
+    "a path": (lambda: "cifar10", "a tuple of tensors or an iterable of batches is wanted, got str"),
     "other lengths": (lambda: (X, Y[:5]), r"different lengths: \[12, 5\]"),
     "no samples": (lambda: (X[:0], Y[:0]), "there are no samples"),
     "meta": (lambda: (X.to("meta"), Y), r"data\[0\]: \(12, 4\) of torch.float32 on the meta device"),
@@ -73,8 +78,17 @@ DATA = {
     "quantised": (lambda: (of_layout("quantised"), Y), "got torch.qint8; pass .*dequantize"),
 }
 
+
 MODELS = {
-    "a class": (lambda: nn.Linear, "model: a torch.nn.Module is wanted, got type"),
+    "a class": (lambda: nn.Linear, "model: a torch.nn.Module is wanted, got the class Linear itself; make one of it"),
+    "a state dict": (lambda: doors.net().state_dict(), r"got OrderedDict; load it into the model first"),
+    "several outputs": (lambda: Returning(lambda z: (z, z)), "returns a tuple with several tensors, .*; pass forward="),
+    "a dict": (
+        lambda: Returning(lambda z: {"out": z}),
+        "a dict with a tensor by another name than `logits`, .* forward=",
+    ),
+    "nothing": (lambda: Returning(lambda z: None), "no tensor, tuple or object with `logits` came out, got NoneType"),
+    "an array": (lambda: Returning(lambda z: z.detach().numpy()), "came out, got ndarray; pass forward="),
     "a function": (lambda: F.relu, "model: a torch.nn.Module is wanted, got function"),
     "no parameters": (nn.ReLU, "has no parameters"),
     "meta": (lambda: doors.net().to("meta"), r"'0.weight', \(6, 4\), is on the meta device .* load the model first"),
@@ -182,7 +196,19 @@ OPTIONS = [
     ("radius", -1, "radius=-1: a positive number"),
     ("delta", "a", "delta='a': a positive number"),
     ("kappa", "a", "kappa='a': a number"),
-    ("alphas", 3, "alphas=3: numbers"),
+    ("alphas", 3, "alphas=3: (positive )?numbers are wanted"),
+    ("alphas", torch.tensor(0.5), "alphas=tensor.*numbers are wanted"),
+    ("alphas", [], r"alphas=\[\]: (positive )?numbers are wanted, one at least"),
+    ("measures", torch.tensor(0.5), "measures=tensor.*a name or several .*are wanted"),
+    ("measures", "relative_flatnes", "'relative_flatnes' (does not exist; did you mean relative_flatness|is none of)"),
+    ("backend", np.array(["auto", "auto"]), r"backend=array\(.* does not exist; choose one of 'auto'"),
+    ("norm", np.array(["l2", "linf"]), r"norm=array\(.* does not exist; choose one of 'l2'"),
+    ("which", 3, "which=3 does not exist; choose one of 'largest'"),
+    ("normalization", X, r"normalization=tensor\(.* does not exist; choose one of 'auto'"),
+    ("span", X.to("meta"), r"span=tensor\(.*: a positive number, the smallest and largest"),
+    ("out", 3, "out=3: the path of a file is wanted"),
+    ("out", "", "out='': the path of a file is wanted"),
+    ("powers", 3, "powers=3: whole numbers are wanted"),
     ("squared", None, "squared=None: True or False"),
     ("scaled", None, "scaled=None: True or False"),
     ("normalized", 3, "normalized=3: True or False"),
@@ -214,6 +240,11 @@ TENSORS = {
     "targets: sparse": ({"targets": Y.to_sparse()}, "targets: .* layout torch.sparse_coo"),
     "targets: nested": ({"targets": of_layout("nested labels")}, "targets: .* a nested one"),
     "targets: fewer": ({"targets": Y[:5]}, r"targets: .* got \(5,\)"),
+    "fit: number": ({"fit": 3}, r"fit=3: a function \(features, targets\) -> \(weight, bias\) is wanted"),
+    "labels: tensor": ({"labels": Y}, r"labels=tensor.*: a function of features \(n, m\)"),
+    "labels: none": ({"labels": lambda x: None, "targets": None}, "targets: a tensor is wanted, got NoneType"),
+    "deltas: number": ({"deltas": 0.1}, "deltas=0.1: positive numbers are wanted"),
+    "deltas: negative": ({"deltas": [0.1, -1]}, "deltas=.*, and -1 is among them"),
     "test: number": ({"test": 3}, r"test=3: a pair \(features, targets\)"),
     "loss: class": ({"loss": nn.CrossEntropyLoss}, "the class CrossEntropyLoss itself"),
     "loss: swapped": (

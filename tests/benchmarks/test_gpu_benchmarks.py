@@ -32,6 +32,12 @@ def test_rows_of_layers(gpu_layers):
         assert {"reference", "torch"} & row.others_ms.keys()
 
 
+def test_the_row_of_hessian_products(gpu_layers):
+    row = gpu_layers.hessian_products(model(), 2, 3, CPU, rounds=1)
+    assert min(row.floor_ms, row.ours_ms) > 0
+    assert row.note == "3 products"
+
+
 def test_precisions_are_put_back(gpu_layers):
     kinds = torch.backends.cudnn.conv, torch.backends.cuda.matmul
     before = [kind.fp32_precision for kind in kinds]

@@ -68,7 +68,9 @@ def test_triton_for_heads_wants_a_gpu():
     head = torch.ones(2, 3), torch.ones(4, 3), None
     with pytest.raises(BackendError, match='backend="triton" runs on a GPU, the weight is on cpu; pass backend="auto"'):
         pf.head_flatness(*head, backend="triton")
-    with pytest.raises(BackendError, match="backend='tritone' does not exist; choose one of auto, compiled, triton"):
+    with pytest.raises(
+        BackendError, match="backend='tritone' does not exist; choose one of 'auto', 'compiled', 'triton'"
+    ):
         pf.head_flatness(*head, backend="tritone")
 
 

@@ -205,3 +205,40 @@ def test_wide_losses_have_logarithmic_levels():
     assert type(found.plot()[1].collections[0].norm).__name__ == "LogNorm"
     found.losses[:] = 1.0
     found.plot()
+
+
+@pytest.mark.parametrize("layers", [None, ["0", "2"]])
+def test_eigenvectors_are_computed_once(tmp_path, monkeypatch, layers):
+    options = {"directions": "eigenvectors", "layers": layers, "memory": 1}  # a point at a time
+    counting = Stopping(1 << 30)
+    whole, out = call(tmp_path / "whole.npz", forward=counting, **options), tmp_path / "a.npz"
+    with pytest.raises(pf.InputError, match="stopped"):
+        call(out, forward=Stopping((1 << 30) - counting.left - 7), **options)
+    begun = pf.Landscape.load(out)
+    assert 0 < begun.done < 90
+    vectors = torch.stack([torch.cat([c.flatten() for c in each.values()]) for each in begun.directions])
+    torch.testing.assert_close(vectors @ vectors.T, torch.eye(2).double(), rtol=0, atol=1e-12)
+
+    def never(*args, **options):
+        raise AssertionError("computed again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pyflatness.curvature.landscape.spectrum", never)
+        finished = call(out, **options)
+        same(finished, whole)
+        assert not finished.directions  # they are for the file
+        same(call(out, **options), whole)
+        with pytest.raises(pf.InputError, match="slice of other weights"):
+            call(out, mlp(bias=1e-6), **options)
+        with pytest.raises(pf.InputError, match="slice of other data"):
+            call(out, held=data(39), **options)
+    with pytest.raises(pf.InputError, match="slice of other directions"):
+        call(out, **options | {"layers": "0"})
+
+
+def test_eigenvectors_of_layers_that_are_no_names_are_computed_again(tmp_path):
+    model = mlp()
+    options = {"directions": "eigenvectors", "layers": model[0]}
+    whole = call(tmp_path / "a.npz", model, **options)
+    assert not pf.Landscape.load(tmp_path / "a.npz").directions
+    same(call(tmp_path / "a.npz", model, **options), whole)

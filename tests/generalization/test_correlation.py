@@ -125,6 +125,14 @@ def test_what_is_undefined_and_what_is_shown():
     assert "Kendall" in text
 
 
+def test_the_name_of_a_measure_alone_is_answered_with_its_columns_the_network_s_first():
+    columns = [f"kappa {layer}" for layer in range(12)]
+    table = {name: [1, 2, 3] for name in [*columns, "kappa network", "kappas", "gap"]}
+    with pytest.raises(pf.InputError, match="'kappa'; there are kappa network, kappa 0, kappa 1") as caught:
+        pf.plot_correlation(table, "kappa")
+    assert "kappas" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [

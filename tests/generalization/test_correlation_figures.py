@@ -83,7 +83,11 @@ def test_the_matrix_of_chosen_columns_and_networks():
     ("arguments", "options", "message"),
     [
         ((TABLE, ["kapa"]), {}, "no column of numbers 'kapa'"),
-        ((TABLE,), {"statistic": "kendall"}, "statistic='kendall': there are 'Pearson', 'Spearman', 'Kendall'"),
+        (
+            (TABLE,),
+            {"statistic": "kendall"},
+            "statistic='kendall' does not exist; choose one of 'Pearson', 'Spearman', 'Kendall'",
+        ),
         (({**TABLE, "kappa": [math.nan, *TABLE["kappa"][1:]]},), {}, "'kappa' is empty, NaN or infinite for 0;"),
     ],
 )

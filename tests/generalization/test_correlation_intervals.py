@@ -191,7 +191,7 @@ def test_text_columns_are_clusters_in_files_of_score(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"interval": "t"}, "interval='t': there are 'bootstrap', 'fisher'"),
+        ({"interval": "t"}, "interval='t' does not exist; choose one of 'bootstrap', 'fisher'"),
         ({"clusters": "recip"}, "no column 'recip'; there are recipe"),
         ({"given": "recipe"}, "no column of numbers 'recipe'"),
         ({"given": "same"}, "'same' is constant"),

@@ -273,7 +273,7 @@ def test_no_trace():
     ("options", "message"),
     [
         ({"alphas": []}, r"alphas=\[\]"),
-        ({"alphas": [0.1, -1]}, r"alphas=\[0.1, -1.0\]"),
+        ({"alphas": [0.1, -1]}, r"alphas=\[0.1, -1\]: positive numbers are wanted, and -1 is among them"),
         ({"alphas": "ab"}, "alphas='ab'"),
         ({"draws": 1}, "draws=1"),
         ({"nan_policy": "omit"}, "nan_policy='omit'"),

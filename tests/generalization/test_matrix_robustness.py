@@ -112,7 +112,7 @@ def test_what_does_not_fit():
     net = network(M, 6, C)
     with pytest.raises(pf.InputError, match=r"6 columns, \(6, 6\) is wanted"):
         pf.matrix_robustness(net, LOSS, CUT, "2", matrix=torch.eye(3), alphas=[0.1])
-    with pytest.raises(pf.InputError, match="alphas: one number"):
+    with pytest.raises(pf.InputError, match=r"alphas=\[\]: numbers are wanted, one at least"):
         pf.matrix_robustness(net, LOSS, CUT, "2", matrix=torch.eye(6), alphas=[])
     with pytest.raises(pf.NonFiniteError, match="with changed features is nan"):
         pf.matrix_robustness(net, lambda f, y: (f * math.inf - math.inf).sum(), CUT, matrix=torch.eye(6), alphas=[0.1])

@@ -66,7 +66,7 @@ def test_all_targets_ignored(measure):
 def test_targets_that_do_not_fit(measure):
     with pytest.raises(pf.InputError, match=r"batch 0: targets: class 7 does not exist"):
         pf.measure(CASE.build(), LOSS, (X, torch.full_like(Y, 7)), measures=measure)
-    with pytest.raises(pf.InputError, match=r"targets of batch 0: a tensor is wanted, got list"):
+    with pytest.raises(pf.InputError, match=r"batch 0: targets: a tensor is wanted, got list"):
         pf.measure(CASE.build(), LOSS, [(X, Y.tolist())], measures=measure)
 
 
@@ -86,7 +86,7 @@ def test_scaled_measures_are_not_normalised(measure):
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_iterators_are_refused(measure):
-    with pytest.raises(pf.InputError, match=r"can be read once, and \d+ passes are needed"):
+    with pytest.raises(pf.InputError, match=r"can be read once, and \d+ reads are needed"):
         pf.measure(CASE.build(), LOSS, iter([(X, Y)]), measures=measure)
 
 

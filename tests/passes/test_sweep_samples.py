@@ -129,7 +129,7 @@ def test_a_layer_that_runs_for_later_samples_only(memory):
     batches = [(x, y), (late, y[:32])]
     report = pf.measure(net, LOSS, batches, memory=memory, measures="sweep")
     assert report.layers == ("inp", "late", "head")
-    with pytest.raises(pf.InputError, match=r"targets of batch 0: a tensor is wanted, got list"):
+    with pytest.raises(pf.InputError, match=r"batch 0: targets: a tensor is wanted, got list"):
         pf.measure(net, LOSS, [(x, y.tolist())], normalize="std")
 
 

@@ -28,7 +28,7 @@ def test_relative_flatness_and_trace_by_default():
 def test_sets_of_measures_leave_out_what_cannot_be_had():
     report = pf.measure(classifier(5, 6, 3), LOSS, (X, Y), measures="sweep", probes=2)
     assert "neuron_flatness" in report.skipped
-    with pytest.raises(pf.InputError, match=r"choose among relative_flatness, .* or 'sweep' or 'all'"):
+    with pytest.raises(pf.InputError, match=r"'sweeps' does not exist; did you mean sweep\?.* 'all' stand for several"):
         pf.measure(classifier(5, 3), LOSS, (X, Y), measures="sweeps")
 
 

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import pyflatness as pf
 from pyflatness.scoring.rows import Row
+from support.score_runs import status
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 HOSTILE = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
@@ -140,6 +143,129 @@ def test_it_is_a_table_without_javascript(browser: Any, tmp_path: Path) -> None:
     assert "m2" in table.text
     assert not browser.find_element("css selector", "form.filter").is_displayed()
     assert "need JavaScript" in browser.find_element("tag name", "main").text
+
+
+LOSS = nn.CrossEntropyLoss()
+DATA = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)).double(), torch.arange(20) % 3
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    """Two spectra, two landscapes and two histories by name; the second spectrum's name would be HTML."""
+    spectra = {
+        name: pf.spectrum(network(seed), LOSS, DATA, k=2 + seed, density=True, probes=2, steps=8)
+        for seed, name in enumerate(["plain", HOSTILE])
+    }
+    planes = {
+        name: pf.landscape(network(seed), LOSS, DATA, steps=(4, 3 + seed))
+        for seed, name in enumerate(["plain", HOSTILE])
+    }
+    histories = {"first": pf.History(), "second": pf.History()}
+    for place, history in enumerate(histories.values()):
+        for step in range(3):
+            history.add(pf.measure(network(3 * place + step), LOSS, DATA, measures="trace"), step=step)
+    return {"spectra": spectra, "planes": planes, "histories": histories}
+
+
+@pytest.fixture(scope="module")
+def written(results: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("store") / "runs.sqlite"
+    pf.score({"plain": network(0), HOSTILE: network(1)}, DATA, LOSS, store=path)
+    for kind in ("spectra", "planes", "histories"):
+        for name, result in results[kind].items():
+            pf.add_to_store(path, name, result)
+    assert status("report", str(path), "--out", str(path.with_name("page.html")), "--title", "A page") == 0
+    return path.with_name("page.html")
+
+
+def chart(browser: Any, title: str, number: int = 0) -> Any:
+    """Return a chart of the section with this title, in the middle of the window."""
+    (section,) = [one for one in browser.find_elements("tag name", "section") if one.text.startswith(title)]
+    found = section.find_elements("css selector", ".chart")[number]
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", found)
+    return found
+
+
+def tooltip(browser: Any, mark: Any) -> dict[str, str]:
+    """Return what is said where the pointer rests on a mark."""
+    from selenium.webdriver import ActionChains
+
+    ActionChains(browser).move_to_element(mark).move_by_offset(1, 0).perform()  # a pointer that comes to rest
+    time.sleep(0.2)
+    rows = browser.find_elements("css selector", "#vg-tooltip-element tr")
+    cells = [row.find_elements("tag name", "td") for row in rows]
+    return {key.text.rstrip(":"): value.text for key, value in cells}
+
+
+def chooser(drawn: Any) -> Any:
+    from selenium.webdriver.support.ui import Select
+
+    return Select(drawn.find_element("css selector", ".vega-bind select"))
+
+
+def test_a_spectrum_is_chosen(browser: Any, written: Path, results: dict[str, Any]) -> None:
+    opened(browser, written)
+    drawn = chart(browser, "Spectra")
+    choice = chooser(drawn)
+    assert [option.text for option in choice.options] == [*results["spectra"]]
+    element = drawn.find_element("css selector", ".vega-bind select")
+    assert element.accessible_name.strip() == "Show"
+    before = drawn.find_element("css selector", ".mark-line path").get_attribute("d")
+    for name, spectrum in results["spectra"].items():
+        choice.select_by_visible_text(name)
+        time.sleep(0.2)
+        ticks = drawn.find_elements("css selector", ".mark-rect path[aria-roledescription]")
+        assert len(ticks) == len(spectrum.eigenvalues)
+        said = tooltip(browser, ticks[0])
+        assert said["name"] == name
+        assert float(said["eigenvalue"]) == pytest.approx(float(spectrum.eigenvalues[0]), rel=1e-6)
+    assert drawn.find_element("css selector", ".mark-line path").get_attribute("d") != before
+    element.send_keys("\ue013")  # arrow up
+    time.sleep(0.2)
+    assert drawn.find_element("css selector", ".mark-line path").get_attribute("d") == before
+    assert browser.title == "A page"
+
+
+def test_a_landscape_is_chosen(browser: Any, written: Path, results: dict[str, Any]) -> None:
+    opened(browser, written)
+    drawn = chart(browser, "Landscapes")
+    for name, plane in results["planes"].items():
+        chooser(drawn).select_by_visible_text(name)
+        time.sleep(0.2)
+        points = drawn.find_elements("css selector", ".mark-rect path[aria-roledescription]")
+        assert len(points) == plane.losses.numel()
+        said = tooltip(browser, points[0])
+        assert said["name"] == name
+        assert float(said["loss"]) == pytest.approx(float(plane.losses[0, 0]), rel=1e-5)
+
+
+def test_a_history_is_read(browser: Any, written: Path, results: dict[str, Any]) -> None:
+    opened(browser, written)
+    drawn = chart(browser, "Training")
+    choice = chooser(drawn)
+    assert [option.text for option in choice.options] == ["0", "2", "network"]
+    choice.select_by_visible_text("2")
+    time.sleep(0.2)
+    points = drawn.find_elements("css selector", ".mark-symbol path[aria-roledescription]")
+    said = [tooltip(browser, point) for point in points if "training: " in point.get_attribute("aria-label")]
+    found = {(one["training"], int(one["step"])): float(one["trace"]) for one in said if one["layer"] == "2"}
+    for name, history in results["histories"].items():
+        for record in history:
+            value = record.reports["live"]["2", "trace"].value
+            assert found[name, record.step] == pytest.approx(value, rel=1e-6)
+
+
+def test_results_are_tables_without_javascript(browser: Any, written: Path, results: dict[str, Any]) -> None:
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    browser.get(written.as_uri())
+    text = browser.find_element("tag name", "main").text
+    assert f"{float(results['spectra']['plain'].eigenvalues[0]):.6g}" in text
+    assert f"{float(results['planes']['plain'].losses.max()):.6g}" in text
 
 
 def test_how_long_a_thousand_models_take(

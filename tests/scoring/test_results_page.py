@@ -4,7 +4,6 @@ import json
 import math
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -13,43 +12,12 @@ from torch import nn
 
 import pyflatness as pf
 from pyflatness.scoring.rows import Row
+from support.pages import Parsed
 from support.score_runs import saved, status
 
 HOSTILE = '<script>alert(1)</script><img src="http://x.example/y" onerror=alert(2)>"\'&amp;\x1b[31m</th>'
 LOSS = nn.CrossEntropyLoss()
 DATA = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
-
-
-class Parsed(HTMLParser):
-    """The elements of a page with their attributes, and the cells of its tables."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.tables: dict[str, list[list[str]]] = {}
-        self._rows: list[list[str]] = []
-        self._inside = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        self._inside = tag
-        if tag == "tr":
-            self._rows.append([])
-        elif tag in ("th", "td"):
-            self._rows[-1].append("")
-
-    def handle_data(self, data):
-        if self._inside in ("th", "td"):
-            self._rows[-1][-1] += data
-        elif self._inside == "caption":
-            self._rows = self.tables.setdefault(data, [])
-
-    def handle_endtag(self, tag):
-        self._inside = ""
-
-    def all(self, tag):
-        return [attributes for name, attributes in self.elements if name == tag]
 
 
 def row(name, measure, value, layer="", **facts):

@@ -3,9 +3,9 @@
     python tests/support/counts.py [--check]
 
 Printed: modules at the package's root; floors and circles of imports between rooms (:mod:`support.imports` says what
-these are); the Python frames of the package on the stack when a compiled kernel is called; files over 400 lines; and
-files in which it is decided what becomes of samples with NaN. With ``--check`` the exit status is 1 if any is above
-its aim.
+these are); the Python frames of the package on the stack when a compiled kernel is called; files over 400 lines, of the
+package, the kernels, tests and benchmarks; and files in which it is decided what becomes of samples with NaN. With
+``--check`` the exit status is 1 if any is above its aim.
 """
 
 import argparse
@@ -26,11 +26,12 @@ from torch import nn
 import pyflatness as pf
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
-from support import imports
+from support import ROOT, imports
 
 PACKAGE = Path(pf.__file__).parent
 POLICIES = {"raise", "propagate", "omit"}
 LONG = 400  # lines of a file
+FOLDERS, SUFFIXES = ("pyflatness", "csrc", "tests", "benchmarks"), (".py", ".cpp", ".h", ".cu", ".cuh")
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,13 @@ def calls() -> dict[str, tuple[int | None, list[Callable[[], Any]]]]:
     }
 
 
+def long_files() -> dict[str, int]:
+    """Return the lines of each source file that is too long."""
+    paths = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES)
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines()) for path in paths}
+    return {name: length for name, length in lengths.items() if length > LONG}
+
+
 def deepest(stacks: Iterable[list[str]]) -> list[str]:
     """Return the stack of most frames, without the kernel."""
     return max(stacks, key=len)[:-1]
@@ -157,10 +165,7 @@ def counts(package: Path = PACKAGE) -> list[Count]:
     later = {(one.importer, one.imported) for one in found if one.kind == "function"}
     typed = imports.circles(imports.graph(package, every_kind))
     deciding, asking = files_of_policy(package)
-    lengths = {
-        str(path.relative_to(package)): len(path.read_text("utf-8").splitlines()) for path in package.rglob("*.py")
-    }
-    long = {name: length for name, length in lengths.items() if length > LONG}
+    long = long_files()
     root = root_modules(package)
     return [
         Count("modules at the root", len(root), 12, ", ".join(root)),

@@ -96,10 +96,10 @@ def test_no_kernel_is_called_by_the_reference():
     assert counts.frames(lambda: pf.head_flatness(features, weight, backend="reference")) == []
 
 
-def test_the_package_is_counted_whole_and_reaches_every_aim():
+def test_the_package_is_counted_whole_and_reaches_every_aim(monkeypatch):
     found = {count.what: count for count in counts.counts()}
-    files = [path for path in counts.PACKAGE.rglob("*.py") if len(path.read_text("utf-8").splitlines()) > counts.LONG]
-    assert found["files over 400 lines"].number == len(files)
+    monkeypatch.setattr(counts, "LONG", 0)
+    assert {"pyflatness/api.py", "csrc/cpu/head.cpp", "benchmarks/head.py"} < counts.long_files().keys()
     assert found["floors of imports between rooms"].number > 5
     assert not counts.Count("x", 3, 2).reached
     assert counts.Count("x", 2, 2).reached

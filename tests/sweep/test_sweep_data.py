@@ -20,9 +20,9 @@ def test_one_shot_iterators():
     assert_same(expected, pf.measure(residual(), LOSS, iter([(X[:9], Y[:9]), (X[9:], Y[9:])]), measures="sweep"))
     alone = pf.relative_flatness(residual(), LOSS, iter([(X[:9], Y[:9]), (X[9:], Y[9:])]), "0")
     assert alone.value == pytest.approx(expected["0", "relative_flatness"].value, rel=1e-5)
-    with pytest.raises(pf.InputError, match="can be read once, and 3 passes"):
+    with pytest.raises(pf.InputError, match="can be read once, and 3 reads"):
         pf.measure(residual(), LOSS, iter([(X, Y)]), measures=["trace", "relative_flatness_std"])
-    with pytest.raises(pf.InputError, match="can be read once, and 2 passes"):
+    with pytest.raises(pf.InputError, match="can be read once, and 2 reads"):
         pf.relative_flatness(residual(), LOSS, iter([(X, Y)]), "0", target_stderr=1.0)
 
 

@@ -166,7 +166,7 @@ def test_axes_of_the_users(exact):
     one, two = figure.subplots(1, 2)
     assert exact.plot(measures="lr", axes=one) == (figure, [one])
     assert exact.plot(measures=["lr", "trace"], axes=figure.axes) == (figure, [one, two])
-    with pytest.raises(pf.InputError, match=r"axes: 2 for 1 measures \(trace\)"):
+    with pytest.raises(pf.InputError, match=r"axes: one for each of trace is wanted, got 2"):
         exact.plot(measures="trace", axes=[one, two])
 
 

@@ -79,6 +79,32 @@ def test_a_training_with_records_is_the_one_without():
     assert all(map(torch.equal, plain, states))
 
 
+class Adapted(nn.Linear):
+    """A layer that adds an adapter to its weight in eval mode, and takes it out again in training: by rounding."""
+
+    def __init__(self):
+        super().__init__(5, 3)
+        self.adapter, self.merged = nn.Parameter(torch.randn(3, 5)), False
+
+    def train(self, mode=True):
+        if mode == self.merged:
+            self.weight.data += -self.adapter if mode else self.adapter
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        return super().forward(x) + (0 if self.merged else x @ self.adapter.t())
+
+
+def test_weights_that_eval_changes_are_left_alone():
+    torch.manual_seed(0)
+    model = Adapted()
+    before = model.weight.clone()
+    pf.track(model, LOSS, (X, Y), measures=["trace"]).record()
+    assert torch.equal(model.weight, before)
+    assert (model.merged, model.training) == (False, True)
+
+
 def drawn_batches(record, **options):
     """The batches of a training loop over a loader that draws from generators of its own, measured in each epoch."""
     noisy = trainings.Noisy(12, 0)
@@ -217,13 +243,13 @@ def test_bad_numbers(numbers, message):
     ("options", "message"),
     [
         ({"measures": "kappa"}, "measures: 'kappa' does not exist"),
-        ({"weights": "mean"}, "weights: 'mean' does not exist; choose among 'live', 'ema', 'swa'"),
+        ({"weights": "mean"}, "weights='mean' does not exist; choose one of 'live', 'ema', 'swa'"),
         ({"weights": 3}, "weights=3"),
         ({"weights": "ema"}, "weights='ema': pass the model that holds them, averaged="),
         ({"averaged": classifier(5, 3)}, r"averaged: weights='live' do not ask for it"),
         ({"weights": ["ema", "swa"], "averaged": classifier(5, 3)}, "'ema' and 'swa' both are names"),
         ({"weights": "ema", "averaged": {}}, "averaged: a torch.nn.Module is wanted, got dict"),
-        ({"model": nn.Linear}, "model: a torch.nn.Module is wanted, got type"),
+        ({"model": nn.Linear}, "model: a torch.nn.Module is wanted, got the class"),
         ({"data": iter([(X, Y)])}, "data: list_iterator can be read once, and every record reads them"),
         ({"history": [1]}, r"history: a History is wanted, got list \[1\]"),
     ],

@@ -5,7 +5,7 @@ the fields of the data, have names of this module's own: nothing that comes from
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ Rows = list[dict[str, Any]]
 Spec = dict[str, Any]
 
 _WIDE = 100  # a measure whose largest value is so many times the smallest is drawn logarithmically
-_NAMED = 10  # models that a legend has room for
+NAMED = 10  # models that a legend has room for
 _LINES = 50  # models of which each has a line; of more the median is drawn, with a band
 _SIZE = {"width": 300, "height": 220}
 
@@ -81,7 +81,7 @@ def scatter(x: Axis, y: Axis, lines: Sequence[str]) -> Spec:
     base = alt.Chart(alt.NamedData(name=DATA)).encode(
         tooltip=["model:N", *(alt.Tooltip(axis.field, type="quantitative", title=axis.title) for axis in (x, y))]
     )
-    across, upward = alt.X(**_position(alt, x)), alt.Y(**_position(alt, y))
+    across, upward = alt.X(**position(alt, x)), alt.Y(**position(alt, y))
     has_x, has_y = f"isValid(datum.{x.field})", f"isValid(datum.{y.field})"
     left, bottom = alt.value(0), alt.value(_SIZE["height"])
 
@@ -97,7 +97,7 @@ def scatter(x: Axis, y: Axis, lines: Sequence[str]) -> Spec:
         points(f"!{has_x} && {has_y}", left, upward),
         points(f"{has_x} && !{has_y}", across, bottom),
     ]
-    return _finished(alt.layer(*layers), x.title, lines, f"{x.title} against {y.title}: {'; '.join(lines)}")
+    return finished(alt.layer(*layers), x.title, lines, f"{x.title} against {y.title}: {'; '.join(lines)}")
 
 
 def profile(measure: Axis, layers: Sequence[str], models: int) -> Spec:
@@ -112,22 +112,22 @@ def profile(measure: Axis, layers: Sequence[str], models: int) -> Spec:
     base = alt.Chart(alt.NamedData(name=DATA)).transform_filter(f"isValid(datum.{measure.field})")
     base = base.encode(
         x=alt.X("layer:N", sort=[*layers], title="layer, in the model's order", axis=alt.Axis(labelLimit=90)),
-        y=alt.Y(**_position(alt, measure)),
+        y=alt.Y(**position(alt, measure)),
     )
     if models > _LINES:
         lines = ["median and quartiles of the models"]
         drawn = base.mark_errorband(extent="iqr") + base.mark_line(point=True).encode(
-            y=alt.Y(f"median({measure.field}):Q", **_scale(alt, measure))
+            y=alt.Y(f"median({measure.field}):Q", **scale(alt, measure))
         )
     else:
         lines = []
-        legend = alt.Legend(title="model", labelLimit=260) if 1 < models <= _NAMED else None
+        legend = alt.Legend(title="model", labelLimit=260) if 1 < models <= NAMED else None
         tooltip = ["model:N", "layer:N", alt.Tooltip(measure.field, type="quantitative", title=measure.title)]
         one = base.encode(color=alt.Color("model:N", legend=legend), tooltip=tooltip)
         ends = one.transform_filter(f"isValid(datum.{measure.field}_low)").mark_rule()
         ends = ends.encode(y=alt.Y(f"{measure.field}_low:Q"), y2=f"{measure.field}_high:Q")
         drawn = ends + one.mark_line(point=True, opacity=0.8)
-    return _finished(drawn, measure.title, lines, f"{measure.title} over {len(layers)} layers of {models} models")
+    return finished(drawn, measure.title, lines, f"{measure.title} over {len(layers)} layers of {models} models")
 
 
 def profiles(records: Sequence[Record]) -> Charts:
@@ -157,42 +157,19 @@ def numbers(field: str, record: Record) -> dict[str, float]:
     return {name: number for name, given in named.items() if (number := finite(given)) is not None}
 
 
-def curve(x: str, number: Axis, *, layers: Sequence[str] = (), weights: Sequence[str] = ()) -> Spec:
-    """Return a chart of a number over the steps of a training: a line for each layer, dashed for averaged weights.
-
-    Args:
-        x: the title of what it is over, the field ``x``.
-        number: upward; the fields ``…_low`` and ``…_high`` hold the ends of a band.
-        layers: in the model's order, ``"network"`` among them; none of a number that is of no layer.
-        weights: sets of weights.
-    """
-    alt = altair()
-    base = alt.Chart(alt.NamedData(name=DATA)).transform_filter(f"isValid(datum.{number.field})")
-    tooltip = [alt.Tooltip("x:Q", title=x), alt.Tooltip(number.field, type="quantitative", title=number.title)]
-    encoded: Mapping[str, Any] = {}
-    if layers:
-        encoded = {
-            "color": alt.Color("layer:N", sort=[*layers], legend=alt.Legend(title="layer", labelLimit=260)),
-            "strokeDash": alt.StrokeDash("weights:N", sort=[*weights], legend=None),
-        }
-        tooltip = ["layer:N", "weights:N", *tooltip]
-    base = base.encode(x=alt.X("x:Q", title=x, scale=alt.Scale(zero=False)), **encoded)
-    band = base.transform_filter(f"isValid(datum.{number.field}_low)").mark_area(opacity=0.2)
-    band = band.encode(y=alt.Y(f"{number.field}_low:Q", **_scale(alt, number)), y2=f"{number.field}_high:Q")
-    lines = base.mark_line(point=True).encode(y=alt.Y(**_position(alt, number)), tooltip=tooltip)
-    return _finished(band + lines, number.title, [], f"{number.title} over {x}")
+def position(alt: Any, axis: Axis) -> dict[str, Any]:
+    """Return what a channel of a chart is: the field of an axis, with its scale."""
+    return {"field": axis.field, "type": "quantitative", **scale(alt, axis)}
 
 
-def _position(alt: Any, axis: Axis) -> dict[str, Any]:
-    return {"field": axis.field, "type": "quantitative", **_scale(alt, axis)}
+def scale(alt: Any, axis: Axis) -> dict[str, Any]:
+    """Return how an axis is drawn, for several fields along it."""
+    kind = alt.Scale(type="log") if axis.log else alt.Scale(zero=False)
+    return {"title": axis.title, "scale": kind, "axis": alt.Axis(titleLimit=_SIZE["width"])}
 
 
-def _scale(alt: Any, axis: Axis) -> dict[str, Any]:
-    scale = alt.Scale(type="log") if axis.log else alt.Scale(zero=False)
-    return {"title": axis.title, "scale": scale, "axis": alt.Axis(titleLimit=_SIZE["width"])}
-
-
-def _finished(chart: Any, title: str, lines: Sequence[str], description: str) -> Spec:
+def finished(chart: Any, title: str, lines: Sequence[str], description: str) -> Spec:
+    """Return a chart with its title, lines below it, and a description for screen readers."""
     alt = altair()
     heading = alt.TitleParams(text=title, subtitle=[*lines], anchor="start", limit=_SIZE["width"] + 60)
     finished: Spec = chart.properties(title=heading, description=description, **_SIZE).to_dict()

@@ -1,0 +1,68 @@
+"""Values of options that cannot be: one error that has the option's name on the command line and what is wanted."""
+
+import numpy as np
+import pytest
+
+import pyflatness as pf
+from pyflatness.scoring import data_specs, measuring
+from support.score_runs import arguments_of, saved, status
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--probes", "0"], "--probes 0: a number of random probes"),
+        (["--probes", "-3"], "--probes -3: a number of random probes"),
+        (["--probes", "some"], "--probes 'some': a number of random probes"),
+        (["--target-stderr", "-1"], "--target-stderr -1.0: a standard error above zero is wanted"),
+        (["--rtol", "2"], "--rtol 2.0: a relative error from 0 to less than 1 is wanted"),
+        (["--probes", "3", "--target-stderr", "1"], "--probes and --target-stderr both say how many probes to take"),
+        (["--probes", "3", "--rtol", "0.1"], "--rtol 0.1 is for --probes 'adaptive'"),
+    ],
+)
+def test_options_of_numbers(given, message, tiny):
+    said = status(*arguments_of(tiny, *given, saved(tiny, 1, "1.safetensors")))
+    assert said.startswith(f"Error: {message}")
+
+
+@pytest.mark.parametrize("wrong", [-1, 0, 1.5, "x", True])
+@pytest.mark.parametrize("option", ["count", "batch_size"])
+def test_counts_of_samples_in_files(option, wrong, tmp_path):
+    path = tmp_path / "data.npz"
+    np.savez(path, x=np.zeros((4, 3)), y=np.zeros(4, int))
+    read = data_specs.resolve(str(path))
+    inputs, _ = read(**{option: 2})
+    assert len(inputs) == (2 if option == "count" else 4)
+    with pytest.raises(pf.InputError, match=f"{option}={wrong!r}: a number of samples is wanted, at least 1"):
+        read(**{option: wrong})
+
+
+def test_the_error_names_the_option_of_the_data(tiny, tmp_path):
+    path = tmp_path / "data.npz"
+    np.savez(path, x=np.zeros((4, 3)), y=np.zeros(4, int))
+    arguments = arguments_of(tiny, "--data-args", '{"count": -1}', saved(tiny, 1, "1.safetensors"))
+    arguments[arguments.index("--data") + 1] = str(path)
+    assert status(*arguments) == "Error: --data: count=-1: a number of samples is wanted, at least 1"
+
+
+def test_seconds_begin_when_torch_has_loaded_what_it_loads_once(monkeypatch, tiny):
+    """Torch imports its compiler at the first measurement of a process, which takes seconds."""
+    events = []
+    clock, load = measuring.time.perf_counter, measuring.importlib.import_module
+
+    class Time:
+        @staticmethod
+        def perf_counter():
+            events.append("clock")
+            return clock()
+
+    class Importlib:
+        @staticmethod
+        def import_module(name):
+            events.append(name)
+            return load(name)
+
+    monkeypatch.setattr(measuring, "time", Time)
+    monkeypatch.setattr(measuring, "importlib", Importlib)
+    assert status(*arguments_of(tiny, saved(tiny, 1, "1.safetensors"))) == 0
+    assert events[:2] == ["torch._dynamo", "clock"]
