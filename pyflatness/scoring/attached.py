@@ -42,7 +42,8 @@ class Entry(NamedTuple):
         training: the name of a history.
         kind: of the result.
         label: tells it from others of its kind.
-        setting: the hash of what it was computed of besides the weights; empty where that is not known.
+        setting: hashes of what it was computed of besides the weights, such as the data, and of its options; empty
+            where that is not known.
         file: its content; empty where there is an error.
         error: why there is no result.
     """
@@ -120,9 +121,18 @@ def add(store: Store, name: str, result: Result, label: str = "") -> None:
 
 
 def put(store: Store, entry: Entry) -> None:
-    """Write a result into a store; it takes the place of one of the same model or training, kind and label."""
-    names = (*Entry._fields, "versions", "added")
+    """Write a result into a store; it takes the place of one of the same model or training, kind and label.
+
+    One that is known to be of other data or another loss stays, where the label is the same, as of all tuples: then
+    the label of the new one says by a hash of which they are.
+    """
+    names, of = (*Entry._fields, "versions", "added"), entry.setting.split(" ")[0]
     with store.changes() as connection:
+        there = connection.execute(
+            "SELECT setting FROM attached WHERE content = ? AND training = ? AND kind = ? AND label = ?", entry[:4]
+        ).fetchone()
+        if of and there is not None and there["setting"].split(" ")[0] not in ("", of):
+            entry = entry._replace(label=f"{entry.label} {of[:8]}")
         connection.execute(
             f"INSERT OR REPLACE INTO attached ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})",
             (*entry, versions(), time.time()),

@@ -202,7 +202,7 @@ def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False, spe
     if not spectrum:
         return Kept(setting, contents, jobs)
     options = {"curvature": run.request.options.curvature, "seed": run.request.options.seed, "k": spectrum}
-    of_all = described.of_json({**key, "options": options})
+    of_all = f"{described.of_json({**key, 'options': {}})} {described.of_json(options)}"
     there = attached.there(store, "spectrum", of_all, failed=not retry)
     jobs += [
         Job(Unit((), None), run.models[name], content, spectrum=spectrum)

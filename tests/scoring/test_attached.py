@@ -233,7 +233,13 @@ def test_spectra_are_asked_for_as_measures_are(tmp_path: Path) -> None:
     assert pf.score(models, DATA, LOSS, store=path, spectrum=3).computed == 2  # they take the place of those before
     assert len(held(path)["b", "tuple"].eigenvalues) == 3
     other = DATA[0] + 1, DATA[1]
+    before = held(path)["a", "tuple"]
     assert pf.score({"a": models["a"]}, other, LOSS, store=path, spectrum=3).computed == 2
+    assert equal(held(path)["a", "tuple"], before)  # that of the data before is kept
+    (label,) = (label for _, label in held(path) if label.startswith("tuple "))
+    assert equal(held(path)["a", label], pf.spectrum(models["a"], LOSS, other, k=3, density=True))
+    for data in (other, DATA):
+        assert pf.score({"a": models["a"]}, data, LOSS, store=path, spectrum=3).computed == 0
     with pytest.raises(pf.InputError, match="spectra are kept in a store"):
         pf.score(models, DATA, LOSS, spectrum=2)
 
