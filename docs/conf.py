@@ -41,7 +41,7 @@ sphinx_gallery_conf = {  # docs/examples/*.py, which are run, become pages in do
     "filename_pattern": r"\.py$",
     "within_subsection_order": "FileNameSortKey",
     "ignore_repr_types": r"tuple|matplotlib",  # what calls that draw return
-    "default_thumb_file": "front.png",
+    "default_thumb_file": str(Path(__file__).with_name("front.png")),  # for an example without a figure
     "run_stale_examples": True,  # the package may have changed where a script has not
     "image_srcset": ["2x"],
     "show_signature": False,
