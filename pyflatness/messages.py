@@ -46,8 +46,8 @@ def in_words(result: object, *facts: str) -> str:
 def with_error(value: float, stderr: float | None) -> str:
     """Return a number as text, to the digits that its standard error leaves: "140 ± 39", "0.6852 ± 0.0020".
 
-    The error has two digits, and the number ends at the same place. Without an error, or where it is NaN, the number has
-    six digits.
+    The error has two digits, and the number ends at the same place. Without an error, or where it is NaN, the number
+    has six digits.
     """
     if stderr is None or math.isnan(stderr):
         return f"{value:.6g}"

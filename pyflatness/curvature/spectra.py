@@ -27,8 +27,8 @@ class Density:
     """Hold a quadrature of the spectrum's density for each random probe.
 
     Its standard errors are taken from how much the probes differ. Few probes tell little of that: with 2 a standard
-    error has one degree of freedom, and the truth is within one of it with probability 1/2, within two with 0.70. For an
-    interval that is to be relied on take 10 probes or more.
+    error has one degree of freedom, and the truth is within one of it with probability 1/2, within two with 0.70. Take
+    10 probes or more where you rely on the interval.
 
     Attributes:
         nodes: (probes, steps) float64, Ritz values.

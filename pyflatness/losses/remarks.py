@@ -16,8 +16,8 @@ PROBABILITIES = (
     "is meant for logits"
 )
 NO_CURVATURE = (
-    "the loss has second derivative 0 in the outputs of the first batch, as L1 and hinge losses have wherever it exists: "
-    "their kinks have no part in a value"
+    "the loss has second derivative 0 in the outputs of the first batch, as L1 and hinge losses have wherever it "
+    "exists: their kinks have no part in a value"
 )
 NLL_OF_LOGITS = (
     "NLLLoss wants log-probabilities, and the model's outputs are none: end the model with log_softmax, or pass "
