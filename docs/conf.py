@@ -84,11 +84,17 @@ def _docstring(app, what, name, obj, options, lines):
         lines[place] = "``".join(parts)
 
 
+def _strict():
+    """Let a warning be an error, but for that of `plt.show()` where there is no screen."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", ".*is non-interactive")
+
+
 def setup(app):
     """Connect what pages are read through, and let a warning in an example be an error of it."""
     strict = warnings.catch_warnings()
     app.connect("builder-inited", lambda app: strict.__enter__(), priority=400)  # the examples run at 500
-    app.connect("builder-inited", lambda app: warnings.simplefilter("error"), priority=401)
+    app.connect("builder-inited", lambda app: _strict(), priority=401)
     app.connect("builder-inited", lambda app: strict.__exit__(None, None, None), priority=600)
     app.connect("source-read", _source)
     app.connect("autodoc-process-docstring", _docstring)

@@ -6,6 +6,7 @@ that are not UTF-8, or the beginning of a formula that a spreadsheet would run.
 
 import contextlib
 import difflib
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -55,8 +56,21 @@ def in_words(result: object, *facts: str) -> str:
 
 
 def with_error(value: float, stderr: float | None) -> str:
-    """Return a number and, where there is one, its standard error."""
-    return f"{value:.6g}" if stderr is None else f"{value:.6g} ± {stderr:.2g}"
+    """Return a number as text, to the digits that its standard error leaves: "140 ± 39", "0.6852 ± 0.0020".
+
+    The error has two digits, and the number ends at the same place. Without an error, or where it is NaN, the number
+    has six digits.
+    """
+    if stderr is None or math.isnan(stderr):
+        return f"{value:.6g}"
+    if not 0 < stderr < math.inf or not math.isfinite(value):
+        return f"{value:.6g} ± {stderr:.2g}"
+    places = 1 - int(f"{stderr:.1e}".partition("e")[2])  # behind the point, or in front of it where they are negative
+    near = round(value, places) + 0.0  # no -0
+    if stderr >= 1e-4 and max(abs(near), stderr) < 1e6:
+        return f"{near:.{max(places, 0)}f} ± {round(stderr, places):.{max(places, 0)}f}"
+    digits = places + 1 + math.floor(math.log10(abs(near))) if near else 1
+    return f"{near:.{digits}g} ± {stderr:.2g}"
 
 
 def reason(error: BaseException) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..messages import with_error
 from ..options import check_number
 from ..report import json_text, views
 
@@ -24,6 +25,10 @@ _PLAIN = ("converged", "limited", "method", "samples", "products", "size", "note
 @dataclass(frozen=True)
 class Density:
     """Hold a quadrature of the spectrum's density for each random probe.
+
+    Its standard errors are taken from how much the probes differ. Few probes tell little of that: with 2 a standard
+    error has one degree of freedom, and the truth is within one of it with probability 1/2, within two with 0.70. Take
+    10 probes or more where you rely on the interval.
 
     Attributes:
         nodes: (probes, steps) float64, Ritz values.
@@ -63,6 +68,11 @@ class Density:
         """Return Σ_j λ_j^power of all eigenvalues, and its standard error; power 1 is the trace."""
         each = self.size * (self.weights * self.nodes**power).sum(dim=1).unsqueeze(0)
         return float(each.mean()), float(_standard_error(each))
+
+    def trace(self) -> str:
+        """Return the trace as text, with its standard error and how many probes it is from: "34 ± 9 (2 probes)"."""
+        probes = len(self.nodes)
+        return f"{with_error(*self.moment(1))} ({probes} probe{'s' if probes > 1 else ''})"
 
 
 @dataclass(frozen=True)
@@ -177,12 +187,13 @@ class Spectrum:
     def __str__(self) -> str:
         pairs = zip(self.eigenvalues.tolist(), self.residuals.tolist(), strict=True)
         lines = [f"{value: .6g} ± {residual:.1e}" for value, residual in pairs]
+        if lines:
+            lines.insert(0, "eigenvalues found ± residual, within which the matrix has an eigenvalue")
         name = "GGN" if self.method == "ggn" else "Hessian"
         ended = "" if self.converged else ", not converged"
         lines.append(f"{name} in {self.size} weights, {self.samples} samples, {self.products} products{ended}")
         if self.density is not None:
-            trace, error = self.density.moment(1)
-            lines.append(f"density by {len(self.density.nodes)} probes; trace {trace:.6g} ± {error:.1g}")
+            lines.append(f"density: trace {self.density.trace()}, ± the standard error over the probes")
         return "\n".join([*lines, *self.notes])
 
     __repr__ = __str__

@@ -22,15 +22,21 @@ def name(loss: Any) -> str:
     return f"nn.{type(loss).__name__}" if _is_torch(loss) else getattr(loss, "__name__", type(loss).__name__)
 
 
+def is_nll(loss: Any) -> bool:
+    """Return whether a loss is torch's negative log-likelihood, which wants log-probabilities."""
+    loss = _inner(loss)
+    return isinstance(loss, nn.NLLLoss) or loss is F.nll_loss
+
+
 def for_callable(loss: Any) -> str:
     """Return what to pass instead of a loss that is not a mean or sum over samples, or not in float64."""
-    loss = _inner(loss)
-    if isinstance(loss, nn.NLLLoss) or loss is F.nll_loss:
+    if is_nll(loss):
         return (
             "class weights and ignored targets make the mean of nn.NLLLoss one over their total weight: leave the "
             "LogSoftmax out of the model and pass nn.CrossEntropyLoss with the same weight= and ignore_index=, the "
             "same loss on logits, or nn.NLLLoss(…, reduction='sum').double()"
         )
+    loss = _inner(loss)
     for known in _KNOWN:
         if isinstance(loss, known):
             return (

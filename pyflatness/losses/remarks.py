@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.directions import Directions
+from . import advice
 from .base import Loss
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
@@ -15,9 +16,18 @@ PROBABILITIES = (
     "is meant for logits"
 )
 NO_CURVATURE = (
-    "the loss has second derivative 0 in the outputs of the first batch, as L1, hinge and NLL losses have wherever it "
+    "the loss has second derivative 0 in the outputs of the first batch, as L1 and hinge losses have wherever it "
     "exists: their kinks have no part in a value"
 )
+NLL_OF_LOGITS = (
+    "NLLLoss wants log-probabilities, and the model's outputs are none: end the model with log_softmax, or pass "
+    "CrossEntropyLoss for logits; NLLLoss is linear in the outputs and so has second derivative 0 in them"
+)
+OF_GGN_ALONE = (
+    "NLLLoss is linear in the log-probabilities that the model returns: all curvature is that of the model's "
+    "log_softmax, which the GGN leaves out; curvature='hessian' has it, and so has CrossEntropyLoss on logits"
+)
+"""A note that concerns estimates by the GGN alone: the Hessian is complete."""
 
 
 def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:
@@ -39,7 +49,9 @@ def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor
         )
     if isinstance(loss, CrossEntropy) and _are_probabilities(outputs):
         notes.append(PROBABILITIES)
-    if isinstance(loss, CustomLoss) and _is_straight(loss, outputs, targets):
+    if isinstance(loss, CustomLoss) and advice.is_nll(loss.loss):
+        notes.append(OF_GGN_ALONE if _are_log_probabilities(outputs) else NLL_OF_LOGITS)
+    elif isinstance(loss, CustomLoss) and _is_straight(loss, outputs, targets):
         notes.append(NO_CURVATURE)
     return tuple(notes)
 
@@ -51,6 +63,13 @@ def _are_probabilities(outputs: Tensor) -> bool:
     off = (outputs.double().sum(dim=1) - 1).abs().amax()
     rounding = outputs.shape[1] * torch.finfo(outputs.dtype).eps
     return bool(off <= rounding)
+
+
+def _are_log_probabilities(outputs: Tensor) -> bool:
+    """Return whether the exponentials of the outputs add up to 1 over the classes, (n, C, …) or (C,)."""
+    dim = min(1, outputs.ndim - 1)
+    off = outputs.double().logsumexp(dim=dim).abs().amax()
+    return bool(off <= 8 * outputs.shape[dim] * torch.finfo(outputs.dtype).eps)
 
 
 def _is_straight(loss: CustomLoss, outputs: Tensor, targets: Tensor) -> bool:

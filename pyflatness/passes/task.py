@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..losses import Loss
+from ..losses.remarks import OF_GGN_ALONE
 from ..model import selectors, shards, state, uses
 from ..model.data import Batches
 from ..model.selectors import Selection, Selector
@@ -77,7 +78,8 @@ class Task:
     def noted(self, estimate: Estimate) -> Estimate:
         """Return an estimate with notes on the loss and the model's forward pass, where they matter to a reader."""
         if self.forward.notes and estimate.method not in _WITHOUT_LOSS:
-            estimate = replace(estimate, notes=(*estimate.notes, *self.forward.notes))
+            notes = [note for note in self.forward.notes if note != OF_GGN_ALONE or "ggn" in estimate.method]
+            estimate = replace(estimate, notes=(*estimate.notes, *notes))
         if self.batches.shard.notes and estimate.samples:
             estimate = replace(estimate, notes=(*estimate.notes, *self.batches.shard.notes))
         if self.forward.detaches and estimate.method not in _WITHOUT_DERIVATIVES:

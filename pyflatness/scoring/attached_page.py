@@ -1,6 +1,5 @@
 """Make the parts of a page that show the spectra and landscapes of models."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -87,7 +86,7 @@ def _trace(one: Spectrum) -> Cell:
     if one.density is None:
         return Cell("")
     trace, error = one.density.moment(1)
-    return Cell(f"{trace:.6g}" if math.isnan(error) else f"{trace:.6g} ± {error:.2g}", charts.finite(trace))
+    return Cell(one.density.trace(), charts.finite(trace), note=f"{trace:.10g}, standard error {error:.6g}")
 
 
 def _of_landscapes(landscapes: Mapping[str, Landscape]) -> Charts:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import inspect
+import math
 
 import pytest
 import torch
 from torch import nn
 
 import pyflatness as pf
+from pyflatness.messages import with_error
 
 LOSS = nn.CrossEntropyLoss()
 DATA = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)).double(), torch.arange(24) % 3
@@ -17,6 +19,42 @@ DATA = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)).double(), 
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double().eval()
+
+
+@pytest.mark.parametrize(
+    ("value", "stderr", "text"),
+    [
+        (140.327, 39, "140 ± 39"),
+        (68.5236, 19.6, "69 ± 20"),
+        (68.5236, 0.0996, "68.52 ± 0.10"),  # the error has two digits of its own, once it is rounded
+        (0.685236, 0.0996, "0.69 ± 0.10"),
+        (2.0, 0.1, "2.00 ± 0.10"),
+        (1234.5, 678.0, "1230 ± 680"),
+        (-0.001, 0.5, "0.00 ± 0.50"),
+        (68523612.0, 2.04e6, "6.85e+07 ± 2e+06"),
+        (1.23456e-7, 3.21e-9, "1.235e-07 ± 3.2e-09"),
+        (0.500001234, 1.2e-5, "0.500001 ± 1.2e-05"),
+        (1.23456e-9, 3.21e-7, "0 ± 3.2e-07"),
+        (1.06608123, None, "1.06608"),
+        (1.06608123, math.nan, "1.06608"),
+        (1.06608123, math.inf, "1.06608 ± inf"),
+        (math.nan, 0.1, "nan ± 0.1"),
+        (3.0, 0.0, "3 ± 0"),
+    ],
+)
+def test_a_number_has_the_digits_of_its_error(value: float, stderr: float | None, text: str) -> None:
+    assert with_error(value, stderr) == text
+
+
+def test_a_spectrum_says_which_error_is_which(model: nn.Module) -> None:
+    for probes, words in ((1, "(1 probe)"), (2, "(2 probes)")):
+        found = pf.spectrum(model, LOSS, DATA, k=2, density=True, probes=probes, steps=6)
+        heading, first, *_ = str(found).splitlines()
+        assert heading == "eigenvalues found ± residual, within which the matrix has an eigenvalue"
+        assert first.split()[0] == f"{float(found.eigenvalues[0]):.6g}"
+        trace, error = found.density.moment(1)
+        assert f"density: trace {with_error(trace, error)} {words}, ± the standard error" in str(found)
+    assert "eigenvalues found" not in str(pf.spectrum(model, LOSS, DATA, k=0, density=True, probes=1, steps=6))
 
 
 def test_worst_cases(model: nn.Module) -> None:
@@ -40,9 +78,9 @@ def test_a_line_between_two_networks(model: nn.Module) -> None:
 def test_gaps(model: nn.Module) -> None:
     test = DATA[0][:7] + 1, DATA[1][:7]
     found = pf.generalization_gap(model, LOSS, DATA, test)
-    accuracy = f"of the accuracy {found.accuracy_gap:.6g} ± {found.accuracy_gap_stderr:.2g}"
-    assert str(found).startswith(f"GeneralizationGap({found.gap:.6g} ± {found.gap_stderr:.2g}, {accuracy}, train Perf")
-    assert f"Performance(loss {found.test.loss:.6g} ± {found.test.loss_stderr:.2g}, accuracy" in str(found)
+    accuracy = f"of the accuracy {with_error(found.accuracy_gap, found.accuracy_gap_stderr)}"
+    assert str(found).startswith(f"GeneralizationGap({with_error(found.gap, found.gap_stderr)}, {accuracy}, train Perf")
+    assert f"Performance(loss {with_error(found.test.loss, found.test.loss_stderr)}, accuracy" in str(found)
     assert str(found.test).endswith(", 7 samples)")
     values = pf.generalization_gap(nn.Linear(4, 1).double().eval(), "mse_loss", *((x, x[:, :1]) for x in [DATA[0]] * 2))
     assert "accuracy" not in str(values)
@@ -50,9 +88,9 @@ def test_gaps(model: nn.Module) -> None:
 
 def test_pac_bayes(model: nn.Module) -> None:
     found = pf.pac_bayes(model, LOSS, DATA, draws=2, tolerance=0.1)
-    assert f"flatness {found.flatness:.6g}" in str(found)
+    assert f"flatness {with_error(found.flatness, found.flatness_stderr)}" in str(found)
     assert f", bound {found.bound:.6g}, accuracy {found.accuracy:.6g}, 24 samples)" in str(found)
-    assert str(found).startswith(f"PacBayes(σ = {found.sigma:.6g}")
+    assert str(found).startswith(f"PacBayes(σ = {with_error(found.sigma, found.stderr)}, ")
 
 
 def test_robustness(model: nn.Module) -> None:

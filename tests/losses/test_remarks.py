@@ -51,8 +51,20 @@ def test_losses_with_curvature(loss):
 
 
 def test_the_nll_of_logarithms_of_probabilities():
-    """The curvature is the model's own: the value is not 0, and the note says of what it is."""
+    """The curvature is the model's own: its Hessian is complete, which needs no note, and its GGN is 0."""
     found = pf.relative_flatness(network(nn.LogSoftmax(1)), nn.NLLLoss(), DATA)
     expected = pf.relative_flatness(network(), nn.CrossEntropyLoss(), DATA)
     assert found.value == pytest.approx(expected.value, rel=1e-10)
-    assert STRAIGHT in " ".join(found.notes)
+    assert not found.notes
+    for loss in (nn.NLLLoss(), F.nll_loss):
+        part = pf.measure(network(nn.LogSoftmax(1)), loss, DATA, measures="trace", curvature="ggn")["trace"]
+        assert part.value == 0
+        assert "which the GGN leaves out" in " ".join(part.notes)
+
+
+@pytest.mark.parametrize("last", [[], [nn.Softmax(1)]])
+def test_the_nll_of_anything_else(last):
+    note = " ".join(pf.measure(network(*last), nn.NLLLoss(), DATA, measures="trace")["trace"].notes)
+    assert "NLLLoss wants log-probabilities" in note
+    assert "log_softmax, or pass CrossEntropyLoss" in note
+    assert STRAIGHT in note

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from pyflatness.messages import with_error
 from pyflatness.scoring import history_page
 from pyflatness.scoring.rows import Row
 from support.pages import Parsed, drawn
@@ -71,7 +72,7 @@ def test_eigenvalues_are_in_a_table(parsed: Parsed) -> None:
     assert header[:6] == ["spectrum", "weights", "λ1", "λ2", "λ3", "trace by the density"]
     for row, (name, spectrum) in zip(rows, SPECTRA.items(), strict=True):
         values = [f"{value:.6g}" for value in spectrum.eigenvalues.tolist()]
-        trace = "" if spectrum.density is None else "{:.6g} ± {:.2g}".format(*spectrum.density.moment(1))
+        trace = "" if spectrum.density is None else f"{with_error(*spectrum.density.moment(1))} (2 probes)"
         assert row[:6] == [name, str(spectrum.size), *values, *[""] * (3 - len(values)), trace]
         assert row[6:10] == ["hessian", "yes", "20", str(spectrum.products)]
 

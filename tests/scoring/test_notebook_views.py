@@ -20,7 +20,7 @@ def report():
 
 def test_an_estimate_shows_its_interval_and_escapes_its_notes():
     shown = pf.Estimate(2.0, 0.1, 100, "ggn-sampled", False, "reference", dof=5.0, notes=("<b>tied",))._repr_html_()
-    assert "2 ± 0.1 [1.74, 2.26]" in shown
+    assert "2.00 ± 0.10 [1.74, 2.26]" in shown
     assert "[1.74294, 2.25706]" in shown
     assert "&lt;b&gt;tied" in shown
     assert "<b>" not in shown

@@ -49,7 +49,7 @@ def test_values_are_a_plain_table(parsed):
     header, *rows = parsed.tables["Values by model and layer"]
     assert header == ["model", "layer", "trace", "pac_bayes", "loss", "accuracy"]
     assert len(rows) == 10
-    assert rows[0][3] == "2 ± 0.1 [1.8, 2.2]"
+    assert rows[0][3] == "2.00 ± 0.10 [1.8, 2.2]"
     assert rows[1][3] == "≈ 3"
     assert rows[2][3] == ""
     assert rows[-1][2] == "failed"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...messages import printable
+from ...messages import printable, with_error
 from .. import intervals
 
 if TYPE_CHECKING:
@@ -105,8 +105,9 @@ def value(record: Record) -> Cell:
         return Cell("failed", kind="failed", note=printable(record["error"]))
     if stderr is not None:
         ends = None if record["low"] is None or record["high"] is None else (record["low"], record["high"])
-        shown, _, brackets = intervals.shown(found, ends).partition(" ")
-        return Cell(f"{shown} ± {stderr:.2g} {brackets}", _key(found), note=_how(record))
+        brackets = intervals.shown(found, ends).partition(" ")[2]
+        note = f"{found:.10g}, standard error {stderr:.6g}; {_how(record)}"
+        return Cell(f"{with_error(found, stderr)} {brackets}", _key(found), note=note)
     if record["exact"]:
         return Cell(f"{found:.6g}", _key(found))
     return Cell(f"≈ {found:.6g}", _key(found), note=f"not exact; {_how(record)}")
