@@ -19,6 +19,7 @@ from .errors import FlatnessError, InputError
 
 _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # and tab, CR and LF, which are escaped anyway
 _ESCAPE = re.compile(r"\\(?:[\\nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+_LONG_ENOUGH = 3  # letters of a name that is looked for in another one
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 _NOT_TWICE = (
     *("is not implemented", "once_differentiable", "differentiate twice", "double backward"),
@@ -33,9 +34,20 @@ def shown(value: object) -> str:
 
 
 def near(name: object, known: Iterable[object], most: int = 5) -> str:
-    """Return the known names that are closest to one that does not exist, or else the first ones, for a message."""
-    names = [*map(str, known)]
-    return ", ".join((difflib.get_close_matches(str(name), names) or names)[:most])
+    """Return the known names that one which does not exist may mean, or else the first ones, for a message.
+
+    Names that are a part of it come first, the longest before others, as ``trace`` is of ``hessian_trace``.
+    """
+    names, given = [*map(str, known)], str(name)
+    parts = sorted((one for one in names if len(one) >= _LONG_ENOUGH and one in given), key=len, reverse=True)
+    likely = [*dict.fromkeys([*parts, *difflib.get_close_matches(given, names)])]
+    return ", ".join((likely or names)[:most])
+
+
+def instead(name: object, known: Collection[object], most: int = 5) -> str:
+    """Return the end of a message on a name that does not exist: all known ones if they are few, else near ones."""
+    few = len(known) <= most
+    return f"there are {', '.join(map(str, known))}" if few else f"did you mean {near(name, known, most)}?"
 
 
 def in_words(result: object, *facts: str) -> str:

@@ -5,7 +5,8 @@ Measure a folder of checkpoints
 You have trained some networks and kept their weights in files. This example measures how
 flat the training loss is around each of them, and draws that against the generalisation
 gap, which is the loss on test data minus that on training data. It trains a dozen small
-networks first. If you have checkpoints of your own, begin at `Measure them`_.
+networks first. If you have checkpoints of your own, begin at `Measure them`_. It needs
+the extra ``demo`` (``pip install '.[demo]'`` in a clone).
 """
 
 # %%
@@ -46,7 +47,7 @@ def network() -> nn.Module:
 # Most measures of flatness fall while a training goes on, so that networks which stopped
 # at different training losses are hard to compare. Each network is therefore trained
 # until its training loss is below 0.05. The networks differ in their learning rates and
-# in their seeds.
+# in their seeds. Their weights go into a temporary folder, which is removed again below.
 
 
 def trained(learning_rate: float, seed: int) -> nn.Module:
@@ -62,13 +63,12 @@ def trained(learning_rate: float, seed: int) -> nn.Module:
     return model
 
 
-folder = Path(tempfile.mkdtemp())
+folder = tempfile.TemporaryDirectory()
 for learning_rate in (0.05, 0.2, 0.5):
     for seed in range(4):
         model = trained(learning_rate, seed)
-        save_file(
-            model.state_dict(), folder / f"lr{learning_rate}_seed{seed}.safetensors"
-        )
+        name = f"lr{learning_rate}_seed{seed}.safetensors"
+        save_file(model.state_dict(), Path(folder.name) / name)
 
 # %%
 # Measure them
@@ -81,19 +81,23 @@ for learning_rate in (0.05, 0.2, 0.5):
 # the loss and the accuracy. A second call does so on the test data; only its loss is
 # needed.
 
-on_train = pf.score([folder], train, "cross_entropy", model=network, layers="*")
-on_test = pf.score([folder], test, "cross_entropy", model=network)
+on_train = pf.score([folder.name], train, "cross_entropy", model=network, layers="*")
+on_test = pf.score([folder.name], test, "cross_entropy", model=network)
+folder.cleanup()
 
 # %%
 # There is a row for each checkpoint and layer, and one for the network, which is the sum
-# over its layers. That row has an empty name in the column ``layer``. For many
-# checkpoints it is worth passing ``store="runs.sqlite"``: a call that was interrupted
-# then continues where it stopped (:doc:`/scoring`).
+# over its layers. That row has an empty name as its ``layer``. ``print(on_train)`` shows
+# all rows, and ``on_train.to_frame()`` is a data frame of pandas. For many checkpoints it
+# is worth passing ``store="runs.sqlite"``: a call that was interrupted then continues
+# where it stopped (:doc:`/scoring`).
 
-frame = on_train.to_frame()
-frame["checkpoint"] = frame.checkpoint.map(lambda path: Path(path).stem)
-columns = ["value", "exact", "loss", "accuracy"]
-frame[frame.layer == ""].set_index("checkpoint")[columns]
+print("network         relative flatness  exact    loss  accuracy")
+for row in on_train:
+    if row.layer == "":
+        name, exact = Path(row.checkpoint).stem, "yes" if row.exact else "no"
+        values = f"{row.value:17.2f}  {exact:>5}  {row.loss:.4f}  {row.accuracy:8.3f}"
+        print(f"{name:14}  {values}")
 
 # %%
 # All values are exact, since these are networks with ReLU (:doc:`/exact`). In this table
@@ -108,6 +112,7 @@ frame[frame.layer == ""].set_index("checkpoint")[columns]
 
 figure, axes = plt.subplots(figsize=(6, 4.5), layout="constrained")
 on_train.plot("relative_flatness network", "gap", test=on_test, axes=axes)
+plt.show()
 
 # %%
 # The flattest networks are among those with the smallest gaps. But the intervals contain

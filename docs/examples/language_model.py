@@ -6,7 +6,8 @@ The models of Hugging Face's transformers are measured as they are: they bring t
 loss, and the batches are what the tokenizer or data collator makes. This example trains a
 tiny GPT-2 for a few seconds and measures all of its layers. Nothing is downloaded. For a
 model of yours, load it by ``AutoModelForCausalLM.from_pretrained``, and begin at `Measure
-all layers`_.
+all layers`_. It needs the extras ``hf`` and ``plot`` (``pip install '.[hf,plot]'`` in a
+clone).
 """
 
 # %%
@@ -69,7 +70,7 @@ batches = [{"input_ids": sentences(16)} for _ in range(4)]
 report = pf.measure(
     model, data=batches, measures="relative_flatness", probes=8, curvature="ggn"
 )
-report
+print(report)
 
 # %%
 # The brackets are 95 % intervals. The head, ``lm_head``, is exact even here, since it has
@@ -93,7 +94,8 @@ report.plot(axes=axes)
 # The value of the head needs neither probes nor a backward pass. It is exact, and takes
 # one forward pass over the data whatever the size of the vocabulary.
 
-pf.relative_flatness(model, data=batches)
+print(pf.relative_flatness(model, data=batches))
+plt.show()
 
 # %%
 # :doc:`/models` lists the architectures that are measured, and says what is taken as a

@@ -4,7 +4,8 @@ Find out which layers can be quantised
 
 Quantisation rounds the weights of a network to a few levels. Some layers can take that,
 and others cannot. This example computes what rounding would do to the loss, layer by
-layer, and gives each layer as few bits as it can do with.
+layer, and gives each layer as few bits as it can do with. It needs the extra ``demo``
+(``pip install '.[demo]'`` in a clone).
 """
 
 # %%
@@ -76,7 +77,7 @@ print(f"training loss {loss(model(data[0]), data[1]).item():.4f}")
 
 changes = {bits: pf.changes.rounded(model, bits=bits) for bits in (3, 4, 6)}
 reports = {bits: pf.cost_of_change(model, loss, data, changes[bits]) for bits in changes}
-reports[4]
+print(reports[4])
 
 # %%
 # Compare the layers
@@ -135,6 +136,7 @@ together = pf.cost_of_change(
 )
 total = together["gradient_of_change"] + together["cost_of_change"]
 print(f"predicted {total:.4f}, measured {together['loss_change'].value:.4f}")
+plt.show()
 
 # %%
 # :doc:`/curvature` has other changes (2:4 sparsity, low ranks, other checkpoints), says

@@ -5,7 +5,7 @@ Measure with several processes
 On a cluster, ``torchrun`` or ``accelerate launch`` starts several processes, each with a
 part of the data. A call of pyflatness in such a script is made by all processes together,
 and each gets the value of all data. This example does so with two processes on one
-machine.
+machine. It needs the extra ``demo`` (``pip install '.[demo]'`` in a clone).
 """
 
 # %%
@@ -23,6 +23,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from matplotlib import pyplot as plt
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -66,16 +67,14 @@ model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 digits = load_digits()
 data = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
 
-folder = Path(tempfile.mkdtemp())
-(folder / "evaluate.py").write_text(SCRIPT)
-torch.save(model.state_dict(), folder / "model.pt")
-torch.save(data, folder / "digits.pt")
-
 torchrun = [sys.executable, "-m", "torch.distributed.run"]
 command = [*torchrun, "--standalone", "--nproc-per-node", "2", "evaluate.py"]
-print(
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
-)
+with tempfile.TemporaryDirectory() as folder:
+    Path(folder, "evaluate.py").write_text(SCRIPT)
+    torch.save(model.state_dict(), Path(folder, "model.pt"))
+    torch.save(data, Path(folder, "digits.pt"))
+    run = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+print(run.stdout)
 
 # %%
 # The same in one process
@@ -84,7 +83,11 @@ print(
 # The values do not depend on the number of processes, but for rounding: the sums over
 # samples are taken in each process, and added up when all are through with their data.
 
-print(pf.measure(model, nn.CrossEntropyLoss(), data))
+report = pf.measure(model, nn.CrossEntropyLoss(), data)
+print(report)
+figure, axes = plt.subplots(2, 1, sharex=True, figsize=(6, 4.5), layout="constrained")
+report.plot(axes=axes)
+plt.show()
 
 # %%
 # :doc:`/ranks` says what else holds: random probes are the same for any number of

@@ -4,7 +4,8 @@ Look at the curvature of a loss
 
 Measures such as relative flatness or the trace say in one number how sharp a minimum is.
 This example looks at more than a number: at the eigenvalues of the loss Hessian, and at
-the loss itself along some directions.
+the loss itself along some directions. It needs the extra ``demo`` (``pip install
+'.[demo]'`` in a clone).
 """
 
 # %%
@@ -98,6 +99,7 @@ between = pf.linear_interpolation(model, loss, data, trained())
 print(between)
 figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
 between.plot(axes=axes)
+plt.show()
 
 # %%
 # :doc:`/curvature` has the options of these calls and what they cost, and also the search

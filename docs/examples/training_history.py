@@ -3,7 +3,8 @@ Follow flatness through a training
 ==================================
 
 This example records the relative flatness of each layer while a network is trained, for
-the weights of each moment and for their running average.
+the weights of each moment and for their running average. It needs the extra ``demo``
+(``pip install '.[demo]'`` in a clone).
 """
 
 # %%
@@ -79,6 +80,7 @@ history.plot(x="epoch", axes=axes)
 
 print(history[-1].reports["live"])
 print(f"the last measurement took {history[-1].seconds:.3f} s")
+plt.show()
 
 # %%
 # :doc:`/training` says what recording costs and what it leaves as it was, and has

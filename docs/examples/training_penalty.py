@@ -3,7 +3,8 @@ Train with a flatness penalty
 =============================
 
 This example trains a network twice, once as usual and once with the relative flatness κ
-of a layer as a part of the loss, and compares the two.
+of a layer as a part of the loss, and compares the two. It needs the extra ``demo``
+(``pip install '.[demo]'`` in a clone).
 """
 
 # %%
@@ -88,6 +89,7 @@ for label, model in (("plain", plain), ("with the penalty", flat)):
     gap = pf.generalization_gap(model, loss, train, test)
     losses = f"training loss {gap.train.loss:.4f}, test loss {gap.test.loss:.3f}"
     print(f"{label}: {losses}, test accuracy {gap.test.accuracy:.3f}")
+plt.show()
 
 # %%
 # A single pair of trainings says little about generalisation. :doc:`/training` compares

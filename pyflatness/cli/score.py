@@ -6,6 +6,7 @@ Processes that torchrun has started measure each checkpoint together (:mod:`.lau
 """
 
 import functools
+import glob
 import json
 import os
 import re
@@ -46,13 +47,11 @@ _PATH = click.Path(path_type=Path)
 def _measures(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of measures, which may come several in one, with commas between them."""
     names = [name.strip() for text in given for name in text.split(",") if name.strip()]
-    known = [row.name for row in MEASURES]
-    for name in names:
-        if name not in (*known, *_SETS):
-            raise click.BadParameter(f"{name!r} is not one of {', '.join(map(repr, (*known, *_SETS)))}")
-    if not names:
-        named(names)  # which is an error
-    return tuple(dict.fromkeys(row.name for name in names for row in named(name)))
+    try:
+        rows = [row for name in names for row in named(name)] if names else named(names)  # of none it is an error
+    except InputError as error:
+        raise click.BadParameter(str(error).removeprefix("measures: ")) from None
+    return tuple(dict.fromkeys(row.name for row in rows))
 
 
 def _complete(context: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -265,8 +264,10 @@ def score(
         if shard is not None:
             found = found[shard[0] - 1 :: shard[1]]
         checkpoints.check_readers(found)
-        if out is not None and ranks.rank == 0:
-            prepare_file(out)
+        if ranks.rank == 0:
+            _check_there(found)
+            if out is not None:
+                prepare_file(out)
         run = Run(
             {str(path): path for path in found} or {spec: specs.build_model(made)},
             Source(spec, model_args, "--model") if found else None,
@@ -299,6 +300,28 @@ def score(
                 shown=progress,
             )
             score_store.write(run, path, columns, how, dry_run=dry_run)
+
+
+def _check_there(found: list[Path]) -> None:
+    """Raise if an argument names no checkpoints, so that a slip of the keyboard costs no results.
+
+    A file that is missing beside others which are there is an error in its rows, if its name is that of a checkpoint.
+
+    Raises:
+        BadParameter: there is no such file, or a folder or pattern without checkpoints.
+    """
+    missing = [path for path in found if path.is_dir() or not path.exists()]
+    lost = [path for path in missing if len(missing) == len(found) or not _is_of_one(path)]
+    if lost:
+        why = (
+            f"no checkpoints ({', '.join(listing.ENDINGS)}) are in it" if lost[0].is_dir() else "there is no such file"
+        )
+        raise click.BadParameter(printable(f"{lost[0]}: {why}; nothing was written"), param_hint="CHECKPOINT")
+
+
+def _is_of_one(path: Path) -> bool:
+    """Return whether a path is written as that of one checkpoint."""
+    return listing.is_checkpoint(path) and not glob.has_magic(str(path))
 
 
 def _by_option(message: str) -> str:

@@ -22,6 +22,7 @@ from ..options import check_names, check_several
 Vector = NDArray[np.float64]
 
 _NAMES = ("checkpoint", "name")
+_SQLITE = b"SQLite format 3\0"  # how stores begin
 _SCORED = {"checkpoint", "layer", "measure", "value", "loss"}
 _OF_VALUES = _SCORED | {
     *("schema", "arguments", "stderr", "low", "high", "exact", "method", "samples", "accuracy", "seconds", "model"),
@@ -181,6 +182,12 @@ def _cells(table: Any, what: str) -> tuple[dict[str, Sequence[Any]], Sequence[An
     """Return columns by name, and names of the rows if the table has some."""
     if isinstance(table, (str, Path)):
         try:
+            with Path(table).open("rb") as start:
+                if start.read(len(_SQLITE)) == _SQLITE:
+                    raise InputError(
+                        f"{what}: {str(table)!r} is a store, no table; pyflatness export {table} --out FILE.csv writes "
+                        "the table of it"
+                    )
             with Path(table).open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
         except (OSError, ValueError) as error:
@@ -222,7 +229,10 @@ def _scored(cells: Mapping[str, Sequence[Any]], what: str) -> Networks:
             if math.isnan(value):
                 continue
             if key == name and not math.isnan(column[place]):
-                raise InputError(f"{what}: {row['checkpoint']!r} has two rows of {name!r}")
+                hint = "; the column 'setting' tells data, losses and options apart: pass rows of one setting"
+                raise InputError(
+                    f"{what}: {row['checkpoint']!r} has two rows of {name!r}{hint if 'setting' in row else ''}"
+                )
             column[place] = value
         for key in texts:
             texts[key][place] = _text(row[key]) or texts[key][place]

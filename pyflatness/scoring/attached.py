@@ -4,7 +4,6 @@ A result is kept as the file that its own class writes and reads: JSON, or ``.np
 is found by the content of its weights, as values are, and a history by the name of its training.
 """
 
-import difflib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import NamedTuple
 from ..curvature.slices import Landscape
 from ..curvature.spectra import Spectrum
 from ..errors import InputError
-from ..messages import check_path, shown
+from ..messages import check_path, instead, shown
 from ..session import public
 from ..training.history import History
 from .store import Store, versions
@@ -204,8 +203,7 @@ def meant(given: str, names: Sequence[str]) -> str:
             f"checkpoint {given!r} is the name of {len(among)}; pass the whole name: {', '.join(among[:5])}"
         )
     if not among:
-        near = difflib.get_close_matches(given, names, cutoff=0.3) or names
-        there = f"there are {', '.join(near[:5])}" if near else "it has none yet; score them first"
+        there = instead(given, names) if names else "it has none yet; score them first"
         raise InputError(f"checkpoint {given!r} is not in the store; {there}")
     return among[0]
 

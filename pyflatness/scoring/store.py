@@ -182,6 +182,11 @@ class Store:
         except (sqlite3.Error, OSError) as error:
             what = "written" if self._write else "read"
             text = getattr(error, "strerror", None) or error
+            if "not a database" in str(text):
+                raise StoreError(
+                    f"store: {self.path} is no store, or a damaged one ({text}); pyflatness score … --store FILE and "
+                    "pf.score(…, store=FILE) write stores"
+                ) from error
             raise StoreError(f"store: {self.path} cannot be {what} ({text}); what was committed is kept") from error
 
     @contextlib.contextmanager

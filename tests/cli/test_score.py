@@ -196,7 +196,8 @@ def test_an_older_result_is_kept_until_there_is_a_new_one(tiny: str, tmp_path: P
     paths.prepare_file(tmp_path / "deep" / "new.csv")
     assert list((tmp_path / "deep").iterdir()) == []
     (tmp_path / "old.csv").write_text("old")
-    assert "no such disk" in str(status(*arguments_of(tiny, "a.pt", "--out", tmp_path / "old.csv", data="failing")))
+    checkpoint = saved(tiny, 0, "a.safetensors")
+    assert "no such disk" in str(status(*arguments_of(tiny, checkpoint, "--out", tmp_path / "old.csv", data="failing")))
     assert (tmp_path / "old.csv").read_text() == "old"
 
 
@@ -214,7 +215,7 @@ def test_an_older_result_is_kept_until_there_is_a_new_one(tiny: str, tmp_path: P
         (["--data-args", "[3]"], ["'--data-args'", "JSON object"]),
         (["--model-args", '{{"wide": 3}}'], ["--model-args", "'wide'", "width=5"]),
         (["--loss", "hinge"], ["--loss", "'hinge'", "mse_loss"]),
-        (["--measures", "sharpnes"], ["'--measures'", "'sharpnes'", *CHOICES]),
+        (["--measures", "sharpnes"], ["'--measures'", "'sharpnes'", "did you mean sharpness"]),
         (["--out", "{folder}/a.safetensors"], ["--out", "one of the checkpoints"]),
     ],
 )
@@ -246,7 +247,8 @@ def test_usage_errors(options: list[str], words: list[str], tiny: str, capsys: p
     ],
 )
 def test_errors_that_concern_every_checkpoint_are_one(options: list[str], words: list[str], tiny: str) -> None:
-    message = str(status(*arguments_of(tiny, "a.pt", *(option.format(tiny=tiny) for option in options))))
+    checkpoint = saved(tiny, 0, "a.safetensors")
+    message = str(status(*arguments_of(tiny, checkpoint, *(option.format(tiny=tiny) for option in options))))
     assert message.startswith("Error: ")
     for word in words:
         assert word in message
