@@ -1,4 +1,4 @@
-"""Add up a row's sums over the classes of a head, which come tile by tile, and make the mean row of them.
+"""Add up a row's sums over the classes of a head: tile by tile with the mean row of them, or at once with slopes.
 
 What backends do by kernels of their own here is handed in, so that they share the rest.
 """
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .centre import centre, shifted
 from .precision import promoted
 
 
@@ -40,6 +41,22 @@ class MeanRow(NamedTuple):
     others: Tensor
     away: Tensor
     reach: Tensor | None
+
+
+class RowSlopes(NamedTuple):
+    """Hold what the gradient of a sum over the rows of a head is made of, v_i = var_{p_i}(w).
+
+    Attributes:
+        total: ``Σ shares_i |φ_i|² v_i``, a number, or a float64 tensor that the host has not waited for.
+        slopes: ``shares_i |φ_i|² ∂v_i/∂z_is``, (d, n).
+        probabilities: p_is, (d, n).
+        factors: ``2 shares_i v_i`` and ``shares_i |φ_i|²``, (2, n).
+    """
+
+    total: float | Tensor
+    slopes: Tensor
+    probabilities: Tensor
+    factors: Tensor
 
 
 def add_tile(
@@ -94,3 +111,22 @@ def mean_row_by(
     if uncentred is not None:
         mean.add_(centre)
     return lengths
+
+
+def softmax_variance_gradient_by(
+    pair_distances: Callable[[Tensor], Tensor],
+    row_dots: Callable[[Tensor, Tensor], Tensor],
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shares: Tensor,
+) -> RowSlopes:
+    """See :func:`.reference.softmax_variance_gradient`; with a backend's own ``pair_distances`` and ``row_dots``."""
+    dtype, centred = features.dtype, weight - centre(weight)
+    p = torch.softmax(torch.addmm(shifted(bias, weight), features, centred.t()), dim=1)
+    q = p @ pair_distances(weight)
+    twice = (p * q).sum(dim=1)
+    scale = row_dots(features, features) * shares
+    slopes = p * (q - twice.unsqueeze(1)) * scale.to(dtype).unsqueeze(1)
+    factors = torch.stack([(twice * shares).to(dtype), scale.to(dtype)])
+    return RowSlopes(scale @ twice.double() / 2, slopes.t(), p.t(), factors)

@@ -20,12 +20,11 @@ from torch import Tensor
 from ..errors import BackendError
 from . import head_arguments
 from .arrays import array, dense, dense_rows, layer_sizes, plain, span, strided
-from .class_sums import ClassSums, MeanRow, add_tile, mean_row_by
+from .class_sums import ClassSums, MeanRow, RowSlopes, add_tile, mean_row_by
 from .geometry import Geometry
 from .precision import promoted_dtype
 from .reference import (
     Products,
-    RowSlopes,
     RowSum,
     norms_about,
     patches,

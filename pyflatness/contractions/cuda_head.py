@@ -6,10 +6,9 @@ from torch import Tensor
 from ..errors import BackendError
 from . import head_arguments
 from .arrays import array, dense, strided
-from .class_sums import ClassSums, MeanRow
+from .class_sums import ClassSums, MeanRow, RowSlopes, softmax_variance_gradient_by
 from .cuda_device import HALF, SUFFIX, launch, module
 from .precision import promoted_dtype
-from .reference import RowSlopes, softmax_variance_gradient_by
 
 _WEIGHT_SUFFIX = {**SUFFIX, **HALF}
 

@@ -6,14 +6,14 @@ results are float64.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .centre import centre, shifted
-from .class_sums import ClassSums, MeanRow, add_tile, mean_row_by
+from .class_sums import ClassSums, MeanRow, RowSlopes, add_tile, mean_row_by, softmax_variance_gradient_by
 from .geometry import Geometry, Triple
 from .precision import promoted
 
@@ -90,44 +90,9 @@ def softmax_variance_sum(
     return RowSum(float(found.sum()), int(kept.sum()), prepared)
 
 
-class RowSlopes(NamedTuple):
-    """Hold what the gradient of a sum over the rows of a head is made of, v_i = var_{p_i}(w).
-
-    Attributes:
-        total: ``Σ shares_i |φ_i|² v_i``, a number, or a float64 tensor that the host has not waited for.
-        slopes: ``shares_i |φ_i|² ∂v_i/∂z_is``, (d, n).
-        probabilities: p_is, (d, n).
-        factors: ``2 shares_i v_i`` and ``shares_i |φ_i|²``, (2, n).
-    """
-
-    total: float | Tensor
-    slopes: Tensor
-    probabilities: Tensor
-    factors: Tensor
-
-
 def softmax_variance_gradient(features: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor) -> RowSlopes:
     """Return the sum over rows of ``shares_i |φ_i|² var_{p_i}(w)``, and its slopes in the logits."""
     return softmax_variance_gradient_by(pair_distances, row_dots, features, weight, bias, shares)
-
-
-def softmax_variance_gradient_by(
-    pair_distances: Callable[[Tensor], Tensor],
-    row_dots: Callable[[Tensor, Tensor], Tensor],
-    features: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    shares: Tensor,
-) -> RowSlopes:
-    """See :func:`softmax_variance_gradient`; with a backend's own ``pair_distances`` and ``row_dots``."""
-    dtype, centred = features.dtype, weight - centre(weight)
-    p = torch.softmax(torch.addmm(shifted(bias, weight), features, centred.t()), dim=1)
-    q = p @ pair_distances(weight)
-    twice = (p * q).sum(dim=1)
-    scale = row_dots(features, features) * shares
-    slopes = p * (q - twice.unsqueeze(1)) * scale.to(dtype).unsqueeze(1)
-    factors = torch.stack([(twice * shares).to(dtype), scale.to(dtype)])
-    return RowSlopes(scale @ twice.double() / 2, slopes.t(), p.t(), factors)
 
 
 def exponentiate(

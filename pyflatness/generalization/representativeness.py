@@ -130,7 +130,7 @@ def representativeness(
     reduction: str | None = None,
     process_group: Group = None,
 ) -> Representativeness:
-    """Return the representativeness of a sample in the feature space of a linear head (plug-in of Eq. 3).
+    """Return the representativeness of a sample in the feature space of a linear head (plug-in of equation 3).
 
     mean_T ℓ(ψ(φ), y) - (1/|S|) Σ_S E_ξ ℓ(ψ(φ_i + ξ), y_i), ψ(φ) = wφ + b, over k folds T; ξ of
     :func:`pyflatness.truncated_normal_noise`   (Petzka et al. 2021, Eq. 3, 5 and 6).
