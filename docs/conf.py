@@ -11,7 +11,8 @@ author = copyright = "The pyflatness developers"  # noqa: A001
 version = release = pyflatness.__version__
 
 extensions = [
-    *("sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx.ext.viewcode"),
+    *("sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"),
+    *("sphinx.ext.mathjax", "sphinx.ext.viewcode"),
     *("myst_parser", "sphinx_copybutton", "sphinx-mathjax-offline", "sphinx_gallery.gen_gallery"),
 ]
 exclude_patterns = ["papers/*.md", "examples"]
@@ -76,6 +77,20 @@ def _source(app, docname, source):
     source[0] = re.sub(r"\[[\w/-]+\.md\](?=\([\w/-]+\.md\b)", "[]", text)  # a page by its title, not its file
 
 
+def _summaries(app, docname, source):
+    """Put the first line of each name's docstring into the reference's first page, under its page's title."""
+    if docname != "reference/index":
+        return
+    for page in re.findall(r"^\w+$", source[0], re.MULTILINE):
+        text = (ROOT / "docs" / "reference" / f"{page}.md").read_text(encoding="utf-8")
+        names = re.findall(r"^\.\. auto\w+:: ([\w.]+)$", text, re.MULTILINE)
+        listed = "".join(f"   ~{name}\n" for name in names)
+        title = text.splitlines()[0].removeprefix("# ")
+        source[0] += (
+            f"\n## [{title}]({page}.md)\n\n```{{eval-rst}}\n.. autosummary::\n   :nosignatures:\n\n{listed}```\n"
+        )
+
+
 def _docstring(app, what, name, obj, options, lines):
     """Let |x| be a norm, and not the name of a substitution."""
     for place, line in enumerate(lines):
@@ -97,4 +112,5 @@ def setup(app):
     app.connect("builder-inited", lambda app: _strict(), priority=401)
     app.connect("builder-inited", lambda app: strict.__exit__(None, None, None), priority=600)
     app.connect("source-read", _source)
+    app.connect("source-read", _summaries)
     app.connect("autodoc-process-docstring", _docstring)

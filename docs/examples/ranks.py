@@ -85,7 +85,7 @@ print(run.stdout)
 
 report = pf.measure(model, nn.CrossEntropyLoss(), data)
 print(report)
-figure, axes = plt.subplots(1, 2, figsize=(8, 3.5), layout="constrained")
+figure, axes = plt.subplots(2, 1, sharex=True, figsize=(6, 4.5), layout="constrained")
 report.plot(axes=axes)
 plt.show()
 
