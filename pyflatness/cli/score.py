@@ -187,7 +187,9 @@ _PATH = click.Path(path_type=Path)
     help="Which batches tell whether the data are still the same: all, or the first and last alone. (with --store)",
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Say what there is to do and how long it will take, and do nothing. (with --store)"
+    "--dry-run",
+    is_flag=True,
+    help="Say what there is to do and how long it will take, and keep nothing. (with --store)",
 )
 @click.option("--progress/--no-progress", default=None, help="Show a progress bar.  [default: on a terminal]")
 @json_option

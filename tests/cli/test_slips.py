@@ -71,7 +71,7 @@ def test_a_store_is_no_table_and_a_table_no_store(tiny, tmp_path, capsys):
 def test_a_layer_without_a_measure_says_what_is_wanted():
     network = torch.nn.Sequential(torch.nn.Linear(4, 3)).eval()
     report = pf.measure(network, "cross_entropy", [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))], layers="*")
-    with pytest.raises(pf.InputError, match=r"'0' is a layer; report\['0', measure\] is its value of a measure: rel"):
+    with pytest.raises(pf.InputError, match=r"no measure '0'; .*; it is a layer: report\['0', measure\] is wanted"):
         report["0"]
 
 
