@@ -19,7 +19,7 @@ _PATH = click.Path(path_type=Path)
 @click.command(name="report", short_help="Write a page to look at: table, charts, correlations.")
 @click.argument("store", type=_PATH)
 @click.option("--out", type=_PATH, required=True, help="HTML file to write.")
-@click.option("--title", help="Heading of the page.  [default: the store's name]")
+@click.option("--title", help="Heading of the page.  [default: Results in STORE]")
 @click.option(
     "--against", metavar="COLUMN", help="What measures are held against.  [default: gap, generalization_gap or loss]"
 )
@@ -63,7 +63,7 @@ def report(
     with Store(store) as held:
         names = [row["name"] for row in held.select("SELECT name FROM checkpoints")]
         more = metadata.read(table, names) if table else {}
-        text = store_page.of_store(held, title or store.name, choices, more).html()
+        text = store_page.of_store(held, title or f"Results in {store.name}", choices, more).html()
     write_whole(out, text.encode())
     click.echo(printable(f"wrote {out}: {len(text) / 1e6:.1f} MB"))
 

@@ -29,7 +29,8 @@ def sections(held: Sequence[Attached]) -> Iterator[Section]:
         yield Section("Spectra", tuple(map(printable, failed)))
     if spectra:
         text = (
-            "Of each eigenvalue the residual is shown where the pointer rests on it: an eigenvalue lies so near to it."
+            "Where the pointer rests on an eigenvalue its residual is shown: the matrix has an eigenvalue no "
+            "farther from it than that. ± of the trace is the standard error over the random probes."
         )
         yield Section("Spectra", (text, *map(printable, failed)), _of_spectra(spectra), (_table_of_spectra(spectra),))
     if landscapes:

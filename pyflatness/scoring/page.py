@@ -25,9 +25,11 @@ _GAPS = ("gap", "generalization_gap", "loss")  # what measures are held against,
 _BESIDE = ("loss", "accuracy")
 
 HOLLOW = (
-    "Hollow points do not count. They were excluded by name, or have no value: those without a value of the measure "
-    "are at the left edge, and those without one of what it is held against at the lower edge."
+    "Hollow points are models that do not count in the correlations: they were excluded by name, or one of their two "
+    "numbers is missing, and then they are drawn at the left or lower edge."
 )
+_FEWEST = 5  # networks for an interval
+_TOO_FEW = "too few networks for an interval"
 
 OF_TRAININGS = (
     "Models that are checkpoints of one training, by the step or epoch in their names or columns; the numbers are in "
@@ -132,7 +134,8 @@ class _Against:
 
     @property
     def measures(self) -> list[str]:
-        return [name for name in self.networks.measures if name != self.y]
+        """Return the columns that are measures: those of whole networks first, then those of layers."""
+        return sorted((name for name in self.networks.measures if name != self.y), key=_is_of_layer)
 
     def counting(self, x: str) -> NDArray[np.bool_]:
         """Return which networks count: those that are not excluded, and have both numbers."""
@@ -152,7 +155,9 @@ class _Against:
         header = ("measure", *STATISTICS, "networks", "left out")
         table = Table(f"Correlations with {title}", header, tuple(self._row(x, found[x]) for x in found))
         how = next((f"{one.method}." for one in found.values() if one is not None), "")
-        return Section(f"Against {title}{suffix}", (how, HOLLOW), self._charts(found, title), (table,))
+        hollow = any(not self.counting(x).all() for x in found)
+        texts = (*filter(None, [how]), *([HOLLOW] if hollow else []))
+        return Section(f"Against {title}{suffix}", texts, self._charts(found, title), (table,))
 
     def _row(self, x: str, found: Correlations | None) -> tuple[Cell, ...]:
         counts = int(self.counting(x).sum())
@@ -164,7 +169,8 @@ class _Against:
         specs, columns = [], {"y": self.networks.column(self.y)}
         for place, (x, own) in enumerate(found.items()):
             columns[f"x{place}"] = self.networks.column(x)
-            lines = [str(row) for row in own.rows] if own is not None else []
+            lines = [f"{row.statistic} {_correlation(own, x, row.statistic).text}" for row in own.rows] if own else []
+            lines += [_TOO_FEW] if own and own.points < _FEWEST else []
             specs.append(charts.scatter(Axis.of(f"x{place}", x, columns[f"x{place}"].tolist()), upward, lines))
         return Charts(self._data(columns), tuple(specs))
 
@@ -176,6 +182,10 @@ class _Against:
         ]
 
 
+def _is_of_layer(measure: str) -> bool:
+    return " " in measure and not measure.endswith(f" {tables.NETWORK}")
+
+
 def _among(names: Collection[str], records: Sequence[Record]) -> list[str]:
     """Return the names that are those of models, or of their files."""
     known = {record["checkpoint"] for record in records}
@@ -185,7 +195,10 @@ def _among(names: Collection[str], records: Sequence[Record]) -> list[str]:
 
 def _correlation(found: Correlations, x: str, statistic: str) -> Cell:
     row = found[x, statistic]
-    return Cell(str(row).removeprefix(f"{statistic} "), None if math.isnan(row.value) else row.value)
+    if math.isnan(row.value):
+        return Cell("not defined")
+    text = str(row).removeprefix(f"{statistic} ").removesuffix(" [–]")
+    return Cell(text, row.value, note=_TOO_FEW if found.points < _FEWEST else "")
 
 
 def _left_out(records: Sequence[Record], against: _Against, suffix: str) -> Section:

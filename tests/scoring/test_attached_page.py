@@ -120,6 +120,13 @@ def test_landscapes_have_their_numbers(parsed: Parsed, charts) -> None:
     assert {tuple(row["b"]) for row in lines} == {tuple(PLANE.coefficients[1].tolist())}
 
 
+def test_a_landscape_has_a_cross_at_the_weights(charts) -> None:
+    _, plane = charts["Landscapes"]["specs"]
+    cross = plane["layer"][1]
+    assert cross["mark"]["shape"] == "cross"
+    assert (cross["encoding"]["x"], cross["encoding"]["y"]) == ({"datum": 0}, {"datum": 0})
+
+
 def test_histories_are_lines_over_their_steps(parsed: Parsed, charts) -> None:
     header, *rows = parsed.tables["What was recorded: 2 histories"]
     assert header == ["model", "layer", "trace", "train_loss"]

@@ -121,6 +121,28 @@ def test_a_point_says_what_it_is(page: Any) -> None:
     assert "loss" in tooltip.text
 
 
+def test_of_many_charts_one_is_chosen(browser: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    scores(6, 8).to_html(tmp_path / "page.html")
+    opened(browser, tmp_path / "page.html")
+    choice = browser.find_element("css selector", ".choice select")
+    assert choice.accessible_name.strip() == "Chart"
+
+    def shown() -> list[str]:
+        boxes = browser.find_elements("css selector", "section[aria-labelledby=section-2] .chart")
+        return [box.find_element("css selector", ".role-title-text").text for box in boxes if box.is_displayed()]
+
+    networks = [f"measure_{k}{' network' if k == 1 else ''}" for k in range(8)]
+    assert shown() == ["measure_0"]
+    Select(choice).select_by_visible_text("measure_5")
+    time.sleep(0.5)
+    assert shown() == ["measure_5"]
+    Select(choice).select_by_visible_text("all")
+    time.sleep(2)
+    assert shown() == [*networks, "measure_1 a", "measure_1 b"]
+
+
 def test_nothing_of_a_name_runs(page: Any) -> None:
     assert page.title == "A page"
     assert page.find_elements("css selector", "main img") == []

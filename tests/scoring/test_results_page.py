@@ -12,7 +12,7 @@ from torch import nn
 
 import pyflatness as pf
 from pyflatness.scoring.rows import Row
-from support.pages import Parsed
+from support.pages import Parsed, drawn
 from support.score_runs import saved, status
 
 HOSTILE = '<script>alert(1)</script><img src="http://x.example/y" onerror=alert(2)>"\'&amp;\x1b[31m</th>'
@@ -89,6 +89,20 @@ def test_correlations_are_those_of_the_call(scores, parsed):
     assert cells["pac_bayes"][4:] == ["2", "8"]
 
 
+def test_few_networks_have_no_interval():
+    layers = [row(f"m{place}", "trace", place + 1.0, layer="a", loss=place**2) for place in range(3)]
+    html = pf.Scores(
+        (*layers, *(row(f"m{place}", "trace", 2.0 - place, loss=place**2) for place in range(3))), 0
+    ).to_html()
+    lines = Parsed(html).tables["Correlations with loss"]
+    assert [line[0] for line in lines[1:]] == ["trace network", "trace a"]  # the network first
+    assert lines[2][1] == "0.96"  # of 1, 2, 3 and 0, 1, 4: 4 / sqrt(2 · 26/3)
+    for spec in drawn(html)["Against loss"]["specs"]:
+        assert spec["title"]["subtitle"][3] == "too few networks for an interval"
+    assert "[–]" not in html
+    assert "Hollow" not in html
+
+
 def test_failed_and_excluded_are_listed_and_hollow(html, parsed):
     listed = parsed.tables["Values that failed, and models that do not count"]
     why = {line[0]: line[3] for line in listed[1:]}
@@ -101,6 +115,7 @@ def test_failed_and_excluded_are_listed_and_hollow(html, parsed):
     assert "x0" not in points[HOSTILE]
     marks = [layer["mark"].get("filled") for layer in data["sections"][1]["specs"][0]["layer"]]
     assert marks == [None, True, False, False, False]
+    assert "Hollow points are models that do not count" in html
 
 
 def test_the_summary_says_what_is_exact(parsed):
@@ -146,7 +161,10 @@ def test_the_command_writes_a_page(tiny, capsys):
     pf.score({**files, "bad": folder / "bad.safetensors"}, f"{tiny}:data", "cross_entropy", **options)
     assert status("report", str(folder / "runs.sqlite"), "--out", str(folder / "out" / "page.html")) == 0
     assert "wrote" in capsys.readouterr().out
-    tables = Parsed((folder / "out" / "page.html").read_text(encoding="utf-8")).tables
+    html = (folder / "out" / "page.html").read_text(encoding="utf-8")
+    assert "<h1>Results in runs.sqlite</h1>" in html
+    assert "<summary>Show the table “Checkpoints by content”</summary>" in html
+    tables = Parsed(html).tables
     made = dict(tables["What was measured"][1:])
     assert made["model"] == f"{tiny}:Tiny"
     assert len(made["fingerprint of the data (SHA-256)"]) == 64

@@ -22,6 +22,7 @@ _WIDE = 100  # a measure whose largest value is so many times the smallest is dr
 NAMED = 10  # models that a legend has room for
 _LINES = 50  # models of which each has a line; of more the median is drawn, with a band
 _SIZE = {"width": 300, "height": 220}
+_APART = 8  # pixels between labels of an axis, and between points and the frame
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def position(alt: Any, axis: Axis) -> dict[str, Any]:
 
 def scale(alt: Any, axis: Axis) -> dict[str, Any]:
     """Return how an axis is drawn, for several fields along it."""
-    kind = alt.Scale(type="log") if axis.log else alt.Scale(zero=False)
+    kind = alt.Scale(type="log", nice=False) if axis.log else alt.Scale(zero=False, nice=False)
     return {"title": axis.title, "scale": kind, "axis": alt.Axis(titleLimit=_SIZE["width"])}
 
 
@@ -172,5 +173,7 @@ def finished(chart: Any, title: str, lines: Sequence[str], description: str) -> 
     """Return a chart with its title, lines below it, and a description for screen readers."""
     alt = altair()
     heading = alt.TitleParams(text=title, subtitle=[*lines], anchor="start", limit=_SIZE["width"] + 60)
-    finished: Spec = chart.properties(title=heading, description=description, **_SIZE).to_dict()
+    chart = chart.properties(title=heading, description=description, **_SIZE)
+    chart = chart.configure_axisQuantitative(labelOverlap="greedy", labelSeparation=_APART)
+    finished: Spec = chart.configure_scale(continuousPadding=_APART).to_dict()  # no point on the frame
     return finished

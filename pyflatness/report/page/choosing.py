@@ -26,8 +26,12 @@ def density(names: Sequence[str], linear: float) -> Spec:
             else.
     """
     alt = altair()
-    across = alt.X("x:Q", title="eigenvalue", scale=alt.Scale(zero=False))
-    upward = {"title": "density", "scale": alt.Scale(type="symlog", constant=linear), "axis": alt.Axis(format=".1e")}
+    across = alt.X("x:Q", title="eigenvalue", scale=alt.Scale(zero=False, nice=False))
+    upward = {
+        "title": "density",
+        "scale": alt.Scale(type="symlog", constant=linear, nice=False),
+        "axis": alt.Axis(format=".1e"),
+    }
     base, chosen = _of_chosen(names)
     curve = base.transform_flatten(["x", "p", "low", "high"]).encode(x=across)
     drawn = alt.layer(
@@ -87,7 +91,7 @@ def curve(names: Sequence[str], loss: Axis) -> Spec:
 
 
 def surface(names: Sequence[str], *, log: bool) -> Spec:
-    """Return a chart of the loss along two directions, in colours of its levels.
+    """Return a chart of the loss along two directions in colours, of its levels unless they are logarithmic.
 
     A row is a line of the grid, with the coefficient ``a`` of the first direction, and the lists ``b``, those of the
     second, and ``loss``; ``da`` and ``db`` are how far points are apart.
@@ -100,22 +104,28 @@ def surface(names: Sequence[str], *, log: bool) -> Spec:
     base, chosen = _of_chosen(names)
     colours = {"type": "log"} if log else {"type": "quantize"}
     scheme = alt.SchemeParams(name="viridis") if log else alt.SchemeParams(name="viridis", count=_LEVELS)
-    drawn = (  # neighbours overlap, so that nothing shines through between them
+    whole = alt.Scale(zero=False, nice=False, padding=0)
+    losses = (  # neighbours overlap, so that nothing shines through between them
         base.transform_flatten(["b", "loss"])
         .transform_filter("isValid(datum.loss)")
         .transform_calculate(a0="datum.a - datum.da * 0.51", a1="datum.a + datum.da * 0.51")
         .transform_calculate(b0="datum.b - datum.db * 0.51", b1="datum.b + datum.db * 0.51")
         .mark_rect()
         .encode(
-            x=alt.X("a0:Q", title="coefficient of the first direction", scale=alt.Scale(zero=False, nice=False)),
+            x=alt.X("a0:Q", title="coefficient of the first direction", scale=whole),
             x2="a1:Q",
-            y=alt.Y("b0:Q", title="of the second", scale=alt.Scale(zero=False, nice=False)),
+            y=alt.Y("b0:Q", title="of the second", scale=whole),
             y2="b1:Q",
             color=alt.Color("loss:Q", title="loss", scale=alt.Scale(**colours, scheme=scheme)),
             tooltip=["name:N", *(alt.Tooltip(f"{name}:Q", format=".6g") for name in ("a", "b", "loss"))],
         )
     )
-    return _finished(drawn, chosen, "loss along two directions", [], f"{len(names)} losses along two directions")
+    cross = alt.Chart(alt.InlineData(values=[{}])).mark_point(
+        shape="cross", size=120, fill="white", stroke="black", opacity=1
+    )
+    drawn = losses + cross.encode(x=alt.XDatum(0), y=alt.YDatum(0), tooltip=alt.value("the network's weights"))
+    lines = ["cross: the network's weights"]
+    return _finished(drawn, chosen, "loss along two directions", lines, f"{len(names)} losses along two directions")
 
 
 def over_training(
@@ -137,7 +147,7 @@ def over_training(
     first = NETWORK if NETWORK in layers else None
     base, chosen = _of_chosen(layers if several else (), "layer", first)
     base = base.transform_filter(f"isValid(datum.{number.field})")
-    base = base.encode(x=alt.X("x:Q", title=x, scale=alt.Scale(zero=False)), detail="weights:N")
+    base = base.encode(x=alt.X("x:Q", title=x, scale=alt.Scale(zero=False, nice=False)), detail="weights:N")
     if several or layers:
         base = base.encode(color=_colour("training", trainings) if several else _colour("layer", layers))
     names = [*(["training:N"] if several else []), *(["layer:N", "weights:N"] if layers else [])]
