@@ -17,7 +17,7 @@ _PATH = click.Path(path_type=Path)
 @click.argument("store", type=_PATH)
 @click.argument("name")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=_PATH)
-@click.option("--label", default="", help="Tells several results of one kind of the same checkpoint from each other.")
+@click.option("--label", default="", help="Name that tells results of one kind of the same checkpoint from each other.")
 def add(store: Path, name: str, files: tuple[Path, ...], label: str) -> None:
     """Put each FILE into STORE, for its page: spectra and landscapes of the checkpoint NAME, or the history NAME.
 

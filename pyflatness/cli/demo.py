@@ -43,7 +43,9 @@ MEASURES = {"kappa": "κ", "normalised_kappa": "κ normalised"}
 @click.option(
     "--out", type=click.Path(path_type=Path), default="demo", show_default=True, help="Folder for the results."
 )
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of data and networks.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of the data and networks."
+)
 @json_option
 def demo(out: Path, seed: int, as_json: bool) -> None:
     """Measure relative flatness and generalisation of 24 small networks.

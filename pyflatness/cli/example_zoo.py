@@ -23,7 +23,9 @@ from .paths import prepare_folder, write_whole
 
 @click.command("example-zoo", short_help="Save 24 small networks to try the commands on.")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of data and networks.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of the data and networks."
+)
 def example_zoo(folder: Path, seed: int) -> None:
     """Train 24 small networks and save them in DIR, with their data.
 

@@ -14,8 +14,18 @@ from .paths import prepare_file, write_whole
 
 @click.command(name="export", short_help="Write a table for other programs: CSV, JSON, Parquet.")
 @click.argument("store", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="FILE.csv, .json, .jsonl or .parquet.")
-@click.option("--metadata", "table", type=click.Path(path_type=Path), help="CSV or JSON file: columns by checkpoint.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="File to write; its ending is the format: .csv, .json, .jsonl, .parquet.",
+)
+@click.option(
+    "--metadata",
+    "table",
+    type=click.Path(path_type=Path),
+    help="CSV or JSON file with columns to add to the checkpoints, by their names.",
+)
 def export(store: Path, out: Path, table: Path | None) -> None:
     """Write the values in STORE as a table, a row for each value or error, with the columns of the metadata."""
     try:

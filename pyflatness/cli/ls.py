@@ -7,6 +7,7 @@ from rich import box
 from rich.table import Table
 
 from ..messages import printable
+from ..scoring.export import setting_hash, setting_texts
 from ..scoring.store import Store
 from .output import json_option, show, show_json
 
@@ -25,12 +26,17 @@ def ls(store: Path, as_json: bool) -> None:
     """Show how many values of each checkpoint in STORE are done, failed and to do."""
     with Store(store) as held:
         rows = [dict(row) for row in held.select(_STATES)]
-        settings = [
-            {"model": facts["shown"]["model"], "data": facts["shown"]["data"], "loss": facts["key"]["loss"]["name"]}
-            for facts in held.settings().values()
-        ]
+        facts = held.settings()
         ((seconds,),) = held.select(_TIME)
+    texts = setting_texts(facts)
     if as_json:
+        settings = [
+            {
+                **{name: of["shown"][name] for name in ("model", "data")},
+                **{"loss": of["key"]["loss"]["name"], "setting": setting_hash(of), "text": texts[number]},
+            }
+            for number, of in facts.items()
+        ]
         show_json({"checkpoints": rows, "settings": settings, "seconds": seconds})
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_footer=True)
@@ -41,6 +47,6 @@ def ls(store: Path, as_json: bool) -> None:
     for row in rows:
         table.add_row(printable(row["name"]), *(str(row[name]) for name in totals))
     show(table)
-    for one in settings:
-        click.echo(printable(f"model {one['model'] or 'of each'}; data {one['data']}; loss {one['loss']}"))
+    for text in texts.values():
+        click.echo(printable(text))
     click.echo(f"{seconds:.3g} s of measuring")

@@ -37,6 +37,7 @@ COLUMNS = (
     Column("invariant to rescalings", "invariant"),
     Column("cost", "cost"),
 )
+_WIDTH_OF_SENTENCES = 100  # of lines in a file or pipe, to be read
 _PAGE = """# Measures
 
 These are the measures that `pf.measure(model, loss, data, measures=[…])` and `pyflatness score --measures …` know by
@@ -67,7 +68,7 @@ initial weights, the readings of the authors' code. `pf.representation` (the lar
 @click.command(short_help="List the measures, or say which one is for what.")
 @click.option("--help-me-choose", is_flag=True, help="Show which measure is for what instead.")
 @click.option(
-    "--markdown", is_flag=True, help="As the page docs/measures.md, or as the table in docs/which-measure.md."
+    "--markdown", is_flag=True, help="Print Markdown: the page docs/measures.md, or the table of docs/which-measure.md."
 )
 @json_option
 def measures(help_me_choose: bool, markdown: bool, as_json: bool) -> None:
@@ -77,7 +78,7 @@ def measures(help_me_choose: bool, markdown: bool, as_json: bool) -> None:
     elif markdown:
         click.echo(choosing.markdown() if help_me_choose else page(), nl=False)
     else:
-        show(choosing.as_table() if help_me_choose else _table())
+        show(choosing.as_table(), width=_WIDTH_OF_SENTENCES) if help_me_choose else show(_table())
 
 
 def _facts() -> list[dict[str, str]]:

@@ -23,15 +23,15 @@ _WIDTH_OF_FILES = 200  # a file or pipe has no width that lines would have to be
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, for programs.")
 
 
-def show(table: Table) -> None:
+def show(table: Table, width: int = _WIDTH_OF_FILES) -> None:
     """Print a table, its text as it is, without markup; cells are folded where it is too wide, and never cut off.
 
     Colours and bold type are for terminals, and not with ``NO_COLOR`` in the environment. Lines of files and pipes end
-    where their text does.
+    where their text does, after ``width`` characters at the most.
     """
     plain = bool(os.environ.get("NO_COLOR"))  # rich would leave bold type, which is escape codes too
     console = Console(markup=False, highlight=False, emoji=False, color_system=None if plain else "auto")
-    console.width = max(console.width, _NARROWEST) if console.is_terminal else _WIDTH_OF_FILES
+    console.width = max(console.width, _NARROWEST) if console.is_terminal else width
     for column in table.columns:
         column.overflow, column.no_wrap = "fold", False
     if console.is_terminal:

@@ -17,15 +17,32 @@ from .output import json_option, show, show_json
 
 @click.command(short_help="Say what a measurement would take on other machines.")
 @spec_options.option("model", "the model", more=spec_options.NAMED_MODELS)
-@click.option("--ranks", type=click.IntRange(1), multiple=True, default=[8], show_default=True, help="Repeatable.")
-@click.option("--samples", type=click.IntRange(1), default=1024, show_default=True, help="Of all data.")
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Samples of a micro-batch.")
-@click.option("--length", type=click.IntRange(1), help="Tokens of a sample.")
-@click.option("--shape", metavar="3x32x32", help="Of a sample, where it is not tokens.")
-@click.option("--probes", metavar="K", default="8", show_default=True, help="Of each sample, or exact.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(1),
+    multiple=True,
+    default=[8],
+    show_default=True,
+    help="Number of processes that share the work; may be repeated.",
+)
+@click.option(
+    "--samples", type=click.IntRange(1), default=1024, show_default=True, help="Number of samples in the data."
+)
+@click.option(
+    "--batch", type=click.IntRange(1), default=1, show_default=True, help="Number of samples in a micro-batch."
+)
+@click.option("--length", type=click.IntRange(1), help="Number of tokens in a sample, of a language model.")
+@click.option("--shape", metavar="3x32x32", help="Shape of a sample that is no tokens.")
+@click.option(
+    "--probes", metavar="K", default="8", show_default=True, help="Number of random probes of each sample, or 'exact'."
+)
 @click.option("--layers", metavar="SELECTOR", multiple=True, help="Layers to measure; all by default.")
-@click.option("--dtype", help="Of the weights, as bfloat16; by default as the model is made.")
-@click.option("--flops-per-second", type=click.FloatRange(0, min_open=True), help="That a rank reaches, for the time.")
+@click.option("--dtype", help="Dtype of the weights, such as bfloat16.  [default: as the model is made]")
+@click.option(
+    "--flops-per-second",
+    type=click.FloatRange(0, min_open=True),
+    help="Operations that each process does in a second, to tell the time.",
+)
 @json_option
 def plan(
     model: specs.Function,

@@ -18,21 +18,27 @@ _PATH = click.Path(path_type=Path)
 
 @click.command(name="report", short_help="Write a page to look at: table, charts, correlations.")
 @click.argument("store", type=_PATH)
-@click.option("--out", type=_PATH, required=True, help="FILE.html.")
+@click.option("--out", type=_PATH, required=True, help="HTML file to write.")
 @click.option("--title", help="Heading of the page.  [default: Results in STORE]")
 @click.option(
     "--against", metavar="COLUMN", help="What measures are held against.  [default: gap, generalization_gap or loss]"
 )
 @click.option("--test", type=_PATH, help="Store or CSV file of the same checkpoints on test data, for the gap.")
-@click.option("--metadata", "table", type=_PATH, help="CSV or JSON file: columns by checkpoint.")
-@click.option("--exclude", metavar="NAME", multiple=True, help="Checkpoint that does not count; may be repeated.")
-@click.option("--history", type=_PATH, multiple=True, help="JSON file of a pf.History; may be repeated.")
+@click.option(
+    "--metadata", "table", type=_PATH, help="CSV or JSON file with columns to add to the checkpoints, by their names."
+)
+@click.option(
+    "--exclude", metavar="NAME", multiple=True, help="Checkpoint to leave out of the correlations; may be repeated."
+)
+@click.option(
+    "--history", type=_PATH, multiple=True, help="JSON file that a pf.History wrote, to show; may be repeated."
+)
 @click.option(
     "--interval",
     type=click.Choice(["bootstrap", "fisher"]),
     default="bootstrap",
     show_default=True,
-    help="Of correlations; fisher takes less time for many checkpoints.",
+    help="How confidence intervals of correlations are found; fisher takes less time for many checkpoints.",
 )
 def report(
     store: Path,

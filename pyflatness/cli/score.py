@@ -17,7 +17,6 @@ from typing import Any
 import click
 import torch
 from click.core import ParameterSource
-from click.shell_completion import CompletionItem
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,7 +24,7 @@ from .. import losses
 from ..api import measure
 from ..errors import InputError, PassesError
 from ..losses import auto
-from ..measures import MEASURES, named
+from ..measures import MEASURES
 from ..messages import printable
 from ..model import hugging_face, state
 from ..model.data import Batches
@@ -36,57 +35,11 @@ from ..scoring import checkpoints, data_specs, executors, listing, metadata, pre
 from ..scoring.run import Run
 from ..scoring.units import Request
 from ..scoring.worker import Source
-from . import config, launched, score_csv, score_store, spec_options
+from . import config, launched, score_csv, score_store, score_values, spec_options
 from .output import json_option
 from .paths import is_same_file, prepare_file
 
-_SETS = ("sweep", "all")
 _PATH = click.Path(path_type=Path)
-
-
-def _measures(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of measures, which may come several in one, with commas between them."""
-    names = [name.strip() for text in given for name in text.split(",") if name.strip()]
-    try:
-        rows = [row for name in names for row in named(name)] if names else named(names)  # of none it is an error
-    except InputError as error:
-        raise click.BadParameter(str(error).removeprefix("measures: ")) from None
-    return tuple(dict.fromkeys(row.name for row in rows))
-
-
-def _complete(context: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Return what the last of the names that are typed may be, for the shell."""
-    before, comma, last = typed.rpartition(",")
-    known = (*(row.name for row in MEASURES), *_SETS)
-    return [CompletionItem(before + comma + name) for name in known if name.startswith(last)]
-
-
-def _limit(context: click.Context, parameter: click.Parameter, given: str | None) -> float | None:
-    """Return a number of samples, or a part of them, which has a point in it: ``1`` is one sample, ``1.0`` are all."""
-    if given is None or (given.isdigit() and int(given) > 0):
-        return None if given is None else int(given)
-    try:
-        part = float(given)
-    except ValueError:
-        part = 0.0
-    if not 0 < part <= 1:
-        raise click.BadParameter(f"{given}: a whole number of samples is wanted, or a part of them between 0 and 1")
-    return part if part < 1 else None
-
-
-def _batch_size(context: click.Context, parameter: click.Parameter, given: str | None) -> int | str | None:
-    if given is None or given == "auto":
-        return given
-    if not given.isdigit() or int(given) == 0:
-        raise click.BadParameter(f"{given!r}: a number of samples is wanted, or 'auto'")
-    return int(given)
-
-
-def _shard(context: click.Context, parameter: click.Parameter, given: str | None) -> tuple[int, int] | None:
-    number, _, count = (given or "1/1").partition("/")
-    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-        raise click.BadParameter(f"{given!r}: I/N is wanted, the I-th of N parts, as in 2/4")
-    return None if given is None else (int(number), int(count))
 
 
 @click.command(short_help="Measure many checkpoints on one data set.")
@@ -103,6 +56,7 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
     metavar="NAME",
     default="auto",
     show_default=True,
+    shell_complete=score_values.complete_losses,
     help="The loss it was trained with: cross_entropy, mse_loss, … or a class of torch.nn: HuberLoss, …; auto: that of "
     "a Hugging Face model.",
 )
@@ -120,23 +74,35 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
     multiple=True,
     default=[MEASURES[0].name],
     show_default=True,
-    callback=_measures,
-    shell_complete=_complete,
+    callback=score_values.measures,
+    shell_complete=score_values.complete_measures,
     help="See pyflatness measures; 'sweep'; 'all'. Of several layers there is a row for the network, with no layer.",
 )
-@click.option("--curvature", type=click.Choice(["auto", "ggn", "hessian"]), default="auto", show_default=True)
 @click.option(
-    "--probes", metavar="K|adaptive", help="Values from so many random probes a sample, with standard errors.  [exact]"
+    "--curvature",
+    type=click.Choice(["auto", "ggn", "hessian"]),
+    default="auto",
+    show_default=True,
+    help="auto: of the Hessian, by its generalised Gauss-Newton part (GGN) where these are the same; ggn: of the GGN; "
+    "hessian: as auto, and behind functions that torch did not write, too.",
 )
 @click.option(
-    "--target-stderr", type=float, help="Absolute standard error for every value, by as many probes as needed."
+    "--probes",
+    metavar="K|adaptive",
+    help="Estimate values by so many random probes of each sample, with standard errors.  [default: exact values]",
+)
+@click.option(
+    "--target-stderr",
+    type=float,
+    help="Estimate every value to this absolute standard error, by as many probes as that takes.",
 )
 @click.option(
     "--rtol",
     type=float,
-    help="Relative standard error for --probes adaptive; of heads alone, a guaranteed relative error.",
+    help="The relative standard error that --probes adaptive aims at; of heads alone a relative error that is "
+    "guaranteed.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of random numbers.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random numbers that estimates take.")
 @click.option(
     "--max-passes",
     type=click.IntRange(1),
@@ -144,41 +110,88 @@ def _shard(context: click.Context, parameter: click.Parameter, given: str | None
     show_default=True,
     help="Backward passes of a micro-batch, or Hessian products of a layer, that exact values may take.",
 )
-@click.option("--limit", metavar="N|PART", callback=_limit, help="The first N samples, or a part of all.")
+@click.option(
+    "--limit",
+    metavar="N|PART",
+    callback=score_values.limit,
+    help="Measure on the first N samples, or on this part of all of them, such as 0.1.",
+)
 @click.option(
     "--batch-size",
     metavar="N|auto",
-    callback=_batch_size,
-    help="Cut batches to N samples; auto: in halves when memory does not suffice.  [as the data have them]",
+    callback=score_values.batch_size,
+    help="Cut batches to N samples; auto: in halves when memory does not suffice.  [default: as the data have them]",
 )
-@click.option("--out", type=_PATH, help="CSV file for the rows.")
-@click.option("--store", type=_PATH, help="SQLite file for the values: run again, the command goes on where it was.")
-@click.option("--retry", is_flag=True, help="Compute again what failed. (--store)")
+@click.option("--out", type=_PATH, help="CSV file that the rows are written to. One of --out and --store is needed.")
+@click.option(
+    "--store",
+    type=_PATH,
+    help="SQLite file that keeps the values: run again, the command goes on where it was. One of --out and --store is "
+    "needed.",
+)
+@click.option("--retry", is_flag=True, help="Compute again what failed. (with --store)")
 @click.option(
     "--spectrum",
     metavar="K",
     type=click.IntRange(1),
     help="Also the K largest eigenvalues of each network's Hessian and the density of all, by some 600 products with "
-    "it, for the page of pyflatness report. (--store)",
+    "it, for the page of pyflatness report. (with --store)",
 )
-@click.option("--shard", metavar="I/N", callback=_shard, help="The I-th of N parts, in a store of its own. (--store)")
 @click.option(
-    "--executor", type=click.Choice(executors.NAMES), default="processes", show_default=True, help="(--store)"
+    "--shard",
+    metavar="I/N",
+    callback=score_values.shard,
+    help="Measure only the I-th of N parts of the checkpoints, into a store of its own, for pyflatness merge. "
+    "(with --store)",
+)
+@click.option(
+    "--executor",
+    type=click.Choice(executors.NAMES),
+    default="processes",
+    show_default=True,
+    help="What runs the workers: processes of this machine, this process alone, ray or slurm. (with --store)",
 )
 @click.option(
     "--executor-args",
     metavar="JSON",
     default="{}",
     callback=spec_options.json_value,
-    help="Options of ray or slurm, such as partition, time in minutes, cpus_per_task. (--store)",
+    help="Options of ray or slurm, such as partition, time in minutes, cpus_per_task. (with --store)",
 )
-@click.option("--ray-address", metavar="ADDRESS", help="Of a cluster that is there, or 'auto'.  [a new, local one]")
-@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="At a time. (--store)")
-@click.option("--metadata", "table", type=_PATH, help="CSV or JSON file: columns by checkpoint. (--store)")
-@click.option("--settings", is_flag=True, help="Columns from what .safetensors files hold. (--store)")
-@click.option("--fingerprint", type=click.Choice(["all", "ends"]), default="all", help="Batches to know data by.")
-@click.option("--dry-run", is_flag=True, help="Say what there is to do, and how long it will take. (--store)")
-@click.option("--progress/--no-progress", default=None, help="Show a bar.  [on a terminal]")
+@click.option(
+    "--ray-address",
+    metavar="ADDRESS",
+    help="Address of the Ray cluster to use, or 'auto' to find a running one.  [default: a new, local one]",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Number of workers that measure at the same time. (with --store)",
+)
+@click.option(
+    "--metadata",
+    "table",
+    type=_PATH,
+    help="CSV or JSON file with columns to add to the checkpoints, by their names. (with --store)",
+)
+@click.option(
+    "--settings", is_flag=True, help="Add columns with the metadata that .safetensors files hold. (with --store)"
+)
+@click.option(
+    "--fingerprint",
+    type=click.Choice(["all", "ends"]),
+    default="all",
+    show_default=True,
+    help="Which batches tell whether the data are still the same: all, or the first and last alone. (with --store)",
+)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Say what there is to do and how long it will take, and keep nothing. (with --store)",
+)
+@click.option("--progress/--no-progress", default=None, help="Show a progress bar.  [default: on a terminal]")
 @json_option
 @click.option("--allow-pickle-weights-only", is_flag=True, expose_value=False, hidden=True)  # of 0.1.0: always so
 @click.argument("paths", metavar="[CHECKPOINT]...", nargs=-1, type=_PATH)
@@ -268,6 +281,9 @@ def score(
             _check_there(found)
             if out is not None:
                 prepare_file(out)
+            if not found and not pretrained.is_named(spec):
+                note = f"no checkpoint given: {spec} is measured with the weights that it is made with"
+                click.echo(printable(note), err=True)
         run = Run(
             {str(path): path for path in found} or {spec: specs.build_model(made)},
             Source(spec, model_args, "--model") if found else None,

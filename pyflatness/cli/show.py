@@ -8,6 +8,7 @@ import click
 
 from ..messages import printable
 from ..scoring import attached
+from ..scoring.export import setting_texts
 from ..scoring.rows import rows
 from ..scoring.store import Store
 from .output import json_option, show_json
@@ -24,7 +25,12 @@ def show(store: Path, checkpoint: str, as_json: bool) -> None:
         every = {row["name"]: row for row in held.select("SELECT * FROM checkpoints ORDER BY id")}
         name = attached.meant(checkpoint, [*every])
         content, columns = every[name]["content"], json.loads(every[name]["columns"])
-        found = [(facts["shown"], held.values(setting, content)) for setting, facts in held.settings().items()]
+        settings = held.settings()
+        texts = setting_texts(settings)
+        found = [
+            ({**facts["shown"], "text": texts[number]}, held.values(number, content))
+            for number, facts in settings.items()
+        ]
         results = [one for one in attached.found(held) if one.name == name]
     tables = [
         (shown, rows(name, [one.value.pair for one in values], [(one.value, one.fit) for one in values]))
@@ -32,7 +38,7 @@ def show(store: Path, checkpoint: str, as_json: bool) -> None:
         if values
     ]
     if as_json:
-        held_of = [{"model": shown["model"], "data": shown["data"], "rows": [*map(asdict, of)]} for shown, of in tables]
+        held_of = [{**shown, "rows": [*map(asdict, of)]} for shown, of in tables]
         others = [{"kind": one.kind, "label": one.label, "text": one.error or str(one.result)} for one in results]
         show_json({"checkpoint": name, "content": content, "columns": columns, "settings": held_of, "results": others})
         return
@@ -41,7 +47,7 @@ def show(store: Path, checkpoint: str, as_json: bool) -> None:
         click.echo(printable(f"{key}: {value}"))
     for shown, of in tables:
         click.echo()
-        click.echo(printable(f"model {shown['model'] or 'of each'}; data {shown['data']}"))
+        click.echo(printable(shown["text"]))
         print_rows(of)
     for one in results:
         click.echo()

@@ -39,6 +39,7 @@ __all__ = [
     "SquaredError",
     "Terms",
     "marked",
+    "names",
     "of_batch",
     "resolve",
     "rows",
@@ -47,6 +48,11 @@ __all__ = [
 
 Sampled = CrossEntropy | SquaredError | BinaryCrossEntropy
 """Losses whose sampled factors are differentiable in the outputs, by their method ``sampled``."""
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of losses that :func:`resolve` knows."""
+    return tuple(_NAMES)
 
 
 def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:

@@ -209,13 +209,9 @@ class Report:
         layer, measure = names
         if measure in self.skipped and (not layer or measure not in self.measures):
             raise InputError(f"report: no value of {measure!r}: {self.skipped[measure]}")
-        if isinstance(key, str) and key in self.layers and key not in self.measures:
-            raise InputError(
-                f"report: {key!r} is a layer; report[{key!r}, measure] is its value of a measure: "
-                f"{', '.join(self.measures)}"
-            )
         if measure not in self.measures:
-            raise InputError(f"report: no measure {measure!r}; there are {', '.join(self.measures)}")
+            hint = f"; it is a layer: report[{measure!r}, measure] is wanted" if measure in self.layers else ""
+            raise InputError(f"report: no measure {measure!r}; there are {', '.join(self.measures)}{hint}")
         if layer and layer not in self.layers:
             raise InputError(f"report: no layer {layer!r}; there are {', '.join(self.layers)}, and '' for the network")
         if (layer, measure) not in self._estimates:

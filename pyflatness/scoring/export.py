@@ -47,10 +47,9 @@ def records(store: Store, more: Mapping[str, Mapping[str, Any]] | None = None) -
     names = [*dict.fromkeys(name for columns in metadata.values() for name in columns)]
     for setting, facts in store.settings().items():
         key, shown = facts["key"], facts.get("shown", {})
-        given = {name: value for name, value in key["options"].items() if value != _DEFAULTS[name]}
         same = {
             "schema": SCHEMA,
-            "arguments": json.dumps({"loss": key["loss"], **given}, sort_keys=True),
+            "arguments": json.dumps({"loss": key["loss"], **_given_options(key)}, sort_keys=True),
             "model": shown.get("model") or "",
             "data": shown.get("data") or "",
             "setting": setting_hash(facts),
@@ -67,6 +66,33 @@ def records(store: Store, more: Mapping[str, Mapping[str, Any]] | None = None) -
 def setting_hash(facts: Mapping[str, Any]) -> str:
     """Return what rows of a setting have in common, by content."""
     return of_json(facts["key"])[:_DIGITS]
+
+
+def setting_texts(settings: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+    """Return what tells the settings of a store from each other for a reader, by their numbers.
+
+    That is the model, the data and how many samples they have, the loss, and options that are not those by default;
+    and the beginning of the hash where several settings have all of these in common.
+    """
+    texts = {number: _setting_text(facts) for number, facts in settings.items()}
+    known = [*texts.values()]
+    return {
+        number: text if known.count(text) == 1 else f"{text}; setting {setting_hash(settings[number])}"
+        for number, text in texts.items()
+    }
+
+
+def _setting_text(facts: Mapping[str, Any]) -> str:
+    key, shown = facts["key"], facts.get("shown", {})
+    samples = "" if "ends" in key["data"] else f", {key['data']['samples']} samples"  # of two batches alone
+    model, data = shown.get("model") or "of each", f"{shown.get('data') or ''}{samples}"
+    options = [f"{name} {value}" for name, value in _given_options(key).items()]
+    return "; ".join([f"model {model}", f"data {data}", f"loss {key['loss'].get('name', '')}", *options])
+
+
+def _given_options(key: Mapping[str, Any]) -> Record:
+    """Return the options of a setting that are not those by default."""
+    return {name: value for name, value in key["options"].items() if value != _DEFAULTS[name]}
 
 
 def _renamed(columns: Mapping[str, Any]) -> Record:

@@ -11,7 +11,7 @@ from ..messages import printable
 from ..report.page import Cell, Page, Section, tables
 from ..training.history import History
 from . import attached, attached_page
-from .export import Record, records, setting_hash
+from .export import records, setting_hash, setting_texts
 from .page import Choices, Part, page
 from .store import Store
 
@@ -39,7 +39,9 @@ def of_store(store: Store, title: str, choices: Choices, more: Mapping[str, Mapp
     settings = [*dict.fromkeys(record["setting"] for record in found)]
     own = {key: [record for record in found if record["setting"] == key] for key in settings}
     made = {key: facts for key, facts in _made(store).items() if key in own}
-    parts = [Part(_name(own[key][0]), own[key], made[key]) for key in settings]
+    every = store.settings()
+    names = {setting_hash(every[number]): text for number, text in setting_texts(every).items()}
+    parts = [Part(names[key], own[key], made[key]) for key in settings]
     held = attached.found(store)
     stored = {one.name: one.result for one in held if isinstance(one.result, History)}
     choices = replace(choices, histories={**stored, **choices.histories})
@@ -89,11 +91,6 @@ def _facts(store: Store, setting: int, facts: Mapping[str, Any]) -> list[tuple[s
     for row in store.select(_VERSIONS, (setting,)):
         found.append(("versions", f"{_versions(row['versions'])} ({row['units']} units)"))
     return found
-
-
-def _name(record: Record) -> str:
-    """Return what tells a setting from others for a reader; the first digits of its hash where nothing else does."""
-    return ", ".join(filter(None, (record["model"], record["data"]))) or str(record["setting"])
 
 
 def _runs(store: Store) -> Iterator[Section]:

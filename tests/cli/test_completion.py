@@ -50,6 +50,13 @@ def test_names_of_measures_also_behind_a_comma(complete):
     assert complete("pyflatness score --measures trace,lambda") == ["trace,lambda_max"]
 
 
+def test_losses(complete):
+    assert complete("pyflatness score --loss ") == [
+        *("auto", "cross_entropy", "mse_loss", "binary_cross_entropy_with_logits")
+    ]
+    assert complete("pyflatness score --loss m") == ["mse_loss"]
+
+
 def test_names_of_experiments(complete):
     expected = [row.name for row in EXPERIMENTS if row.name.startswith("p21")]
     assert len(expected) > 1

@@ -7,6 +7,7 @@ import torch
 
 import pyflatness as pf
 from pyflatness import messages
+from pyflatness.scoring import export
 from support.score_runs import arguments_of, rows_of, saved, status
 
 
@@ -70,5 +71,53 @@ def test_a_store_is_no_table_and_a_table_no_store(tiny, tmp_path, capsys):
 def test_a_layer_without_a_measure_says_what_is_wanted():
     network = torch.nn.Sequential(torch.nn.Linear(4, 3)).eval()
     report = pf.measure(network, "cross_entropy", [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))], layers="*")
-    with pytest.raises(pf.InputError, match=r"'0' is a layer; report\['0', measure\] is its value of a measure: rel"):
+    with pytest.raises(pf.InputError, match=r"no measure '0'; .*; it is a layer: report\['0', measure\] is wanted"):
         report["0"]
+
+
+def test_score_without_a_checkpoint_says_that_weights_are_not_from_one(tiny, capsys):
+    assert status(*arguments_of(tiny)) == 0
+    said = f"no checkpoint given: {tiny}:Tiny is measured with the weights that it is made with\n"
+    out, err = capsys.readouterr()
+    assert err == said
+    assert "no checkpoint" not in out
+    assert status(*arguments_of(tiny, saved(tiny, 0, "0.safetensors"))) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_settings_of_a_store_are_told_apart(tiny, tmp_path, capsys):
+    store, checkpoint = tmp_path / "runs.sqlite", saved(tiny, 0, "0.safetensors")
+    for limit in ("7", "5"):
+        arguments = arguments_of(tiny, checkpoint, "--store", store, "--limit", limit, "--executor", "serial")
+        place = arguments.index("--out")
+        assert status(*arguments[:place], *arguments[place + 2 :]) == 0
+    for command in (["ls", str(store)], ["show", str(store), "0"]):
+        capsys.readouterr()
+        assert status(*command) == 0
+        out = capsys.readouterr().out
+        for samples in (7, 5):
+            assert f"data {tiny}:data, {samples} samples; loss CrossEntropy\n" in out
+    page = tmp_path / "page.html"
+    assert status("report", str(store), "--out", str(page)) == 0
+    assert ", 7 samples; loss" in page.read_text(encoding="utf-8")
+    table = tmp_path / "runs.csv"
+    assert status("export", str(store), "--out", str(table)) == 0
+    with pytest.raises(pf.InputError, match="has two rows of 'relative_flatness'; the column 'setting'"):
+        pf.correlations(table, "relative_flatness", "loss")
+
+
+def test_settings_that_differ_by_the_content_of_data_alone_have_hashes():
+    settings = {
+        place: {"key": {"data": {"samples": 3, "content": place}, "loss": {"name": "L"}, "options": {"probes": 8}}}
+        for place in (1, 2)
+    }
+    same = "model of each; data , 3 samples; loss L; probes 8"
+    assert export.setting_texts({1: settings[1]}) == {1: same}
+    texts = export.setting_texts(settings)
+    assert texts == {place: f"{same}; setting {export.setting_hash(settings[place])}" for place in (1, 2)}
+    assert texts[1] != texts[2]
+
+
+def test_sentences_in_a_pipe_are_wrapped_for_reading(capsys):
+    assert status("measures", "--help-me-choose") == 0
+    assert 80 < max(map(len, capsys.readouterr().out.splitlines())) <= 100
