@@ -96,7 +96,8 @@ def check_tensor(what: str, tensor: object) -> Tensor:
         InputError: no tensor, or one that is sparse, nested, quantised or on the meta device.
     """
     if not isinstance(tensor, Tensor):
-        raise InputError(f"{what}: a tensor is wanted, got {type(tensor).__name__}{_instead(tensor)}")
+        hint = "; pass torch.from_numpy(array)" if type(tensor).__module__ == "numpy" else ""
+        raise InputError(f"{what}: a tensor is wanted, got {type(tensor).__name__}{hint}")
     if tensor.is_nested:
         raise InputError(f"{what}: a dense tensor is wanted, got a nested one; pad it, torch.nested.to_padded_tensor")
     if tensor.layout != torch.strided:
@@ -142,10 +143,6 @@ def check_path(option: str, given: object) -> Path:
     if not isinstance(given, (str, os.PathLike)) or not isinstance(os.fspath(given), str) or Path(given).is_dir():
         raise InputError(f"{option}={shown(given)}: the path of a file is wanted")
     return Path(given)
-
-
-def _instead(given: object) -> str:
-    return "; pass torch.from_numpy(array)" if type(given).__module__ == "numpy" else ""
 
 
 def is_out_of_memory(error: Exception | str) -> bool:

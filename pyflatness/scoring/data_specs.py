@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..errors import InputError, MissingExtraError
-from ..options import check_count, check_dtype
+from ..options import check_dtype
 from . import images, pretrained, specs, texts
 
 INPUTS = ("inputs", "x", "images", "image", "img", "features")
@@ -42,29 +42,16 @@ def resolve(spec: str) -> specs.Function:
     if path.suffix in (".npz", ".parquet", ".txt", ".jsonl") and not path.is_file():
         raise InputError(f"{spec!r}: there is no such file")
     if path.suffix in (".txt", ".jsonl"):
-        return _reader(texts.read_file, path)
+        return functools.partial(texts.read_file, path)
     if path.suffix == ".npz":
-        return _reader(read_npz, path)
+        return functools.partial(read_npz, path)
     if path.suffix == ".parquet":
-        return _reader(_with("pyarrow", read_parquet), path)
+        return functools.partial(_with("pyarrow", read_parquet), path)
     if not path.is_dir():
         return specs.resolve(spec)
     if any((path / name).is_file() for name in _ON_DISK):
-        return _reader(_with("datasets", read_hugging_face), path)
-    return _reader(_with("PIL", images.read_images), path)
-
-
-def _reader(function: specs.Function, path: Path) -> specs.Function:
-    """Return a reader of a file or folder, whose counts of samples are looked at first."""
-
-    @functools.wraps(function)
-    def read(path: Path, **options: Any) -> Any:
-        for name in ("count", "batch_size"):
-            if options.get(name) is not None:
-                check_count(name, options[name], 1, "a number of samples")
-        return function(path, **options)
-
-    return functools.partial(read, path)
+        return functools.partial(_with("datasets", read_hugging_face), path)
+    return functools.partial(_with("PIL", images.read_images), path)
 
 
 def with_tokenizer(data: Any, arguments: dict[str, Any], model: Any) -> dict[str, Any]:
