@@ -55,6 +55,12 @@ def in_words(result: object, *facts: str) -> str:
     return f"{type(result).__name__}({', '.join(filter(None, facts))})"
 
 
+def span(numbers: Tensor, form: str = ".6g") -> str:
+    """Return the smallest and the largest number as text: "from 0.1 to 3"."""
+    low, high = (float(end) for end in numbers.aminmax())
+    return f"from {low:{form}} to {high:{form}}"
+
+
 def with_error(value: float, stderr: float | None) -> str:
     """Return a number as text, to the digits that its standard error leaves: "140 ± 39", "0.6852 ± 0.0020".
 

@@ -22,7 +22,7 @@ from ..errors import InputError, NonFiniteError
 from ..hessian.eigenvalues import tolerance_of
 from ..hessian.parameter_products import ParameterProducts
 from ..losses import risk
-from ..messages import in_words
+from ..messages import in_words, span
 from ..model import calling, data, parameters
 from ..numerics import lanczos
 from ..passes.memory import Budget
@@ -62,11 +62,10 @@ class WorstCase:
         return self.value
 
     def __repr__(self) -> str:
-        low, high = (float(end) for end in self.restarts.aminmax())
         return in_words(
             self,
             f"{self.value:.6g}",
-            f"{len(self.restarts)} restarts from {low:.6g} to {high:.6g}" if len(self.restarts) > 1 else "1 start",
+            f"{len(self.restarts)} restarts {span(self.restarts)}" if len(self.restarts) > 1 else "1 start",
             "" if self.bound is None else f"bound of the quadratic model {self.bound:.6g}",
             f"loss {self.loss:.6g}",
             f"gradient norm {self.gradient_norm:.4g}",

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import interrupts, losses, tensor_head
 from ..contractions import promoted
 from ..errors import InputError
-from ..messages import check_tensor, in_words
+from ..messages import check_tensor, in_words, span
 from ..options import check_draws, check_function, check_numbers, check_seed
 from ..session import public
 
@@ -49,10 +49,9 @@ class LabelConstancy:
         return float((self.changes / self.deltas**3).max())
 
     def __repr__(self) -> str:
-        ends = (float(x) for tensor in (self.changes, self.deltas) for x in tensor.aminmax())
         return in_words(
             self,
-            "D(δ) from {:.4g} to {:.4g} for δ from {:g} to {:g}".format(*ends),
+            f"D(δ) {span(self.changes, '.4g')} for δ {span(self.deltas, 'g')}",
             f"C = {self.constant:.4g}",
             f"m = {self.features}",
             f"{self.samples} samples",

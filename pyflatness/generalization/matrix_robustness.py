@@ -23,7 +23,7 @@ from .. import head
 from ..contractions import promoted
 from ..errors import InputError
 from ..losses import risk
-from ..messages import check_tensor, in_words
+from ..messages import check_tensor, in_words, span
 from ..model import calling, layers
 from ..model.data import size
 from ..model.selectors import Selector
@@ -58,10 +58,9 @@ class MatrixRobustness:
     samples: int
 
     def __repr__(self) -> str:
-        ends = (float(x) for tensor in (self.rises, self.alphas) for x in tensor.aminmax())
         return in_words(
             self,
-            "rises from {:.4g} to {:.4g} for α from {:g} to {:g}".format(*ends),
+            f"rises {span(self.rises, '.4g')} for α {span(self.alphas, 'g')}",
             f"ε = {self.epsilon:.6g}",
             f"loss {self.loss:.6g}",
             f"layer {self.layer!r}",
@@ -97,11 +96,10 @@ class LargestRobustness:
     samples: int
 
     def __repr__(self) -> str:
-        low, high = (float(end) for end in self.rises.aminmax())
         return in_words(
             self,
             f"{self.rise:.6g}",
-            f"{len(self.rises)} starts from {low:.6g} to {high:.6g}" if len(self.rises) > 1 else "1 start",
+            f"{len(self.rises)} starts {span(self.rises)}" if len(self.rises) > 1 else "1 start",
             f"δ = {self.delta:g}",
             f"matrix {' × '.join(map(str, self.matrix.shape))}",
             f"loss {self.loss:.6g}",
