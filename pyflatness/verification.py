@@ -297,7 +297,7 @@ def _double_loss(loss: Any, reduction: str | None) -> Any:
         loss = functools.partial(loss.func, *loss.args, **keywords)
     if isinstance(loss, nn.Module):
         loss = copy.deepcopy(loss).double()
-        if reduction and not isinstance(losses.resolve(loss, reduction), losses.CustomLoss):
+        if reduction and losses.resolve(loss, reduction).known:
             loss.reduction = reduction  # of another it says what the loss is, and changes nothing
     return loss
 

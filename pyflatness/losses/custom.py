@@ -1,7 +1,7 @@
 """Take any callable as a loss."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import ClassVar
@@ -32,6 +32,8 @@ class CustomLoss:
     positions: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
     convex: ClassVar[bool] = False
+    known: ClassVar[bool] = False
+    by_rows: ClassVar[bool] = False
     several: SideBySide | None = None  # how the outputs lie in one tensor, if the loss takes several
     _first: list[tuple[Tensor, Tensor]] | None = field(default_factory=list)  # until there are two samples; then None
     _shape: tuple[int, ...] = ()  # of one sample's outputs, as the loss takes them
@@ -54,6 +56,9 @@ class CustomLoss:
         if bool(good.any()):
             self._check_separable(outputs[good], targets[good.to(targets.device)])
         return terms
+
+    def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> None:
+        """See :class:`.base.Loss`."""
 
     @torch.no_grad()
     def _value(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, NonFiniteError
-from ..losses import CustomLoss, Loss, risk
+from ..losses import Loss, risk
 from ..messages import in_words, with_error
 from ..model import calling
 from ..model.data import size
@@ -257,7 +257,7 @@ def _terms(loss: Loss, outputs: Tensor, targets: Tensor, number: int, groups: in
     A callable would have to be called for every sample. Groups are at random, in no step with the order of the data.
     """
     weights = risk.rows(outputs, targets, loss, number).terms.weights.double()
-    if not isinstance(loss, CustomLoss):
+    if loss.known:
         return torch.stack([loss.each(outputs, targets), weights])
     order = torch.randperm(len(weights), generator=torch.Generator("cpu").manual_seed(number), device="cpu")
     places = [index.to(outputs.device) for index in order.chunk(groups)]

@@ -672,9 +672,7 @@ def label_constancy(
         >>> float(found.changes[0]), bool(found.changes[1] > 0.01)
         (0.0, True)
     """
-    resolved = losses.resolve(loss, None)
-    if isinstance(resolved, losses.CustomLoss):
-        raise InputError("loss: a callable has no loss of a single sample; take a loss of torch")
+    resolved = losses.known(loss, "loss of a single sample")
     radii = check_numbers("deltas", deltas)
     draws, seed = check_draws("draws", draws, 2), check_seed("seed", seed)
     check_function("labels", labels, "of features (n, m) that returns their targets")

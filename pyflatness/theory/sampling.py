@@ -34,7 +34,7 @@ from torch import Tensor
 from .. import interrupts, losses, tensor_head
 from ..contractions import promoted
 from ..errors import InputError
-from ..losses import CustomLoss, Loss, risk
+from ..losses import Loss, risk
 from ..messages import check_tensor, in_words, shown
 from ..numerics import accumulate, meeting
 from ..numerics.meeting import Group
@@ -390,7 +390,7 @@ def _by_draw(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the sums of the loss, (draws,), of outputs (draws, samples, …)."""
     if outputs.shape[1] == 0:
         return outputs.new_zeros(len(outputs), dtype=torch.float64)
-    if isinstance(loss, CustomLoss):  # may do what vmap does not take
+    if not loss.known:  # it may do what vmap does not take
         return torch.stack([loss.value(drawn, targets) for drawn in outputs])
     values: Tensor = torch.func.vmap(lambda drawn: loss.value(drawn, targets))(outputs)
     return values

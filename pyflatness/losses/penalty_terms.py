@@ -9,21 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import losses
 from ..contractions import promoted_dtype
 from ..numerics.accumulate import normaliser_or_nan
-from .operators import one_by_one
+from .base import Known
+from .cross_entropy import CrossEntropy
+from .elementwise import BinaryCrossEntropy, SquaredError
+from .penalty import one_by_one
 
 Shares = tuple[Tensor, Tensor, Tensor]
 """What each row is multiplied by, (rows,) float64; coefficients of its outputs, (rows, d), or (0, d) for none; and what
 is added to the sum, 0 or, of a mean over no rows, NaN."""
 
 
-def of(loss: losses.Loss, features: Tensor, outputs: int, targets: Tensor | None) -> Shares:
+def of(loss: Known, features: Tensor, outputs: int, targets: Tensor | None) -> Shares:
     """Return the shares of a head's rows.
 
     Args:
-        loss: one with a formula at heads.
+        loss: of the head.
         features: (n, …, m).
         outputs: d.
         targets: of the rows, or None; no gradient flows to them.
@@ -45,13 +47,6 @@ def of(loss: losses.Loss, features: Tensor, outputs: int, targets: Tensor | None
     return found
 
 
-def used(loss: losses.Loss, targets: Tensor | None) -> Tensor | None:
-    """Return which rows the loss does not ignore, (rows,); None: all of them."""
-    if targets is None or targets.is_floating_point() or not isinstance(loss, losses.CrossEntropy):
-        return None
-    return targets.flatten() != loss.ignore_index
-
-
 def _made(
     kind: str,
     weight: Tensor | None,
@@ -59,12 +54,12 @@ def _made(
     ignore_index: int,
     label_smoothing: float,
     reduction: str,
-) -> losses.Loss:
-    if kind == losses.CrossEntropy.__name__:
-        return losses.CrossEntropy(weight, ignore_index, label_smoothing, reduction)
-    if kind == losses.BinaryCrossEntropy.__name__:
-        return losses.BinaryCrossEntropy(weight, pos_weight, reduction)
-    return losses.SquaredError(reduction)
+) -> Known:
+    if kind == CrossEntropy.__name__:
+        return CrossEntropy(weight, ignore_index, label_smoothing, reduction)
+    if kind == BinaryCrossEntropy.__name__:
+        return BinaryCrossEntropy(weight, pos_weight, reduction)
+    return SquaredError(reduction)
 
 
 @torch.library.custom_op("pyflatness::head_terms", mutates_args=())
@@ -93,7 +88,7 @@ def _operator(
 @_operator.register_fake
 def _(features: Tensor, outputs: int, targets: Tensor | None, kind: str, *options: Any) -> Shares:
     rows = features.shape[:-1].numel()
-    of_rows = rows if kind == losses.BinaryCrossEntropy.__name__ else 0
+    of_rows = rows if kind == BinaryCrossEntropy.__name__ else 0
     dtype = promoted_dtype(features.dtype)
     coefficients = features.new_empty(of_rows, outputs, dtype=dtype)
     return features.new_empty(rows, dtype=torch.float64), coefficients, features.new_empty((), dtype=dtype)
