@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import interrupts, losses, tensor_head
-from ..contractions import promoted
+from ..contractions import product, promoted
 from ..errors import InputError
 from ..losses import Loss
 from ..messages import check_tensor
@@ -85,7 +85,7 @@ def authors_representativeness(
         for k in range(folds):
             w, b = (weight, bias) if fit is None else refit(fit, features[places != k], targets[places != k])
             tensor_head.check_tensors(features, w, b, targets, resolved)
-            outputs = promoted(features) @ promoted(w).t() + (0 if b is None else promoted(b))
+            outputs = product(promoted(features), promoted(w).t()) + (0 if b is None else promoted(b))
             values.append(_fold(promoted(features).double(), outputs, targets, places == k, resolved))
     return sum(values) / folds
 

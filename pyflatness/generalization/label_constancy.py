@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import interrupts, losses, tensor_head
-from ..contractions import promoted
+from ..contractions import product, promoted
 from ..errors import InputError
 from ..messages import check_tensor, in_words, span
 from ..options import check_draws, check_function, check_numbers, check_seed
@@ -127,7 +127,7 @@ def label_constancy(
             for draw in range(draws):
                 interrupts.check()
                 moved = phi + radius * _within(phi, generator, on_sphere=draw % 2 == 0)
-                outputs = moved @ w.t() + shift
+                outputs = product(moved, w.t()) + shift
                 there, here = (_each(resolved, outputs, y) for y in (labels(moved.to(features.dtype)), targets))
                 largest = torch.maximum(largest, (there - here).abs())
             changes.append(float(largest.mean()))

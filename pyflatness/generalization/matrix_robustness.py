@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import head
-from ..contractions import promoted
+from ..contractions import product, promoted
 from ..errors import InputError
 from ..losses import risk
 from ..messages import check_tensor, in_words, span
@@ -168,7 +168,7 @@ def matrix_robustness(
         process_group=process_group,
     ) as task:
         curve = _Loss(task, layer)
-        change = curve.weight @ curve.fitting(matrix)
+        change = product(curve.weight, curve.fitting(matrix))
         own = curve.at(torch.zeros_like(change))
         rises = [curve.at(alpha * change) - own for alpha in steps]
     grid = torch.tensor(steps, dtype=torch.float64, device="cpu")

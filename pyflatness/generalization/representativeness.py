@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import interrupts, losses, tensor_head
-from ..contractions import promoted
+from ..contractions import product, promoted
 from ..errors import InputError
 from ..losses import CustomLoss, Loss, risk
 from ..messages import check_tensor, in_words, shown
@@ -343,14 +343,14 @@ class _Head:
 
     def outputs(self) -> Tensor:
         """Return the outputs (n, d)."""
-        outputs: Tensor = self.features @ self.weight + (0 if self._bias is None else self._bias)
+        outputs: Tensor = product(self.features, self.weight) + (0 if self._bias is None else self._bias)
         return outputs
 
     def noisy(self, outputs: Tensor, delta: float, draws: int, seed: int) -> Iterator[Tensor]:
         """Yield outputs with noise, two of opposite signs for each draw."""
         generator = torch.Generator(outputs.device).manual_seed(seed)
         for xi in noise.kernel_noise(self.features, delta, draws, generator):
-            change = xi @ self.weight
+            change = product(xi, self.weight)
             yield outputs + change
             yield outputs - change
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..contractions import Bounded, promoted, promoted_dtype, squared_norms
+from ..contractions import Bounded, product, promoted, promoted_dtype, squared_norms
 from ..errors import InputError
 from .base import Curvature, Factors, Reduction, Terms, diagonal, marked, rows_like, uniform
 
@@ -120,7 +120,7 @@ class BinaryCrossEntropy(_Elementwise):
             parts = []
             for rows, weights in zip(features.split(chunk), coefficients.split(chunk), strict=True):
                 rows = promoted(rows)
-                logits = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+                logits = product(rows, weight.t(), bias)
                 parts.append(backend.sigmoid_curvature(logits, weights, norms))
             return Bounded(torch.cat(parts) * squared_norms(features, backend, memory), None)
 

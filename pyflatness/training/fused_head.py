@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
-from ..contractions import FUSED_OUTPUTS, backends, compiled, full_precision
+from ..contractions import FUSED_OUTPUTS, backends, compiled, full_precision, product
 from ..contractions.centre import centre
 from .operators import one_by_one
 from .softmax_variance import apart, takes_pairs, weighted_sum
@@ -56,9 +56,9 @@ def _operator(
         if not wanted:
             return value, value.new_empty(0), value.new_empty(0), value.new_empty(0)
         centred, slopes, (twice, scale) = weight - centre(weight), found.slopes, found.factors
-        of_features = torch.mm(slopes.t(), centred).addcmul_(rows, twice.unsqueeze(1))
-        pairs = torch.mm(found.probabilities * scale, found.probabilities.t())
-        of_weight = apart(pairs, centred).addmm_(slopes, rows)
+        of_features = product(slopes.t(), centred).addcmul_(rows, twice.unsqueeze(1))
+        pairs = product(found.probabilities * scale, found.probabilities.t())
+        of_weight = product(slopes, rows, apart(pairs, centred))
         return value, of_features, of_weight, slopes.sum(dim=1) if bias is not None else value.new_empty(0)
 
 

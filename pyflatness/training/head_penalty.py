@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import losses
-from ..contractions import full_precision, promoted
+from ..contractions import full_precision, product, promoted
 from ..errors import InputError, NotYetError
 from ..messages import check_tensor, shown
 from ..model.spread import is_spread
@@ -112,6 +112,6 @@ def _elementwise(loss: losses.Loss, rows: Tensor, weight: Tensor, bias: Tensor |
     lengths = rows.square().sum(dim=1)
     if isinstance(loss, losses.SquaredError):
         return lengths * weight.square().sum()
-    logits = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+    logits = product(rows, weight.t(), bias)
     slopes = coefficients * torch.sigmoid(logits) * torch.sigmoid(-logits)
-    return lengths * (slopes @ weight.square().sum(dim=1))
+    return lengths * product(slopes, weight.square().sum(dim=1))
