@@ -165,8 +165,11 @@ class Checked:
         """Raise if the loss depends on the model's parameters otherwise than by the outputs; once."""
         assert isinstance(self._loss, CustomLoss)
         held = {*self._parameters, *model.parameters()}  # others where the model is run functionally
-        # Of hooks the innermost are called, so that what this graph keeps is not counted as the sweep's by a dry run.
-        uncounted = functools.partial(torch.autograd.graph.saved_tensors_hooks, lambda kept: kept, lambda kept: kept)
+        # Of hooks the innermost are called, so that what this graph keeps is not counted as the sweep's by a dry run. A
+        # node that keeps its own output as it is would be held by it, in a cycle that nothing frees.
+        uncounted = functools.partial(
+            torch.autograd.graph.saved_tensors_hooks, lambda kept: kept.detach(), lambda kept: kept
+        )
         for part in (data.first(batch, min(2, data.size(batch))), batch):
             with contextlib.suppress(Exception), state.made_anew(model), calling.aside(), uncounted():
                 found = depends_on(self._loss, functools.partial(self._run, model, part), held)
