@@ -28,6 +28,7 @@ from .detached import Detached
 from .independence import agree, two_alone
 
 _CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called, and of which parameters
+GIVEN_COPIES = "the model changes its inputs in place, so that it was given copies of them"
 _ROUNDING = 8  # units of the outputs' rounding that two forward passes of the same batch may differ by
 
 
@@ -44,6 +45,7 @@ class Checked:
     def __init__(self, model: nn.Module, loss: Loss, forward: calling.Forward | None, random: Randomness) -> None:
         self._forward, self._loss, self._random = forward, loss, random
         self._parameters = [p for module in model.modules() for p in module._parameters.values() if p is not None]
+        self._changes_inputs: bool | None = None  # whether the model does so in place; not known before it ran
         self._is_first = True  # whether no batch was run yet, but to find something out
         self._fewest = math.inf  # samples that were run to find something out
         self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
@@ -78,9 +80,9 @@ class Checked:
                 self._check_independent(model, batch, outputs)
             self._is_first = False
             if self.notes is None and not outputs.is_meta and isinstance(targets, Tensor):
-                self.notes = ()
+                self.notes = (GIVEN_COPIES,) if self._changes_inputs else ()
                 with contextlib.suppress(Exception):  # what does not go together is an error of the measure
-                    self.notes = remarks.of(self._loss, outputs, targets, self._parameters)
+                    self.notes += remarks.of(self._loss, outputs, targets, self._parameters)
         if self._loss_is_open and not outputs.is_meta and isinstance(targets, Tensor):
             self._check_loss(model, batch)
         return outputs, targets
@@ -118,6 +120,25 @@ class Checked:
         return ", ".join(sorted(kinds)).replace("torch.", "")
 
     def _run(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """Run a batch, or a copy of it for a model that may change its inputs in place; the first pass shows whether.
+
+        Raises:
+            InputError: a later pass is the first to change them.
+        """
+        given = batch if self._changes_inputs is False else data.copied(batch)
+        before = _versions(given)
+        result = self._run_on(model, given)
+        if self._changes_inputs is None:
+            self._changes_inputs = _versions(given) != before or not data.same(batch, given)
+        elif given is batch and _versions(batch) != before:
+            raise InputError(
+                "model: it changes its inputs in place on the batch "
+                f"{data.described(batch)}, which is changed now, and did not on those before; have it work on a copy, "
+                "x = x.clone()"
+            )
+        return result
+
+    def _run_on(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         try:
             return calling.run(model, batch, self._forward, self._tensor)
         except FlatnessError:
@@ -179,6 +200,11 @@ class Checked:
         self._loss_is_open = False
         if found:
             raise InputError(REFUSAL)
+
+
+def _versions(batch: Any) -> list[int]:
+    """Return how often each tensor of a batch was changed in place."""
+    return [calling.version(part) for part in data.leaves(batch) if isinstance(part, Tensor)]
 
 
 @contextlib.contextmanager
