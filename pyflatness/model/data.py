@@ -376,7 +376,7 @@ def same(one: Any, other: Any) -> bool:
     """Return whether two batches hold the same tensors, entry by entry."""
     pairs = [(a, b) for a, b in zip(leaves(one), leaves(other), strict=False) if isinstance(a, Tensor)]
     return all(
-        a.is_meta or a.shape == b.shape and (torch.equal(a, b) or torch.allclose(a, b, 0, 0, equal_nan=True))
+        a.is_meta or (a.shape == b.shape and (torch.equal(a, b) or torch.allclose(a, b, 0, 0, equal_nan=True)))
         for a, b in pairs
     )
 

@@ -25,10 +25,12 @@ from ..model import calling, data, state
 from ..model.generators import OutsideTorch, Randomness
 from ..model.outputs import SideBySide, single
 from .detached import Detached
-from .independence import agree, two_alone
+from .independence import Decisions, agree, check_each_alone, two_alone
 
 _CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called, and of which parameters
 GIVEN_COPIES = "the model changes its inputs in place, so that it was given copies of them"
+_LOOKS = 3  # passes of few samples that are watched for decisions by values
+_ALONE = 32  # samples of a batch that run each by itself where there are some
 _ROUNDING = 8  # units of the outputs' rounding that two forward passes of the same batch may differ by
 
 
@@ -46,6 +48,9 @@ class Checked:
         self._forward, self._loss, self._random = forward, loss, random
         self._parameters = [p for module in model.modules() for p in module._parameters.values() if p is not None]
         self._changes_inputs: bool | None = None  # whether the model does so in place; not known before it ran
+        self._looks = _LOOKS  # that are left
+        self._batches = 0  # that went through the model to be measured
+        self.decides = False  # whether something is decided by values, see :class:`.Decisions`
         self._is_first = True  # whether no batch was run yet, but to find something out
         self._fewest = math.inf  # samples that were run to find something out
         self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
@@ -79,6 +84,8 @@ class Checked:
             if self._is_first and self._fewest >= data.size(batch):
                 self._check_independent(model, batch, outputs)
             self._is_first = False
+            if self.decides:
+                self._check_decisions(model, batch, outputs)
             if self.notes is None and not outputs.is_meta and isinstance(targets, Tensor):
                 self.notes = (GIVEN_COPIES,) if self._changes_inputs else ()
                 with contextlib.suppress(Exception):  # what does not go together is an error of the measure
@@ -127,7 +134,13 @@ class Checked:
         """
         given = batch if self._changes_inputs is False else data.copied(batch)
         before = _versions(given)
-        result = self._run_on(model, given)
+        if self._looks and calling.is_dry_run():
+            self._looks -= 1
+            with Decisions() as decisions:
+                result = self._run_on(model, given)
+            self.decides |= decisions.seen
+        else:
+            result = self._run_on(model, given)
         if self._changes_inputs is None:
             self._changes_inputs = _versions(given) != before or not data.same(batch, given)
         elif given is batch and _versions(batch) != before:
@@ -181,6 +194,17 @@ class Checked:
             with calling.aside():
                 check = two_alone(batch, functools.partial(self._run, model))
             check(outputs)
+
+    def _check_decisions(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
+        """Raise if samples of a batch have other outputs by themselves: many of some batches, one of each other."""
+        samples, self._batches = data.size(batch), self._batches + 1
+        if outputs.is_meta or outputs.ndim == 0 or samples < 2 or len(outputs) % samples:
+            return
+        is_power_of_two = self._batches & (self._batches - 1) == 0
+        count = min(samples, _ALONE)
+        places = [place * samples // count for place in range(count)] if is_power_of_two else [self._batches % samples]
+        with calling.aside():
+            check_each_alone(batch, functools.partial(self._run, model), outputs, places)
 
     def _check_loss(self, model: nn.Module, batch: Any) -> None:
         """Raise if the loss depends on the model's parameters otherwise than by the outputs; once."""
