@@ -157,7 +157,9 @@ class BlockTraces:
                 some = Signs(signs.seed, draws[start : start + directions.batch])
                 drawn = some(stream, self._run.numbers, directions.columns, *size)  # fewer columns, the same signs
                 traced = self._read(directions, drawn.transpose(2, 3).to(self._weight.dtype))
-                entries = self._entries.sampled(directions, some, stream, self._run.numbers)
+                entries = self._entries.sampled(
+                    directions, some, stream, self._run.numbers, self._form.columns(self._run)
+                )
                 parts.append(self._in_order(traced, entries))
         return torch.cat(parts, dim=1).transpose(0, 1)
 
@@ -225,7 +227,10 @@ class BlockTraces:
         """Yield directions of the layer's outputs."""
         run, form, calls = self._run, self._form, self._run.calls(self._form.name)
         patches = form.patches(run)
-        span = _spanning(patches, _MOST_POSITIONS if sampled else patches.shape[2])
+        if sampled and form.columns(run) is not None:  # the run's columns change with the samples beside
+            span = _by_token(patches)
+        else:
+            span = _spanning(patches, _MOST_POSITIONS if sampled else patches.shape[2])
         with torch.enable_grad():
             gradient = form.rows(run, self._gradients)
         second = derivatives(gradient, [call.edge for call in calls])
@@ -330,6 +335,13 @@ def _spanning(patches: Tensor, most: int) -> Tensor:
     scaled = vectors[..., -rank:] * values[..., -rank:].clamp_min(0).sqrt().unsqueeze(2)
     span: Tensor = scaled.flip(3).masked_fill(bad, torch.nan).to(patches.dtype)
     return span
+
+
+def _by_token(patches: Tensor) -> Tensor:
+    """Return K (n, G, P, P) of one-hot inputs, of the sample alone: a token's column is at its first position."""
+    same = patches @ patches.mT
+    first: Tensor = same.tril(-1).sum(dim=3) == 0
+    return same * first.unsqueeze(2)
 
 
 def _norms(patches: Tensor) -> Tensor:

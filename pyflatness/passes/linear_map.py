@@ -35,7 +35,7 @@ class LinearMap:
         return [None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)]
 
     def _of_all(self, vectors: Tensor) -> list[Tensor | None] | None:
-        """Return the images by ``torch.func.vmap``; None if it does not take the map: its errors come again with one."""
+        """Return the images by ``torch.func.vmap``; None if it does not take the map."""
         there: list[bool] = []
 
         def present(vector: Tensor) -> tuple[Tensor, ...]:
@@ -50,7 +50,7 @@ class LinearMap:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            self._at_once = False
+            self._at_once = False  # the error comes again with one
             return None
         return [next(parts) if held else None for held in there]
 

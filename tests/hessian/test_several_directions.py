@@ -11,15 +11,14 @@ from support import truth
 
 @torch.library.custom_op("pyflatness_tests::times", mutates_args=())
 def times(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x y, whose rule for several of them gives the last one the image of the first."""
+    """Return x y; the rule for several of them gives the last one the image of the first."""
     return x * y
 
 
 @times.register_vmap
 def _several(info, in_dims, x, y):
     first, second = (
-        part.unsqueeze(0) if dim is None else part.movedim(dim, 0)
-        for part, dim in zip((x, y), in_dims, strict=True)
+        part.unsqueeze(0) if dim is None else part.movedim(dim, 0) for part, dim in zip((x, y), in_dims, strict=True)
     )
     found = first * second
     return torch.cat([found[:-1], found[:1]]), 0
