@@ -1,0 +1,315 @@
+"""Train many networks of one architecture at once, by ``torch.func.vmap`` over their stacked parameters.
+
+Networks that share an optimiser and a batch size are one group: each has weights, a learning rate and an order of the
+samples of its own, and all of them take a step together. An optimiser's step is proportional to its learning rate, so
+one of rate 1 moves all of them, and each network then goes its own rate's part of the way:
+
+    θ_k ← θ_k + rate_k (step(θ_k) - θ_k)
+
+A network that has reached the target is saved and leaves its group. Groups are saved now and then, so that training
+that was interrupted goes on.
+"""
+
+import functools
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, stack_module_state, vmap
+from torch.nn import functional as F
+
+from pyflatness import progress
+
+_SAVED_EVERY = 20.0  # seconds
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "rmsprop": torch.optim.RMSprop,
+}
+
+INITIALIZATIONS: dict[str, Callable[[Tensor], Any]] = {
+    "xavier_normal": nn.init.xavier_normal_,
+    "kaiming_uniform": nn.init.kaiming_uniform_,
+    "uniform": functools.partial(nn.init.uniform_, a=-0.1, b=0.1),
+    "normal": functools.partial(nn.init.normal_, std=math.sqrt(0.1)),
+}
+"""Of weights. Biases begin at 0."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Describe how one network is trained.
+
+    Attributes:
+        optimizer: a name in :data:`OPTIMIZERS`.
+        batch_size: of a step.
+        learning_rate: constant.
+        seed: of the initial weights and of the order of the samples.
+        initialization: a name in :data:`INITIALIZATIONS`.
+    """
+
+    optimizer: str
+    batch_size: int
+    learning_rate: float
+    seed: int
+    initialization: str = "xavier_normal"
+
+
+@dataclass(frozen=True)
+class Until:
+    """Say when training ends.
+
+    Attributes:
+        loss: a network is done after the first epoch with a smaller mean loss, as it was while it was trained.
+        epochs: the most; a network that is not done by then did not converge.
+        together: the most networks that are trained at once. On a CPU convolutions gain nothing from more than one.
+    """
+
+    loss: float
+    epochs: int
+    together: int = 16
+
+
+def train(
+    network: Callable[[], nn.Module],
+    recipes: Mapping[str, Recipe],
+    data: tuple[Tensor, Tensor],
+    until: Until,
+    folder: Path,
+    shown: bool | None = None,
+) -> dict[str, Path]:
+    """Train a network by each recipe, and return its checkpoints by the recipes' names.
+
+    The checkpoints' metadata have the recipe, the epochs, the mean loss of the last one, whether the network converged,
+    and on what it was trained. What is in the folder already is not trained again, wherever it was trained. The first
+    weights and the order of the samples are the same on every device.
+
+    Args:
+        network: makes one, without buffers.
+        recipes: by name.
+        data: inputs (n, …) and labels (n,), on the device where the networks are to be trained.
+        until: when training ends.
+        folder: for the checkpoints; made if it is not there.
+        shown: whether a progress bar is; None: on a terminal.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {name: folder / f"{name}.safetensors" for name in recipes}
+    with progress.bar("training", len(recipes), shown) as advance:
+        for names in _groups(recipes, until.together):
+            asked = {name: _asked(recipes[name], until, len(data[1])) for name in names}
+            missing = [name for name in names if not _is_there(paths[name], asked[name], until)]
+            advance(len(names) - len(missing), "")
+            for name in missing:
+                del paths[name]
+            if missing and until.epochs:
+                of_group = {name: recipes[name] for name in names}
+                group = _Group(network, of_group, _saved_group(folder, asked), missing, data[0].device)
+                for name, state, facts in group.trained(data, until, advance):
+                    paths[name] = folder / f"{name}.safetensors"
+                    _save(state, asked[name] | facts, paths[name])
+                    advance(1, "")
+    return {name: paths[name] for name in recipes if name in paths}
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a reader knows a device by: the name of a GPU of Nvidia's, or the device's type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def metadata(path: Path) -> dict[str, str]:
+    """Return what a checkpoint says of its training; nothing if it was not trained here."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return dict(file.metadata() or {})
+
+
+def _asked(recipe: Recipe, until: Until, samples: int) -> dict[str, Any]:
+    """Return what a network's weights follow from, besides the architecture and the samples themselves."""
+    return {**asdict(recipe), "samples": samples, "target": until.loss}
+
+
+def _is_there(path: Path, asked: Mapping[str, Any], until: Until) -> bool:
+    """Return whether a checkpoint is there that was trained as is asked, or about which nothing is known."""
+    if not path.exists():
+        return False
+    told = metadata(path)
+    if any(told.get(key) != text for key, text in _texts(asked).items()):
+        return not told
+    ended = told["converged"] == "true" or not math.isfinite(float(told["loss"]))
+    return ended or until.epochs in (0, int(told["epochs"]))
+
+
+def _saved_group(folder: Path, asked: Mapping[str, Any]) -> Path:
+    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+    return folder / f".group-{key}.safetensors"
+
+
+def _groups(recipes: Mapping[str, Recipe], together: int) -> Iterator[list[str]]:
+    """Yield names of recipes that can be trained together, in the order of their first ones."""
+    held: dict[tuple[str, int], list[str]] = {}
+    for name, recipe in recipes.items():
+        held.setdefault((recipe.optimizer, recipe.batch_size), []).append(name)
+    places = {name: place for place, name in enumerate(recipes)}
+    chunks = (names[start : start + together] for names in held.values() for start in range(0, len(names), together))
+    yield from sorted(chunks, key=lambda names: places[names[0]])
+
+
+class _Group:
+    """Hold the stacked parameters of networks that are trained together, one slice of dimension 0 each.
+
+    Args:
+        network: makes one.
+        recipes: of all networks of the group, which are the same whenever training goes on.
+        path: where the group is saved.
+        missing: the networks that are not done yet.
+        device: where they are trained.
+    """
+
+    def __init__(
+        self,
+        network: Callable[[], nn.Module],
+        recipes: Mapping[str, Recipe],
+        path: Path,
+        missing: Sequence[str],
+        device: torch.device,
+    ) -> None:
+        first = next(iter(recipes.values()))
+        self._names, self._epoch, self._recipes = [*recipes], 0, recipes
+        self._title = f"{first.optimizer}, batches of {first.batch_size}"
+        self._batch_size = first.batch_size
+        self._path = path
+        made = [_initialized(network, recipe).to(device) for recipe in recipes.values()]
+        self._parameters, _ = stack_module_state(made)
+        self._optimizer = OPTIMIZERS[first.optimizer]([*self._parameters.values()], lr=1.0)
+        self._gradients = _gradients(made[0])
+        if self._path.exists():
+            self._load()
+        self._keep([name in missing for name in self._names])
+
+    def trained(
+        self, data: tuple[Tensor, Tensor], until: Until, advance: progress.Advance
+    ) -> Iterator[tuple[str, dict[str, Tensor], dict[str, Any]]]:
+        """Train, and yield each network's name, parameters and metadata when it is done."""
+        saved = time.monotonic()
+        where = f"{device_name(data[0].device)}, torch {torch.__version__}"
+        while self._names:
+            losses = self._train_epoch(*data)
+            self._epoch += 1
+            advance(0, f"{self._title}: epoch {self._epoch}, loss {losses.median():.3g}")
+            done = (losses < until.loss) | ~losses.isfinite() | (self._epoch >= until.epochs)
+            for place in done.nonzero()[:, 0].tolist():
+                name, loss = self._names[place], float(losses[place])
+                state = {key: value[place].detach().clone() for key, value in self._parameters.items()}
+                facts = {"epochs": self._epoch, "loss": loss, "converged": loss < until.loss, "trained_on": where}
+                yield name, state, facts
+            self._keep([not ended for ended in done.tolist()])
+            if time.monotonic() - saved > _SAVED_EVERY:
+                self._save()
+                saved = time.monotonic()
+        self._path.unlink(missing_ok=True)
+
+    def _train_epoch(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Take each network through all samples once, and return its mean loss, (networks,)."""
+        orders = torch.stack([_order(self._recipes[name].seed, self._epoch, len(labels)) for name in self._names])
+        rates = torch.tensor([self._recipes[name].learning_rate for name in self._names], dtype=torch.float64)
+        rate_of = {name: _of_each(rates, parameter) for name, parameter in self._parameters.items()}
+        totals = torch.zeros(len(self._names), device=inputs.device)
+        for places in orders.to(inputs.device).split(self._batch_size, dim=1):
+            gradients, losses = self._gradients(self._parameters, inputs[places], labels[places])
+            totals += losses.detach() * places.shape[1]
+            for name, parameter in self._parameters.items():
+                parameter.grad = gradients[name]
+            before = [parameter.detach().clone() for parameter in self._parameters.values()]
+            self._optimizer.step()
+            with torch.no_grad():
+                for start, (name, parameter) in zip(before, self._parameters.items(), strict=True):
+                    parameter.copy_(start + rate_of[name] * (parameter - start))
+        return totals.cpu() / len(labels)
+
+    def _keep(self, kept: Sequence[bool]) -> None:
+        """Let go of the other networks."""
+        places = torch.tensor([place for place, stays in enumerate(kept) if stays], dtype=torch.long)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+            held = self._optimizer.state[parameter]
+            for key, value in held.items():
+                if value.shape == parameter.shape:  # not the number of steps
+                    held[key] = value[places]
+            parameter.data = parameter.data[places]
+        self._names = [name for name, stays in zip(self._names, kept, strict=True) if stays]
+
+    def _save(self) -> None:
+        states = self._optimizer.state
+        tensors = {f"parameter {name}": value.detach() for name, value in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            tensors |= {f"state {name} {key}": value for key, value in states[parameter].items()}
+        _save(tensors, {"epoch": self._epoch, "names": self._names}, self._path)
+
+    def _load(self) -> None:
+        from safetensors.torch import load_file
+
+        facts = {key: json.loads(value) for key, value in metadata(self._path).items()}
+        tensors = load_file(self._path)
+        for name, parameter in self._parameters.items():
+            parameter.data = tensors.pop(f"parameter {name}").to(parameter.device)
+        for key, value in tensors.items():
+            _, name, entry = key.split(" ")
+            parameter = self._parameters[name]
+            held = value.to(parameter.device) if value.shape == parameter.shape else value  # not the number of steps
+            self._optimizer.state[parameter][entry] = held
+        self._names, self._epoch = facts["names"], facts["epoch"]
+
+
+def _gradients(network: nn.Module) -> Callable[..., tuple[dict[str, Tensor], Tensor]]:
+    """Return what gives, of stacked parameters and batches, every network's gradients and loss."""
+
+    def loss(parameters: dict[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(functional_call(network, parameters, (inputs,)), labels)
+
+    return vmap(grad_and_value(loss))
+
+
+def _initialized(network: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
+    """Return a network with weights drawn from the recipe's seed; the global random state stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(recipe.seed)  # of the CPU alone, which is all that is forked
+        made = network()
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                INITIALIZATIONS[recipe.initialization](parameter)
+            else:
+                nn.init.zeros_(parameter)
+    return made
+
+
+def _of_each(numbers: Tensor, parameter: Tensor) -> Tensor:
+    """Return a number for each network as a factor of the stacked parameter."""
+    return numbers.to(parameter).view(-1, *(1,) * (parameter.dim() - 1))
+
+
+def _order(seed: int, epoch: int, count: int) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(1_000_003 * seed + epoch))
+
+
+def _save(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], path: Path) -> None:
+    """Write a file whole or not at all."""
+    from safetensors.torch import save_file
+
+    part = path.with_name(f".{path.name}.part")
+    plain = {name: value.contiguous() for name, value in tensors.items()}
+    save_file(plain, part, _texts(facts))
+    part.replace(path)
+
+
+def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
