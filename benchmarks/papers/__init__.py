@@ -1,4 +1,4 @@
-"""Redo the figures of the papers: one file an experiment, and one row in the table below."""
+"""Redo the figures of the papers: each an experiment, and one row in the table below."""
 
 from pyflatness.errors import InputError
 from pyflatness.messages import near
@@ -11,10 +11,7 @@ from . import (
     grid,
     p19_fig1,
     p19_fig2,
-    p19_fig3,
-    p19_fig4,
-    p19_fig5,
-    p19_fig6,
+    p19_mnist,
     p19_table1,
     p21_fig3,
     p21_fig4,
@@ -32,10 +29,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     p21_fig8.EXPERIMENT,
     p19_fig1.EXPERIMENT,
     p19_fig2.EXPERIMENT,
-    p19_fig3.EXPERIMENT,
-    p19_fig4.EXPERIMENT,
-    p19_fig5.EXPERIMENT,
-    p19_fig6.EXPERIMENT,
+    *p19_mnist.FIGURES,
     p19_table1.EXPERIMENT,
     c24_trends.CONVOLUTIONAL,
     c24_transformers.EXPERIMENT,

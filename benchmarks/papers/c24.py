@@ -21,9 +21,9 @@ from pyflatness.api import measure
 from pyflatness.errors import InputError
 
 from . import image_data
-from .c24_networks import perceptron, small_convolutional, vgg11
 from .experiment import Bench, note
-from .trajectories import Data, Descent, followed, half_squared_error
+from .networks import fully_connected, small_convolutional, vgg11
+from .training import Data, Descent, followed, half_squared_error
 
 SMALL = {"classes": [3, 8], "samples": 240, "measured": 100, "steps": 3000, "snapshots": 10, "seeds": 3, "width": 32}
 PAPER = {
@@ -58,7 +58,7 @@ def problem(bench: Bench, kind: str) -> tuple[Callable[[], nn.Module], Data, Dat
     some, others = chosen(train, classes, settings["samples"]), chosen(test, classes)
     if kind == "perceptron":
         inputs = some[0][0].numel()
-        return functools.partial(perceptron, inputs, width, len(classes)), some, others
+        return functools.partial(fully_connected, inputs, width, width, width, len(classes)), some, others
     made = small_convolutional if bench.scale == "small" else vgg11
     return functools.partial(made, len(classes)), some, others
 

@@ -16,7 +16,7 @@ from . import c24, claims, correlating
 from .c24 import FITTED
 from .claims import Claim
 from .experiment import Bench, Experiment, Finding, Found, Points, note
-from .trajectories import Data, Descent
+from .training import Data, Descent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

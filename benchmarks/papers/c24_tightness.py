@@ -13,7 +13,7 @@ from pyflatness.theory.inequalities import bounds
 from . import c24, claims
 from .claims import Claim, average
 from .experiment import Bench, Experiment, Found, Points, note
-from .trajectories import Data, Descent, steps_kept
+from .training import Data, Descent, steps_kept
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

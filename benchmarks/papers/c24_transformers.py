@@ -23,10 +23,10 @@ from pyflatness.measures.mls_adversarial import mls_adversarial
 from pyflatness.statistics.correlation import correlations
 
 from . import claims, correlating, image_data
-from .c24_networks import SigmoidOutputs, VisionTransformer
 from .claims import Claim
 from .experiment import Bench, Experiment, Finding, Found, Points, note
-from .trajectories import Data
+from .networks import SigmoidOutputs, VisionTransformer
+from .training import Data
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

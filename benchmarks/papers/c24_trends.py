@@ -16,7 +16,7 @@ from . import c24, claims, correlating
 from .c24 import FITTED, QUANTITIES
 from .claims import Claim
 from .experiment import Bench, Experiment, Finding, Found, Points, note
-from .trajectories import Descent, steps_kept
+from .training import Descent, steps_kept
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -2,7 +2,7 @@
 
 In most studies of flatness networks stop at different training losses, and correlations follow these. Here networks of
 every combination of width, depth, batch size, learning rate, weight decay and optimiser are trained to exactly the same
-cross-entropy on all training data (:mod:`.same_loss`). Over all of them: Kendall's τ; the granulated Kendall Ψ and the
+cross-entropy on all training data (:mod:`.training`). Over all of them: Kendall's τ; the granulated Kendall Ψ and the
 conditional mutual information of Jiang et al. (2020); the sign error of Dziugaite et al. (2020), mean and worst case.
 Targets are the gap, and those under shifts: images turned, with noise, labels that are wrong.
 """

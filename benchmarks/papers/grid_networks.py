@@ -1,9 +1,10 @@
 """Make the table of the grid: networks of every combination of settings, losses under shifts, and all measures."""
 
+import functools
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from pyflatness import progress
 from pyflatness.measures import MEASURES
 from pyflatness.scoring.score import score
 
-from . import image_data, same_loss
+from . import image_data, training
 from .experiment import Bench, note
-from .same_loss import Recipe, perceptron
+from .networks import fully_connected
+from .training import Recipe, Until
 
 Data = tuple[Tensor, Tensor]
 
@@ -33,8 +35,10 @@ HEAD = (
 """Measures whose value at the head, whose inputs are the penultimate features, has a column of its own."""
 
 
+BASE = {"sgd": (0.2, 5e-4), "momentum": (0.02, 5e-3), "adam": (0.002, 5e-2)}
+"""Learning rate and decoupled weight decay of each optimiser that a factor of 1 stands for."""
+
 _NAMES = tuple(row.name for row in MEASURES if row.name not in LEFT_OUT)
-_SHAPES = ("widths", "depths", "batch_sizes")  # settings that give a group, which has a file of its own
 _TOGETHER = 12  # networks that are scored between two steps of the bar
 
 
@@ -49,18 +53,13 @@ def made(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
     settings = bench.settings
     train, held_out = data(bench)
     train, tests = bench.on_device(train), {name: bench.on_device(held) for name, held in held_out.items()}
-    followed = {name: value for name, value in settings.items() if name not in _SHAPES}
-    folder = bench.kept(f"grid-{bench.scale}", followed)
-    rows = {row["name"]: row for row in trained(settings, train, folder, bench.shown)}
-    failures = {
-        name: f"loss {row['train_loss']:.3g} after {row['steps']} steps" for name, row in rows.items() if row["failed"]
-    }
-    kept = {name: {k: v for k, v in row.items() if k != "failed"} for name, row in rows.items() if not row["failed"]}
+    folder = bench.kept(f"grid-{bench.scale}", {name: settings[name] for name in ("samples", "loss", "steps")})
+    kept, failures = trained(settings, train, folder, bench.shown)
     store = folder.with_suffix(".sqlite")
     names = [*kept]
     with progress.bar("scoring", len(names), bench.shown) as advance:
         for start in range(0, len(names), _TOGETHER):
-            some = {name: _network(kept[name], train, folder) for name in names[start : start + _TOGETHER]}
+            some = {name: _read(kept[name], train, folder) for name in names[start : start + _TOGETHER]}
             for name, cells in scored(some, train, tests, store, failures).items():
                 kept[name] |= cells
             advance(len(some), names[start])
@@ -106,69 +105,61 @@ def shifts(images: Tensor, labels: Tensor) -> dict[str, Data]:
     }
 
 
-def trained(settings: Mapping[str, Any], train: Data, folder: Path, shown: bool | None) -> list[dict[str, Any]]:
-    """Train all groups that are not trained yet, and return a row of facts for each network.
-
-    A group is done when its file of facts is there, which is written after its networks.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    shapes = list(itertools.product(settings["batch_sizes"], settings["depths"], settings["widths"]))
-    recipes = [
-        Recipe(*row)
-        for row in itertools.product(
+def trained(
+    settings: Mapping[str, Any], train: Data, folder: Path, shown: bool | None
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Train what is not trained yet, and return the settings of networks that reached the loss, and the failures."""
+    shapes = [*itertools.product(settings["batch_sizes"], settings["depths"], settings["widths"])]
+    ways = [
+        *itertools.product(
             settings["optimizers"], settings["learning_rates"], settings["weight_decays"], range(settings["seeds"])
         )
     ]
-    rows = []
+    rows: dict[str, dict[str, Any]] = {}
+    failures: dict[str, str] = {}
     with progress.bar("training", len(shapes), shown) as advance:
         for batch_size, depth, width in shapes:
-            facts = folder / f"width{width}_depth{depth}_batch{batch_size}.json"
-            if not facts.exists():
-                found = _group(settings, (width, depth, batch_size), recipes, train, folder)
-                part = facts.with_suffix(".part")
-                part.write_text(json.dumps(found), encoding="utf-8")
-                part.replace(facts)
-            rows += json.loads(facts.read_text(encoding="utf-8"))
-            advance(1, facts.stem)
-    return rows
+            shape = {"width": width, "depth": depth, "batch_size": batch_size}
+            facts: dict[str, dict[str, Any]] = {}
+            recipes = {}
+            for optimizer, rate, decay, seed in ways:
+                way = {"optimizer": optimizer, "learning_rate": rate, "weight_decay": decay, "seed": seed}
+                name = f"width{width}_depth{depth}_batch{batch_size}_{optimizer}_rate{rate:g}_decay{decay:g}_seed{seed}"
+                facts[name] = {"name": name} | shape | way
+                own_rate, own_decay = BASE[optimizer]
+                recipes[name] = Recipe(optimizer, batch_size, own_rate * rate, seed, "", own_decay * decay)
+            epochs = -(-settings["steps"] * batch_size // len(train[1]))
+            until = Until(settings["loss"], epochs, together=len(ways), exact=True)
+            made = functools.partial(network, train, width, depth)
+            for name, path in training.train(made, recipes, train, until, folder, shown=False).items():
+                told = training.metadata(path)
+                steps, loss = json.loads(told["steps"]), float(told["loss"])
+                if told["converged"] == "true":
+                    rows[name] = facts[name] | {"steps": steps, "train_loss": loss}
+                else:
+                    failures[name] = f"loss {loss:.3g} after {steps} steps"
+            advance(1, f"width {width}, depth {depth}, batches of {batch_size}")
+    return rows, failures
 
 
-def _group(
-    settings: Mapping[str, Any], shape: tuple[int, int, int], recipes: Sequence[Recipe], train: Data, folder: Path
-) -> list[dict[str, Any]]:
-    from safetensors.torch import save_file
-
-    width, depth, batch_size = shape
-    sizes = train[0].shape[1], width, depth, 10
-    ended = same_loss.train(
-        sizes, recipes, train, batch_size=batch_size, target=settings["loss"], most_steps=settings["steps"]
-    )
-    rows = []
-    for recipe, result in zip(recipes, ended, strict=True):
-        how = f"{recipe.optimizer}_rate{recipe.learning_rate:g}_decay{recipe.weight_decay:g}_seed{recipe.seed}"
-        facts = {"width": width, "depth": depth, "batch_size": batch_size, **vars(recipe)}
-        facts |= {"steps": result.steps, "train_loss": result.loss}
-        name = f"width{width}_depth{depth}_batch{batch_size}_{how}"
-        if result.weights is not None:
-            told = {key: str(value) for key, value in facts.items()}
-            save_file(result.weights, folder / f"{name}.safetensors", metadata=told)
-        rows.append({"name": name, "failed": result.weights is None, **facts})
-    return rows
+def network(train: Data, width: int, depth: int) -> nn.Module:
+    """Return a ReLU network with ``depth`` hidden layers of ``width`` units."""
+    return fully_connected(train[0].shape[1], *[width] * depth, 10)
 
 
-def _network(row: Mapping[str, Any], train: Data, folder: Path) -> nn.Module:
+def _read(row: Mapping[str, Any], train: Data, folder: Path) -> nn.Module:
     from safetensors.torch import load_file
 
-    network = perceptron(train[0].shape[1], row["width"], row["depth"], 10)
-    network.load_state_dict(load_file(folder / f"{row['name']}.safetensors"))
-    return network.to(train[0].device).eval()
+    made = network(train, row["width"], row["depth"])
+    made.load_state_dict(load_file(folder / f"{row['name']}.safetensors"))
+    return made.to(train[0].device).eval()
 
 
 def scored(
     networks: Mapping[str, nn.Module], train: Data, tests: Mapping[str, Data], store: Path, failures: dict[str, str]
 ) -> dict[str, dict[str, float]]:
     """Return by network its losses on test sets, and the values of all measures, by column."""
-    heads = {name: str(len(list(network.children())) - 1) for name, network in networks.items()}
+    heads = {name: [*dict(network.named_children())][-1] for name, network in networks.items()}
     found: dict[str, dict[str, float]] = {name: {} for name in networks}
     for row in score(networks, train, "cross_entropy", layers="*", measures=_NAMES, store=store):
         if row.error:

@@ -4,8 +4,7 @@ from typing import Any
 
 from . import claims, correlating, p19_minima, p21_fig7, p21_minima, zoo
 from .experiment import Bench, Experiment, Finding, Found, Points
-from .reparameterized import BY_LAYERS
-from .zoo import BEFORE
+from .zoo import BEFORE, BY_LAYERS
 
 
 def measure(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:

@@ -1,4 +1,6 @@
-"""Define the networks of Petzka et al. 2019, appendix C: fully connected, on MNIST, by batch sizes.
+"""P19, Figures 3 to 6: flatness of layers, neurons and networks against the gap, fully connected, on MNIST.
+
+The networks are those of Petzka et al. 2019, appendix C, by batch sizes.
 
 Four hidden layers of 50, 50, 50 and 30 neurons, Xavier-normal weights, SGD, batches of 1000, 2000, 4000 and 8000. "With
 learning rate changed from 0.02 to 1.6 correspondingly to keep the ratio constant" cannot be, as 8000 / 1000 is not
@@ -8,12 +10,13 @@ Networks above a training loss of 0.07 were left out; here training ends when th
 At small scale narrower networks learn 600 of scikit-learn's digits, in batches of 25 to 200, at rates from 0.05 to 0.4.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import claims, correlating, image_data, networks, zoo
 from .claims import Claim
-from .experiment import Bench, Found, Points
+from .experiment import Bench, Experiment, Found, Points
 from .training import Recipe, Until
 from .zoo import Asked, Zoo, several
 
@@ -91,3 +94,69 @@ def judge(
         found.failures,
         size=(7.0, 6.0),
     )
+
+
+OF = {
+    "largest_scaled_trace": "scaled_trace",
+    "scaled_trace": "scaled_trace",
+    "neuron_flatness_max": "neuron_flatness_max",
+    "neuron_flatness": "neuron_flatness",
+}
+"""Measures of whole networks, and the measure of layers that each is made of."""
+
+
+def _figure(number: int, title: str, claim: str, **judged: Any) -> Experiment:
+    return Experiment(
+        name=f"p19-fig{number}",
+        figure=f"P19, Figure {number}",
+        title=title,
+        claim=claim,
+        measure=measure,
+        judge=functools.partial(judge, **judged),
+        seconds=34,
+        small=SMALL,
+        paper=PAPER,
+        data=DATA,
+    )
+
+
+def _of_layers(name: str) -> list[str]:
+    return [f"{name} {layer}" for layer in HIDDEN]
+
+
+_THAN = {f"{name} network": _of_layers(part) for name, part in OF.items()}
+_DIFFERS = "The correlation is again significant, but differs considerably between layers."
+FIGURES = (
+    _figure(
+        3,
+        "κ_τ of each hidden layer, ‖w‖² Tr(H), against the gap",
+        "Each of the four hidden layers' κ_τ correlates strongly with the generalisation error (ρ ≥ 0.7), and it is "
+        "hard to say which layer matters most.",
+        shown=_of_layers("scaled_trace"),
+        paper="≥ 0.7",
+        least=0.7,
+    ),
+    _figure(
+        4,
+        "ρ_σ of each hidden layer, the sum of its neurons' flatness, against the gap",
+        _DIFFERS,
+        shown=_of_layers("neuron_flatness"),
+        paper="significant",
+    ),
+    _figure(
+        5,
+        "ρ of each hidden layer, its largest neuron's flatness, against the gap",
+        _DIFFERS,
+        shown=_of_layers("neuron_flatness_max"),
+        paper="significant",
+    ),
+    _figure(
+        6,
+        "κ_τ^max, κ_τ^Σ, ρ^max and ρ^Σ of whole networks against the gap",
+        "Each of the network-wise measures has a larger correlation with the generalisation error than those of layers "
+        "and neurons.",
+        shown=[*_THAN],
+        paper="larger than the layers'",
+        than=_THAN,
+    ),
+)

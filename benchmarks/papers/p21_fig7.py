@@ -10,8 +10,7 @@ from pyflatness.statistics.correlation import Correlations
 from . import claims, correlating, p21_fig6, p21_minima, zoo
 from .claims import Claim
 from .experiment import Bench, Experiment, Finding, Found, Points
-from .reparameterized import BY_LAYERS
-from .zoo import BEFORE
+from .zoo import BEFORE, BY_LAYERS
 
 INVARIANT = ("relative_flatness", "fisher_rao")
 ROUNDING = 1e-3  # relative: of values in single precision

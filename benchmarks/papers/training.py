@@ -2,12 +2,21 @@
 
 Networks that share an optimiser and a batch size are one group: each has weights, a learning rate and an order of the
 samples of its own, and all of them take a step together. An optimiser's step is proportional to its learning rate, so
-one of rate 1 moves all of them, and each network then goes its own rate's part of the way:
+one of rate 1 moves all of them, and each network then goes its own rate's part of the way, with decoupled weight decay:
 
-    θ_k ← θ_k + rate_k (step(θ_k) - θ_k)
+    θ_k ← θ_k + rate_k (step(θ_k) - θ_k) - rate_k decay_k θ_k
 
 A network that has reached the target is saved and leaves its group. Groups are saved now and then, so that training
 that was interrupted goes on.
+
+**To exactly one loss.** Measures of flatness fall with the training loss, so networks that stopped at different losses
+are told apart by how far they were trained. With ``exact=True`` the loss on all training data is held against the
+target after every epoch. Of the epoch in which it was reached a step that reached it is found again by bisection, and
+that step is shortened so that the loss is the target: θ + t Δθ, 0 < t ≤ 1, as a smaller learning rate would have made
+it.
+
+**Followed on the way.** :func:`followed` trains by stochastic gradient descent on ½ |f(x) - y|², y the class as a unit
+vector, as "From Loss Flatness to Compressed Representations" (C24) does, and keeps the weights after some steps.
 """
 
 import functools
@@ -22,12 +31,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, stack_module_state, vmap
+from torch.func import functional_call, grad, grad_and_value, stack_module_state, vmap
 from torch.nn import functional as F
 
 from pyflatness import progress
 
+Data = tuple[Tensor, Tensor]
+Weights = dict[str, Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
 _SAVED_EVERY = 20.0  # seconds
+_TOLERANCE = 1e-4  # of a loss that is to be exact, relative to the target
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -42,7 +56,7 @@ INITIALIZATIONS: dict[str, Callable[[Tensor], Any]] = {
     "uniform": functools.partial(nn.init.uniform_, a=-0.1, b=0.1),
     "normal": functools.partial(nn.init.normal_, std=math.sqrt(0.1)),
 }
-"""Of weights. Biases begin at 0."""
+"""Of weights, with biases at 0."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +68,8 @@ class Recipe:
         batch_size: of a step.
         learning_rate: constant.
         seed: of the initial weights and of the order of the samples.
-        initialization: a name in :data:`INITIALIZATIONS`.
+        initialization: a name in :data:`INITIALIZATIONS`; "" leaves the layers' own.
+        weight_decay: decoupled.
     """
 
     optimizer: str
@@ -62,6 +77,7 @@ class Recipe:
     learning_rate: float
     seed: int
     initialization: str = "xavier_normal"
+    weight_decay: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,26 +88,42 @@ class Until:
         loss: a network is done after the first epoch with a smaller mean loss, as it was while it was trained.
         epochs: the most; a network that is not done by then did not converge.
         together: the most networks that are trained at once. On a CPU convolutions gain nothing from more than one.
+        exact: a network is done where its loss on all data is ``loss``, within an epoch.
     """
 
     loss: float
     epochs: int
     together: int = 16
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Descent:
+    """Represent how one network that is followed is trained: learning rate, batch size, seed of weights and order."""
+
+    learning_rate: float
+    batch_size: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Return its name in files and tables."""
+        return f"lr{self.learning_rate:g}_bs{self.batch_size}_seed{self.seed}"
 
 
 def train(
     network: Callable[[], nn.Module],
     recipes: Mapping[str, Recipe],
-    data: tuple[Tensor, Tensor],
+    data: Data,
     until: Until,
     folder: Path,
     shown: bool | None = None,
 ) -> dict[str, Path]:
     """Train a network by each recipe, and return its checkpoints by the recipes' names.
 
-    The checkpoints' metadata have the recipe, the epochs, the mean loss of the last one, whether the network converged,
-    and on what it was trained. What is in the folder already is not trained again, wherever it was trained. The first
-    weights and the order of the samples are the same on every device.
+    The checkpoints' metadata have the recipe, the epochs and steps, the loss, whether the network converged, and on
+    what it was trained. What is in the folder already is not trained again, wherever it was trained. The first weights
+    and the order of the samples are the same on every device.
 
     Args:
         network: makes one, without buffers.
@@ -135,7 +167,7 @@ def metadata(path: Path) -> dict[str, str]:
 
 def _asked(recipe: Recipe, until: Until, samples: int) -> dict[str, Any]:
     """Return what a network's weights follow from, besides the architecture and the samples themselves."""
-    return {**asdict(recipe), "samples": samples, "target": until.loss}
+    return {**asdict(recipe), "samples": samples, "target": until.loss, "exact": until.exact}
 
 
 def _is_there(path: Path, asked: Mapping[str, Any], until: Until) -> bool:
@@ -188,53 +220,91 @@ class _Group:
         self._title = f"{first.optimizer}, batches of {first.batch_size}"
         self._batch_size = first.batch_size
         self._path = path
-        made = [_initialized(network, recipe).to(device) for recipe in recipes.values()]
+        made = [_initialized(network, recipe.seed, recipe.initialization).to(device) for recipe in recipes.values()]
         self._parameters, _ = stack_module_state(made)
         self._optimizer = OPTIMIZERS[first.optimizer]([*self._parameters.values()], lr=1.0)
-        self._gradients = _gradients(made[0])
+        self._loss = _of_weights(made[0], F.cross_entropy)
+        self._gradients = vmap(grad_and_value(self._loss))
         if self._path.exists():
             self._load()
         self._keep([name in missing for name in self._names])
 
     def trained(
-        self, data: tuple[Tensor, Tensor], until: Until, advance: progress.Advance
+        self, data: Data, until: Until, advance: progress.Advance
     ) -> Iterator[tuple[str, dict[str, Tensor], dict[str, Any]]]:
         """Train, and yield each network's name, parameters and metadata when it is done."""
         saved = time.monotonic()
         where = f"{device_name(data[0].device)}, torch {torch.__version__}"
         while self._names:
-            losses = self._train_epoch(*data)
+            losses, path = self._train_epoch(*data, kept=until.exact)
             self._epoch += 1
+            steps = -(-len(data[1]) // self._batch_size)
+            if until.exact:
+                with torch.no_grad():
+                    losses = vmap(self._loss, in_dims=(0, None, None))(self._parameters, *data).cpu()
+            reached = (losses <= until.loss) if until.exact else (losses < until.loss)
+            done = reached | ~losses.isfinite() | (self._epoch >= until.epochs)
             advance(0, f"{self._title}: epoch {self._epoch}, loss {losses.median():.3g}")
-            done = (losses < until.loss) | ~losses.isfinite() | (self._epoch >= until.epochs)
             for place in done.nonzero()[:, 0].tolist():
-                name, loss = self._names[place], float(losses[place])
-                state = {key: value[place].detach().clone() for key, value in self._parameters.items()}
-                facts = {"epochs": self._epoch, "loss": loss, "converged": loss < until.loss, "trained_on": where}
-                yield name, state, facts
+                state, loss, taken = _of(self._parameters, place), float(losses[place]), steps
+                if until.exact and reached[place]:
+                    state, loss, taken = self._at(until.loss, [_of(weights, place) for weights in path], data)
+                facts = {"epochs": self._epoch, "steps": (self._epoch - 1) * steps + taken, "loss": loss}
+                yield self._names[place], state, facts | {"converged": bool(reached[place]), "trained_on": where}
             self._keep([not ended for ended in done.tolist()])
             if time.monotonic() - saved > _SAVED_EVERY:
                 self._save()
                 saved = time.monotonic()
         self._path.unlink(missing_ok=True)
 
-    def _train_epoch(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Take each network through all samples once, and return its mean loss, (networks,)."""
-        orders = torch.stack([_order(self._recipes[name].seed, self._epoch, len(labels)) for name in self._names])
-        rates = torch.tensor([self._recipes[name].learning_rate for name in self._names], dtype=torch.float64)
-        rate_of = {name: _of_each(rates, parameter) for name, parameter in self._parameters.items()}
+    def _train_epoch(self, inputs: Tensor, labels: Tensor, *, kept: bool) -> tuple[Tensor, list[Weights]]:
+        """Take each network through all samples once.
+
+        Returns:
+            The mean loss on the way, (networks,), and the parameters after each number of steps if they are to be kept.
+        """
+        recipes = [self._recipes[name] for name in self._names]
+        orders = torch.stack([_order(recipe.seed, self._epoch, len(labels)) for recipe in recipes])
+        rates = torch.tensor([recipe.learning_rate for recipe in recipes], dtype=torch.float64)
+        decays = rates * torch.tensor([recipe.weight_decay for recipe in recipes], dtype=torch.float64)
+        parts = {name: (_of_each(rates, p), _of_each(decays, p)) for name, p in self._parameters.items()}
         totals = torch.zeros(len(self._names), device=inputs.device)
+        path = []
         for places in orders.to(inputs.device).split(self._batch_size, dim=1):
             gradients, losses = self._gradients(self._parameters, inputs[places], labels[places])
             totals += losses.detach() * places.shape[1]
+            before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+            path += [before] if kept else []
             for name, parameter in self._parameters.items():
                 parameter.grad = gradients[name]
-            before = [parameter.detach().clone() for parameter in self._parameters.values()]
             self._optimizer.step()
             with torch.no_grad():
-                for start, (name, parameter) in zip(before, self._parameters.items(), strict=True):
-                    parameter.copy_(start + rate_of[name] * (parameter - start))
-        return totals.cpu() / len(labels)
+                for name, parameter in self._parameters.items():
+                    (rate, decay), start = parts[name], before[name]
+                    parameter.copy_(start + rate * (parameter - start) - decay * start)
+        return totals.cpu() / len(labels), [*path, self._parameters]
+
+    def _at(self, target: float, path: Sequence[Weights], data: Data) -> tuple[Weights, float, int]:
+        """Return the weights at which a network's loss is the target on a path below it, the loss, the steps."""
+
+        @torch.no_grad()
+        def loss_of(weights: Weights) -> float:
+            return float(self._loss(weights, *data))
+
+        above, below = 0, len(path) - 1
+        while below - above > 1:
+            middle = (above + below) // 2
+            above, below = (above, middle) if loss_of(path[middle]) <= target else (middle, below)
+        low, high, weights = 0.0, 1.0, path[below]
+        loss = loss_of(weights)
+        for _ in range(40):
+            if abs(loss - target) <= _TOLERANCE * target:
+                break
+            share = (low + high) / 2
+            weights = {name: torch.lerp(path[above][name], end, share) for name, end in path[below].items()}
+            loss = loss_of(weights)
+            low, high = (low, share) if loss <= target else (share, high)
+        return weights, loss, below
 
     def _keep(self, kept: Sequence[bool]) -> None:
         """Let go of the other networks."""
@@ -270,26 +340,95 @@ class _Group:
         self._names, self._epoch = facts["names"], facts["epoch"]
 
 
-def _gradients(network: nn.Module) -> Callable[..., tuple[dict[str, Tensor], Tensor]]:
-    """Return what gives, of stacked parameters and batches, every network's gradients and loss."""
-
-    def loss(parameters: dict[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(functional_call(network, parameters, (inputs,)), labels)
-
-    return vmap(grad_and_value(loss))
+def half_squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean over samples of ½ |f - y|², y the unit vector of the class."""
+    return (outputs - torch.eye(outputs.shape[1], device=outputs.device)[labels]).square().sum(dim=1).mean() / 2
 
 
-def _initialized(network: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
-    """Return a network with weights drawn from the recipe's seed; the global random state stays as it was."""
+def steps_kept(last: int, count: int) -> list[int]:
+    """Return about so many numbers of steps from 0 to the last, evenly spaced in the square root."""
+    return sorted({round(last * (place / (count - 1)) ** 2) for place in range(count)})
+
+
+def followed(
+    network: Callable[[], nn.Module],
+    descents: Sequence[Descent],
+    train: Data,
+    kept: Sequence[int],
+    folder: Path,
+    shown: bool | None = None,
+) -> dict[Descent, list[Weights]]:
+    """Return the weights of each network after each of these numbers of steps.
+
+    Args:
+        network: makes one.
+        descents: how each is trained.
+        train: inputs and classes, on the device where the networks are to be trained.
+        kept: numbers of steps, ascending; the last one ends the training.
+        folder: in which the weights are kept, a file for each batch size, so that they are not trained again.
+        shown: whether a progress bar is; None: on a terminal.
+    """
+    from safetensors.torch import load_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    found: dict[Descent, list[Weights]] = {}
+    for batch_size in dict.fromkeys(descent.batch_size for descent in descents):
+        group = [descent for descent in descents if descent.batch_size == batch_size]
+        path = folder / f"bs{batch_size}.safetensors"
+        if not path.exists():
+            states = _descended(network, group, train, kept, shown)
+            _save({f"{step} {name}": w for step, state in states.items() for name, w in state.items()}, {}, path)
+        held = load_file(path)
+        names = [name for name, _ in network().named_parameters()]
+        for place, descent in enumerate(group):
+            found[descent] = [{name: held[f"{step} {name}"][place] for name in names} for step in kept]
+    return found
+
+
+def _descended(
+    network: Callable[[], nn.Module], group: Sequence[Descent], train: Data, kept: Sequence[int], shown: bool | None
+) -> dict[int, Weights]:
+    """Return the stacked weights of a group after each number of steps, of samples that are drawn with replacement."""
+    x, y = train
+    made = [_initialized(network, descent.seed) for descent in group]
+    stacked, _ = stack_module_state(made)
+    weights = {name: weight.detach().to(x.device) for name, weight in stacked.items()}
+    rates = torch.tensor([descent.learning_rate for descent in group])
+    gradient = vmap(grad(_of_weights(made[0], half_squared_error)))
+    generators = {descent.seed: torch.Generator().manual_seed(descent.seed) for descent in group}
+    size, states = group[0].batch_size, {0: weights}
+    with progress.bar(f"training, batches of {size}", kept[-1], shown) as advance:
+        for step in range(1, kept[-1] + 1):
+            drawn = {seed: torch.randint(len(x), (size,), generator=own) for seed, own in generators.items()}
+            index = torch.stack([drawn[descent.seed] for descent in group]).to(x.device)
+            gradients = gradient(weights, x[index], y[index])
+            weights = {name: w - _of_each(rates, w) * gradients[name] for name, w in weights.items()}
+            if step in kept:
+                states[step] = weights
+            advance(1, "")
+    return states
+
+
+def _of_weights(network: nn.Module, loss: Loss) -> Callable[[Weights, Tensor, Tensor], Tensor]:
+    """Return a network's loss as a function of its weights, inputs and labels."""
+    return lambda weights, inputs, labels: loss(functional_call(network, weights, (inputs,)), labels)
+
+
+def _initialized(network: Callable[[], nn.Module], seed: int, how: str = "") -> nn.Module:
+    """Return a network with weights drawn from a seed; the global random state stays as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(recipe.seed)  # of the CPU alone, which is all that is forked
+        torch.default_generator.manual_seed(seed)  # of the CPU alone, which is all that is forked
         made = network()
-        for parameter in made.parameters():
+        for parameter in made.parameters() if how else ():
             if parameter.dim() > 1:
-                INITIALIZATIONS[recipe.initialization](parameter)
+                INITIALIZATIONS[how](parameter)
             else:
                 nn.init.zeros_(parameter)
     return made
+
+
+def _of(stacked: Weights, place: int) -> Weights:
+    return {name: weight[place].detach().clone() for name, weight in stacked.items()}
 
 
 def _of_each(numbers: Tensor, parameter: Tensor) -> Tensor:

@@ -8,16 +8,19 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from pyflatness import progress
 from pyflatness.errors import InputError
 from pyflatness.messages import shown
+from pyflatness.model import selectors
+from pyflatness.reparameterization.reparameterize import reparameterize
 from pyflatness.scoring.score import score
 
 from . import training
 from .experiment import Bench, note
-from .placed import placed
+from .networks import placed
 from .training import Recipe, Until
 
 Data = tuple[Tensor, Tensor]
@@ -131,6 +134,20 @@ class Change:
             save_file(other.state_dict(), part, {"of": of})
             part.replace(path)
         return changed
+
+
+FACTORS = 5.0, 25.0
+
+
+def _by_layers(network: nn.Module, inputs: Tensor, number: int) -> nn.Module:
+    """Return the network with every layer but the last multiplied by a factor of its own, uniform in [5, 25]."""
+    *hidden, _ = selectors.select(network, None).modules
+    drawn = np.random.default_rng(number).uniform(*FACTORS, len(hidden))
+    return reparameterize(network, dict(zip(hidden, drawn.tolist(), strict=True)), inputs)
+
+
+BY_LAYERS = Change("layers-by-5-to-25", _by_layers)
+"""Other weights of the same function, layer by layer, as both papers of Petzka et al. make them."""
 
 
 def networks(bench: Bench, zoo: Zoo, asked: Sequence[Asked], *, change: Change | None = None) -> Networks:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from benchmarks.papers import networks, reproducing, training, zoo
 from benchmarks.papers.experiment import Bench, Experiment, Found
-from benchmarks.papers.placed import placed
+from benchmarks.papers.networks import placed
 from benchmarks.papers.training import Recipe, Until
 from benchmarks.papers.zoo import Asked, Zoo
 from pyflatness.scoring import described

@@ -1,41 +1,41 @@
 """The grid: training to one loss, by torch's own optimisers; shifts; a tiny grid from its networks to its verdict."""
 
+import functools
 import json
 import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from benchmarks.papers import grid, grid_networks, same_loss
+from benchmarks.papers import grid, grid_networks, networks, training
 from benchmarks.papers.experiment import Bench
-from benchmarks.papers.same_loss import BASE, Recipe
+from benchmarks.papers.training import Recipe, Until
 from support.grid import normal
 
 X, Y = normal(3, 60, 5).float(), (normal(4, 60) > 0).long()
-SHAPE = 5, 6, 2, 2
+NETWORK = functools.partial(networks.fully_connected, 5, 6, 6, 2)
+SIZE = 16
 
 
 def of_torch(recipe, net):
-    rate, decay = BASE[recipe.optimizer]
-    rate *= recipe.learning_rate
-    decay *= recipe.weight_decay
+    rate, decay = recipe.learning_rate, recipe.weight_decay
     if recipe.optimizer == "adam":
         return torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=decay), 0.0
     momentum = 0.9 if recipe.optimizer == "momentum" else 0.0
     return torch.optim.SGD(net.parameters(), lr=rate, momentum=momentum), rate * decay
 
 
-def losses(recipe, epochs, batch_size):
+def losses(recipe, epochs):
     """The loss on all data after each step of one network trained alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        net = same_loss.perceptron(*SHAPE)
+        net = NETWORK()
     optimizer, shrink = of_torch(recipe, net)
-    generator, loss, found = torch.Generator().manual_seed(recipe.seed), nn.CrossEntropyLoss(), []
-    for _ in range(epochs):
-        order = torch.randperm(len(X), generator=generator)
-        for index in order.split(batch_size)[: len(X) // batch_size]:
+    loss, found = nn.CrossEntropyLoss(), []
+    for epoch in range(epochs):
+        for index in training._order(recipe.seed, epoch, len(X)).split(SIZE):
             optimizer.zero_grad()
             loss(net(X[index]), Y[index]).backward()
             with torch.no_grad():
@@ -48,38 +48,36 @@ def losses(recipe, epochs, batch_size):
     return found
 
 
-@pytest.mark.parametrize("optimizer", [*BASE])
-def test_the_step_that_reaches_the_loss(optimizer):
-    recipes = [Recipe(optimizer, rate, decay, seed) for rate, decay, seed in ((1.0, 0.0, 0), (2.0, 1.0, 1))]
-    target, size = 0.5, 16
-    found = same_loss.train(SHAPE, recipes, (X, Y), batch_size=size, target=target, most_steps=3000)
-    for recipe, trained in zip(recipes, found, strict=True):
-        alone = losses(recipe, -(-trained.steps // (len(X) // size)), size)
-        assert alone[trained.steps - 1] <= target * (1 + 1e-3)  # with the whole step
-        assert alone[trained.steps - 2] > target * (1 - 1e-3)
-        net = same_loss.perceptron(*SHAPE)
-        net.load_state_dict(trained.weights)
+def of(optimizer, rate, decay, seed):
+    own_rate, own_decay = grid_networks.BASE[optimizer]
+    return Recipe(optimizer, SIZE, own_rate * rate, seed, "", own_decay * decay)
+
+
+@pytest.mark.parametrize("optimizer", [*grid_networks.BASE])
+def test_the_step_that_reaches_the_loss(tmp_path, optimizer):
+    recipes = {f"{seed}": of(optimizer, rate, decay, seed) for rate, decay, seed in ((1.0, 0.0, 0), (2.0, 1.0, 1))}
+    target = 0.5
+    paths = training.train(NETWORK, recipes, (X, Y), Until(target, 800, exact=True), tmp_path, shown=False)
+    for name, recipe in recipes.items():
+        told = training.metadata(paths[name])
+        steps = int(told["steps"])
+        alone = losses(recipe, -(-steps // 4))
+        assert alone[steps - 1] <= target * (1 + 1e-3)  # with the whole step
+        assert alone[steps - 2] > target * (1 - 1e-3)
+        net = NETWORK()
+        net.load_state_dict(load_file(paths[name]))
         reached = float(nn.CrossEntropyLoss()(net(X), Y).detach())
         assert reached == pytest.approx(target, rel=2e-4)
-        assert trained.loss == pytest.approx(reached, rel=1e-5)
+        assert float(told["loss"]) == pytest.approx(reached, rel=1e-5)
+        assert told["converged"] == "true"
 
 
-def test_mixed_optimisers_are_as_alone():
-    recipes = [Recipe(optimizer, 1.0, 1.0, 0) for optimizer in BASE]
-    together = same_loss.train(SHAPE, recipes, (X, Y), batch_size=16, target=0.5, most_steps=3000)
-    for recipe, one in zip(recipes, together, strict=True):
-        (alone,) = same_loss.train(SHAPE, [recipe], (X, Y), batch_size=16, target=0.5, most_steps=3000)
-        assert alone.steps == one.steps
-        for name, weight in alone.weights.items():
-            torch.testing.assert_close(one.weights[name], weight, rtol=1e-3, atol=1e-4)
-
-
-def test_a_loss_that_is_not_reached():
-    slow, lost = Recipe("sgd", 1e-4, 0.0, 0), Recipe("sgd", 1e9, 0.0, 0)
-    found = same_loss.train(SHAPE, [slow, lost], (X, Y), batch_size=16, target=0.01, most_steps=10)
-    assert [trained.weights for trained in found] == [None, None]
-    assert found[0].steps >= 10
-    assert not found[1].loss < 1e3
+def test_a_loss_that_is_not_reached(tmp_path):
+    recipes = {"slow": of("sgd", 1e-4, 0.0, 0), "lost": of("sgd", 1e30, 0.0, 0)}
+    paths = training.train(NETWORK, recipes, (X, Y), Until(0.01, 3, exact=True), tmp_path, shown=False)
+    slow, lost = (training.metadata(paths[name]) for name in recipes)
+    assert (slow["converged"], lost["converged"]) == ("false", "false")
+    assert (slow["steps"], lost["steps"]) == ("12", "4")
 
 
 def test_shifts():
@@ -120,7 +118,7 @@ def test_a_tiny_grid(tmp_path, monkeypatch):
     assert by_name["mls: Ψ"] == agreed["psi"]
     (train, tests), name = grid_networks.data(bench), table["name"][0]
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    net = grid_networks._network({"name": name, "width": 4, "depth": 1}, train, folder)
+    net = grid_networks._read({"name": name, "width": 4, "depth": 1}, train, folder)
     with torch.no_grad():
         expected = float(nn.CrossEntropyLoss()(net(tests["noisy"][0]), tests["noisy"][1]))
     assert table["noisy loss"][0] == pytest.approx(expected, rel=1e-5)

@@ -11,9 +11,8 @@ from benchmarks.papers import c24, c24_pairs, c24_transformers, c24_trends, corr
 from benchmarks.papers.experiment import Bench, Finding
 from benchmarks.papers.grid import Grid
 from benchmarks.papers.networks import fully_connected
-from benchmarks.papers.reparameterized import BY_LAYERS
-from benchmarks.papers.training import Until
-from benchmarks.papers.trajectories import Descent
+from benchmarks.papers.training import Descent, Until
+from benchmarks.papers.zoo import BY_LAYERS
 from support.grid import normal
 
 GRID = {

@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 import pyflatness as pf
 from benchmarks.papers import correlating, p19_fig1, p21_fig3, p21_fig4, p21_fig7, synthetic, zoo
 from benchmarks.papers.experiment import Bench, Points
-from benchmarks.papers.reparameterized import BY_LAYERS
-from benchmarks.papers.zoo import Networks
+from benchmarks.papers.zoo import BY_LAYERS, Networks
 
 
 def test_features_and_labels():

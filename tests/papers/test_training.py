@@ -23,7 +23,7 @@ def data():
 
 def alone(recipe, epochs):
     """The same by torch's own optimiser, with the recipe's learning rate, one network at a time."""
-    net, (inputs, labels) = training._initialized(network, recipe), data()
+    net, (inputs, labels) = training._initialized(network, recipe.seed, recipe.initialization), data()
     optimizer = training.OPTIMIZERS[recipe.optimizer](net.parameters(), lr=recipe.learning_rate)
     for epoch in range(epochs):
         losses = []
@@ -72,11 +72,11 @@ def test_an_interrupted_run_goes_on(tmp_path, optimizer, monkeypatch):
     whole = training.train(network, recipes, data(), until, tmp_path / "whole", shown=False)
     step, calls = training._Group._train_epoch, []
 
-    def interrupted(self, *given):
+    def interrupted(self, *given, **options):
         if len(calls) == 4:
             raise KeyboardInterrupt
         calls.append(0)
-        return step(self, *given)
+        return step(self, *given, **options)
 
     monkeypatch.setattr(training._Group, "_train_epoch", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -107,7 +107,7 @@ def test_random_state_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(training.INITIALIZATIONS))
 def test_initial_weights(name):
-    made = training._initialized(functools.partial(networks.fully_connected, 400, 300, 2), Recipe("sgd", 1, 1, 0, name))
+    made = training._initialized(functools.partial(networks.fully_connected, 400, 300, 2), 0, name)
     spread = {"xavier_normal": (2 / 700) ** 0.5, "kaiming_uniform": (2 / 400) ** 0.5, "uniform": 0.1 / 3**0.5}
     assert made.fc1.weight.std().item() == pytest.approx(spread.get(name, 0.1**0.5), rel=0.01)
     assert not made.fc1.bias.any()

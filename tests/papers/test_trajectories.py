@@ -14,10 +14,10 @@ from benchmarks.papers import (
     c24_transformers,
     c24_trends,
     correlating,
-    trajectories,
+    training,
 )
-from benchmarks.papers.c24_networks import SigmoidOutputs, vgg11
 from benchmarks.papers.experiment import Bench
+from benchmarks.papers.networks import SigmoidOutputs, vgg11
 from support.grid import normal
 from support.jacobian_truth import places
 
@@ -45,18 +45,18 @@ def alone(descent, steps):
 
 def test_each_network_is_as_if_trained_alone(tmp_path):
     rows = [(0.05, 4, 0), (0.2, 4, 0), (0.2, 4, 1), (0.2, 8, 1)]
-    descents = [trajectories.Descent(*row) for row in rows]
-    found = trajectories.followed(network, descents, (X, Y), [0, 3, 7], tmp_path)
+    descents = [training.Descent(*row) for row in rows]
+    found = training.followed(network, descents, (X, Y), [0, 3, 7], tmp_path)
     for descent, states in found.items():
         for steps, state in zip((0, 3, 7), states, strict=True):
             for name, weight in alone(descent, steps).items():
                 torch.testing.assert_close(state[name], weight, rtol=1e-4, atol=1e-6)
-    again = trajectories.followed(network, descents, (X + 1, Y), [0, 3, 7], tmp_path)  # what is kept is not trained
+    again = training.followed(network, descents, (X + 1, Y), [0, 3, 7], tmp_path)  # what is kept is not trained
     assert torch.equal(again[descents[0]][2]["0.weight"], found[descents[0]][2]["0.weight"])
 
 
 def test_steps_kept():
-    assert trajectories.steps_kept(100, 5) == [0, 6, 25, 56, 100]
+    assert training.steps_kept(100, 5) == [0, 6, 25, 56, 100]
 
 
 def test_columns_of_a_network():

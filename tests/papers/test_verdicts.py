@@ -24,7 +24,7 @@ from benchmarks.papers import (
 from benchmarks.papers import experiment as experiments
 from benchmarks.papers.claims import Claim
 from benchmarks.papers.experiment import Bench, Finding, Points, note
-from benchmarks.papers.trajectories import Descent
+from benchmarks.papers.training import Descent
 
 
 @pytest.mark.parametrize(
