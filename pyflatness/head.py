@@ -20,7 +20,7 @@ from .errors import FlatnessError, InputError
 from .messages import check_tensor
 from .model import calling, layers, selectors, spread, state, uses
 from .model.data import first, rows_of, same, size, take
-from .model.generators import Generators
+from .model.generators import Randomness
 from .model.row_order import order_in_memory
 from .numerics.ranks import ALONE, Ranks
 from .numerics.shard import Shard
@@ -196,8 +196,8 @@ class Head:
         width = layers.rows(module)
         if width <= _WIDE_OUTPUTS or not self.classes.alone or self._forward.decides:
             return
-        generators = Generators([*self._model.modules()])
-        before = generators.states()
+        random = Randomness([*self._model.modules()])
+        before = random.states()
         try:
             with state.without_product(module, width), calling.dry_run():
                 calling.run(self._model, first(batch, 1), self._forward)
@@ -205,7 +205,7 @@ class Head:
             return  # the model looks at its logits: let it have them
         finally:
             calls.clear()
-        if generators.moved(before):
+        if random.moved(before):
             return  # the logits say whether the random numbers matter
         product.enter_context(state.without_product(module, width))
 

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from . import losses
+from . import interrupts, losses
 from .losses import auto
 from .messages import near, shown
 from .model import calling, fingerprint, shards, spread, state
@@ -58,7 +58,11 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             if name not in parameters:
                 listed = near(name, names, len(names))
                 raise TypeError(f"{function.__name__}() has no argument {name!r}; did you mean {listed}?")
-        return function(*args, **kwargs)
+        depth = interrupts.depth()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            interrupts.undo(depth)
 
     return cast(Callable[P, R], untraced(called))
 

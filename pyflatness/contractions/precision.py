@@ -4,6 +4,7 @@ Logits in bf16 step by 0.125 at 20.
 """
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from types import ModuleType
@@ -19,6 +20,8 @@ So many of about one size, 1.1 to 1.101, were off by a relative 2e-6 there; 30,0
 """
 
 _SETTING = threading.RLock()  # of torch for the process: two threads that put it back in turn would leave it changed
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_SETTING._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def promoted(tensor: Tensor) -> Tensor:

@@ -88,6 +88,17 @@ def dry_run() -> Iterator[None]:
 _dry = False
 
 
+def flags() -> tuple[bool, bool, list[int]]:
+    """Return what the contexts here have set."""
+    return _dry, _aside, [*_samples]
+
+
+def set_flags(before: tuple[bool, bool, list[int]]) -> None:
+    """Set them to what :func:`flags` returned."""
+    global _dry, _aside
+    _dry, _aside, _samples[:] = before
+
+
 def is_dry_run() -> bool:
     """Return whether a ``forward`` is called inside :func:`dry_run`."""
     return _dry
@@ -121,10 +132,10 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Itera
     try:
         yield
     finally:
-        if before is None:
+        if module.__dict__.get("forward") is forward:  # else it was put back already, see :class:`.state.Found`
             del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
+            if before is not None:
+                module.__dict__["forward"] = before
 
 
 def one_tensor(returned: Any) -> Tensor:

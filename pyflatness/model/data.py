@@ -1,5 +1,6 @@
 """Read data as batches: a tuple of tensors or an iterable of batches, moved to the model's device."""
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -22,6 +23,7 @@ from ..errors import InputError
 from ..messages import check_tensor
 from ..numerics.shard import WHOLE
 from .fingerprint import Fingerprint
+from .generators import watched
 
 _BATCH_SIZE = 256  # samples of a tuple of tensors that go through the model together
 
@@ -80,7 +82,7 @@ class Batches:
         """Return whether there are no samples; see :meth:`peek`."""
         if self._begun is None:
             taken: list[Any] = []
-            source = _fetched(self._cut())
+            source = self._fetched()
             for batch in source:
                 taken.append(batch)
                 if _checked_size(batch, len(taken) - 1) > 0:
@@ -88,6 +90,19 @@ class Batches:
             self._begun = taken, source
         taken, _ = self._begun
         return not taken or size(taken[-1]) == 0
+
+    def _fetched(self) -> Iterator[Any]:
+        """Yield the batches; an interrupt is raised at once while one is waited for."""
+        is_code = not isinstance(self._data, (tuple, list))
+        with interrupts.at_once(), watched() if is_code else contextlib.nullcontext():
+            source = iter(self._cut())
+        while True:
+            with interrupts.at_once(), watched() if is_code else contextlib.nullcontext():
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    return
+            yield batch
 
     def __len__(self) -> int:
         """Return the number of batches; 0 if the data cannot tell."""
@@ -118,7 +133,7 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         empty, read = True, Fingerprint()
         begun, self._begun = self._begun, None
-        source = _fetched(self._cut()) if begun is None else itertools.chain(*begun)
+        source = self._fetched() if begun is None else itertools.chain(*begun)
         for number, batch in enumerate(progress.track(source, len(self), "batches", self._shown)):
             samples = _checked_size(batch, number)
             if samples > 0:
@@ -236,19 +251,6 @@ def no_samples(data: Any = None) -> InputError:
     spent = hasattr(data, "__next__")
     hint = "; an iterator that was read before is at its end: pass a list of batches or a DataLoader" if spent else ""
     return InputError(f"data: there are no samples in it{hint}")
-
-
-def _fetched(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the same; an interrupt is raised at once while one is waited for."""
-    with interrupts.at_once():
-        source = iter(batches)
-    while True:
-        with interrupts.at_once():
-            try:
-                batch = next(source)
-            except StopIteration:
-                return
-        yield batch
 
 
 def _parts(data: tuple[Any, ...]) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
+from torch._C import _functorch, _len_torch_function_stack
 from torch.overrides import TorchFunctionMode
 
 TAKEN_AS_CONSTANT = (
@@ -34,12 +34,17 @@ class Detached(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self._below = _len_torch_function_stack()
         self._held: dict[int, Tensor] = {}  # by id; the tensors are kept so that ids and memory stay theirs
         # Memory of these; false where tensors with a graph share it, so that it is held for those without one alone.
         self._memory: dict[int, bool] = {}
         self._recording = True  # what the model's own code has set the grad mode to
         self._is_lost = False  # whether such a tensor, or one with a graph, became a number or an array
         self._script = _last_script()
+
+    def __exit__(self, *exception: Any) -> None:
+        if _len_torch_function_stack() > self._below:  # torch takes a mode off while it is asked; Ctrl-C can come then
+            super().__exit__(*exception)
 
     def reaches(self, outputs: Tensor) -> bool:
         """Return whether a tensor depends on some that were taken out of the graph."""
