@@ -48,7 +48,7 @@ class Detached(TorchFunctionMode):
 
     def reaches(self, outputs: Tensor) -> bool:
         """Return whether a tensor depends on some that were taken out of the graph."""
-        return self._is_lost or self._is_held(outputs) or torch.jit.last_executed_optimized_graph() is not self._script
+        return self._is_lost or self._is_held(outputs) or torch._C._last_executed_optimized_graph() is not self._script
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -113,16 +113,17 @@ class Detached(TorchFunctionMode):
 def _memory(tensor: Tensor) -> int:
     """Return what tensors that share memory have in common."""
     try:
-        return tensor.untyped_storage()._cdata
+        memory: int = tensor.untyped_storage()._cdata
+        return memory
     except NotImplementedError:  # it is sparse, say
         return id(tensor)
 
 
 def _last_script() -> Any:
     """Return what torch has noted as the last run of TorchScript in this thread; a run makes it another one."""
-    if torch.jit.last_executed_optimized_graph() is not None:
+    if torch._C._last_executed_optimized_graph() is not None:
         _nothing()(0)  # the next run may be of the same code
-    return torch.jit.last_executed_optimized_graph()
+    return torch._C._last_executed_optimized_graph()
 
 
 @functools.cache
