@@ -87,7 +87,10 @@ def did_not_run(names: Iterable[str], modules: Mapping[str, nn.Module]) -> Input
     reasons = {name: module.refusal for name in listed if isinstance(module := modules[name], Use) and module.refusal}
     reasons |= {name: _OFFSETS for name in listed if isinstance(modules[name], nn.EmbeddingBag)}
     why = "".join(f"; {name!r}: {reason}" for name, reason in reasons.items())
-    return InputError(f"layer: {', '.join(map(repr, listed))} did not run in the model's forward pass{why}")
+    return InputError(
+        f"layer: {', '.join(map(repr, listed))} did not run in the model's forward pass, but for calls on empty tensors "
+        f"or inside of torch.func.vmap{why}"
+    )
 
 
 def why_idle(model: nn.Module, module: nn.Module) -> str:
