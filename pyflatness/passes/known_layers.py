@@ -104,7 +104,7 @@ class KnownLayers:
             self._leave_out(name, "what it looks up is of all samples, and cannot be told apart by sample")
         if first:
             routed = self._recorder.empty.union(name for name in self._selected if self._is_routed(name))
-            self._check_ran(found.layouts.keys() | self._detached | routed)
+            self._check_ran(found.layouts.keys() | routed)
         for name in found.layouts:
             layers.check_measurable(name, self._selected[name])
         known = self._layouts if self._samples > 1 else {}

@@ -53,7 +53,7 @@ def gathered(draw):
         ("scatter_reduce", lambda h: h.scatter_reduce(-1, fixed.expand_as(h), h.sin(), "amax")),
         ("index_add", lambda h: h.index_add(-1, fixed, h * h)),
         ("index_copy", lambda h: h.index_copy(-1, fixed[:1], h[..., :1] * h[..., -1:])),
-        ("masked_scatter", lambda h: h.masked_scatter(h.detach() > 0.4, 0.5 * h)),
+        ("masked_scatter", lambda h: torch.stack([one.masked_scatter(one.detach() > 0.4, 0.5 * one) for one in h])),
         ("one-hot product", lambda h: h * F.one_hot(h.argmax(-1), h.shape[-1])),
     ))  # fmt: skip
     step = Step(f"Linear({m}, {d}) {name}", lambda net, x: f(net.a(x)), a=draw.linear(m, d))
