@@ -117,6 +117,10 @@ class LayerForm:
         """Return the weight (G, d, m) with all of its columns, also those that no input of a run has."""
         return self.weight(run)
 
+    def columns(self, run: Run) -> Tensor | None:
+        """Return which columns of the whole weight :meth:`weight` has in a run, (U,); None: all."""
+        return None
+
     def factor(self, run: Run) -> Tensor:
         """Return R (G, r, d), RᵀR = w wᵀ of :meth:`whole_weight`: made once, unless runs may have other weights."""
         if self._factor is None or self._dense:

@@ -32,9 +32,14 @@ class TokenForm(LayerForm):
 
     def weight(self, run: Run) -> Tensor:
         """Return the columns of the run's tokens, (1, d, U), for inputs as :meth:`patches` has them."""
-        columns = self._columns(run)
+        columns = self.columns(run)
         weight = layers.matrix(self._module)[0][:, columns].unsqueeze(0)
         return weight if self._scale is None else normalize.multiplied(weight, self._scale[columns], 2)
+
+    def columns(self, run: Run) -> Tensor:
+        """Return the tokens of a run, (U,), ascending."""
+        columns: Tensor = torch.unique(self.inputs(run)[0])
+        return columns
 
     def whole_weight(self, run: Run) -> Tensor:
         """Return the weight (1, d, m) with all of its columns, also those that no input of a run has."""
@@ -67,7 +72,7 @@ class TokenForm(LayerForm):
 
     def patches(self, run: Run, call: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Return φ of all calls in the columns of the run's tokens, (n, 1, P, U), written out."""
-        (tokens,), columns = self.inputs(run), self._columns(run)
+        (tokens,), columns = self.inputs(run), self.columns(run)
         dtype = promoted_dtype(layers.matrix(self._module)[0].dtype)
         return (tokens.unsqueeze(2) == columns).to(dtype).unsqueeze(1)
 
@@ -82,18 +87,13 @@ class TokenForm(LayerForm):
     def on_all_columns(self, run: Run, found: Tensor) -> Tensor:
         """Return what was found for the columns of the run's tokens, (…, U), for all columns, (…, m)."""
         whole = found.new_zeros(*found.shape[:-1], self._count)
-        return whole.index_copy_(whole.ndim - 1, self._columns(run), found)
+        return whole.index_copy_(whole.ndim - 1, self.columns(run), found)
 
     @property
     def _count(self) -> int:
         """Return m, how many tokens there are."""
         count: int = layers.matrix(self._module)[0].shape[1]
         return count
-
-    def _columns(self, run: Run) -> Tensor:
-        """Return the tokens of a run, (U,), ascending."""
-        columns: Tensor = torch.unique(self.inputs(run)[0])
-        return columns
 
     def _by_sample(self, run: Run, tensor: Tensor) -> Tensor:
         """Return tokens of a call, or what is of their shape, as (n, P)."""
