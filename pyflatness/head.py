@@ -136,6 +136,9 @@ class Head:
                 calls.clear()
                 sample = batch
                 outputs, targets = calling.run(self._model, batch, self._forward)
+            if not calls.last and len(self._candidates) == 1:  # the sample is not one that the layer is called on
+                (self.name,) = self._candidates
+                return False
             try:
                 features = self._features(self._head_call(calls, outputs), outputs, targets)
             except NotTheHeadError:

@@ -129,7 +129,7 @@ class ChangeSweep:
         values = sent.sample_weights.new_zeros(1, len(self._names) + 1, 2, run.samples)
         gradient = self._loss_gradient(run)
         for name, along in self._along(run, gradient, moved).items():
-            values[0, self._names.index(name), FIRST] = along.sum(dim=1)
+            values[0, self._runner.places[name], FIRST] = along.sum(dim=1)
             values[0, -1, FIRST] += along.sum(dim=1)
         self._many = self._many or sent.passes > self._most
         rows = {} if self._many else self._second_order(run, sent, moved, values[0, :, SECOND])
@@ -151,7 +151,7 @@ class ChangeSweep:
             for name, along in self._along(run, cotangent, moved).items():
                 whole = along.sum(dim=1)
                 together += whole
-                values[self._names.index(name)] += half * whole.square()
+                values[self._runner.places[name]] += half * whole.square()
                 rows[name] += along.square() * half.unsqueeze(1)
             values[-1] += half * together.square()
         return rows

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import interrupts
@@ -30,13 +31,18 @@ class Call:
         return (version(self.inputs), version(self.output)) != self.versions
 
 
+def is_transformed() -> bool:
+    """Return whether a transform of ``torch.func`` (``vmap``, ``grad``, ``jvp``) is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def version(tensor: Tensor) -> int:
     """Count in-place changes; an inference tensor has no count and cannot be changed outside inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class Calls:
-    """Hook some layers to keep each one's last call, and how many there were."""
+    """Hook some layers to keep each one's last call, and how many there were; see :class:`.recorder.Recorder`."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
@@ -63,7 +69,9 @@ class Calls:
             inputs = args[0] if args else kwargs.get("input")
             if isinstance(inputs, Tensor):
                 inputs = spread.full(inputs)
-            if isinstance(inputs, Tensor) and isinstance(output, Tensor) and not _aside:
+            if not isinstance(output, Tensor) or output.numel() == 0 or is_transformed():
+                return
+            if isinstance(inputs, Tensor) and not _aside:
                 self.last.pop(name, None)
                 self.last[name] = Call(inputs, output, (version(inputs), version(output)))
                 self.count[name] = self.count.get(name, 0) + 1

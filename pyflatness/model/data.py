@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from .. import interrupts, progress
 from ..errors import InputError
-from ..messages import check_tensor
+from ..messages import check_tensor, without_values
 from ..numerics.shard import WHOLE
 from .fingerprint import Fingerprint
 from .generators import watched
@@ -271,7 +271,7 @@ def _checked_size(batch: Any, number: int) -> int:
         InputError: it holds arrays, tensors without values or of several lengths, or no tensor at all.
     """
     for part in leaves(batch):
-        if isinstance(part, np.ndarray) or (isinstance(part, Tensor) and (part.is_meta or part.is_nested)):
+        if isinstance(part, np.ndarray) or (isinstance(part, Tensor) and (without_values(part) or part.is_nested)):
             check_tensor(f"data: batch {number}", part)
     samples = size(batch)
     if samples < 0:
@@ -293,13 +293,19 @@ def with_samples(batch: Any, samples: int) -> Iterator[Tensor]:
             yield part
 
 
-def leaves(batch: Any) -> Iterator[Any]:
-    """Return what is in a batch, whatever holds it."""
+def leaves(batch: Any, holders: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """Return what is in a batch, whatever holds it.
+
+    Raises:
+        InputError: what holds it is among its own parts.
+    """
     if isinstance(batch, Tensor) or not isinstance(batch, (tuple, list, Mapping)):
         yield batch
         return
+    if any(batch is holder for holder in holders):
+        raise InputError(f"data: a {type(batch).__name__} in a batch contains itself; pass one that holds tensors")
     for part in batch.values() if isinstance(batch, Mapping) else batch:
-        yield from leaves(part)
+        yield from leaves(part, (*holders, batch))
 
 
 def size(batch: Any) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..contractions import Geometry, full_precision, promoted
 from ..errors import InputError, NonFiniteError
-from . import kinds, spread
+from . import kinds, spread, uses
 from .kinds import SUPPORTED, Linear, Together
 from .uses import Use, besides
 
@@ -87,14 +87,17 @@ def did_not_run(names: Iterable[str], modules: Mapping[str, nn.Module]) -> Input
     reasons = {name: module.refusal for name in listed if isinstance(module := modules[name], Use) and module.refusal}
     reasons |= {name: _OFFSETS for name in listed if isinstance(modules[name], nn.EmbeddingBag)}
     why = "".join(f"; {name!r}: {reason}" for name, reason in reasons.items())
-    return InputError(f"layer: {', '.join(map(repr, listed))} did not run in the model's forward pass{why}")
+    return InputError(
+        f"layer: {', '.join(map(repr, listed))} did not run in the model's forward pass (calls on empty tensors, or "
+        f"inside of torch.func.vmap, do not count){why}"
+    )
 
 
 def why_idle(model: nn.Module, module: nn.Module) -> str:
     """Return why a module that is a layer has no value where the forward pass was not seen to call it."""
     if isinstance(module, nn.EmbeddingBag):
         return _OFFSETS
-    others = ties(model, module)
+    others = uses.ties(model, module)
     return f"{_IDLE}, and its weight is that of {', '.join(others)} too" if others else _IDLE
 
 
@@ -296,25 +299,9 @@ def check_dtype(what: str, dtype: torch.dtype) -> None:
         raise InputError(f"{what} is {dtype}; float16, bfloat16, float32 or float64 is wanted")
 
 
-def ties(model: nn.Module, layer: nn.Module) -> list[str]:
-    """Return the names of other modules that own the layer's very weight parameter."""
-    if isinstance(layer, Use):
-        if not layer.source.effective:  # it has the uses of all modules that own its parameter
-            return []
-        (layer, _) = layer.source.places[0]
-    weight = layer._parameters.get("weight")
-    if weight is None:
-        return []
-    return [
-        name
-        for name, module in model.named_modules()
-        if module is not layer and any(p is weight for p in module._parameters.values())
-    ]
-
-
 def tie_notes(model: nn.Module, layer: nn.Module) -> tuple[str, ...]:
     """Return what a reader of a layer's value should know if its weight is tied."""
-    others, besides_in = ties(model, layer), besides.of(layer)
+    others, besides_in = uses.ties(model, layer), besides.of(layer)
     notes = [f"weight tied with {', '.join(others)}: derivative through this use only"] if others else []
     if besides_in:
         notes.append(f"weight used in {besides_in} outside of the layer too: derivative through the layer's calls only")

@@ -150,7 +150,7 @@ class Sweep:
         sent = cotangents.of_run(run, self._loss)
         heads, forms = self._heads.apart(run, sent, linear)
         draws = 1 if signs is None else len(signs.draws)
-        places = {name: place for place, name in enumerate(self._runner.selected)}
+        places = self._runner.places
         values = torch.zeros(draws, len(places), len(self.quantities), run.samples, dtype=torch.float64, device="cpu")
         values = values.to(run.outputs.device)
         parts: Parts = {}
@@ -248,7 +248,7 @@ class Sweep:
         with block_traces.differentiable(found), contractions.full_precision(run.outputs):
             gradients, first = self._gradients(run, found), len(self._of_weights)
             for name, values in found.items():
-                stream = cotangents.STREAM + 1 + list(self._runner.selected).index(name)
+                stream = cotangents.STREAM + 1 + self._runner.places[name]
                 if self._of_weights:
                     traces = self._traces(run, name, self._loss.value, gradients[name], self._of_weights)
                     self.exact_passes = max(self.exact_passes, traces.products)
