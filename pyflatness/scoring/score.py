@@ -41,6 +41,7 @@ def score(
     executor: str | Executor | None = None,
     workers: int = 1,
     retry: bool = False,
+    version: str | None = None,
     spectrum: int | None = None,
     curvature: str = "auto",
     probes: int | str | None = None,
@@ -85,6 +86,8 @@ def score(
             any executor as ``concurrent.futures`` has them.
         workers: how many processes, or tasks at a time.
         retry: compute again what failed before.
+        version: what stands for your code in the store's keys, such as ``"3"``: then a value stays until the version
+            changes, whatever is edited. None: the code itself counts, see docs/scoring.md.
         spectrum: how many of the largest eigenvalues of each model's loss Hessian, in all of its trainable parameters,
             to compute, with the density of all eigenvalues: ``pf.spectrum(model, loss, data, k=spectrum,
             density=True)``, by some 600 products with the Hessian for each model. The store keeps them, and
@@ -127,6 +130,8 @@ def score(
     if layers is not None and not selectors:
         raise InputError("layers: an empty list; pass None for the last Linear that ran")
     retry, path = check_flag("retry", retry), None if store is None else check_path("store", store)
+    if version is not None and not isinstance(version, str):
+        raise InputError(f"version={shown(version)}: a text that stands for your code is wanted, such as '1'")
     request = Request(loss, selectors, tuple(row.name for row in named(measures)), options)
     if isinstance(model, nn.Module):
         raise InputError("model: what makes the network is wanted, got a network; pass models={name: network}")
@@ -137,7 +142,7 @@ def score(
     with joined(process_group) as ranks, contextlib.ExitStack() as stack:
         named_models = _by_name(models)
         source = Source(data, _for_data(data, model, models), "data=")
-        run = Run(named_models, made, source, request, ranks=ranks)
+        run = Run(named_models, made, source, request, version=version, ranks=ranks)
         where = _executor(executor, check_count("workers", workers, 1), stack)
         if ranks.rank > 0:
             run.go((), where, lambda job, outcome: None)
@@ -147,7 +152,7 @@ def score(
         else:
             held = stack.enter_context(Store(path, write=True, command="pf.score in Python"))
             scores = _kept(run, where, held, retry=retry, spectrum=eigenvalues)
-        return scores if ranks.alone else Scores.of(*ranks.first("the scores", [scores.computed, *map(asdict, scores)]))
+        return scores if ranks.alone else Scores.of(*ranks.first("the scores", [scores.computed, scores.notes, *map(asdict, scores)]))
 
 
 def _by_name(models: Any) -> Models:
@@ -216,7 +221,7 @@ def _kept(run: Run, executor: Executor, store: Store, *, retry: bool, spectrum: 
         for name, content in kept.contents.items()
         for row in rows(name, run.pairs(name), ((held.value, held.fit) for held in store.values(kept.setting, content)))
     )
-    return Scores(tuple(every), len(kept.jobs))
+    return Scores(tuple(every), len(kept.jobs), kept.notes)
 
 
 def _values(outcomes: Iterable[Outcome]) -> Iterator[tuple[Value, Fit]]:
