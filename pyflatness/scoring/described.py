@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import (
+    CellType,
     CodeType,
     FunctionType,
     GetSetDescriptorType,
@@ -161,8 +162,7 @@ class Description:
 
     def _of_function(self, function: FunctionType) -> Any:
         code = function.__code__
-        cells = [cell.cell_contents for cell in function.__closure__ or () if _is_full(cell)]
-        held = [self.of(cells)]
+        held = [self.of([*map(_in_cell, function.__closure__ or ())])]
         if _is_installed(code.co_filename):
             return [*_installed(function.__module__, function.__qualname__), *held]
         held += map(self.of, (function.__defaults__, function.__kwdefaults__, vars(function)))
@@ -212,11 +212,12 @@ def _names(slots: Any) -> Iterable[str]:
     return (slots,) if isinstance(slots, str) else slots
 
 
-def _is_full(cell: Any) -> bool:
+def _in_cell(cell: CellType) -> Any:
+    """Return what a cell of a closure holds; it is empty while the function around it runs."""
     try:
-        return cell.cell_contents is not cell
+        return cell.cell_contents
     except ValueError:
-        return False
+        return None
 
 
 def _of_code(code: CodeType) -> Any:
@@ -336,17 +337,18 @@ def _as_imported(name: str, module: ModuleType, path: Path) -> str:
     spec, noted = _noted.get(name, (None, ""))
     if spec is not module.__spec__ or spec is None:  # a new one, or one that was reloaded
         classes = (each for each in vars(module).values() if isinstance(each, type) and each.__module__ == name)
-        spaces = [module, *classes]
-        functions = [held for each in spaces for held in vars(each).values() if isinstance(held, FunctionType)]
-        own = [held.__code__ for held in functions if held.__code__.co_filename == module.__file__]
+        held = [each for space in (module, *classes) for each in vars(space).values()]
+        held += [_in_cell(cell) for each in held for cell in getattr(each, "__closure__", None) or ()]  # decorated ones
+        codes = [each.__code__ for each in held if isinstance(each, FunctionType)]
+        own = [_of_code(code) for code in codes if code.co_filename == module.__file__]
         rewritten = type(getattr(module.__spec__, "loader", None)).__name__ != "SourceFileLoader"  # as pytest's are
-        noted = found if rewritten or inside >= {*map(of_json, map(_of_code, own))} else ""
-        _noted[name] = module.__spec__, noted
+        noted = found if rewritten or inside >= {*map(of_json, own)} else ""
     if noted != found:
         raise InputError(
             f"{path} was edited after it was imported, and what would be measured is what was imported; restart Python "
             "(the notebook's kernel) so that both are the same"
         )
+    _noted[name] = module.__spec__, noted
     return found
 
 

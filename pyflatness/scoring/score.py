@@ -152,7 +152,11 @@ def score(
         else:
             held = stack.enter_context(Store(path, write=True, command="pf.score in Python"))
             scores = _kept(run, where, held, retry=retry, spectrum=eigenvalues)
-        return scores if ranks.alone else Scores.of(*ranks.first("the scores", [scores.computed, scores.notes, *map(asdict, scores)]))
+        return (
+            scores
+            if ranks.alone
+            else Scores.of(*ranks.first("the scores", [scores.computed, scores.notes, *map(asdict, scores)]))
+        )
 
 
 def _by_name(models: Any) -> Models:
