@@ -1,7 +1,7 @@
 """Define the public call that scores many models."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict
 from pathlib import Path
@@ -16,9 +16,8 @@ from ..numerics.meeting import Group, joined
 from ..options import MAX_PASSES, Options, check_count, check_flag, check_names
 from ..session import public
 from . import data_specs, executors, listing, pretrained, specs
-from .fit import Fit
-from .measuring import Outcome, Value
-from .rows import rows
+from .measuring import Outcome
+from .rows import Row, rows
 from .run import Models, Run, keep
 from .scores import Scores
 from .store import Store
@@ -211,8 +210,10 @@ def _scored(run: Run, executor: Executor) -> Scores:
         found[jobs[id(job)][0]][id(job)] = outcome
 
     run.go([job for _, job in jobs.values()], executor, take)
-    ordered = {name: [own[key] for key in jobs if key in own] for name, own in found.items()}
-    every = (row for name, own in pairs.items() for row in rows(name, own, _values(ordered[name])))
+    every: list[Row] = []
+    for name, own in pairs.items():
+        outcomes = (found[name][key] for key in jobs if key in found[name])
+        every += rows(name, own, {pair: one for outcome in outcomes for pair, one in outcome.held.items()})
     return Scores(tuple(every), len(jobs))
 
 
@@ -223,10 +224,6 @@ def _kept(run: Run, executor: Executor, store: Store, *, retry: bool, spectrum: 
     every = (
         row
         for name, content in kept.contents.items()
-        for row in rows(name, run.pairs(name), ((held.value, held.fit) for held in store.values(kept.setting, content)))
+        for row in rows(name, run.pairs(name), store.values(kept.setting, content))
     )
     return Scores(tuple(every), len(kept.jobs), kept.notes)
-
-
-def _values(outcomes: Iterable[Outcome]) -> Iterator[tuple[Value, Fit]]:
-    return ((value, outcome.fit) for outcome in outcomes for value in outcome.values)

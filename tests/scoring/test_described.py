@@ -152,7 +152,8 @@ def test_files_that_a_source_file_imports_are_a_part_of_it(tmp_path: Path) -> No
         (place / "scale_of_net.py").write_text(f"SCALE = {scale}\n")
         (place / "of_net.py").write_text("from torch import nn\nimport scale_of_net\nNet = lambda: nn.Linear(3, 2)\n")
         show = "from pyflatness.scoring import described, specs, keys\nnet = specs.resolve('of_net.py:Net')\n"
-        show += "about = described.Description()\nfacts = keys.of_network(about, net(), net)\nprint(keys.of_json([facts, sorted(described.files(about.folders).values())]))"
+        show += "about = described.Description()\nfacts = keys.of_network(about, net(), net)\n"
+        show += "print(keys.of_json([facts, sorted(described.files(about.folders).values())]))"
         command = [sys.executable, "-c", show]
         found.append(subprocess.run(command, cwd=place, check=True, capture_output=True, text=True).stdout)
     assert found[0] == found[1] != found[2]
