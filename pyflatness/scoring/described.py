@@ -74,7 +74,7 @@ class Description:
     """
 
     def __init__(self, version: str | None = None) -> None:
-        self._met: dict[int, tuple[int, Any]] = {}
+        self._met: dict[Any, tuple[int, Any]] = {}
         self._way: list[str] = []
         self._version = version
         self.unknown: list[str] = []
@@ -180,10 +180,9 @@ class Description:
     def _of_module(self, module: ModuleType, names: frozenset[str]) -> Any:
         """Return what is known of a module of which a function has these names, among others."""
         own = _is_own_module(module.__name__)
-        key = hash((id(module), names))
-        if key in self._met or self._version is not None:
+        if (id(module), names) in self._met or self._version is not None:
             return module.__name__
-        self._met[key] = len(self._met), module
+        self._met[id(module), names] = len(self._met), module
         held = {name: vars(module)[name] for name in sorted(names & vars(module).keys())}
         used = {name: each for name, each in held.items() if own or isinstance(each, ModuleType) or _is_put_in(each)}
         return [module.__name__, {name: self._variable(each, names, name) for name, each in used.items()}]

@@ -7,7 +7,7 @@ another. Hashes are SHA-256.
 import hashlib
 import json
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,15 @@ class Code:
     unknown: tuple[str, ...]
 
     @classmethod
-    def of(cls, network: nn.Module | None, made: Any, loss: Any, data: Any, version: str | None) -> "Code":
+    def of(
+        cls,
+        network: nn.Module | None,
+        made: Any,
+        loss: Any,
+        data: Any,
+        version: str | None,
+        folders: Iterable[Path] = (),
+    ) -> "Code":
         """Return the code of a run.
 
         Args:
@@ -132,6 +140,7 @@ class Code:
             loss: of the user.
             data: what makes them, of which the samples count; or they themselves.
             version: what stands for the user's code; None: it is looked at.
+            folders: of other source files that count.
 
         Raises:
             InputError: a source file was edited after it was imported.
@@ -139,8 +148,8 @@ class Code:
         of_model, of_loss_ = Description(version), Description(version)
         model = None if network is None else of_network(of_model, network, made)
         found = of_loss(of_loss_, loss)
-        folders = {*of_model.folders, *of_loss_.folders, *described.folder(data)}
-        files = {"": version} if version is not None else described.files(folders)
+        places = {*folders, *of_model.folders, *of_loss_.folders, *described.folder(data)}
+        files = {"": version} if version is not None else described.files(places)
         return cls(model, found, files, (*of_model.unknown, *of_loss_.unknown))
 
     def differs(self, other: "Code") -> bool:

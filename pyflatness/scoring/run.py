@@ -183,7 +183,10 @@ def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False, spe
     setup, bench = run.setup, run.bench
     ordered = run.request.options.sampled or run.request.options.by_sample
     fingerprint = keys.of_data(bench.data, ordered=ordered, ends=ends)
-    code = bench.code()
+    notes: list[str] = []
+    folders: set[Path] = set()
+    contents = {name: _content(held, setup.version, notes, folders) for name, held in run.models.items()}
+    code = bench.code(folders)
     run.setup = bench.setup = replace(setup, fingerprint=fingerprint, code=code)
     key = {
         "model": code.model,
@@ -196,8 +199,6 @@ def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False, spe
     }
     shown = {"model": setup.model and setup.model.text(), "data": setup.data.text()}
     setting = store.setting({"key": key, "shown": shown})
-    notes = [*code.unknown]
-    contents = {name: _content(held, setup.version, notes) for name, held in run.models.items()}
     store.name({name: (_path(run.models[name]), content) for name, content in contents.items()})
     first: dict[str, str] = {}  # the first name of each content
     for name, content in contents.items():
@@ -207,7 +208,7 @@ def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False, spe
     said = tuple(
         f"{what}: it cannot be described, and values that depend on it are computed anew by each run; pass a version "
         "(version=, --version) that stands for your code"
-        for what in dict.fromkeys(notes)
+        for what in dict.fromkeys([*code.unknown, *notes])
     )
     if not spectrum:
         return Kept(setting, contents, jobs, said)
@@ -227,12 +228,14 @@ def _once(unknown: Sequence[str]) -> dict[str, str]:
     return {"once": uuid.uuid4().hex} if unknown else {}
 
 
-def _content(held: Path | nn.Module, version: str | None, notes: list[str]) -> str:
+def _content(held: Path | nn.Module, version: str | None, unknown: list[str], folders: set[Path]) -> str:
+    """Return the content of a model; add what is unknown of a network in memory, and the folders of its code."""
     if not isinstance(held, nn.Module):
         return keys.of_file(held)
     about = described.Description(version)
     facts = keys.of_network(about, held)
-    notes += about.unknown
+    unknown += about.unknown
+    folders |= about.folders
     return described.of_json([keys.of_state(held), facts, _once(about.unknown)])
 
 

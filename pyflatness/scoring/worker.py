@@ -5,7 +5,7 @@ What is sent to a worker is where the model, data and weights are, and what come
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -150,11 +150,11 @@ class Bench:
         """Return the number of batches that are measured here; 0 if the data cannot tell."""
         return len(Batches(self._mine, torch.device("cpu")))
 
-    def code(self) -> keys.Code:
-        """Return what the user's code is here."""
+    def code(self, folders: Iterable[Path] = ()) -> keys.Code:
+        """Return what the user's code is here, with the source files in these folders."""
         setup = self.setup
         made = None if setup.model is None else setup.model.described()
-        return keys.Code.of(self.network, made, setup.request.loss, setup.data.function(), setup.version)
+        return keys.Code.of(self.network, made, setup.request.loss, setup.data.function(), setup.version, folders)
 
     def check(self) -> None:
         """Raise if the data, the model or the loss are not those of the program that hands out the work.
