@@ -153,9 +153,10 @@ def check_path(option: str, given: object) -> Path:
     Raises:
         InputError: no path, or that of a folder.
     """
-    if not isinstance(given, (str, os.PathLike)) or not isinstance(os.fspath(given), str) or Path(given).is_dir():
+    text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+    if not isinstance(text, str) or os.path.isdir(text):  # noqa: PTH112 (for names that no file can have)
         raise InputError(f"{option}={shown(given)}: the path of a file is wanted")
-    return Path(given)
+    return Path(text)
 
 
 def is_out_of_memory(error: Exception | str) -> bool:
