@@ -194,7 +194,7 @@ class Head:
         """Let the model do without the product of a wide head; it was established on one sample."""
         module = self._candidates[self.name]
         width = layers.rows(module)
-        if width <= _WIDE_OUTPUTS or not self.classes.alone:
+        if width <= _WIDE_OUTPUTS or not self.classes.alone or self._forward.decides:
             return
         generators = Generators([*self._model.modules()])
         before = generators.states()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from . import losses
-from .contractions import promoted, promoted_dtype
+from .contractions import product, promoted, promoted_dtype
 from .errors import InputError, NotYetError
 from .head import HeadBatch, terms_of
 from .losses.closure import REFUSAL, depends_on_more
@@ -81,7 +81,7 @@ def from_tensors(
     def outputs(count: int) -> Tensor:
         if loss.known:  # it does not look at their values
             return features.new_zeros(()).expand(shape)
-        return promoted(rows[:count]) @ promoted(weight).t() + (0 if bias is None else bias)
+        return product(promoted(rows[:count]), promoted(weight).t()) + (0 if bias is None else bias)
 
     def made() -> losses.Terms:
         return loss.terms(outputs(len(features)), targets, len(shape) - 1)

@@ -8,7 +8,7 @@ from .backends import choose, choose_for_few, choose_for_head, describe
 from .dense import DenseContraction
 from .geometry import Geometry
 from .layer import LayerContraction
-from .precision import divided, full_precision, multiplied, promoted, promoted_dtype, squared_norms
+from .precision import divided, full_precision, multiplied, product, promoted, promoted_dtype, squared_norms
 from .quantities import needs_weight
 from .reference import RowSum
 from .softmax import DEFAULT_MEMORY, FUSED_OUTPUTS, Labels, SoftmaxVariance, default_memory
@@ -40,6 +40,7 @@ __all__ = [
     "full_precision",
     "multiplied",
     "needs_weight",
+    "product",
     "promoted",
     "promoted_dtype",
     "squared_norms",

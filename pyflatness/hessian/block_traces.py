@@ -19,7 +19,6 @@ Quantities that are not of T are in :mod:`.entries`, and those of T beside them,
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,14 +28,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import interrupts
-from ..contractions import promoted
+from ..contractions import product, promoted
 from ..contractions.quantities import QUANTITIES, Contribution
-from ..messages import is_out_of_memory, second_derivatives
+from ..messages import second_derivatives
 from ..model import layers
 from ..numerics.signs import Signs
 from ..passes import linearity
 from ..passes.layer_form import LayerForm
 from ..passes.limit import check_passes
+from ..passes.linear_map import LinearMap
 from ..passes.runner import Run
 from .entries import Directions, Entries, tells_all
 
@@ -63,7 +63,7 @@ class Basis:
 
     def directions(self, coefficients: Tensor) -> Tensor:
         """Return D of B: (k, n or 1, G, ρ, r) -> (k, n or 1, G, ρ, d)."""
-        return coefficients if self.rows is None else coefficients @ self.rows
+        return coefficients if self.rows is None else product(coefficients, self.rows)
 
 
 class BlockTraces:
@@ -157,7 +157,9 @@ class BlockTraces:
                 some = Signs(signs.seed, draws[start : start + directions.batch])
                 drawn = some(stream, self._run.numbers, directions.columns, *size)  # fewer columns, the same signs
                 traced = self._read(directions, drawn.transpose(2, 3).to(self._weight.dtype))
-                entries = self._entries.sampled(directions, some, stream, self._run.numbers)
+                entries = self._entries.sampled(
+                    directions, some, stream, self._run.numbers, self._form.columns(self._run)
+                )
                 parts.append(self._in_order(traced, entries))
         return torch.cat(parts, dim=1).transpose(0, 1)
 
@@ -185,7 +187,7 @@ class BlockTraces:
         for readout in self._basis.readouts:
             read = along
             if readout is not None:
-                read = self._basis.directions(coefficients @ readout.to(coefficients.dtype))
+                read = self._basis.directions(product(coefficients, readout.to(coefficients.dtype)))
             found = (products * read).sum(dim=(3, 4)).double()
             scaled = found if directions.scale is None else found * directions.scale
             parts.append(scaled.sum(dim=2))
@@ -225,18 +227,22 @@ class BlockTraces:
         """Yield directions of the layer's outputs."""
         run, form, calls = self._run, self._form, self._run.calls(self._form.name)
         patches = form.patches(run)
-        span = _spanning(patches, _MOST_POSITIONS if sampled else patches.shape[2])
+        if sampled and form.columns(run) is not None:  # the run's columns change with the samples beside
+            span = _by_token(patches)
+        else:
+            span = _spanning(patches, _MOST_POSITIONS if sampled else patches.shape[2])
         with torch.enable_grad():
             gradient = form.rows(run, self._gradients)
+        second = derivatives(gradient, [call.edge for call in calls])
         single = span.shape[2] == span.shape[3] == 1  # then K is a number, by which the rest can be multiplied
 
         def products(directions: Tensor) -> Tensor:
             if single:
                 return by_rows(directions.expand(-1, run.samples, -1, -1, -1))
-            return span.mT @ by_rows(span @ directions)
+            return product(span.mT, by_rows(product(span, directions)))
 
         def by_rows(changes: Tensor) -> Tensor:
-            found = derivatives(gradient, [call.edge for call in calls], changes)
+            found = second(changes)
             if all(part is None for part in found):
                 return torch.zeros_like(changes)
             filled = [
@@ -265,7 +271,7 @@ class BlockTraces:
 
         def products(directions: Tensor) -> Tensor:
             directions = directions.expand(-1, run.samples, -1, -1, -1)
-            (found,) = derivatives(gradient, [added], directions)
+            (found,) = second(directions)
             return torch.zeros_like(directions) if found is None else found
 
         handle = self._module.register_forward_hook(add, with_kwargs=True, prepend=True)
@@ -274,6 +280,7 @@ class BlockTraces:
             with torch.enable_grad():
                 value = self._value(outputs, targets)
                 (gradient,) = torch.autograd.grad(value, added, create_graph=True)
+            second = derivatives(gradient, [added])
             size = added.numel() * added.element_size()
             units = torch.eye(columns, dtype=added.dtype, device=added.device).expand(1, groups, -1, -1)
             yield Directions(columns, size, products, units, products)
@@ -330,40 +337,26 @@ def _spanning(patches: Tensor, most: int) -> Tensor:
     return span
 
 
+def _by_token(patches: Tensor) -> Tensor:
+    """Return K (n, G, P, P) of one-hot inputs, of the sample alone: a token's column is at its first position."""
+    same = patches @ patches.mT
+    first: Tensor = same.tril(-1).sum(dim=3) == 0
+    return same * first.unsqueeze(2)
+
+
 def _norms(patches: Tensor) -> Tensor:
     """Return K for one position, which is |φ|, (n, G, 1, 1)."""
     norms: Tensor = torch.linalg.vector_norm(patches, dim=3, keepdim=True, dtype=torch.float64)
     return norms.to(patches.dtype)
 
 
-def derivatives(gradient: Tensor, inputs: Sequence[Any], directions: Tensor) -> list[Tensor | None]:
-    """Return derivatives of ⟨gradient, direction⟩ in each input for (k, …) directions; None where there are none."""
+def derivatives(gradient: Tensor, inputs: Sequence[Any]) -> Callable[[Tensor], list[Tensor | None]]:
+    """Return the map of directions (k, …) to the derivatives of ⟨gradient, direction⟩ in each input, None without."""
     if not gradient.requires_grad:
-        return [None] * len(inputs)
-    found: list[Tensor | None] = [None] * len(inputs)
-    if len(directions) > 1:
-        places: list[int] = []
+        return lambda directions: [None] * len(inputs)
 
-        def there(direction: Tensor) -> tuple[Tensor, ...]:
-            parts = _derivatives(gradient, inputs, direction)
-            places[:] = [place for place, part in enumerate(parts) if part is not None]
-            return tuple(parts[place] for place in places)
+    def along(direction: Tensor) -> tuple[Any, ...]:
+        interrupts.check()
+        return torch.autograd.grad(gradient, inputs, direction, retain_graph=True, allow_unused=True)
 
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "There is a performance drop")  # not every operation batches
-                parts = torch.func.vmap(there)(directions)
-            for place, part in zip(places, parts, strict=True):
-                found[place] = part
-            return found
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            # One at a time may do: no batching rule, or one that does not take half and full precision together.
-    each = [_derivatives(gradient, inputs, direction) for direction in directions]
-    return [None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)]
-
-
-def _derivatives(gradient: Tensor, inputs: Sequence[Any], direction: Tensor) -> tuple[Any, ...]:
-    interrupts.check()
-    return torch.autograd.grad(gradient, inputs, direction, retain_graph=True, allow_unused=True)
+    return LinearMap(along)

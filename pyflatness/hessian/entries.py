@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..contractions import product
 from ..contractions.quantities import QUANTITIES, Contribution, Neurons, Unit
 from ..numerics.signs import Signs
 
@@ -81,14 +82,27 @@ class Entries:
         parts = {name: self._forms(directions, samples, neurons) for name, neurons in self._neurons.items()}
         return Contribution(self._values({name: part.sum(dim=1) for name, part in parts.items()}, samples), parts)
 
-    def sampled(self, directions: Directions, signs: Signs, stream: int, samples: Tensor) -> Tensor:
-        """Return |w ∘ M|², the one quantity of these that can be sampled, (1, draws, n); (0, draws, n) without it."""
+    def sampled(
+        self, directions: Directions, signs: Signs, stream: int, samples: Tensor, columns: Tensor | None
+    ) -> Tensor:
+        """Return |w ∘ M|², the one quantity of these that can be sampled, (1, draws, n); (0, draws, n) without it.
+
+        Args:
+            directions: of the weight.
+            signs: of the draws.
+            stream: of the layer.
+            samples: their numbers.
+            columns: of the whole weight, which this one has; None: all.
+        """
         groups, d, m = self._weight.shape
         if not self._rows:
             return self._weight.new_zeros(0, len(signs.draws), len(samples), dtype=torch.float64)
         a = signs(stream, samples, groups, 1, d).to(self._weight.dtype)
-        b = signs(stream + _OF_COLUMNS, samples, groups, 1, m).to(self._weight.dtype)
-        changes = a * ((b * directions.patches) @ self._weight.mT)
+        if columns is None:
+            b = signs(stream + _OF_COLUMNS, samples, groups, 1, m).to(self._weight.dtype)
+        else:
+            b = signs.at(stream + _OF_COLUMNS, samples, columns)[:, :, None, None].to(self._weight.dtype)
+        changes = a * product(b * directions.patches, self._weight.mT)
         products = directions.by_position(changes)
         return (changes * products).sum(dim=(2, 3, 4), dtype=torch.float64).unsqueeze(0)
 
@@ -124,7 +138,7 @@ class Entries:
         samples, groups, positions, m = patches.shape
         d, count, width = self._weight.shape[1], min(positions, m), self._kernel_elements
         gram = self._whole.double() @ self._whole.double().mT
-        outputs = patches @ self._weight.mT
+        outputs = product(patches, self._weight.mT)
         for group in range(groups):
             phi = patches[:, group]
             for chosen in torch.arange(d * count, device=phi.device).split(directions.batch):

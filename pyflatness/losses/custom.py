@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import interrupts
-from ..contractions import Bounded, promoted, squared_norms
+from ..contractions import Bounded, product, promoted, squared_norms
 from ..errors import InputError
 from ..messages import shown
 from ..model.outputs import SideBySide
@@ -112,7 +112,8 @@ class CustomLoss:
                 span = torch.linalg.qr(positions.double().mT, mode="r").R.mT
             else:
                 norms = squared_norms(positions.flatten(1), backend, memory)
-            logits = (promoted(positions) @ promoted(weight).t()).double() + (0 if bias is None else bias.double())
+            logits = product(promoted(positions), promoted(weight).t()).double()
+            logits = logits if bias is None else logits + bias.double()
             with torch.enable_grad(), advice.on_second_derivative(self.loss):
                 logits.requires_grad_()
                 loss = self._sum(logits.view(-1, *self._shape), targets)
@@ -122,8 +123,8 @@ class CustomLoss:
                     for column, u in itertools.product(span.unbind(2), directions):
                         interrupts.check()
                         direction = column.unsqueeze(2) * u
-                        (product,) = torch.autograd.grad(gradient, logits, direction, retain_graph=True)
-                        total = total + (product * direction).sum(dim=(1, 2))
+                        (along,) = torch.autograd.grad(gradient, logits, direction, retain_graph=True)
+                        total = total + (along * direction).sum(dim=(1, 2))
             return Bounded(total.detach() if norms is None else total.detach() * norms, None)
 
         return Curvature(values)

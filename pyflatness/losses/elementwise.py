@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..contractions import Bounded, promoted, promoted_dtype, squared_norms
+from ..contractions import Bounded, product, promoted, promoted_dtype, squared_norms
 from ..errors import InputError
 from .base import Curvature, Factors, Reduction, Terms, diagonal, marked, rows_like, uniform
 
@@ -135,7 +135,7 @@ class BinaryCrossEntropy(_Elementwise):
             parts = []
             for rows, weights in zip(features.split(chunk), coefficients.split(chunk), strict=True):
                 rows = promoted(rows)
-                logits = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+                logits = product(rows, weight.t(), bias)
                 parts.append(backend.sigmoid_curvature(logits, weights, norms))
             return Bounded(torch.cat(parts) * squared_norms(features, backend, memory), None)
 
@@ -173,9 +173,9 @@ class BinaryCrossEntropy(_Elementwise):
         self, features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, coefficients: Tensor
     ) -> Tensor:
         """See :class:`.base.Known`."""
-        logits = features @ weight.t() if bias is None else torch.addmm(bias, features, weight.t())
+        logits = product(features, weight.t(), bias)
         curvatures = coefficients * torch.sigmoid(logits) * torch.sigmoid(-logits)
-        return _weighted(features.square().sum(dim=1) * (curvatures @ weight.square().sum(dim=1)), counts)
+        return _weighted(features.square().sum(dim=1) * product(curvatures, weight.square().sum(dim=1)), counts)
 
 
 def _weighted(values: Tensor, counts: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
-from ..contractions import FUSED_OUTPUTS, backends, compiled, full_precision
+from ..contractions import FUSED_OUTPUTS, backends, compiled, full_precision, product
 from ..contractions.centre import centre
 from ..contractions.reference import pair_distances
 
@@ -50,7 +50,7 @@ def weighted_sum(features: Tensor, weight: Tensor, bias: Tensor | None, shares: 
 def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``|φ_i|² var_{p_i}(w)``, (n,), for features (n, m), weight (d, m) and bias (d,), all of one dtype."""
     weight = weight - centre(weight.detach())
-    logits = features @ weight.t()
+    logits = product(features, weight.t())
     if bias is not None:  # less its median, which moves no probability; it is -inf where most classes are masked
         logits = logits + (bias - bias.detach().median().nan_to_num(0.0, 0.0, 0.0))
     of_rows = _by_pairs if takes_pairs(*weight.shape) else _by_rows
@@ -65,7 +65,7 @@ def takes_pairs(d: int, m: int) -> bool:
 def _by_pairs(logits: Tensor, weight: Tensor) -> Tensor:
     p = torch.softmax(logits, dim=1)
     distances: Tensor = _PairDistances.apply(weight)
-    return (p * (p @ distances)).sum(dim=1) / 2
+    return (p * product(p, distances)).sum(dim=1) / 2
 
 
 def _by_rows(logits: Tensor, weight: Tensor) -> Tensor:
@@ -73,8 +73,8 @@ def _by_rows(logits: Tensor, weight: Tensor) -> Tensor:
     others = logits.scatter(1, top, lowest).clamp_min(lowest)  # masked classes too: softmax of -inf alone is NaN
     odds = torch.logsumexp(others, dim=1) - logits.gather(1, top).squeeze(1)
     r = torch.softmax(others, dim=1)
-    mean = r @ weight
-    within = r @ weight.square().sum(dim=1) - mean.square().sum(dim=1)
+    mean = product(r, weight)
+    within = product(r, weight.square().sum(dim=1)) - mean.square().sum(dim=1)
     apart = (mean - weight[top.squeeze(1)]).square().sum(dim=1)
     return torch.sigmoid(odds) * (within + torch.sigmoid(-odds) * apart)
 
@@ -101,7 +101,7 @@ class _PairDistances(torch.autograd.Function):
 def apart(pairs: Tensor, weight: Tensor) -> Tensor:
     """Return ``2 Σ_t pairs[s, t] (w_s - w_t)``, (d, m); ``pairs`` (d, d) is symmetric."""
     others = pairs * (1 - torch.eye(len(pairs), dtype=pairs.dtype, device=pairs.device))
-    return 2 * (others.sum(dim=1, keepdim=True) * weight - others @ weight)
+    return 2 * (others.sum(dim=1, keepdim=True) * weight - product(others, weight))
 
 
 def fuses(weight: Tensor) -> bool:
@@ -147,9 +147,9 @@ def _operator(
         if not wanted:
             return value, value.new_empty(0), value.new_empty(0), value.new_empty(0)
         centred, slopes, (twice, scale) = weight - centre(weight), found.slopes, found.factors
-        of_features = torch.mm(slopes.t(), centred).addcmul_(rows, twice.unsqueeze(1))
-        pairs = torch.mm(found.probabilities * scale, found.probabilities.t())
-        of_weight = apart(pairs, centred).addmm_(slopes, rows)
+        of_features = product(slopes.t(), centred).addcmul_(rows, twice.unsqueeze(1))
+        pairs = product(found.probabilities * scale, found.probabilities.t())
+        of_weight = product(slopes, rows, apart(pairs, centred))
         return value, of_features, of_weight, slopes.sum(dim=1) if bias is not None else value.new_empty(0)
 
 

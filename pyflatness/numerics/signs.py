@@ -33,23 +33,29 @@ class Signs:
             shape: of one sample's signs in one draw.
         """
         count = torch.Size(shape).numel()
-        words = self._words(stream, samples, -(-count // 64))
+        words = self._words(stream, samples, torch.arange(-(-count // 64), device=samples.device))
         places = torch.arange(8, dtype=torch.uint8, device=samples.device)
         bits = (words.view(torch.uint8).unsqueeze(-1) >> places).bitwise_and_(1)
         signs: Tensor = bits.view(torch.int8).flatten(2)[..., :count].mul(2).sub_(1)
         return signs.view(*signs.shape[:2], *shape)
 
+    def at(self, stream: int, samples: Tensor, places: Tensor) -> Tensor:
+        """Return those of these signs that are at some places (k,) of a sample's, (draws, n, k) int8."""
+        words = self._words(stream, samples, places // 64)
+        return (words >> (places % 64)).bitwise_and_(1).to(torch.int8).mul_(2).sub_(1)
+
     def uniform(self, stream: int, samples: Tensor, count: int) -> Tensor:
         """Return numbers (draws, n, count) float64, uniform in [0, 1); of a stream that no signs are taken from."""
-        return _shifted(self._words(stream, samples, count), 11).double() * 2.0**-53
+        words = self._words(stream, samples, torch.arange(count, device=samples.device))
+        return _shifted(words, 11).double() * 2.0**-53
 
-    def _words(self, stream: int, samples: Tensor, count: int) -> Tensor:
-        """Return (draws, n, count) words of 64 random bits each."""
+    def _words(self, stream: int, samples: Tensor, numbers: Tensor) -> Tensor:
+        """Return the words of 64 random bits each that have these numbers (k,), (draws, n, k)."""
         draws = torch.tensor(self.draws, dtype=torch.int64, device=samples.device)
         state = _mixed(torch.tensor([self.seed, stream], dtype=torch.int64, device=samples.device))
         state = _mixed(_mixed(state[0] + _STEP * state[1]) + _STEP * draws).view(-1, 1)
         state = _mixed(state + _STEP * samples).unsqueeze(2)
-        return _mixed(state + _STEP * torch.arange(count, device=samples.device))
+        return _mixed(state + _STEP * numbers)
 
 
 def _signed(value: int) -> int:

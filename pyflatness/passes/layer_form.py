@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from .. import contractions
-from ..contractions import Contractor, DenseContraction, LayerContraction, multiplied, promoted, promoted_dtype
+from ..contractions import Contractor, DenseContraction, LayerContraction, multiplied, product, promoted, promoted_dtype
 from ..contractions.factor import gram_factor
 from ..contractions.layer import Contraction
 from ..errors import InputError
@@ -105,12 +105,16 @@ class LayerForm:
                 layers.apply(self._module, pixels, run.calls(self.name)[0].output).flatten(1).t().unsqueeze(0)
             )
             return dense
-        columns = self._columns(run)
+        columns = self.columns(run)
         return self.matrix if columns is None else self.matrix[..., columns]
 
     def whole_weight(self, run: Run) -> Tensor:
         """Return the weight (G, d, m) with all of its columns, also those that no input of a run has."""
         return self.weight(run) if self._dense else self.matrix
+
+    def columns(self, run: Run) -> Tensor | None:
+        """Return which columns of the whole weight :meth:`weight` has in a run, (U,); None: all."""
+        return None if self._dense or not self._kind.tokens else self._kind.columns(self.inputs(run))
 
     def factor(self, run: Run) -> Tensor:
         """Return R (G, r, d), RᵀR = w wᵀ of :meth:`whole_weight`: made once, unless runs may have other weights."""
@@ -206,7 +210,7 @@ class LayerForm:
             first = partial(run.samples_first, self.name)
             laid_out, found = first(empty), self._kind.changed(kind, first(inputs), first(output), changes)
         else:
-            laid_out, found = self.rows(run, [empty]), self.patches(run, (inputs, output)) @ changes
+            laid_out, found = self.rows(run, [empty]), product(self.patches(run, (inputs, output)), changes)
         (placed,) = torch.autograd.grad(laid_out, empty, found.to(laid_out.dtype), create_graph=True)
         return placed
 
@@ -216,7 +220,7 @@ class LayerForm:
         for number, call in enumerate(run.calls(self.name)):
             rows = promoted(run.samples_first(self.name, call.inputs.detach())).flatten(1)
             rows = rows if rows.is_floating_point() else rows.double()
-            total += rows @ (torch.arange(rows.shape[1], device=rows.device) + number).cos().to(rows.dtype)
+            total += product(rows, (torch.arange(rows.shape[1], device=rows.device) + number).cos().to(rows.dtype))
         return total
 
     def patches(self, run: Run, call: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -229,7 +233,7 @@ class LayerForm:
         parts = [promoted(part) for inputs, output in calls for part in self._input_parts(run, inputs, output)]
         if self._dense:
             return torch.stack([part.flatten(1) for part in parts], dim=1).unsqueeze(1)
-        columns, dtype = self._columns(run), promoted_dtype(layers.without_entries(self._module).dtype)
+        columns, dtype = self.columns(run), promoted_dtype(layers.without_entries(self._module).dtype)
         return _joined([self._kind.patches(part, columns, dtype) for part in parts])
 
     def gradients(self, inputs: Sequence[Tensor], cotangent: Sequence[Tensor]) -> Tensor:
@@ -238,15 +242,11 @@ class LayerForm:
 
     def on_all_columns(self, run: Run, found: Tensor) -> Tensor:
         """Return what was found for the columns of :meth:`weight` in a run, (…, columns), for those of the matrix."""
-        columns = self._columns(run)
+        columns = self.columns(run)
         if columns is None:
             return found
         whole = found.new_zeros(*found.shape[:-1], layers.without_entries(self._module).shape[1])
         return whole.index_copy_(whole.ndim - 1, columns, found)
-
-    def _columns(self, run: Run) -> Tensor | None:
-        """Return the columns of the weight that inputs of a run have; None: all."""
-        return None if self._dense or not self._kind.tokens else self._kind.columns(self.inputs(run))
 
     def _input_parts(self, run: Run, inputs: Tensor, output: Tensor) -> Parts:
         inputs = self._rescaled(inputs)

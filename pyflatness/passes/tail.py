@@ -11,7 +11,7 @@ KiB, and 512 KiB for images that are not pooled.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from .. import interrupts
+from .linear_map import LinearMap
 from .linearity import Users
 from .recorder import or_zeros
 
@@ -51,24 +52,20 @@ class Tail:
         self._rest = {name: edge for name, edge in edges.items() if name not in self.names}
         sources = dict.fromkeys(source for node in nodes for source in _sources(node) if self._rest)
         self._front = [GradientEdge(node, number) for node, number in sources if node not in nodes]
+        self._send = LinearMap(self._gradients)
         self.bytes = sum(_bytes(edge.node, edge.output_nr) for edge in (*self._edges, *self._front))
 
     def send(self, cotangents: Tensor) -> tuple[dict[str, Tensor], Iterator[dict[str, Tensor]]]:
-        """Return gradients of cotangents (k, …), (k, …) by name, and for one after the other those of other names.
-
-        Raises:
-            RuntimeError: a hook of the user's does not take several at once.
-        """
-        interrupts.check()
-
-        def gradients(cotangent: Tensor) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(self._outputs, [*self._edges, *self._front], cotangent, retain_graph=True)
-
-        found = torch.func.vmap(gradients)(cotangents)
+        """Return gradients of cotangents (k, …), (k, …) by name, and for one after the other those of other names."""
+        found: Any = self._send(cotangents)
         split = len(self._edges)
         return dict(zip(self.names, found[:split], strict=True)), self._others(found[split:])
 
-    def _others(self, front: tuple[Tensor, ...]) -> Iterator[dict[str, Tensor]]:
+    def _gradients(self, cotangent: Tensor) -> tuple[Tensor, ...]:
+        interrupts.check()
+        return torch.autograd.grad(self._outputs, [*self._edges, *self._front], cotangent, retain_graph=True)
+
+    def _others(self, front: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
         edges: Any = self._front  # torch's annotation knows tensors alone
         for each in zip(*front, strict=True) if self._rest else ():
             interrupts.check()

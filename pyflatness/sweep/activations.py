@@ -144,15 +144,14 @@ class Activations:
         with torch.enable_grad():
             first = self._by_sample(name, gradients)
             joined = torch.cat([part.flatten(1) for part in first], dim=1)
-        shapes = [part.shape[1:] for part in first]
+        second, shapes = derivatives(joined, [call.edge for call in calls]), [part.shape[1:] for part in first]
 
         def multiply(directions: Tensor) -> list[Tensor]:
-            found = derivatives(joined, [call.edge for call in calls], directions)
             products = [
                 directions.new_zeros(len(directions) * run.samples, *shape)
                 if part is None
                 else torch.func.vmap(lambda gradient: promoted(run.samples_first(name, gradient)))(part).flatten(0, 1)
-                for part, shape in zip(found, shapes, strict=True)
+                for part, shape in zip(second(directions), shapes, strict=True)
             ]
             flat = directions.flatten(0, 1).split([shape.numel() for shape in shapes], dim=1)
             moved = [part.view(-1, *shape) for part, shape in zip(flat, shapes, strict=True)]

@@ -156,12 +156,7 @@ class Contracted:
         """Yield what arrives of the cotangents that wait, which go through the tail at once."""
         waiting, self._waiting = self._waiting, []
         assert self._tail is not None
-        try:
-            gradients, others = self._tail.send(torch.stack([cotangent for cotangent, _ in waiting]))
-        except RuntimeError:  # a hook of the user's, say, that takes one cotangent at a time; an error comes again
-            self._tail = None
-            yield from self._arrived(waiting)
-            return
+        gradients, others = self._tail.send(torch.stack([cotangent for cotangent, _ in waiting]))
         signs = [sign for _, sign in waiting]
         for name, several in gradients.items():
             stack = (

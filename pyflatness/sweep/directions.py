@@ -82,10 +82,10 @@ def values(run: Run, sent: Cotangents, forms: Mapping[str, LayerForm]) -> dict[s
 
 def _sum(sent: Cotangents, gradient: Tensor, cotangent: Tensor, directions: Tensor) -> Tensor:
     """Return Σ_k ⟨J r_k, H J r_k⟩ of every sample, (n,), for directions (r, d)."""
-    total = torch.zeros_like(sent.sample_weights)
+    total, changed = torch.zeros_like(sent.sample_weights), derivatives(gradient, [cotangent])
     size = max(gradient.numel() * gradient.itemsize, cotangent.numel() * cotangent.itemsize)
     for some in directions.to(gradient.dtype).split(batch_of(size)):
-        (changes,) = derivatives(gradient, [cotangent], some.unsqueeze(1).expand(-1, *gradient.shape))
+        (changes,) = changed(some.unsqueeze(1).expand(-1, *gradient.shape))
         for change in () if changes is None else changes:
             total += sent.form(change)
     return total

@@ -98,13 +98,13 @@ class PerSampleDiagonal:
     def _entries(self, name: str, gradient: Tensor) -> Tensor:
         """Return the sum over one parameter by a product for every entry, (n,)."""
         leaf = self._group.leaves[name]
-        size, total = leaf[0].numel(), self.zeros(None)[0]
+        size, total, second = leaf[0].numel(), self.zeros(None)[0], block_traces.derivatives(gradient, [leaf])
         for chosen in torch.arange(size, device=leaf.device).split(batch_of(leaf.nbytes)):
             rows = torch.arange(len(chosen), device=leaf.device)
             units = leaf.new_zeros(len(chosen), 1, size)
             units[rows, 0, chosen] = 1.0
             directions = units.expand(-1, len(leaf), -1).reshape(len(chosen), *leaf.shape)
-            (products,) = block_traces.derivatives(gradient, [leaf], directions)
+            (products,) = second(directions)
             if products is not None:
                 entries = self._scaled(name, self._scaled(name, products)).flatten(2)[rows, :, chosen]
                 total += entries.sum(dim=0, dtype=torch.float64)

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import head, interrupts, losses, tensor_head
-from ..contractions import promoted
+from ..contractions import product, promoted
 from ..errors import InputError
 from ..losses import Loss, risk
 from ..measures import RELATIVE_FLATNESS
@@ -415,7 +415,7 @@ def matrix_robustness(
         process_group=process_group,
     ) as task:
         curve = _Loss(task, layer)
-        change = curve.weight @ curve.fitting(matrix)
+        change = product(curve.weight, curve.fitting(matrix))
         own = curve.at(torch.zeros_like(change))
         rises = [curve.at(alpha * change) - own for alpha in steps]
     grid = torch.tensor(steps, dtype=torch.float64, device="cpu")
@@ -688,7 +688,7 @@ def label_constancy(
             for draw in range(draws):
                 interrupts.check()
                 moved = phi + radius * _within(phi, generator, on_sphere=draw % 2 == 0)
-                outputs = moved @ w.t() + shift
+                outputs = product(moved, w.t()) + shift
                 there, here = (_each(resolved, outputs, y) for y in (labels(moved.to(features.dtype)), targets))
                 largest = torch.maximum(largest, (there - here).abs())
             changes.append(float(largest.mean()))

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from .. import interrupts, losses, tensor_head
-from ..contractions import promoted
+from ..contractions import product, promoted
 from ..errors import InputError
 from ..losses import Loss, risk
 from ..messages import check_tensor, in_words, shown
@@ -355,14 +355,14 @@ class _Head:
 
     def outputs(self) -> Tensor:
         """Return the outputs (n, d)."""
-        outputs: Tensor = self.features @ self.weight + (0 if self._bias is None else self._bias)
+        outputs: Tensor = product(self.features, self.weight) + (0 if self._bias is None else self._bias)
         return outputs
 
     def noisy(self, outputs: Tensor, delta: float, draws: int, seed: int) -> Iterator[Tensor]:
         """Yield outputs with noise, two of opposite signs for each draw."""
         generator = torch.Generator(outputs.device).manual_seed(seed)
         for xi in kernel_noise(self.features, delta, draws, generator):
-            change = xi @ self.weight
+            change = product(xi, self.weight)
             yield outputs + change
             yield outputs - change
 
@@ -452,7 +452,7 @@ def authors_representativeness(
         for k in range(folds):
             w, b = (weight, bias) if fit is None else refit(fit, features[places != k], targets[places != k])
             tensor_head.check_tensors(features, w, b, targets, resolved)
-            outputs = promoted(features) @ promoted(w).t() + (0 if b is None else promoted(b))
+            outputs = product(promoted(features), promoted(w).t()) + (0 if b is None else promoted(b))
             values.append(_fold(promoted(features).double(), outputs, targets, places == k, resolved))
     return sum(values) / folds
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...contractions import Contractor, Geometry, LayerContraction, divided, promoted
+from ...contractions import Contractor, Geometry, LayerContraction, divided, product, promoted
 from .deviations import Deviations, FeatureScale
 
 First = Callable[[Tensor], Tensor]
@@ -109,7 +109,7 @@ class Linear:
 
     def carried(self, delta: Tensor, size: tuple[int, ...], weight: Tensor) -> Tensor:
         """Return Wᵀ δ for δ of the shape of an output and inputs of this size, without dimension 0."""
-        return delta.to(weight.dtype) @ self.as_matrix(weight)
+        return product(delta.to(weight.dtype), self.as_matrix(weight)).to(weight.dtype)
 
     def at_ends(
         self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
@@ -198,7 +198,9 @@ class Linear:
             calls: the kind of each call that the inputs are of.
         """
         patches = [self.geometry.patches(promoted(part)) for part in inputs]
-        return torch.stack([self.rows(d).mT @ phi for phi, d in zip(patches, cotangent, strict=True)]).sum(dim=0)
+        return torch.stack([product(self.rows(d).mT, phi) for phi, d in zip(patches, cotangent, strict=True)]).sum(
+            dim=0
+        )
 
     def joined(self, parts: list[Tensor]) -> list[Tensor]:
         """Return tensors of several calls as one, along a free dimension of space, if there is one and sizes allow."""

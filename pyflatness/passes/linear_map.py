@@ -1,0 +1,72 @@
+"""Apply backward passes to several vectors at once."""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..messages import is_out_of_memory
+from .independence import agree
+
+
+class LinearMap:
+    """Apply a linear map, a backward pass, to several vectors at once by ``torch.func.vmap``, where that is right.
+
+    Not every operation takes several, or half and full precision together, and torch's rule for several has been wrong
+    for some (the double backward of ``torch.cdist``). So the first results are held against a single one of a
+    combination of the vectors, which they all have a part in; where these differ vectors go one after the other.
+
+    Args:
+        one: of a vector makes its images, tensors or None, the same of them for every vector.
+    """
+
+    def __init__(self, one: Callable[[Tensor], tuple[Tensor | None, ...]]) -> None:
+        self._one, self._at_once, self._compared = one, True, False
+
+    def __call__(self, vectors: Tensor) -> list[Tensor | None]:
+        """Return the images (k, …) of vectors (k, …)."""
+        found = self._of_all(vectors) if len(vectors) > 1 and self._at_once else None
+        if found is not None and not self._compared:
+            self._at_once, self._compared = self._agrees(vectors, found), True
+        if found is not None and self._at_once:
+            return found
+        each = [self._one(vector) for vector in vectors]
+        return [None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)]
+
+    def _of_all(self, vectors: Tensor) -> list[Tensor | None] | None:
+        """Return the images by ``torch.func.vmap``; None if it does not take the map."""
+        there: list[bool] = []
+
+        def present(vector: Tensor) -> tuple[Tensor, ...]:
+            parts = self._one(vector)
+            there[:] = [part is not None for part in parts]
+            return tuple(part for part in parts if part is not None)
+
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "There is a performance drop")  # not every operation batches
+                parts = iter(torch.func.vmap(present)(vectors))
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            self._at_once = False  # the error comes again with one
+            return None
+        return [next(parts) if held else None for held in there]
+
+    def _agrees(self, vectors: Tensor, found: list[Tensor | None]) -> bool:
+        """Return whether the image of a combination of vectors is that combination of their images."""
+        coefficients = torch.arange(1, len(vectors) + 1, dtype=torch.float64, device=vectors.device).cos()
+        for one, several in zip(self._one(_combined(coefficients, vectors)), found, strict=True):
+            if one is None or several is None:
+                if one is not several:
+                    return False
+            elif not agree(one, _combined(coefficients, several), torch.finfo(one.dtype).eps ** 0.5):
+                return False
+        return True
+
+
+def _combined(coefficients: Tensor, vectors: Tensor) -> Tensor:
+    """Return Σ_k c_k v_k."""
+    combined: Tensor = torch.tensordot(coefficients.to(vectors.dtype), vectors, dims=1)
+    return combined
