@@ -303,8 +303,8 @@ def _double_loss(loss: Any, reduction: str | None) -> Any:
 
 
 def _differentiable(layer: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which a layer has second derivatives: torch differentiates bags of embeddings once only."""
-    if not isinstance(layer, nn.EmbeddingBag):
+    """Return a context in which a layer has second derivatives, where torch differentiates its own forward once only."""
+    if layers.kind_of(layer).twice_differentiable:
         return contextlib.nullcontext()
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:

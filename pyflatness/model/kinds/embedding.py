@@ -26,6 +26,7 @@ class Embedding(Linear):
 
     tokens = True
     has_input = False
+    keeps_graph = False
     least_dims = 1
 
     def __init__(self, padding: int | None) -> None:
@@ -147,6 +148,8 @@ class EmbeddingBag(Embedding):
 
     least_dims = 2
     pointwise = False
+    twice_differentiable = False
+    when_idle = "bags that are given by offsets=, and not as (n, tokens of a bag), cannot be told apart by sample"
 
     def __init__(self, mean: bool, padding: int | None) -> None:
         super().__init__(padding)

@@ -30,6 +30,9 @@ class Linear:
         row_dims: dimensions of the output that rows take where they are last.
         pointwise: whether every position is multiplied by the same matrix, once.
         repeats_inputs: whether padding repeats pixels of the input.
+        keeps_graph: whether what :meth:`inputs_of` gives has the graph of the arguments.
+        twice_differentiable: whether torch differentiates the layer's own forward twice.
+        when_idle: why a layer that the model calls may not be seen to run, for messages; empty where it is.
         by_weight: whether the weight has no positions, so that second derivatives are taken in itself.
         geometry: which (padded) inputs a position sees.
         computes: what the output is, for messages.
@@ -44,6 +47,9 @@ class Linear:
     row_dims = 1
     pointwise = True
     repeats_inputs = False
+    keeps_graph = True
+    twice_differentiable = True
+    when_idle = ""
     by_weight = False
     geometry = Geometry()
     computes = "W φ + b of its weight and input"
