@@ -303,7 +303,7 @@ def _double_loss(loss: Any, reduction: str | None) -> Any:
 
 
 def _differentiable(layer: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which a layer has second derivatives, also where torch differentiates its own forward once."""
+    """Return a context in which a layer has second derivatives, also where torch's own forward has none."""
     if layers.kind_of(layer).twice_differentiable:
         return contextlib.nullcontext()
 
