@@ -89,11 +89,7 @@ class Head:
         if layer is not None:
             self._candidates = {layer: model.get_submodule(layer)}
             return
-        self._candidates = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and layers.is_supported(module)
-        }
+        self._candidates = {name: module for name, module in model.named_modules() if layers.is_linear(module)}
         if not self._candidates:
             raise InputError("layer: the model has no Linear layer; name the layer to measure")
 
@@ -188,10 +184,8 @@ class Head:
 
     def _may_be_wide(self) -> bool:
         """Return whether a batch's logits may be what fills the memory although only their shape is needed."""
-        wide = any(
-            isinstance(layer, nn.Linear) and layer.out_features > _WIDE_OUTPUTS for layer in self._candidates.values()
-        )
-        return wide and self._loss.known
+        found = self._candidates.values()
+        return self._loss.known and any(layers.is_linear(one) and layers.rows(one) > _WIDE_OUTPUTS for one in found)
 
     def _skip_product(self, batch: Any, calls: calling.Calls, product: contextlib.ExitStack) -> None:
         """Let the model do without the product of a wide head; it was established on one sample."""

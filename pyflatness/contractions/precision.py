@@ -34,6 +34,20 @@ def promoted_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def multiplied(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
+    """Return ``tensor`` times the scale of its channels, which are in ``dim``."""
+    sizes = [1] * tensor.ndim
+    sizes[dim] = len(scale)
+    tensor = promoted(tensor)
+    return tensor * scale.view(sizes).to(tensor.dtype)
+
+
+def divided(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
+    """Return ``tensor`` divided by its channels' scale; channels of scale 0 become 0, which drops them."""
+    kept = scale > 0
+    return multiplied(tensor, torch.where(kept, 1 / torch.where(kept, scale, 1.0), 0.0), dim)
+
+
 def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context without autocast on the tensor's device: the user's is for the model alone."""
     kind = tensor.device.type

@@ -23,7 +23,6 @@ from ..model import layers
 from ..numerics.accumulate import counting
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
-from ..passes.forms import form_of
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
@@ -168,7 +167,7 @@ class ChangeSweep:
         """Return Δ φ of all calls by position, (n, G, P, d)."""
         module = self._runner.selected[name]
         if name not in self._forms:
-            self._forms[name] = form_of(name, module, (), self._options)
+            self._forms[name] = LayerForm(name, module, (), self._options)
         change = promoted(as_called(name, module, self._changes[name]))
         with contractions.full_precision(run.outputs):
             outputs = [

@@ -26,7 +26,6 @@ from ..numerics import lanczos
 from ..numerics.accumulate import Accumulator
 from ..numerics.lanczos import Ritz
 from ..passes import cotangents, linearity, normalize
-from ..passes.forms import form_of
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
@@ -285,7 +284,7 @@ class RowSweep:
 
     def _set_up(self, name: str) -> None:
         module, scale = self._runner.selected[name], self._scales.get(name)
-        self._forms[name] = form_of(name, module, (), self._options, scale)
+        self._forms[name] = LayerForm(name, module, (), self._options, scale)
         kept = self._budget.work // len(self._runner.selected)
         self._blocks[name] = RowBlocks(self._spread(name) != 0, kept, self._budget)
 

@@ -27,7 +27,6 @@ from ..numerics.accumulate import counting, finite_samples
 from ..numerics.signs import Signs
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
-from ..passes.forms import form_of
 from ..passes.gathered import Gathered
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
@@ -361,7 +360,7 @@ class Sweep:
         """Make the form of each layer that came with this run."""
         for name, module in self._runner.modules.items():
             if name not in self._forms:
-                form = form_of(name, module, self._of_weights, self._options, self._scales.get(name))
+                form = LayerForm(name, module, self._of_weights, self._options, self._scales.get(name))
                 self._forms[name], self.backend = form, contractions.describe(form.backend)
 
 

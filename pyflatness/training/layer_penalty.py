@@ -268,8 +268,9 @@ def _one_tensor(outputs: Any) -> Tensor:
 def _check_kind(name: str, module: nn.Module) -> None:
     """Raise for what has a weight matrix and is not called on one tensor that it multiplies."""
     kind = kinds.find(module)
-    if isinstance(module, kinds.Use) or kind is None or kind.tokens or isinstance(kind, kinds.Scale):
-        what = "a weight that no module calls" if isinstance(module, kinds.Use) else f"a {type(module).__name__}"
+    use = isinstance(module, kinds.Use)
+    if use or kind is None or not kind.keeps_graph:
+        what = "a weight that no module calls" if use else f"a {type(module).__name__}"
         raise NotYetError(
             f"layer {name!r} is {what}; FlatnessPenalty takes linear, bilinear, convolutional and transposed "
             "convolutional layers"
