@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from ..invariances import WAYS, invariances
+from ..invariance import WAYS, invariances
 from ..scoring import checkpoints, loading
 from . import p21_minima
 from .experiment import Bench, Experiment, Finding, Found, Points

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.invariances import _change
+from pyflatness.invariance import _change
 from pyflatness.measures import MEASURES
 
 
