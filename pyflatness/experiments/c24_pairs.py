@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from ..api import measure
-from ..generalization.correlation import correlations
+from ..statistics.correlation import correlations
 from . import c24, claims, correlating
 from .c24 import FITTED
 from .claims import Claim

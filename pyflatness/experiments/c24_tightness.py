@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..generalization.inequalities import bounds
+from ..theory.inequalities import bounds
 from . import c24, claims
 from .claims import Claim, average
 from .experiment import Bench, Experiment, Found, Points, note

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from .. import progress
 from ..errors import InputError
-from ..generalization.correlation import correlations
 from ..measures.adaptive_sharpness_mc import adaptive_sharpness_mc
 from ..measures.mls_adversarial import mls_adversarial
+from ..statistics.correlation import correlations
 from . import claims, correlating, image_data
 from .c24_networks import SigmoidOutputs, VisionTransformer
 from .claims import Claim

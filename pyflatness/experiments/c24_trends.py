@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..generalization import intervals
-from ..generalization.coefficients import coefficients, whole
-from ..generalization.tables import Vector
+from ..statistics import intervals
+from ..statistics.coefficients import coefficients, whole
+from ..statistics.tables import Vector
 from . import c24, claims, correlating
 from .c24 import FITTED, QUANTITIES
 from .claims import Claim

@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..generalization.intervals import FEWEST
 from ..report.intervals import student_t
+from ..statistics.intervals import FEWEST
 from .experiment import Finding
 
 if TYPE_CHECKING:

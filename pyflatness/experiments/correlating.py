@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..generalization import intervals as resampling
-from ..generalization.coefficients import Resamples, coefficients, whole
-from ..generalization.correlation import Correlations, correlations
-from ..generalization.correlation_figures import plot_correlation
-from ..generalization.tables import Vector
 from ..messages import shown
+from ..statistics import intervals as resampling
+from ..statistics.coefficients import Resamples, coefficients, whole
+from ..statistics.correlation import Correlations, correlations
+from ..statistics.figures import plot_correlation
+from ..statistics.tables import Vector
 from . import claims
 from .claims import Claim
 from .experiment import Finding

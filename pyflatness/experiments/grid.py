@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from ..generalization.correlation import correlations
-from ..generalization.granulated import granulated_kendall
-from ..generalization.mutual_information import conditional_mutual_information
-from ..generalization.sign_error import sign_error
 from ..measures import MEASURES
 from ..messages import shown
+from ..statistics.correlation import correlations
+from ..statistics.grid import conditional_mutual_information, granulated_kendall, sign_error
 from . import correlating, grid_networks
 from .experiment import Bench, Experiment, Finding, Found, Points, note
 from .grid_networks import SETTINGS

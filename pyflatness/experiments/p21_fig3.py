@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from .. import progress
 from ..api import head_flatness
-from ..generalization.correlation import correlations
-from ..generalization.tables import Vector
+from ..statistics.correlation import correlations
+from ..statistics.tables import Vector
 from . import claims, correlating, synthetic
 from .claims import Claim
 from .experiment import Bench, Experiment, Finding, Found, Points

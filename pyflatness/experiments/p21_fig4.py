@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import progress
 from ..api import head_flatness
-from ..generalization.authors import authors_representativeness
-from ..generalization.representativeness import representativeness
+from ..theory.sampling import authors_representativeness, representativeness
 from . import claims, synthetic
 from .claims import Claim, average
 from .experiment import Bench, Experiment, Finding, Found, Points

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..generalization.correlation import Correlations
+from ..statistics.correlation import Correlations
 from . import claims, correlating, p21_minima, zoo
 from .claims import Claim
 from .experiment import Bench, Experiment, Finding, Found, Points

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..generalization.correlation import Correlations
+from ..statistics.correlation import Correlations
 from . import claims, correlating, p21_fig6, p21_minima, zoo
 from .claims import Claim
 from .experiment import Bench, Experiment, Finding, Found, Points

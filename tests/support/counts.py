@@ -179,7 +179,7 @@ def counts(package: Path = PACKAGE) -> list[Count]:
             for name, (aim, made) in calls().items()
             for stack in [deepest(found for call in made for found in frames(call))]
         ),
-        Count(f"files over {LONG} lines", len(long), 0, ", ".join(f"{name} {n}" for name, n in long.items())),
+        Count(f"files over {LONG} lines", len(long), None, ", ".join(f"{name} {n}" for name, n in long.items())),
         Count("files that decide by the NaN policy", len(deciding), 1, ", ".join(deciding)),
         Count("files that ask a property which does", len(asking), None, ", ".join(asking)),
     ]

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.generalization import noise
-from pyflatness.generalization.representativeness import assigned
+from pyflatness.theory import perturbed
+from pyflatness.theory.sampling import assigned
 from support.cases import C
 from support.grid import classes, normal
 from support.unchanged import LOSS, X, Y, assert_unchanged, snapshot
@@ -52,7 +52,7 @@ def test_the_bound_of_an_inner_layer_by_brute_force():
     cut = [*zip(DATA[0].split(50), DATA[1].split(50), strict=True)]
     found = pf.generalization_bound(model, LOSS, cut, "0", delta=0.3, draws=4, seed=1)
     places, noisy = assigned(50, 3, 1), []
-    for xi in noise.kernel_noise(DATA[0], 0.3, 4, generator(1)):
+    for xi in perturbed.kernel_noise(DATA[0], 0.3, 4, generator(1)):
         noisy.append(sum(F.cross_entropy(model(DATA[0] + s * xi), DATA[1], reduction="none") for s in (1, -1)) / 2)
     values, own = (
         torch.stack(noisy).mean(0).detach(),

@@ -7,8 +7,8 @@ import pytest
 from scipy import stats
 
 import pyflatness as pf
-from pyflatness.generalization import intervals
-from pyflatness.generalization.coefficients import STATISTICS, coefficients, whole
+from pyflatness.statistics import intervals
+from pyflatness.statistics.coefficients import STATISTICS, coefficients, whole
 
 SCIPY = {
     "Pearson": lambda x, y: stats.pearsonr(x, y).statistic,

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import pyflatness as pf
-from pyflatness.generalization import noise
-from pyflatness.generalization.perturbed import Turns
+from pyflatness.theory import perturbed
+from pyflatness.theory.perturbed import Turns
 from support.cases import LOSSES, TOKEN_TARGETS, TOKENS, C, Tokens, to
 from support.grid import classes, normal
 from support.unchanged import LOSS, X, Y, assert_unchanged, snapshot
@@ -44,7 +44,7 @@ def moved(model, name, weight):
 
 def test_orthonormal_rows_are_uniform():
     """First two moments of the Haar measure: E q = 0, E q_ij q_kl = δ_ik δ_jl / m; QR without signs fails the first."""
-    q = noise.orthonormal(40_000, 3, 3, torch.Generator().manual_seed(0), torch.ones((), dtype=torch.float64))
+    q = perturbed.orthonormal(40_000, 3, 3, torch.Generator().manual_seed(0), torch.ones((), dtype=torch.float64))
     torch.testing.assert_close(q @ q.transpose(1, 2), torch.eye(3).double().expand_as(q), rtol=0, atol=1e-12)
     flat = q.flatten(1)
     error = 4 / 40_000**0.5
@@ -210,7 +210,7 @@ def test_parametrised_half_and_wide_models():
 
 
 def test_batches_seeds_and_memory(monkeypatch):
-    from pyflatness.generalization import feature_robustness as module
+    from pyflatness.theory import robustness as module
 
     model = net()
     one = pf.feature_robustness(model, LOSS, DATA, "0", draws=5)

@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 
 import pyflatness as pf
-from pyflatness.generalization import permutation
-from pyflatness.generalization.coefficients import STATISTICS, coefficients, whole
+from pyflatness.statistics import permutation
+from pyflatness.statistics.coefficients import STATISTICS, coefficients, whole
 
 CLUSTERS = np.repeat(np.arange(6), 4)
 

@@ -9,8 +9,8 @@ from scipy import integrate, stats
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.generalization import noise
-from pyflatness.generalization.representativeness import assigned
+from pyflatness.theory import perturbed
+from pyflatness.theory.sampling import assigned
 from support.cases import LOSSES, C, to
 from support.grid import classes, normal
 
@@ -30,7 +30,7 @@ def radial(m, power=0):
 
 @pytest.mark.parametrize("m", [1, 2, 3, 8, 84])
 def test_radii_have_their_density(m):
-    drawn = noise.radii(20_000, m, generator(m)).numpy()
+    drawn = perturbed.radii(20_000, m, generator(m)).numpy()
     whole = integrate.quad(lambda t: t ** (m - 1) * math.exp(-t * t / 2), 0, 1)[0]
 
     def distribution(t):
@@ -44,7 +44,7 @@ def test_radii_have_their_density(m):
 
 
 def test_radii_of_many_features_do_not_underflow():
-    drawn = noise.radii(5000, 4096, generator())
+    drawn = perturbed.radii(5000, 4096, generator())
     assert float(drawn.min()) > 0.99
     flipped = 4096 * (1 - drawn)  # near 1 the law is exponential of rate m - 1 - 1
     assert float(flipped.mean()) == pytest.approx(1, abs=0.06)
@@ -90,7 +90,7 @@ def double_loop(phi, weight, bias, targets, loss, places, delta, draws, seed):
     def one(phi_i, i):
         return float(loss((weight @ phi_i + bias)[None], targets[i][None]))
 
-    xi = [*noise.kernel_noise(phi, delta, draws, generator(seed))]
+    xi = [*perturbed.kernel_noise(phi, delta, draws, generator(seed))]
     own = [one(phi[i], i) for i in range(len(phi))]
     noisy = [sum(one(phi[i] + s * x[i], i) for x in xi for s in (1, -1)) / (2 * draws) for i in range(len(phi))]
     found = []
