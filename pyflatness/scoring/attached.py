@@ -77,7 +77,7 @@ def read(file: bytes, what: str) -> Result:
         ) from None
 
 
-@public
+@public()
 def add_to_store(store: str | Path, name: str, result: Result, *, label: str = "") -> None:
     """Put a spectrum, a landscape or a history into a store of :func:`pyflatness.score`, so that its page shows it.
 

@@ -251,7 +251,7 @@ TENSORS = {
         {"loss": lambda y, f: F.cross_entropy(f, y)},
         r"is called as loss\(outputs, targets\)|a callable has no (loss of a single sample|formula at a head)",
     ),
-    "rtol: none": ({"rtol": None}, "rtol=None: a relative error from 0"),
+    "rtol: one": ({"rtol": 1.0}, "rtol=1.0: a relative error from 0"),
     "per_sample: none": ({"per_sample": None}, "per_sample=None"),
     "delta: text": ({"delta": "a"}, "delta='a'"),
     "seed: text": ({"seed": "a"}, "seed='a': an integer"),
