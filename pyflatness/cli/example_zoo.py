@@ -59,7 +59,7 @@ def commands(folder: Path) -> Iterator[str]:
     yield f"pyflatness layers --model {here['networks.py']}:mlp_1"
     yield f"{score} --data {here['train.npz']} --out {shlex.quote(str(train))}"
     yield f"{score} --data {here['test.npz']} --out {shlex.quote(str(test))}"
-    correlations = f"pf.correlations({json.dumps(str(train))}, test={json.dumps(str(test))})"
+    correlations = f"pf.statistics.correlations({json.dumps(str(train))}, test={json.dumps(str(test))})"
     yield f"python -c {shlex.quote(f'import pyflatness as pf; print({correlations})')}"
 
 

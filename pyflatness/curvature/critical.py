@@ -64,7 +64,7 @@ def critical_sharpness(
         >>> model = torch.nn.Linear(1, 1, bias=False).double()
         >>> _ = model.weight.data.fill_(3.0)
         >>> data = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
-        >>> found = pf.critical_sharpness(model, torch.nn.MSELoss(), data, {"weight": torch.tensor([[-6.0]])})
+        >>> found = pf.measures.critical_sharpness(model, torch.nn.MSELoss(), data, {"weight": torch.tensor([[-6.0]])})
         >>> round(found.value, 4)
         2.0
     """

@@ -138,7 +138,7 @@ def keskar_sharpness(
         >>> model = torch.nn.Linear(1, 1, bias=False).double()
         >>> _ = model.weight.data.fill_(1.0)
         >>> data = torch.ones(1, 1).double(), torch.ones(1, 1).double()
-        >>> round(pf.keskar_sharpness(model, torch.nn.MSELoss(), data, epsilon=0.1, restarts=2).value, 6)
+        >>> round(pf.measures.keskar_sharpness(model, torch.nn.MSELoss(), data, epsilon=0.1, restarts=2).value, 6)
         4.0
     """
     ascent = Ascent(

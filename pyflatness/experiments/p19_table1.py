@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from ..invariance import WAYS, invariances
 from ..scoring import checkpoints, loading
+from ..theory.invariance import WAYS, invariances
 from . import p21_minima
 from .experiment import Bench, Experiment, Finding, Found, Points
 from .zoo import trained

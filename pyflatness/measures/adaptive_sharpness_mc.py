@@ -74,7 +74,7 @@ def adaptive_sharpness_mc(
         >>> import torch, pyflatness as pf
         >>> model = torch.nn.Linear(4, 3)
         >>> data = torch.randn(100, 4), torch.randint(3, (100,))
-        >>> value = pf.adaptive_sharpness_mc(model, torch.nn.CrossEntropyLoss(), data, draws=8)
+        >>> value = pf.measures.adaptive_sharpness_mc(model, torch.nn.CrossEntropyLoss(), data, draws=8)
         >>> value.samples, value.stderr > 0
         (100, True)
     """

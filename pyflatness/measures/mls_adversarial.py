@@ -74,7 +74,7 @@ def mls_adversarial(
         >>> model = torch.nn.Linear(3, 2, bias=False).double()
         >>> _ = model.weight.data.copy_(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 2.0]]))
         >>> data = torch.randn(10, 3).double(), torch.randint(2, (10,))
-        >>> round(pf.mls_adversarial(model, torch.nn.CrossEntropyLoss(), data).value, 4)
+        >>> round(pf.measures.mls_adversarial(model, torch.nn.CrossEntropyLoss(), data).value, 4)
         3.0
     """
     meeting.refuse(how.get("process_group"), "mls_adversarial", _INSTEAD)

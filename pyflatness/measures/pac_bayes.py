@@ -169,7 +169,7 @@ def pac_bayes(
         >>> _ = torch.manual_seed(0)
         >>> x = torch.randn(200, 4)
         >>> model = torch.nn.Linear(4, 3)
-        >>> found = pf.pac_bayes(model, torch.nn.CrossEntropyLoss(), (x, model(x).argmax(1)))
+        >>> found = pf.measures.pac_bayes(model, torch.nn.CrossEntropyLoss(), (x, model(x).argmax(1)))
         >>> found.reached, abs(found.drop - 0.1) < 0.01
         (True, True)
     """

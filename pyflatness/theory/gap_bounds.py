@@ -6,7 +6,7 @@ to second order in δ, with labels locally constant. The first term bounds E_F o
 which only the distribution of the data would tell, its plug-in estimate by folds is taken
 (:mod:`.representativeness`), so this is an approximation of the bound, as in the paper's Figure 4, and not a bound: ψ
 has seen the folds that are held out, and where it has fitted them better than new data the measured gap is larger. The
-plug-in of a ψ fitted on each fold's sample is :func:`pyflatness.representativeness` with ``fit=``, for a head.
+plug-in of a ψ fitted on each fold's sample is :func:`pyflatness.theory.representativeness` with ``fit=``, for a head.
 Uniform over all |A| ≤ δ, at a minimum and to second order, from other measures:
 
     E_F ≤ δ² d/2 κ^φ (Theorem 14)         E_F ≤ δ²/2 |w|² λ_max (Petzka et al. 2019, appendix C.1)
@@ -81,7 +81,7 @@ def uniform_robustness_bound(delta: float, rows: int, maximal_flatness: float) -
 
     Example:
         >>> import pyflatness as pf
-        >>> round(pf.uniform_robustness_bound(0.1, 2, 1.286842), 8)
+        >>> round(pf.theory.uniform_robustness_bound(0.1, 2, 1.286842), 8)
         0.01286842
     """
     delta, rows = check_number("delta", delta), check_count("rows", rows, 1)
@@ -106,7 +106,7 @@ def spectral_robustness_bound(delta: float, weight_norm: float, lambda_max: floa
 
     Example:
         >>> import pyflatness as pf
-        >>> round(pf.spectral_robustness_bound(0.1, 5.0, 0.514737), 8)
+        >>> round(pf.theory.spectral_robustness_bound(0.1, 5.0, 0.514737), 8)
         0.01286843
     """
     delta = check_number("delta", delta)
@@ -205,7 +205,7 @@ def generalization_bound(
         >>> x = torch.randn(600, 8).double()
         >>> y, model = (x[:, 0] > 0).long(), torch.nn.Linear(8, 2).double()
         >>> data = (x[:300], y[:300]), (x[300:], y[300:])
-        >>> found = pf.generalization_bound(model, torch.nn.CrossEntropyLoss(), data[0], test=data[1])
+        >>> found = pf.theory.generalization_bound(model, torch.nn.CrossEntropyLoss(), data[0], test=data[1])
         >>> parts = found.representativeness.test
         >>> abs(parts.gap - found.measured.gap) < 1e-12, found.delta == 300 ** (-1 / 12)
         (True, True)
@@ -262,7 +262,7 @@ def _features(perturbed: Perturbed, name: str) -> int:
     if layers.is_convolution(perturbed.layer):
         raise InputError(
             f"layer {name!r} is a {type(perturbed.layer).__name__}: its patches overlap, so that there is no one "
-            "feature vector for a sample; pf.feature_robustness takes it"
+            "feature vector for a sample; pf.theory.feature_robustness takes it"
         )
     return int(layers.matrix(perturbed.layer)[0].shape[1])
 
@@ -390,7 +390,7 @@ def density_constants(
     Example:
         >>> import torch, pyflatness as pf
         >>> _ = torch.manual_seed(0)
-        >>> found = pf.density_constants(torch.randn(1000, 2) + 3, 2.0)
+        >>> found = pf.theory.density_constants(torch.randn(1000, 2) + 3, 2.0)
         >>> round(found.tau, 4), found.log_bound(0.1) > found.log_bound(0.5)
         (0.4585, True)
     """

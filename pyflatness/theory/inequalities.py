@@ -265,7 +265,7 @@ def bounds(
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).eval()
         >>> data = torch.randn(100, 4), torch.randint(3, (100,))
-        >>> found = pf.bounds(model, torch.nn.CrossEntropyLoss(), data)
+        >>> found = pf.theory.bounds(model, torch.nn.CrossEntropyLoss(), data)
         >>> found["12"].guaranteed, found["12"].left <= found["12"].right
         (True, True)
     """
@@ -405,7 +405,7 @@ def interpolation_error(
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double()
         >>> x = torch.randn(20, 2).double()
-        >>> found = pf.interpolation_error(model, (x, model(x).detach() + 0.01), second_derivatives=True)
+        >>> found = pf.theory.interpolation_error(model, (x, model(x).detach() + 0.01), second_derivatives=True)
         >>> round(found.residual, 6), found.difference <= found.middle <= found.bound
         (0.01, True)
     """

@@ -200,7 +200,7 @@ def feature_robustness(
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double().eval()
         >>> data = torch.randn(100, 4).double(), torch.randint(3, (100,))
-        >>> found = pf.feature_robustness(model, torch.nn.CrossEntropyLoss(), data, alphas=[0.1], draws=200)
+        >>> found = pf.theory.feature_robustness(model, torch.nn.CrossEntropyLoss(), data, alphas=[0.1], draws=200)
         >>> (low, high), = found.interval(0.99).tolist()
         >>> low < float(found.parabola) < high
         True
@@ -357,8 +357,8 @@ def matrix_robustness(
 ) -> MatrixRobustness:
     """Return feature robustness of a layer to a feature matrix A, at some α.
 
-    E(w + αwA) - E(w)   (Petzka et al. 2021, Definition 1 and Eq. 4). :func:`pyflatness.feature_robustness` has its mean
-    over orthogonal A.
+    E(w + αwA) - E(w)   (Petzka et al. 2021, Definition 1 and Eq. 4). :func:`pyflatness.theory.feature_robustness` has
+    its mean over orthogonal A.
 
     Args:
         model: in eval mode; left as it was found.
@@ -380,7 +380,7 @@ def matrix_robustness(
         >>> model = torch.nn.Linear(2, 1, bias=False).double()
         >>> _ = model.weight.data.copy_(torch.tensor([[1.0, 2.0]]))
         >>> data = torch.eye(2).double(), model(torch.eye(2).double()).detach()
-        >>> found = pf.matrix_robustness(model, torch.nn.MSELoss(), data, matrix=torch.eye(2), alphas=[0.1, 0.2])
+        >>> found = pf.theory.matrix_robustness(model, torch.nn.MSELoss(), data, matrix=torch.eye(2), alphas=[0.1, 0.2])
         >>> [round(rise, 6) for rise in found.rises.tolist()], round(found.epsilon, 6)
         ([0.025, 0.1], 0.1)
     """
@@ -435,7 +435,7 @@ def largest_robustness(
         >>> model = torch.nn.Linear(2, 1, bias=False).double()
         >>> _ = model.weight.data.copy_(torch.tensor([[3.0, 4.0]]))
         >>> data = torch.eye(2).double(), model(torch.eye(2).double()).detach()
-        >>> found = pf.largest_robustness(model, torch.nn.MSELoss(), data, delta=0.1)
+        >>> found = pf.theory.largest_robustness(model, torch.nn.MSELoss(), data, delta=0.1)
         >>> round(found.rise, 6)  # |δwA|² / 2 at |wA| = 5
         0.125
     """
@@ -623,7 +623,7 @@ def label_constancy(
         >>> import torch, pyflatness as pf
         >>> _ = torch.manual_seed(0)
         >>> phi, w = torch.randn(50, 2), torch.eye(2)
-        >>> found = pf.label_constancy(phi, w, labels=lambda x: (x[:, 0] < x[:, 1]).long(), deltas=[1e-6, 0.5])
+        >>> found = pf.theory.label_constancy(phi, w, labels=lambda x: (x[:, 0] < x[:, 1]).long(), deltas=[1e-6, 0.5])
         >>> float(found.changes[0]), bool(found.changes[1] > 0.01)
         (0.0, True)
     """

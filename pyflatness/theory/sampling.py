@@ -143,7 +143,7 @@ def representativeness(
     """Return the representativeness of a sample in the feature space of a linear head (plug-in of equation 3).
 
     mean_T ℓ(ψ(φ), y) - (1/|S|) Σ_S E_ξ ℓ(ψ(φ_i + ξ), y_i), ψ(φ) = wφ + b, over k folds T; ξ of
-    :func:`pyflatness.truncated_normal_noise`   (Petzka et al. 2021, Eq. 3, 5 and 6).
+    :func:`pyflatness.theory.truncated_normal_noise`   (Petzka et al. 2021, Eq. 3, 5 and 6).
 
     Args:
         features: φ, (n, m), of any floating-point dtype.
@@ -171,7 +171,7 @@ def representativeness(
         >>> _ = torch.manual_seed(0)
         >>> phi, w = torch.randn(600, 8).double(), torch.randn(2, 8).double()
         >>> y = (phi @ w.t()).argmax(1)
-        >>> found = pf.representativeness(phi[:300], w, targets=y[:300], test=(phi[300:], y[300:]))
+        >>> found = pf.theory.representativeness(phi[:300], w, targets=y[:300], test=(phi[300:], y[300:]))
         >>> parts = found.test
         >>> abs(parts.gap - parts.representativeness - parts.robustness) < 1e-12
         True
@@ -407,7 +407,7 @@ def authors_representativeness(
     """Return the quantity that the authors' code calls representativeness, to compare with published figures.
 
     mean_T [ℓ(ψ(φ_j), y_j) - (1/|S|) Σ_S v_i K(φ_j, φ_i) ℓ(ψ(φ_i), y_j)], v_i = |φ_i| / Σ|φ|, K a kernel of the square
-    root of the distance. There is no δ in it: it cancels. For Eq. 3 see :func:`pyflatness.representativeness`.
+    root of the distance. There is no δ in it: it cancels. For Eq. 3 see :func:`pyflatness.theory.representativeness`.
 
     Args:
         features: φ, (n, m).
@@ -428,7 +428,7 @@ def authors_representativeness(
     Example:
         >>> import torch, pyflatness as pf
         >>> phi, w = torch.ones(4, 2), torch.zeros(2, 2)
-        >>> value = pf.authors_representativeness(phi, w, targets=torch.tensor([0, 1, 0, 1]), folds=2)
+        >>> value = pf.theory.authors_representativeness(phi, w, targets=torch.tensor([0, 1, 0, 1]), folds=2)
         >>> abs(value - 0.693147 * (1 - 0.398942 / 2)) < 1e-6  # log 2, and K = 1/√(2π) divided by |S| = 2
         True
     """

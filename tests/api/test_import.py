@@ -24,7 +24,7 @@ assert set(pyflatness.__all__) <= {*globals()} & {*dir(pyflatness)}
 assert "torch._dynamo" not in sys.modules
 print(*(name for name in pyflatness.__all__ if isinstance(getattr(pyflatness, name), types.ModuleType)))
 """
-    assert printed(script) == "changes statistics theory"
+    assert printed(script) == "changes errors measures results statistics theory"
 
 
 def test_a_name_that_does_not_exist_is_no_attribute():

@@ -11,8 +11,8 @@ import pytest
 import pyflatness as pf
 from pyflatness.options import EVERY, How, MeasureHow, Options
 from support import doors
+from support.public import CALLS
 
-CALLS = {name: getattr(pf, name) for name in pf.__all__ if inspect.isfunction(getattr(pf, name))}
 # Densities of eigenvalues have probes of their own, so `spectrum` cannot have the options of measures.
 RETYPED = {("spectrum", "curvature"), ("spectrum", "probes")}
 

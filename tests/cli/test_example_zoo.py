@@ -62,7 +62,7 @@ def test_printed_commands_work(zoo: tuple[Path, str], monkeypatch: pytest.Monkey
         else:
             assert (program, arguments[0]) == ("python", "-c")
             exec(arguments[1], {})
-    found = pf.correlations(folder / "train.csv", test=folder / "test.csv")
+    found = pf.statistics.correlations(folder / "train.csv", test=folder / "test.csv")
     assert found.points == 3
 
 

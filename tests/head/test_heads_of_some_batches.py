@@ -35,13 +35,13 @@ def test_a_copy_that_one_sample_does_not_show():
 
 def test_data_that_can_be_read_once_are_refused():
     model, data = problem()
-    with pytest.raises(pf.InputError, match="'head' is not the model's head as in the batches before"):
+    with pytest.raises(pf.errors.InputError, match="'head' is not the model's head as in the batches before"):
         pf.relative_flatness(model, LOSS, iter([data]))
 
 
 def test_a_tolerance_is_for_heads_alone():
     model, data = problem()
-    with pytest.raises(pf.InputError, match="'head' is not the model's head as in the batches before"):
+    with pytest.raises(pf.errors.InputError, match="'head' is not the model's head as in the batches before"):
         pf.relative_flatness(model, LOSS, data, rtol=0.01)
 
 

@@ -18,7 +18,7 @@ from support.score_runs import saved
 MEASURES = ["trace", "relative_flatness"]
 
 
-def scored(tiny: str, paths, data="data", loss="cross_entropy", **options) -> pf.Scores:
+def scored(tiny: str, paths, data="data", loss="cross_entropy", **options) -> pf.results.Scores:
     options = {"model": f"{tiny}:Tiny", "layers": "head", "store": Path(tiny).with_name("runs.sqlite"), **options}
     data = f"{tiny}:{data}" if isinstance(data, str) else data
     return pf.score(paths, data, loss, **options)
@@ -32,7 +32,7 @@ def paths(tiny: str) -> list[Path]:
     return found
 
 
-def values(scores: pf.Scores) -> list[tuple[str, str, float]]:
+def values(scores: pf.results.Scores) -> list[tuple[str, str, float]]:
     return [(row.layer, row.measure, row.value) for row in scores]
 
 

@@ -24,19 +24,19 @@ def network(seed: int = 0) -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def spectrum() -> pf.Spectrum:
+def spectrum() -> pf.results.Spectrum:
     return pf.spectrum(network(), LOSS, DATA, k=2, which="both", density=True, probes=2, steps=8)
 
 
 @pytest.fixture(scope="module")
-def landscape() -> pf.Landscape:
+def landscape() -> pf.results.Landscape:
     return pf.landscape(network(), LOSS, DATA, steps=(4, 3), accuracy=True)
 
 
 @pytest.fixture(scope="module")
-def history() -> pf.History:
+def history() -> pf.results.History:
     report = pf.measure(network(), LOSS, DATA, measures=["trace", "relative_flatness"])
-    made = pf.History()
+    made = pf.results.History()
     for step in range(2):
         made.add(report, step=step, train_loss=1.0 - step)
     return made
@@ -54,7 +54,7 @@ def held(path: Path) -> dict[tuple[str, str], attached.Result]:
         return {(one.name, one.label): one.result for one in attached.found(store)}
 
 
-def equal(first: pf.Spectrum, second: pf.Spectrum) -> bool:
+def equal(first: pf.results.Spectrum, second: pf.results.Spectrum) -> bool:
     """Whether two spectra are the same, whatever eigenvectors they have."""
     return first.to_json() == second.to_json()
 
@@ -79,12 +79,12 @@ def test_results_come_back_as_they_were(path: Path, spectrum, landscape, history
 
 def test_json_of_a_spectrum(spectrum, tmp_path: Path) -> None:
     spectrum.to_json(tmp_path / "spectrum.json")
-    assert equal(pf.Spectrum.from_json(tmp_path / "spectrum.json"), spectrum)
+    assert equal(pf.results.Spectrum.from_json(tmp_path / "spectrum.json"), spectrum)
     plain = pf.spectrum(network(), LOSS, DATA, k=1)
-    assert pf.Spectrum.from_json(plain.to_json()).density is None
+    assert pf.results.Spectrum.from_json(plain.to_json()).density is None
     for text in ("{}", '{"format": "another"}', spectrum.to_json().replace('"nodes"', '"knots"')):
-        with pytest.raises(pf.InputError, match=r"spectrum: JSON of Spectrum\.to_json"):
-            pf.Spectrum.from_json(text)
+        with pytest.raises(pf.errors.InputError, match=r"spectrum: JSON of Spectrum\.to_json"):
+            pf.results.Spectrum.from_json(text)
 
 
 def test_the_same_label_is_replaced(path: Path, spectrum, history) -> None:
@@ -94,18 +94,22 @@ def test_the_same_label_is_replaced(path: Path, spectrum, history) -> None:
     pf.add_to_store(path, "a", history)  # a training of the name of a model is none of its results
     with Store(path) as store:
         results = [(one.name, one.label, type(one.result)) for one in attached.found(store)]
-    assert results == [("a", "", pf.Spectrum), ("a", "again", pf.Spectrum), ("a", "", pf.History)]
+    assert results == [
+        ("a", "", pf.results.Spectrum),
+        ("a", "again", pf.results.Spectrum),
+        ("a", "", pf.results.History),
+    ]
     assert equal(held(path)["a", "again"], spectrum)
 
 
 def test_what_is_wrong_is_said(path: Path, spectrum, history, tmp_path: Path) -> None:
-    with pytest.raises(pf.InputError, match="'c' is not in the store; there are a, b"):
+    with pytest.raises(pf.errors.InputError, match="'c' is not in the store; there are a, b"):
         pf.add_to_store(path, "c", spectrum)
-    with pytest.raises(pf.InputError, match="returned is wanted, got float"):
+    with pytest.raises(pf.errors.InputError, match="returned is wanted, got float"):
         pf.add_to_store(path, "a", 1.0)
-    with pytest.raises(pf.InputError, match="label='x': a history is told from others by the name"):
+    with pytest.raises(pf.errors.InputError, match="label='x': a history is told from others by the name"):
         pf.add_to_store(path, "run", history, label="x")
-    with pytest.raises(pf.StoreError, match="there is no file"):
+    with pytest.raises(pf.errors.StoreError, match="there is no file"):
         pf.add_to_store(tmp_path / "none.sqlite", "a", spectrum)
     assert held(path) == {}
 
@@ -120,7 +124,7 @@ def test_merging_takes_the_later_one(path: Path, tmp_path: Path, spectrum, histo
     other = tmp_path / "other.sqlite"
     pf.score({"b": network(1), "c": network(2)}, DATA, LOSS, store=other)
     pf.add_to_store(path, "b", spectrum)
-    pf.add_to_store(path, "run", pf.History())
+    pf.add_to_store(path, "run", pf.results.History())
     later = time.time() + 10
     monkeypatch.setattr(time, "time", lambda: later)
     pf.add_to_store(other, "run", history)
@@ -240,7 +244,7 @@ def test_spectra_are_asked_for_as_measures_are(tmp_path: Path) -> None:
     assert equal(held(path)["a", label], pf.spectrum(models["a"], LOSS, other, k=3, density=True))
     for data in (other, DATA):
         assert pf.score({"a": models["a"]}, data, LOSS, store=path, spectrum=3).computed == 0
-    with pytest.raises(pf.InputError, match="spectra are kept in a store"):
+    with pytest.raises(pf.errors.InputError, match="spectra are kept in a store"):
         pf.score(models, DATA, LOSS, spectrum=2)
 
 

@@ -90,7 +90,7 @@ def test_shards_with_an_index(kind: str, tmp_path: Path) -> None:
 
     def error(**changes: object) -> str:
         index.write_text(json.dumps({**content, **changes}))
-        with pytest.raises(pf.InputError) as caught:
+        with pytest.raises(pf.errors.InputError) as caught:
             checkpoints.read(index)
         return str(caught.value)
 
@@ -123,13 +123,13 @@ def test_hyperparameters_of_safetensors(tmp_path: Path) -> None:
 )
 def test_pickles_without_weights(content, message: str, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         checkpoints.read(tmp_path / "x.pt")
 
 
 def test_notes_of_git_lfs(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n")
-    with pytest.raises(pf.InputError, match="git lfs pull"):
+    with pytest.raises(pf.errors.InputError, match="git lfs pull"):
         checkpoints.read(tmp_path / "x.safetensors")
 
 
@@ -147,10 +147,10 @@ def test_limits_of_memory_are_of_one_file(
 ) -> None:
     monkeypatch.setattr(pickles, "MEMORY", 2**28)
     torch.save({"a": torch.zeros(1).expand(2**28)}, tmp_path / "expanded.pt")  # 4 bytes in the file, a GiB as numbers
-    with pytest.raises(pf.InputError, match="it takes more than 256 MiB to read"):
+    with pytest.raises(pf.errors.InputError, match="it takes more than 256 MiB to read"):
         reader.read(tmp_path / "expanded.pt")
     torch.save({str(n): torch.zeros(1).expand(2**23 + n) for n in range(100)}, tmp_path / "parts.pt")  # 3 GiB in parts
-    with pytest.raises(pf.InputError, match="File too large"):
+    with pytest.raises(pf.errors.InputError, match="File too large"):
         reader.read(tmp_path / "parts.pt")
     assert same(reader.read(tmp_path / "good.pt")[0], STATE)
 
@@ -171,7 +171,7 @@ def test_a_crash_and_a_limit_of_time_are_of_one_file(
     for name, message in ends.items():
         torch.save(STATE, tmp_path / f"{name}.pt")
         assert same(reader.read(tmp_path / "good.pt")[0], STATE)
-        with pytest.raises(pf.InputError, match=message):
+        with pytest.raises(pf.errors.InputError, match=message):
             reader.read(tmp_path / f"{name}.pt")
     assert same(reader.read(tmp_path / "good.pt")[0], STATE)
 

@@ -27,7 +27,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
 
     def error(content: bytes, ending: str) -> str:
         (tmp_path / f"x.{ending}").write_bytes(content)
-        with pytest.raises(pf.InputError) as caught:
+        with pytest.raises(pf.errors.InputError) as caught:
             checkpoints.read(tmp_path / f"x.{ending}")
         return str(caught.value)
 
@@ -85,7 +85,7 @@ def test_nothing_in_a_file_is_run(watched: Path, tmp_path: Path) -> None:
         (tmp_path / "x.pt").write_bytes(content)
         try:
             state = checkpoints.read(tmp_path / "x.pt").state
-        except pf.InputError as error:
+        except pf.errors.InputError as error:
             messages.append(str(error))
         else:
             tensors.append(name)
@@ -100,7 +100,7 @@ def test_bombs_are_errors(watched: Path, tmp_path: Path) -> None:
     for name, content in hostile.bombs().items():
         if name not in hostile.SLOW:
             (tmp_path / "x.pt").write_bytes(content)
-            with pytest.raises(pf.InputError):
+            with pytest.raises(pf.errors.InputError):
                 print(name, checkpoints.read(tmp_path / "x.pt"))
     torch.save({"a": torch.ones(2)}, tmp_path / "x.pt")
     assert checkpoints.read(tmp_path / "x.pt").state["a"].sum() == 2

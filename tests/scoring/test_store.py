@@ -61,7 +61,7 @@ def test_half_a_commit_is_none(tmp_path: Path) -> None:
         setting = store.setting({"key": 1})
         store.ask(setting, {"content": PAIRS})
         broken = Outcome((OUTCOME.values[0], Value(PAIRS[1], value=object())))  # SQLite takes no objects
-        with pytest.raises(pf.StoreError):
+        with pytest.raises(pf.errors.StoreError):
             store.commit(setting, "content", broken)
         assert store.counts(setting, ["content"])["to do"] == 4
         assert store.select("SELECT * FROM units") == []
@@ -73,7 +73,7 @@ def test_there_is_one_writer(tmp_path: Path) -> None:
         assert store.setting({"key": 1}) == 1
         with Store(path) as reader:  # others read meanwhile
             assert reader.counts(1, [])["done"] == 0
-        with pytest.raises(pf.StoreError, match="another process is writing"):
+        with pytest.raises(pf.errors.StoreError, match="another process is writing"):
             Store(path, write=True)
     filled(path)
 
@@ -130,7 +130,7 @@ def _other_version(path: Path) -> None:
 def test_other_files_are_left_as_they_are(make, words: str, write: bool, tmp_path: Path) -> None:
     make(path := tmp_path / "runs.sqlite")
     before = path.read_bytes() if path.is_file() else None
-    with pytest.raises(pf.StoreError, match=words):
+    with pytest.raises(pf.errors.StoreError, match=words):
         Store(path, write=write)
     assert (path.read_bytes() if path.is_file() else None) == before
 
@@ -169,7 +169,7 @@ def test_network_file_systems_are_refused(path: str, kind: str, tmp_path: Path) 
     if not kind:
         files.check_local(Path(path), mounts)
         return
-    with pytest.raises(pf.StoreError, match=rf"network file system \({kind}\).*--shard i/N.*merge"):
+    with pytest.raises(pf.errors.StoreError, match=rf"network file system \({kind}\).*--shard i/N.*merge"):
         files.check_local(Path(path), mounts)
 
 

@@ -28,7 +28,7 @@ def read(path: Path, **arguments: object) -> list[dict[str, torch.Tensor]]:
 
 
 def refusal(path: Path, **arguments: object) -> str:
-    with pytest.raises(pf.InputError) as caught:
+    with pytest.raises(pf.errors.InputError) as caught:
         read(path, **arguments)
     return str(caught.value)
 

@@ -77,7 +77,7 @@ def attacked(folder: Path) -> bool:
         start = time.perf_counter()
         try:
             result = f"read: {', '.join(reader.read(folder / 'x.pt')[0])}"
-        except pf.InputError as error:
+        except pf.errors.InputError as error:
             result = str(error)
         table.add_row(name, f"{time.perf_counter() - start:.1f}", result)
         lost += not torch.equal(reader.read(folder / "good.pt")[0]["a"], torch.ones(2))

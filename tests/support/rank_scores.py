@@ -117,7 +117,7 @@ def lost(rank, size):
     """A message that does not arrive is no error of the model: the call ends, and no row has it."""
 
     def sent(ranks, *arguments, **options):
-        raise pf.RankError("rank 0: another of the 2 ranks ended")
+        raise pf.errors.RankError("rank 0: another of the 2 ranks ended")
 
     class Losing(nn.Sequential):
         def forward(self, x):

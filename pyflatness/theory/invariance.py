@@ -18,17 +18,17 @@ from rich.table import Table
 from torch import nn
 from typing_extensions import Unpack
 
-from .api import measure
-from .errors import InputError
-from .measures import MEASURES
-from .messages import check_module, shown
-from .model.calling import Forward
-from .model.layers import is_supported, matrix
-from .model.selectors import Selector
-from .options import EVERY, MeasureHow, Options, check_numbers
-from .reparameterization.reparameterize import reparameterize
-from .report import Estimate, views
-from .session import public
+from ..api import measure
+from ..errors import InputError
+from ..measures import MEASURES
+from ..messages import check_module, shown
+from ..model.calling import Forward
+from ..model.layers import is_supported, matrix
+from ..model.selectors import Selector
+from ..options import EVERY, MeasureHow, Options, check_numbers
+from ..reparameterization.reparameterize import reparameterize
+from ..report import Estimate, views
+from ..session import public
 
 if TYPE_CHECKING:
     import pandas
