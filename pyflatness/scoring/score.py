@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from .. import losses
 from ..errors import InputError
+from ..losses import auto
 from ..measures import named
 from ..messages import check_path, shown
 from ..numerics.meeting import joined
@@ -32,8 +34,8 @@ Model = nn.Module | str | Path
 @public(*(name for name in EVERY if name not in (*CALL, "per_sample")), "process_group")
 def score(
     models: Mapping[str, Model] | Iterable[str | Path],
-    data: Any,
     loss: Any = "auto",
+    data: Any = ...,
     *,
     model: str | Callable[..., nn.Module] | None = None,
     layers: str | Sequence[str] | None = None,
@@ -58,9 +60,9 @@ def score(
         models: networks or paths of checkpoints by name; or paths alone, which are then the names: files, folders and
             patterns such as ``"runs/*/epoch_*.pt"``. A network can be named, too: ``"hf:folder"``,
             ``"hf:org/name@revision"`` from the local cache of Hugging Face's hub. All that are named are held at once.
+        loss: as for :func:`pyflatness.measure`; a network of Hugging Face's has its own.
         data: as for :func:`pyflatness.measure`; or a function that returns it, or its name ``"file.py:function"``,
             which every worker calls once.
-        loss: as for :func:`pyflatness.measure`; a network of Hugging Face's has its own.
         model: what makes the network that paths are checkpoints of: a class or function that is called without
             arguments, or its name, ``"file.py:callable"`` or ``"hf:folder"``.
         layers: names, globs, ``re:…`` or ``type:…``; None: the last Linear that ran. With several layers a measure has
@@ -95,11 +97,13 @@ def score(
         >>> import torch, pyflatness as pf
         >>> _ = torch.manual_seed(0)
         >>> networks = {f"seed {seed}": torch.nn.Linear(4, 3).eval() for seed in range(2)}
-        >>> scores = pf.score(networks, (torch.randn(100, 4), torch.randint(3, (100,))), "cross_entropy")
+        >>> scores = pf.score(networks, "cross_entropy", (torch.randn(100, 4), torch.randint(3, (100,))))
         >>> [row.checkpoint for row in scores], scores["seed 0", "relative_flatness"].exact
         (['seed 0', 'seed 1'], True)
     """
     options = Options.of(how)
+    if not auto.is_auto(loss):
+        losses.resolve(loss)
     selectors = () if layers is None else tuple(check_names("layers", layers))
     if layers is not None and not selectors:
         raise InputError("layers: an empty list; pass None for the last Linear that ran")

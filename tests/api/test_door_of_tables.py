@@ -73,6 +73,7 @@ CASES = [
     ("score", {"models": [np.ones(2)]}, "models: array.*: a path is wanted, or a network by its name"),
     ("score", {"model": nn.Linear(2, 2)}, r"model: what makes the network is wanted, .* models=\{name: network\}"),
     ("score", {"data": None}, "data: a tuple of tensors or an iterable of batches is wanted, got NoneType"),
+    ("score", {"data": LOSS, "loss": (X, Y)}, r"got tuple .*; the order of arguments is \(model, loss, data\)"),
     ("score", {"data": 3}, "data: a tuple of tensors or an iterable of batches is wanted, got int"),
     (
         "score",

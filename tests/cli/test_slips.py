@@ -56,7 +56,7 @@ def test_names_that_are_meant():
 
 def test_a_store_is_no_table_and_a_table_no_store(tiny, tmp_path, capsys):
     store = tmp_path / "train.sqlite"
-    pf.score({"first": saved(tiny, 0, "0.safetensors")}, f"{tiny}:data", "cross_entropy", model=f"{tiny}:Tiny",
+    pf.score({"first": saved(tiny, 0, "0.safetensors")}, "cross_entropy", f"{tiny}:data", model=f"{tiny}:Tiny",
              store=store)  # fmt: skip
     with pytest.raises(
         pf.errors.InputError, match=r"is a store, no table; pyflatness export .*train.sqlite --out FILE.csv"

@@ -239,7 +239,7 @@ def test_scores(cuda_device, tmp_path, from_files):
         if from_files:
             save_file(network().state_dict(), tmp_path / "first.safetensors")
             models, given = [tmp_path / "first.safetensors"], {"model": lambda: network().to(device)}
-        return pf.score(models, batches(), LOSS, layers="*", measures=["relative_flatness", "trace"], **given)
+        return pf.score(models, LOSS, batches(), layers="*", measures=["relative_flatness", "trace"], **given)
 
     expected, found = scored("cpu"), scored(cuda_device)
     assert [row.error for row in found] == ["" for row in expected]

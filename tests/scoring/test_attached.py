@@ -45,7 +45,7 @@ def history() -> pf.results.History:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A store with two models, of which one value each was computed."""
-    pf.score({"a": network(), "b": network(1)}, DATA, LOSS, store=tmp_path / "runs.sqlite")
+    pf.score({"a": network(), "b": network(1)}, LOSS, DATA, store=tmp_path / "runs.sqlite")
     return tmp_path / "runs.sqlite"
 
 
@@ -122,7 +122,7 @@ def test_a_store_of_histories_alone(tmp_path: Path, history) -> None:
 
 def test_merging_takes_the_later_one(path: Path, tmp_path: Path, spectrum, history, monkeypatch) -> None:
     other = tmp_path / "other.sqlite"
-    pf.score({"b": network(1), "c": network(2)}, DATA, LOSS, store=other)
+    pf.score({"b": network(1), "c": network(2)}, LOSS, DATA, store=other)
     pf.add_to_store(path, "b", spectrum)
     pf.add_to_store(path, "run", pf.results.History())
     later = time.time() + 10
@@ -169,12 +169,12 @@ def test_a_store_of_an_earlier_release(path: Path, tmp_path: Path, spectrum) -> 
         assert status(command[0], str(path), *command[1:]) == 0
     assert "What added to the store" not in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert path.read_bytes() == before
-    scores = pf.score({"a": network(), "b": network(1)}, DATA, LOSS, store=path)
+    scores = pf.score({"a": network(), "b": network(1)}, LOSS, DATA, store=path)
     assert scores.computed == 0
     pf.add_to_store(path, "a", spectrum)
     assert equal(held(path)["a", ""], spectrum)
     other = tmp_path / "other.sqlite"
-    pf.score({"c": network(2)}, DATA, LOSS, store=other)
+    pf.score({"c": network(2)}, LOSS, DATA, store=other)
     of_an_earlier_release(other)
     assert status("merge", str(path), str(other)) == 0
     assert [*held(path)] == [("a", "")]
@@ -223,29 +223,29 @@ def test_files_that_are_no_results(path: Path, tmp_path: Path) -> None:
 
 def test_spectra_are_asked_for_as_measures_are(tmp_path: Path) -> None:
     models, path = {"a": network(), "b": network(1)}, tmp_path / "runs.sqlite"
-    assert pf.score({"a": models["a"]}, DATA, LOSS, store=path, spectrum=2).computed == 2  # a value and a spectrum
+    assert pf.score({"a": models["a"]}, LOSS, DATA, store=path, spectrum=2).computed == 2  # a value and a spectrum
     mine = pf.spectrum(models["a"], LOSS, DATA, k=1)
     pf.add_to_store(path, "a", mine)
-    assert pf.score(models, DATA, LOSS, store=path, spectrum=2).computed == 2  # those of b
-    assert pf.score(models, DATA, LOSS, store=path, spectrum=2).computed == 0
+    assert pf.score(models, LOSS, DATA, store=path, spectrum=2).computed == 2  # those of b
+    assert pf.score(models, LOSS, DATA, store=path, spectrum=2).computed == 0
     found = held(path)
     assert [*found] == [("a", "tuple"), ("a", ""), ("b", "tuple")]
     assert equal(found["a", ""], mine)
     for name, model in models.items():
         truth = pf.spectrum(model, LOSS, DATA, k=2, density=True)
         assert equal(found[name, "tuple"], truth)
-    assert pf.score(models, DATA, LOSS, store=path, spectrum=3).computed == 2  # they take the place of those before
+    assert pf.score(models, LOSS, DATA, store=path, spectrum=3).computed == 2  # they take the place of those before
     assert len(held(path)["b", "tuple"].eigenvalues) == 3
     other = DATA[0] + 1, DATA[1]
     before = held(path)["a", "tuple"]
-    assert pf.score({"a": models["a"]}, other, LOSS, store=path, spectrum=3).computed == 2
+    assert pf.score({"a": models["a"]}, LOSS, other, store=path, spectrum=3).computed == 2
     assert equal(held(path)["a", "tuple"], before)  # that of the data before is kept
     (label,) = (label for _, label in held(path) if label.startswith("tuple "))
     assert equal(held(path)["a", label], pf.spectrum(models["a"], LOSS, other, k=3, density=True))
     for data in (other, DATA):
-        assert pf.score({"a": models["a"]}, data, LOSS, store=path, spectrum=3).computed == 0
+        assert pf.score({"a": models["a"]}, LOSS, data, store=path, spectrum=3).computed == 0
     with pytest.raises(pf.errors.InputError, match="spectra are kept in a store"):
-        pf.score(models, DATA, LOSS, spectrum=2)
+        pf.score(models, LOSS, DATA, spectrum=2)
 
 
 class Once(torch.autograd.Function):
@@ -270,10 +270,10 @@ def test_a_spectrum_that_fails_is_kept_as_an_error(tmp_path: Path) -> None:
     path = tmp_path / "runs.sqlite"
     broken = nn.Sequential(nn.Linear(4, 5), NotTwice(), nn.Linear(5, 3)).double().eval()
     models = {"a": network(), "broken": broken}
-    scores = pf.score(models, DATA, LOSS, store=path, spectrum=1)
+    scores = pf.score(models, LOSS, DATA, store=path, spectrum=1)
     assert scores["broken", "relative_flatness"].value > 0
-    assert pf.score(models, DATA, LOSS, store=path, spectrum=1).computed == 0
-    assert pf.score(models, DATA, LOSS, store=path, spectrum=1, retry=True).computed == 1
+    assert pf.score(models, LOSS, DATA, store=path, spectrum=1).computed == 0
+    assert pf.score(models, LOSS, DATA, store=path, spectrum=1, retry=True).computed == 1
     with Store(path) as store:
         (good, bad) = attached.found(store)
         assert upkeep.problems(store) == []

@@ -45,7 +45,7 @@ HISTORIES = {"first": history(0), HOSTILE: history(5)}
 @pytest.fixture(scope="module")
 def html(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("store") / "runs.sqlite"
-    pf.score(NETWORKS, DATA, LOSS, layers="*", measures=["trace", "relative_flatness"], store=path)
+    pf.score(NETWORKS, LOSS, DATA, layers="*", measures=["trace", "relative_flatness"], store=path)
     for name, spectrum in SPECTRA.items():
         pf.add_to_store(path, name, spectrum)
     pf.add_to_store(path, "run/epoch_9", LINE, label="line")

@@ -197,7 +197,7 @@ def results() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def written(results: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("store") / "runs.sqlite"
-    pf.score({"plain": network(0), HOSTILE: network(1)}, DATA, LOSS, store=path)
+    pf.score({"plain": network(0), HOSTILE: network(1)}, LOSS, DATA, store=path)
     for kind in ("spectra", "planes", "histories"):
         for name, result in results[kind].items():
             pf.add_to_store(path, name, result)

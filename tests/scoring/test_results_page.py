@@ -160,7 +160,7 @@ def test_the_command_writes_a_page(tiny, capsys):
     folder = Path(tiny).parent
     files = {str(seed): saved(tiny, seed, f"{seed}.safetensors") for seed in (1, 2)}
     options = {"model": f"{tiny}:Tiny", "layers": "*", "measures": ["trace"], "store": folder / "runs.sqlite"}
-    pf.score({**files, "bad": folder / "bad.safetensors"}, f"{tiny}:data", "cross_entropy", **options)
+    pf.score({**files, "bad": folder / "bad.safetensors"}, "cross_entropy", f"{tiny}:data", **options)
     assert status("report", str(folder / "runs.sqlite"), "--out", str(folder / "out" / "page.html")) == 0
     assert "wrote" in capsys.readouterr().out
     html = (folder / "out" / "page.html").read_text(encoding="utf-8")

@@ -24,7 +24,7 @@ def rows(given, models=None, **options):
     """Return the rows but for the time they took, and how many units were measured."""
     models = {f"seed {seed}": network(seed) for seed in range(2)} if models is None else models
     options = {"layers": "*", "measures": ["relative_flatness", "trace", "fisher_rao"], **options}
-    scores = pf.score(models, given, "cross_entropy", **options)
+    scores = pf.score(models, "cross_entropy", given, **options)
     return [replace(row, seconds=None) for row in scores], scores.computed
 
 
