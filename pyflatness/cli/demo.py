@@ -33,8 +33,9 @@ from torch import Tensor, nn
 from .. import __version__, progress
 from ..errors import MissingExtraError
 from ..messages import printable
+from ..results import Correlations
 from ..scoring.score import score
-from ..statistics import Correlations, correlations, plot_correlation
+from ..statistics import correlations, plot_correlation
 from . import example_networks
 from .output import json_option, show, show_json
 from .paths import prepare_folder, write_whole
@@ -192,7 +193,7 @@ def commands(folder: Path) -> Iterator[str]:
     yield f"pyflatness layers --model {here['networks.py']}:mlp_1"
     yield f"{scored} --data {here['train.npz']} --out {shlex.quote(str(train))}"
     yield f"{scored} --data {here['test.npz']} --out {shlex.quote(str(test))}"
-    shown = f"pf.correlations({json.dumps(str(train))}, test={json.dumps(str(test))})"
+    shown = f"pf.statistics.correlations({json.dumps(str(train))}, test={json.dumps(str(test))})"
     yield f"python -c {shlex.quote(f'import pyflatness as pf; print({shown})')}"
 
 

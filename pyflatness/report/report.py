@@ -95,7 +95,7 @@ class Estimate(float):
 
         Example:
             >>> import pyflatness as pf
-            >>> sampled = pf.Estimate(2.0, 0.1, 100, "ggn-sampled", exact=False, backend="reference", dof=5.0)
+            >>> sampled = pf.results.Estimate(2.0, 0.1, 100, "ggn-sampled", exact=False, backend="reference", dof=5.0)
             >>> [round(end, 4) for end in sampled.interval()]
             [1.7429, 2.2571]
         """

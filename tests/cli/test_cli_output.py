@@ -123,7 +123,7 @@ def test_results_of_the_demo_are_whole_or_the_older_ones(tmp_path: Path) -> None
     demo.write(tmp_path, several, demo.correlated(several), seed=0)
     older = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert sorted(older) == ["results.csv", "results.json", "scatter.png"]
-    with _space(1000), pytest.raises(pf.InputError) as caught:
+    with _space(1000), pytest.raises(pf.errors.InputError) as caught:
         demo.write(tmp_path, several, demo.correlated(several), seed=0)
     assert str(caught.value) == f"--out: {tmp_path / 'scatter.png'} cannot be written (File too large)"
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == older
@@ -131,6 +131,6 @@ def test_results_of_the_demo_are_whole_or_the_older_ones(tmp_path: Path) -> None
 
 def test_a_folder_in_the_place_of_a_result(tmp_path: Path) -> None:
     (tmp_path / "results.csv").mkdir()
-    with pytest.raises(pf.InputError, match=r"--out: .*results\.csv cannot be written \(Is a directory\)"):
+    with pytest.raises(pf.errors.InputError, match=r"--out: .*results\.csv cannot be written \(Is a directory\)"):
         paths.write_whole(tmp_path / "results.csv", b"rows")
     assert [path.name for path in tmp_path.iterdir()] == ["results.csv"]

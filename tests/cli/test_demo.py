@@ -93,7 +93,7 @@ def test_printed_commands_work(made, monkeypatch, tmp_path):
         else:
             assert (program, arguments[0]) == ("python", "-c")
             exec(arguments[1], {})
-    assert pf.correlations(folder / "train.csv", test=folder / "test.csv").points == 3
+    assert pf.statistics.correlations(folder / "train.csv", test=folder / "test.csv").points == 3
 
 
 def test_the_page_has_these_commands():

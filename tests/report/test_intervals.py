@@ -28,14 +28,14 @@ def test_student_s_quantile(dof):
 
 @pytest.mark.parametrize("level", [0, 1, 1.5, -0.1, math.nan, True, "0.95"])
 def test_levels(level):
-    with pytest.raises(pf.InputError, match=r"level=.* a probability between 0 and 1"):
+    with pytest.raises(pf.errors.InputError, match=r"level=.* a probability between 0 and 1"):
         sampled().interval(level)
-    with pytest.raises(pf.InputError, match="level="):
+    with pytest.raises(pf.errors.InputError, match="level="):
         dataclasses.replace(sampled(), stderr=None, dof=None).interval(level)
 
 
 def sampled(**facts):
-    return pf.Estimate(**{**FACTS, **facts})
+    return pf.results.Estimate(**{**FACTS, **facts})
 
 
 FACTS = {"value": 2.0, "stderr": 0.1, "samples": 5, "method": "ggn-sampled", "exact": False, "backend": "reference"}
@@ -146,7 +146,7 @@ def test_every_sampled_estimate_has_an_interval(activation):
                     continue
                 assert low < estimate.value < high
                 assert estimate.dof > 0.999
-        assert pf.Report.from_json(report.to_json()) == report
+        assert pf.results.Report.from_json(report.to_json()) == report
         assert report.to_frame()["dof"].min() > 0.999
 
 
