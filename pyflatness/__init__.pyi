@@ -7,6 +7,7 @@ from . import statistics as statistics
 from . import theory as theory
 from .api import block_traces as block_traces
 from .api import head_flatness as head_flatness
+from .api import layers as layers
 from .api import measure as measure
 from .api import relative_flatness as relative_flatness
 from .curvature import changes as changes

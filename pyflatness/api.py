@@ -11,7 +11,9 @@ from . import head, interrupts, losses, plan, tensor_head
 from .errors import InputError
 from .measures import RELATIVE_FLATNESS, are_named, at_head, named
 from .measures.layer_values import LayerValues
-from .model import uses
+from .messages import check_module
+from .model import selectors, uses
+from .model.layers import unwrap
 from .model.selectors import Selector
 from .numerics.meeting import joined
 from .options import CALL, EVERY, MeasureHow, Options
@@ -261,3 +263,20 @@ def measure(
     with_values = tuple(row.name for row in wanted if any(row.name == m for _, m in found))
     network_of = {row.name: row.network_of for row in wanted if ("", row.name) in found}
     return Report(names, with_values, found, measurement.skipped, left_out, why, network_of)
+
+
+@public()
+def layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of a model that can be measured, by the names that ``layers=`` takes, in the model's order.
+
+    Parameters that no module calls, and that may turn out to be weights, have modules that stand for them.
+
+    Args:
+        model: any module; it does not run, so that some of its layers may not run either.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> [*pf.layers(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)))]
+        ['0', '2']
+    """
+    return selectors.layers(unwrap(check_module("model", model)))

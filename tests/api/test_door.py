@@ -339,7 +339,7 @@ def test_calls_that_do_not_fit_are_type_errors_as_in_python(call, match):
 def test_every_public_call_is_here():
     """Those that take a model, or features and a weight; of `score` it is what makes one, of a row for each."""
     assert {name for name, call in CALLS.items() if doors.takes(call, "model")} == {
-        *(*ON_MODELS, "causal_lm", "score"),
+        *(*ON_MODELS, "causal_lm", "layers", "score"),  # of `layers` the model does not run
         *("interpolation_error", "invariances"),  # of targets as outputs are; measures of two models
         "track",  # its records are what measure returns, of models in any mode
     }

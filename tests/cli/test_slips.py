@@ -70,15 +70,6 @@ def test_a_store_is_no_table_and_a_table_no_store(tiny, tmp_path, capsys):
     assert "committed" not in said
 
 
-def test_a_layer_without_a_measure_says_what_is_wanted():
-    network = torch.nn.Sequential(torch.nn.Linear(4, 3)).eval()
-    report = pf.measure(network, "cross_entropy", [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))], layers="*")
-    with pytest.raises(
-        pf.errors.InputError, match=r"no measure '0'; .*; it is a layer: report\['0', measure\] is wanted"
-    ):
-        report["0"]
-
-
 def test_score_without_a_checkpoint_says_that_weights_are_not_from_one(tiny, capsys):
     assert status(*arguments_of(tiny)) == 0
     said = f"no checkpoint given: {tiny}:Tiny is measured with the weights that it is made with\n"

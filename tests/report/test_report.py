@@ -127,3 +127,19 @@ def test_without_extras(report, extra, call, monkeypatch):
     monkeypatch.setitem(sys.modules, extra, None)
     with pytest.raises(pf.errors.MissingExtraError, match=f"needs {extra}: pip install 'pyflatness"):
         getattr(report, call)()
+
+
+def test_the_values_of_a_layer_and_the_layers_with_the_largest_ones():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double().eval()
+    data = torch.randn(12, 4).double(), torch.arange(12) % 3
+    found = pf.measure(model, nn.CrossEntropyLoss(), data, measures=["fisher_rao", "relative_flatness", "trace"])
+    assert found["2"] == {name: found["2", name] for name in ("relative_flatness", "trace")}
+    by_layer = {layer: found[layer, "trace"].value for layer in found.layers}
+    assert [*found.top(2, "trace")] == sorted(by_layer, key=by_layer.__getitem__, reverse=True)[:2]
+    assert found.top() == found.top(3, "relative_flatness")  # the first with values of layers
+    assert [*pf.layers(model)] == [*found.layers]
+    with pytest.raises(pf.errors.InputError, match="'fisher_rao' has no values of layers here; of relative_flatness"):
+        found.top(measure="fisher_rao")
+    with pytest.raises(pf.errors.InputError, match="no measure '7'; there are fisher_rao"):
+        found["7"]
