@@ -71,8 +71,8 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if calling.is_transformed():
                 raise InputError(
                     f"{function.__name__} is called inside of a transform of torch.func (vmap, grad, jvp), where "
-                    "tensors have no values to measure: call it outside of that; what can be differentiated and mapped is "
-                    "pyflatness.flatness_penalty"
+                    "tensors have no values to measure: call it outside of that; what can be differentiated and mapped "
+                    "is pyflatness.flatness_penalty"
                 )
             depth = interrupts.depth()
             try:
