@@ -1,5 +1,6 @@
 """Check that a model is a function of one sample: what it gives for some must not change with the others of a batch."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -67,8 +68,16 @@ class Decisions(TorchFunctionMode):
             left = any(isinstance(part, Tensor) and not _is_number(part) for part in made)
             if left or getattr(func, "__name__", "") in _TO_PYTHON:
                 given = [*args, *(kwargs or {}).values()]
-                self.seen = any(isinstance(part, Tensor) and part.is_floating_point() for part in given)
+                self.seen = any(isinstance(part, Tensor) and part.is_floating_point() for part in given) and _by_model()
         return result
+
+
+def _by_model() -> bool:
+    """Return whether the operation under way is the model's, and none of a hook that looks at the model here."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    return not frame.f_globals.get("__name__", "").startswith("pyflatness.")
 
 
 _TO_PYTHON = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "__array__", "__dlpack__"}
