@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .shard import Shard
 
+_FEWEST = 30  # degrees of freedom of few groups' replicates, below which these do not tell how well V is known
+
 
 class Variances:
     """Hold running sums of variances over samples, in some probes of each or in groups of cotangents."""
@@ -67,7 +69,9 @@ class Variances:
             return self._between()
         variance, squares = self._sums
         dof = variance**2 / squares  # of variances of one degree of freedom; NaN where all are 0
-        return (variance, dof) if self._probes == 0 else (variance / self._probes, dof * (self._probes - 1))
+        if self._probes == 0:
+            return variance, dof.masked_fill(dof < _FEWEST, torch.nan)
+        return variance / self._probes, dof * (self._probes - 1)
 
     def _between(self) -> tuple[Tensor, Tensor]:
         first, second = self._sums

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _TENSORS = ("per_sample", "per_neuron")  # of an Estimate
 # Beside the measures of a report as a dict.
 _BESIDE = ("skipped", "uncovered", "why_uncovered", "network_of")
+_AGREEING = 1e-6  # of a value: by less than so much probes differ by chance or by rounding, which tells of no error
+AGREE = "its probes agree, by chance or because there is nothing to sample: no standard error is known"
 _WIDTH = 100  # of a table
 _LONGEST = 24  # of a layer's name, from where on it is folded if there is no room for it
 
@@ -39,12 +41,14 @@ class Estimate(float):
 
     Attributes:
         value: the measure, in units of the loss where it is one of its second derivatives.
-        stderr: standard error of ``value`` given the data; None when nothing was drawn at random.
+        stderr: standard error of ``value`` given the data; None when nothing was drawn at random; NaN where it is not
+            known: the probes agree to rounding, which tells of no error.
         samples: samples (entries of dimension 0 of the batches) that the value is over; 0 if it is of no data.
         method: ``"head"``, ``"ggn"``, ``"hessian"``, ``"ggn-sampled"``, ``"hessian-sampled"`` or ``"definition"``; of
             measures without second derivatives ``"forward-mode"``, ``"monte-carlo"`` or ``"weights"``, of Jacobians
             ``"jacobian"`` or ``"ascent"``.
-        exact: True only if the value is the definition's up to rounding (that of the loss Hessian, where it is of one).
+        exact: True only if the value is the definition's up to rounding (that of the loss Hessian, where it is of one);
+            False of NaN.
         backend: ``"compiled"``, ``"triton"`` or ``"reference"``.
         per_sample: (n,) float64, ``n`` times each sample's contribution, so that the mean is ``value``; None unless
             asked for. Under ``nan_policy="omit"`` an omitted sample holds NaN, and the mean over the others is
@@ -76,6 +80,15 @@ class Estimate(float):
     def __new__(cls, value: float, *_: Any, **__: Any) -> "Estimate":
         """Make the number; the facts are set by ``__init__``."""
         return super().__new__(cls, value)
+
+    def __post_init__(self) -> None:
+        """Take back what a value cannot claim: to be NaN, exactly; or to have no error because its probes agree."""
+        if math.isnan(self.value):
+            object.__setattr__(self, "exact", False)
+        if self.stderr is not None and self.stderr <= _AGREEING * abs(self.value):
+            notes = self.notes if AGREE in self.notes else (*self.notes, AGREE)
+            for name, fact in {"stderr": math.nan, "dof": None, "notes": notes, "exact": False}.items():
+                object.__setattr__(self, name, fact)
 
     def interval(self, level: float = 0.95) -> tuple[float, float] | None:
         """Return the interval that holds the value of the definition with probability ``level``, given the data.
