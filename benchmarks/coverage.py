@@ -18,8 +18,8 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from pyflatness.generalization import intervals, permutation
-from pyflatness.generalization.coefficients import STATISTICS, coefficients, whole
+from pyflatness.statistics import intervals, permutation
+from pyflatness.statistics.coefficients import STATISTICS, coefficients, whole
 
 RECIPES = {10: 5, 24: 6, 57: 12, 110: 22}  # by the number of networks
 TESTS = {"of networks": (False, False), "of recipes": (True, False), "within recipes": (True, True)}

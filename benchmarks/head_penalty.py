@@ -14,8 +14,8 @@ from timing import clock_of, in_turn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.training import fused_head
-from pyflatness.training.softmax_variance import weighted_sum
+from pyflatness.losses import penalty
+from pyflatness.losses.penalty import weighted_sum
 
 SIZES = ((128, 10, 84), (128, 10, 512), (2048, 10, 84), (50_000, 10, 84), (10_000, 64, 512))
 ON_A_GPU = ((128, 10, 84), (50_000, 10, 84), (10_000, 64, 512), (8192, 1000, 2048))
@@ -34,13 +34,11 @@ def _row(n: int, d: int, m: int, device: torch.device) -> list[str]:
         torch.mm(slopes, weight)
         torch.mm(slopes.t(), features)
 
-    fits = fused_head.fits(weight)
+    fits = penalty.fuses(weight)
     found = in_turn(
         {
             "floor": products,
-            "kernel": lambda: torch.autograd.grad(
-                (fused_head.penalty if fits else weighted_sum)(*given, shares), given
-            ),
+            "kernel": lambda: torch.autograd.grad((penalty.fused if fits else weighted_sum)(*given, shares), given),
             "composed": lambda: torch.autograd.grad(weighted_sum(*given, shares), given),
             "call": lambda: torch.autograd.grad(pf.flatness_penalty(*given, targets), given),
             "risk": lambda: torch.autograd.grad(F.cross_entropy(F.linear(*given), targets), given),

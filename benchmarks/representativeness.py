@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.generalization.representativeness import assigned
+from pyflatness.theory.sampling import assigned
 
 N, M, FOLDS, DRAWS = 600, 8, 3, 32
 

@@ -20,9 +20,6 @@ from safetensors.torch import save_file
 from timing import in_turn
 
 import pyflatness as pf
-from pyflatness.generalization import tables
-from pyflatness.generalization.coefficients import STATISTICS
-from pyflatness.generalization.correlation import Correlations
 from pyflatness.measures import MEASURES
 from pyflatness.model import selectors
 from pyflatness.options import Options
@@ -32,6 +29,9 @@ from pyflatness.scoring.run import Run, keep
 from pyflatness.scoring.store import Store
 from pyflatness.scoring.units import Request
 from pyflatness.scoring.worker import Source
+from pyflatness.statistics import tables
+from pyflatness.statistics.coefficients import STATISTICS
+from pyflatness.statistics.correlation import Correlations
 
 FACTORS = 5.0, 25.0
 DRAWN = "relative_flatness {}", "trace {}", "pac_bayes", "weight_norm network", "mls network"

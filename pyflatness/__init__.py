@@ -1,5 +1,7 @@
 """Measure how flat the loss is around a trained network."""
 
+from . import statistics as statistics
+from . import theory as theory
 from .api import block_traces, head_flatness, measure, relative_flatness
 from .curvature import changes
 from .curvature.ascent import WorstCase
@@ -21,26 +23,6 @@ from .errors import (
     RankError,
     StoreError,
 )
-from .generalization.authors import authors_representativeness
-from .generalization.bounds import (
-    generalization_bound,
-    spectral_robustness_bound,
-    uniform_robustness_bound,
-)
-from .generalization.correlation import correlations
-from .generalization.correlation_figures import plot_correlation, plot_correlation_matrix
-from .generalization.density_constants import density_constants
-from .generalization.feature_robustness import feature_robustness
-from .generalization.gap import generalization_gap
-from .generalization.granulated import granulated_kendall
-from .generalization.inequalities import bounds
-from .generalization.interpolation import interpolation_error
-from .generalization.label_constancy import label_constancy
-from .generalization.matrix_robustness import largest_robustness, matrix_robustness
-from .generalization.mutual_information import conditional_mutual_information
-from .generalization.noise import truncated_normal_noise
-from .generalization.representativeness import representativeness
-from .generalization.sign_error import sign_error
 from .invariances import invariances
 from .measures.adaptive_sharpness_mc import adaptive_sharpness_mc
 from .measures.mls_adversarial import mls_adversarial
@@ -52,6 +34,30 @@ from .report import Estimate, Report
 from .scoring.attached import add_to_store
 from .scoring.score import score
 from .scoring.scores import Scores
+from .statistics import (
+    conditional_mutual_information,
+    correlations,
+    granulated_kendall,
+    plot_correlation,
+    plot_correlation_matrix,
+    sign_error,
+)
+from .theory import (
+    authors_representativeness,
+    bounds,
+    density_constants,
+    feature_robustness,
+    generalization_bound,
+    generalization_gap,
+    interpolation_error,
+    label_constancy,
+    largest_robustness,
+    matrix_robustness,
+    representativeness,
+    spectral_robustness_bound,
+    truncated_normal_noise,
+    uniform_robustness_bound,
+)
 from .training.head_penalty import flatness_penalty
 from .training.history import History
 from .training.layer_penalty import FlatnessPenalty

@@ -114,8 +114,7 @@ class Head:
 
     def _own_rows(self) -> tuple[Tensor, Tensor | None, int] | None:
         """Return the rows that this rank has of a tensor-parallel layer, see :func:`.spread.own_rows`."""
-        by_rows = isinstance(self._loss, losses.CrossEntropy)
-        return spread.own_rows(self._candidates[self.name]) if by_rows else None
+        return spread.own_rows(self._candidates[self.name]) if self._loss.by_rows else None
 
     def expected_rows(self, first: HeadBatch) -> int:
         """Return how many rows the whole data have, estimated from their first batch."""
@@ -189,13 +188,13 @@ class Head:
         wide = any(
             isinstance(layer, nn.Linear) and layer.out_features > _WIDE_OUTPUTS for layer in self._candidates.values()
         )
-        return wide and isinstance(self._loss, (losses.CrossEntropy, losses.SquaredError))
+        return wide and self._loss.known
 
     def _skip_product(self, batch: Any, calls: calling.Calls, product: contextlib.ExitStack) -> None:
         """Let the model do without the product of a wide head; it was established on one sample."""
         module = self._candidates[self.name]
         width = layers.rows(module)
-        if width <= _WIDE_OUTPUTS or not self.classes.alone:
+        if width <= _WIDE_OUTPUTS or not self.classes.alone or self._forward.decides:
             return
         generators = Generators([*self._model.modules()])
         before = generators.states()
@@ -284,10 +283,9 @@ def terms_of(
     loss: losses.Loss, shape: Sequence[int], device: torch.device, targets: Tensor | None, class_dim: int, made: Made
 ) -> tuple[Made, losses.Labels | None]:
     """Return what gives the terms of outputs, and the labels that say all of them; without these it is called here."""
-    if isinstance(loss, losses.CrossEntropy) and (targets is None or targets.device == device):
-        labels = loss.labels(shape, targets, class_dim)
-        if labels is not None:
-            return made, labels
+    labels = loss.labels(shape, targets, class_dim) if targets is None or targets.device == device else None
+    if labels is not None:
+        return made, labels
     terms = made()
     return lambda: terms, None
 
@@ -320,6 +318,7 @@ def _class_dim(outputs: Tensor, output: Tensor, loss: losses.Loss) -> int | None
         if outputs.shape[dim] == output.shape[-1]
         and (outputs.shape[dim] == 1 or outputs.stride(dim) == output.stride(-1))
     ]
-    if isinstance(loss, losses.CrossEntropy):
-        return 1 if 1 in same else None
+    dim = loss.class_dim(outputs)
+    if dim >= 0:
+        return dim if dim in same else None
     return same[-1] if same else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from . import losses
-from .contractions import promoted, promoted_dtype
+from .contractions import product, promoted, promoted_dtype
 from .errors import InputError, NotYetError
 from .head import HeadBatch, terms_of
 from .losses.closure import REFUSAL, depends_on_more
@@ -72,22 +72,22 @@ def from_tensors(
     if not counts:  # a sample that adds nothing stands for those of the others
         features = features.new_zeros(1, *features.shape[1:])
         targets = None if targets is None else targets.new_zeros(1, *targets.shape[1:])
-    rows, shape, custom = _detached(features), (*features.shape[:-1], total), isinstance(loss, losses.CustomLoss)
+    rows, shape = _detached(features), (*features.shape[:-1], total)
     if targets is not None:
         targets = _detached(check_tensor("targets", targets)).to(features.device)
-    if not custom and rows.ndim > 2:
+    if loss.known and rows.ndim > 2:
         rows = rows.reshape(-1, weight.shape[1])
 
     def outputs(count: int) -> Tensor:
-        if not custom:  # it does not look at their values
+        if loss.known:  # it does not look at their values
             return features.new_zeros(()).expand(shape)
-        return promoted(rows[:count]) @ promoted(weight).t() + (0 if bias is None else bias)
+        return product(promoted(rows[:count]), promoted(weight).t()) + (0 if bias is None else bias)
 
     def made() -> losses.Terms:
         return loss.terms(outputs(len(features)), targets, len(shape) - 1)
 
     terms, labels = terms_of(loss, shape, features.device, targets, len(shape) - 1, made)
-    if isinstance(loss, losses.CustomLoss) and targets is not None:
+    if not loss.known and targets is not None:
         head = (weight,) if bias is None else (weight, bias)
         if depends_on_more(loss, outputs(1), targets[:1], head):
             raise InputError(REFUSAL)
@@ -113,7 +113,7 @@ def _own_rows(
             f"weight: a DTensor with {placements} over {mesh}; one whose rows are spread over the ranks that make the "
             "call is wanted, (Shard(0),), and process_group=weight.device_mesh.get_group() where that is not all ranks"
         )
-    if not isinstance(loss, losses.CrossEntropy):
+    if not loss.by_rows:
         raise NotYetError("weight: its rows can be spread over ranks (a DTensor) for cross-entropy alone")
     rows: Tensor = weight.to_local()  # type: ignore[attr-defined]
     counts = ranks.exchange("the rows of the weight", len(rows))

@@ -24,7 +24,7 @@ from .errors import InputError
 from .losses import auto, risk
 from .messages import check_tensor
 from .model import calling, layers, state, uses
-from .model.data import first, leaves, map_tensors
+from .model.data import copied, first, leaves, map_tensors
 from .model.outputs import single
 from .model.uses import experts
 from .numerics import meeting
@@ -271,7 +271,7 @@ def _risk(model: nn.Module, loss: Any, batch: Any, forward: calling.Forward | No
         one = single(returned)
         return returned if one is None else one
 
-    outputs, targets = calling.run(model, batch, forward, taken)
+    outputs, targets = calling.run(model, copied(batch), forward, taken)  # which it may change in place
     if isinstance(targets, Tensor) and targets.dtype in _CLASSES:
         targets = targets.long()
     value: Tensor = loss(outputs, targets)
@@ -297,7 +297,7 @@ def _double_loss(loss: Any, reduction: str | None) -> Any:
         loss = functools.partial(loss.func, *loss.args, **keywords)
     if isinstance(loss, nn.Module):
         loss = copy.deepcopy(loss).double()
-        if reduction and not isinstance(losses.resolve(loss, reduction), losses.CustomLoss):
+        if reduction and losses.resolve(loss, reduction).known:
             loss.reduction = reduction  # of another it says what the loss is, and changes nothing
     return loss
 

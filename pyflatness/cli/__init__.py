@@ -40,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from .output import checked
     from .plan import plan
     from .report import report
-    from .reproduce import reproduce
     from .score import score
     from .show import show
     from .verify import verify
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sections = {
         "Measure networks": [score, layers, plan],
         "Read and keep a store of values": [ls, show, report, export, add, verify, merge, gc],
-        "Learn": [demo, example_zoo, measures, reproduce, doctor],
+        "Learn": [demo, example_zoo, measures, doctor],
     }
     group = click.version_option(__version__, prog_name="pyflatness")(Group(sections, _HELP))
     try:

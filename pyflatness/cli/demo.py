@@ -24,9 +24,9 @@ from rich.table import Table
 
 from .. import __version__
 from ..errors import MissingExtraError
-from ..generalization.coefficients import STATISTICS
-from ..generalization.correlation import Correlation, correlation
 from ..messages import printable
+from ..statistics.coefficients import STATISTICS
+from ..statistics.correlation import Correlation, correlation
 from . import demo_networks
 from .demo_networks import Row
 from .output import json_option, show, show_json

@@ -8,7 +8,7 @@ from .backends import choose, choose_for_few, choose_for_head, describe
 from .dense import DenseContraction
 from .geometry import Geometry
 from .layer import LayerContraction
-from .precision import full_precision, promoted, promoted_dtype, squared_norms
+from .precision import full_precision, product, promoted, promoted_dtype, squared_norms
 from .quantities import needs_weight
 from .reference import RowSum
 from .softmax import DEFAULT_MEMORY, FUSED_OUTPUTS, Labels, SoftmaxVariance, default_memory
@@ -37,6 +37,7 @@ __all__ = [
     "describe",
     "full_precision",
     "needs_weight",
+    "product",
     "promoted",
     "promoted_dtype",
     "squared_norms",

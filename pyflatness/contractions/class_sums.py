@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .centre import centre, shifted
-from .precision import promoted
+from .precision import product, promoted
 
 
 class ClassSums(NamedTuple):
@@ -123,8 +123,8 @@ def softmax_variance_gradient_by(
 ) -> RowSlopes:
     """See :func:`.reference.softmax_variance_gradient`; with a backend's own ``pair_distances`` and ``row_dots``."""
     dtype, centred = features.dtype, weight - centre(weight)
-    p = torch.softmax(torch.addmm(shifted(bias, weight), features, centred.t()), dim=1)
-    q = p @ pair_distances(weight)
+    p = torch.softmax(product(features, centred.t(), shifted(bias, weight)), dim=1)
+    q = product(p, pair_distances(weight))
     twice = (p * q).sum(dim=1)
     scale = row_dots(features, features) * shares
     slopes = p * (q - twice.unsqueeze(1)) * scale.to(dtype).unsqueeze(1)

@@ -10,6 +10,7 @@ from .arrays import array, dense, layer_sizes, plain, span
 from .cuda_device import HALF, SUFFIX, check_kind, module, on_stream
 from .cuda_head import row_dots
 from .geometry import Geometry
+from .precision import product
 from .reference import Products
 
 
@@ -43,7 +44,7 @@ def products(gradients: Tensor, geometry: Geometry, factor: Tensor | None, weigh
     squares, weighted = totals.sum(dim=1).unbind(1)
     gram_weighted = None
     if factor is not None:
-        made = (factor @ gradients).flatten(1)
+        made = product(factor, gradients).flatten(1)
         gram_weighted = row_dots(made, made)
     columns = by_column.unflatten(2, (-1, geometry.kernel_elements)).sum(dim=3).flatten(1)
     return Products(squares, gram_weighted, weighted, columns, by_row.sum(dim=2).flatten(1))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .layer import Contraction
-from .precision import promoted
+from .precision import product, promoted
 from .quantities import Contribution, Made, Wanted
 from .reference import Products
 from .routes import Calls
@@ -78,7 +78,7 @@ class Dense:
     def __init__(self, layer: DenseLayer, backend: ModuleType, products: Made, inputs: Calls) -> None:
         self._layer, self._backend, self._products = layer, backend, products
         self._columns = _flat(inputs)
-        self._gram = (self._columns @ self._columns.transpose(1, 2)).unsqueeze(1)
+        self._gram = product(self._columns, self._columns.mT).unsqueeze(1)
         self._outputs = _flat([layer.applied(x, 1) for x in inputs]) if products.by_row else None
         pairs = itertools.combinations_with_replacement(range(len(inputs)), 2)
         self._pairs = [*pairs] if products.weighted else []

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import compiled, cuda
 from .geometry import Geometry
-from .precision import convolutions_in_tf32, float32_products, promoted, promoted_dtype
+from .precision import convolutions_in_tf32, float32_products, product, promoted, promoted_dtype
 from .quantities import Contribution, Wanted
 from .reference import Products
 from .routes import Both, Calls, Carried, Direct, Gathered, Gram, OnePosition, Prepared, Route, Summed
@@ -344,7 +344,7 @@ class LayerContraction:
             some = coefficients[part]
             if by_gram:
                 rows = layer.geometry.rows(promoted(cotangent[0][part]))
-                left = layer.backend.patch_gram(phi[part], layer.geometry).to(rows.dtype) @ rows
+                left = product(layer.backend.patch_gram(phi[part], layer.geometry).to(rows.dtype), rows)
             else:
                 left = rows = layer.gradients([x[part] for x in inputs], [delta[part] for delta in cotangent]).mT
             total += ((rows.double() * some.view(-1, 1, 1, 1)).mT @ left.double()).sum(dim=0)

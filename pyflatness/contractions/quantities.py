@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .precision import product
 from .reference import Products
 
 
@@ -204,7 +205,7 @@ def _squares(unit: Unit, total: Tensor) -> None:
 
 
 def _gram_weighted(unit: Unit, total: Tensor) -> None:
-    rows = unit.y @ unit.gram[unit.group, unit.row].to(unit.y.dtype)
+    rows = product(unit.y, unit.gram[unit.group, unit.row].to(unit.y.dtype))
     total += (unit.left * _summed(rows, unit.phi)).sum(dim=1)
 
 
@@ -220,7 +221,7 @@ def _by_row(unit: Unit, total: Tensor) -> None:
 def _by_column(unit: Unit, total: Tensor) -> None:
     first, width = unit.group * unit.weight.shape[2], unit.kernel_elements
     channels = slice((first + unit.columns.start) // width, (first + unit.columns.stop) // width)
-    along = (unit.phi * (unit.y @ unit.weight[unit.group, :, unit.columns])).sum(dim=1).double()
+    along = (unit.phi * product(unit.y, unit.weight[unit.group, :, unit.columns])).sum(dim=1).double()
     total[:, channels] += _by_channel(unit.left * unit.weights, width) * _by_channel(along, width)
 
 
@@ -231,7 +232,7 @@ def _by_channel(columns: Tensor, kernel_elements: int) -> Tensor:
 
 def _summed(rows: Tensor, patches: Tensor) -> Tensor:
     """Return Σ_p rows_p φ_p for (n, P) and (n, P, columns), (n, columns) float64."""
-    sums: Tensor = (rows.unsqueeze(1) @ patches).squeeze(1)
+    sums: Tensor = product(rows.unsqueeze(1), patches).squeeze(1)
     return sums.double()
 
 
@@ -241,7 +242,7 @@ def _of_columns(weight: Tensor, chosen: Tensor, phi: Tensor, kernel_elements: in
 
 
 def _of_rows(weight: Tensor, chosen: Tensor, phi: Tensor, kernel_elements: int) -> Tensor:
-    outputs = phi @ weight[chosen].t()  # (n, P, k)
+    outputs = product(phi, weight[chosen].t())  # (n, P, k)
     changes = phi.new_zeros(len(chosen), *phi.shape[:2], len(weight))
     changes[torch.arange(len(chosen), device=changes.device), :, :, chosen] = outputs.permute(2, 0, 1)
     return changes

@@ -15,7 +15,7 @@ from torch import Tensor
 from .centre import centre, shifted
 from .class_sums import ClassSums, MeanRow, RowSlopes, add_tile, mean_row_by, softmax_variance_gradient_by
 from .geometry import Geometry, Triple
-from .precision import promoted
+from .precision import product, promoted
 
 _PROMOTED = 2**20  # elements of a weight that are promoted at once
 
@@ -31,10 +31,10 @@ def pair_distances(weight: Tensor) -> Tensor:
 
 def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor, distances: Tensor) -> Tensor:
     """Return ``|φ_i|² Σ_{s<t} p_s p_t distances[s, t]`` with p = softmax(W φ_i + b), as (n,)."""
-    logits = torch.addmm(bias, features, weight.t())
+    logits = product(features, weight.t(), bias)
     maximum = logits.new_full((len(logits),), -torch.inf)
     rest, _, _ = exponentiate(logits, None, 1.0, maximum)
-    pairs = row_dots(logits, logits @ distances) / 2
+    pairs = row_dots(logits, product(logits, distances)) / 2
     return row_dots(features, features) * pairs / (1 + rest).square()
 
 
@@ -200,7 +200,7 @@ def spread(
     index = chosen.nonzero().squeeze(1)
     if len(index):
         rows = promoted(weight) if centre is None else promoted(weight) - centre
-        scores = torch.addmm(bias, features[index], rows.t()).sub_(maximum[index].unsqueeze(1)).exp_()
+        scores = product(features[index], rows.t(), bias).sub_(maximum[index].unsqueeze(1)).exp_()
         distances = torch.cdist(mean[index], rows, compute_mode="donot_use_mm_for_euclid_dist").square()
         total[index] = row_dots(scores, distances)
     return total
@@ -244,7 +244,7 @@ def direct(
         factor: R, (G, r, d); None if ``|R M|²`` is not wanted.
         weight: w, (G, d, m); None if nothing with ``w ∘ M`` is wanted.
     """
-    gradients = geometry.rows(cotangent).transpose(2, 3) @ geometry.patches(inputs)  # n, G, d, m
+    gradients = product(geometry.rows(cotangent).mT, geometry.patches(inputs))  # n, G, d, m
     return products(gradients, geometry, factor, weight)
 
 
@@ -281,7 +281,7 @@ def _placed(cotangent: Tensor, positions: Tensor, places: Triple) -> Tensor:
 
 def products(gradients: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None) -> Products:
     """Return what :func:`direct` does for M itself, (n, G, d, m)."""
-    gram_weighted = None if factor is None else _squares(factor @ gradients)
+    gram_weighted = None if factor is None else _squares(product(factor, gradients))
     if weight is None:
         return Products(_squares(gradients), gram_weighted, None, None, None)
     weighted = (weight * gradients).double()
@@ -300,7 +300,7 @@ def patches(inputs: Tensor, geometry: Geometry) -> Tensor:
 def patch_gram(inputs: Tensor, geometry: Geometry) -> Tensor:
     """Return ``⟨φ_p, φ_p'⟩`` for all pairs of positions, (n, G, P, P) in the inputs' dtype."""
     rows = geometry.patches(inputs)
-    return rows @ rows.transpose(2, 3)
+    return product(rows, rows.mT)
 
 
 def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ def gram(rows: Tensor, patch_gram: Tensor) -> Tensor:
         rows: a, (n, G, P, r).
         patch_gram: (n, G, P, P), symmetric.
     """
-    pairs = rows @ rows.transpose(2, 3)
+    pairs = product(rows, rows.mT)
     return (pairs * patch_gram).sum(dim=(1, 2, 3), dtype=torch.float64)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from . import compiled, reference
 from .factor import gram_factor, half_factor
 from .geometry import Geometry
-from .precision import promoted, promoted_dtype
+from .precision import product, promoted, promoted_dtype
 from .quantities import Made
 from .reference import Products
 
@@ -90,7 +90,7 @@ class Prepared:
     def gradients(self, inputs: Calls, cotangent: Calls) -> Tensor:
         """Return M, (n, G, d, m)."""
         first, *others = (
-            self.geometry.rows(promoted(delta)).transpose(2, 3) @ self.patches(promoted(x))
+            product(self.geometry.rows(promoted(delta)).mT, self.patches(promoted(x)))
             for x, delta in zip(inputs, cotangent, strict=True)
         )
         return sum(others, start=first)
@@ -155,7 +155,7 @@ class Gram:
         squares = gram_weighted = None
         if layer.factor is not None:
             # of a convolution's cotangent as it lies in memory: R (r, d) times (d, P)
-            gram_weighted = compiled.gram((layer.factor.to(rows.dtype) @ rows.mT).mT, gram)
+            gram_weighted = compiled.gram(product(layer.factor.to(rows.dtype), rows.mT).mT, gram)
         if self._squares:
             squares = compiled.gram(rows, gram)
         return Products(squares, gram_weighted, None, None, None)
@@ -241,7 +241,8 @@ class OnePosition:
         if layer.factor is not None:
             factor = layer.factor.to(rows.dtype)
             single = len(factor) == 1
-            gram_weighted = self._times_norms(_applied(rows, factor) if single else (factor @ delta.mT).mT.squeeze(2))
+            turned = _applied(rows, factor) if single else product(factor, delta.mT).mT.squeeze(2)
+            gram_weighted = self._times_norms(turned)
         if made.squares:
             squares = self._times_norms(rows)
         if made.weighted:
@@ -264,8 +265,8 @@ class OnePosition:
 def _applied(vectors: Tensor, weight: Tensor) -> Tensor:
     """Return w times vectors: (n, G, m), (G, d, m) -> (n, G, d); a batched product of one matrix would copy it."""
     if len(weight) == 1:
-        return (vectors.squeeze(1) @ weight[0].t()).unsqueeze(1)
-    return (vectors.transpose(0, 1) @ weight.mT).transpose(0, 1)
+        return product(vectors.squeeze(1), weight[0].t()).unsqueeze(1)
+    return product(vectors.transpose(0, 1), weight.mT).transpose(0, 1)
 
 
 class Summed:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from . import compiled
 from .centre import centre, shifted
-from .precision import promoted, promoted_dtype
+from .precision import product, promoted, promoted_dtype
 from .reference import RowSum
 from .wide import Bounded, WideHead
 
@@ -128,10 +128,10 @@ class SoftmaxVariance:
 
     def _pairs(self, features: Tensor, weight: Tensor, bias: Tensor, distances: Tensor) -> Tensor:
         backend = self._backend
-        scores = torch.addmm(bias, features, weight.t())
+        scores = product(features, weight.t(), bias)
         maximum = scores.new_full((len(scores),), -torch.inf)
         rest, _, _ = backend.exponentiate(scores, None, 1.0, maximum)
-        pairs = backend.row_dots(scores, scores @ distances) / 2
+        pairs = backend.row_dots(scores, product(scores, distances)) / 2
         values: Tensor = backend.row_dots(features, features) * pairs / (1 + rest).square()
         return values.masked_fill_(maximum.isinf(), torch.nan)
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .precision import promoted, wide_product
+from .precision import product, promoted, promoted_dtype
 from .reference import Products
 from .routes import Calls, Prepared, joined
 
@@ -67,7 +67,8 @@ class Stacked:
             elif delta.shape[1] == 1:
                 torch.mul(factor, delta, out=self._each[name][number])  # depthwise, of many small products
             else:
-                torch.bmm(factor, delta, out=self._each[name][number])
+                multiply = product if self._dtype == promoted_dtype(self._dtype) else torch.bmm
+                multiply(factor, delta, out=self._each[name][number])
 
     def taken(self, count: int) -> Products:
         """Return the products of the first cotangents that were taken in, one behind the other."""
@@ -98,7 +99,7 @@ class _ByPatches:
         chunk = layer.chunk(groups * m * (count * r + places), rows.dtype)
         found = []
         for phi, some in zip(self._phi.split(chunk), rows.split(chunk * groups), strict=True):
-            made = wide_product(some.flatten(1, 2), layer.patches(phi).flatten(0, 1)).view(-1, r, m)
+            made = product(some.flatten(1, 2), layer.patches(phi).flatten(0, 1)).view(-1, r, m)
             found.append(_dots(layer, made, made))
         return torch.cat(found).view(-1, count)
 
@@ -112,7 +113,7 @@ class _ByGram:
         found = []
         for some in phi.split(layer.chunk(groups * places * (m + places), phi.dtype)):
             patches = layer.patches(some).flatten(0, 1)
-            found.append(wide_product(patches, patches.mT))
+            found.append(product(patches, patches.mT))
         self._gram = found[0] if len(found) == 1 else torch.cat(found)
 
     def of(self, rows: Tensor) -> Tensor:
@@ -125,12 +126,12 @@ class _ByGram:
 
     def _products(self, rows: Tensor, gram: Tensor) -> Tensor:
         """Return ⟨a G, a⟩."""
-        made = torch.bmm(rows.flatten(1, 2), gram).view(-1, *rows.shape[2:])
+        made = product(rows.flatten(1, 2), gram).view(-1, *rows.shape[2:])
         return _dots(self._layer, made, rows.flatten(0, 1)).view(rows.shape[:2])
 
     def _pairs(self, rows: Tensor, gram: Tensor) -> Tensor:
         """Return ⟨aᵀ a, G⟩ of rows in half precision, which G would lose its digits in."""
-        each = [_dots(self._layer, wide_product(some.mT, some), gram) for some in rows.unbind(1)]
+        each = [_dots(self._layer, product(some.mT, some), gram) for some in rows.unbind(1)]
         return torch.stack(each, dim=1)
 
 

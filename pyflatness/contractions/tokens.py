@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .factor import gram_factor
 from .layer import Contraction, Sign
-from .precision import promoted
+from .precision import product, promoted
 from .quantities import Contribution, Wanted
 from .reference import Products
 from .routes import Calls
@@ -106,7 +106,7 @@ class Tokens:
         if made.squares:
             squares = self._norms(columns)
         if self._factor is not None:
-            gram_weighted = self._norms(columns @ self._factor.to(columns.dtype).t())
+            gram_weighted = self._norms(product(columns, self._factor.to(columns.dtype).t()))
         if made.weighted or made.by_column or made.by_row:
             products = columns * self._weights.to(columns.dtype)
             weighted = self._norms(products) if made.weighted else None

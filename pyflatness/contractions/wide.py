@@ -32,7 +32,7 @@ from .. import interrupts
 from . import cuda
 from .centre import shifted
 from .class_sums import ClassSums
-from .precision import promoted, promoted_dtype
+from .precision import CHAIN, product, promoted, promoted_dtype
 
 _CONDITION = 30.0  # amplification of rounding above which a row is done by differences
 _HALF = 2  # bytes of an element in half precision
@@ -92,12 +92,14 @@ def plan(
         tile = min(d, _up(-(-d // -(-d // tile))))  # all about as wide
         weights, row = 0, max(entry * tile + m * item, 3 * m * item)  # of a tile; at the end
     else:
-        # scores, and five matrices of m columns: a tile of weights, features, their sum, its mean, a difference
-        entries = memory // item
-        rows = tile = max(16, int((6.25 * m * m + entries) ** 0.5 - 2.5 * m))
+        # scores, and five matrices of m columns: a tile of weights, features, their sum, its mean, a difference; of
+        # more classes than are added up in float32 their sum in float64
+        entries, others = memory // item, 4 if d <= CHAIN else 6
+        half_sum = (1 + others) / 2 * m
+        rows = tile = max(16, int((half_sum**2 + entries) ** 0.5 - half_sum))
         if d < tile:
-            tile, rows = d, max(16, (entries - d * m) // (d + 4 * m))
-        weights, row = tile * m * item, (tile + 4 * m) * item
+            tile, rows = d, max(16, (entries - d * m) // (d + others * m))
+        weights, row = tile * m * item, (tile + others * m) * item
     rows = max(1, min(n, rows))
     return Plan(rows, tile, weights + rows * row)
 
@@ -204,7 +206,7 @@ class WideHead:
         scores = self._room(features, tile.stop - tile.start, self._centre.dtype)
         if matrix.dtype == torch.bfloat16:
             return _multiply(features, matrix.t(), scores)
-        return torch.addmm(self._bias[tile], features, matrix.t(), out=scores)
+        return product(features, matrix.t(), self._bias[tile], out=scores)
 
     def _room(self, features: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """Return a matrix (n, width) to be written.
@@ -227,7 +229,12 @@ class WideHead:
             return self._all_fused(features, width)
         half = self._takes_half(features)
         sums, summed = self._start(features)
-        for tile in self._tiles(width):
+        most = CHAIN if not half and summed.dtype == torch.float32 else len(self._weight)  # classes in `summed`
+        whole, shrink, first = None, torch.ones_like(sums.rest), 0  # of those before class `first`
+        for tile in self._tiles(min(width, most)):
+            if tile.stop - first > most:
+                whole, first = _folded(whole, shrink, summed), tile.start
+                shrink.fill_(1.0)
             matrix = self._matrix(tile, half)
             scores, bias, rounded = self._scores(features, tile, matrix), None, None
             if half:
@@ -235,8 +242,11 @@ class WideHead:
             joins = self._backend.exponentiate_tile(scores, bias, self._norms, tile.start, sums, rounded)
             values = scores if rounded is None else rounded
             self._backend.rejoin(summed, self._weight, None if half else self._centre, *joins)
+            shrink *= joins[1]
             _multiply_add(values, matrix, summed)
             del scores, rounded, values, matrix  # before the next tile's are made
+        if whole is not None:
+            summed.copy_(_folded(whole, shrink, summed))
         return _Sums(sums, summed, sums.rest, None)
 
     def _all_fused(self, features: Tensor, width: int) -> _Sums:
@@ -277,8 +287,8 @@ class WideHead:
         done, attempts = len(order), 0  # tiles order[done:] are summed
         while True:
             for k in order[count:done]:
-                product = _multiply(values[k], self._matrix(tiles[k]), torch.empty_like(summed))
-                summed.addcmul_(product, shrink[:, k, None].to(summed.dtype))
+                made = _multiply(values[k], self._matrix(tiles[k]), torch.empty_like(summed))
+                summed.addcmul_(made, shrink[:, k, None].to(summed.dtype))
             done, gone, attempts = count, order[:count], attempts + 1
             sums = sums._replace(
                 summed=summed.clone() if count else summed,
@@ -365,10 +375,17 @@ class WideHead:
         return squares
 
 
+def _folded(whole: Tensor | None, shrink: Tensor, summed: Tensor) -> Tensor:
+    """Return a sum in float64, None: 0, by its rows' factors, and what was added up since, which is 0 from then on."""
+    found = summed.double() if whole is None else whole.mul_(shrink.unsqueeze(1)).add_(summed)
+    summed.zero_()
+    return found
+
+
 def _multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """Return the product of two matrices in ``out``; of half precision in float32."""
     if a.dtype != torch.bfloat16:
-        return torch.mm(a, b, out=out)
+        return product(a, b, out=out)
     for part in _aligned(b.shape[1]):
         if a.is_cuda:
             torch.mm(a, b[:, part], torch.float32, out=out[:, part])

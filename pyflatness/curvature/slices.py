@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..messages import check_path
+from ..report import arrays
 from . import slice_figure
 from .quadratic import Quadratic
 
@@ -71,12 +72,12 @@ class Landscape:
 
     def content(self) -> bytes:
         """Return what :meth:`save` writes."""
-        arrays: dict[str, Any] = {f"coefficients_{k}": each.numpy() for k, each in enumerate(self.coefficients)}
-        arrays["losses"] = self.losses.numpy()
+        held: dict[str, Any] = {f"coefficients_{k}": each.numpy() for k, each in enumerate(self.coefficients)}
+        held["losses"] = self.losses.numpy()
         if self.accuracy is not None:
-            arrays["accuracy"] = self.accuracy.numpy()
+            held["accuracy"] = self.accuracy.numpy()
         for place, direction in enumerate(self.directions):
-            arrays |= {f"direction_{place} {name}": change.cpu().numpy() for name, change in direction.items()}
+            held |= {f"direction_{place} {name}": change.cpu().numpy() for name, change in direction.items()}
         about: dict[str, Any] = {
             "format": _FORMAT,
             "loss": self.loss,
@@ -87,9 +88,9 @@ class Landscape:
         }
         if self.quadratic is not None:
             about["value"] = self.quadratic.value
-            arrays |= {"gradient": self.quadratic.gradient.numpy(), "hessian": self.quadratic.hessian.numpy()}
+            held |= {"gradient": self.quadratic.gradient.numpy(), "hessian": self.quadratic.hessian.numpy()}
         buffer = io.BytesIO()
-        np.savez(buffer, about=np.array(json.dumps(about)), **arrays)
+        np.savez(buffer, about=np.array(json.dumps(about)), **held)
         return buffer.getvalue()
 
     @classmethod
@@ -110,12 +111,11 @@ class Landscape:
             InputError: it is that of another file.
         """
         try:
-            with np.load(io.BytesIO(content), allow_pickle=False) as held:
-                arrays = {name: held[name] for name in held.files}
-            about = json.loads(str(arrays.pop("about")))
+            found = arrays.read(io.BytesIO(content))
+            about = json.loads(str(found.pop("about")))
             if about["format"] != _FORMAT:
                 raise ValueError(f"its format is {about['format']!r}")
-            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            tensors = {name: torch.from_numpy(array) for name, array in found.items()}
             quadratic = None
             if "hessian" in tensors:
                 quadratic = Quadratic(about["value"], tensors["gradient"], tensors["hessian"])

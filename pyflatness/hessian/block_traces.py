@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import interrupts
-from ..contractions import promoted
+from ..contractions import product, promoted
 from ..contractions.quantities import QUANTITIES, Contribution
 from ..messages import second_derivatives
 from ..model import layers
@@ -63,7 +63,7 @@ class Basis:
 
     def directions(self, coefficients: Tensor) -> Tensor:
         """Return D of B: (k, n or 1, G, ρ, r) -> (k, n or 1, G, ρ, d)."""
-        return coefficients if self.rows is None else coefficients @ self.rows
+        return coefficients if self.rows is None else product(coefficients, self.rows)
 
 
 class BlockTraces:
@@ -187,7 +187,7 @@ class BlockTraces:
         for readout in self._basis.readouts:
             read = along
             if readout is not None:
-                read = self._basis.directions(coefficients @ readout.to(coefficients.dtype))
+                read = self._basis.directions(product(coefficients, readout.to(coefficients.dtype)))
             found = (products * read).sum(dim=(3, 4)).double()
             scaled = found if directions.scale is None else found * directions.scale
             parts.append(scaled.sum(dim=2))
@@ -239,7 +239,7 @@ class BlockTraces:
         def products(directions: Tensor) -> Tensor:
             if single:
                 return by_rows(directions.expand(-1, run.samples, -1, -1, -1))
-            return span.mT @ by_rows(span @ directions)
+            return product(span.mT, by_rows(product(span, directions)))
 
         def by_rows(changes: Tensor) -> Tensor:
             found = second(changes)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..contractions import product
 from ..contractions.quantities import QUANTITIES, Contribution, Neurons, Unit
 from ..numerics.signs import Signs
 
@@ -101,7 +102,7 @@ class Entries:
             b = signs(stream + _OF_COLUMNS, samples, groups, 1, m).to(self._weight.dtype)
         else:
             b = signs.at(stream + _OF_COLUMNS, samples, columns)[:, :, None, None].to(self._weight.dtype)
-        changes = a * ((b * directions.patches) @ self._weight.mT)
+        changes = a * product(b * directions.patches, self._weight.mT)
         products = directions.by_position(changes)
         return (changes * products).sum(dim=(2, 3, 4), dtype=torch.float64).unsqueeze(0)
 
@@ -137,7 +138,7 @@ class Entries:
         samples, groups, positions, m = patches.shape
         d, count, width = self._weight.shape[1], min(positions, m), self._kernel_elements
         gram = self._whole.double() @ self._whole.double().mT
-        outputs = patches @ self._weight.mT
+        outputs = product(patches, self._weight.mT)
         for group in range(groups):
             phi = patches[:, group]
             for chosen in torch.arange(d * count, device=phi.device).split(directions.batch):

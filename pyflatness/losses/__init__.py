@@ -12,15 +12,15 @@ backward.
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.nn import functional as F
 
 from ..contractions import Labels
-from ..errors import InputError
+from ..errors import InputError, NotYetError
 from ..messages import shown
-from .base import Curvature, Factors, Loss, Reduction, Terms, marked
+from .base import Curvature, Factors, Known, Loss, Reduction, Terms, marked
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
 from .elementwise import BinaryCrossEntropy, SquaredError
@@ -32,12 +32,13 @@ __all__ = [
     "Curvature",
     "CustomLoss",
     "Factors",
+    "Known",
     "Labels",
     "Loss",
     "Rows",
-    "Sampled",
     "SquaredError",
     "Terms",
+    "known",
     "marked",
     "names",
     "of_batch",
@@ -45,9 +46,6 @@ __all__ = [
     "rows",
     "tensor_targets",
 ]
-
-Sampled = CrossEntropy | SquaredError | BinaryCrossEntropy
-"""Losses whose sampled factors are differentiable in the outputs, by their method ``sampled``."""
 
 
 def names() -> tuple[str, ...]:
@@ -84,6 +82,22 @@ def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:
     if type(loss) is nn.BCEWithLogitsLoss:
         return BinaryCrossEntropy(loss.weight, loss.pos_weight, how)
     return CustomLoss(loss, how)
+
+
+def known(loss: Any, lacks: str) -> Known:
+    """Return the loss behind a module, function or name as :func:`resolve` does, if it is one of torch's.
+
+    Raises:
+        InputError: not a loss.
+        NotYetError: a callable; ``lacks`` is what it has not.
+    """
+    resolved = resolve(loss)
+    if not resolved.known:
+        raise NotYetError(
+            f"loss={shown(loss)}: a callable has no {lacks}; pass nn.CrossEntropyLoss, nn.MSELoss or "
+            "nn.BCEWithLogitsLoss with its options"
+        )
+    return cast(Known, resolved)
 
 
 def _with_options(loss: functools.partial[Any]) -> nn.Module:

@@ -85,19 +85,26 @@ class Loss(Protocol):
 
     ``positions`` says whether each position of a sample is a loss term of its own; else a sample is one;
     ``elementwise`` that it is a sum over all outputs, none of which belong together more than others do;
-    ``convex`` that it is known to be, in the outputs, so that all signs are +1.
+    ``convex`` that it is known to be, in the outputs, so that all signs are +1; ``known`` that it is one of torch's, a
+    :class:`Known`, and no callable of which values alone can be asked; ``by_rows`` that its curvature at a head follows
+    from that of some of the head's rows at a time, so that these may be spread over ranks.
     """
 
     reduction: Reduction
     positions: ClassVar[bool]
     elementwise: ClassVar[bool]
     convex: ClassVar[bool]
+    known: ClassVar[bool]
+    by_rows: ClassVar[bool]
 
     def class_dim(self, outputs: Tensor) -> int:
         """Return the dimension of a model's output that holds a term's C outputs."""
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
         """Return the rows of ``outputs`` (classes in ``class_dim``) and their targets, checked, in row-major order."""
+
+    def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> Labels | None:
+        """Return the class indices of outputs of a shape if they say all of :meth:`terms`; None if that is not so."""
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the loss terms of a model's outputs, as the user's loss has them: float64, with a graph.
@@ -120,6 +127,29 @@ class Loss(Protocol):
         """Return the curvature at a head for one weight matrix, prepared once; about ``rows`` rows will come.
 
         A relative error up to ``rtol`` may be made where that saves time.
+        """
+
+
+class Known(Loss, Protocol):
+    """Describe a loss of torch's: its formulas are known, and its terms follow from the outputs' shape and targets."""
+
+    def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
+        """Return Σ_c r_c s_·c of signs r (rows, C) as :meth:`factors` mix them, (rows, C), with a graph in ``rows``."""
+
+    def used(self, targets: Tensor | None) -> Tensor | None:
+        """Return which rows the loss does not ignore, (rows,); None: all of them."""
+
+    def penalty(
+        self, features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, coefficients: Tensor
+    ) -> Tensor:
+        """Return Σ_i a_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ of a head, a scalar that is differentiable twice in all of it.
+
+        Args:
+            features: (rows, m).
+            weight: (d, m).
+            bias: (d,) or None.
+            counts: a_i, (rows,) float64, in which the scale of the terms is.
+            coefficients: of the outputs, (rows, d), where the loss has them.
         """
 
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from .base import Loss
 from .custom import CustomLoss
 
 REFUSAL = (
@@ -37,11 +38,12 @@ def depends_on(loss: CustomLoss, run: Callable[[], tuple[Tensor, Tensor]], param
         return any(g is not None for g in torch.autograd.grad(value, leaves, allow_unused=True))
 
 
-def depends_on_more(loss: CustomLoss, outputs: Tensor, targets: Tensor, head: Iterable[Tensor]) -> bool:
+def depends_on_more(loss: Loss, outputs: Tensor, targets: Tensor, head: Iterable[Tensor]) -> bool:
     """Return whether the loss of given outputs has a gradient in anything but parameters of its own.
 
     This is asked of a head that is given as tensors, where it is not known what else belongs to the same model.
     """
+    assert isinstance(loss, CustomLoss)
     own = [*loss.loss.parameters()] if isinstance(loss.loss, nn.Module) else []
     with _requiring(own, flag=False), _requiring(head, flag=True), torch.enable_grad():
         return loss.value(outputs.detach(), targets).requires_grad

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from ..contractions import FUSED_OUTPUTS, Labels, SoftmaxVariance, promoted
 from ..errors import InputError
+from . import penalty
 from .base import Curvature, Factors, Reduction, Terms, marked, rows_like, uniform, without
 
 _AT_ONCE = 2**18  # probabilities whose roots are taken in float64, so that these stay in a processor's caches
@@ -29,6 +30,8 @@ class CrossEntropy:
     positions: ClassVar[bool] = True
     elementwise: ClassVar[bool] = False
     convex: ClassVar[bool] = True
+    known: ClassVar[bool] = True
+    by_rows: ClassVar[bool] = True
 
     def class_dim(self, outputs: Tensor) -> int:
         """See :class:`.base.Loss`."""
@@ -148,7 +151,7 @@ class CrossEntropy:
         return _factors(q, roots, top)
 
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
-        """Return Σ_c r_c s_·c of signs r (rows, C) as :meth:`factors` mix them, (rows, C), with a graph in ``rows``."""
+        """See :class:`.base.Known`."""
         log_p = F.log_softmax(promoted(rows), dim=1)
         roots = (0.5 * log_p).exp()  # has a finite derivative where p underflows, as √p has not
         top = log_p.detach().argmax(dim=1, keepdim=True)
@@ -156,6 +159,17 @@ class CrossEntropy:
         q = (roots.square() / (1 + root)).scatter(1, top, root)
         signed = (roots * signs * terms.scale.sqrt().to(roots.dtype).unsqueeze(1)).scatter(1, top, 0.0)
         return signed - q * signed.sum(dim=1, keepdim=True)
+
+    def used(self, targets: Tensor | None) -> Tensor | None:
+        """See :class:`.base.Known`."""
+        return None if targets is None or targets.is_floating_point() else targets.flatten() != self.ignore_index
+
+    def penalty(
+        self, features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, coefficients: Tensor
+    ) -> Tensor:
+        """See :class:`.base.Known`."""
+        value = penalty.fused if penalty.fuses(weight) else penalty.weighted_sum
+        return value(features, weight, bias, counts)
 
 
 def _factors(q: Tensor, roots: Tensor, top: Tensor) -> Factors:

@@ -1,7 +1,7 @@
 """Take any callable as a loss."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import ClassVar
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import interrupts
-from ..contractions import Bounded, promoted, squared_norms
+from ..contractions import Bounded, product, promoted, squared_norms
 from ..errors import InputError
 from ..messages import shown
 from ..model.outputs import SideBySide
@@ -32,6 +32,8 @@ class CustomLoss:
     positions: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
     convex: ClassVar[bool] = False
+    known: ClassVar[bool] = False
+    by_rows: ClassVar[bool] = False
     several: SideBySide | None = None  # how the outputs lie in one tensor, if the loss takes several
     _first: list[tuple[Tensor, Tensor]] | None = field(default_factory=list)  # until there are two samples; then None
     _shape: tuple[int, ...] = ()  # of one sample's outputs, as the loss takes them
@@ -54,6 +56,9 @@ class CustomLoss:
         if bool(good.any()):
             self._check_separable(outputs[good], targets[good.to(targets.device)])
         return terms
+
+    def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> None:
+        """See :class:`.base.Loss`."""
 
     @torch.no_grad()
     def _value(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -107,7 +112,8 @@ class CustomLoss:
                 span = torch.linalg.qr(positions.double().mT, mode="r").R.mT
             else:
                 norms = squared_norms(positions.flatten(1), backend, memory)
-            logits = (promoted(positions) @ promoted(weight).t()).double() + (0 if bias is None else bias.double())
+            logits = product(promoted(positions), promoted(weight).t()).double()
+            logits = logits if bias is None else logits + bias.double()
             with torch.enable_grad(), advice.on_second_derivative(self.loss):
                 logits.requires_grad_()
                 loss = self._sum(logits.view(-1, *self._shape), targets)
@@ -117,8 +123,8 @@ class CustomLoss:
                     for column, u in itertools.product(span.unbind(2), directions):
                         interrupts.check()
                         direction = column.unsqueeze(2) * u
-                        (product,) = torch.autograd.grad(gradient, logits, direction, retain_graph=True)
-                        total = total + (product * direction).sum(dim=(1, 2))
+                        (along,) = torch.autograd.grad(gradient, logits, direction, retain_graph=True)
+                        total = total + (along * direction).sum(dim=(1, 2))
             return Bounded(total.detach() if norms is None else total.detach() * norms, None)
 
         return Curvature(values)

@@ -1,5 +1,6 @@
 """Define losses that are sums over outputs: squared error, and binary cross-entropy on logits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import ClassVar
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..contractions import Bounded, promoted, promoted_dtype, squared_norms
+from ..contractions import Bounded, product, promoted, promoted_dtype, squared_norms
 from ..errors import InputError
 from .base import Curvature, Factors, Reduction, Terms, diagonal, marked, rows_like, uniform
 
@@ -19,10 +20,18 @@ class _Elementwise:
     positions: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
     convex: ClassVar[bool] = True
+    known: ClassVar[bool] = True
+    by_rows: ClassVar[bool] = False
 
     def class_dim(self, outputs: Tensor) -> int:
         """See :class:`.base.Loss`."""
         return -1
+
+    def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> None:
+        """See :class:`.base.Loss`."""
+
+    def used(self, targets: Tensor | None) -> None:
+        """See :class:`.base.Known`."""
 
     def columns(self, outputs: int) -> int:
         """See :class:`.base.Loss`."""
@@ -61,8 +70,14 @@ class SquaredError(_Elementwise):
         return diagonal(terms.scale.to(promoted_dtype(rows.dtype)).unsqueeze(1).expand_as(rows))
 
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
-        """Return Σ_c r_c s_·c of signs r (rows, C) as :meth:`factors` mix them, (rows, C), with a graph in ``rows``."""
+        """See :class:`.base.Known`."""
         return signs * terms.scale.sqrt().to(signs.dtype).unsqueeze(1)
+
+    def penalty(
+        self, features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, coefficients: Tensor
+    ) -> Tensor:
+        """See :class:`.base.Known`."""
+        return _weighted(features.square().sum(dim=1) * weight.square().sum(), counts)
 
 
 @dataclass
@@ -120,7 +135,7 @@ class BinaryCrossEntropy(_Elementwise):
             parts = []
             for rows, weights in zip(features.split(chunk), coefficients.split(chunk), strict=True):
                 rows = promoted(rows)
-                logits = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+                logits = product(rows, weight.t(), bias)
                 parts.append(backend.sigmoid_curvature(logits, weights, norms))
             return Bounded(torch.cat(parts) * squared_norms(features, backend, memory), None)
 
@@ -149,10 +164,22 @@ class BinaryCrossEntropy(_Elementwise):
         return diagonal(coefficients * small / (1 + small).square())
 
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
-        """Return Σ_c r_c s_·c of signs r (rows, C) as :meth:`factors` mix them, (rows, C), with a graph in ``rows``."""
+        """See :class:`.base.Known`."""
         (coefficients,) = terms.extra
         halved = -0.5 * promoted(rows).abs()  # the root of a number that underflows has no finite derivative
         return signs * coefficients.sqrt() * halved.exp() / (1 + (2 * halved).exp())
+
+    def penalty(
+        self, features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, coefficients: Tensor
+    ) -> Tensor:
+        """See :class:`.base.Known`."""
+        logits = product(features, weight.t(), bias)
+        curvatures = coefficients * torch.sigmoid(logits) * torch.sigmoid(-logits)
+        return _weighted(features.square().sum(dim=1) * product(curvatures, weight.square().sum(dim=1)), counts)
+
+
+def _weighted(values: Tensor, counts: Tensor) -> Tensor:
+    return (values.double() * counts).sum().to(values.dtype)
 
 
 def _by_row(values: Tensor) -> Tensor:

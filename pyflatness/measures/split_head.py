@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..contractions import promoted
+from ..contractions import product, promoted
 from ..contractions.wide import Bounded
 from ..losses import Curvature
 from ..numerics.ranks import Ranks
@@ -68,8 +68,9 @@ def _moments(features: Tensor, weight: Tensor, bias: Tensor | None, memory: int)
     matrix, shift = promoted(weight), None if bias is None else promoted(bias).double()
     sizes, means = [], []
     for rows in features.split(max(1, memory // (16 * len(weight)))):
-        scores = (promoted(rows) @ matrix.t()).double()
+        scores = product(promoted(rows), matrix.t()).double()
         scores = scores if shift is None else scores.add_(shift)
         sizes.append(scores.logsumexp(dim=1))
-        means.append((scores.sub_(sizes[-1].unsqueeze(1)).exp_().to(matrix.dtype) @ matrix).double())
+        likely = scores.sub_(sizes[-1].unsqueeze(1)).exp_().to(matrix.dtype)
+        means.append(product(likely, matrix).double())
     return torch.cat(sizes), torch.cat(means)

@@ -373,9 +373,17 @@ def described(batch: Any) -> str:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two batches hold the same tensors, entry by entry; NaN is not the same as NaN."""
-    pairs = zip(leaves(one), leaves(other), strict=False)
-    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
+    """Return whether two batches hold the same tensors, entry by entry."""
+    pairs = [(a, b) for a, b in zip(leaves(one), leaves(other), strict=False) if isinstance(a, Tensor)]
+    return all(
+        a.is_meta or (a.shape == b.shape and (torch.equal(a, b) or torch.allclose(a, b, 0, 0, equal_nan=True)))
+        for a, b in pairs
+    )
+
+
+def copied(batch: Any) -> Any:
+    """Return the batch with copies of its tensors."""
+    return map_tensors(torch.clone, batch)
 
 
 def first(batch: Any, count: int) -> Any:

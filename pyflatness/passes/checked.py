@@ -25,9 +25,12 @@ from ..model import calling, data, state
 from ..model.generators import OutsideTorch, Randomness
 from ..model.outputs import SideBySide, single
 from .detached import Detached
-from .independence import agree, two_alone
+from .independence import Decisions, agree, check_each_alone, two_alone
 
 _CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called, and of which parameters
+GIVEN_COPIES = "the model changes its inputs in place, so that it was given copies of them"
+_LOOKS = 3  # passes of few samples that are watched for decisions by values
+_ALONE = 32  # samples of a batch that run each by itself where there are some
 _ROUNDING = 8  # units of the outputs' rounding that two forward passes of the same batch may differ by
 
 
@@ -44,6 +47,10 @@ class Checked:
     def __init__(self, model: nn.Module, loss: Loss, forward: calling.Forward | None, random: Randomness) -> None:
         self._forward, self._loss, self._random = forward, loss, random
         self._parameters = [p for module in model.modules() for p in module._parameters.values() if p is not None]
+        self._changes_inputs: bool | None = None  # whether the model does so in place; not known before it ran
+        self._looks = _LOOKS  # that are left
+        self._batches = 0  # that went through the model to be measured
+        self.decides = False  # whether something is decided by values, see :class:`.Decisions`
         self._is_first = True  # whether no batch was run yet, but to find something out
         self._fewest = math.inf  # samples that were run to find something out
         self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
@@ -77,10 +84,12 @@ class Checked:
             if self._is_first and self._fewest >= data.size(batch):
                 self._check_independent(model, batch, outputs)
             self._is_first = False
+            if self.decides:
+                self._check_decisions(model, batch, outputs)
             if self.notes is None and not outputs.is_meta and isinstance(targets, Tensor):
-                self.notes = ()
+                self.notes = (GIVEN_COPIES,) if self._changes_inputs else ()
                 with contextlib.suppress(Exception):  # what does not go together is an error of the measure
-                    self.notes = remarks.of(self._loss, outputs, targets, self._parameters)
+                    self.notes += remarks.of(self._loss, outputs, targets, self._parameters)
         if self._loss_is_open and not outputs.is_meta and isinstance(targets, Tensor):
             self._check_loss(model, batch)
         return outputs, targets
@@ -118,6 +127,31 @@ class Checked:
         return ", ".join(sorted(kinds)).replace("torch.", "")
 
     def _run(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """Run a batch, or a copy of it for a model that may change its inputs in place; the first pass shows whether.
+
+        Raises:
+            InputError: a later pass is the first to change them.
+        """
+        given = batch if self._changes_inputs is False else data.copied(batch)
+        before = _versions(given)
+        if self._looks and calling.is_dry_run():
+            self._looks -= 1
+            with Decisions() as decisions:
+                result = self._run_on(model, given)
+            self.decides |= decisions.seen
+        else:
+            result = self._run_on(model, given)
+        if self._changes_inputs is None:
+            self._changes_inputs = _versions(given) != before or not data.same(batch, given)
+        elif given is batch and _versions(batch) != before:
+            raise InputError(
+                "model: it changes its inputs in place on the batch "
+                f"{data.described(batch)}, which is changed now, and did not on those before; have it work on a copy, "
+                "x = x.clone()"
+            )
+        return result
+
+    def _run_on(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         try:
             return calling.run(model, batch, self._forward, self._tensor)
         except FlatnessError:
@@ -161,12 +195,26 @@ class Checked:
                 check = two_alone(batch, functools.partial(self._run, model))
             check(outputs)
 
+    def _check_decisions(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
+        """Raise if samples of a batch have other outputs by themselves: many of some batches, one of each other."""
+        samples, self._batches = data.size(batch), self._batches + 1
+        if outputs.is_meta or outputs.ndim == 0 or samples < 2 or len(outputs) % samples:
+            return
+        is_power_of_two = self._batches & (self._batches - 1) == 0
+        count = min(samples, _ALONE)
+        places = [place * samples // count for place in range(count)] if is_power_of_two else [self._batches % samples]
+        with calling.aside():
+            check_each_alone(batch, functools.partial(self._run, model), outputs, places)
+
     def _check_loss(self, model: nn.Module, batch: Any) -> None:
         """Raise if the loss depends on the model's parameters otherwise than by the outputs; once."""
         assert isinstance(self._loss, CustomLoss)
         held = {*self._parameters, *model.parameters()}  # others where the model is run functionally
-        # Of hooks the innermost are called, so that what this graph keeps is not counted as the sweep's by a dry run.
-        uncounted = functools.partial(torch.autograd.graph.saved_tensors_hooks, lambda kept: kept, lambda kept: kept)
+        # Of hooks the innermost are called, so that what this graph keeps is not counted as the sweep's by a dry run. A
+        # node that keeps its own output as it is would be held by it, in a cycle that nothing frees.
+        uncounted = functools.partial(
+            torch.autograd.graph.saved_tensors_hooks, lambda kept: kept.detach(), lambda kept: kept
+        )
         for part in (data.first(batch, min(2, data.size(batch))), batch):
             with contextlib.suppress(Exception), state.made_anew(model), calling.aside(), uncounted():
                 found = depends_on(self._loss, functools.partial(self._run, model, part), held)
@@ -176,6 +224,11 @@ class Checked:
         self._loss_is_open = False
         if found:
             raise InputError(REFUSAL)
+
+
+def _versions(batch: Any) -> list[int]:
+    """Return how often each tensor of a batch was changed in place."""
+    return [calling.version(part) for part in data.leaves(batch) if isinstance(part, Tensor)]
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
 """Check that a model is a function of one sample: what it gives for some must not change with the others of a batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ..errors import InputError
 from ..model import calling, data
@@ -43,6 +44,40 @@ def pair(samples: int) -> Tensor | None:
     return torch.tensor([1, samples - 1], dtype=torch.int64, device="cpu") if samples > 2 else None
 
 
+class Decisions(TorchFunctionMode):
+    """Watch whether a forward pass inside makes something else than numbers of its floating-point values.
+
+    These are truth values, indices, whole numbers of Python. What is decided by them, ``if h.mean() > 0``, may be
+    decided by the whole batch, and no derivative shows it.
+
+    Attributes:
+        seen: whether it did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.seen:
+            made = result if isinstance(result, (tuple, list)) else (result,)
+            left = any(isinstance(part, Tensor) and not _is_number(part) for part in made)
+            if left or getattr(func, "__name__", "") in _TO_PYTHON:
+                given = [*args, *(kwargs or {}).values()]
+                self.seen = any(isinstance(part, Tensor) and part.is_floating_point() for part in given)
+        return result
+
+
+_TO_PYTHON = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "__array__", "__dlpack__"}
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def alone(batch: Any, run: Callable[[Any], Result]) -> Result | None:
     """Return what ``run`` gives for some samples without the others of their batch; None if it fails on these few."""
     try:
@@ -77,6 +112,17 @@ def two_alone(
     return lambda given: check_unchanged(before, data.rows_of(given, samples, two), what)
 
 
+def check_each_alone(
+    batch: Any, run: Callable[[Any], tuple[Tensor, Any]], outputs: Tensor, places: Sequence[int]
+) -> None:
+    """Raise an InputError if the outputs of a batch are not those of some of its samples, each by itself."""
+    for place in places:
+        index = torch.tensor([place], dtype=torch.int64, device="cpu")
+        found = alone(data.take(batch, index), run)
+        if found is not None and found[0].ndim == outputs.ndim:  # a model may drop a dimension of length one
+            check_unchanged(found[0], data.rows_of(outputs, data.size(batch), index))
+
+
 def unchecked(given: Tensor) -> None:
     """Accept anything: nothing is known of these samples."""
 
@@ -88,7 +134,7 @@ def check_unchanged(before: Tensor, now: Tensor, what: str = "outputs") -> None:
     if not agree(before, now, rounding(before.dtype, now.dtype)):
         raise InputError(
             f"the model's {what} for the same samples change with the batch they are in, or from call to call: it "
-            "mixes samples, draws random numbers, or its batches cannot be cut into samples (tensors of other things "
+            "mixes samples, decides by all of them (if h.mean() > 0), draws random numbers, or its batches cannot be cut into samples (tensors of other things "
             "whose first dimension is as long as the batch)"
         )
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from .. import contractions
-from ..contractions import DenseContraction, LayerContraction, TokenContraction, WrittenContraction, promoted
+from ..contractions import DenseContraction, LayerContraction, TokenContraction, WrittenContraction, product, promoted
 from ..contractions.factor import gram_factor
 from ..contractions.layer import Contraction
 from ..errors import InputError
@@ -207,14 +207,14 @@ class LayerForm:
 
         The change is (n, G, m, d); both inputs and output are the call's, and have their graph.
         """
-        return self.placed(run, self.patches(run, (inputs, output)) @ changes, output)
+        return self.placed(run, product(self.patches(run, (inputs, output)), changes), output)
 
     def fingerprints(self, run: Run) -> Tensor:
         """Return a number for each sample's inputs, (n,), by which its row can be known again."""
         total = torch.zeros(run.samples, dtype=torch.float64, device=run.outputs.device)
         for number, call in enumerate(run.calls(self.name)):
             rows = promoted(run.samples_first(self.name, call.inputs.detach())).flatten(1)
-            total += rows @ (torch.arange(rows.shape[1], device=rows.device) + number).cos().to(rows.dtype)
+            total += product(rows, (torch.arange(rows.shape[1], device=rows.device) + number).cos().to(rows.dtype))
         return total
 
     def patches(self, run: Run, call: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -233,7 +233,7 @@ class LayerForm:
         """Return M of some samples, (n, G, d, m), written out, of their part of :meth:`inputs` and a cotangent."""
         geometry = self._kind.geometry
         pairs = [(promoted(delta), promoted(phi)) for phi, delta in zip(inputs, cotangent, strict=True)]
-        return torch.stack([geometry.rows(delta).mT @ geometry.patches(phi) for delta, phi in pairs]).sum(dim=0)
+        return torch.stack([product(geometry.rows(delta).mT, geometry.patches(phi)) for delta, phi in pairs]).sum(dim=0)
 
     def on_all_columns(self, run: Run, found: Tensor) -> Tensor:
         """Return what was found for the columns of :meth:`weight` in a run, (…, columns), for those of the matrix."""

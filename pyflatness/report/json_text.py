@@ -29,5 +29,5 @@ def read(what: str, source: str | Path) -> Any:
     try:
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
         return json.loads(str(source) if is_text else Path(source).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise InputError(f"{what}: JSON text, or the path of a file of it, is wanted ({error})") from None

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import InputError, MissingExtraError
 from ..options import check_dtype
+from ..report import arrays
 from . import images, pretrained, specs, texts
 
 INPUTS = ("inputs", "x", "images", "image", "img", "features")
@@ -87,23 +88,25 @@ def read_npz(
         InputError: a damaged file, one with objects in it, or no array of that name.
     """
     texts.check_sizes(count, batch_size)
+
+    def wanted(there: Collection[str]) -> list[str]:
+        if inputs is None and "input_ids" in there:
+            return [name for name in TOKENS if name in there]
+        return [_chosen(there, inputs, INPUTS, "inputs"), _chosen(there, targets, TARGETS, "targets")]
+
     try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            tokens = inputs is None and "input_ids" in file.files
-            names = [name for name in TOKENS if tokens and name in file.files] or [
-                _chosen(file.files, inputs, INPUTS, "inputs"),
-                _chosen(file.files, targets, TARGETS, "targets"),
-            ]
-            found = [file[name] for name in names]
+        with path.open("rb") as file:
+            found = arrays.read(file, wanted)
     except InputError:
         raise
     except Exception as error:  # of zip, of zlib, of numpy's header
         raise InputError(f"{path}: no file of arrays, or a damaged one: {error}") from None
-    tensors = [_tensor(array[:count], dtype, f"{path}: {name}") for array, name in zip(found, names, strict=True)]
-    for name, tensor in zip(names, tensors, strict=True):
-        if len(tensor) != len(tensors[0]):
-            raise InputError(f"{path}: {len(tensors[0])} samples in {names[0]!r} and {len(tensor)} in {name!r}")
-    return texts.cut(dict(zip(names, tensors, strict=True)), batch_size) if tokens else tuple(tensors)
+    tensors = {name: _tensor(array[:count], dtype, f"{path}: {name}") for name, array in found.items()}
+    first, *_ = tensors
+    for name, tensor in tensors.items():
+        if len(tensor) != len(tensors[first]):
+            raise InputError(f"{path}: {len(tensors[first])} samples in {first!r} and {len(tensor)} in {name!r}")
+    return texts.cut(tensors, batch_size) if first == TOKENS[0] and inputs is None else tuple(tensors.values())
 
 
 def read_parquet(

@@ -1,8 +1,11 @@
-"""Tell what a store's file stands on, and keep a second writer away from it."""
+"""Tell what a store's file stands on, keep a second writer away from it, and hold folders for temporary files."""
 
 import contextlib
 import fcntl
 import os
+import shutil
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +26,8 @@ _OF_NETWORKS = (
     "ncpfs",
     "fuse.sshfs",
 )
+_FOLDERS = "pyflatness-tmp-"
+_NEW = 60.0  # seconds for which a folder without a lock may be one that is being made
 
 
 def check_local(path: Path, mounts: Path = _MOUNTS) -> None:
@@ -79,6 +84,36 @@ def only_writer(path: Path) -> Iterator[None]:
                 f"store: another process is writing {path}; wait for it, or give this one a store of its own with "
                 "--shard i/N"
             ) from None
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Hold a folder that is gone afterwards; those of processes that were killed are removed first.
+
+    A folder is locked while its process lives.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
+        with contextlib.suppress(OSError):  # another's, in use, or gone meanwhile
+            if time.time() - left.stat().st_mtime > _NEW:
+                with _locked(left):
+                    shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_FOLDERS) as folder, _locked(Path(folder)):
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock on a file or folder.
+
+    Raises:
+        OSError: another process has it, or it cannot be opened.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(handle)

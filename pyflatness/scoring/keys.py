@@ -5,7 +5,6 @@ another. Hashes are SHA-256.
 """
 
 import hashlib
-import json
 import stat
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from ..losses import auto
 from ..model.data import Batches, leaves, size
 from ..model.layers import unwrap
 from ..options import Options
-from . import described
+from . import described, listing
 from .described import Facts, of_json, plain
 
 VALUES_VERSION = 1
@@ -50,22 +49,10 @@ def of_file(path: Path) -> str:
         with path.open("rb") as file:
             while content := file.read(_CHUNK):
                 found.update(content)
-        shards = _shards(path)
+        shards = [path.with_name(name) for name in listing.shards(path)] if path.name.endswith(listing.INDEX) else []
         return of_json([found.hexdigest(), *map(of_file, shards)]) if shards else found.hexdigest()
     except (OSError, ValueError) as error:  # ValueError: no such name can be
         return f"{UNREADABLE}{getattr(error, 'strerror', error)}"
-
-
-def _shards(path: Path) -> list[Path]:
-    """Return the files that an index of a sharded checkpoint names."""
-    if not path.name.endswith(".index.json"):
-        return []
-    try:
-        names = json.loads(path.read_bytes())["weight_map"].values()
-        shards = [path.parent / Path(name).name for name in sorted({*names})]
-        return [shard for shard in shards if not shard.name.endswith(".index.json")]
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return []
 
 
 def of_state(module: nn.Module) -> str:

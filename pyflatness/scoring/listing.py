@@ -7,8 +7,12 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ..errors import InputError
+from ..messages import shown
+
 ENDINGS = (".safetensors", ".pt", ".pth", ".pth.tar", ".ckpt", ".bin")
 INDEX = ".index.json"
+_LONGEST_INDEX = 2**27  # bytes
 _BESIDE = re.compile(r"(optimizer|scheduler|scaler|random_states|rng_state|training_args|trainer_state)")
 
 
@@ -59,18 +63,35 @@ def _files(path: Path) -> Iterator[Path]:
 def _checkpoints(files: Iterable[Path]) -> set[Path]:
     """Return the files that are checkpoints, without parts and copies of others among them."""
     every = {path for path in files if is_checkpoint(path) and not _BESIDE.match(path.name)}
-    parts = {path.with_name(name) for path in every if path.name.endswith(INDEX) for name in _shards(path)}
+    parts = {path.with_name(name) for path in every if path.name.endswith(INDEX) for name in shards(path)}
     safe = {path.parent for path in every if path.name in ("model.safetensors", f"model.safetensors{INDEX}")}
     copies = {path for path in every if path.parent in safe and path.name.startswith("pytorch_model.bin")}
     return every - parts - copies
 
 
-def _shards(index: Path) -> Iterator[str]:
-    """Yield the names of the files that an index names, as far as it can be read."""
+def index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the shard of each weight, as an index names them, and the settings beside these.
+
+    Raises:
+        InputError: no index, or a damaged one.
+    """
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    named = content.get("weight_map") if isinstance(content, dict) else None
-    if isinstance(named, dict):
-        yield from {name for name in named.values() if isinstance(name, str)}
+        if not path.is_file() or path.stat().st_size > _LONGEST_INDEX:
+            raise ValueError("no regular file, or too long")
+        content = json.loads(path.read_bytes())
+        shard_of, settings = dict(content["weight_map"]), content.get("metadata")
+        odd = [name for name in shard_of.values() if Path(name).name != name or not name or name.endswith(INDEX)]
+        metadata = {key: str(value) for key, value in settings.items()} if isinstance(settings, dict) else {}
+    except Exception:  # of a file that may hold anything: nested brackets raise a RecursionError
+        raise InputError("no index of shards, or a damaged one: a 'weight_map' of names to files is wanted") from None
+    if odd or not shard_of:
+        raise InputError(f"a damaged index of shards: {shown(odd[0]) if odd else 'nothing'} is no file beside it")
+    return shard_of, metadata
+
+
+def shards(path: Path) -> list[str]:
+    """Return the names of the files that an index names, as far as it can be read."""
+    try:
+        return sorted({*index(path)[0].values()})
+    except InputError:
+        return []

@@ -30,7 +30,7 @@ def read(path: Path, checkpoints: Iterable[str]) -> dict[str, Cells]:
         rows = (
             _of_json(json.loads(content)) if path.suffix == ".json" else _of_rows(csv.DictReader(content.splitlines()))
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"metadata: {path} is no CSV or JSON file of columns by checkpoint, with a column 'checkpoint' or 'name' "
             f"({reason(error)})"

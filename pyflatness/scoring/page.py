@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..generalization import tables as networks_tables
-from ..generalization.coefficients import STATISTICS
-from ..generalization.correlation import Correlations, correlations
-from ..generalization.tables import Networks, Vector
 from ..messages import printable
 from ..report.page import Cell, Page, Section, Table, charts, tables
 from ..report.page.charts import Axis, Charts
+from ..statistics import tables as networks_tables
+from ..statistics.coefficients import STATISTICS
+from ..statistics.correlation import Correlations, correlations
+from ..statistics.tables import Networks, Vector
 from ..training.history import History
 from . import history_page
 from .export import COLUMNS, Record

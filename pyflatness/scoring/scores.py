@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import InputError, MissingExtraError
-from ..generalization.correlation_figures import plot_correlation
 from ..messages import near, printable
 from ..report import intervals
 from ..report.page import tables, written
+from ..statistics.figures import plot_correlation
 from ..training.history import History
 from . import page
 from .rows import Row

@@ -16,7 +16,6 @@ import json
 import math
 import platform
 import sqlite3
-import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -28,7 +27,7 @@ import torch
 
 from ..errors import StoreError
 from . import described, keys
-from .files import check_local, only_writer
+from .files import check_local, only_writer, temporary_folder
 from .fit import Fit
 from .measuring import Outcome, Value
 from .units import Pair
@@ -119,8 +118,8 @@ class Store:
         Raises:
             StoreError: it cannot be read.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder, "copy.sqlite")
+        with temporary_folder() as folder:
+            copy = folder / "copy.sqlite"
             if path.exists():
                 with cls(path) as store, contextlib.closing(sqlite3.connect(copy)) as connection:
                     store._connection.backup(connection)

@@ -166,10 +166,8 @@ def _masked(
         raise InputError(f"mask: a probability between 0 and 1 is wanted, got {shown(mask)}")
     if encoder.mask_token is None:
         raise InputError("mask: the tokenizer has no token for masks; is its model a masked language model?")
-    collator = transformers.DataCollatorForLanguageModeling(encoder, mlm_probability=mask)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        each = [collator.torch_call([{"input_ids": [*row]}]) for row in encoded]
+    collator = transformers.DataCollatorForLanguageModeling(encoder, mlm_probability=mask, seed=seed)
+    each = [collator.torch_call([{"input_ids": [*row]}]) for row in encoded]
     return tuple([one[name][0].tolist() for one in each] for name in ("input_ids", "labels"))  # type: ignore[return-value]
 
 

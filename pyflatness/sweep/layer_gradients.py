@@ -107,7 +107,8 @@ class LayerGradients:
         delta = form.rows(run, gradients)
         weight, bias = whole.get(_joined(name, "weight")), whole.get(_joined(name, "bias"))
         if _joined(name, "weight") in whole:
-            summed = form.on_all_columns(run, torch.einsum("ngpd,ngpm->gdm", delta, form.patches(run))).flatten(0, 1)
+            rows, patches = (each.transpose(0, 1).flatten(1, 2) for each in (delta, form.patches(run)))
+            summed = form.on_all_columns(run, contractions.product(rows.mT, patches)).flatten(0, 1)
             if not _same(summed, None if weight is None else layers.as_matrix(module, weight)):
                 return False
         return _joined(name, "bias") not in whole or _same(delta.sum(dim=(0, 2)).flatten(), bias)

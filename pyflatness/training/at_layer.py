@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..contractions import Geometry, promoted
+from ..contractions import Geometry, product, promoted
 from ..passes import normalize
 from ..passes.batch_layout import Layout
 from ..passes.recorder import Call
@@ -78,14 +78,17 @@ def squared_norms(weight: Tensor, columns: Tensor, deltas: Tensor) -> Tensor:
         weight, columns, deltas = weight.squeeze(0), columns.squeeze(1), deltas.squeeze(1)
     positions, rank = deltas.shape[-2], min(d, m)
     if positions == 1:
-        return _summed(columns.square().sum(dim=-2) * (deltas @ weight).square().sum(dim=-1))
+        return _summed(columns.square().sum(dim=-2) * product(deltas, weight).square().sum(dim=-1))
     if positions**2 * (d + m) + rank * d * positions < positions * d * m + rank * d * m:
-        left, right = (deltas @ weight,) * 2 if m <= d else (deltas, deltas @ (weight @ weight.mT))
-        return _summed((columns.mT @ columns) * (left @ right.mT))
-    gradients = columns @ deltas  # Mᵀ: so that the gradient in the columns comes in their own order
+        if m <= d:
+            left = right = product(deltas, weight)
+        else:
+            left, right = deltas, product(deltas, product(weight, weight.mT))
+        return _summed(product(columns.mT, columns) * product(left, right.mT))
+    gradients = product(columns, deltas)  # Mᵀ: so that the gradient in the columns comes in their own order
     if m < d:
-        return _summed((gradients @ weight).square())
-    return _summed(gradients * (gradients @ (weight @ weight.mT)))
+        return _summed(product(gradients, weight).square())
+    return _summed(gradients * product(gradients, product(weight, weight.mT)))
 
 
 def columns(inputs: Tensor, geometry: Geometry) -> Tensor:

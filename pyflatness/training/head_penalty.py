@@ -14,13 +14,12 @@ from torch import Tensor
 from .. import losses
 from ..contractions import full_precision, promoted
 from ..errors import InputError, NotYetError
-from ..messages import check_tensor, shown
+from ..losses import penalty_terms
+from ..messages import check_tensor
 from ..model.spread import is_spread
 from ..options import Options
 from ..passes.normalize import differentiable_scale
 from ..tensor_head import check_head
-from . import fused_head, head_terms
-from .softmax_variance import weighted_sum
 
 
 def flatness_penalty(
@@ -75,12 +74,7 @@ def flatness_penalty(
         torch.Size([2, 2])
     """
     Options(normalize=normalize)
-    resolved = losses.resolve(loss)
-    if isinstance(resolved, losses.CustomLoss):
-        raise NotYetError(
-            f"loss={shown(loss)}: a callable has no formula at a head; pass cross-entropy, squared error or binary "
-            "cross-entropy on logits"
-        )
+    resolved = losses.known(loss, "formula at a head")
     check_head(features, weight, bias)
     for what, tensor in (("features", features), ("weight", weight), ("bias", bias)):
         if tensor is not None and is_spread(tensor):
@@ -93,25 +87,12 @@ def flatness_penalty(
     if targets is not None:
         targets = check_tensor("targets", targets).detach().to(features.device)
     with full_precision(features):
-        shares, coefficients, added = head_terms.of(resolved, features, len(weight), targets)
+        shares, coefficients, added = penalty_terms.of(resolved, features, len(weight), targets)
         rows, weight = promoted(features.flatten(0, -2)), promoted(weight)
         bias = None if bias is None else promoted(bias)
         if normalize:
             eps = torch.finfo(features.dtype).eps
-            scale = differentiable_scale(rows, head_terms.used(resolved, targets), eps).to(rows.dtype)
+            scale = differentiable_scale(rows, resolved.used(targets), eps).to(rows.dtype)
             dropped = scale == 0  # where a quotient has no derivative, even of entries that are not chosen
             rows, weight = torch.where(dropped, 0.0, rows / torch.where(dropped, 1.0, scale)), weight * scale
-        if isinstance(resolved, losses.CrossEntropy):
-            return (fused_head.penalty if fused_head.fits(weight) else weighted_sum)(rows, weight, bias, shares) + added
-        values = _elementwise(resolved, rows, weight, bias, coefficients)
-        return (values.double() * shares).sum().to(rows.dtype) + added
-
-
-def _elementwise(loss: losses.Loss, rows: Tensor, weight: Tensor, bias: Tensor | None, coefficients: Tensor) -> Tensor:
-    """Return |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, (rows,); squared error's is divided by 2, which the shares have."""
-    lengths = rows.square().sum(dim=1)
-    if isinstance(loss, losses.SquaredError):
-        return lengths * weight.square().sum()
-    logits = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
-    slopes = coefficients * torch.sigmoid(logits) * torch.sigmoid(-logits)
-    return lengths * (slopes @ weight.square().sum(dim=1))
+        return resolved.penalty(rows, weight, bias, shares, coefficients) + added

@@ -105,14 +105,7 @@ class FlatnessPenalty:
         if generator is not None and not isinstance(generator, torch.Generator):
             raise InputError(f"generator: a torch.Generator is wanted, got {shown(generator)}")
         self._generator = generator
-        resolved = losses.resolve(loss)
-        if isinstance(resolved, losses.CustomLoss):
-            raise NotYetError(
-                f"loss={shown(loss)} has no sampled factors that can be differentiated: pass nn.CrossEntropyLoss, "
-                "nn.MSELoss or nn.BCEWithLogitsLoss with its options"
-            )
-        assert isinstance(resolved, losses.Sampled)
-        self._loss = resolved
+        self._loss = losses.known(loss, "sampled factors that can be differentiated")
         self._model = layers.unwrap(model)
         checks.check_kinds([*self._model.named_modules()])
         self._name = selectors.one(self._model, layer)

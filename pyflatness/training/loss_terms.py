@@ -26,10 +26,10 @@ class LossTerms:
     used: Tensor
     _outputs: Tensor
     _rows: losses.Rows
-    _loss: losses.Sampled
+    _loss: losses.Known
 
     @classmethod
-    def of(cls, outputs: Tensor, targets: Tensor, loss: losses.Sampled) -> "LossTerms":
+    def of(cls, outputs: Tensor, targets: Tensor, loss: losses.Known) -> "LossTerms":
         """Return the terms of outputs (n, C, …), or (n,).
 
         Raises:

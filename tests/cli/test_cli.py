@@ -17,8 +17,8 @@ import pyflatness as pf
 from pyflatness import cli
 from pyflatness.cli import demo, demo_networks, doctor
 from pyflatness.contractions import backends, compiled, cuda
-from pyflatness.generalization.coefficients import STATISTICS
-from pyflatness.generalization.correlation import correlation
+from pyflatness.statistics.coefficients import STATISTICS
+from pyflatness.statistics.correlation import correlation
 
 TINY = [
     demo_networks.Recipe("MLP-1", "Adam", 0.005, 64, seed=3),

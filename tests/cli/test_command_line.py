@@ -16,7 +16,6 @@ import pyflatness as pf
 from pyflatness import cli
 from pyflatness.cli import doctor, group
 from pyflatness.cli.output import show_json
-from pyflatness.experiments import EXPERIMENTS
 from pyflatness.measures import MEASURES
 from support import ROOT
 from support.score_runs import saved, status
@@ -90,7 +89,6 @@ def test_json_of_networks_and_measures(read):
     assert lazy == [{"name": "", "type": "LazyLinear", "shape": None}]
     assert [row["name"] for row in read("measures")] == [measure.name for measure in MEASURES]
     assert {"want", "take", "invariant", "price"} == {*read("measures", "--help-me-choose")[0]}
-    assert [row["name"] for row in read("reproduce", "--list")] == [row.name for row in EXPERIMENTS]
     plans = read("plan", *LINEAR, "--shape", "4")
     assert plans["work"]["parameters"] == 15
     assert [row["sharded"] for row in plans["plans"]] == [False, True]

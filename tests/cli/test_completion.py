@@ -1,4 +1,4 @@
-"""Completion in the shell: commands, options, choices, and the names of measures and experiments."""
+"""Completion in the shell: commands, options, choices, and the names of measures."""
 
 import os
 import shutil
@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 import pytest
 
-from pyflatness.experiments import EXPERIMENTS
 from pyflatness.measures import MEASURES
 from support import ROOT
 from support.score_runs import status
@@ -33,14 +32,13 @@ def complete(monkeypatch, capsys):
 
 
 def test_commands_and_options(complete):
-    assert complete("pyflatness re") == ["report", "reproduce"]
+    assert complete("pyflatness re") == ["report"]
     assert complete("pyflatness ls --") == ["--json", "--help"]
     assert {"--layers", "--layers-args"} & {*complete("pyflatness score --lay")} == {"--layers"}
 
 
 def test_choices(complete):
     assert complete("pyflatness score --curvature ") == ["auto", "ggn", "hessian"]
-    assert complete("pyflatness reproduce --scale p") == ["paper"]
     assert complete("pyflatness score --executor s") == ["serial", "slurm"]
 
 
@@ -55,12 +53,6 @@ def test_losses(complete):
         *("auto", "cross_entropy", "mse_loss", "binary_cross_entropy_with_logits")
     ]
     assert complete("pyflatness score --loss m") == ["mse_loss"]
-
-
-def test_names_of_experiments(complete):
-    expected = [row.name for row in EXPERIMENTS if row.name.startswith("p21")]
-    assert len(expected) > 1
-    assert complete("pyflatness reproduce p21") == expected
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])

@@ -16,7 +16,6 @@ LINEAR = ["--model", "torch.nn:Linear", "--model-args", '{"in_features": 4, "out
     [
         ["measures"],
         ["measures", "--help-me-choose"],
-        ["reproduce", "--list"],
         ["layers", *LINEAR],
         ["plan", *LINEAR, "--shape", "4"],
     ],

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 import pyflatness as pf
 from pyflatness.cli import paths
-from pyflatness.generalization import tables
 from pyflatness.scoring import checkpoints, loading
 from pyflatness.scoring.rows import csv_line
+from pyflatness.statistics import tables
 from support.score_runs import arguments_of, built_mark, rows_of, saved, status, tiny_net
 
 HOSTILE = ("=cmd|' &C calc'!A1.safetensors", "@sum.safetensors", "\x1b[31mred\n.safetensors", "'quoted'.safetensors")

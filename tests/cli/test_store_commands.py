@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import pyflatness as pf
-from pyflatness.generalization import tables
 from pyflatness.messages import from_cell
 from pyflatness.scoring import export
+from pyflatness.statistics import tables
 from support.score_runs import saved, status
 
 

@@ -1,6 +1,8 @@
 """What a model takes out of autograd's graph on the way to its outputs is constant to every derivative, and said so."""
 
+import functools
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -52,6 +54,42 @@ def data_set(z):
     return z * gate
 
 
+def detached_in_place(z):
+    gate = torch.sigmoid(z)
+    gate.detach_()
+    return z * gate
+
+
+def inside_no_grad(row):
+    with torch.no_grad():
+        gate = torch.sigmoid(row)
+    return row * gate
+
+
+@functools.cache
+def scripted(way):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if way == "trace":
+            return torch.jit.trace(lambda z: z * torch.sigmoid(z).detach(), torch.ones(9, 6).double())
+        if way == "module":
+            return torch.jit.script(nn.Sequential(nn.Sigmoid()))
+        return torch.jit.script(gated)
+
+
+def gated(z):
+    return z * torch.sigmoid(z).detach()
+
+
+def written_to_a_buffer(write):
+    def way(z):
+        buffer = torch.ones(z.shape, dtype=z.dtype)
+        getattr(buffer.data, write)(torch.sigmoid(z.data))
+        return z * buffer
+
+    return way
+
+
 def added(z):
     h = z.clone()
     with torch.no_grad():
@@ -81,11 +119,24 @@ CUT = {
     "added in place": added,
     "shared with another library": lambda z: z * torch.from_dlpack(z.detach()).sigmoid(),
     "data of another tensor": data_set,
+    "detached in place": detached_in_place,
+    "in vmap": torch.func.vmap(lambda row: row * torch.sigmoid(row).detach()),
+    "by columns in vmap": torch.func.vmap(lambda row: row * torch.sigmoid(row).detach(), in_dims=1, out_dims=1),
+    "no_grad in vmap": torch.func.vmap(inside_no_grad),
+    "script": lambda z: scripted("script")(z),
+    "trace": lambda z: scripted("trace")(z),
+    "a scripted module": lambda z: z * scripted("module")(z.detach()),
+    "copied to a buffer": written_to_a_buffer("copy_"),
+    "added to a buffer": written_to_a_buffer("add_"),
+    "a parameter": lambda z: z * nn.Parameter(torch.sigmoid(z).detach()),
+    "a parameter of the same memory": lambda z: z * nn.Parameter(z.detach()),
     "clamped by itself": lambda z: torch.maximum(z, z.detach().mean(1, keepdim=True)),
 }
 KEPT = {
     "nothing": torch.relu,
     "stored": lambda z: (setattr(under_no_grad, "last", z.detach()), torch.relu(z))[1],
+    "stored by itself": lambda z: (setattr(under_no_grad, "last", nn.Parameter(z.detach())), torch.relu(z))[1],
+    "nothing in vmap": torch.func.vmap(torch.relu),
     "compared": lambda z: torch.where(z.detach() > 0.1, z, 0.5 * z),
     "as an index": lambda z: z.gather(1, z.detach().argsort(1)),
     "a shape": lambda z: z + torch.zeros_like(z.detach()) + torch.ones_like(z),
@@ -159,6 +210,22 @@ def test_a_detached_way_in_front_of_the_measured_layer_does_no_harm():
     model = nn.Sequential(nn.Linear(4, 4).double(), Net(lambda net, x: x * x.detach()), net)
     assert pf.relative_flatness(model, LOSS, (X, Y), "2.front").exact
     assert not pf.relative_flatness(model, LOSS, (X, Y), "0", curvature="hessian").exact
+
+
+def test_a_weight_that_is_stored_does_no_harm():
+    """A parameter shares memory with what is detached from it, and others may, where they are parts of one tensor."""
+
+    def forward(net, x):
+        net.kept = net.front.weight.detach(), net.front.weight.data.abs().sum()
+        return net.head(torch.relu(net.front(x)))
+
+    torch.manual_seed(0)
+    net = Net(forward, front=nn.Linear(4, 6), head=nn.Linear(6, 3)).double()
+    flat = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+    for parameter, part in zip(net.parameters(), flat.split([p.numel() for p in net.parameters()]), strict=True):
+        parameter.data = part.view_as(parameter)
+    report = pf.measure(net, LOSS, (X, Y), measures=["sharpness", "fisher_rao", "relative_flatness"])
+    assert all(report[measure].exact for measure in report.measures)
 
 
 def test_a_layer_that_is_detached_alone_is_left_out_of_all_layers():

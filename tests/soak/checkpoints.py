@@ -3,13 +3,14 @@
     python tests/soak/checkpoints.py [--count 1000]
 
 First come so many damaged checkpoints, of each kind in ``tests/support/corrupted.py``, through ``pyflatness score``:
-every one should be a row with its error. Then the hostile files of ``tests/support/hostile.py``, in a child process
-that reports what it does beside reading: nothing should be run, and the next good file should be read. The exit status
-is 1 if anything was otherwise.
+every one should be a row with its error. Then the hostile files of ``tests/support/hostile.py``, in this process, which
+reports what it does beside reading: nothing should be run, and the next good file should be read. The exit status is 1
+if anything was otherwise.
 """
 
 import argparse
 import csv
+import resource
 import sys
 import tempfile
 import time
@@ -67,23 +68,22 @@ def damaged(folder: Path, count: int) -> bool:
 
 def attacked(folder: Path) -> bool:
     """Read hostile files, print what became of each, and return whether nothing was run."""
-    pickles._PROGRAM, log = hostile.watched_program(folder)
-    reader, marker, lost = pickles.Reader(), folder / "marker", 0
+    marker, lost = folder / "marker", 0
     torch.save({"a": torch.ones(2)}, folder / "good.pt")
-    table = Table("hostile files", "seconds", "what became of it", box=box.SIMPLE_HEAD)
+    table = Table("hostile files", "seconds", "MiB at most", "what became of it", box=box.SIMPLE_HEAD)
     files = {**hostile.calls(marker), **hostile.bombs()}
-    for name, content in files.items():
-        (folder / "x.pt").write_bytes(content)
-        start = time.perf_counter()
-        try:
-            result = f"read: {', '.join(reader.read(folder / 'x.pt')[0])}"
-        except pf.InputError as error:
-            result = str(error)
-        table.add_row(name, f"{time.perf_counter() - start:.1f}", result)
-        lost += not torch.equal(reader.read(folder / "good.pt")[0]["a"], torch.ones(2))
-    reader.close()
+    with hostile.watched() as reports:
+        for name, content in files.items():
+            (folder / "x.pt").write_bytes(content)
+            start = time.perf_counter()
+            try:
+                result = f"read: {', '.join(pickles.read(folder / 'x.pt')[0])}"
+            except pf.InputError as error:
+                result = str(error)
+            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+            table.add_row(name, f"{time.perf_counter() - start:.1f}", str(most), result)
+            lost += not torch.equal(pickles.read(folder / "good.pt")[0]["a"], torch.ones(2))
     Console(width=160).print(table)
-    reports = log.read_text().splitlines()
     ran = len(reports) + marker.exists()
     print(f"{len(files)} hostile files: {ran} executions, {lost} good files lost", *reports, sep="\n")
     return not ran and not lost

@@ -2,16 +2,22 @@
 
     python tests/support/counts.py [--check]
 
-Printed: modules at the package's root; floors and circles of imports between rooms (:mod:`support.imports` says what
-these are); the Python frames of the package on the stack when a compiled kernel is called; files over 400 lines, of the
-package, the kernels, tests and benchmarks; and files in which it is decided what becomes of samples with NaN. With
-``--check`` the exit status is 1 if any is above its aim.
+Printed: lines, files and branches; class names that stand in two modules; questions for the class of a layer, a loss or
+a backend outside of the rooms that answer for them; public names, and what ``import pyflatness`` loads; modules at the
+package's root; floors and circles of imports between rooms (:mod:`support.imports` says what these are); the Python
+frames of the package on the stack when a compiled kernel is called; and files in which it is decided what becomes of
+samples with NaN. With ``--check`` the exit status is 1 if any is above its aim.
 """
 
 import argparse
 import ast
+import io
+import re
+import subprocess
 import sys
-from collections.abc import Callable, Iterable
+import tokenize
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,14 +30,15 @@ from rich.table import Table
 from torch import nn
 
 import pyflatness as pf
+from pyflatness.model import kinds
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
 from support import ROOT, imports
 
 PACKAGE = Path(pf.__file__).parent
 POLICIES = {"raise", "propagate", "omit"}
-LONG = 400  # lines of a file
-FOLDERS, SUFFIXES = ("pyflatness", "csrc", "tests", "benchmarks"), (".py", ".cpp", ".h", ".cu", ".cuh")
+ANSWERING = ("model/kinds", "model/uses", "losses")  # rooms that know the classes of layers and losses
+BACKENDS = ("backends", "compiled", "cuda", "triton", "reference")  # files of contractions/ that are backends
 
 
 @dataclass(frozen=True)
@@ -145,11 +152,63 @@ def calls() -> dict[str, tuple[int | None, list[Callable[[], Any]]]]:
     }
 
 
-def long_files() -> dict[str, int]:
-    """Return the lines of each source file that is too long."""
-    paths = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES)
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines()) for path in paths}
-    return {name: length for name, length in lengths.items() if length > LONG}
+def code_lines(text: str) -> int:
+    """Return how many lines of a module are code: not blank, and no comment or docstring."""
+    documented: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                documented.update(range(first.lineno, (first.end_lineno or 0) + 1))
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = (token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in layout)
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - documented)
+
+
+def repeated_classes(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Return names of classes that stand in two modules."""
+    classes = [{node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)} for tree in trees.values()]
+    counted = Counter(name for names in classes for name in names)
+    return sorted(name for name, number in counted.items() if number > 1)
+
+
+def class_questions(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Return where ``isinstance`` asks for a layer's or a loss's class outside of the rooms that answer for them."""
+    known = {cls.__name__ for cls in kinds.CLASSES} | {"CrossEntropy", "CustomLoss", "SquaredError"}
+    known |= {"BinaryCrossEntropy", "Scale", "Together", "TransposedLinear", "PermutedLinear", "Convolution"}
+    return [
+        f"{name}:{node.lineno}"
+        for name, tree in trees.items()
+        if not name.startswith(ANSWERING)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"
+        if known & {part.split(".")[-1] for part in re.split(r"[^\w.]+", ast.unparse(node.args[1]))}
+    ]
+
+
+def backend_questions(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Return where code outside of the backends asks which one it has, or whether a tensor is on a GPU."""
+    found = []
+    for name, tree in trees.items():
+        if name.startswith(tuple(f"contractions/{file}" for file in BACKENDS)):
+            continue
+        for node in ast.walk(tree):
+            device = isinstance(node, ast.Attribute) and node.attr in ("is_cuda", "_on_cuda", "_compiled")
+            names = {ast.unparse(side) for side in node.comparators} if isinstance(node, ast.Compare) else set()
+            if device or names & {"cuda", "compiled", "reference", "'cuda'", "'compiled'"}:
+                found.append(f"{name}:{node.lineno}")
+    return found
+
+
+def loaded() -> tuple[list[str], float]:
+    """Return the package's modules that ``import pyflatness`` loads, and its CPU seconds beyond torch's own import."""
+    script = (
+        "import time, sys, torch; start = time.process_time(); import pyflatness; end = time.process_time();"
+        "print(end - start, *(name for name in sys.modules if name.split('.')[0] == 'pyflatness'))"
+    )
+    runs = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True) for _ in "123"]
+    seconds = min(float(run.stdout.split()[0]) for run in runs)
+    return runs[0].stdout.split()[1:], seconds
 
 
 def deepest(stacks: Iterable[list[str]]) -> list[str]:
@@ -165,9 +224,26 @@ def counts(package: Path = PACKAGE) -> list[Count]:
     later = {(one.importer, one.imported) for one in found if one.kind == "function"}
     typed = imports.circles(imports.graph(package, every_kind))
     deciding, asking = files_of_policy(package)
-    long = long_files()
     root = root_modules(package)
+    texts = {str(path.relative_to(package)): path.read_text("utf-8") for path in imports.modules(package).values()}
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    code = sum(map(code_lines, texts.values()))
+    branches = sum(isinstance(node, ast.If | ast.IfExp) for tree in trees.values() for node in ast.walk(tree))
+    repeated, asked, backends = repeated_classes(trees), class_questions(trees), backend_questions(trees)
+    at_import, seconds = loaded()
+    tests = sum(len(path.read_text("utf-8").splitlines()) for path in (ROOT / "tests").rglob("*.py"))
     return [
+        Count("lines", sum(len(text.splitlines()) for text in texts.values()), 43_000),
+        Count("lines of code", code, 27_500),
+        Count("files", len(texts), 270),
+        Count("lines of tests", tests, 42_000),
+        Count("if and if-else in 1,000 lines of code", round(1000 * branches / code), 85),
+        Count("class names in two modules", len(repeated), 0, ", ".join(repeated)),
+        Count("isinstance on layers and losses elsewhere", len(asked), 0, ", ".join(asked)),
+        Count("questions for a backend elsewhere", len(backends), 10, ", ".join(backends)),
+        Count("public names", len(pf.__all__), 32),
+        Count("modules at import", len(at_import), 60),
+        Count("CPU milliseconds of the import", round(1000 * seconds), 50),
         Count("modules at the root", len(root), 12, ", ".join(root)),
         Count("floors of imports between rooms", len(chain), 14, " → ".join(chain)),
         Count("circles of rooms", *_circles(imports.circles(rooms), 0)),
@@ -179,7 +255,6 @@ def counts(package: Path = PACKAGE) -> list[Count]:
             for name, (aim, made) in calls().items()
             for stack in [deepest(found for call in made for found in frames(call))]
         ),
-        Count(f"files over {LONG} lines", len(long), 0, ", ".join(f"{name} {n}" for name, n in long.items())),
         Count("files that decide by the NaN policy", len(deciding), 1, ", ".join(deciding)),
         Count("files that ask a property which does", len(asking), None, ", ".join(asking)),
     ]

@@ -1,44 +1,45 @@
 """Pickled files that would run something, or take all memory or time, if they were read as pickles are."""
 
 import _codecs
+import contextlib
+import functools
 import io
 import os
 import pickle
+import sys
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from pyflatness.scoring import pickles
-
 # Audit events of Python's that a program cannot do without if it is to run another one or to reach out.
 _EVENTS = "os.system", "os.exec", "os.fork", "os.posix_spawn", "subprocess.", "socket.", "ctypes.", "pickle."
-_HOOK = """
-def watch(event, parts):
-    if reading and event.startswith({events}):
-        with open({log!r}, "a") as file:
-            print(event, str(parts)[:200], file=file)
+_reports: list[list[str]] = []  # of those who listen
 
 
-reading = []
-sys.addaudithook(watch)
-"""
+def _watch(event: str, parts: Any) -> None:
+    if _reports and event.startswith(_EVENTS):
+        _reports[-1].append(f"{event} {str(parts)[:200]}")
 
 
-def watched_program(folder: Path) -> tuple[Path, Path]:
-    """Return a reading child's program that reports what it does beside reading, and the file of its reports."""
-    program, log = folder / "program.py", folder / "events.log"
-    log.touch()
-    source = pickles._PROGRAM.read_text(encoding="utf-8")
-    hook, call = _HOOK.format(events=_EVENTS, log=str(log)), 'content = read(request["path"])'
-    assert source.count(call) == source.count("\ndef main()") == 1
-    source = source.replace(call, f"reading.append(1); {call}; reading.clear()")
-    program.write_text(source.replace("\ndef main()", f"{hook}\n\ndef main()"), encoding="utf-8")
-    return program, log
+@contextlib.contextmanager
+def watched() -> Iterator[list[str]]:
+    """Collect what this process does inside that reading a file needs not."""
+    _hooked()
+    _reports.append([])
+    try:
+        yield _reports[-1]
+    finally:
+        _reports.pop()
+
+
+@functools.cache
+def _hooked() -> None:
+    sys.addaudithook(_watch)  # for ever: hooks cannot be removed
 
 
 class Reduces:
@@ -130,7 +131,12 @@ def calls(marker: Path) -> dict[str, bytes]:
     return files
 
 
-SLOW = "deep tuples", "deep keys", "keys that take for ever", "no stop"  # seconds each
+def many_dimensions(count: int, tensors: int) -> bytes:
+    """Return a pickle of tensors of one element and so many dimensions, which are held once."""
+    begin = b"\x80\x02(" + b"K\x01" * count + b"tq\x00((X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
+    storage = b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQq\x01t0}"
+    call = b"ctorch._utils\n_rebuild_tensor_v2\n(h\x01K\x00h\x00h\x00\x89ccollections\nOrderedDict\n)RtRs"
+    return begin + storage + b"".join(b"X\x06\x00\x00\x00%06d" % n + call for n in range(tensors)) + b"."
 
 
 def bombs() -> dict[str, bytes]:
@@ -140,7 +146,9 @@ def bombs() -> dict[str, bytes]:
     many = "M\x00\x10"
     return {
         "a compressed part": archive(tensor("J\x00\x00\x00\x10"), zipfile.ZIP_DEFLATED, **{"data/0": zeros * 8}),
-        "elements that are not there": archive(tensor("\x8a\x06\x00\x00\x00\x00\x00\x01"), **{"data/0": b"12345678"}),
+        "elements that are not there": archive(
+            tensor("\x8a\x06\x00\x00\x00\x00\x00\x01", sizes="M\x00\x10\x85"), **{"data/0": b"12345678"}
+        ),
         "sizes beyond the storage": archive(tensor("K\x02", sizes="J\xff\xff\xff\x7f\x85"), **{"data/0": b"12345678"}),
         "an offset beyond the storage": archive(tensor("K\x02", offset="J\xff\xff\xff\x7f"), **{"data/0": b"12345678"}),
         "a negative offset": archive(tensor("K\x02", offset="J\xff\xff\xff\xff"), **{"data/0": b"12345678"}),
@@ -150,6 +158,8 @@ def bombs() -> dict[str, bytes]:
         "a huge tensor": torch_file(Reduces(torch.Tensor, 2**40)),
         "a huge storage": torch_file(Reduces(torch.UntypedStorage, 2**40)),
         "huge bytes": torch_file(Reduces(bytearray, 2**40)),
+        "bytes that fill all memory": torch_file(Reduces(bytearray, 2**36)),
+        "many dimensions of many tensors": archive(many_dimensions(10**5, 2000), **{"data/0": b"1234"}),
         "deep tuples": archive(b"\x80\x02)" + b"\x85" * 10**6 + b"."),
         "deep keys": archive(b"\x80\x02})" + b"\x85" * 10**6 + b"Ns."),
         "doubled": archive(doubled),
@@ -157,5 +167,5 @@ def bombs() -> dict[str, bytes]:
             b"\x80\x02})" + b"".join(b"q%ch%ch%c\x87" % (n, n, n) for n in range(100)) + b"Ns."
         ),
         "a text that is not there": archive(b"\x80\x02X\xff\xff\xff\x7fabc."),
-        "no stop": archive(b"\x80\x02" + b"N" * 10**6),
+        "no stop": archive(b"\x80\x02" + b"N" * 10**5),
     }

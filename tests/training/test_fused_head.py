@@ -7,8 +7,8 @@ import torch
 
 import pyflatness as pf
 from pyflatness.contractions import compiled, reference
-from pyflatness.training import fused_head
-from pyflatness.training.softmax_variance import weighted_sum
+from pyflatness.losses import penalty
+from pyflatness.losses.penalty import weighted_sum
 
 
 def problem(n, d, m, dtype=torch.float64):
@@ -42,7 +42,7 @@ def test_value_and_gradients_are_the_composed_ones(dtype, with_bias, wide):
     given = [tensor.requires_grad_() for tensor in given[: 2 + with_bias]]
     bias = given[2] if with_bias else None
     tolerance = {"rtol": 1e-11, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-3}
-    found, expected = fused_head.penalty(*given[:2], bias, shares), weighted_sum(*given[:2], bias, shares)
+    found, expected = penalty.fused(*given[:2], bias, shares), weighted_sum(*given[:2], bias, shares)
     torch.testing.assert_close(found, expected, **tolerance)
     gradients = [torch.autograd.grad(3 * value, given) for value in (found, expected)]
     torch.testing.assert_close(*gradients, **tolerance)
@@ -51,11 +51,11 @@ def test_value_and_gradients_are_the_composed_ones(dtype, with_bias, wide):
 @pytest.mark.parametrize(("n", "d", "m"), [(37, 6, 9), (20, 70, 50)])
 def test_gradients_by_torchs_operations_are_the_composed_ones(monkeypatch, n, d, m):
     """As on CUDA, where they come together for more classes than a kernel on the CPU has."""
-    monkeypatch.setattr(fused_head.backends, "choose", lambda *_: reference)
+    monkeypatch.setattr(penalty.backends, "choose", lambda *_: reference)
     *given, shares = problem(n, d, m)
     shares[5] = 0
     given = [tensor.requires_grad_() for tensor in given]
-    found, expected = fused_head.penalty(*given, shares), weighted_sum(*given, shares)
+    found, expected = penalty.fused(*given, shares), weighted_sum(*given, shares)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     gradients = [torch.autograd.grad(3 * value, given) for value in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-11)
@@ -74,7 +74,7 @@ def test_rows_that_add_nothing_may_hold_nan():
     features, weight, _, shares = problem(9, 4, 3)
     shares[2], features[2] = 0, torch.nan
     given = [features.requires_grad_(), weight.requires_grad_()]
-    value = fused_head.penalty(*given, None, shares)
+    value = penalty.fused(*given, None, shares)
     gradients = torch.autograd.grad(value, given)
     assert math.isfinite(value.item())
     assert all(gradient.isfinite().all() for gradient in gradients)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...contractions import Geometry
+from ...contractions import Geometry, product
 
 
 class Linear:
@@ -85,7 +85,7 @@ class Linear:
 
     def carried(self, delta: Tensor, size: tuple[int, ...], weight: Tensor) -> Tensor:
         """Return Wᵀ δ for δ of the shape of an output and inputs of this size, without dimension 0."""
-        return delta.to(weight.dtype) @ self.as_matrix(weight)
+        return product(delta.to(weight.dtype), self.as_matrix(weight)).to(weight.dtype)
 
     def at_ends(
         self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None

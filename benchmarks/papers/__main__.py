@@ -1,0 +1,105 @@
+"""Redo a figure of the papers: ``python -m benchmarks.papers NAME``, from a clone."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich import box
+from rich.table import Table
+
+from pyflatness.cli.output import checked, json_option, show, show_json
+from pyflatness.cli.paths import prepare_folder, write_whole
+from pyflatness.errors import FlatnessError
+from pyflatness.messages import printable
+
+from . import EXPERIMENTS, named, reproducing
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit, with an error's message in the place of a traceback."""
+    try:
+        with checked():
+            reproduce.main(arguments, prog_name="python -m benchmarks.papers")
+    except FlatnessError as error:
+        raise SystemExit(f"Error: {printable(str(error))}") from None
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--list", "listed", is_flag=True, help="List the experiments.")
+@click.option("--scale", type=click.Choice(["small", "paper"]), default="small", show_default=True,
+              help="small: minutes on two cores, no data needed; paper: the paper's settings and data.")  # fmt: skip
+@click.option("--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              help="Folder of data sets, as torchvision or Hugging Face leave them, or NAME.npz.")  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path), default=Path("reproduced"), show_default=True,
+              help="Folder for the results; what a later run goes on from is in its subfolder work.")  # fmt: skip
+@click.option("--device", default="cpu", show_default=True,
+              help="Where networks are trained and measured, e.g. cuda, which goes on from work-cuda.")  # fmt: skip
+@click.option("--set", "changes", multiple=True, metavar="NAME=VALUE",
+              help="Change a setting of the scale, e.g. seeds=2; may be repeated.")  # fmt: skip
+@json_option
+def reproduce(
+    name: str | None,
+    listed: bool,
+    scale: str,
+    data_dir: Path | None,
+    out: Path,
+    device: str,
+    changes: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Redo a figure of the papers on flatness.
+
+    NAME is one of those that --list shows. The command writes a figure, all numbers as JSON and a page with a table and
+    a verdict. When it is interrupted, the same command goes on where it stopped.
+    """
+    if listed or name is None:
+        _list(as_json)
+        return
+    experiment = named(name)
+    settings = dict(_setting(change) for change in changes)
+    prepare_folder(out)
+    found, files = reproducing.reproduce(experiment, out / "work", scale, data_dir, settings, device=device)
+    for file, content in files.items():
+        write_whole(out / file, content)
+    if as_json:
+        rows = [*map(vars, found.findings)]
+        paths = [str(out / file) for file in files]
+        show_json({"findings": rows, "verdict": found.verdict, "failures": dict(found.failures), "files": paths})
+        return
+    table = Table("", "here", "95 % interval", "paper", box=box.SIMPLE_HEAD)
+    for item in found.findings:
+        table.add_row(item.what, reproducing.number(item.value), reproducing.interval(item), item.paper)
+    show(table)
+    failures = (f"{point}: {why}" for point, why in found.failures.items())
+    for line in (*failures, found.verdict, f"{', '.join(files)} are in {out}"):
+        click.echo(printable(line))
+
+
+def _list(as_json: bool) -> None:
+    if as_json:
+        facts = ("name", "figure", "title", "seconds", "data")
+        show_json([{fact: getattr(row, fact) for fact in facts} for row in EXPERIMENTS])
+        return
+    table = Table("name", "figure", "what", "small scale", "data at paper scale", box=box.SIMPLE_HEAD)
+    for row in EXPERIMENTS:
+        table.add_row(row.name, row.figure, row.title, f"{row.seconds} s", row.data or "none")
+    show(table)
+    click.echo("small scale: seconds of one core, measured, with the training of networks that experiments share")
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Return a setting's name and value, which is JSON, or else text."""
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise click.BadParameter(f"{text!r}: NAME=VALUE is wanted", param_hint="--set")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Say what each row of a head counts in a penalty, as an operator that compilers and transforms need not look into.
+
+Whether targets fit is read off their values, which ``torch.compile`` and ``torch.func.vmap`` do not have while they
+trace. To them this is one operation; it runs as it is written here, and so do its checks.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contractions import promoted_dtype
+from ..numerics.accumulate import normaliser_or_nan
+from .base import Known
+from .cross_entropy import CrossEntropy
+from .elementwise import BinaryCrossEntropy, SquaredError
+from .penalty import one_by_one
+
+Shares = tuple[Tensor, Tensor, Tensor]
+"""What each row is multiplied by, (rows,) float64; coefficients of its outputs, (rows, d), or (0, d) for none; and what
+is added to the sum, 0 or, of a mean over no rows, NaN."""
+
+
+def of(loss: Known, features: Tensor, outputs: int, targets: Tensor | None) -> Shares:
+    """Return the shares of a head's rows.
+
+    Args:
+        loss: of the head.
+        features: (n, …, m).
+        outputs: d.
+        targets: of the rows, or None; no gradient flows to them.
+
+    Raises:
+        InputError: targets or options of the loss that do not fit.
+    """
+    found: Shares = _operator(
+        features.detach(),
+        outputs,
+        targets,
+        type(loss).__name__,
+        getattr(loss, "weight", None),
+        getattr(loss, "pos_weight", None),
+        getattr(loss, "ignore_index", 0),
+        getattr(loss, "label_smoothing", 0.0),
+        loss.reduction,
+    )
+    return found
+
+
+def _made(
+    kind: str,
+    weight: Tensor | None,
+    pos_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> Known:
+    if kind == CrossEntropy.__name__:
+        return CrossEntropy(weight, ignore_index, label_smoothing, reduction)
+    if kind == BinaryCrossEntropy.__name__:
+        return BinaryCrossEntropy(weight, pos_weight, reduction)
+    return SquaredError(reduction)
+
+
+@torch.library.custom_op("pyflatness::head_terms", mutates_args=())
+def _operator(
+    features: Tensor,
+    outputs: int,
+    targets: Tensor | None,
+    kind: str,
+    weight: Tensor | None,
+    pos_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss = _made(kind, weight, pos_weight, ignore_index, label_smoothing, reduction)
+    shape = *features.shape[:-1], outputs
+    terms = loss.terms(features.new_zeros(()).expand(shape), targets, len(shape) - 1)
+    total = float(terms.weights.sum())
+    divided_by = normaliser_or_nan(total, reduction)
+    shares = terms.scale / (divided_by if total else 1.0)  # of no terms 0, so that gradients are as the loss's
+    coefficients = terms.extra[0].clone() if terms.extra else features.new_empty(0, outputs)
+    added = features.new_tensor(0.0 if total or reduction == "sum" else torch.nan, dtype=promoted_dtype(features.dtype))
+    return shares, coefficients, added
+
+
+@_operator.register_fake
+def _(features: Tensor, outputs: int, targets: Tensor | None, kind: str, *options: Any) -> Shares:
+    rows = features.shape[:-1].numel()
+    of_rows = rows if kind == BinaryCrossEntropy.__name__ else 0
+    dtype = promoted_dtype(features.dtype)
+    coefficients = features.new_empty(of_rows, outputs, dtype=dtype)
+    return features.new_empty(rows, dtype=torch.float64), coefficients, features.new_empty((), dtype=dtype)
+
+
+_operator.register_vmap(one_by_one(_operator))

@@ -1,0 +1,291 @@
+"""Measure the generalisation gap: mean loss and accuracy on training and test data, one read of each.
+
+    gap = E_test - E_train,   E = Σ terms of the loss / Σ their weights
+
+E is the user's own loss over the whole data set; for the reduction ``"sum"`` it is the mean that goes with it, since
+sums over data sets of different size have no difference that means anything.
+
+Standard errors say how much the means would change with other samples from where these come from. Samples are
+independent, the terms of one are not: with t_i the sum of a sample's terms and m_i their weights, r_i = t_i - E m_i,
+
+    stderr(E) = √(n/(n-1) Σ_i r_i²) / Σ_i m_i
+
+and likewise for the accuracy, t_i the right ones of m_i predictions.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError, NonFiniteError
+from ..losses import Loss, risk
+from ..messages import in_words, with_error
+from ..model import calling
+from ..model.data import size
+from ..numerics.accumulate import Accumulator, normaliser
+from ..numerics.meeting import Group
+from ..numerics.shard import Shard
+from ..options import Options
+from ..passes.task import Task
+from ..session import public, session
+
+_GROUPS = 64  # of samples, at least, for the standard error of a loss that is a callable
+_BATCHES = 8  # that data have, if they cannot tell
+
+
+@dataclass(frozen=True)
+class Performance:
+    """Hold how well a model does on a data set.
+
+    Attributes:
+        loss: the mean over its loss terms.
+        accuracy: the fraction of predictions that are right; None where targets are no classes.
+        samples: how many.
+        omitted: samples left out by ``nan_policy="omit"``.
+        loss_stderr: standard error of ``loss`` over the samples; None of fewer than two.
+        accuracy_stderr: that of ``accuracy``; 0 where all predictions are right, or all wrong.
+    """
+
+    loss: float
+    accuracy: float | None
+    samples: int
+    omitted: int = 0
+    loss_stderr: float | None = None
+    accuracy_stderr: float | None = None
+
+    def __repr__(self) -> str:
+        return in_words(
+            self,
+            f"loss {with_error(self.loss, self.loss_stderr)}",
+            "" if self.accuracy is None else f"accuracy {with_error(self.accuracy, self.accuracy_stderr)}",
+            f"{self.samples} samples",
+            f"{self.omitted} omitted" if self.omitted else "",
+        )
+
+
+@dataclass(frozen=True)
+class GeneralizationGap:
+    """Hold how much worse a model does on data that it was not trained on.
+
+    Attributes:
+        train: on the training data.
+        test: on the test data.
+    """
+
+    train: Performance
+    test: Performance
+
+    def __repr__(self) -> str:
+        accuracy = self.accuracy_gap
+        return in_words(
+            self,
+            with_error(self.gap, self.gap_stderr),
+            "" if accuracy is None else f"of the accuracy {with_error(accuracy, self.accuracy_gap_stderr)}",
+            f"train {self.train}",
+            f"test {self.test}",
+        )
+
+    @property
+    def gap(self) -> float:
+        """Return the loss on test data less that on training data."""
+        return self.test.loss - self.train.loss
+
+    @property
+    def accuracy_gap(self) -> float | None:
+        """Return the accuracy on training data less that on test data; None where targets are no classes."""
+        if self.train.accuracy is None or self.test.accuracy is None:
+            return None
+        return self.train.accuracy - self.test.accuracy
+
+    @property
+    def summed_gap(self) -> float:
+        """Return n_train/n_test Σ_test - Σ_train = n_train ``gap``, sums of losses in the place of means.
+
+        It is the generalisation error of Petzka et al. (2019), who have five times as many training samples as test
+        samples: 5 Σ_test - Σ_train. Σ is over samples, of the mean loss of the terms of each.
+        """
+        return self.train.samples * self.gap
+
+    @property
+    def gap_stderr(self) -> float | None:
+        """Return the standard error of ``gap`` over the samples of both sets; None if one has none.
+
+        Where the training set is not a sample, but all that the model was trained on, its loss is known and
+        ``test.loss_stderr`` is that of the gap.
+        """
+        return _together(self.train.loss_stderr, self.test.loss_stderr)
+
+    @property
+    def accuracy_gap_stderr(self) -> float | None:
+        """Return the standard error of ``accuracy_gap``, as :attr:`gap_stderr`."""
+        return _together(self.train.accuracy_stderr, self.test.accuracy_stderr)
+
+
+@public
+def generalization_gap(
+    model: nn.Module,
+    loss: Any = "auto",
+    train: Any = ...,
+    test: Any = ...,
+    *,
+    nan_policy: str = "raise",
+    reduction: str | None = None,
+    forward: calling.Forward | None = None,
+    progress: bool | None = None,
+    process_group: Group = None,
+) -> GeneralizationGap:
+    """Return loss and accuracy of a model on training and test data, by one read of each.
+
+    E(f) - E_emp(f, S)   (Petzka et al. 2021, section 1), the risk estimated on ``test``.
+
+    Args:
+        model: in eval mode; left as it was found.
+        loss: the loss the model was trained with; its options count, and the values are means over its terms.
+        train: a tuple of tensors, or batches, as for :func:`pyflatness.relative_flatness`.
+        test: the same.
+        nan_policy: ``"raise"``; ``"propagate"``: a loss that is NaN makes the mean NaN; ``"omit"``: samples whose loss
+            is NaN or infinite are left out, of the accuracy too, and counted.
+        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`.
+
+    Returns:
+        Both, and their differences, with standard errors over the samples.
+
+    Raises:
+        InputError: batches, targets, modes or options that do not fit.
+        NonFiniteError: a loss that is NaN or infinite, under ``nan_policy="raise"``.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> model = torch.nn.Linear(2, 2, bias=False)
+        >>> _ = model.weight.data.copy_(torch.eye(2))
+        >>> train = torch.eye(2), torch.tensor([0, 1])
+        >>> test = torch.eye(2), torch.tensor([0, 0])
+        >>> found = pf.generalization_gap(model, torch.nn.CrossEntropyLoss(), train, test)
+        >>> round(found.gap, 6), found.accuracy_gap
+        (0.5, 0.5)
+    """
+    policy = Options(nan_policy=nan_policy).nan_policy
+    with session(
+        model, loss, train, reduction=reduction, forward=forward, progress=progress, process_group=process_group
+    ) as task:
+        return GeneralizationGap(performance(task, policy), performance(task.on(test), policy))
+
+
+def performance(task: Task, nan_policy: str = "raise") -> Performance:
+    """Return loss and accuracy by one read of the data."""
+    loss, losses, accuracies = task.loss, _Ratio(), _Ratio()
+    groups = max(2, math.ceil(_GROUPS / (len(task.batches) or _BATCHES)))
+    over, classes = Accumulator(nan_policy), True
+    for number, batch in enumerate(task.batches):
+        outputs, targets = calling.run(task.model, batch, task.forward)
+        terms, count = _terms(loss, outputs, targets, number, groups), size(batch)
+        over.add(count)
+        kept = _kept(over, loss, terms[0].sum(), (outputs, targets), count, number)
+        if kept is not None:
+            outputs, targets, count = outputs[kept], targets[kept], int(kept.sum())
+            if not count:
+                continue
+            terms = _terms(loss, outputs, targets, number, groups)
+        losses.add(terms, count)
+        classes = classes and risk.has_classes(outputs, targets, loss)
+        if classes:
+            right, counting = risk.judged(outputs, targets, loss, number)
+            accuracies.add(torch.stack([right & counting, counting]).flatten(1), count)
+    shard = task.batches.shard
+    over.together(shard, {})
+    losses.together(shard)
+    classes = all(shard.every("the targets", classes))
+    if classes:
+        accuracies.together(shard)
+    over.check()
+    normaliser(losses.weight)
+    found = losses.value, accuracies.value if classes and accuracies.weight else None
+    errors = losses.stderr(), accuracies.stderr() if classes else None
+    return Performance(*found, over.samples, over.omitted, *errors)
+
+
+class _Ratio:
+    """Sum a ratio Σ_i t_i / Σ_i m_i over samples, with its standard error; t_i, m_i are sums over a sample's terms."""
+
+    def __init__(self) -> None:
+        self._parts = [torch.zeros(2, 0, dtype=torch.float64, device="cpu")]
+
+    def add(self, terms: Tensor, samples: int) -> None:
+        """Take in values and weights of the terms of some samples in order, or of groups of samples, (2, terms)."""
+        whole = samples if terms.shape[1] % samples == 0 else terms.shape[1]
+        self._parts.append(terms.double().view(2, whole, -1).sum(dim=2).cpu())
+
+    def together(self, shard: Shard) -> None:
+        """Take in the samples of other ranks, where the read of the data ends."""
+        self._parts = [shard.rows("losses and accuracies", self._sums)]
+
+    @property
+    def _sums(self) -> Tensor:
+        return torch.cat(self._parts, dim=1)
+
+    @property
+    def weight(self) -> float:
+        """Return Σ_i m_i."""
+        return float(self._sums[1].sum())
+
+    @property
+    def value(self) -> float:
+        """Return the ratio."""
+        values, weights = self._sums.sum(dim=1)
+        return float(values / weights)
+
+    def stderr(self) -> float | None:
+        """Return the standard error over the samples that have terms; None of fewer than two."""
+        values, weights = self._sums
+        count = int((weights > 0).sum())
+        if count < 2:
+            return None
+        apart = values - self.value * weights
+        return float((apart.square().sum() * count / (count - 1)).sqrt() / weights.sum())
+
+
+def _terms(loss: Loss, outputs: Tensor, targets: Tensor, number: int, groups: int) -> Tensor:
+    """Return values and weights of the loss terms of a batch, (2, terms); of a callable those of groups of samples.
+
+    A callable would have to be called for every sample. Groups are at random, in no step with the order of the data.
+    """
+    weights = risk.rows(outputs, targets, loss, number).terms.weights.double()
+    if loss.known:
+        return torch.stack([loss.each(outputs, targets), weights])
+    order = torch.randperm(len(weights), generator=torch.Generator("cpu").manual_seed(number), device="cpu")
+    places = [index.to(outputs.device) for index in order.chunk(groups)]
+    values = torch.stack([loss.value(outputs[index], targets[index]) for index in places])
+    return torch.stack([values, torch.stack([weights[index].sum() for index in places])])
+
+
+def _kept(
+    over: Accumulator, loss: Loss, value: Tensor, batch: tuple[Tensor, Tensor], samples: int, number: int
+) -> Tensor | None:
+    """Return which samples of outputs and targets count, by their loss ``value``, (samples,); None: all of them."""
+    outputs, targets = batch
+    error = partial(
+        NonFiniteError,
+        f"batch {number}: the loss is {float(value)}; nan_policy='omit' leaves such samples out, 'propagate' lets them "
+        "through",
+    )
+
+    def finite(_: Tensor) -> Tensor:
+        if len(outputs) != samples or len(targets) != samples:
+            raise InputError(
+                f"batch {number}: nan_policy='omit' cannot tell the {samples} samples apart in outputs of shape "
+                f"{tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}"
+            )
+        return loss.each(outputs, targets).view(samples, -1).sum(dim=1).isfinite().to(outputs.device)
+
+    return over.kept(value.isfinite(), error, finite)
+
+
+def _together(*errors: float | None) -> float | None:
+    return None if None in errors else math.hypot(*(error or 0.0 for error in errors))

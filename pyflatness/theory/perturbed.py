@@ -1,0 +1,242 @@
+"""Change the features or the weight of a layer: random directions to go, and the model's outputs there.
+
+The kernel k_h(0, z) ∝ exp(-|z|²/2h²) on |z| < h (Petzka et al. 2021, Eq. 6, with a width of 1 in units of h = δ|φ|) is
+induced by matrices A = rO, O Haar-distributed on the orthogonal group (Proposition 2): ξ = Aφ = r |φ| u with u uniform
+on the sphere and r = δt, t of density proportional to t^(m-1) exp(-t²/2) on (0, 1].
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import interrupts
+from ..contractions import promoted, promoted_dtype
+from ..errors import InputError
+from ..messages import check_tensor
+from ..model import calling, layers, uses
+from ..options import check_draws, check_number, check_seed
+
+_TOGETHER = 2**18  # numbers
+
+
+def truncated_normal_noise(features: Tensor, delta: float, *, draws: int = 1, seed: int = 0) -> Tensor:
+    """Return feature noise ξ of the truncated normal kernel with bandwidth δ|φ|.
+
+    The kernel is that of Petzka et al. (2021), Eq. 6 and Proposition 2.
+
+    ξ = r |φ| u, u uniform on the unit sphere of R^m, r on (0, δ] of density proportional to (r/δ)^(m-1) exp(-(r/δ)²/2).
+
+    Args:
+        features: φ, (…, m), floating-point.
+        delta: δ, positive.
+        draws: how many for each feature vector.
+        seed: of a generator of its own on the features' device, where another device has other numbers; the global
+            random state is left alone.
+
+    Returns:
+        (draws, …, m), of the features' dtype (at least float32) and device; 0 where φ is.
+
+    Raises:
+        InputError: no such tensor, or numbers that do not fit.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> phi = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+        >>> noise = pf.truncated_normal_noise(phi, 0.1, draws=1000)
+        >>> noise.shape, bool((noise.norm(dim=-1) <= 0.1 * phi.norm(dim=-1)).all())
+        (torch.Size([1000, 2, 2]), True)
+    """
+    check_tensor("features", features)
+    if features.ndim == 0 or features.shape[-1] == 0:
+        raise InputError(f"features: a tensor of shape (…, m) is wanted, got {tuple(features.shape)}")
+    layers.check_dtype("features", features.dtype)
+    delta, draws = check_number("delta", delta), check_draws("draws", draws, 1)
+    generator = torch.Generator(features.device).manual_seed(check_seed("seed", seed))
+    return torch.stack([*kernel_noise(features.detach(), delta, draws, generator)])
+
+
+def kernel_noise(features: Tensor, delta: float, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield draws of ξ for each feature vector of (…, m), in at least float32; small ones are made together."""
+    together = max(1, _TOGETHER // max(1, features.numel()))
+    for start in range(0, draws, together):
+        interrupts.check()
+        yield from _noise(features.expand(min(together, draws - start), *features.shape), delta, generator)
+
+
+def _noise(features: Tensor, delta: float, generator: torch.Generator) -> Tensor:
+    dtype = promoted_dtype(features.dtype)
+    features = features.to(dtype)
+    direction: Tensor = torch.randn(features.shape, generator=generator, dtype=torch.float32, device=features.device)
+    direction = direction.to(dtype)  # a direction in steps of float32 is random enough, and its numbers come faster
+    lengths = direction.norm(dim=-1, keepdim=True)
+    radius = radii(lengths.numel(), features.shape[-1], generator).to(dtype).view_as(lengths)
+    scale: Tensor = delta * radius * features.norm(dim=-1, keepdim=True) / lengths
+    return direction * scale
+
+
+def radii(count: int, m: int, generator: torch.Generator) -> Tensor:
+    """Return t (count,) float64 on (0, 1] of density proportional to t^(m-1) exp(-t²/2), by exact rejection.
+
+    A proposal u^(1/m) has density m t^(m-1) and is kept with probability exp(-t²/2), 0.61 or more for every m; the
+    inverse of the distribution function would underflow from a few hundred features on.
+    """
+    kept: list[Tensor] = []
+    missing = count
+    while missing > 0:
+        size = int(1.7 * missing) + 16
+        u = torch.rand(2, size, generator=generator, dtype=torch.float64, device=generator.device)
+        t = (1 - u[0]) ** (1 / m)
+        kept.append(t[u[1] < (-t.square() / 2).exp()][:missing])
+        missing -= len(kept[-1])
+    return torch.cat(kept) if kept else torch.empty(0, dtype=torch.float64, device=generator.device)
+
+
+def orthonormal(groups: int, rows: int, m: int, generator: torch.Generator, like: Tensor) -> Tensor:
+    """Return the first rows (groups, rows, m) of Haar-distributed orthogonal matrices, independent by group.
+
+    The Q factor of a Gaussian matrix, with the signs of R's diagonal fixed: QR alone is not uniform. Its numbers are of
+    the dtype of ``like``, and go from the generator's device to that of ``like``.
+    """
+    normal = torch.randn(groups, m, rows, generator=generator, dtype=like.dtype, device=generator.device)
+    q, r = torch.linalg.qr(normal.to(like.device))
+    signs = torch.where(r.diagonal(dim1=1, dim2=2) < 0, -1.0, 1.0).to(like.dtype)
+    rows_of: Tensor = (q * signs.unsqueeze(1)).transpose(1, 2)
+    return rows_of
+
+
+Change = Callable[[Tensor, Tensor], Tensor]
+"""The layer's input φ and its output -> Δz, of the shape of the layer's output."""
+
+
+class Perturbed:
+    """Run a model with one of its layers perturbed.
+
+    At a head, where the outputs are a view of z, the model runs once a batch, and its outputs are displaced.
+
+    Args:
+        model: inside :func:`.state.observing`.
+        name: the layer.
+        forward: see :func:`.calling.run`.
+        head: whether the layer was found to be the head.
+    """
+
+    def __init__(self, model: nn.Module, name: str, forward: calling.Forward | None, *, head: bool) -> None:
+        self._model, self._name, self._forward, self._head = model, name, forward, head
+        self.layer = uses.layer(model, name)
+        layers.check_measurable(name, self.layer)
+        if not layers.kind_of(self.layer).has_input:
+            raise InputError(
+                f"layer {name!r} is of type {type(self.layer).__name__}: there is no feature vector in front of it to "
+                "perturb; choose a linear layer or a convolution"
+            )
+        self._batch: Any = None
+        self._call: calling.Call | None = None  # of a layer that was called once
+
+    def outputs(self, batch: Any) -> tuple[Tensor, Any]:
+        """Return the unperturbed model's outputs and targets for a batch, which later calls perturb.
+
+        Raises:
+            InputError: the layer did not run.
+        """
+        with calling.Calls({self._name: self.layer}) as calls, self._attached():
+            outputs, targets = calling.run(self._model, batch, self._forward)
+            if self._name not in calls.last:
+                raise layers.did_not_run([self._name], {self._name: self.layer})
+            call = calls.last[self._name]
+            single = calls.count[self._name] == 1 and calling.version(call.inputs) == call.versions[0]
+            self._call = call if single else None
+            self._at_head = self._head and single and not call.changed()
+        self._batch, self._outputs = batch, outputs
+        return outputs, targets
+
+    def inputs(self) -> Tensor:
+        """Return φ of the batch, of a layer that is called once.
+
+        Raises:
+            InputError: it is not, or its input is modified in place.
+        """
+        if self._call is None:
+            raise InputError(
+                f"layer {self._name!r} runs several times in one forward pass, or its input is modified in place: "
+                "there is no one set of features to put noise on"
+            )
+        return self._call.inputs.detach()
+
+    def displaced(self, change: Change, scales: Sequence[float]) -> Iterator[Tensor]:
+        """Yield outputs of the batch at z + s Δz for each s."""
+        call = self._call
+        delta = None if call is None else change(call.inputs.detach(), call.output)
+        shift = None if delta is None else self._of_outputs(delta)
+        for scale in scales:
+            interrupts.check()
+            if shift is not None:
+                yield self._outputs.double() + scale * shift
+                continue
+            with calling.dry_run(), self._attached(), _adding(self.layer, _scaled(change, delta, scale)):
+                outputs, _ = calling.run(self._model, self._batch, self._forward)
+            yield outputs
+
+    def _attached(self) -> contextlib.AbstractContextManager[None]:
+        return uses.attached({self._name: self.layer})
+
+    def _of_outputs(self, delta: Tensor) -> Tensor | None:
+        """Return Δz as a direction of the model's outputs, where these are a view of z; float64."""
+        assert self._call is not None
+        z, outputs = self._call.output, self._outputs
+        if (
+            not self._at_head
+            or outputs.untyped_storage()._cdata != z.untyped_storage()._cdata
+            or outputs.dtype != z.dtype
+        ):
+            return None
+        like_z = torch.empty_strided(z.shape, z.stride(), dtype=torch.float64, device=z.device)
+        like_z.copy_(delta)
+        return like_z.as_strided(outputs.shape, outputs.stride(), outputs.storage_offset() - z.storage_offset())
+
+
+def _scaled(change: Change, known: Tensor | None, scale: float) -> Change:
+    return lambda inputs, output: scale * (change(inputs, output) if known is None else known)
+
+
+@contextlib.contextmanager
+def _adding(layer: nn.Module, addition: Change) -> Iterator[None]:
+    """Add something that is made of the layer's input and output to its output, inside."""
+
+    def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        inputs = args[0] if args else kwargs["input"]
+        return (promoted(output) + addition(inputs, output)).to(output.dtype)
+
+    handle = layer.register_forward_hook(add, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def by_weight(layer: nn.Module, weight: Tensor) -> Change:
+    """Return the change Δz = Δw φ for a tensor of the shape of the layer's weight."""
+    return lambda inputs, output: layers.affine(layer, inputs.to(weight.dtype), weight, None, output)
+
+
+class Turns:
+    """Draw wA for random A, Haar on O(m), independent for each group of a convolution.
+
+    With w = Rᵀ Q, Q of orthonormal rows, wA = Rᵀ (QA), and QA is a set of the first rows of such a matrix again: min(d,
+    m) rows are drawn, not m.
+    """
+
+    def __init__(self, layer: nn.Module, generator: torch.Generator) -> None:
+        matrix, _ = layers.matrix(layer)
+        groups = layers.groups(layer)
+        parts = promoted(matrix).unflatten(0, (groups, -1))
+        self._left = torch.linalg.qr(parts.transpose(1, 2)).R.transpose(1, 2)  # (groups, d / groups, rows)
+        self._layer, self._generator, self.features = layer, generator, matrix.shape[1]
+
+    def draw(self) -> Tensor:
+        """Return a draw of wA, as a tensor of the shape of the layer's weight."""
+        groups, _, rows = self._left.shape
+        turned = self._left @ orthonormal(groups, rows, self.features, self._generator, self._left)
+        return layers.as_weight(self._layer, turned.flatten(0, 1))

@@ -1,0 +1,714 @@
+"""Compute feature robustness: how much the loss rises when Aφ, times α, is added to a layer's features φ.
+
+After Petzka et al. (2021), Definition 1 and Eq. 4 and 7, labels unchanged:
+
+    E_F(f, S, αA) = E(w + αwA) - E(w)
+
+**On average.** For A Haar-distributed on O(m), at any w, m columns of w,
+
+    E_A E_F = α² κ / (2m) + O(α⁴)                                                               (Theorem 5)
+
+The terms of odd order vanish, since A and -A are equally likely; a minimum is not needed. Every draw is taken with both
+signs, u_k(α) = (E(w + αwA_k) + E(w - αwA_k)) / 2 - E(w); the value is their mean and its standard error std_k u_k / √K
+of K - 1 degrees of freedom, given the data. Each group of a convolution has a matrix of its own, as it has in κ.
+
+Theorem 5 is about twice differentiable models. Behind a ReLU the parabola holds as far as no sample crosses a kink,
+which for many samples is not far: kinks that are crossed add a rise of order α² of their own, which no Hessian sees.
+
+**To one matrix, and to the worst.** f is ((δ, S, A), ε)-feature robust for ε = max_{0 ≤ α ≤ δ} |E_F(f, S, αA)|. The
+worst A of norm at most 1 is the left side of Theorem 14, whose right side is δ² d/2 κ^φ + O(δ³) at a minimum
+(:func:`.gap_bounds.uniform_robustness_bound`). With w = Rᵀ Q, Q of orthonormal rows, wA = Rᵀ B for B = QA, and the B
+that belong to |A| ≤ 1 are those with |B| ≤ 1. Over these a linear function ⟨G, B⟩ is largest at the polar factor U Vᵀ
+of G = U S Vᵀ. The search goes from B to that of the gradient at B, again and again (the method of Frank and Wolfe with
+whole steps): where E is convex in w, as at a head, each step raises E. What is found is a lower bound of the maximum;
+several starts say how much to trust it.
+
+**Labels that are not constant** (Definition 9 and Corollary 10).
+
+    D(δ) = (1/|S|) Σ_i sup_{|Δ_i| ≤ δ|φ_i|} |ℓ(ψ(φ_i + Δ_i), y[φ_i + Δ_i]) - ℓ(ψ(φ_i + Δ_i), y_i)|  ≤  C δ³
+
+for labels that are approximately locally constant of order three. Then a minimum is feature robust on average over
+orthogonal matrices for ε = δ² κ/(2m) + C δ³ up to O(δ³), where Theorem 5 takes C = 0. The supremum is taken over draws
+of Δ, half of them on the sphere and half uniform in the ball, so D is found from below.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import head, interrupts, losses, tensor_head
+from ..contractions import product, promoted
+from ..errors import InputError
+from ..losses import Loss, risk
+from ..measures import RELATIVE_FLATNESS
+from ..messages import check_tensor, in_words, span
+from ..model import calling, layers
+from ..model.data import Batches, size
+from ..model.selectors import Selector
+from ..numerics import meeting
+from ..numerics.accumulate import Accumulator, check_together, omits
+from ..numerics.meeting import Group
+from ..numerics.variances import standard_error
+from ..options import Options, check_count, check_draws, check_function, check_number, check_numbers, check_seed
+from ..passes.task import Task
+from ..plan import of_layer
+from ..report import Estimate, intervals, views
+from ..session import public, session
+from .perturbed import Perturbed, Turns, by_weight, orthonormal
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ALPHAS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
+DRAWS = 16
+_MEMORY = 2**28  # bytes of the turned weights that are kept for one read of the data
+_RISE = 1e-9  # by which a step has to raise the loss to go on, relatively
+
+Labels = Callable[[Tensor], Tensor]
+"""Features (n, m) -> targets as the loss takes them, (n, …)."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class FeatureRobustness:
+    """Hold how much the loss rises when rotated features, times α, are added to a layer's features.
+
+    Attributes:
+        alphas: α, (k,) float64.
+        rises: E_A E_F(f, S, αA), (k,) float64, in units of the loss.
+        stderr: standard errors of ``rises`` over the draws of A, given the data, (k,) float64, each of
+            ``draws - 1`` degrees of freedom.
+        parabola: α² κ / (2m), (k,) float64.
+        kappa: κ.
+        features: m.
+        loss: E(w).
+        draws: pairs ±A.
+        samples: of the data.
+        layer: its qualified name.
+    """
+
+    alphas: Tensor
+    rises: Tensor
+    stderr: Tensor
+    parabola: Tensor
+    kappa: float
+    features: int
+    loss: float
+    draws: int
+    samples: int
+    layer: str
+
+    def interval(self, level: float = 0.95) -> Tensor:
+        """Return the ends of the intervals that hold E_A E_F, each with probability ``level``, (k, 2) float64.
+
+        rises ± t ``stderr``, t the quantile of Student's t distribution; NaN where a rise is not finite.
+
+        Args:
+            level: in (0, 1).
+
+        Raises:
+            InputError: a level that is no probability.
+        """
+        half = intervals.student_t(level, self.draws - 1) * self.stderr
+        return torch.stack([self.rises - half, self.rises + half], dim=1)
+
+    def __repr__(self) -> str:
+        facts = f"layer {self.layer!r}, κ = {self.kappa:.6g}, m = {self.features}, {self.draws} pairs of draws"
+        columns = self.alphas, self.rises, self.interval(), self.parabola
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        lines = [f"  α = {a:g}: {intervals.shown(rise, ends)}, parabola {p:.4g}" for a, rise, ends, p in rows]
+        return "\n".join([f"FeatureRobustness({facts}, {self.samples} samples, 95 % intervals:", *lines]) + ")"
+
+    def plot(self, path: str | Path | None = None, *, axes: "Axes | None" = None) -> "tuple[Figure, Axes]":
+        """Draw the curve with its 95 % intervals, and the parabola.
+
+        Args:
+            path: where the figure is written too; its ending is its format.
+            axes: matplotlib's, to draw into; None: those of a new figure.
+
+        Returns:
+            Figure and axes of matplotlib, outside of pyplot.
+
+        Raises:
+            MissingExtraError: without matplotlib.
+        """
+        figure, axes = views.onto(axes)
+        steps = torch.linspace(0, float(self.alphas.abs().max()), 101, dtype=torch.float64, device="cpu")
+        parabola = steps.square() * self.kappa / (2 * self.features)
+        axes.plot(steps.tolist(), parabola.tolist(), color="0.4", label="α² κ / 2m")
+        half = (self.interval()[:, 1] - self.rises).tolist()
+        columns = self.alphas.abs().tolist(), self.rises.tolist(), half
+        axes.errorbar(*columns, fmt="o", markersize=4, capsize=2, label=f"mean of {self.draws} pairs ±A")
+        axes.set_xlabel("α")
+        axes.set_ylabel("rise of the loss, features φ + αAφ")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        views.save(figure, path)
+        return figure, axes
+
+
+@public
+def feature_robustness(
+    model: nn.Module,
+    loss: Any = "auto",
+    data: Any = ...,
+    layer: Selector | None = None,
+    *,
+    alphas: Iterable[float] = ALPHAS,
+    draws: int = DRAWS,
+    kappa: Estimate | float | None = None,
+    seed: int = 0,
+    nan_policy: str = "raise",
+    reduction: str | None = None,
+    forward: calling.Forward | None = None,
+    progress: bool | None = None,
+    process_group: Group = None,
+) -> FeatureRobustness:
+    """Return feature robustness of a layer, averaged over orthogonal matrices, beside the parabola that κ predicts.
+
+    E_A[E(w + αwA) - E(w)], A Haar on O(m), in pairs ±A; α² κ/(2m)   (Petzka et al. 2021, Eq. 4 and Theorem 5).
+
+    Args:
+        model: in eval mode; left as it was found.
+        loss: its options and reduction count.
+        data: as for :func:`pyflatness.relative_flatness`; read twice or more.
+        layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
+        alphas: α of the curve.
+        draws: pairs ±A, at least 2. At a head the model runs once a batch; elsewhere 2 · draws · alphas times.
+        kappa: κ of the layer, if it is known or to be found with options; None: :func:`pyflatness.relative_flatness`.
+        seed: of the draws.
+        nan_policy: ``"raise"`` or ``"propagate"``; no sample can be left out.
+        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`.
+
+    Returns:
+        The curve, its standard errors, and the parabola.
+
+    Raises:
+        FlatnessError: options that do not fit, or see :func:`pyflatness.relative_flatness`.
+        NonFiniteError: a loss that is NaN or infinite, but under ``nan_policy="propagate"``.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double().eval()
+        >>> data = torch.randn(100, 4).double(), torch.randint(3, (100,))
+        >>> found = pf.feature_robustness(model, torch.nn.CrossEntropyLoss(), data, alphas=[0.1], draws=200)
+        >>> (low, high), = found.interval(0.99).tolist()
+        >>> low < float(found.parabola) < high
+        True
+    """
+    steps = check_numbers("alphas", alphas)
+    draws = check_draws("draws", draws, 2)
+    kappa = None if kappa is None else check_number("kappa", kappa, "a number", math.isfinite)
+    options = Options(nan_policy=nan_policy, seed=seed)
+    if omits(options.nan_policy):
+        raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
+    with session(
+        model,
+        loss,
+        data,
+        options,
+        reduction=reduction,
+        forward=forward,
+        reads=2,
+        progress=progress,
+        process_group=process_group,
+    ) as task:
+        name, source = head.find(task, layer)
+        perturbed = Perturbed(task.model, name, task.forward, head=source is not None)
+        turns = Turns(perturbed.layer, torch.Generator("cpu").manual_seed(options.seed))
+        curve = _Curve(perturbed, task.loss, task.batches, steps, policy=nan_policy)
+        for start in range(0, draws, curve.kept):
+            curve.add([turns.draw() for _ in range(min(curve.kept, draws - start))])
+        if kappa is None:
+            measurement, _ = of_layer(RELATIVE_FLATNESS, task, name)
+            kappa = measurement.estimates()[name, RELATIVE_FLATNESS.name]
+    rises = torch.stack(curve.rises)
+    grid = torch.tensor(steps, dtype=torch.float64, device="cpu")
+    return FeatureRobustness(
+        alphas=grid,
+        rises=rises.mean(dim=0),
+        stderr=standard_error(rises),
+        parabola=grid.square() * float(kappa) / (2 * turns.features),
+        kappa=float(kappa),
+        features=turns.features,
+        loss=curve.loss,
+        draws=draws,
+        samples=curve.samples,
+        layer=name,
+    )
+
+
+class _Curve:
+    """Hold the rises of the loss of each draw, (alphas,)."""
+
+    def __init__(
+        self, perturbed: Perturbed, loss: Loss, batches: Batches, alphas: Sequence[float], policy: str
+    ) -> None:
+        self._perturbed, self._loss, self._batches, self._policy = perturbed, loss, batches, policy
+        self._scales = [sign * alpha for alpha in alphas for sign in (1.0, -1.0)]
+        weight = perturbed.layer.weight
+        assert isinstance(weight, Tensor)
+        self.kept = max(1, _MEMORY // (4 * weight.numel()))  # draws in one read of the data
+        self.rises: list[Tensor] = []
+
+    def add(self, turned: Sequence[Tensor]) -> None:
+        """Take in one read of the data."""
+        values = torch.zeros(len(turned), len(self._scales), dtype=torch.float64, device="cpu")
+        own, over = 0.0, Accumulator(self._policy, self._loss.reduction)
+        for number, batch in enumerate(self._batches):
+            outputs, targets = self._perturbed.outputs(batch)
+            over.add(size(batch), risk.weight(outputs, targets, self._loss, number))
+            own += self._checked(self._loss.value(outputs, targets), number, "")
+            for row, weight in zip(values, turned, strict=True):
+                displaced = self._perturbed.displaced(by_weight(self._perturbed.layer, weight), self._scales)
+                for place, outputs in enumerate(displaced):
+                    row[place] += self._checked(self._loss.value(outputs, targets), number, " with turned features")
+        sums = {"rises": values, "own": torch.tensor(own, dtype=torch.float64, device="cpu")}
+        sums = over.together(self._batches.shard, sums)
+        values, own = sums["rises"], float(sums["own"])
+        self.samples, self.loss = over.samples, own / over.normaliser
+        self.rises.extend(values.view(len(turned), -1, 2).mean(dim=2) / over.normaliser - self.loss)
+
+    def _checked(self, value: Tensor, number: int, where: str) -> float:
+        found = float(value)
+        error = partial(risk.not_finite, number, found, where)
+        check_together(self._policy, math.isfinite(found), error)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixRobustness:
+    """Hold how much the loss rises when the features Aφ, times α, are added to a layer's features φ.
+
+    Attributes:
+        alphas: α, (k,) float64.
+        rises: E_F(f, S, αA), (k,) float64, in units of the loss.
+        loss: E(w).
+        layer: its qualified name.
+        samples: of the data.
+    """
+
+    alphas: Tensor
+    rises: Tensor
+    loss: float
+    layer: str
+    samples: int
+
+    def __repr__(self) -> str:
+        return in_words(
+            self,
+            f"rises {span(self.rises, '.4g')} for α {span(self.alphas, 'g')}",
+            f"ε = {self.epsilon:.6g}",
+            f"loss {self.loss:.6g}",
+            f"layer {self.layer!r}",
+            f"{self.samples} samples",
+        )
+
+    @property
+    def epsilon(self) -> float:
+        """Return the largest |E_F| of these α: the ε for which the model is feature robust, as far as they tell."""
+        return float(self.rises.abs().max())
+
+
+@dataclass(frozen=True, eq=False)
+class LargestRobustness:
+    """Hold the feature matrix of norm 1 that was found to raise the loss most.
+
+    Attributes:
+        rise: E_F(f, S, δA), in units of the loss; a lower bound of the maximum over |A| ≤ 1.
+        matrix: A, (m, m); (groups, m, m) of a convolution with groups.
+        delta: δ.
+        rises: of the starts, (starts,) float64, where each of them ended.
+        loss: E(w).
+        layer: its qualified name.
+        samples: of the data.
+    """
+
+    rise: float
+    matrix: Tensor
+    delta: float
+    rises: Tensor
+    loss: float
+    layer: str
+    samples: int
+
+    def __repr__(self) -> str:
+        return in_words(
+            self,
+            f"{self.rise:.6g}",
+            f"{len(self.rises)} starts {span(self.rises)}" if len(self.rises) > 1 else "1 start",
+            f"δ = {self.delta:g}",
+            f"matrix {' × '.join(map(str, self.matrix.shape))}",
+            f"loss {self.loss:.6g}",
+            f"layer {self.layer!r}",
+            f"{self.samples} samples",
+        )
+
+
+@public
+def matrix_robustness(
+    model: nn.Module,
+    loss: Any = "auto",
+    data: Any = ...,
+    layer: Selector | None = None,
+    *,
+    matrix: Tensor,
+    alphas: Iterable[float],
+    reduction: str | None = None,
+    forward: calling.Forward | None = None,
+    progress: bool | None = None,
+    process_group: Group = None,
+) -> MatrixRobustness:
+    """Return feature robustness of a layer to a feature matrix A, at some α.
+
+    E(w + αwA) - E(w)   (Petzka et al. 2021, Definition 1 and Eq. 4). :func:`pyflatness.feature_robustness` has its mean
+    over orthogonal A.
+
+    Args:
+        model: in eval mode; left as it was found.
+        loss: its options and reduction count.
+        data: as for :func:`pyflatness.relative_flatness`; read for every α.
+        layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
+        matrix: A, (m, m) for m columns of the weight; of a convolution with groups also (groups, m, m).
+        alphas: α, of any sign.
+        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        progress: show a bar.
+        process_group: as for :func:`pyflatness.relative_flatness`.
+
+    Returns:
+        The rises, and ε.
+
+    Raises:
+        InputError: a matrix or options that do not fit.
+        NonFiniteError: a loss that is NaN or infinite.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> model = torch.nn.Linear(2, 1, bias=False).double()
+        >>> _ = model.weight.data.copy_(torch.tensor([[1.0, 2.0]]))
+        >>> data = torch.eye(2).double(), model(torch.eye(2).double()).detach()
+        >>> found = pf.matrix_robustness(model, torch.nn.MSELoss(), data, matrix=torch.eye(2), alphas=[0.1, 0.2])
+        >>> [round(rise, 6) for rise in found.rises.tolist()], round(found.epsilon, 6)
+        ([0.025, 0.1], 0.1)
+    """
+    steps = check_numbers("alphas", alphas, "numbers", math.isfinite)
+    matrix = check_tensor("matrix", matrix)
+    with session(
+        model,
+        loss,
+        data,
+        reduction=reduction,
+        forward=forward,
+        reads=1 + len(steps),
+        progress=progress,
+        process_group=process_group,
+    ) as task:
+        curve = _Loss(task, layer)
+        change = product(curve.weight, curve.fitting(matrix))
+        own = curve.at(torch.zeros_like(change))
+        rises = [curve.at(alpha * change) - own for alpha in steps]
+    grid = torch.tensor(steps, dtype=torch.float64, device="cpu")
+    values = torch.tensor(rises, dtype=torch.float64, device="cpu")
+    return MatrixRobustness(grid, values, own, curve.name, curve.samples)
+
+
+@public
+def largest_robustness(
+    model: nn.Module,
+    loss: Any = "auto",
+    data: Any = ...,
+    layer: Selector | None = None,
+    *,
+    delta: float,
+    starts: int = 4,
+    steps: int = 50,
+    seed: int = 0,
+    reduction: str | None = None,
+    forward: calling.Forward | None = None,
+    progress: bool | None = None,
+    process_group: Group = None,
+) -> LargestRobustness:
+    """Return the feature matrix of norm 1 to which a layer is least robust, and the rise of the loss with it.
+
+    max_{|A| ≤ 1} E(w + δwA) - E(w), the left side of Theorem 14 (Petzka et al. 2021), by ascent from random orthogonal
+    matrices: a lower bound of the maximum.
+
+    Args:
+        model: in eval mode; left as it was found.
+        loss: its options and reduction count.
+        data: as for :func:`pyflatness.relative_flatness`; read up to ``starts * (steps + 1)`` times.
+        layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
+        delta: δ, positive.
+        starts: of the ascent.
+        steps: of each, at most; it ends where the loss rises no more.
+        seed: of the starts.
+        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
+        forward: ``(model, batch) -> (outputs, targets)``.
+        progress: show a bar.
+        process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
+
+    Returns:
+        The rise, A, and what each start found.
+
+    Raises:
+        InputError: options that do not fit.
+        NonFiniteError: a loss that is NaN or infinite.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> model = torch.nn.Linear(2, 1, bias=False).double()
+        >>> _ = model.weight.data.copy_(torch.tensor([[3.0, 4.0]]))
+        >>> data = torch.eye(2).double(), model(torch.eye(2).double()).detach()
+        >>> found = pf.largest_robustness(model, torch.nn.MSELoss(), data, delta=0.1)
+        >>> round(found.rise, 6)  # |δwA|² / 2 at |wA| = 5
+        0.125
+    """
+    meeting.refuse(process_group, "largest_robustness", "matrix_robustness is, ")
+    delta, starts = check_number("delta", delta), check_count("starts", starts, 1)
+    steps, options = check_count("steps", steps, 1), Options(seed=seed)
+    with session(
+        model,
+        loss,
+        data,
+        options,
+        reduction=reduction,
+        forward=forward,
+        reads=1 + starts * (steps + 1),
+        progress=progress,
+        process_group=False,
+    ) as task:
+        curve = _Loss(task, layer)
+        q, r = torch.linalg.qr(curve.weight.transpose(1, 2))  # w = Rᵀ Qᵀ of the QR decomposition's Q
+        own = curve.at(torch.zeros_like(curve.weight))
+        generator, found = torch.Generator("cpu").manual_seed(options.seed), []
+        for _ in range(starts):
+            turned = orthonormal(len(r), r.shape[1], curve.weight.shape[2], generator, curve.weight)
+            found.append(_ascent(curve, r.transpose(1, 2), turned, delta, steps))
+    values = torch.tensor([value - own for value, _ in found], dtype=torch.float64, device="cpu")
+    matrix = q @ found[int(values.argmax())][1]
+    rise = float(values.max())
+    return LargestRobustness(
+        rise, matrix[0] if len(matrix) == 1 else matrix, delta, values, own, curve.name, curve.samples
+    )
+
+
+class _Loss:
+    """Evaluate the loss of a model with one layer's weight changed, by a read of the data.
+
+    Attributes:
+        name: of the layer.
+        weight: w, (groups, d / groups, m).
+        samples: of the last read.
+    """
+
+    def __init__(self, task: Task, layer: Selector | None) -> None:
+        self.name, source = head.find(task, layer)
+        task.forward.compare_by_itself()
+        self._task, self._perturbed = task, Perturbed(task.model, self.name, task.forward, head=source is not None)
+        self._layer = self._perturbed.layer
+        matrix = promoted(layers.matrix(self._layer)[0].detach())
+        self.weight = matrix.unflatten(0, (layers.groups(self._layer), -1))
+        self.samples = 0
+
+    def fitting(self, matrix: Tensor) -> Tensor:
+        """Return a feature matrix as (1 or groups, m, m), in the weight's dtype.
+
+        Raises:
+            InputError: another shape.
+        """
+        groups, _, m = self.weight.shape
+        if tuple(matrix.shape) not in ((m, m), (groups, m, m)):
+            raise InputError(
+                f"matrix: layer {self.name!r} has {m} columns, ({m}, {m}) is wanted, got {tuple(matrix.shape)}"
+            )
+        return matrix.detach().to(self.weight).view(-1, m, m)
+
+    def at(self, change: Tensor) -> float:
+        """Return E(w + Δw) for Δw (groups, d / groups, m)."""
+        return self._read(change)[0]
+
+    def gradient(self, change: Tensor) -> tuple[float, Tensor]:
+        """Return E(w + Δw) and its gradient in Δw."""
+        value, gradient = self._read(change.detach().requires_grad_())
+        return value, change.new_zeros(change.shape) if gradient is None else gradient
+
+    def _read(self, change: Tensor) -> tuple[float, Tensor | None]:
+        task, total = self._task, 0.0
+        gradient: Tensor | None = None
+        over = Accumulator(task.options.nan_policy, task.loss.reduction)
+        for number, batch in enumerate(task.batches):
+            outputs, targets = self._perturbed.outputs(batch)
+            over.add(size(batch), risk.weight(outputs, targets, task.loss, number))
+            with torch.set_grad_enabled(change.requires_grad):
+                moved = by_weight(self._layer, layers.as_weight(self._layer, change.flatten(0, 1)))
+                (outputs,) = self._perturbed.displaced(moved, (1.0,))
+                value = task.loss.value(outputs, targets)
+                if change.requires_grad:
+                    if not value.requires_grad:
+                        raise InputError(
+                            f"batch {number}: the loss does not come from the outputs by operations that torch "
+                            f"differentiates, so it has no gradient behind layer {self.name!r}"
+                        )
+                    (found,) = torch.autograd.grad(value, change)
+                    gradient = found if gradient is None else gradient + found
+            total += _finite(float(value), number)
+        summed = {"loss": torch.tensor(total, dtype=torch.float64, device="cpu")}
+        total = float(over.together(task.batches.shard, summed)["loss"])
+        self.samples = over.samples
+        return total / over.normaliser, gradient
+
+
+def _finite(value: float, number: int) -> float:
+    if not math.isfinite(value):
+        raise risk.not_finite(number, value, " with changed features")
+    return value
+
+
+def _ascent(curve: _Loss, left: Tensor, turned: Tensor, delta: float, steps: int) -> tuple[float, Tensor]:
+    """Return the largest loss on the way, and B there; ``left`` is Rᵀ, ``turned`` the first B."""
+    best, at = -math.inf, turned
+    for _ in range(steps + 1):
+        value, gradient = curve.gradient(delta * left @ turned)
+        if not value > best + _RISE * abs(best if math.isfinite(best) else 0.0):
+            break
+        best, at = value, turned
+        u, _, v = torch.linalg.svd(left.transpose(1, 2) @ gradient, full_matrices=False)
+        turned = u @ v
+    return best, at
+
+
+@dataclass(frozen=True, eq=False)
+class LabelConstancy:
+    """Hold by how much changing labels change the loss around the features of a sample.
+
+    Attributes:
+        deltas: δ, (k,) float64.
+        changes: D(δ), (k,) float64, in units of the loss, from below.
+        features: m.
+        samples: n.
+        draws: of Δ, for each sample and δ.
+    """
+
+    deltas: Tensor
+    changes: Tensor
+    features: int
+    samples: int
+    draws: int
+
+    @property
+    def constant(self) -> float:
+        """Return C, the largest of D(δ)/δ³."""
+        return float((self.changes / self.deltas**3).max())
+
+    def __repr__(self) -> str:
+        return in_words(
+            self,
+            f"D(δ) {span(self.changes, '.4g')} for δ {span(self.deltas, 'g')}",
+            f"C = {self.constant:.4g}",
+            f"m = {self.features}",
+            f"{self.samples} samples",
+            f"{self.draws} draws",
+        )
+
+    def epsilon(self, kappa: float) -> Tensor:
+        """Return δ² κ/(2m) + D(δ) for each δ, (k,): feature robustness by Corollary 10.
+
+        Args:
+            kappa: κ, relative flatness of the head on this sample.
+        """
+        return self.deltas.square() * float(kappa) / (2 * self.features) + self.changes
+
+
+@public
+def label_constancy(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    targets: Tensor | None = None,
+    *,
+    labels: Labels,
+    loss: Any = "cross_entropy",
+    deltas: Sequence[float],
+    draws: int = 64,
+    seed: int = 0,
+) -> LabelConstancy:
+    """Return how much labels that change around the features of a sample change a linear head's loss.
+
+    (1/n) Σ_i max_Δ |ℓ(ψ(φ_i + Δ), y[φ_i + Δ]) - ℓ(ψ(φ_i + Δ), y_i)|, |Δ| ≤ δ|φ_i|   (Petzka et al. 2021, Definition 9).
+
+    Args:
+        features: φ, (n, m).
+        weight: w, (d, m).
+        bias: (d,) or None.
+        targets: y_i, what ``loss`` takes, one per sample; None: ``labels(features)``.
+        labels: y[·], a function from features (n, m) to targets.
+        loss: as for :func:`pyflatness.head_flatness`; not a callable.
+        deltas: δ, positive.
+        draws: of Δ for each sample, at least 2; more of them find more of the supremum.
+        seed: of the draws; another device gives other ones for it.
+
+    Returns:
+        D by δ, and C.
+
+    Raises:
+        InputError: shapes, targets or options that do not fit.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> _ = torch.manual_seed(0)
+        >>> phi, w = torch.randn(50, 2), torch.eye(2)
+        >>> found = pf.label_constancy(phi, w, labels=lambda x: (x[:, 0] < x[:, 1]).long(), deltas=[1e-6, 0.5])
+        >>> float(found.changes[0]), bool(found.changes[1] > 0.01)
+        (0.0, True)
+    """
+    resolved = losses.known(loss, "loss of a single sample")
+    radii = check_numbers("deltas", deltas)
+    draws, seed = check_draws("draws", draws, 2), check_seed("seed", seed)
+    check_function("labels", labels, "of features (n, m) that returns their targets")
+    targets = check_tensor("targets", labels(features) if targets is None else targets)
+    tensor_head.check_tensors(features, weight, bias, targets, resolved)
+    phi, w = promoted(features.detach()), promoted(weight.detach())
+    shift = 0 if bias is None else promoted(bias.detach())
+    generator = torch.Generator(phi.device).manual_seed(seed)
+    changes = []
+    with torch.no_grad():
+        for radius in radii:
+            largest = torch.zeros(len(phi), dtype=torch.float64, device=phi.device)
+            for draw in range(draws):
+                interrupts.check()
+                moved = phi + radius * _within(phi, generator, on_sphere=draw % 2 == 0)
+                outputs = product(moved, w.t()) + shift
+                there, here = (_each(resolved, outputs, y) for y in (labels(moved.to(features.dtype)), targets))
+                largest = torch.maximum(largest, (there - here).abs())
+            changes.append(float(largest.mean()))
+    grid = torch.tensor(radii, dtype=torch.float64, device="cpu")
+    found = torch.tensor(changes, dtype=torch.float64, device="cpu")
+    return LabelConstancy(grid, found, phi.shape[1], len(phi), draws)
+
+
+def _within(phi: Tensor, generator: torch.Generator, *, on_sphere: bool) -> Tensor:
+    """Return Δ of |Δ_i| ≤ |φ_i|, of that length or uniform in the ball."""
+    normal: Tensor = torch.randn(phi.shape, generator=generator, dtype=phi.dtype, device=phi.device)
+    length = phi.norm(dim=1, keepdim=True)
+    if not on_sphere:
+        uniform = torch.rand(len(phi), 1, generator=generator, dtype=phi.dtype, device=phi.device)
+        length = length * uniform ** (1 / phi.shape[1])
+    scale: Tensor = length / normal.norm(dim=1, keepdim=True)
+    return normal * scale
+
+
+def _each(loss: losses.Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of each sample, the mean of its terms, (n,) float64."""
+    values: Tensor = loss.each(outputs, targets).double().view(len(outputs), -1).mean(dim=1)
+    return values

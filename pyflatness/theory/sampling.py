@@ -1,0 +1,483 @@
+"""Compute representativeness (Petzka et al. 2021, Eq. 3) of a sample in feature space, by k-fold plug-in.
+
+For a fold T of the data, S the rest, and ξ of the truncated normal kernel of bandwidth δ|φ_i| (Eq. 6),
+
+    E_Rep = mean_T ℓ(ψ(φ_j), y_j) - (1/|S|) Σ_{i∈S} E_ξ ℓ(ψ(φ_i + ξ), y_i)
+    E_F   = (1/|S|) Σ_{i∈S} E_ξ [ℓ(ψ(φ_i + ξ), y_i) - ℓ(ψ(φ_i), y_i)]
+    E_gen = mean_T ℓ - mean_S ℓ = E_Rep + E_F                                                   (Eq. 5)
+
+E_ξ is a mean over draws in pairs ±ξ. With one ψ for all folds the folds' E_gen cancel, and so their mean E_Rep is -E_F
+whatever the data: only its size by fold, ``magnitude``, says something, or a ψ that is fitted on each S (``fit=``, as
+in the authors' experiment), or data that ψ has not seen (``test=``). Means are weighted as the user's loss weights its
+terms, and are means also for the reduction ``"sum"``.
+
+**What the authors' code calls representativeness** is not Eq. 3:
+
+    mean_{j∈T} [ ℓ(ψ(φ_j), y_j) - (1/|S|) Σ_{i∈S} v_i K(φ_j, φ_i) ℓ(ψ(φ_i), y_j) ]
+    v_i = δ|φ_i| / Σ_S δ|φ|,   K(a, b) = exp(-|a - b|/2) / √(2π)
+
+averaged over folds T. δ|φ_i|, meant as bandwidths, are passed as weights of a density estimate of bandwidth 1 which
+normalises them, so δ cancels; its kernel is given √|a - b| for a distance and normalised for one dimension, and the sum
+is divided by |S| once more. So what is taken off the mean loss of T is of order 1/|S|: the value is nearly that loss.
+Read off ``SyntheticExperiments/interpolatingness.py`` of the authors' published code.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import interrupts, losses, tensor_head
+from ..contractions import product, promoted
+from ..errors import InputError
+from ..losses import Loss, risk
+from ..messages import check_tensor, in_words, shown
+from ..numerics import accumulate, meeting
+from ..numerics.meeting import Group
+from ..numerics.variances import standard_error
+from ..options import check_count, check_draws, check_function, check_number, check_seed
+from ..report import intervals
+from ..session import public
+from .perturbed import kernel_noise
+
+FOLDS, DRAWS = 3, 32
+_TOGETHER = 2**18  # numbers among the outputs of all draws that are looked at together
+_PAIRS = 2**18  # of samples, looked at together
+
+Fit = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""(features, targets) -> (weight, bias)."""
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """Hold E_gen = E_Rep + E_F (Petzka et al. 2021, Eq. 5) between data that were held out and a sample.
+
+    Attributes:
+        gap: E_gen, the mean loss of the data held out less that of the sample.
+        representativeness: E_Rep.
+        robustness: E_F, averaged over the kernel.
+        stderr: standard error of the last two over the draws of ξ, given the data, of ``draws - 1`` degrees of freedom.
+    """
+
+    gap: float
+    representativeness: float
+    robustness: float
+    stderr: float
+
+
+@dataclass(frozen=True, repr=False)
+class Representativeness:
+    """Hold how well samples with noise on their features stand for data that were held out.
+
+    Attributes:
+        value: E_Rep, its mean over the folds.
+        stderr: of ``value`` over the draws of ξ, given the data, of ``draws - 1`` degrees of freedom.
+        magnitude: the mean over the folds of |E_Rep|.
+        folds: E_gen = E_Rep + E_F of each fold.
+        test: the same between test data and the whole sample; None without test data.
+        delta: δ.
+        features: m.
+        samples: n, of the whole sample.
+        draws: pairs ±ξ for each sample.
+        refitted: whether ψ was fitted on each fold's sample.
+    """
+
+    value: float
+    stderr: float
+    magnitude: float
+    folds: tuple[Decomposition, ...]
+    test: Decomposition | None
+    delta: float
+    features: int
+    samples: int
+    draws: int
+    refitted: bool
+
+    def interval(self, level: float = 0.95) -> tuple[float, float] | None:
+        """Return the interval that holds E_Rep's mean over all ξ with probability ``level``, given the data and folds.
+
+        value ± t ``stderr``, t the quantile of Student's t distribution.
+
+        Args:
+            level: in (0, 1).
+
+        Raises:
+            InputError: a level that is no probability.
+        """
+        return intervals.interval(self.value, self.stderr, self.draws - 1, level)
+
+    def __repr__(self) -> str:
+        facts = [
+            f"{intervals.shown(self.value, self.interval())} (95 % interval)",
+            f"magnitude {self.magnitude:.6g}",
+            f"{len(self.folds)} folds{', refitted' if self.refitted else ''}",
+            f"δ = {self.delta:.4g}",
+            f"m = {self.features}",
+            f"{self.samples} samples",
+        ]
+        if self.test is not None:
+            parts = self.test
+            facts.append(f"test: gap {parts.gap:.4g} = {parts.representativeness:.4g} + {parts.robustness:.4g}")
+        return in_words(self, *facts)
+
+
+@public
+def representativeness(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    targets: Tensor | None = None,
+    *,
+    loss: Any = "cross_entropy",
+    delta: float | None = None,
+    folds: int = FOLDS,
+    draws: int = DRAWS,
+    fit: Fit | None = None,
+    test: tuple[Tensor, Tensor] | None = None,
+    seed: int = 0,
+    reduction: str | None = None,
+    process_group: Group = None,
+) -> Representativeness:
+    """Return the representativeness of a sample in the feature space of a linear head (plug-in of equation 3).
+
+    mean_T ℓ(ψ(φ), y) - (1/|S|) Σ_S E_ξ ℓ(ψ(φ_i + ξ), y_i), ψ(φ) = wφ + b, over k folds T; ξ of
+    :func:`pyflatness.truncated_normal_noise`   (Petzka et al. 2021, Eq. 3, 5 and 6).
+
+    Args:
+        features: φ, (n, m), of any floating-point dtype.
+        weight: w, (d, m).
+        bias: (d,) or None.
+        targets: what ``loss`` takes, one per sample.
+        loss: as for :func:`pyflatness.head_flatness`.
+        delta: δ; None: n^(-1/(4+m)), as in Theorem 6.
+        folds: k, at least 2.
+        draws: pairs ±ξ for each sample, at least 2.
+        fit: (features, targets) -> (weight, bias), called on the sample of each fold; None keeps w and b, and then the
+            mean over folds of one size is -E_F whatever the data: read ``magnitude``, or pass ``test``.
+        test: features and targets that w was not fitted to, for E_gen = E_Rep + E_F of the whole sample.
+        seed: of folds and noise; another device gives other noise for it.
+        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another; the values are means.
+        process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
+
+    Returns:
+        The value, and the decomposition of each fold.
+
+    Raises:
+        InputError: shapes, dtypes, targets or options that do not fit.
+        NonFiniteError: NaN or infinity in a loss.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> _ = torch.manual_seed(0)
+        >>> phi, w = torch.randn(600, 8).double(), torch.randn(2, 8).double()
+        >>> y = (phi @ w.t()).argmax(1)
+        >>> found = pf.representativeness(phi[:300], w, targets=y[:300], test=(phi[300:], y[300:]))
+        >>> parts = found.test
+        >>> abs(parts.gap - parts.representativeness - parts.robustness) < 1e-12
+        True
+    """
+    meeting.refuse(process_group, "representativeness")
+    resolved = losses.resolve(loss, reduction)
+    folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
+    seed = check_seed("seed", seed)
+    delta = None if delta is None else check_number("delta", delta)
+    if test is not None and (not isinstance(test, (tuple, list)) or len(test) != 2):
+        raise InputError(f"test={shown(test)}: a pair (features, targets) is wanted")
+    with interrupts.held(), torch.inference_mode(False), torch.no_grad():
+        psi = _Head(features, weight, bias, targets, resolved)
+        n, m = psi.features.shape
+        delta = default_delta(n, m) if delta is None else delta
+        places = assigned(n, folds, seed)
+        whole = _sums(psi, places, folds, delta, draws, seed)
+        if fit is None:
+            parts = [whole.against_the_rest([k]) for k in range(folds)]
+        else:
+            refitted = [psi.refitted(fit, places != k) for k in range(folds)]
+            parts = [
+                _sums(psi_k, (places == k).long(), 2, delta, draws, seed).against_the_rest([1])
+                for k, psi_k in enumerate(refitted)
+            ]
+        tested = None if test is None else whole.against(_risk(_Head(test[0], weight, bias, test[1], resolved)))
+    return summary(parts, tested, delta=delta, features=m, samples=n, draws=draws, refitted=fit is not None)
+
+
+def default_delta(samples: int, features: int) -> float:
+    """Return n^(-1/(4+m)) (Petzka et al. 2021, Theorem 6)."""
+    return float(samples ** (-1 / (4 + features)))
+
+
+def refit(fit: Fit, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and bias that the user's function finds.
+
+    Raises:
+        InputError: it returns something else.
+    """
+    check_function("fit", fit, "(features, targets) -> (weight, bias)")
+    with torch.enable_grad(), interrupts.at_once():
+        result = fit(features, targets)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise InputError(f"fit: a pair (weight, bias) is wanted, got {type(result).__name__}")
+    weight, bias = (None if part is None else part.detach() for part in result)
+    if weight is None:
+        raise InputError("fit: a pair (weight, bias) is wanted, got None for the weight")
+    return weight, bias
+
+
+def assigned(samples: int, folds: int, seed: int) -> Tensor:
+    """Return a fold for each sample at random, (samples,); folds are of one size, or of two sizes one apart.
+
+    Raises:
+        InputError: fewer samples than folds.
+    """
+    if samples < folds:
+        raise InputError(f"folds={folds}: there are {samples} samples")
+    order = torch.randperm(samples, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return order % folds
+
+
+def summary(
+    parts: Sequence[tuple[Decomposition, Tensor]],
+    test: tuple[Decomposition, Tensor] | None,
+    *,
+    delta: float,
+    features: int,
+    samples: int,
+    draws: int,
+    refitted: bool,
+) -> Representativeness:
+    """Return the result of folds, from their decompositions, each with E_Rep draw by draw."""
+    values = torch.stack([by_draw for _, by_draw in parts])
+    return Representativeness(
+        value=float(values.mean()),
+        stderr=float(standard_error(values.mean(dim=0))),
+        magnitude=float(values.mean(dim=1).abs().mean()),
+        folds=tuple(part for part, _ in parts),
+        test=None if test is None else test[0],
+        delta=delta,
+        features=features,
+        samples=samples,
+        draws=draws,
+        refitted=refitted,
+    )
+
+
+class Sums:
+    """Sum the loss over groups of samples: as they are, and with noise, draw by draw.
+
+    Args:
+        loss: the user's.
+        groups: how many.
+        draws: of the noise.
+    """
+
+    def __init__(self, loss: Loss, groups: int, draws: int) -> None:
+        self._loss = loss
+        self._own, self._weights = (torch.zeros(groups, dtype=torch.float64, device="cpu") for _ in range(2))
+        self._noisy = torch.zeros(draws, groups, dtype=torch.float64, device="cpu")
+
+    def add(self, outputs: Tensor, targets: Any, groups: Tensor, noisy: Iterator[Tensor], number: int = 0) -> None:
+        """Take in a batch.
+
+        Args:
+            outputs: (samples, …).
+            targets: one per sample.
+            groups: (samples,), of each sample.
+            noisy: outputs with noise, two of opposite signs for each draw.
+            number: of the batch.
+        """
+        weights = risk.rows(outputs, targets, self._loss, number).terms.weights.double().cpu()
+        if len(outputs) != len(groups) or len(targets) != len(groups) or len(weights) % len(groups):
+            raise InputError(
+                f"batch {number}: outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} do not hold "
+                f"{len(groups)} samples in dimension 0"
+            )
+        self._weights.index_add_(0, groups, weights.view(len(groups), -1).sum(dim=1))
+        order = groups.argsort(stable=True).to(outputs.device)
+        sizes: list[int] = groups.bincount(minlength=len(self._own)).tolist()
+        chosen = targets[order.to(targets.device)].split(sizes)
+        self._own += self._values(outputs[None, order].split(sizes, dim=1), chosen, number)[0]
+        together, start = 2 * max(1, _TOGETHER // outputs.numel()), 0
+        while displaced := [*itertools.islice(noisy, together)]:
+            values = self._values(torch.stack(displaced)[:, order].split(sizes, dim=1), chosen, number)
+            self._noisy[start : start + len(displaced) // 2] += values.view(-1, 2, len(sizes)).mean(dim=1)
+            start += len(displaced) // 2
+
+    def _values(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], number: int) -> Tensor:
+        """Return sums of the loss, (draws, groups), of outputs (draws, samples, …) by group."""
+        columns = [_by_draw(self._loss, f, t) for f, t in zip(outputs, targets, strict=True)]
+        values = torch.stack(columns, dim=1).cpu()
+        if not bool(values.isfinite().all()):
+            raise risk.not_finite(number, float(values.sum()))
+        return values
+
+    def mean(self) -> float:
+        """Return the mean over all samples, without noise."""
+        return float(self._own.sum() / self.normaliser())
+
+    def normaliser(self) -> float:
+        """Return the normaliser of all loss terms."""
+        return accumulate.normaliser(float(self._weights.sum()))
+
+    def against(self, held_out: float) -> tuple[Decomposition, Tensor]:
+        """Return the decomposition of all groups against a mean loss of other data, and E_Rep draw by draw."""
+        return self._decomposed(held_out, torch.ones(len(self._own), dtype=torch.bool, device="cpu"))
+
+    def against_the_rest(self, held_out: Sequence[int]) -> tuple[Decomposition, Tensor]:
+        """Return the decomposition with some groups held out and the others as the sample, and E_Rep by draw."""
+        sample = torch.ones(len(self._own), dtype=torch.bool, device="cpu")
+        sample[[*held_out]] = False
+        normaliser = accumulate.normaliser(float(self._weights[~sample].sum()))
+        return self._decomposed(float(self._own[~sample].sum()) / normaliser, sample)
+
+    def _decomposed(self, held_out: float, sample: Tensor) -> tuple[Decomposition, Tensor]:
+        normaliser = accumulate.normaliser(float(self._weights[sample].sum()))
+        own, noisy = float(self._own[sample].sum()) / normaliser, self._noisy[:, sample].sum(dim=1) / normaliser
+        smooth = float(noisy.mean())
+        parts = Decomposition(held_out - own, held_out - smooth, smooth - own, float(standard_error(noisy)))
+        return parts, held_out - noisy
+
+
+class _Head:
+    """Hold the head ψ, and the data that it is evaluated on."""
+
+    def __init__(self, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Any, loss: Loss) -> None:
+        targets = check_tensor("targets", targets)
+        tensor_head.check_tensors(features, weight, bias, targets, loss)
+        if features.ndim != 2:
+            raise InputError(f"features: one vector a sample, (n, m), is wanted, got shape {tuple(features.shape)}")
+        self.loss, self.features, self.targets = loss, promoted(features.detach()), targets.detach().to(features.device)
+        self.weight = promoted(weight.detach()).t()
+        self._bias = None if bias is None else promoted(bias.detach())
+
+    def outputs(self) -> Tensor:
+        """Return the outputs (n, d)."""
+        outputs: Tensor = product(self.features, self.weight) + (0 if self._bias is None else self._bias)
+        return outputs
+
+    def noisy(self, outputs: Tensor, delta: float, draws: int, seed: int) -> Iterator[Tensor]:
+        """Yield outputs with noise, two of opposite signs for each draw."""
+        generator = torch.Generator(outputs.device).manual_seed(seed)
+        for xi in kernel_noise(self.features, delta, draws, generator):
+            change = product(xi, self.weight)
+            yield outputs + change
+            yield outputs - change
+
+    def refitted(self, fit: Fit, sample: Tensor) -> "_Head":
+        """Return ψ as fitted on some of the samples, to be evaluated on all of them."""
+        index = sample.to(self.features.device)
+        weight, bias = refit(fit, self.features[index], self.targets[index])
+        return _Head(self.features, weight, bias, self.targets, self.loss)
+
+
+def _sums(psi: _Head, groups: Tensor, count: int, delta: float, draws: int, seed: int) -> Sums:
+    sums, outputs = Sums(psi.loss, count, draws), psi.outputs()
+    sums.add(outputs, psi.targets, groups, psi.noisy(outputs, delta, draws, seed))
+    return sums
+
+
+def _risk(psi: _Head) -> float:
+    """Return the mean loss."""
+    sums, outputs = Sums(psi.loss, 1, 0), psi.outputs()
+    sums.add(outputs, psi.targets, torch.zeros(len(outputs), dtype=torch.int64, device="cpu"), iter(()))
+    return sums.mean()
+
+
+def _by_draw(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the sums of the loss, (draws,), of outputs (draws, samples, …)."""
+    if outputs.shape[1] == 0:
+        return outputs.new_zeros(len(outputs), dtype=torch.float64)
+    if not loss.known:  # it may do what vmap does not take
+        return torch.stack([loss.value(drawn, targets) for drawn in outputs])
+    values: Tensor = torch.func.vmap(lambda drawn: loss.value(drawn, targets))(outputs)
+    return values
+
+
+@public
+def authors_representativeness(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    targets: Tensor | None = None,
+    *,
+    loss: Any = "cross_entropy",
+    folds: int = FOLDS,
+    fit: Fit | None = None,
+    seed: int = 0,
+    reduction: str | None = None,
+    process_group: Group = None,
+) -> float:
+    """Return the quantity that the authors' code calls representativeness, to compare with published figures.
+
+    mean_T [ℓ(ψ(φ_j), y_j) - (1/|S|) Σ_S v_i K(φ_j, φ_i) ℓ(ψ(φ_i), y_j)], v_i = |φ_i| / Σ|φ|, K a kernel of the square
+    root of the distance. There is no δ in it: it cancels. For Eq. 3 see :func:`pyflatness.representativeness`.
+
+    Args:
+        features: φ, (n, m).
+        weight: w, (d, m).
+        bias: (d,) or None.
+        targets: one per sample.
+        loss: as for :func:`pyflatness.head_flatness`; every sample counts the same.
+        folds: k, at least 2.
+        fit: (features, targets) -> (weight, bias) on the sample of each fold, as in the authors' notebook.
+        seed: of the folds.
+        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
+        process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
+
+    Returns:
+        The mean over the folds.
+
+    Raises:
+        InputError: shapes, dtypes, targets or options that do not fit.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> phi, w = torch.ones(4, 2), torch.zeros(2, 2)
+        >>> value = pf.authors_representativeness(phi, w, targets=torch.tensor([0, 1, 0, 1]), folds=2)
+        >>> abs(value - 0.693147 * (1 - 0.398942 / 2)) < 1e-6  # log 2, and K = 1/√(2π) divided by |S| = 2
+        True
+    """
+    meeting.refuse(process_group, "authors_representativeness")
+    folds, seed = check_count("folds", folds, 2), check_seed("seed", seed)
+    resolved = losses.resolve(loss, reduction)
+    features, targets = check_tensor("features", features), check_tensor("targets", targets)
+    if features.ndim == 0:
+        raise InputError("features: 2 dimensions are wanted, got shape ()")
+    with interrupts.held(), torch.inference_mode(False), torch.no_grad():
+        places = assigned(len(features), folds, seed).to(features.device)
+        values = []
+        for k in range(folds):
+            w, b = (weight, bias) if fit is None else refit(fit, features[places != k], targets[places != k])
+            tensor_head.check_tensors(features, w, b, targets, resolved)
+            outputs = product(promoted(features), promoted(w).t()) + (0 if b is None else promoted(b))
+            values.append(_fold(promoted(features).double(), outputs, targets, places == k, resolved))
+    return sum(values) / folds
+
+
+def _fold(features: Tensor, outputs: Tensor, targets: Tensor, held_out: Tensor, loss: Loss) -> float:
+    sample, other = features[~held_out], features[held_out]
+    norms = sample.norm(dim=1)
+    weights = norms / norms.sum() / len(sample)
+    own = float(_losses(loss, outputs[held_out], targets[held_out]).mean())
+    total, rows = 0.0, max(1, _PAIRS // len(sample))
+    for part, labels in zip(other.split(rows), targets[held_out].split(rows), strict=True):
+        interrupts.check()
+        kernel = torch.exp(-torch.cdist(part, sample) / 2) / math.sqrt(2 * math.pi)
+        crossed = _losses(
+            loss,
+            outputs[~held_out].repeat(len(part), *(1,) * (outputs.ndim - 1)),
+            labels.repeat_interleave(len(sample), 0),
+        )
+        total += float((kernel * crossed.view(len(part), -1)) @ weights @ kernel.new_ones(len(part)))
+    return own - total / len(other)
+
+
+def _losses(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean loss of each row, (rows,) float64."""
+    dim = loss.class_dim(outputs)
+    weights = loss.terms(outputs, targets, dim).weights.view(len(outputs), -1).sum(dim=1)
+    values = torch.func.vmap(lambda f, t: loss.value(f[None], t[None]))(outputs, targets)
+    return torch.where(weights > 0, values / weights, 0.0)
